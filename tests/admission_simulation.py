@@ -25,8 +25,8 @@ from unittest.mock import Mock
 from inprocess import settings_of
 
 from sie_contracts.errors import QueueFull
+from sie_contracts.models.costs import BatchTimes
 from sie_contracts.wire import heartbeats, messages
-from sie_contracts.wire.batch_times import BatchTimes
 from sie_contracts.wire.heartbeats import Heartbeat, ModelStatus
 from sie_contracts.wire.messages import BatchNote, Ok, Stages, WorkResult
 from sie_contracts.wire.topology import Lane

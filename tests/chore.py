@@ -14,7 +14,7 @@ import time
 from inprocess import settings_of
 
 from sie_broker.nats import connect
-from sie_gateway.streams.consumers import WorkConsumers
+from sie_gateway.streams.publish import WorkConsumers
 from sie_runtime import failpoints
 from sie_store.payloads import open_store
 

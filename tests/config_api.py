@@ -18,8 +18,18 @@ from sie_contracts.models.bundles import BundleEntry
 from sie_contracts.models.trust import Allowed, Trust
 from sie_contracts.wire import configs
 from sie_contracts.wire.configs import ConfigDelta
+from sie_runtime.http.asgi import REQUEST_ID, App, Receive, Scope, Send, uuid7
 
 ADMIN = "admin-token-of-a-test"
+
+
+def listened(app: App) -> App:
+    """`app` as a listener calls it: each request has an id."""
+
+    async def serve(scope: Scope, receive: Receive, send: Send) -> None:
+        await app({**scope, REQUEST_ID: uuid7()}, receive, send)
+
+    return serve
 
 
 def anything() -> Trust:
@@ -33,7 +43,7 @@ class Api:
     def __init__(self, server: MemoryServer, bundles: Mapping[str, BundleEntry], subject: str, **environ: str) -> None:
         self.server = server
         self.service = ConfigService(settings_of(**environ))
-        transport = httpx.ASGITransport(create_app(self.service))
+        transport = httpx.ASGITransport(listened(create_app(self.service)))
         self.client = httpx.AsyncClient(
             transport=transport, base_url="http://config", headers={"Authorization": f"Bearer {ADMIN}"}
         )

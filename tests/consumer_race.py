@@ -15,8 +15,7 @@ from sie_contracts.wire import messages, topology
 from sie_contracts.wire.messages import Input, RunOptions, WorkItem
 from sie_contracts.wire.topology import Lane
 from sie_gateway.metrics import Metrics
-from sie_gateway.streams.consumers import WorkConsumers
-from sie_gateway.streams.publish import WorkQueue
+from sie_gateway.streams.publish import WorkConsumers, WorkQueue
 from sie_runtime.process import Stop
 
 LANE = Lane("_default", "cpu", "default")

@@ -85,8 +85,9 @@ def runs(page: Path) -> int:
 def run(code: str, cluster: Cluster) -> list[str]:
     """The lines that a Python example prints, which speaks to the address of the pages."""
     script = code.replace(ADDRESS, cluster.url)
+    environ = {**os.environ, "SIE_BASE_URL": cluster.url}
     return subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=BOUND_S, check=True
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=BOUND_S, check=True, env=environ
     ).stdout.splitlines()
 
 

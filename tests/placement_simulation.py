@@ -175,7 +175,7 @@ class Simulation:
         self._waiting.setdefault(model, deque()).append(self._now_s)
         if self._by_table:
             name = self._names[model]
-            self._planner.note(name, 1, TOKENS)
+            self._planner.note({name: (1, 1, TOKENS)})
             if self._table is None or not self._has_host(name):
                 self._plan_soon()
             hosts = self._table.hosts.get(name, ()) if self._table else ()
@@ -353,7 +353,7 @@ class Simulation:
 
     def _begin_placed(self) -> None:
         for name in self._names:
-            self._planner.note(name, 1, TOKENS)
+            self._planner.note({name: (1, 1, TOKENS)})
         self._plan()
         assert self._table is not None
         for name, hosts in self._table.hosts.items():

@@ -38,7 +38,6 @@ from typing import Literal
 
 import httpx
 import psutil
-from setproctitle import getproctitle, setproctitle
 
 from sie_cli.serve import supervisor
 
@@ -333,6 +332,8 @@ def _become(job: dict[str, object], streams: Sequence[int], parent: int) -> list
     os.environ.clear()
     os.environ.update(job["environ"])  # type: ignore[call-overload]
     argv: list[str] = list(job["argv"])  # type: ignore[call-overload]
+    from setproctitle import setproctitle  # here: tools that start processes of their own do without it
+
     setproctitle(" ".join([sys.executable, *argv]))
     if _given is not None:
         _given_to(_given, os.getpid()).write_text(json.dumps(job["environ"]), "utf-8")
@@ -368,6 +369,8 @@ if __name__ == "__main__":
     owner = os.pidfd_open(int(sys.argv[3]))
     signal.signal(signal.SIGALRM, lambda *_: os._exit(0) if select.select([owner], [], [], 0)[0] else None)
     signal.setitimer(signal.ITIMER_REAL, 1, 1)  # imports take longer than a user waits after Ctrl-C
+    from setproctitle import getproctitle
+
     getproctitle()  # finds the place of the title, which it does not once the environment has moved
     entry = importlib.import_module(ENTRIES[kind])
     for module in IMPORTS[kind]:

@@ -9,6 +9,7 @@ functions and under TYPE_CHECKING count.
 
 import argparse
 import ast
+import builtins
 import functools
 import re
 import sys
@@ -70,6 +71,11 @@ VAGUE_VALUES = frozenset(
 )
 VAGUE_FUNCTIONS = frozenset(["of", "take", "forget", "look", "tell", "say", "ask", "hear", "told", "heard", "given"])
 NO_SUBJECT = re.compile(r"^(What|Of|Who|Whom|That|Those|Which|Where|As|Else|None of|Nothing|Such)\b")
+FILE = re.compile(r"(?<![\w/.-])[a-z_]+\.py\b")
+RAISES = re.compile(r"\bRaises ((?:[A-Z]\w+(?:, and | and |, )?)+)")
+FOREIGN_EXCEPTIONS = frozenset(
+    ["BadParameter", "ClickException", "DecodeError", "PackageNotFoundError", "UsageError", "ValidationError"]
+)
 SHOWN = 8
 
 
@@ -95,6 +101,45 @@ def modules(folder: str) -> Sequence[Module]:
         text = file.read_text("utf-8")
         found.append(Module(name, file, text, ast.parse(text)))
     return found
+
+
+def names_that_are_gone(module: Module) -> Iterator[str]:
+    """Files (`name.py`) and exceptions (`Raises Name`) that a docstring of the module names and the product lacks."""
+    for node in ast.walk(module.tree):
+        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        text = ast.get_docstring(node) or ""
+        raised = {name for names in RAISES.findall(text) for name in re.findall(r"\w+", names) if name != "and"}
+        for name in (*sorted(set(FILE.findall(text)) - _file_names()), *sorted(raised - _exceptions())):
+            yield f"{module.name}:{getattr(node, 'lineno', 1)} {name}"
+
+
+@functools.cache
+def _file_names() -> set[str]:
+    return {
+        file.name
+        for folder in (*PACKAGES, "tests", "bench", "tools", "catalog")
+        for file in (ROOT / folder).rglob("*.py")
+    }
+
+
+@functools.cache
+def _exceptions() -> set[str]:
+    """Names of the classes of the product and of Python that derive from an exception."""
+    builtin = {
+        name for name, value in vars(builtins).items() if isinstance(value, type) and issubclass(value, BaseException)
+    }
+    bases = {
+        node.name: {ast.unparse(base).rpartition(".")[2] for base in node.bases}
+        for folder in PACKAGES
+        for module in modules(folder)
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.ClassDef)
+    }
+    names = builtin | FOREIGN_EXCEPTIONS
+    while more := {name for name, parents in bases.items() if parents & names} - names:
+        names |= more
+    return names
 
 
 def imports(found: Sequence[Module]) -> dict[str, set[str]]:

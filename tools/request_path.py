@@ -1,7 +1,8 @@
 """Counts the product's files that one encode enters, in each process, by tracing real requests.
 
-    python tools/request_path.py             the number of files by process, and of all of them together
-    python tools/request_path.py --list      and their names
+    python tools/request_path.py              the number of files by process, and of all of them together
+    python tools/request_path.py --list       and their names
+    python tools/request_path.py --functions  and the functions of each that are entered
 
 A broker, a gateway, a sidecar and an adapter run with the model of the package. Each of them records the files of the
 Python functions that it enters between two notices, in all threads. A file counts if each of several requests entered
@@ -15,7 +16,8 @@ import socket
 import sys
 import tempfile
 import textwrap
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import httpx
@@ -26,8 +28,8 @@ from measure import PACKAGES
 from stack import Plan, Stack
 
 ROOT = Path(__file__).resolve().parents[1]
-MAX_FILES = 30
-REQUESTS = 8
+MAX_FILES = 60
+REQUESTS = 16  # a request that is among the slowest of its minute does more than others
 MODEL = "sentence-transformers/all-MiniLM-L6-v2"
 
 # runs at the start of every Python process that finds its folder on PYTHONPATH
@@ -35,11 +37,11 @@ TRACER = """
     import json, os, socket, sys, threading
 
     folder = os.environ["REQUEST_PATH_FOLDER"]
-    active, files = False, set()
+    active, functions = False, set()
 
     def entered(frame, event, argument):
         if active and event == "call":
-            files.add(frame.f_code.co_filename)
+            functions.add((frame.f_code.co_filename, frame.f_code.co_qualname))
 
     def serve(listener):
         global active
@@ -49,8 +51,8 @@ TRACER = """
                 word = connection.recv(16)
                 active = word == b"begin"
                 if active:
-                    files.clear()
-                connection.sendall(b"{}" if active else json.dumps(sorted(files)).encode())
+                    functions.clear()
+                connection.sendall(b"[]" if active else json.dumps(sorted(functions)).encode())
 
     def begin():
         listener = socket.socket(socket.AF_UNIX)
@@ -64,45 +66,47 @@ TRACER = """
     begin()
     os.register_at_fork(after_in_child=begin)
 """
+START_S = 150.0  # recorded imports take several times as long
+ROLES = ("gateway", "sidecar", "adapter")
+Functions = set[tuple[str, str]]  # the file of each, from the root of the repository, and its qualified name
 
 
-def told(address: Path, word: str) -> list[str]:
-    """What a process answers; nothing if it has ended."""
+def notify(address: Path, word: str) -> list[tuple[str, str]]:
+    """Have a process begin or end its record; the functions that it entered, none if it has ended."""
     with socket.socket(socket.AF_UNIX) as connection:
         try:
             connection.connect(str(address))
         except ConnectionRefusedError:
             return []
         connection.sendall(word.encode())
-        answer = b"".join(iter(lambda: connection.recv(65536), b""))
-    return list(json.loads(answer))
+        reply = b"".join(iter(lambda: connection.recv(65536), b""))
+    return [(file, name) for file, name in json.loads(reply)]
 
 
-def product_files(files: list[str]) -> Iterator[str]:
-    for file in files:
-        path = Path(file)
-        if path.is_relative_to(ROOT) and path.relative_to(ROOT).parts[0] in PACKAGES:
-            yield str(path.relative_to(ROOT))
+def of_product(functions: Iterable[tuple[str, str]]) -> Functions:
+    return {
+        (str(Path(file).relative_to(ROOT)), name)
+        for file, name in functions
+        if any(Path(file).is_relative_to(ROOT / package) for package in PACKAGES)
+    }
 
 
-def traced(folder: Path, url: str) -> dict[str, set[str]]:
-    """The files that one request enters, by process."""
+def trace_request(folder: Path, url: str) -> dict[str, Functions]:
+    """The functions that one request enters, by process."""
     for address in folder.iterdir():
-        told(address, "begin")
+        notify(address, "begin")
     body = {"items": ["What is deep learning?"]}
-    answer = httpx.post(f"{url}/v1/encode/{MODEL}", json=body, timeout=120, trust_env=False)
-    if answer.status_code != 200:
-        raise SystemExit(f"the request failed: {answer.status_code} {answer.text[:300]}")
-    entered: dict[str, set[str]] = {}
+    reply = httpx.post(f"{url}/v1/encode/{MODEL}", json=body, timeout=120, trust_env=False)
+    if reply.status_code != 200:
+        raise SystemExit(f"the request failed: {reply.status_code} {reply.text[:300]}")
+    entered: dict[str, Functions] = defaultdict(set)
     for address in folder.iterdir():
-        entered.setdefault(address.name.partition(".")[0], set()).update(product_files(told(address, "end")))
+        entered[address.name.partition(".")[0]] |= of_product(notify(address, "end"))
     return entered
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--list", action="store_true", help="name the files")
-    options = parser.parse_args()
+def functions_of_encode() -> dict[str, Mapping[str, list[str]]]:
+    """The functions that each of several requests enters, by process and file."""
     with tempfile.TemporaryDirectory() as name:
         folder, code = Path(name, "s"), Path(name, "code")
         folder.mkdir()
@@ -110,19 +114,43 @@ def main() -> None:
         (code / "sitecustomize.py").write_text(textwrap.dedent(TRACER))
         paths = os.pathsep.join([str(code), *filter(None, [os.environ.get("PYTHONPATH")])])
         plan = Plan(
-            models=(), workers=(None,), environ={"PYTHONPATH": paths, "REQUEST_PATH_FOLDER": str(folder)}, preload=False
+            models=(),
+            workers=(None,),
+            environ={"PYTHONPATH": paths, "REQUEST_PATH_FOLDER": str(folder)},
+            preload=False,
+            start_s=START_S,
         )
         with Stack(Path(name, "stack"), plan) as stack:
-            rounds = [traced(folder, stack.urls[0]) for _ in range(REQUESTS + 1)][1:]  # the first one loads the model
-    roles = ("gateway", "sidecar", "adapter")
-    always = {role: set.intersection(*(each.get(role, set()) for each in rounds)) for role in roles}
-    for role in roles:
-        print(f"{role:<8} {len(always[role]):>4}")
-        if options.list:
-            print("".join(f"    {file}\n" for file in sorted(always[role])), end="")
-    print(f"gateway and sidecar {len(always['gateway'] | always['sidecar'])} (bound {MAX_FILES})")
-    print(f"all                 {len(set().union(*always.values()))}")
+            rounds = [trace_request(folder, stack.urls[0]) for _ in range(REQUESTS + 1)][
+                1:
+            ]  # the first loads the model
+    by_role: dict[str, Mapping[str, list[str]]] = {}
+    for role in ROLES:
+        files = defaultdict(list)
+        for file in sorted(set.intersection(*({file for file, _ in record[role]} for record in rounds))):
+            own = ({function for path, function in record[role] if path == file} for record in rounds)
+            files[file] = sorted(set.intersection(*own))
+        by_role[role] = files
+    return by_role
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--list", action="store_true", help="name the files")
+    parser.add_argument("--functions", action="store_true", help="name the files and their functions")
+    options = parser.parse_args()
+    by_role = functions_of_encode()
+    for role, files in by_role.items():
+        print(f"{role:<8} {len(files):>4}")
+        for file, functions in files.items():
+            if options.list or options.functions:
+                print(f"    {file}")
+            if options.functions:
+                print(textwrap.fill(", ".join(functions), 120, initial_indent=" " * 8, subsequent_indent=" " * 8))
+    total = len(set[str]().union(*by_role.values()))
+    print(f"all      {total:>4} (bound {MAX_FILES})")
+    return total > MAX_FILES
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,12 +1,13 @@
-"""A parent that has done the imports and forks the process that serves: when that one dies, the next one is there in
-milliseconds.
+"""A parent process that has done the imports and forks the process that serves. When that child dies, its successor
+starts in milliseconds.
 
     imports ──► fork ──► a child serves ──► it dies ──► fork again
                                 └──► it drained, or refuses its settings ──► the parent ends with its status
 
-The kernel shares the pages of what was imported, so this costs little memory and, while nothing dies, no processor
-time. A fork copies one thread: the parent has no other, and has not touched CUDA, whose context no child could use.
-Linux only: it needs PR_SET_PDEATHSIG, and Apple's frameworks do not survive a fork.
+The kernel shares the pages of the imported modules between the processes, so the parent costs little memory and, while
+no child dies, no processor time. A fork copies one thread only: the parent has no second thread. It also has not
+touched CUDA, since a child could not use a CUDA context of its parent. Linux only: it needs PR_SET_PDEATHSIG, and
+Apple's frameworks do not survive a fork.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pathlib import Path
 from sie_runtime import failpoints
 from sie_runtime.process import EXIT_BAD_SETTING, end_signals
 
-STEADY_S = 5.0  # a child that lived this long is replaced without a pause
+STEADY_S = 5.0  # a child that lived longer than this is replaced without a pause
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
 SIGNALS = frozenset({*end_signals(), signal.SIGCHLD})
 _PR_SET_PDEATHSIG = 1
@@ -33,14 +34,14 @@ _logger = logging.getLogger("sie.adapter")
 
 
 def keep_one_serving(died: Callable[[], None] = lambda: None) -> int | None:
-    """Have a child serve, and another one whenever one dies. Returns None in the process that is to serve: each child,
-    or this process itself where it cannot fork. Returns the exit status in the parent, once a child drained or refused
-    its settings, or was told to end. `died` is called before a child that died is replaced.
+    """Fork a child that serves, and fork again whenever it dies. Return None in the process that must serve: in each
+    child, or in this process if it cannot fork. Return the exit status in the parent, after a child drained or refused
+    its settings, or a signal ended it. `died` is called before a dead child is replaced.
 
-    To be called on the only thread, with SIGNALS blocked; they are blocked in the child as well.
+    Call this on the only thread, with SIGNALS blocked; they are blocked in the child too.
     """
     parent, pause_s, stopping = os.getpid(), 0.0, False
-    # were it ignored, as it may have been inherited, nobody could wait for a child
+    # an inherited setting may ignore SIGCHLD; then no process could wait for a child
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     while True:
         child = _fork()
@@ -48,10 +49,10 @@ def keep_one_serving(died: Callable[[], None] = lambda: None) -> int | None:
             return None
         if child == 0:
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != parent:  # it died before the kernel was told
+            if os.getppid() != parent:  # the parent died before the call of prctl
                 os._exit(1)
             return None
-        failpoints.arm("")  # they are those of the first start
+        failpoints.arm("")  # failpoints apply to the first child only
         started_s = time.monotonic()
         status, stopping = _ended(child)
         if stopping or status in (0, EXIT_BAD_SETTING):
@@ -60,22 +61,20 @@ def keep_one_serving(died: Callable[[], None] = lambda: None) -> int | None:
             0.0 if time.monotonic() - started_s > STEADY_S else min(max(FIRST_PAUSE_S, 2 * pause_s), LONGEST_PAUSE_S)
         )
         how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
-        _logger.warning("the adapter's process %d %s; another one starts in %g s", child, how, pause_s)
+        _logger.warning("the adapter's process %d %s; a new one starts in %g s", child, how, pause_s)
         died()
         if signal.sigtimedwait(SIGNALS - {signal.SIGCHLD}, pause_s) is not None:
             return 0
 
 
 def _fork() -> int | None:
-    """Call os.fork; None, with a log line, where that is impossible or not safe."""
+    """Call os.fork. Return None, with a log line, if a fork is impossible or not safe."""
     sys.stdout.flush()
     sys.stderr.flush()
     try:
         if _is_alone():
             return os.fork()
-        _logger.warning(
-            "there is no warm spare: a library that was imported runs threads, and a fork would copy their locks"
-        )
+        _logger.warning("there is no warm spare: an imported library runs threads, and a fork would copy their locks")
         return None
     except OSError as error:
         _logger.warning("there is no warm spare: %s", error)
@@ -83,10 +82,10 @@ def _fork() -> int | None:
 
 
 def _is_alone() -> bool:
-    """Whether this process has one thread."""
+    """Return whether this process has one thread."""
     if len(os.listdir(_TASKS)) > 1:
-        # those of OpenBLAS, started when numpy was imported, end before a fork and come back when a matrix is
-        # multiplied
+        # the threads of OpenBLAS, started by the import of numpy, end before a fork and come back at the next matrix
+        # product
         end_of = os.fork()
         if end_of == 0:
             os._exit(0)
@@ -94,19 +93,20 @@ def _is_alone() -> bool:
     for _ in range(_LOOKS):
         if len(os.listdir(_TASKS)) == 1:
             return True
-        time.sleep(_LOOK_S)  # the kernel takes a thread that ended off the list a moment later
+        time.sleep(_LOOK_S)  # the kernel removes an ended thread from the list with a short delay
     return False
 
 
 def _ended(child: int) -> tuple[int, bool]:
-    """Wait for a child: its exit status, negative for a signal, and whether it had been told to end. Passes those of
-    the end on, as SIGTERM, and reaps what else ends: in a container this process inherits every orphan.
+    """Wait for a child. Return its exit status, negative for a signal, and whether this process got a signal to end.
+    Forward that signal to the child as SIGTERM. Reap all other processes that end: in a container this process inherits
+    every orphan.
     """
     stopping = False
     while True:
         if signal.sigwait(SIGNALS) != signal.SIGCHLD:
             stopping = True
-            os.kill(child, signal.SIGTERM)  # it is there until it is reaped, below
+            os.kill(child, signal.SIGTERM)  # the child's pid stays valid until it is reaped, below
             continue
         pid = -1
         while pid not in (0, child):

@@ -1,8 +1,8 @@
-"""The adapter's life, from start to exit.
+"""The life of the adapter's process, from start to exit.
 
     bundle ──► imports ──► bind the socket ──► fork (`forkserver`) ──► serve ──► drain ──► exit
 
-Importing this module is cheap: torch and the model code are imported inside `run`.
+The import of this module is cheap: torch and the model code are imported inside `run`.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ _logger = logging.getLogger("sie.adapter")
 
 DRAIN_S = 10.0
 _BACKLOG = 128
-_DRAIN = b"D"  # no signal that is handled has this number
+_DRAIN = b"D"  # written to the wake socket for a drain; no handled signal has this number
 
 
 def run(settings: Settings, *, spare: bool = False) -> int:
-    """Serve on `settings.ipc_socket_path` until a signal to end or Drain. Returns the exit status. To be called on the
-    main thread.
+    """Serve on `settings.ipc_socket_path` until a signal to end or Drain. Return the exit status. Call this on the main
+    thread.
 
-    `spare`: serve in a child, which is replaced at once when it dies (Linux). The call returns in both processes then.
-    Running batches may take DRAIN_S to finish; what waits is refused. Raises SettingError for a device that is absent,
-    or a bundle whose dependencies are.
+    `spare`: serve in a child, which is replaced at once when it dies (Linux). The call then returns in both processes.
+    Running batches may take DRAIN_S to finish; waiting batches are refused. Raises SettingError if the device is
+    absent, or if dependencies of the bundle are.
     """
     dependencies.check(settings)
     if warning := examined(allowed(settings)):
         _logger.warning("%s", warning)
-    signal.pthread_sigmask(signal.SIG_BLOCK, forkserver.SIGNALS)  # until somebody looks at them
+    signal.pthread_sigmask(signal.SIG_BLOCK, forkserver.SIGNALS)  # blocked until a wait or a handler for them is set up
     _import()
-    _require_device(settings.device)  # before there is a socket, by which probes see an adapter that is ready
+    _require_device(settings.device)  # before the socket exists: probes take an adapter with a socket as ready
     path = Path(settings.ipc_socket_path)
     if _is_served(path):
         _logger.error("another adapter serves on %s", path)
@@ -66,45 +66,48 @@ def run(settings: Settings, *, spare: bool = False) -> int:
 
 
 def allowed(settings: Settings) -> Allowed:
-    """The limits on entries that come over the broker."""
+    """Return the limits on entries that come over the broker."""
     return Allowed(settings.allow_remote_code, settings.model_paths, settings.models_dir)
 
 
 def _import() -> None:
-    """Everything that loading a text encoder needs. Starts no thread and leaves CUDA alone, even the question whether
-    there is any: a process that is forked later could not use it.
+    """Import all modules that a load of a text encoder needs. Start no thread and do not touch CUDA, not even to ask
+    whether a device exists: after that a forked process could not use CUDA.
     """
     _name_temporary_folder()
     import transformers
 
     import sie_adapter.families.text_encoder
-    import sie_adapter.server  # noqa: F401  imported so that no child has to
+    import sie_adapter.server  # noqa: F401  imported here so that no child has to import it
     from sie_adapter.engine import engine
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    logging.getLogger("huggingface_hub").handlers.clear()  # its lines reach the root's handler as well
+    logging.getLogger("huggingface_hub").handlers.clear()  # these lines reach the root logger's handler too
     engine.prepare_process()
-    # what was imported stays: no collection needs to look at it again, which keeps pauses of the lanes short and its
-    # pages shared
+    # Imported objects stay. If the garbage collector skips them, the lanes pause for a shorter time and the pages stay
+    # shared.
     gc.collect()
     gc.freeze()
 
 
 def _name_temporary_folder() -> None:
-    """torch asks for the path of one when it is imported, though it compiles nothing and writes nothing there. Where
-    every such folder is full there is none, and the import would raise.
+    """Set a temporary folder, since torch asks for its path during the import although it writes nothing there. If
+    every temporary folder is full, there is none, and the import would raise.
     """
     try:
         tempfile.gettempdir()
     except FileNotFoundError as error:
         tempfile.tempdir = folder = os.environ.get("TMPDIR", "/tmp")  # noqa: S108  nothing is written
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", folder)  # which torch would make below it
+        # torch would create this folder below the temporary folder
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", folder)
         _logger.warning("no temporary file can be written: %s", error)
 
 
 def _learning(settings: Settings) -> Callable[[], None]:
-    """Learn of the passes that the process before did not survive. Returns what does so for each one to come."""
+    """Learn from the passes that the previous process did not survive. Return the function that does the same after
+    each later death.
+    """
     from sie_adapter.memory.batch_limits import CrashRecord, DeviceLimits, PassRecords
 
     crash_record = CrashRecord(PassRecords.for_socket(settings), functools.partial(DeviceLimits.for_machine, settings))
@@ -134,7 +137,7 @@ def _serve(path: Path, listener: socket.socket, settings: Settings, wake: socket
     server.serve(wake)
     _logger.info("adapter stopping")
     watch.close()
-    path.unlink(missing_ok=True)  # a parent has the socket open still: nobody is to queue up there
+    path.unlink(missing_ok=True)  # the parent still has the socket open: no client may queue up there
     listener.close()
     if not engine.stop(DRAIN_S):
         _logger.warning("a batch still ran after %g s", DRAIN_S)
@@ -146,14 +149,14 @@ def _serve(path: Path, listener: socket.socket, settings: Settings, wake: socket
 
 @contextlib.contextmanager
 def _woken_by_signals() -> Iterator[tuple[socket.socket, socket.socket]]:
-    """A pair of sockets: the first becomes readable on a signal to end, and by writing to the second. No signal is
-    blocked inside.
+    """Yield a pair of sockets. The first becomes readable on a signal to end, and when the second is written to. No
+    signal is blocked inside the context.
     """
     wake, waker = socket.socketpair()
     waker.setblocking(False)
 
     def noted(_signal: int, _frame: FrameType | None) -> None:
-        """The byte that set_wakeup_fd writes is the message."""
+        """Do nothing: the byte that set_wakeup_fd writes is the message."""
 
     before = signal.set_wakeup_fd(waker.fileno())
     handlers = {number: signal.signal(number, noted) for number in end_signals()}
@@ -169,26 +172,28 @@ def _woken_by_signals() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 
 def _wake(waker: socket.socket, reason: bytes) -> None:
-    with contextlib.suppress(OSError):  # the process ends already, nobody reads any more
+    with contextlib.suppress(OSError):  # the process is ending, and no thread reads any more
         waker.send(reason)
 
 
 def _is_served(path: Path) -> bool:
-    """Whether somebody listens at `path`; a socket file alone is what a killed process left."""
+    """Return whether a process listens at `path`. A socket file without a listener remains of a killed process."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
         try:
             probe.connect(str(path))
         except (FileNotFoundError, ConnectionRefusedError):
             return False
-        except BlockingIOError:  # its queue is full
+        except BlockingIOError:  # the listener's queue is full
             pass
     return True
 
 
 @contextlib.contextmanager
 def _listener(path: Path) -> Iterator[socket.socket]:
-    """A listening socket at `path`, mode 0600, removed by the process that made it. A file that is there is stale."""
+    """Yield a listening socket at `path`, mode 0600. The process that created it removes it. An existing file is stale
+    and is replaced.
+    """
     owner = os.getpid()
     path.unlink(missing_ok=True)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
@@ -202,5 +207,5 @@ def _listener(path: Path) -> Iterator[socket.socket]:
         try:
             yield listener
         finally:
-            if os.getpid() == owner:  # not a child that failed: the next one serves here
+            if os.getpid() == owner:  # a child that failed must not remove it: its successor serves here
                 path.unlink(missing_ok=True)

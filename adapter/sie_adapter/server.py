@@ -3,7 +3,7 @@
     accept ──► peer's uid ──► frame ──► RunBatch ──► lane, which answers on the connection itself
                                    └──► anything else ──► answered here, so a ping never waits for a load or a batch
 
-Every request gets exactly one terminal reply. A malformed frame ends its connection, and nothing else.
+Every request gets exactly one final reply. A malformed frame ends its connection only.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
 class AdapterServer:
-    """Serves `engine` on `listener`. Owns the connections, not the listener."""
+    """Server of `engine` on the socket `listener`. Owns the connections, not the listener."""
 
     def __init__(self, listener: socket.socket, engine: AdapterEngine, drain: Callable[[], None], trust: Trust) -> None:
-        """`drain` is called when a sidecar asks the process to end. `trust` says what an entry may make this process
-        run and read.
+        """`drain` is called when a sidecar asks the process to end. `trust` limits the code that an entry may make this
+        process run, and the files that it may make it read.
         """
         self._trust = trust
         self._listener = listener
@@ -65,14 +65,14 @@ class AdapterServer:
                     self._accept()
 
     def close(self) -> None:
-        """End all connections: what waits for a frame returns at once."""
+        """End all connections: a thread that waits for a frame returns at once."""
         with self._lock:
             connections = list(self._connections)
         for connection in connections:
             try:
                 connection.shutdown(socket.SHUT_RDWR)
             except OSError:
-                pass  # the peer was faster
+                pass  # the peer has closed the connection already
 
     def _accept(self) -> None:
         try:
@@ -84,7 +84,7 @@ class AdapterServer:
             is_full = len(self._connections) >= MAX_CONNECTIONS
         if is_full or not _is_trusted(connection):
             _logger.warning(
-                "refused a connection: %s", f"{MAX_CONNECTIONS} are open" if is_full else "its user is another one"
+                "refused a connection: %s", f"{MAX_CONNECTIONS} are open" if is_full else "it belongs to another user"
             )
             connection.close()
             return
@@ -100,12 +100,12 @@ class AdapterServer:
                     self._run_batch(connection, request)
                     continue
                 if isinstance(request, ipc.Cancel):
-                    continue  # its batch has ended
+                    continue  # its batch has ended already
                 try:
                     _send(connection, self._answer(request))
                 finally:
                     if isinstance(request, ipc.Drain):
-                        self._drain()  # after its answer: the end closes all connections
+                        self._drain()  # after the reply, since the end closes all connections
         except EOFError:
             pass
         except FrameError as error:
@@ -128,12 +128,12 @@ class AdapterServer:
                 return
             try:
                 _send(connection, reply)
-            except FrameError as error:  # nothing of it was sent
+            except FrameError as error:  # no byte of the reply was sent
                 _send(connection, Refused(InternalFailure(str(error), reason="reply_too_large").info(), request.batch))
             except OSError as error:
                 broken.append(error)
 
-        # a model that is used while the batch waits for a lane stays
+        # created before the batch waits for a lane, so that a model used meanwhile is not dropped
         permission = self._engine.residency.permission(request.may_drop)
         if self._engine.writes(request):
             self._write(request, answer, permission, functools.partial(_is_gone, connection))
@@ -142,7 +142,7 @@ class AdapterServer:
             return
         run: Callable[[ipc.RunBatch], Reply] | None = None
         if is_raw := bool(request.texts) and not request.ids:
-            # said before its texts are touched: should they end the process, they are the suspects
+            # sent before the texts are touched: if they end the process, the sidecar knows which batch to suspect
             answer(ipc.BatchStarted(request.batch))
             run = self._engine.prepare(request, permission)
         run = run or functools.partial(self._engine.execute, permission=permission)
@@ -159,7 +159,7 @@ class AdapterServer:
         permission: Permission,
         is_gone: Callable[[], bool],
     ) -> None:
-        """A batch that is written beside the lanes. This thread waits for it."""
+        """Run a batch that generates text beside the lanes. This thread waits for it."""
         answer(ipc.BatchStarted(request.batch))
         job = DeviceJob(request, answer, is_started=True)
         reply, began_ns, ended_ns = timed(lambda: self._engine.execute(request, permission=permission, is_gone=is_gone))
@@ -174,7 +174,7 @@ class AdapterServer:
         except SIEError as error:
             reply_error = public(error.info())
             if reply_error.message != error.message:
-                # the one place that says where
+                # only the log names the place; the reply leaves it out
                 _logger.warning("%s was refused: %s", type(request).__name__, error.message)
             return Refused(reply_error, dropped=permission.dropped)
         except Exception:
@@ -215,7 +215,7 @@ class AdapterServer:
         return ipc.Done()
 
     def _entry(self, raw: dict[str, Any]) -> ModelEntry:
-        """An entry that came over the socket, if this adapter's own settings allow what it asks for. Raises
+        """Return an entry that came over the socket if this adapter's own settings allow what it asks for. Raises
         ModelLoadFailed.
         """
         entry = parse_entry(raw)
@@ -228,7 +228,9 @@ class AdapterServer:
         return entry
 
     def _change(self, model: str, raw: dict[str, Any] | None) -> None:
-        """Serve another entry from now on. A model whose entry is refused is unloaded: its next load says why."""
+        """Serve another entry from now on. If the entry is refused, unload the model: its next load returns the
+        reason.
+        """
         entry = None
         try:
             entry = None if raw is None else self._entry(raw)
@@ -243,8 +245,8 @@ def _send(connection: socket.socket, reply: Reply) -> None:
 
 
 def _is_gone(connection: socket.socket) -> bool:
-    """Whether the peer closed its end, or sent something while its batch runs, which can only be a Cancel. Never
-    waits.
+    """Return whether the peer closed its end, or sent a frame while its batch runs; that frame can only be a Cancel.
+    Never waits.
     """
     poll = select.poll()
     poll.register(connection, select.POLLIN | getattr(select, "POLLRDHUP", 0))
@@ -252,7 +254,9 @@ def _is_gone(connection: socket.socket) -> bool:
 
 
 def _is_trusted(connection: socket.socket) -> bool:
-    """Whether the peer is this user or root. Systems that cannot say rely on the mode of the socket file."""
+    """Return whether the peer is this user or root. On systems without SO_PEERCRED the mode of the socket file protects
+    it.
+    """
     if not hasattr(socket, "SO_PEERCRED"):
         return True
     _, uid, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))

@@ -24,6 +24,7 @@ from sie_cli import access
 from sie_cli.access import Access, as_operator
 from sie_cli.data_dir import default_data_dir
 from sie_cli.options import DATA_DIR, loaded, named_options, refuse, url_option
+from sie_contracts import client_environment
 from sie_contracts.settings import BY_NAME, Loaded, Secret, SettingError, Settings, public_url
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 CONNECT_S = 5.0  # to the broker
 SOURCE = "data directory"  # of an address or a credential that a `sie serve` wrote down
-GATEWAY = "http://127.0.0.1:8080"  # where no address is known
+GATEWAY = client_environment.LOOPBACK  # where no address is known
 BROKER_URL, CONFIG_URL, GATEWAY_URL = "SIE_NATS_URL", "SIE_CONFIG_SERVICE_URL", "SIE_GATEWAY_URL"
 
 
@@ -75,8 +76,9 @@ class Cluster:
         `named`.
         """
         data_dir = (named or default_data_dir()).absolute()
-        cluster = cls(loaded_settings.settings, loaded_settings.sources, data_dir, named is not None)
-        if named is None and (not looks_around or all(loaded_settings.sources[name] != "default" for name in _PARTS)):
+        settings, sources = _as_client(loaded_settings)
+        cluster = cls(settings, sources, data_dir, named is not None)
+        if named is None and (not looks_around or all(sources[name] != "default" for name in _PARTS)):
             return cluster
         written = cluster.local()
         if written is None:
@@ -212,6 +214,19 @@ class Cluster:
             f"the `sie serve` at {running.gateway_url} has no {part} of its own: it runs with --standalone, or with a "
             f"{part} that was there before; say where that is, with --url URL ({name})"
         )
+
+
+def _as_client(loaded_settings: Loaded) -> tuple[Settings, dict[str, str]]:
+    """The settings and their sources, with the variables that all clients read: SIE_API_KEY, which SIE_AUTH_TOKEN means
+    too, and SIE_BASE_URL, where nothing names the gateway otherwise.
+    """
+    changes: dict[str, Any] = {}
+    sources = dict(loaded_settings.sources)
+    if key := client_environment.api_key():
+        changes["auth_token"] = Secret(key)
+    if sources[GATEWAY_URL] == "default" and (url := client_environment.base_url()):
+        changes["gateway_url"], sources[GATEWAY_URL] = url, "environment"
+    return dataclasses.replace(loaded_settings.settings, **changes), sources
 
 
 def _credentials(name: str, written: Access) -> dict[str, object]:

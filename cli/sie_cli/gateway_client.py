@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -21,26 +22,46 @@ FIRST_S = 5.0  # of attempts to connect
 @contextlib.contextmanager
 def gateway_client(cluster: Cluster, scopes: str, *, is_patient: bool = False) -> Iterator[SIEClient]:
     """A client, for a command that needs a token with these scopes. One that is patient waits for a gateway that
-    restarts.
-
-    Where nobody answers, or the token is refused, the process ends with status 2. Other errors become Refused.
+    restarts. Errors end as in `gateway_errors`.
     """
     from sie_client import SIEClient
-    from sie_client.errors import AuthenticationError, ModelNotFoundError, SIEConnectionError, SIEError
 
-    url, secret = cluster.gateway_urls[0], cluster.gateway_token
-    try:
-        with SIEClient(
-            url,
+    secret = cluster.gateway_token
+    with (
+        gateway_errors(cluster, scopes),
+        SIEClient(
+            cluster.gateway_urls[0],
             api_key=secret.reveal() if secret else None,
             connection_budget_s=None if is_patient else FIRST_S,
-        ) as client:
-            yield client
+        ) as client,
+    ):
+        yield client
+
+
+@contextlib.contextmanager
+def gateway_errors(cluster: Cluster, scopes: str) -> Iterator[None]:
+    """End the process with status 2 where nobody answers, or the token is refused. Other errors become Refused."""
+    from sie_client.errors import AuthenticationError, ModelNotFoundError, SIEConnectionError, SIEError
+
+    try:
+        yield
     except AuthenticationError as error:
-        refuse(printable(f"{error}: set SIE_AUTH_TOKEN to a token with {scopes}"))
+        refuse(printable(f"{error}: set SIE_API_KEY to a token with {scopes}"))
     except SIEConnectionError as error:
-        refuse(f"no gateway answers at {public_url(url)}: {error}; {cluster.without_gateway()}")
+        refuse(f"no gateway answers at {public_url(cluster.gateway_urls[0])}: {error}; {cluster.without_gateway()}")
     except ModelNotFoundError as error:
         raise CommandRefused(f"{printable(str(error))} (`sie models list` shows all)") from error
     except SIEError as error:
         raise CommandRefused(printable(str(error))) from error
+
+
+@contextlib.contextmanager
+def quiet_client() -> Iterator[None]:
+    """Silence the client's warnings of attempts: they would break a picture, and the error at the end says it all."""
+    logger = logging.getLogger("sie_client")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

@@ -89,8 +89,10 @@ ELSEWHERE = {
     "migrate": "sie_cli.migrating:migrate",
     "models": "sie_cli.models:models",
     "bench": "sie_cli.replay.bench:bench",
+    "pull": "sie_cli.models.pull:pull",
     "repair": "sie_cli.recovery:repair",
     "restore": "sie_cli.recovery:restore",
+    "run": "sie_cli.trying:run_model",
     "top": "sie_cli.top.command:top",
     "try": "sie_cli.trying:try_model",
     "topology": "sie_cli.topology:topology",
@@ -109,7 +111,10 @@ def main() -> None:
 
     \b
     sie serve                  the whole cluster on this machine
+    sie serve MODEL            the same with a model of the catalogue, an id of the Hugging Face Hub, or a folder
     sie serve --standalone     the same without a broker
+    sie run MODEL "text"       what a model answers; one that is missing is added to the server that runs
+    sie pull MODEL             a model into the catalogue, and its weights onto this disk
     sie settings               every setting, its value and where it came from
     sie doctor                 what is wrong with a cluster, and what mends it
     sie try MODEL "text"       what a model answers, shown for a person

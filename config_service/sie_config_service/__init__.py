@@ -1,1 +1,3 @@
-"""The catalogue's only writer: keeps it in the broker's key-value store, exports it, broadcasts each change."""
+"""Config service: the catalogue's only writer. It keeps the catalogue in the broker's key-value store, exports it, and
+broadcasts each change.
+"""

@@ -1,8 +1,8 @@
 """Access control of the config service: the scopes of `routes.ROUTES`, two tokens, and with SIE_AUTH_MODE=token the
 keys of clients.
 
-SIE_ADMIN_TOKEN may do everything, SIE_CONFIG_READ_TOKEN reads, a key what its scopes say. Nothing is open: a token that
-is not configured lets nobody in.
+SIE_ADMIN_TOKEN permits everything, SIE_CONFIG_READ_TOKEN permits reads, and a key permits what its scopes name. No
+route is open without a token. A token that is not configured permits nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sie_runtime.keys import Key, Keys
 
 
 class ConfigGate:
-    """Checks a call's credentials: both tokens are compared, whatever matched, each in constant time."""
+    """Checks the credentials of a call. Both tokens are always compared, each in constant time."""
 
     def __init__(self, settings: Settings) -> None:
         self._admin = settings.admin_token
@@ -27,14 +27,15 @@ class ConfigGate:
         self._keys: Keys | None = None
 
     def go_by(self, keys: Keys) -> None:
-        """There is a broker, which has the keys."""
+        """Use the keys of the broker from now on."""
         self._keys = keys
 
     def check(self, method: str, match: Match[Any], authorization: str) -> str:
-        """Let the call of a path's routes in or not; returns who it is, as the history of a model names its authors.
+        """Check whether a call may use its route. Returns the name of the caller, as the history of a model names its
+        authors.
 
-        Raises Unauthenticated, PermissionDenied, NotReady while the keys are not known; then, to those who may read,
-        NotFound and HTTPException 405 with `Allow`.
+        Raises Unauthenticated, PermissionDenied, and NotReady while the keys are not known. If the caller may read, it
+        also raises NotFound, and HTTPException 405 with `Allow`.
         """
         row = match.route(method)
         token = bearer(authorization)
@@ -66,8 +67,8 @@ class ConfigGate:
         return f"key {key.name} ({key.id})" if key else "SIE_ADMIN_TOKEN" if is_admin else "SIE_CONFIG_READ_TOKEN"
 
     def _key_with(self, token: str, scope: str, is_known: bool) -> Key | None:
-        """The key of the token, if it has the scope. Raises PermissionDenied, Unauthenticated of a key without,
-        NotReady.
+        """Return the key of the token; None for an unknown token. Raises PermissionDenied for a key without the scope,
+        Unauthenticated for a key that is not valid any more, NotReady.
         """
         if not self._by_key or not token or is_known:
             return None

@@ -1,11 +1,11 @@
-"""Guard of aliases and models: no write may leave an alias that holds now without its targets.
+"""Guard of aliases and models: no write may break an alias that is valid now.
 
-    a write of an alias ──► its targets are there, and alike ──► stored together with its row of the index
-    a write of a model  ──► does the index name it? ──► would those aliases still hold? ──► else 409, unless forced
+    a write of an alias ──► its targets exist and are compatible ──► stored together with its row of the index
+    a write of a model  ──► does the index name it? ──► would those aliases stay valid? ──► else 409, unless forced
 
-The index is one key of the bucket: what each alias names. Whoever writes an alias, or a model that one names, or
-removes a model, writes it by compare-and-set in the same batch, so between replicas neither an alias of what is gone
-nor a removal of what is named comes about.
+The index is one key of the bucket, with the targets of each alias. A write of an alias, a write of a model that an
+alias names, and a removal of a model all write the index by compare-and-set in the same batch. So two replicas cannot
+write an alias of a model that is being removed, or remove a model that a new alias names.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from sie_config_service.mirror import CatalogueSnapshot, HeldModel
 
 INDEX_KEY = "aliases"
-VECTORS_CHANGED = "alias_vectors_changed"  # warnings: what was indexed through the alias does not fit what it gives now
-ALIAS_BROKEN = "alias_broken"  # a forced write left an alias without what it names
+VECTORS_CHANGED = "alias_vectors_changed"  # warning: vectors indexed through the alias do not fit its new vectors
+ALIAS_BROKEN = "alias_broken"  # warning: a forced write made an alias invalid
 _index = msgspec.json.Decoder(dict[str, tuple[str, ...]])
 
 
 @dataclass(frozen=True)
 class AliasIndex:
-    """The targets of each alias, and the bucket's revision of this index for compare-and-set."""
+    """Targets of each alias, and the bucket's revision of this index for compare-and-set."""
 
     models: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     sequence: int = 0
@@ -44,12 +44,12 @@ class AliasIndex:
         return cls(_index.decode(value) if value else {}, sequence)
 
     def naming(self, model: str) -> list[str]:
-        """The aliases that name a model."""
+        """Return the aliases that name a model."""
         folded = model.casefold()
         return sorted(alias for alias, models in self.models.items() if folded in map(model_of, models))
 
     def written(self, changes: Mapping[str, Alias | None] | None = None) -> Write:
-        """The write that keeps the index after some aliases were written or, where None, removed."""
+        """Return the write of the index after `changes`, in which None stands for a removed alias."""
         models = dict(self.models)
         for name, alias in (changes or {}).items():
             models.pop(name, None)
@@ -60,7 +60,9 @@ class AliasIndex:
 
 @dataclass(frozen=True)
 class GuardedWrite:
-    """Additions to a permitted write: the index where that must be unchanged, and further fields of the reply."""
+    """Additions to a permitted write. `index`: a write of the index, if the index must not have changed meanwhile.
+    `reply_fields`: more fields of the reply.
+    """
 
     index: Write | None = None
     reply_fields: dict[str, Any] = field(default_factory=dict)
@@ -76,11 +78,12 @@ async def guard(
     *,
     force: bool,
 ) -> GuardedWrite:
-    """Look at a write before it is done: the checked document `entry`, or None for a removal, over what was `held`,
-    with the index and the models as they are. `catalogue` reads all of it, which an error alone needs.
+    """Check a write before it is done. `entry` is the checked document, or None for a removal. `held` is the model that
+    it replaces. `index` and `read` are the present index and models. `catalogue` reads the whole catalogue, which is
+    needed only for the message of an error.
 
-    `force` lets a model be written or removed although an alias needs it as it is.
-    Raises ValidationFailed for what an alias may not say, ContentConflict naming the aliases that need the model.
+    With `force` a model may be written or removed although an alias needs it unchanged. Raises ValidationFailed for an
+    alias that is not valid, and ContentConflict, which names the aliases that need the model.
     """
     was_alias, after = is_alias(held.entry), None if entry is None else parse_document(entry)
     if held.entry is not None and after is not None and was_alias is not isinstance(after, Alias):
@@ -93,7 +96,7 @@ async def guard(
         try:
             check(after, concerned)
         except ValidationFailed:
-            check(after, await catalogue())  # which knows the names that are nearly right
+            check(after, await catalogue())  # the whole catalogue has the names that are similar
             raise
         changed = was_alias and (not isinstance(before, Alias) or changes_vectors(before, after, concerned))
         bundles = {concerned.resolve(target.model).bundle for target in after.alias}
@@ -128,8 +131,8 @@ async def guard(
 
 
 def _those(read: CatalogueSnapshot, names: Iterable[str]) -> Catalogue:
-    """The catalogue as far as these names, in whatever case, revision or profile, are concerned: of ten thousand
-    documents few are read.
+    """Return the part of the catalogue with these names, in any case and with any revision or profile. So only a few of
+    ten thousand documents are parsed.
     """
     models = {model_of(name) for name in names}
     entries = {name: _entry_of(stored.entry) for name, stored in read.live.items() if name.casefold() in models}
@@ -139,8 +142,8 @@ def _those(read: CatalogueSnapshot, names: Iterable[str]) -> Catalogue:
 
 
 def _entry_of(entry: dict[str, Any] | None) -> ModelEntry | Alias | None:
-    """A stored document. None where there is none, or one that an older schema let in: then a write is
-    what mends it.
+    """Parse a stored document. Returns None if there is no document, or if it is not valid any more because an older
+    schema permitted it. A later write replaces an invalid document.
     """
     try:
         return None if entry is None else parse_document(entry)
@@ -149,7 +152,7 @@ def _entry_of(entry: dict[str, Any] | None) -> ModelEntry | Alias | None:
 
 
 def _broken(present: Catalogue, named: list[str], model: str, after: ModelEntry | None) -> dict[str, str]:
-    """The aliases that hold now and would not once the model is `after`, each with the reason."""
+    """Return the aliases that are valid now and would not be valid if the model were `after`, each with the reason."""
     changed = present.with_model(model, after, 0, "")
     problems = {}
     for name in named:
@@ -161,7 +164,9 @@ def _broken(present: Catalogue, named: list[str], model: str, after: ModelEntry 
 
 
 def broken_by(read: CatalogueSnapshot, index: AliasIndex, models: Iterable[str]) -> dict[str, str]:
-    """The aliases that do not hold, of those that name one of these models or have its id, each with the reason."""
+    """Return the aliases that are not valid, of those that name one of these models or have its id, each with the
+    reason.
+    """
     folded = {model.casefold() for model in models}
     named = sorted(
         alias
@@ -182,7 +187,7 @@ def _fault(alias: Alias, catalogue: Catalogue) -> str | None:
 
 
 def seeded(documents: Mapping[str, ModelEntry | Alias]) -> None:
-    """Check the aliases that folders bring. Raises ValidationFailed naming the alias and its field."""
+    """Check the aliases of the folders. Raises ValidationFailed, which names the alias and the fault."""
     catalogue = Catalogue.of(documents, {}, {}, "")
     for name, alias in sorted(catalogue.aliases.items()):
         if (why := _fault(alias, catalogue)) is not None:
@@ -199,7 +204,7 @@ def index_of(models: Mapping[str, dict[str, Any] | None]) -> dict[str, Alias | N
 
 
 def index_in(read: CatalogueSnapshot, index: AliasIndex) -> dict[str, tuple[str, ...]]:
-    """The index as the aliases of the catalogue make it; of one that cannot be parsed, as it is in `index`."""
+    """Build the index from the aliases of the catalogue. An alias that cannot be parsed keeps its row of `index`."""
     targets: dict[str, tuple[str, ...]] = {}
     for name, stored in read.live.items():
         if is_alias(stored.entry):

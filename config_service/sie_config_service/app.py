@@ -1,6 +1,6 @@
 """The config service over HTTP: its parts, and the edge that every request passes.
 
-request ──► Gate ──► handler of its route ──► reply
+request ──► ConfigGate ──► handler of its route ──► reply
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from sie_contracts.errors import (
     SIEError,
 )
 from sie_contracts.wire import configs
-from sie_runtime.http.asgi import documented
-from sie_runtime.http.coding import check_type, decoded
-from sie_runtime.http.routes import plain_path
-from sie_runtime.http.server import App, Receive, Scope, Send, common_headers, headers_of, probes, uuid7
+from sie_runtime.http.asgi import REQUEST_ID, TRACE_ID, documented
+from sie_runtime.http.coding import decoded
+from sie_runtime.http.routes import check_type, plain_path
+from sie_runtime.http.server import App, Receive, Scope, Send, headers_of, probes
 from sie_runtime.metrics_table import OTHER
 from sie_runtime.tracing import begin_request, end_request
 
-PAGE_FILES = "https://cdn.jsdelivr.net https://fastapi.tiangolo.com"  # where FastAPI's page of documents has its files
-CLIENT_GONE = 499  # in metrics only, as at a gateway
-_POLLED = ("epoch", "export")  # by every gateway and worker, and not traced
+PAGE_FILES = "https://cdn.jsdelivr.net https://fastapi.tiangolo.com"  # origins of the files of FastAPI's /docs
+CLIENT_GONE = 499  # status of a request whose client disconnected; only in metrics, as at a gateway
+_POLLED = ("epoch", "export")  # endpoints that every gateway and worker polls; they are not traced
 _logger = logging.getLogger("sie.config")
 
 
@@ -53,7 +53,7 @@ def create_app(service: ConfigService) -> App:
         if scope["type"] != "http":
             return
         path = plain_path(scope["path"], scope.get("raw_path") or b"")
-        scope = {**scope, "path": path}
+        connection, scope = scope, {**scope, "path": path}
         if not path.startswith(("/v1/", "/docs", "/openapi.json")):
             await inner(scope, receive, send)
             return
@@ -61,18 +61,18 @@ def create_app(service: ConfigService) -> App:
         route = match.route(scope["method"]) or next(iter(match.methods.values()), None)
         endpoint = OTHER if route is None else route.endpoint
         received_s = time.perf_counter()
-        request_id = scope["sie.request_id"] = uuid7()
+        request_id = scope[REQUEST_ID]
         headers = headers_of(scope)
-        status, code = 0, b""  # none yet
+        status, code = 0, b""  # no reply yet
         tracer = None if endpoint in _POLLED else service.tracer
         _, span = begin_request(tracer, headers, scope["method"], request_id, received_s)
+        if span is not None:
+            connection[TRACE_ID] = span.trace_id
 
         async def tagged(message: Any) -> None:
             nonlocal status, code
             if message["type"] == "http.response.start":
                 status, code = message["status"], dict(message.get("headers", ())).get(b"x-sie-error-code", b"")
-                own = common_headers(headers, request_id, span.trace_id if span is not None else None)
-                message["headers"] = [*message.get("headers", ()), *own]
             await send(message)
 
         try:
@@ -88,16 +88,16 @@ def create_app(service: ConfigService) -> App:
             else:
                 if route.body is not None:
                     check_type(headers, route.body.media)
-                body = decoded(scope["method"], headers, receive)
+                body = decoded(scope["method"], headers, receive) if "content-encoding" in headers else receive
                 request = Request({**scope, "path_params": match.parameters}, body)
                 await (await route.handler(service, request))(scope, receive, tagged)
-        except ClientDisconnect:  # in the middle of its body, and nobody reads an answer
+        except ClientDisconnect:  # the client disconnected during its body, so nobody reads an answer
             status = CLIENT_GONE
-        except Exception as error:  # noqa: BLE001  the root of a request; what FastAPI has answered already it raises again
+        except Exception as error:  # noqa: BLE001  the root of a request; FastAPI raises answered errors again
             if not status:
                 await _answer_to(error, request_id)(scope, receive, tagged)
         finally:
-            status = status or InternalFailure.status  # cancelled: this process ends, and its server says as much
+            status = status or InternalFailure.status  # without a status the request was cancelled: this process ends
             service.metrics.answered(endpoint, scope["method"], status, time.perf_counter() - received_s)
             if span is not None:
                 end_request(span, "configs", status, code.decode())
@@ -106,12 +106,12 @@ def create_app(service: ConfigService) -> App:
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
-    return _answer_to(error, request.scope["sie.request_id"])
+    return _answer_to(error, request.scope[REQUEST_ID])
 
 
 def _answer_to(error: Exception, request_id: str) -> Response:
-    """The envelope of any exception. What is not of the tree is a fault of ours: logged with its traceback, told as
-    INTERNAL_ERROR.
+    """Return the reply to any exception. An exception that is not an SIEError is a fault of this service: it is logged
+    with its traceback, and the reply is INTERNAL_ERROR.
     """
     headers: dict[str, str] = {}
     if isinstance(error, HTTPException):
@@ -131,7 +131,7 @@ def _answer_to(error: Exception, request_id: str) -> Response:
     if error.retryable:
         headers["Retry-After"] = str(max(1, error.retry_after_s))
     if error.reason == "content_encoding":
-        headers["Accept-Encoding"] = "gzip"  # RFC 7694
+        headers["Accept-Encoding"] = "gzip"  # as RFC 7694 says
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     status, body = configs.config_shape(error, request_id, None)

@@ -1,7 +1,7 @@
 """Model configurations as people write them: read, checked by the schema that workers use, merged, compared.
 
-bytes ──read──► Document ──checked──► ModelEntry, Alias or Bundle
-                            └ ValidationFailed: the field, what is wrong with it, and of YAML the line
+bytes ──read──► ParsedDocument ──checked──► ModelEntry, Alias or BundleEntry
+                                  └ ValidationFailed: the field, what is wrong with it, and for YAML the line
 """
 
 from __future__ import annotations
@@ -22,31 +22,34 @@ from sie_contracts.models.entries import ModelEntry, parse_document
 
 T = TypeVar("T")
 MAX_DEPTH = 64
-MAX_EVENTS = 50_000  # of YAML, which takes hundreds of times as long and as much memory as JSON: a third of a second
+MAX_EVENTS = 50_000  # of YAML: they take a third of a second, and JSON hundreds of times less time and memory
 MAX_DIFFERENCES = 100
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast where it is there
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the C loader is ten times as fast
 _GOT = re.compile(r", got (a string|a whole number|a number)$")
 MAX_SHOWN = 60  # characters of a value in a message
-_ANY_KEY = "[...]"  # what msgspec says for whichever key of a map
+_ANY_KEY = "[...]"  # msgspec writes this in a path for any key of a map
 
 
 @dataclass(frozen=True)
 class ParsedDocument:
-    """A decoded document. `node` has the places of a YAML document's fields, and is None of JSON."""
+    """A decoded document. `node` has the lines of the fields of a YAML document; it is None for JSON."""
 
     value: Any
     node: yaml.Node | None = None
 
     def line(self, loc: str) -> int | None:
-        """The line of a field, from 1, or of the last part of its path that is there. None where no line is known."""
+        """Return the line of a field, from 1. If the field is missing, return the line of the last part of its path
+        that exists. None if no line is known.
+        """
         return None if self.node is None else _line(self.node, loc.removeprefix("$"))
 
 
 def read(body: bytes, content_type: str) -> ParsedDocument:
-    """Decode JSON where `content_type` says so, else YAML. Raises ValidationFailed.
+    """Decode JSON if `content_type` says so, else YAML. Raises ValidationFailed.
 
-    In YAML no key may stand twice and nothing may be an alias: a few lines of those are a document of gigabytes.
+    A YAML document with the same key twice or with a YAML alias is refused: a few lines with aliases can become
+    gigabytes.
     """
     if content_type.partition(";")[0].strip().lower().endswith("json"):
         try:
@@ -74,8 +77,8 @@ def read(body: bytes, content_type: str) -> ParsedDocument:
 
 
 def _check_events(body: bytes) -> None:
-    """Refuse what is nested too deep, or has too many values, before a tree is made of it, which takes a call for each
-    level, in C without any limit.
+    """Refuse a document that is nested too deep or has too many values, before a tree is made of it: that takes a call
+    for each level, in C without any limit. Raises ValidationFailed.
     """
     depth = 0
     for number, event in enumerate(yaml.parse(body, _LOADER)):
@@ -96,14 +99,14 @@ def _check_nodes(root: yaml.Node) -> None:
     while waiting:
         node = waiting.pop()
         if id(node) in visited:
-            raise invalid("$", "an alias: expected its value written out", node.start_mark.line + 1)
+            raise invalid("$", "a YAML alias: expected the value itself", node.start_mark.line + 1)
         visited.add(id(node))
         if isinstance(node, yaml.MappingNode):
             names: set[str] = set()
             for key, value in node.value:
                 if not isinstance(key, yaml.ScalarNode) or key.value in names:
                     got = f"{key.value[:60]!r} twice" if isinstance(key, yaml.ScalarNode) else "a list or a map"
-                    raise invalid("$", f"keys: expected each once and a text, got {got}", key.start_mark.line + 1)
+                    raise invalid("$", f"keys: expected texts, each only once, got {got}", key.start_mark.line + 1)
                 names.add(key.value)
                 waiting.append(value)
         elif isinstance(node, yaml.SequenceNode):
@@ -115,7 +118,7 @@ def _too_deep(line: int | None = None) -> ValidationFailed:
 
 
 def invalid(loc: str, message: str, line: int | None = None) -> ValidationFailed:
-    """A fault of one field."""
+    """Return the error for a fault of one field."""
     place = {} if line is None else {"line": line}
     where = loc if line is None else f"{loc} (line {line})"
     return ValidationFailed(
@@ -124,7 +127,9 @@ def invalid(loc: str, message: str, line: int | None = None) -> ValidationFailed
 
 
 def checked(raw: Any, document: ParsedDocument) -> ModelEntry | Alias:
-    """The entry that `raw` is, which came from `document` as it is or in part. Raises ValidationFailed."""
+    """Return the entry in `raw`: the value of `document`, a part of it, or its merge into a stored entry. `document`
+    gives the line of a fault. Raises ValidationFailed.
+    """
     entry = _parsed(raw, document, parse_document, Alias if is_alias(raw) else ModelEntry)
     revision = entry.weights.revision if isinstance(entry, ModelEntry) and entry.weights.hub else ""
     if revision and not _COMMIT.fullmatch(revision):
@@ -135,7 +140,7 @@ def checked(raw: Any, document: ParsedDocument) -> ModelEntry | Alias:
 
 
 def checked_bundle(document: ParsedDocument) -> BundleEntry:
-    """The bundle that a document is. Raises ValidationFailed."""
+    """Return the bundle in a document. Raises ValidationFailed."""
     return _parsed(document.value, document, parse_bundle, BundleEntry)
 
 
@@ -149,7 +154,9 @@ def _parsed(raw: Any, document: ParsedDocument, parse: Callable[[Any], T], kind:
 
 
 def _value_at(value: Any, path: str, message: str) -> str:
-    """End of a message about a wrong type: the text or number that stands at the path."""
+    """Return the end of a message about a wrong type: the text or number that stands at the path; empty for other
+    messages.
+    """
     if not _GOT.search(message):
         return ""
     while path:
@@ -163,14 +170,14 @@ def _value_at(value: Any, path: str, message: str) -> str:
         value, path = value[step[0]], step[1]
     if isinstance(value, str):
         return f": {value[:MAX_SHOWN]!r}"
-    # an integer may have more digits than Python makes a text of
+    # Python does not convert an integer with too many digits to text
     is_short = isinstance(value, float) or (type(value) is int and abs(value) < 1 << 63)
     return f": {value!r}" if is_short else ""
 
 
 def _narrowed(raw: Any, message: str, parse: Callable[[Any], object]) -> str:
-    """A path in which the key that is at fault stands for each `[...]`: the one with which alone the fault is still the
-    same.
+    """Replace each `[...]` in a path by the key that is at fault. It is the key that gives the same fault if the map
+    has no other key.
     """
     loc = message
     while _ANY_KEY in loc:
@@ -188,7 +195,7 @@ def _narrowed(raw: Any, message: str, parse: Callable[[Any], object]) -> str:
 
 
 def _with_one_key(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """`value` with one key at a time in the map at `path`."""
+    """Yield copies of `value` in which the map at `path` has only one key, for each of its keys."""
     if not isinstance(value, dict):
         return
     if not path:
@@ -201,7 +208,9 @@ def _with_one_key(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _steps(keys: Any, path: str) -> Iterator[tuple[str, str]]:
-    """The keys that `path` may begin with, and what comes behind each; the longest first, since a key may have dots."""
+    """Yield the keys with which `path` may begin, each with the rest of the path. The longest key comes first, because
+    a key may have dots.
+    """
     for key in sorted((key for key in keys if isinstance(key, str)), key=len, reverse=True):
         rest = path.removeprefix(f".{key}")
         if rest != path and rest[:1] in ("", ".", "["):
@@ -225,7 +234,7 @@ def _line(node: yaml.Node, path: str) -> int:
 
 
 def merged(target: Any, patch: Any) -> Any:
-    """A JSON merge patch applied (RFC 7396): null removes a key, a map is merged, anything else replaces."""
+    """Apply a JSON merge patch (RFC 7396): null removes a key, a map is merged, and any other value replaces."""
     if not isinstance(patch, dict):
         return patch
     result = dict(target) if isinstance(target, dict) else {}

@@ -19,8 +19,8 @@ _MAX_NAMES = 30
 
 
 def described(kind: type, loc: str, message: str) -> tuple[str, str]:
-    """The path of a fault in a document of `kind`, down to an unknown or missing field, and the message with what is
-    expected there.
+    """Return the path of a fault in a document of `kind`, with the name of an unknown field added, and the message with
+    the values that are expected there.
     """
     node = _node(_type_of(kind), loc.removeprefix("$"))
     names = _names(node)
@@ -54,7 +54,7 @@ def _type_of(kind: type) -> inspect.Type:
 
 @functools.cache
 def _places(kind: type) -> tuple[str, ...]:
-    """All fields of a document, by their paths; NAME stands for any key of a map."""
+    """Return the paths of all fields of a document; NAME stands for any key of a map."""
     return tuple(_walk(_type_of(kind), "", 4))
 
 
@@ -70,7 +70,7 @@ def _walk(node: inspect.Type, path: str, depth: int) -> Iterator[str]:
 
 
 def _parts(node: Any) -> tuple[Any, ...]:
-    """The types of a union, or the one that there is."""
+    """Return the types of a union, or the type itself if it is not a union; nothing for None."""
     return node.types if isinstance(node, inspect.UnionType) else () if node is None else (node,)
 
 
@@ -79,7 +79,7 @@ def _names(node: inspect.Type | None) -> list[str]:
 
 
 def _node(node: Any, path: str) -> inspect.Type | None:
-    """The type at a path. A key of a map may have dots: each place where it may end is tried."""
+    """Return the type at a path. A key of a map may have dots, so each place where it may end is tried."""
     if not path:
         current: inspect.Type | None = node
         return current

@@ -1,6 +1,6 @@
-"""Handlers of the catalogue's routes: reads, and the writes that nobody else takes.
+"""Handlers of the catalogue's routes: reads, and writes, which only this service accepts.
 
-request ──► body, at most 1 MiB ──► Document ──► Writer ──► reply with the new revision as ETag
+request ──► body, at most 1 MiB ──► ParsedDocument ──► CatalogueWriter ──► reply with the new revision as ETag
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MAX_KEY_CHARS = 255
 
 
 async def models(service: ConfigService, _request: Request) -> Response:
-    """All models."""
+    """Return all models."""
     live = (await service.require().snapshot()).live
     return json_response(
         {
@@ -48,7 +48,7 @@ async def models(service: ConfigService, _request: Request) -> Response:
 
 
 async def history(service: ConfigService, request: Request) -> Response:
-    """The revisions of a model, newest first."""
+    """Return the revisions of a model, newest first."""
     model = request.path_params["id"]
     revisions = await service.require().history(model)
     if not revisions:
@@ -103,7 +103,7 @@ async def status(service: ConfigService, request: Request) -> Response:
 
 
 async def model(service: ConfigService, request: Request) -> Response:
-    """One model."""
+    """Return one model."""
     model = request.path_params["id"]
     held = await service.require().held(model)
     if held.entry is None:
@@ -112,29 +112,29 @@ async def model(service: ConfigService, request: Request) -> Response:
 
 
 async def bundles(service: ConfigService, _request: Request) -> Response:
-    """All bundles."""
+    """Return all bundles."""
     return json_response(configs.bundle_list(await service.require().bundles()))
 
 
 async def bundle(service: ConfigService, request: Request) -> Response:
-    """One bundle."""
+    """Return one bundle."""
     bundle = request.path_params["id"]
     return _document(request, configs.bundle_of(await service.require().bundles(), bundle), configs.YAML)
 
 
 async def resolve(service: ConfigService, request: Request) -> Response:
-    """The model and profile that a name stands for, and the bundles that can serve it."""
+    """Return the model and profile that a name stands for, and the bundles that can serve it."""
     body = await _body(request)
     return json_response(configs.resolution(await service.require().catalogue(), body))
 
 
 async def epoch(service: ConfigService, _request: Request) -> Response:
-    """The epoch: equal epochs are equal catalogues."""
+    """Return the epoch: equal epochs mean equal catalogues."""
     return json_response(msgspec.to_builtins(await service.require().catalogue_epoch()))
 
 
 async def export(service: ConfigService, _request: Request) -> Response:
-    """The whole catalogue at one epoch."""
+    """Return the whole catalogue at one epoch."""
     return Response(await service.require().exported(), media_type=configs.JSON)
 
 
@@ -190,7 +190,7 @@ async def _write(
     profiles: Collection[str] | None = None,
     warnings: tuple[str, ...] = (),
 ) -> Response:
-    """Do one write and answer it."""
+    """Do one write and reply to it."""
     dry_run, force = _flags(request, "dry_run", "force")
     answered = await service.require_writer().write(
         WriteRequest(
@@ -213,12 +213,12 @@ async def _write(
 
 async def _read(request: Request) -> tuple[ParsedDocument, bytes]:
     body = await _body(request)
-    # a large YAML takes seconds
+    # in a thread, because large YAML takes long
     return await asyncio.to_thread(read, body, request.headers.get("content-type", "")), body
 
 
 async def _body(request: Request) -> bytes:
-    """The whole body. Raises PayloadTooLarge, GatewayTimeout."""
+    """Read the whole body. Raises PayloadTooLarge, GatewayTimeout."""
     data = bytearray()
     try:
         async with asyncio.timeout(BODY_S):
@@ -247,7 +247,7 @@ def _if_match(request: Request) -> int | None:
     header = request.headers.get("if-match")
     if header is None:
         return None
-    # a proxy that compresses makes an ETag a weak one
+    # a proxy that compresses a reply makes its ETag weak
     text = header.strip().removeprefix("W/").removeprefix('"').removesuffix('"')
     if not (text.isascii() and text.isdigit() and len(text) < 19):
         message = f"If-Match: expected the number of a revision, as the ETag of the model gives it, got {header[:60]!r}"
@@ -256,7 +256,9 @@ def _if_match(request: Request) -> int | None:
 
 
 def _flags(request: Request, *names: str) -> list[bool]:
-    """Read the flags in the address of a write. Any other parameter is refused: a misspelt `dry_run` would write."""
+    """Read the flags in the query of a write. Any other parameter is refused: a write with a misspelt `dry_run` would
+    be done.
+    """
     for name in request.query_params:
         if name not in names:
             message = f"{name[:60]}: no such parameter of a write{did_you_mean(name, names)}"

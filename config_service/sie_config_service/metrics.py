@@ -1,4 +1,4 @@
-"""The metrics of the config service: its requests, and the catalogue as it read it last."""
+"""Metrics of the config service: its requests, and the catalogue that it read last."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ _METHODS = frozenset({"GET", "POST", "PUT", "PATCH", "DELETE"})
 
 
 class ConfigMetrics(Collector):
-    """`last_read` gives the catalogue as it was read last, None before the first time."""
+    """Metrics of the config service. `last_read` returns the catalogue that was read last, None before the first
+    read.
+    """
 
     def __init__(self, last_read: Callable[[], CatalogueSnapshot | None]) -> None:
         make = MetricMaker("config")
@@ -36,8 +38,8 @@ class ConfigMetrics(Collector):
         self.refused.labels(reason).inc()
 
     def answered(self, route: str, method: str, status: int, seconds: float) -> None:
-        """Account for a request, once its answer has left. `route` is the name of its route, which no client can make
-        more of: without the names of models and bundles.
+        """Count a request after its answer was sent. `route` is the name of its route, without the names of models and
+        bundles, so that clients cannot add label values.
         """
         self._requests.labels(route, method if method in _METHODS else OTHER, str(status)).inc()
         self._seconds.labels(route).observe(seconds)

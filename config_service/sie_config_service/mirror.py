@@ -1,18 +1,19 @@
-"""A replica's copy of the bucket: read whole once, then only later writes, so that ten thousand models cost no more
-than one.
+"""A replica's copy of the bucket. It reads the whole bucket once, then only later writes, so that a read of ten
+thousand models costs no more than a read of one.
 
-    bucket ── all models, at first ──► Mirror ◄── what was written since, in order ── bucket
-                                         └─► Snapshot: all models at one epoch, and what each bundle has heard of
+    bucket ── all models, at first ──► Mirror ◄── later writes, in order ── bucket
+                                         └─► CatalogueSnapshot: all models at one epoch, and the number of the
+                                             last write that concerned each bundle
 
-It is no `sie_broker.record.Record`, which watches a bucket and may be behind it for a moment: a reply of the config
-service after a write must hold that write. So each read asks the leader of the bucket for its last revision and then
-for the writes up to that revision, and applies all of them or none.
+This is not a `sie_broker.record.Record`, which watches a bucket and may be behind it for a moment: a reply of the
+config service after a write must contain that write. So each read asks the leader of the bucket for its last revision
+and then for the writes up to that revision, and applies all of them or none.
 
-The epoch is when the bucket was made and the number of the last write of the catalogue in it: a kept reply moves no
-epoch.
+The epoch is the time when the bucket was made, and the number of the last write of the catalogue in it. The write of a
+stored reply does not change the epoch.
 
-A mirror belongs to one bucket. A broker that loses the bucket (memory storage, or somebody deletes it) gives another
-one, made later and empty at first: the mirror then refuses to read it and stays `is_lost`.
+A mirror belongs to one bucket. If the broker loses the bucket (memory storage, or somebody deletes it), it gets a new
+bucket, which is empty at first. The mirror then refuses to read the new bucket and stays `is_lost`.
 """
 
 from __future__ import annotations
@@ -34,16 +35,16 @@ from sie_contracts.models.bundles import DEFAULT, BundleEntry, serving
 from sie_contracts.wire import configs, topology
 from sie_contracts.wire.configs import ConfigEpoch
 
-REPLIES = "replies"  # first part of the keys that are not of the catalogue
-BEHIND_S = 2.0  # for which a replica of the broker may not have seen what its leader has
+REPLIES = "replies"  # first part of the keys of stored replies, which are not part of the catalogue
+BEHIND_S = 2.0  # time for which a replica of the broker may lack writes that its leader has
 _PAUSE_S = 0.02
 _logger = logging.getLogger("sie.config")
 _Record = TypeVar("_Record")
 
 
 class StoredModel(msgspec.Struct, frozen=True):
-    """One revision of a model. `entry` is None once it is removed. `source`: packaged, overlay or api; seeding touches
-    the first two.
+    """Revision of a model. `entry` is None for a removal. `source`: packaged, overlay or api; seeding changes only
+    models of the first two sources.
     """
 
     entry: dict[str, Any] | None
@@ -52,14 +53,14 @@ class StoredModel(msgspec.Struct, frozen=True):
     operation: str = ""
     created_at: str = ""
     model: str = ""
-    author: str = ""  # whose token wrote it, by name; empty for what was seeded, and of versions that did not keep it
-    note: str = ""  # why, where no person decided it
+    author: str = ""  # name of the token that wrote it; empty if it was seeded or an older version wrote it
+    note: str = ""  # reason of a write that no person decided
 
 
 @dataclass(frozen=True, slots=True)
 class HeldModel:
-    """A model as it is in the bucket, and the bucket's revision for compare-and-set. `stored` is None for one that
-    never was.
+    """A model as the bucket has it, and the bucket's revision for compare-and-set. `stored` is None if the model never
+    existed.
     """
 
     stored: StoredModel | None = None
@@ -71,12 +72,14 @@ class HeldModel:
 
     @property
     def revision(self) -> int:
-        """The model's own count of its revisions: 1, 2, 3."""
+        """Return the number of the model's last revision, counted from 1; 0 if the model never existed."""
         return 0 if self.stored is None else self.stored.revision
 
     @property
     def written(self) -> int:
-        """The number of its write in epochs: its place in the history follows it in the bucket."""
+        """Return the number of the model's last write in epochs. It is that of the record in the history, which follows
+        the model in the bucket.
+        """
         return self.sequence + 1
 
 
@@ -86,8 +89,8 @@ _bundle = msgspec.json.Decoder(BundleEntry)
 
 @dataclass(frozen=True)
 class CatalogueSnapshot:
-    """All models at one epoch, removed ones included. `concerned`: the number of the last write that each bundle was
-    told of, as far as it is known; what came up to `unknown` may have concerned any.
+    """Models of the catalogue at one epoch, also removed ones. `concerned`: the number of the last known write that
+    concerned each bundle. `unknown`: any write up to this number may have concerned any bundle.
     """
 
     epoch: str = ""
@@ -98,7 +101,7 @@ class CatalogueSnapshot:
 
     @cached_property
     def live(self) -> dict[str, StoredModel]:
-        """Without removed ones."""
+        """Return the models without the removed ones."""
         return {
             model: held.stored
             for model, held in self.held.items()
@@ -110,11 +113,11 @@ class CatalogueSnapshot:
         return self.epoch.rpartition(":")[0]
 
     def since(self, bundle: str) -> str:
-        """The epoch of the last write that concerned a bundle."""
+        """Return the epoch of the last write that concerned a bundle."""
         return f"{self.created}:{max(self.unknown, self.concerned.get(bundle, 0))}"
 
     def revisions(self, bundle: str) -> dict[str, int]:
-        """The revisions of the models that a bundle can serve."""
+        """Return the revisions of the models that a bundle can serve."""
         return self._revisions.get(bundle, {})
 
     @cached_property
@@ -127,7 +130,7 @@ class CatalogueSnapshot:
 
     @cached_property
     def catalogue_epoch(self) -> ConfigEpoch:
-        """The epoch and hashes that followers compare with their own."""
+        """Return the epoch and the hashes that followers compare with their own."""
         hashes = {bundle: configs.bundle_hash(revisions) for bundle, revisions in self._revisions.items()}
         return ConfigEpoch(
             self.epoch,
@@ -142,19 +145,21 @@ def bundle_key(bundle: str) -> str:
 
 
 def bundles_of(bundles: Mapping[str, BundleEntry], entry: Mapping[str, Any]) -> tuple[str, ...]:
-    """The bundles that can serve a stored entry, the preferred one first; an alias has none."""
+    """Return the bundles that can serve a stored entry, the preferred one first; an alias has none."""
     return () if is_alias(entry) else serving(bundles, str(entry.get("family", "")), str(entry.get("bundle", "")))
 
 
 def concerns(bundles: Mapping[str, BundleEntry], *entries: dict[str, Any] | None) -> set[str]:
-    """The bundles that hear of a change: those that had or get the model. Gateways listen to all of them, so there is
-    always one.
+    """Return the bundles that a change concerns: those that could serve the model before or can serve it now. If there
+    is none, the default bundle is returned, so that gateways get a delta for each change.
     """
     return {bundle for entry in entries if entry is not None for bundle in bundles_of(bundles, entry)} or {DEFAULT}
 
 
 def decoded(decoder: msgspec.json.Decoder[_Record], entry: Entry) -> _Record:
-    """A record of the bucket. Raises NotReady for one that is none: an unreadable catalogue is not an empty one."""
+    """Decode a record of the bucket. Raises NotReady for a record that cannot be read: an unreadable catalogue is not
+    an empty one.
+    """
     try:
         return decoder.decode(entry.value or b"")
     except msgspec.DecodeError as error:
@@ -166,25 +171,29 @@ def decoded(decoder: msgspec.json.Decoder[_Record], entry: Entry) -> _Record:
 
 
 class Mirror:
-    """Follows the bucket whenever somebody asks. What it cannot read changes nothing of what it has."""
+    """Reads the new writes of the bucket at each call. If they cannot be read, the last snapshot stays."""
 
     def __init__(self, bucket: RecordBucket) -> None:
         self._bucket = bucket
         self._lock = asyncio.Lock()
         self._now = CatalogueSnapshot()
         self._read = 0  # the bucket's revision up to which it was read
-        self._created = ""  # when the bucket was made; empty until it was read
+        self._created = ""  # time when the bucket was made; empty until the bucket was read
         self.is_lost = False  # the broker has another bucket now
-        self.suspect = asyncio.Event()  # the bucket may be lost: `check` tells
-        self.before = CatalogueSnapshot()  # what was read before `forget`
+        self.suspect = asyncio.Event()  # set if the bucket may be lost; `check` finds out
+        self.before = CatalogueSnapshot()  # the last snapshot before `invalidate`
 
     @property
     def last(self) -> CatalogueSnapshot | None:
-        """The last snapshot, without asking the broker; None before the first read and while a whole read is due."""
+        """Return the last snapshot without asking the broker; None before the first read and while a whole read is
+        due.
+        """
         return self._now if self._now.epoch else None
 
     async def snapshot(self) -> CatalogueSnapshot:
-        """All as the broker's leader has it now. Raises BrokerError; NotReady also once the bucket is lost."""
+        """Return all models as the broker's leader has them now. Raises BrokerError; NotReady, also if the bucket is
+        lost.
+        """
         async with self._lock:
             try:
                 created, _, last = (await self._bucket.use(lambda bucket: bucket.epoch())).rpartition(":")
@@ -203,7 +212,9 @@ class Mirror:
             return self._now
 
     async def invalidate(self) -> None:
-        """Read all of it again next time: the broker was away, and what it has now may be an older copy."""
+        """Make the next read begin from the start: the connection to the broker was lost, and the broker may now have
+        an older copy.
+        """
         async with self._lock:
             if self._now.epoch:
                 self.before = self._now
@@ -211,8 +222,8 @@ class Mirror:
         self.suspect.set()
 
     async def check(self) -> bool:
-        """Open the bucket again and read it. Returns whether it is lost, or lacks writes that were read before. Raises
-        BrokerError, NotReady.
+        """Open the bucket again and read it. Returns whether the bucket is lost, or lacks writes that were read before.
+        Raises BrokerError, NotReady.
         """
         await self._bucket.open()
         try:
@@ -226,10 +237,10 @@ class Mirror:
         )
 
     async def write(self, writes: Sequence[Write]) -> tuple[CatalogueSnapshot | None, int]:
-        """Do a batch. Returns all as it was just before, None where that cannot be told, and the bucket's last
+        """Write a batch. Returns the snapshot just before the batch, None if it is not known, and the bucket's last
         revision.
 
-        Raises WrongRevision, BrokerError; then nothing, or nothing that is known, was stored.
+        Raises WrongRevision if nothing was stored, and BrokerError if it is not known whether anything was stored.
         """
         async with self._lock:
             last = await self._bucket.write(list(writes))
@@ -244,7 +255,7 @@ class Mirror:
             return before if before.epoch else None, last
 
     async def _begin(self, created: str, last: int) -> None:
-        """Read all models, and all bundles. What any write up to `last` concerned is not known."""
+        """Read all models and all bundles. It is not known which bundles the writes up to `last` concerned."""
         models = await self._bucket.use(lambda bucket: bucket.entries("model"))
         entries = await self._bucket.use(lambda bucket: bucket.entries("bundle"))
         bundles = [decoded(_bundle, entry) for entry in entries]
@@ -259,8 +270,8 @@ class Mirror:
         )
 
     async def _since(self, last: int) -> list[Entry]:
-        """Read the writes since the last read, up to revision `last` at least, or those that the bucket still has.
-        Raises BrokerUnavailable.
+        """Read the writes since the last read, at least up to revision `last`. If the bucket has lost that write,
+        return the writes that it still has. Raises BrokerUnavailable.
         """
         entries: list[Entry] = []
         for _ in range(int(BEHIND_S / _PAUSE_S)):
@@ -271,14 +282,14 @@ class Mirror:
         if await self._bucket.use(lambda bucket: bucket.reaches(last)):
             raise BrokerUnavailable(f"the catalogue's bucket does not show its write {last}")
         _logger.warning(
-            "%s is damaged: its write %d, the last one, is gone; what the folders and its copy have is written again",
+            "%s is damaged: its last write, %d, is missing; models of the folders and of its copy are written again",
             self._bucket.name,
             last,
         )
         return entries
 
     def _apply(self, entries: Iterable[Entry]) -> None:
-        """All or nothing. Raises NotReady."""
+        """Apply writes to the snapshot, all or none of them. Raises NotReady for a record that cannot be read."""
         held, bundles, concerned = dict(self._now.held), dict(self._now.bundles), dict(self._now.concerned)
         number, unknown, read = int(self._now.epoch.rpartition(":")[2]), self._now.unknown, self._read
         for entry in entries:
@@ -291,9 +302,9 @@ class Mirror:
                 stored = decoded(_stored, entry)
                 before = held.get(stored.model, HeldModel())
                 if stored.revision <= before.revision:
-                    continue  # an earlier one, restored from a backup
+                    continue  # an earlier revision, restored from a backup
                 if stored.revision > before.revision + 1:
-                    unknown = read  # what came between is not there any more
+                    unknown = read  # revisions between them are not in the bucket any more
                 for bundle in concerns(bundles, stored.entry, before.entry):
                     concerned[bundle] = read
                 held[stored.model] = HeldModel(stored, read - 1)
@@ -305,5 +316,5 @@ class Mirror:
                     bundles[bundle_now.id] = bundle_now
         self._read = read
         epoch = f"{self._now.created}:{number}"
-        if epoch != self._now.epoch:  # else it is the same, with what was derived from it
+        if epoch != self._now.epoch:  # else the snapshot and its cached properties stay
             self._now = CatalogueSnapshot(epoch, held, bundles, concerned, unknown)

@@ -1,4 +1,4 @@
-"""The files of models that this machine has, against which a write is checked."""
+"""Files of models that this machine has: a write is checked against them."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class ModelFiles:
         self._sources = WeightSources(settings.cache_folder, may_download=False)
 
     async def check(self, raw: dict[str, Any]) -> None:
-        """Raises ValidationFailed for an entry that a load would refuse by its files. Where the files are not on this
-        machine, or cannot be read, the load decides.
+        """Raise ValidationFailed for an entry that a load would refuse because of its files. If the files are not on
+        this machine, or cannot be read, the load decides.
         """
         entry = parse_document(raw)
         if isinstance(entry, ModelEntry) and (mismatch := await asyncio.to_thread(self._fault, entry)) is not None:

@@ -1,12 +1,12 @@
-"""The packaged catalogue and an operator's folder laid over it: read at start, and a local folder again whenever it
-changes.
+"""The packaged catalogue and an operator's folder, whose entries replace packaged ones. Both are read at start, and the
+folder again when it changes.
 
     packaged models, bundles ──┐
     SIE_MODELS_DIR/**/*.yaml ──┴──► documents, checked ──► SIE_MODEL_FILTER ──► Folders
 
-Below `bundles/` of the folder are bundles, everywhere else models and aliases. All files are read or none: one that is
-broken is named with its field and line. Hidden files and folders are not looked at, nor where a link to a folder leads
-(a mounted ConfigMap has both).
+Files below `bundles/` of the folder are bundles; all other files are models and aliases. All files are read or none:
+the error for a broken file names its field and line. Hidden files and folders are skipped, and links to folders are not
+followed (a mounted ConfigMap has both).
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from sie_store.models_folder import MAX_FILE_BYTES, SUFFIXES, examined, in_use
 BUNDLES = "bundles"
 MAX_TOLD = 20
 _logger = logging.getLogger("sie.config")
-PLUG_INS = "sie.adapters"  # entry points of families that other distributions bring
+PLUG_INS = "sie.adapters"  # group of entry points: families of other distributions
 
 Signature = Mapping[str, tuple[int, int, int]]
-"""What tells whether a file is still the same, by its path within the folder: time, size, number."""
+"""State of each file, by its path in the folder: (time of the last change, size, number of the file or its tag)."""
 
 
 @dataclass(frozen=True)
 class Folders:
     """Contents of the folders: models and aliases with their origin, `packaged` or `overlay`, and the files of the
-    overlay.
+    overlay by model.
     """
 
     models: Mapping[str, tuple[ModelEntry | Alias, str]]
@@ -57,7 +57,7 @@ class Folders:
 
 
 class Overlay:
-    """SIE_MODELS_DIR. What was read of a file is kept until the file changes."""
+    """The folder or bucket of SIE_MODELS_DIR. The document of a file is cached until the file changes."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -67,10 +67,10 @@ class Overlay:
         self._bucket = BucketFolder(self.name, SUFFIXES) if self.is_remote else None
         self._packaged: dict[str, tuple[ModelEntry | Alias, str]] = {}
         self._cached: dict[str, tuple[tuple[int, int, int], Any]] = {}
-        self.last: Folders | None = None  # that could be read
+        self.last: Folders | None = None  # the last folders that could be read
 
     def describe(self) -> str:
-        """Describe the folder in use, for the log of a start. Warns of one that somebody else may write to. Raises
+        """Describe the folder in use, for the log of a start. Logs a warning if another user may write to it. Raises
         SettingError, OSError.
         """
         if warning := examined(self._allowed):
@@ -83,7 +83,9 @@ class Overlay:
         )
 
     def trust(self) -> Trust:
-        """Permissions of an entry that is written over HTTP, as the package and the folder were read last."""
+        """Return the trust for entries that are written over HTTP, from the package and the folder as they were last
+        read.
+        """
         return Trust(self._allowed, read_bundles(packaged_folder() / "bundles").values(), self._entries)
 
     def _entries(self) -> list[ModelEntry]:
@@ -94,8 +96,8 @@ class Overlay:
         return [document for document in documents if isinstance(document, ModelEntry)]
 
     def read_signature(self) -> Signature:
-        """The files as they are now. Raises SettingError for a named folder that is not there, or a store that does not
-        help, OSError.
+        """Return the present state of the files. Raises SettingError if the folder that the setting names does not
+        exist or the store fails, and OSError.
         """
         if self._bucket is not None:
             return self._bucket.look()
@@ -120,8 +122,10 @@ class Overlay:
         return signature
 
     def folders(self) -> Folders:
-        """Everything, read and checked. Raises ValidationFailed naming file, field and line, SettingError, OSError."""
-        if not self._packaged:  # which does not change
+        """Read and check everything. Raises ValidationFailed, which names file, field and line, SettingError,
+        OSError.
+        """
+        if not self._packaged:  # the package does not change
             self._packaged = {
                 model: (entry, "packaged") for model, entry in read_folder(packaged_folder() / "models").items()
             }
@@ -161,7 +165,7 @@ class Overlay:
         return {path: document for path, (_, document) in self._cached.items()}
 
     def _bodies(self, paths: Collection[str]) -> dict[str, bytes]:
-        """Read these files; of a file that is too large, one byte more than is allowed."""
+        """Read these files. Of a file in a bucket that is too large, one byte more than the limit is read."""
         if self._bucket is not None:
             return self._bucket.read(paths, MAX_FILE_BYTES + 1)
         root = Path(self.name).expanduser()
@@ -169,7 +173,7 @@ class Overlay:
 
 
 def _document(path: str, body: bytes) -> ModelEntry | Alias | BundleEntry:
-    """Parse one file. Raises ValidationFailed naming it."""
+    """Parse one file. Raises ValidationFailed, which names the file."""
     try:
         if len(body) > MAX_FILE_BYTES:
             raise invalid("$", f"expected at most {MAX_FILE_BYTES} bytes, got {len(body)}")
@@ -185,8 +189,8 @@ def _in_file(error: ValidationFailed, path: str) -> ValidationFailed:
 
 
 def _with_plug_ins(bundle: BundleEntry) -> BundleEntry:
-    """The packaged bundle serves what is installed beside this process as well: on one machine that is where its
-    workers run.
+    """Add the families of distributions that are installed beside this process to the packaged bundle: on one machine
+    its workers run in the same environment.
     """
     plugged_in = {point.name for point in metadata.entry_points(group=PLUG_INS)} - set(bundle.families)
     return (

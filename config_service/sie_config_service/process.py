@@ -1,5 +1,5 @@
-"""The config service process: connect, seed the catalogue, serve it, follow the folder of models. A catalogue that the
-broker lost is seeded again.
+"""The config service process: connect, seed the catalogue, serve it, follow the folder of models. If the broker loses
+the catalogue, it is seeded again.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _logger = logging.getLogger("sie.config")
 
 @dataclass(frozen=True)
 class PreparedCatalogue:
-    """The seeded catalogue, and the folder that it was seeded from as it was then."""
+    """The seeded catalogue, and the folder with its state when the catalogue was seeded."""
 
     store: CatalogueStore
     overlay: Overlay
@@ -41,8 +41,8 @@ class PreparedCatalogue:
 
 
 async def prepare(settings: Settings, broker: Broker, cached_overlay: Overlay | None = None) -> PreparedCatalogue:
-    """Open the store and bring it up to what the folders say. `cached_overlay`: as they were read before, which counts
-    where they cannot be read now. Raises SettingError, BrokerError, NotReady.
+    """Open the store and seed it with the contents of the folders. `cached_overlay`: the folders as they were read
+    before, which are used if they cannot be read now. Raises SettingError, BrokerError, NotReady.
     """
     overlay = cached_overlay or Overlay(settings)
     signature: Signature = {}
@@ -58,7 +58,7 @@ async def prepare(settings: Settings, broker: Broker, cached_overlay: Overlay | 
         _logger.error("the models are seeded as they were read last: %s: %s", overlay.name, error)
         folders = overlay.last
     store = await open_store(broker, settings)
-    await store.snapshot()  # from here on the store goes by this bucket and no later one
+    await store.snapshot()  # from now on the store accepts this bucket and no later one
     if lost := await retry_conflicts(store.recover):
         names = ", ".join(lost[:MAX_TOLD]) + (", ..." if len(lost) > MAX_TOLD else "")
         _logger.warning(
@@ -82,7 +82,7 @@ async def keep(
 ) -> None:
     """Serve the catalogue and follow the folder of models. If the broker loses the catalogue, seed it again.
 
-    Each replica does so; compare-and-set decides between them, and what is written over the API meanwhile stays.
+    Each replica does so, and compare-and-set decides between them. Models that are written over the API meanwhile stay.
     """
     while True:
         service.begin(prepared.store, prepared.overlay.trust())
@@ -110,8 +110,8 @@ async def keep(
 async def seeded(
     service: ConfigService, settings: Settings, broker: Broker, stop: Stop, overlay: Overlay | None = None
 ) -> PreparedCatalogue | None:
-    """`prepare` until it has worked; None at the stop. Meanwhile the readiness of the service says why not. Raises
-    SettingError.
+    """Repeat `prepare` until it succeeds and return its result; None at the stop. Until then /readyz says why the
+    service is not ready. Raises SettingError.
     """
 
     async def attempt() -> PreparedCatalogue:
@@ -132,7 +132,7 @@ async def seeded(
 
 
 async def _make_streams(settings: Settings, stop: Stop) -> None:
-    """Make streams and buckets for all processes until `stop`, over a connection of its own."""
+    """Make streams and buckets for all processes until `stop`, over a separate connection."""
     password = settings.nats_streams_password
     async with connected(settings.nats_url, "sie-streams", stop, password=password, user="streams") as broker:
         if broker is not None:
@@ -149,7 +149,7 @@ async def run(
     lame_duck_s: float = 0.0,
     on_listening: Callable[[int], None] | None = None,
 ) -> int:
-    """Serve until `stop`, go on for `lame_duck_s`, then finish what was begun. Raises SettingError."""
+    """Serve until `stop` and for `lame_duck_s` more, then finish the requests that were begun. Raises SettingError."""
     tracer = tracing.start(settings.tracing, "config")
     service = ConfigService(settings)
     service.tracer = tracer
@@ -167,7 +167,7 @@ async def run(
     if on_listening is not None:
         on_listening(server.port)
     tasks = Tasks(_logger, stop.request)
-    served = Stop()  # what runs beside requests is cancelled after the last one
+    served = Stop()  # tasks beside requests do not stop with `stop`: they are cancelled after the last request
     try:
         if settings.nats_streams_password is not None:
             tasks.start(_make_streams(settings, served), "streams")
@@ -189,10 +189,10 @@ async def run(
             await stop.wait()
             service.leaving = True
             server.leave()
-            if lame_duck_s and service.store is not None:  # nobody is sent to one that was never ready
+            if lame_duck_s and service.store is not None:  # a process that was never ready has no clients
                 _logger.info("config service is a lame duck for %g s", lame_duck_s)
                 await stop.lame_duck(lame_duck_s)
-            await server.stop()  # before its broker goes: writes in progress are finished
+            await server.stop()  # before the broker is closed, so that writes in progress are finished
             await tasks.cancel()
     finally:
         await tasks.cancel()

@@ -4,8 +4,8 @@
       ▲            └ one is broken: nothing changes, the log names file, field and line                 │
       └── until workers have it, or WATCHED_S have passed: told too ◄───────────────────────────────────┘
 
-It looks at names, sizes and times, which also tells on file systems that send no events, and takes a hundredth of the
-time at most.
+Names, sizes and times are compared, which also works on file systems that send no events. The looks take at most a
+hundredth of the time.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from sie_contracts.wire import configs
 from sie_runtime.process import Stop, Trouble
 
 LOOK_S = 0.5
-BUCKET_LOOK_S = 30.0  # of s3:// and gs://: each look is a list of all objects
+BUCKET_LOOK_S = 30.0  # pause for s3:// and gs://: each look lists all objects
 IDLE_SHARE = 0.01
 WATCHED_S = 30.0
 _logger = logging.getLogger("sie.config")
 
 
 def warn_of_others(folders: Folders, read: CatalogueSnapshot) -> None:
-    """Say which files are not applied, because somebody wrote their models over the API."""
+    """Log which files are not applied because somebody wrote their models over the API."""
     for model, path in folders.files.items():
         stored, packaged = read.held.get(model, HeldModel()).stored, folders.models.get(model)
         if (
@@ -46,22 +46,20 @@ def warn_of_others(folders: Folders, read: CatalogueSnapshot) -> None:
             and stored.entry != normalised(packaged[0])
         ):
             does = "removed" if stored.entry is None else "written"
-            _logger.warning(
-                "%s is not applied: %s was %s over the API, which keeps it; change it there", path, model, does
-            )
+            _logger.warning("%s is not applied: %s was %s over the API; change it over the API", path, model, does)
 
 
 def log_broken(read: CatalogueSnapshot, index: AliasIndex, done: Iterable[CatalogueChange]) -> None:
-    """Say which aliases do not hold after these changes: what a folder says is not refused for what was written over
-    the API.
+    """Log which aliases are not valid after these changes. A change of the folder is not refused because of an alias
+    that was written over the API.
     """
     for alias, why in broken_by(read, index, (change.model for change in done)).items():
-        _logger.error("the alias %s does not hold with the models as the folder has them: %s", alias, why)
+        _logger.error("the alias %s is not valid with the models of the folder: %s", alias, why)
 
 
 @dataclass
 class _Watched:
-    """A change that is stored, until the workers of its bundles stand at its epoch."""
+    """A stored change, kept until the workers of its bundles have its epoch."""
 
     outcome: str
     epoch: str
@@ -71,8 +69,9 @@ class _Watched:
 
 @dataclass
 class Reload:
-    """Follows the folder from what it was when the catalogue was seeded from it. `workers` None: nobody says what it
-    has. `check` raises ValidationFailed for an entry that no worker could load; None: the load decides.
+    """Follows the folder from its state when the catalogue was seeded. `workers`: None if it is not reported which of
+    them have a change. `check` raises ValidationFailed for an entry that no worker could load; None: only the load
+    decides.
     """
 
     store: CatalogueStore
@@ -80,12 +79,12 @@ class Reload:
     signature: Signature
     workers: CatalogueReaders | None = None
     check: Callable[[dict[str, Any]], Awaitable[None]] | None = None
-    _refused: Signature | None = None  # told once
+    _refused: Signature | None = None  # a state that was refused; the reason is logged once
     _trouble: Trouble = field(default_factory=lambda: Trouble(_logger, "a change of the folder of models waits"))
     _watched: list[_Watched] = field(default_factory=list)
 
     async def run(self, stop: Stop) -> None:
-        """Until `stop`."""
+        """Follow the folder until `stop`."""
         look_s = BUCKET_LOOK_S if self.overlay.is_remote else LOOK_S
         last, pause_s = self.signature, look_s
         while not await stop.wait_for(pause_s):
@@ -100,8 +99,8 @@ class Reload:
                 continue
             pause_s = max(look_s, (time.monotonic() - begun_s) / IDLE_SHARE)
             if now != last:
-                self._trouble.passed()  # whatever it was, it was of another change
-            elif now not in (self.signature, self._refused):  # nobody is writing any more
+                self._trouble.passed()  # an earlier failure was that of an earlier change
+            elif now not in (self.signature, self._refused):  # two looks are equal, so nobody is writing any more
                 await self._apply(now)
             last = now
             self._report()
@@ -110,7 +109,7 @@ class Reload:
         try:
             folders = await asyncio.to_thread(self.overlay.folders)
             if await asyncio.to_thread(self.overlay.read_signature) != now:
-                return  # written to meanwhile
+                return  # the folder was changed meanwhile
             await self._check_files(folders)
             bundles = await self.store.seed_bundles(folders.bundles)
             done = await self.store.seed(folders.models)
@@ -118,7 +117,7 @@ class Reload:
         except (BrokerError, SIEError, SettingError, OSError) as error:
             if (
                 not isinstance(error, SIEError) or error.retryable
-            ):  # it may pass and no file change for it: the next look finds it again
+            ):  # it may pass without a change of a file: the next look tries again
                 self._trouble.met(error)
                 return
             _logger.error("%s was changed, and the models stay as they were: %s", self.overlay.name, error)
@@ -131,7 +130,7 @@ class Reload:
             _logger.info("%s was changed: %s", self.overlay.name, outcome)
 
     async def _check_files(self, folders: Folders) -> None:
-        """Raises ValidationFailed for an entry that no worker could load: the former one goes on serving."""
+        """Raise ValidationFailed for an entry that no worker could load: workers then keep the former entry."""
         if self.check is None:
             return
         for change in await self.store.to_seed(folders.models):
@@ -144,7 +143,7 @@ class Reload:
                     ) from None
 
     async def _read_back(self, folders: Folders, done: list[CatalogueChange]) -> None:
-        """Look at what the broker has now, and say that."""
+        """Read the changed models from the broker, and log their present revisions."""
         read = await self.store.snapshot()
         for change in done:
             held = read.held[change.model]
@@ -164,7 +163,7 @@ class Reload:
         log_broken(read, await self.store.alias_index(), done)
 
     def _report(self) -> None:
-        """Say which changes all gateways, and all workers of their bundles, have, or not in time."""
+        """Log which changes have reached all gateways and all workers of their bundles, and which have not in time."""
         left = []
         for watched in self._watched if self.workers is not None else ():
             assert self.workers is not None

@@ -1,9 +1,9 @@
-"""A revision that workers cannot load is replaced by the one that they had loaded before it.
+"""Restore of models: if workers cannot load a revision, the revision that they had loaded before replaces it.
 
     heartbeat: failed for good ──► the newest revision? ──► loaded nowhere? ──► an earlier one was? ──► written again
 
-The write is a revision of its own, with the reason as its note: history, list and `sie doctor` show it. It keeps the
-source of the model, so that the next change of a file in SIE_MODELS_DIR counts.
+The write is a new revision, with the reason as its note: history, list and `sie doctor` show it. It keeps the source of
+the model, so that the next change of its file in SIE_MODELS_DIR is applied.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ _logger = logging.getLogger("sie.config")
 
 @dataclass(frozen=True)
 class Unloadable:
-    """A model whose `revision` no worker can load, the last one that was `loaded`, and why it failed."""
+    """A model whose `revision` no worker can load. `loaded`: the last revision that was loaded. `why`: the reason of
+    the failure.
+    """
 
     model: str
     revision: int
@@ -39,7 +41,9 @@ class Unloadable:
 
 
 def unloadable(statuses: Iterable[ModelStatus]) -> list[Unloadable]:
-    """The models whose load failed for good at a revision that no worker has loaded, after one that was loaded."""
+    """Return the models whose load failed for good at a revision that no worker has loaded, if an earlier revision was
+    loaded.
+    """
     statuses = list(statuses)
     loaded = {(status.model, status.revision) for status in statuses if status.state == "loaded"}
     failed: dict[tuple[str, int], Unloadable] = {}
@@ -49,13 +53,13 @@ def unloadable(statuses: Iterable[ModelStatus]) -> list[Unloadable]:
         name = (status.model, status.revision)
         before = failed[name].loaded if name in failed else 0
         if name not in loaded and before < status.loaded_revision < status.revision:
-            model = status.model.partition(":")[0]  # a profile with options of its own has its own copy
+            model = status.model.partition(":")[0]  # a profile with its own load options is loaded as `id:profile`
             failed[name] = Unloadable(model, status.revision, status.loaded_revision, status.error.message)
     return list(failed.values())
 
 
 class Restore:
-    """Follows what workers say of their loads."""
+    """Follows the states of models in the heartbeats of workers."""
 
     def __init__(self, workers: CatalogueReaders, store: CatalogueStore, writer: CatalogueWriter) -> None:
         self._workers = workers
@@ -64,7 +68,7 @@ class Restore:
         self._trouble = Trouble(_logger, "a revision that cannot be loaded stays the newest")
 
     async def run(self, stop: Stop) -> None:
-        """Until `stop`. What fails is tried again with the next heartbeat."""
+        """Restore models until `stop`. A failed restore is tried again at the next heartbeat."""
         while not await stop.wait_woken(self._workers.failed):
             for status in unloadable(self._workers.statuses()):
                 try:
@@ -92,6 +96,6 @@ class Restore:
         restore = WriteRequest(
             OPERATION, failed.model, edit, if_match=failed.revision, author=AUTHOR, note=note, source=source
         )
-        with contextlib.suppress(ContentConflict):  # somebody else was quicker
+        with contextlib.suppress(ContentConflict):  # another writer was quicker
             await self._writer.write(restore)
             _logger.error("%s: %s", failed.model, note)

@@ -1,4 +1,4 @@
-"""The parts of the config service that the handlers of routes use."""
+"""State of the config service that the handlers of routes use."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from sie_runtime.connection import because
 if TYPE_CHECKING:
     from sie_runtime.spans import Tracer
 
-WORKER_TIMEOUT_S = 15.0  # silence after which a worker no longer counts
+WORKER_TIMEOUT_S = 15.0  # time without a heartbeat after which a worker no longer counts
 
 
 class ConfigService:
-    """State that the routes share. `store` is None until the broker was reached and the catalogue seeded, also again
-    after the broker lost it.
+    """State that the routes share. `store` is None until the broker is connected and the catalogue is seeded, and again
+    after the broker has lost the catalogue.
     """
 
     def __init__(self, settings: Settings) -> None:
         self.trouble = ""  # why the catalogue could not be built the last time
-        self.leaving = False  # no new connections are wanted; what comes is answered
+        self.leaving = False  # True: /readyz refuses, so that no new connections come; requests are still answered
         self.broker: Broker | None = None
         self.store: CatalogueStore | None = None
         self.writer: CatalogueWriter | None = None
@@ -41,16 +41,18 @@ class ConfigService:
         self.metrics = ConfigMetrics(lambda: self.store.last_read if self.store is not None else None)
 
     def begin(self, store: CatalogueStore, trust: Trust) -> None:
-        """The catalogue is there. `trust` says what an entry that is written over HTTP may ask for."""
+        """Serve the catalogue of `store`. `trust` decides which code and paths an entry that is written over HTTP may
+        use.
+        """
         self.store, self.writer, self.trust = store, CatalogueWriter(store, self.files.check), trust
         self.trouble = ""
 
     def end(self) -> None:
-        """The catalogue is not there any more: all is refused as before it was seeded."""
+        """Stop serving the catalogue: requests are refused, as before it was seeded."""
         self.store = self.writer = None
 
     async def reconnected(self) -> None:
-        """The broker was away."""
+        """Tell the store that the connection to the broker was lost and is there again."""
         if self.store is not None:
             await self.store.reconnected()
 
@@ -68,7 +70,7 @@ class ConfigService:
         return self.store
 
     def require_writer(self) -> CatalogueWriter:
-        """Raises QueueUnavailable."""
+        """Return the writer. Raises QueueUnavailable before the catalogue is seeded."""
         self.require()
         assert self.writer is not None
         return self.writer

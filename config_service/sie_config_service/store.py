@@ -1,22 +1,22 @@
-"""The catalogue in a key-value bucket. Stateless over it: any number of replicas may run, compare-and-set decides
-between them.
+"""The catalogue in a key-value bucket. A replica keeps no other state, so any number of replicas may run;
+compare-and-set decides between them.
 
     packaged folder + SIE_MODELS_DIR ──seed──► bucket ──► export, epoch
                      an operator ──── write ──►   └──► one delta for each write of a model, with the epoch before it
 
-    model.<id>             the model as it is: what compare-and-set goes by
-    bundle.<id>            a bundle, as the folders have it; who reads the catalogue hears of a change by the epoch
-    history.<id>.<number>  each of its last REVISIONS_KEPT revisions, in one batch with the model; the newest takes the
-                           oldest's place
-    replies.<number>       answers to writes that had an Idempotency-Key, by a hash of it, written in the same batch too
-    aliases                what each alias names; an alias itself is kept as a model is
+    model.<id>             the present model: compare-and-set uses its revision
+    bundle.<id>            a bundle of the folders; readers of the catalogue notice a change by the epoch
+    history.<id>.<number>  each of its last REVISIONS_KEPT revisions, in one batch with the model; the newest replaces
+                           the oldest
+    replies.<number>       replies to writes that had an Idempotency-Key, by a hash of the key, in the same batch too
+    aliases                the targets of each alias; an alias itself is stored as a model is
 
-Files of the broker can be damaged. The folders have what was seeded; what was written over the API is in a second
-bucket too, the copy, by the same key `model.<id>`. It is written after the bucket, so what it has is the least that the
-bucket must have: `recover` writes again what is missing.
+Files of the broker can be damaged. Seeded models are still in the folders. Models that were written over the API are
+also in a second bucket, the copy, under the same key `model.<id>`. The copy is written after the bucket, so the bucket
+must have everything that the copy has: `recover` writes again what is missing.
 
-A removed model stays as a record that says so: its revisions go on, and seeding does not bring it back. What an
-operator wrote or removed over the API stays the API's: seeding leaves it alone, whatever the folders say.
+A removed model stays as a record without an entry, so that its revisions are counted further. Seeding never changes a
+model that an operator wrote or removed over the API, whatever the folders say.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ _logger = logging.getLogger("sie.config")
 
 @dataclass(frozen=True)
 class CatalogueChange:
-    """One write: the new entry or None for a removal, over what was `held`."""
+    """Write of a model: the new entry, or None for a removal. `held` is the stored model that it replaces."""
 
     model: str
     held: HeldModel
@@ -81,12 +81,12 @@ class CatalogueChange:
     note: str = ""
 
     def bundles(self, bundles: Mapping[str, BundleEntry]) -> set[str]:
-        """The bundles that hear of it."""
+        """Return the bundles that the change concerns."""
         return concerns(bundles, self.entry, self.held.entry)
 
 
 class RecordedReply(msgspec.Struct, frozen=True):
-    """The answer to a write. `key` and `request` are digests: of the Idempotency-Key, and of what came with it."""
+    """The stored reply to a write. `key` and `request` are digests: of the Idempotency-Key, and of the request."""
 
     key: str
     request: str
@@ -96,7 +96,7 @@ class RecordedReply(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class ReplySlot:
-    """The replies that share a key of the bucket."""
+    """Replies that share a key of the bucket."""
 
     number: int
     replies: tuple[RecordedReply, ...]
@@ -106,7 +106,9 @@ class ReplySlot:
         return next((reply for reply in self.replies if reply.key == key), None)
 
     def with_reply(self, reply: RecordedReply) -> Write:
-        """Adds a reply; what is older than REPLY_KEPT_S goes, and the oldest of too many."""
+        """Return the write that adds a reply. It drops replies that are older than REPLY_KEPT_S, and the oldest ones if
+        there are more than REPLIES_PER_SLOT.
+        """
         young = [earlier for earlier in self.replies if reply.at_s - earlier.at_s < REPLY_KEPT_S][
             -REPLIES_PER_SLOT + 1 :
         ]
@@ -130,13 +132,13 @@ def _slot_key(number: int) -> str:
 
 
 def normalised(entry: ModelEntry | Alias) -> dict[str, Any]:
-    """An entry as it is stored, exported and shown: equal entries are equal maps."""
+    """Return an entry as it is stored, exported and shown: equal entries are equal maps."""
     document: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(entry))
     return document
 
 
 class CatalogueStore:
-    """Reads and writes of the bucket. What it remembers it can read again."""
+    """Reads and writes of the bucket. All data in memory can be read from the bucket again."""
 
     def __init__(self, broker: Bus, bucket: RecordBucket, copy: RecordBucket) -> None:
         self._broker = broker
@@ -150,26 +152,28 @@ class CatalogueStore:
         return (await self.snapshot()).epoch
 
     async def catalogue_epoch(self) -> ConfigEpoch:
-        """The epoch of the catalogue, for followers."""
+        """Return the epoch of the catalogue, for followers."""
         return (await self.snapshot()).catalogue_epoch
 
     async def snapshot(self) -> CatalogueSnapshot:
-        """All models at one epoch, as the broker's leader has them now. Raises BrokerError, NotReady."""
+        """Return all models at one epoch, as the broker's leader has them now. Raises BrokerError, NotReady."""
         return await self._mirror.snapshot()
 
     @property
     def last_read(self) -> CatalogueSnapshot | None:
-        """The last snapshot, without asking the broker."""
+        """Return the last snapshot without asking the broker."""
         return self._mirror.last
 
     async def reconnected(self) -> None:
-        """The broker was away: what it has now may be an older copy, or nothing."""
+        """Make the next read begin from the start: the connection to the broker was lost, and the broker may now have
+        an older copy, or nothing.
+        """
         await self._mirror.invalidate()
 
     async def lost(self, stop: Stop) -> bool:
-        """Wait until the broker has lost the bucket, which is True, or until `stop`.
+        """Wait until the broker has lost the bucket, then return True; return False at `stop`.
 
-        Asks the broker after a reconnect and after a read that failed, not otherwise.
+        The broker is asked only after a reconnect and after a read that failed.
         """
         while not await stop.wait_woken(self._mirror.suspect):
             action = "looking whether the broker still has the catalogue"
@@ -178,7 +182,7 @@ class CatalogueStore:
         return False
 
     def written_over_api(self) -> list[str]:
-        """The models and aliases that were written or removed over the API, as they were read last. No file has
+        """Return the models and aliases that were written or removed over the API, as they were last read. No file has
         them.
         """
         held = (self._mirror.last or self._mirror.before).held
@@ -187,23 +191,25 @@ class CatalogueStore:
         )
 
     async def bundles(self) -> dict[str, BundleEntry]:
-        """All bundles, by id."""
+        """Return all bundles, by id."""
         return dict((await self.snapshot()).bundles)
 
     async def export(self) -> ConfigExport:
-        """The whole catalogue at one epoch."""
+        """Return the whole catalogue at one epoch."""
         return _export(await self.snapshot())
 
     async def exported(self) -> bytes:
-        """The export in JSON, made once for each epoch: all gateways and workers ask for it at the same time."""
+        """Return the export in JSON. It is made once for each epoch, because all gateways and workers ask for it at the
+        same time.
+        """
         read = await self.snapshot()
         if self._exported[0] is not read:
             self._exported = read, msgspec.json.encode(_export(read))
         return self._exported[1]
 
     async def catalogue(self) -> Catalogue:
-        """The catalogue as gateways resolve names by. Raises ValidationFailed for a stored entry that is
-        none any more.
+        """Return the catalogue in the form by which gateways resolve names. Raises ValidationFailed for a stored entry
+        that is not valid any more.
         """
         read = await self.snapshot()
         if self._parsed[0] is not read:
@@ -211,7 +217,7 @@ class CatalogueStore:
         return self._parsed[1]
 
     async def held(self, model: str) -> HeldModel:
-        """One model as the broker's leader has it now."""
+        """Return one model as the broker's leader has it now."""
         entry = await self._bucket.get(model_key(model))
         return (
             HeldModel()
@@ -223,7 +229,7 @@ class CatalogueStore:
         return await self._bucket.use(lambda bucket: bucket.entries(within))
 
     async def not_found(self, model: str) -> ModelNotFound:
-        """The error for a model that is not there: it was removed, or its name is nearly another's."""
+        """Return the error for a model that does not exist: it was removed, or similar names are suggested."""
         held = await self.held(model)
         if held.stored is not None:
             fix = "roll back to an earlier revision, which /history lists, or POST it again"
@@ -239,14 +245,14 @@ class CatalogueStore:
         return ModelNotFound(f"no model named {model[:200]!r}; {fix}", param="id", extras={"suggestions": like})
 
     async def history(self, model: str) -> list[StoredModel]:
-        """The revisions of a model that are kept, newest first."""
+        """Return the stored revisions of a model, newest first."""
         entries = await self._entries(f"history.{topology.token(model)}")
         revisions = [_stored.decode(entry.value) for entry in entries if entry.value is not None]
         return sorted(revisions, key=lambda revision: -revision.revision)
 
     async def revisions_at(self, model: str) -> Callable[[str], int | None]:
-        """Return a function from an epoch to the model's revision: 0 before the first one, None where the history is
-        gone.
+        """Return a function from an epoch to the model's revision at that epoch: 0 before the first revision, None if
+        the history does not reach back so far.
         """
         created = (await self.snapshot()).created
         entries = await self._entries(f"history.{topology.token(model)}")
@@ -262,7 +268,7 @@ class CatalogueStore:
         return revision_at
 
     async def revision(self, model: str, revision: int) -> StoredModel | None:
-        """One revision of a model, if it is kept."""
+        """Return one revision of a model; None if it is not stored any more."""
         entry = await self._bucket.get(_history_key(model, revision))
         stored = None if entry is None or entry.value is None else _stored.decode(entry.value)
         return stored if stored is not None and stored.revision == revision else None
@@ -275,7 +281,7 @@ class CatalogueStore:
         return [stored for name in sorted(models) for stored in reversed(await self.history(name))]
 
     async def slot(self, key: str) -> ReplySlot:
-        """The slot of the reply to a write with the digest `key`, empty or not."""
+        """Return the slot of the reply to a write whose Idempotency-Key has the digest `key`. It may be empty."""
         number = int(key[:8], 16) % REPLY_SLOTS
         entry = await self._bucket.get(_slot_key(number))
         return (
@@ -285,11 +291,11 @@ class CatalogueStore:
         )
 
     async def remember(self, reply: Write) -> None:
-        """Keep the reply to a write that changed nothing. Raises WrongRevision."""
+        """Store the reply to a write that changed nothing. Raises WrongRevision."""
         await self._bucket.write([reply])
 
     async def alias_index(self) -> AliasIndex:
-        """The index of aliases, as the broker's leader has it now."""
+        """Return the index of aliases as the broker's leader has it now."""
         entry = await self._bucket.get(INDEX_KEY)
         return AliasIndex() if entry is None else AliasIndex.read(entry.value, entry.revision)
 
@@ -301,8 +307,8 @@ class CatalogueStore:
         *,
         tell: bool = True,
     ) -> tuple[int, int]:
-        """Apply the changes, each of another model, as one atomic batch and broadcast each, or leave that to polls
-        where not to `tell`. Returns how many deltas were sent, of how many.
+        """Write the changes, each of another model, as one atomic batch. With `tell` each change is broadcast; without
+        it readers find the changes when they poll. Returns how many deltas were sent, and how many there are.
 
         Raises WrongRevision if any model or slot, or the index of aliases, was written meanwhile; then nothing is
         stored.
@@ -339,7 +345,7 @@ class CatalogueStore:
         )
 
     async def _write_copy(self, stored: StoredModel) -> None:
-        """Write a revision into the copy, unless that has it or a later one."""
+        """Write a revision into the copy, unless the copy has it or a later one."""
         key = model_key(stored.model)
 
         async def attempt() -> None:
@@ -355,12 +361,12 @@ class CatalogueStore:
             _logger.warning("%s lacks %s until the next start: %s", self._copy.name, stored.model, error)
 
     async def recover(self, backup: Sequence[StoredModel] = ()) -> list[str]:
-        """Write again what the bucket lacks and the copy or a backup has, and into the copy what that lacks; then the
-        index of aliases where that is not what the aliases say. Returns the models that the bucket had lost, or had at
-        an earlier revision.
+        """Write models of the copy or a backup into the bucket, if the bucket lacks them, and models of the bucket into
+        the copy, if the copy lacks them. Then write the index of aliases if it differs from the aliases. Returns the
+        models that the bucket had lost, or had at an earlier revision.
 
-        `backup`: revisions of models, also earlier ones. Raises WrongRevision where another replica does the same at
-        the same time.
+        `backup`: revisions of models, also earlier ones. Raises WrongRevision if another replica does the same at the
+        same time.
         """
         entries = await self._copy.use(lambda bucket: bucket.entries())
         copies = {stored.model: stored for stored in map(_copied, entries) if stored is not None}
@@ -409,8 +415,8 @@ class CatalogueStore:
         first: int,
         with_index: bool,
     ) -> tuple[int, int]:
-        """One delta for each change and each bundle that it concerns. Where `before` is not known each reader is made
-        to ask.
+        """Send one delta for each change and each bundle that it concerns. If `before` is not known, the deltas make
+        each reader ask for the catalogue. Returns how many deltas were sent, and how many there are.
         """
         previous, since = (
             (before.epoch, {bundle: before.since(bundle) for bundle in before.bundles})
@@ -431,14 +437,14 @@ class CatalogueStore:
                 try:
                     await self._broker.send(topology.config_subject(bundle), messages.encode(delta))
                     sent += 1
-                except BrokerError as error:  # who polls hears of it
+                except BrokerError as error:  # readers find the change when they poll
                     _logger.warning("a delta of bundle %s was not sent: %s", bundle, error)
             previous = epoch
         return sent, expected
 
     async def seed_bundles(self, packaged: Mapping[str, BundleEntry]) -> bool:
-        """Make the bucket hold these bundles and no other. Returns whether it held anything else. Raises WrongRevision
-        where others kept changing them during SEED_ATTEMPTS attempts.
+        """Make the bucket have these bundles and no others. Returns whether it was changed. Raises WrongRevision if
+        other writers kept changing it during SEED_ATTEMPTS attempts.
         """
         values = {bundle_key(name): msgspec.json.encode(bundle) for name, bundle in packaged.items()}
 
@@ -457,12 +463,12 @@ class CatalogueStore:
         return await retry_conflicts(attempt, SEED_ATTEMPTS)
 
     async def to_seed(self, packaged: Mapping[str, tuple[ModelEntry | Alias, str]]) -> list[CatalogueChange]:
-        """The changes that `seed` would make."""
+        """Return the changes that `seed` would make."""
         return _to_seed((await self.snapshot()).held, packaged)
 
     async def seed(self, packaged: Mapping[str, tuple[ModelEntry | Alias, str]]) -> list[CatalogueChange]:
-        """Make the bucket hold what the folders hold; models written over the API stay as they are. Returns what was
-        changed. Raises WrongRevision where others kept changing the catalogue during SEED_ATTEMPTS attempts.
+        """Make the bucket have the models of the folders; models written over the API are not changed. Returns the
+        changes. Raises WrongRevision if other writers kept changing the catalogue during SEED_ATTEMPTS attempts.
         """
         done: list[CatalogueChange] = []
 
@@ -476,7 +482,7 @@ class CatalogueStore:
                     if is_alias(change.entry) or is_alias(change.held.entry)
                 }
                 index = (await self.alias_index()).written(index_of(aliases)) if aliases else None
-                # gateways and workers need to look once, at the end
+                # only the last batch is broadcast: gateways and workers need to read only once
                 await self.write(batch, index=index, tell=start + SEED_BATCH >= len(changes))
                 done.extend(batch)
 
@@ -487,7 +493,7 @@ class CatalogueStore:
 def _to_seed(
     present: Mapping[str, HeldModel], packaged: Mapping[str, tuple[ModelEntry | Alias, str]]
 ) -> list[CatalogueChange]:
-    """The changes that make `present` what the folders hold; models written over the API are left out."""
+    """Return the changes from `present` to the models of the folders; models written over the API are left out."""
     changes: list[CatalogueChange] = []
     for model, (entry, source) in packaged.items():
         held, document = present.get(model, HeldModel()), normalised(entry)
@@ -509,7 +515,7 @@ def _export(read: CatalogueSnapshot) -> ConfigExport:
             written=held.written,
             raw_yaml=msgspec.json.encode(
                 held.entry
-            ).decode(),  # which is YAML too, and made a hundred times faster than other
+            ).decode(),  # JSON is YAML too, and is written a hundred times faster
         )
         for model, held in sorted(read.held.items())
         if held.entry is not None
@@ -521,7 +527,7 @@ def _export(read: CatalogueSnapshot) -> ConfigExport:
 
 
 def _copied(entry: Entry | None) -> StoredModel | None:
-    """The revision in an entry of the copy. One that is damaged counts as absent: it is written anew."""
+    """Return the revision in an entry of the copy. A damaged entry counts as absent, and is then written again."""
     try:
         return None if entry is None or entry.value is None else _stored.decode(entry.value)
     except msgspec.DecodeError as error:
@@ -530,7 +536,9 @@ def _copied(entry: Entry | None) -> StoredModel | None:
 
 
 def digest_of(*parts: bytes) -> str:
-    """A SHA-256 of parts, none of which can pass for two."""
+    """Return the SHA-256 of several parts, in hex. Each part is hashed with its length, so that no other parts give the
+    same bytes.
+    """
     digest = hashlib.sha256()
     for part in parts:
         digest.update(len(part).to_bytes(8, "big") + part)
@@ -542,7 +550,7 @@ def reply_of(key: str, request: str, body: dict[str, Any]) -> RecordedReply:
 
 
 async def open_store(broker: Broker, settings: Settings) -> CatalogueStore:
-    """The store, with its bucket made if it is not there."""
+    """Open the store; its bucket is made if it does not exist."""
     bucket, copy = (
         RecordBucket(broker, name, storage=settings.stream_storage, replicas=settings.stream_replicas)
         for name in (topology.CATALOGUE_BUCKET, topology.CATALOGUE_COPY_BUCKET)

@@ -19,8 +19,8 @@ _logger = logging.getLogger("sie.config")
 
 
 class CatalogueReaders:
-    """The last heartbeat of each worker, and the last announcement of each gateway; who is silent for `timeout_s` is
-    forgotten.
+    """The last heartbeat of each worker, and the last announcement of each gateway. A process that is silent for
+    `timeout_s` is forgotten.
     """
 
     def __init__(self, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -28,10 +28,10 @@ class CatalogueReaders:
         self._clock = clock
         self._seen: dict[str, tuple[float, Heartbeat]] = {}
         self._gateways: dict[str, tuple[float, GatewayBeat]] = {}
-        self.failed = asyncio.Event()  # a worker says of a model that its load failed
+        self.failed = asyncio.Event()  # set when a worker reports a failed load
 
     async def follow(self, bus: Bus, stop: Stop) -> None:
-        """However late the broker answers, unless `stop` comes first."""
+        """Subscribe to heartbeats and announcements. This is repeated until the broker answers, or until `stop`."""
         for subject, handler in (
             (topology.HEALTH_SUBJECT, self._on_heartbeat),
             (topology.GATEWAY_SUBJECT, self._on_gateway),
@@ -75,13 +75,13 @@ class CatalogueReaders:
             self._gateways[beat.gateway] = (now_s, beat)
 
     def statuses(self) -> list[ModelStatus]:
-        """Each model of each worker."""
+        """Return the status of each model of each worker."""
         now_s = self._clock()
         beats = (beat for seen_s, beat in self._seen.values() if now_s - seen_s < self._timeout_s)
         return [status for beat in beats for status in beat.models]
 
     def of_bundle(self, bundle: str) -> list[Heartbeat]:
-        """The workers of a bundle that take work."""
+        """Return the heartbeats of the workers of a bundle that take work."""
         now_s = self._clock()
         return [
             beat
@@ -90,7 +90,7 @@ class CatalogueReaders:
         ]
 
     def gateways(self) -> dict[str, str]:
-        """The epoch of each gateway."""
+        """Return the epoch of each gateway."""
         now_s = self._clock()
         return {
             name: beat.config_epoch
@@ -99,5 +99,5 @@ class CatalogueReaders:
         }
 
     def epochs(self, bundle: str) -> dict[str, str]:
-        """The epoch of each of those workers."""
+        """Return the epoch of each worker of a bundle that takes work."""
         return {beat.worker: beat.config_epoch for beat in self.of_bundle(bundle)}

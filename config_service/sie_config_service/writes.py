@@ -1,12 +1,12 @@
-"""Writes of an operator: each is one compare-and-set over the model as it is, tried again while somebody else was
+"""Writes of an operator. Each write is one compare-and-set on the present model, and is repeated if another writer was
 quicker.
 
     asked ──► known Idempotency-Key? its reply ──► the model as it is ──► If-Match? ──► edited, checked ──► one batch
     ──► deltas
                                                         ▲                                                    │
-                                                        └──────────────── somebody else was quicker ◄────────┘
+                                                        └────────────── another writer was quicker ◄─────────┘
 
-What an operator asks for is applied to what the model is then, so no update is lost: a patch is merged anew.
+Each attempt applies the request to the present model, so no update is lost: a patch, for example, is merged again.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ from sie_contracts.models.public_models import is_public, translated
 from sie_contracts.models.trust import Trust
 
 MAX_IDS = 50_000  # models and aliases, removed ones included, whose revisions are kept
-MAX_ENTRY_BYTES = 256 << 10  # of one in the bucket, where up to 100 revisions of it are
-WRITE_S = 10.0  # for one write, others of this replica before it included
-_FROM_NOTHING = ("create", "rollback")  # the others say that there is no such model
+MAX_ENTRY_BYTES = 256 << 10  # of one entry; the bucket has up to 100 revisions of each
+WRITE_S = 10.0  # time limit for one write, with the wait for earlier writes of this replica
+_FROM_NOTHING = ("create", "rollback")  # operations that need no existing model; the others answer 404
 _logger = logging.getLogger("sie.config")
 
 Edit = Callable[[HeldModel], Awaitable[dict[str, Any] | None]]
-"""The entry that a model is to have, None to remove it, given what it is."""
+"""Function that returns the new entry for a stored model, None to remove the model."""
 
 
 @dataclass(frozen=True)
 class WriteRequest:
-    """A write. `request` is a digest of all that makes it this write and no other; `if_match` the revision that it must
-    find.
+    """A write. `request` is a digest that is equal for equal writes only. `if_match` is the revision that the model
+    must have.
     """
 
     operation: str
@@ -63,17 +63,19 @@ class WriteRequest:
     key: str = ""
     if_match: int | None = None
     dry_run: bool = False
-    profiles: Collection[str] | None = None  # that it names; None: all that there are
-    force: bool = False  # although an alias needs the model as it is
-    author: str = ""  # who asked
-    note: str = ""  # why, where no person asked
+    profiles: Collection[str] | None = None  # profiles that the write names; None: all profiles
+    force: bool = False  # True: write although an alias needs the model unchanged
+    author: str = ""  # name of the caller
+    note: str = ""  # reason of a write that no person asked for
     source: str = "api"
-    warnings: tuple[str, ...] = ()  # of the document
+    warnings: tuple[str, ...] = ()  # warnings about the document
 
 
 @dataclass(frozen=True)
 class WriteReply:
-    """The reply. `created`: a model, or profiles of it, that were not there; `replayed`: it was given before."""
+    """The reply. `created`: the write created a model or profiles. `replayed`: the reply is that of an earlier write
+    with the same Idempotency-Key.
+    """
 
     body: dict[str, Any]
     created: bool = False
@@ -81,17 +83,17 @@ class WriteReply:
 
 
 class CatalogueWriter:
-    """All writes of one replica, one at a time: between replicas compare-and-set decides."""
+    """Does all writes of one replica, one at a time. Between replicas compare-and-set decides."""
 
     def __init__(self, store: CatalogueStore, check: Callable[[dict[str, Any]], Awaitable[None]]) -> None:
-        """`check` raises ValidationFailed for an entry that no worker could load."""
+        """Take `check`, which raises ValidationFailed for an entry that no worker could load."""
         self._store = store
         self._check = check
         self._lock = asyncio.Lock()
         self.id = f"sie-config-{secrets.token_hex(4)}"
 
     async def write(self, request: WriteRequest) -> WriteReply:
-        """Raises ModelNotFound, ContentConflict, ValidationFailed, PermissionDenied, IdempotencyMismatch,
+        """Do one write. Raises ModelNotFound, ContentConflict, ValidationFailed, PermissionDenied, IdempotencyMismatch,
         QueueUnavailable, BrokerError.
         """
         try:
@@ -99,8 +101,8 @@ class CatalogueWriter:
                 return await retry_conflicts(lambda: self._attempt(request), attempts=None)
         except TimeoutError:
             message = (
-                f"the write was not done within {WRITE_S:g} s; whether it was stored is told by a retry with the same "
-                "Idempotency-Key"
+                f"the write was not done within {WRITE_S:g} s; retry it with the same Idempotency-Key, because it may "
+                "have been stored"
             )
             raise QueueUnavailable(message) from None
 
@@ -156,7 +158,9 @@ class CatalogueWriter:
         return await guard(index, read, self._store.catalogue, request.model, held, entry, force=request.force)
 
     async def _check_bounds(self, model: str, entry: dict[str, Any]) -> None:
-        """Raises PayloadTooLarge, ContentConflict for what the bucket is not to hold."""
+        """Raise PayloadTooLarge for an entry that is too large for the bucket, ContentConflict if the bucket has too
+        many ids.
+        """
         if (size := len(msgspec.json.encode(entry))) > MAX_ENTRY_BYTES:
             message = f"{model} takes {size} bytes, at most {MAX_ENTRY_BYTES} are kept: split its profiles"
             raise PayloadTooLarge(message, param="body", extras={"limit": MAX_ENTRY_BYTES})
@@ -188,7 +192,9 @@ class CatalogueWriter:
         }
 
     async def _stale(self, model: str, held: HeldModel, expected: int) -> ContentConflict:
-        """`diff`: what became of the revision that was asked for, as far as it is still known."""
+        """Return the error for a model that does not have the revision of If-Match. `diff`: the changes since that
+        revision, if it is still stored.
+        """
         base = await self._store.revision(model, expected)
         return ContentConflict(
             f"{model} is at revision {held.revision}, not {expected}; read it again and repeat the change",
@@ -198,7 +204,7 @@ class CatalogueWriter:
 
 
 def profiles_of(entry: dict[str, Any] | None) -> dict[str, Any]:
-    """Fields of an entry by profile; a field outside of profiles belongs to the default."""
+    """Return the fields of an entry by profile. A field outside of `profiles` belongs to the profile `default`."""
     if entry is None:
         return {}
     return {"default": {key: value for key, value in entry.items() if key != "profiles"}, **entry.get("profiles", {})}
@@ -207,7 +213,7 @@ def profiles_of(entry: dict[str, Any] | None) -> dict[str, Any]:
 class Edits:
     """Operations that change the stored document of a model.
 
-    All that is stored has passed `checked`, has a bundle that serves it, and asks for no code and no path that is not
+    Every stored document has passed `checked` and has a bundle that serves it. It uses only code and paths that are
     allowed.
     """
 
@@ -217,7 +223,7 @@ class Edits:
         self._trust = trust
 
     def entry(self, raw: Any, document: ParsedDocument) -> dict[str, Any]:
-        """A checked document. Raises ValidationFailed, PermissionDenied."""
+        """Check a document and return it in its stored form. Raises ValidationFailed, PermissionDenied."""
         return normalised(self._allowed(self._routable(checked(raw, document), document)))
 
     def _allowed(self, entry: ModelEntry | Alias) -> ModelEntry | Alias:
@@ -233,7 +239,9 @@ class Edits:
         return entry
 
     def create(self, desired: dict[str, Any]) -> Edit:
-        """Adds a model, or profiles to one that has none that differ."""
+        """Return an edit that adds a model, or profiles to an existing model. The edit raises ContentConflict if the
+        model has one of these profiles with other fields.
+        """
 
         async def edit(held: HeldModel) -> dict[str, Any]:
             if held.entry is None:
@@ -255,8 +263,8 @@ class Edits:
         return edit
 
     async def public(self, document: ParsedDocument, model: str = "") -> tuple[ParsedDocument, tuple[str, ...]]:
-        """A model file of the public SIE as a document of ours, of `model` where it names none, with what is ignored
-        of it. Any other document as it is. Raises ValidationFailed.
+        """Translate a model file of the public SIE into a document of this catalogue, for `model` if the file names no
+        model. Also returns the ignored fields. Any other document is returned unchanged. Raises ValidationFailed.
         """
         if not is_public(document.value):
             return document, ()
@@ -292,7 +300,7 @@ class Edits:
 
     def delete(self, model: str) -> Edit:
         async def edit(held: HeldModel) -> None:
-            if held.stored is None:  # one that was removed before stays so
+            if held.stored is None:  # a model that was removed before stays removed
                 raise await self._store.not_found(model)
 
         return edit

@@ -1,4 +1,4 @@
-"""Metrics that are read from the parts of the gateway when somebody scrapes."""
+"""Metrics that Prometheus reads from the parts of the gateway at each scrape."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from sie_gateway.admission.admission import Admission
 from sie_gateway.fleet.demand import DemandRecords
 from sie_gateway.fleet.lag import Lag
 from sie_gateway.inference.handler import Inference
-from sie_gateway.inference.inbox import ResultInbox
+from sie_gateway.inference.results import ResultInbox
 from sie_gateway.operations.status import ClusterStatus
 from sie_runtime.feed import CatalogueFeed
 from sie_runtime.metrics import Scrape, epoch_number
 
 
 class Live(Collector):
-    """Metrics that the gateway's parts know anyway. Workers that are forgotten and demand that is over leave no
-    series behind.
+    """Collector of metrics whose values the parts of the gateway hold. A worker that has gone and demand that has ended
+    leave no series behind.
     """
 
     def __init__(

@@ -1,13 +1,15 @@
-"""The client for asyncio, its `jobs` and `files`: the methods of `SIEClient`, driven by tasks."""
+"""The client for asyncio, with `jobs` and `files`: the methods of `SIEClient`, run by tasks."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, cast, overload
+
+from numpy.typing import NDArray
 
 from sie_client import cluster, files, jobs, transport, verbs, watching
 from sie_client.core import Session, call
@@ -170,8 +172,8 @@ class AsyncFiles:
 class SIEAsyncClient:
     """`SIEClient` for asyncio, in one event loop. Use it as an async context manager, or `await close()`."""
 
-    def __init__(self, base_url: str, **options: Unpack[ClientOptions]) -> None:
-        self._session = Session.from_options(options)
+    def __init__(self, base_url: str | None = None, **options: Unpack[ClientOptions]) -> None:
+        self._session = Session.from_options(transport.with_key(options))
         self._driver = TaskDriver(transport.address(base_url), self._session)
         self.jobs = AsyncJobs(self._driver, self._session)
         self.files = AsyncFiles(self._driver, self._session)
@@ -198,6 +200,14 @@ class SIEAsyncClient:
         listed = transport.as_list(items)
         results = await self._driver.run(verbs.encode(model, listed, params, self._session), params, len(listed))
         return results[0] if transport.is_single(items) else results
+
+    async def embed(
+        self, model: str, texts: Item | str | Iterable[Item | str], **params: Unpack[EncodeParams]
+    ) -> NDArray[Any]:
+        """Asynchronous SIEClient.embed."""
+        listed, count = transport.as_iterable(texts)
+        rows = await self._driver.run(verbs.embed(model, listed, count, params, self._session), params, count)
+        return cast("NDArray[Any]", rows[0]) if transport.is_single(texts) else rows
 
     async def score(
         self, model: str, query: Item | str, items: Item | str | Sequence[Item | str], **params: Unpack[Params]

@@ -1,4 +1,4 @@
-"""Progress of a call for its user: waits in the log, a bar on a terminal, a callback."""
+"""Progress of a call for its user: a log of waits, a bar on a terminal, a callback."""
 
 from __future__ import annotations
 
@@ -14,23 +14,26 @@ from sie_client.core import HttpAnswer, Pause, Session
 from sie_client.types import Progress
 
 LOG_EVERY_S = 60.0
-BAR_AFTER_S = 1.0  # a call that is over before needs none
+BAR_AFTER_S = 1.0  # seconds; a call that ends earlier shows no bar
 DRAW_EVERY_S = 0.1
-TIMED_OUT = "GATEWAY_TIMEOUT"  # the server worked on it: nothing is waited for
+NOTEBOOK_STREAM = "ipykernel.iostream"  # the module of a notebook's output stream class
+# the server worked on the request and ran out of time; the client does not wait for capacity
+TIMED_OUT = "GATEWAY_TIMEOUT"
 _logger = logging.getLogger("sie_client")
 
 
 class Meter:
-    """One call of `total` items, told from any thread. Use as a context manager, which ends the bar's line.
+    """Progress of one call of `total` items, None if the number is not known. May be updated from any thread. Use it as
+    a context manager, which ends the bar's line.
 
-    The first wait and each minute after go to the log `sie_client` as warnings. The bar is one line of standard error,
-    for calls of several items that are not answered all at once.
+    Waits are logged to `sie_client` as warnings, at most one per minute. The bar is one line of standard error, for
+    calls of several items that get more than one answer.
     """
 
     def __init__(
         self,
         session: Session,
-        total: int = 0,
+        total: int | None = 0,
         *,
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -38,15 +41,17 @@ class Meter:
     ) -> None:
         self._stream = sys.stderr if stream is None else stream
         self._callback = session.on_progress
-        self._has_bar = total > 1 and (self._is_terminal() if session.progress is None else session.progress)
+        is_long = total is None or total > 1
+        self._is_counted = total is None or total > 0
+        self._has_bar = is_long and (self._is_shown_live() if session.progress is None else session.progress)
         self._clock = clock
         self._address = f" at {address}" if address else ""
-        self._lock = threading.RLock()  # a callback may look at what it likes
+        self._lock = threading.RLock()  # reentrant, since a callback may call this meter
         self._started_s = clock()
         self._logged_s: float | None = None
         self._drawn_s = 0.0
-        self._width = 0  # of what stands in the line now
-        self._latest = Progress(0, total)
+        self._width = 0  # characters on the bar's line now
+        self._latest = Progress(0, total or 0)
 
     def __enter__(self) -> Meter:
         return self
@@ -57,14 +62,15 @@ class Meter:
                 self._draw(self._clock())
                 self._write("\n")
 
-    def _is_terminal(self) -> bool:
+    def _is_shown_live(self) -> bool:
+        """Return whether the stream is a terminal, or the output of a notebook."""
         try:
-            return self._stream.isatty()
-        except (AttributeError, ValueError):  # there is none, or it is closed
+            return self._stream.isatty() or type(self._stream).__module__ == NOTEBOOK_STREAM
+        except (AttributeError, ValueError):  # the stream is missing or closed
             return False
 
     def update(self, step: Pause | HttpAnswer) -> None:
-        """Note that items were answered, or that a wait begins."""
+        """Record that items were answered, or that a wait begins."""
         with self._lock:
             done, total = self._latest.done, self._latest.total
             now_s = self._clock()
@@ -76,9 +82,9 @@ class Meter:
             else:
                 return
             is_due = now_s - self._started_s >= BAR_AFTER_S and now_s - self._drawn_s >= DRAW_EVERY_S
-            if self._has_bar and is_due and (self._width or self._latest.done < total):
+            if self._has_bar and is_due and (self._width or not total or self._latest.done < total):
                 self._draw(now_s)
-            if self._callback is not None and total:
+            if self._callback is not None and self._is_counted:
                 self._callback(self._latest)
 
     def _log(self, pause: Pause, now_s: float) -> None:
@@ -90,15 +96,15 @@ class Meter:
             self._width = 0
         if pause.cause == TIMED_OUT:
             _logger.warning(
-                "a request took longer than it may%s and is sent again, in %.1f s: a larger timeout_s or a smaller "
-                "part_tokens helps; this ends in %.0f s if nothing is answered",
+                "a request exceeded its deadline%s and is sent again in %.1f s: a larger timeout_s or a smaller "
+                "part_tokens helps; the call fails in %.0f s if no request is answered",
                 self._address,
                 pause.seconds,
                 pause.remaining_s,
             )
             return
         _logger.warning(
-            "waiting for %s%s%s: next attempt in %.1f s, patience for %.0f s more",
+            "waiting for %s%s%s: next attempt in %.1f s, the call waits %.0f s more",
             pause.cause,
             self._address,
             f" ({pause.error})" if pause.error else "",
@@ -108,7 +114,7 @@ class Meter:
 
     def _draw(self, now_s: float) -> None:
         text, columns = self._latest, shutil.get_terminal_size().columns - 1
-        counts = f"{text.done:,}/{text.total:,} "
+        counts = f"{text.done:,}/{text.total:,} " if text.total else f"{text.done:,} "
         rate = text.done / max(now_s - self._started_s, 1e-3)
         if text.cause == TIMED_OUT:
             rest = f" {rate:,.0f}/s, a slow part is sent again"
@@ -119,9 +125,14 @@ class Meter:
             rest = f" {rate:,.0f}/s, {left_s:,.0f} s left"
         else:
             rest = f" {rate:,.0f}/s"
+        if not text.total:
+            self._show(f"{counts}done{rest}"[:columns], now_s)
+            return
         room = max(10, min(40, columns - len(counts) - len(rest) - 2))
         filled = room * text.done // text.total
-        line = f"{counts}[{'#' * filled}{'.' * (room - filled)}]{rest}"[:columns]
+        self._show(f"{counts}[{'#' * filled}{'.' * (room - filled)}]{rest}"[:columns], now_s)
+
+    def _show(self, line: str, now_s: float) -> None:
         self._write("\r" + line.ljust(self._width))
         self._width, self._drawn_s = len(line), now_s
 
@@ -129,5 +140,5 @@ class Meter:
         try:
             self._stream.write(text)
             self._stream.flush()
-        except (OSError, ValueError):  # the terminal went away, or cannot show it: the call matters more
+        except (OSError, ValueError):  # the terminal is closed, or cannot show the text; the call must go on
             self._has_bar = False

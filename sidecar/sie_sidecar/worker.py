@@ -1,8 +1,8 @@
-"""The parts of a worker, and its end. All state belongs to one event loop; every path out of a stage settles what it
-had.
+"""The parts of a worker, and its drain. All state belongs to one event loop. Every path out of a stage settles the work
+items that the stage had.
 
     Source ──► Intake ──► Prepare ──► Dispatch ──► Settle
-    (pulls)   (groups)   (model,     (batches) └─► Isolate (an input of it was in a batch that
+    (pulls)   (groups)   (model,     (batches) └─► Isolate (one of its inputs was in a batch that
                           tokens)                           killed an adapter)
 """
 
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sie_broker import Broker, BrokerError, Subscription
+from sie_contracts.errors import SIEError
 from sie_contracts.settings import Settings
 from sie_contracts.wire import topology
 from sie_contracts.wire.topology import Lane
@@ -27,26 +28,22 @@ from sie_runtime.feed import CatalogueFeed
 from sie_runtime.process import Stop, Tasks, retry
 from sie_sidecar.batching.batch import BatchLimits
 from sie_sidecar.batching.sizing import quantum_of
-from sie_sidecar.device.device import DeviceQueue
-from sie_sidecar.device.dispatch import Dispatch
-from sie_sidecar.device.in_flight import InFlight
+from sie_sidecar.device.dispatch import DeviceQueue, Dispatch
+from sie_sidecar.device.in_flight import InFlight, Inventory
 from sie_sidecar.device.isolate import Isolate
 from sie_sidecar.device.link import AdapterLink
 from sie_sidecar.device.poison import PoisonMarks
 from sie_sidecar.intake.intake import WorkIntake
-from sie_sidecar.intake.leases import Leases, open_ledger
 from sie_sidecar.intake.pull import WorkSource
 from sie_sidecar.metrics import SidecarMetrics
-from sie_sidecar.models.hosting import Hosting
-from sie_sidecar.models.inventory import Inventory
 from sie_sidecar.models.loading import Loading, LoraLoads, ResidencyRequests
-from sie_sidecar.models.models import ModelState
+from sie_sidecar.models.models import Hosting, ModelState
 from sie_sidecar.prepare.fetching import PayloadFetching
 from sie_sidecar.prepare.media_pool import MediaPool
 from sie_sidecar.prepare.prepare import Prepare
 from sie_sidecar.prepare.tokens import TokenizerPool
 from sie_sidecar.results.dead_letters import DeadLetterWriter
-from sie_sidecar.results.settle import ResultDelivery, Settle
+from sie_sidecar.results.settle import Leases, ResultDelivery, Settle, open_ledger
 from sie_store.payloads import PayloadStore
 
 if TYPE_CHECKING:
@@ -57,10 +54,11 @@ _logger = logging.getLogger("sie.sidecar.worker")
 
 @dataclass(frozen=True)
 class WorkerIdentity:
-    """Identity of a worker: its `id`, the lane of its placement table and stream, and its storage beside the broker.
+    """Identity of a worker: its `id`, the lane of its placement table and its stream, and its storage beside the
+    broker.
 
-    `ledger`: the file of the deliveries in flight, None where a broker does not outlive this process. `store`: of large
-    inputs.
+    `ledger` is the file of deliveries in flight; it is None if the broker does not outlive this process. `store` has
+    large inputs.
     """
 
     id: str
@@ -72,7 +70,7 @@ class WorkerIdentity:
 
 
 class Worker:
-    """Pulls, prepares, batches, runs and answers."""
+    """Worker: pulls, prepares, batches, runs and answers work items."""
 
     def __init__(
         self,
@@ -89,7 +87,7 @@ class Worker:
         self._broker = broker
         self._metrics = metrics
         self._clock = clock
-        self._heard: list[Subscription] = []  # what gateways say, once it began
+        self._heard: list[Subscription] = []  # subscriptions to messages of gateways, from the start on
         self._work = Tasks(_logger, on_failure)
         self._loops = Tasks(_logger, on_failure)
         self.broker_clock = BrokerClock(broker, topology.stream_name(lane.pool), clock)
@@ -101,32 +99,25 @@ class Worker:
             clock,
             on_change,
             settings.swap_after_ms / 1000,
-            assigned=lambda: self.source.assignment.models(),
+            assigned=self._assigned_models,
             on_loaded=self._on_loaded,
-            on_failed=lambda hosted, error: metrics.not_loaded(hosted.name, error),
-            on_role=lambda hosted: self.source.pulling.refill_all(),
+            on_failed=self._on_load_failed,
+            on_role=self._on_role,
         )
         self._loras = LoraLoads(link, clock)
         self._marks = PoisonMarks(broker, worker_id, broker_s)
         self._tokenizers = TokenizerPool(settings.preprocessor_workers)
         self._media = MediaPool(settings.image_workers, metrics.count_file)
         self.loading = Loading(feed, link, self.hosting, self._loras, self._work, clock)
-        self._residency = ResidencyRequests(
-            self.loading, self._work, lambda model: self.source.assignment.unloaded(model)
-        )
+        self._residency = ResidencyRequests(self.loading, self._work, self._on_unloaded)
         self._residency_subject = topology.residency_subject(worker_id)
-        self.inventory = Inventory(
-            self.hosting,
-            on_less=lambda: self.source.refill_soon(),
-            on_free=lambda consumer: self.source.pulling.refill_one(consumer),
-            clock=clock,
-        )
+        self.inventory = Inventory(self.hosting, self._on_less, self._on_free, clock)
         self.device = DeviceQueue(settings, worker_id, limits, link, self.inventory, metrics, identity.tracer, clock)
         quantum = quantum_of(settings)
         settlement = ResultDelivery(broker, self.leases, metrics, clock)
         dead_letters = DeadLetterWriter(broker, lane.pool, worker_id, metrics, broker_s)
         fetching = PayloadFetching(identity.store, clock) if identity.store is not None else None
-        # the stages, the last one first: each hands its items to later ones
+        # the stages, in reverse order: each passes its items on to later ones
         self._settle = Settle(worker_id, settlement, dead_letters, self.inventory, fetching, metrics, self._work, clock)
         self._isolate = Isolate(self.device, self._marks, self.loading, self._settle, metrics, self._work)
         self.dispatch = Dispatch(self.device, self._isolate, self.loading, self._settle, quantum, metrics, self._work)
@@ -146,23 +137,23 @@ class Worker:
         self._prepare = Prepare(
             self.source, self.loading, self.inventory, self._settle, fetching, self._tokenizers, self._media, clock
         )
-        broker.on_reconnect(lambda: self.source.pulling.look())
+        broker.on_reconnect(self._on_reconnect)
         link.listeners.append(self._on_link)
 
     @property
     def depth(self) -> int:
-        """Work items in flight."""
+        """Number of work items in flight."""
         return len(self.leases)
 
     async def start(self, stop: Stop) -> None:
-        """Hand back what a killed predecessor had in flight, and take in what comes, however late the broker answers,
-        unless `stop` comes first. `WorkSource.pull` has it come.
+        """Hand back the deliveries that a killed predecessor had in flight, and start to process deliveries. This waits
+        for the broker as long as it takes, unless `stop` comes first. `WorkSource.pull` starts the deliveries.
         """
-        with contextlib.suppress(BrokerError):  # then by this machine's clock, until an answer comes
+        with contextlib.suppress(BrokerError):  # until an answer comes, the clock of this machine is used
             await self.broker_clock.measure()
         if left := await self.leases.release_left(self._broker):
             _logger.warning("%d deliveries that this worker held when it was killed are handed back", left)
-        with contextlib.suppress(BrokerError):  # `run` tries again
+        with contextlib.suppress(BrokerError):  # `run` tries again to open the marks
             await self._marks.open()
         self._loops.start(self.broker_clock.run(), "broker clock")
         self._loops.start(self._marks.run(), "marks")
@@ -181,9 +172,9 @@ class Worker:
 
     async def _take_in(self) -> None:
         while True:
-            gathered = await self.intake.next(self._is_tokenising, lambda: self.source.pulling.more_expected())
+            gathered = await self.intake.next(self._is_tokenising, self._has_more)
             for flight in gathered.stored:
-                # its model's load waits for no store: what can run now may be behind it
+                # load its model meanwhile: work that can run now may wait behind it
                 self.loading.ahead([f"{flight.item.model}:{flight.item.profile}"])
                 self._work.start(self._fetch_and_prepare(flight), "fetch")
             for group in gathered.groups:
@@ -205,8 +196,39 @@ class Worker:
         return self._prepare.tokenising > 0
 
     def _more_expected(self) -> bool:
-        """Whether something may be about to wait for the device."""
-        return bool(self.intake.arrived or self._is_tokenising()) or self.source.pulling.more_expected()
+        """Return True if more work may soon wait for the device."""
+        return bool(self.intake.arrived or self._is_tokenising()) or self._has_more()
+
+    # callbacks of parts that are built before the source
+
+    def _has_more(self) -> bool:
+        """Return True if the broker may send more."""
+        return self.source.pulling.more_expected()
+
+    def _assigned_models(self) -> frozenset[str] | None:
+        return self.source.assignment.models()
+
+    def _on_less(self) -> None:
+        """Refill the credit, because less work waits for the device."""
+        self.source.refill_soon()
+
+    def _on_free(self, consumer: str) -> None:
+        """Refill one consumer: a work item of it no longer holds others back."""
+        self.source.pulling.refill_one(consumer)
+
+    def _on_role(self, hosted: ModelState) -> None:
+        """Refill all consumers: a residency was unloaded, makes room, or need not make room any more."""
+        self.source.pulling.refill_all()
+
+    def _on_unloaded(self, model: str) -> None:
+        """Tell the assignment that an operator had a model unloaded."""
+        self.source.assignment.unloaded(model)
+
+    async def _on_reconnect(self) -> None:
+        await self.source.pulling.look()
+
+    def _on_load_failed(self, hosted: ModelState, error: SIEError) -> None:
+        self._metrics.not_loaded(hosted.name, error)
 
     def _on_loaded(self, hosted: ModelState) -> None:
         self._metrics.loaded(hosted.name, certified=hosted.ready is not None and bool(hosted.ready.loaded.certificate))
@@ -220,8 +242,8 @@ class Worker:
         self.device.wake.set()
 
     async def drain(self, grace_s: float) -> None:
-        """Stop pulling, finish what is in flight, hand back what does not finish in time. `grace_s` is for all of it: a
-        broker that does not answer has its share of it.
+        """Stop pulling, finish the work in flight, and hand back the work that does not finish in time. `grace_s` is
+        the time for all of it, also for a broker that does not answer.
         """
         end_s = self._clock() + grace_s
         await self.source.stop()

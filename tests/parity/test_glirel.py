@@ -271,7 +271,7 @@ def test_weights_that_do_not_fit_are_refused(folder: Path, tmp_path: Path, chang
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"fixed_relation_types": False}, "orders labels otherwise"),
+        ({"fixed_relation_types": False}, "orders labels differently"),
         ({"add_entity_markers": True}, "add_entity_markers"),
         ({"max_entity_pair_distance": 4}, "max_entity_pair_distance"),
         ({"model_name": "no/backbone"}, "its backbone no/backbone is neither in the hub cache"),

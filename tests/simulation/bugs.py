@@ -16,12 +16,9 @@ from unittest import mock
 import msgspec
 from simulation.network import Connection
 
-import sie_gateway.inference.inbox
 import sie_gateway.inference.results
-import sie_sidecar.device.device
 import sie_sidecar.device.dispatch
-import sie_sidecar.intake.leases
-import sie_sidecar.models.inventory
+import sie_sidecar.device.in_flight
 import sie_sidecar.process
 import sie_sidecar.results.settle
 from sie_broker import BrokerError
@@ -51,14 +48,14 @@ def _acked_before_confirmed() -> AbstractContextManager[Any]:
 
 
 def _no_fence() -> AbstractContextManager[Any]:
-    return mock.patch.object(sie_sidecar.intake.leases.Leases, "left_s", return_value=60.0)
+    return mock.patch.object(sie_sidecar.results.settle.Leases, "left_s", return_value=60.0)
 
 
 def _never_renewed() -> AbstractContextManager[Any]:
     async def renew_all(self: Any) -> None:
         """Nothing."""
 
-    return mock.patch.object(sie_sidecar.intake.leases.Leases, "renew_all", renew_all)
+    return mock.patch.object(sie_sidecar.results.settle.Leases, "renew_all", renew_all)
 
 
 def _another_chunk() -> AbstractContextManager[Any]:
@@ -71,7 +68,7 @@ def _another_chunk() -> AbstractContextManager[Any]:
 
         return offered
 
-    return _around(sie_gateway.inference.inbox.OutcomeCollector, "offer", change)
+    return _around(sie_gateway.inference.results.OutcomeCollector, "offer", change)
 
 
 def _new_message_id() -> AbstractContextManager[Any]:
@@ -139,11 +136,11 @@ def _loras_mixed() -> AbstractContextManager[Any]:
 
         return mixed
 
-    return _around(sie_sidecar.device.device.DeviceQueue, "job", change)
+    return _around(sie_sidecar.device.dispatch.DeviceQueue, "job", change)
 
 
 def _collector_kept() -> AbstractContextManager[Any]:
-    return mock.patch.object(sie_gateway.inference.inbox.ResultInbox, "close", return_value=None)
+    return mock.patch.object(sie_gateway.inference.results.ResultInbox, "close", return_value=None)
 
 
 def _deadline_ignored() -> AbstractContextManager[Any]:
@@ -153,7 +150,7 @@ def _deadline_ignored() -> AbstractContextManager[Any]:
 
         return waited
 
-    return _around(sie_gateway.inference.inbox.OutcomeCollector, "wait", change)
+    return _around(sie_gateway.inference.results.OutcomeCollector, "wait", change)
 
 
 def _held_cost_kept() -> AbstractContextManager[Any]:
@@ -162,7 +159,7 @@ def _held_cost_kept() -> AbstractContextManager[Any]:
     def change(count: Any) -> Any:
         return lambda self, held, cost: count(self, held, cost or 1)
 
-    return _around(sie_sidecar.models.inventory.Inventory, "count", change)
+    return _around(sie_sidecar.device.in_flight.Inventory, "count", change)
 
 
 BUGS: dict[str, Bug] = {

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import orjson
 
+from sie_runtime.http.asgi import REQUEST_ID, uuid7
+
 if TYPE_CHECKING:
     from simulation.world import Process, World
 
@@ -88,6 +90,7 @@ class Client:
         }
         return {
             "type": "http",
+            REQUEST_ID: uuid7(),
             "method": "POST",
             "path": f"/v1/encode/{asked.model}",
             "raw_path": b"",

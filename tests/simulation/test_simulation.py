@@ -17,7 +17,7 @@ from simulation.virtual import VirtualLoop, virtual_time
 from simulation.world import simulate
 
 from sie_gateway.inference.shadow import Shadows
-from sie_gateway.streams.consumers import IDLE_S, WorkConsumers
+from sie_gateway.streams.publish import IDLE_S, WorkConsumers
 
 SEEDS, BLOCK = 5, 5
 # 1.2 s of a processor each, 8 minutes in all. Every planted bug is found by a tenth of them; more are run by

@@ -29,7 +29,7 @@ from sie_broker.nats import connect
 from sie_contracts.errors import ErrorInfo, QueueUnavailable
 from sie_contracts.wire import messages, topology
 from sie_contracts.wire.messages import Failed, WorkResult
-from sie_gateway.inference.inbox import ResultInbox
+from sie_gateway.inference.results import ResultInbox
 from sie_gateway.metrics import Metrics
 from sie_gateway.streams import publish as gateway_queue
 from sie_gateway.streams.publish import WorkQueue
@@ -119,7 +119,7 @@ async def _faults(server: NatsServer, count: int) -> None:
         await queue.ensure_pool(LANE.pool)
         publisher.on_reconnect(functools.partial(_reverified, queue))
         subject, spec = queue.consumers.route(LANE, "interactive", "toy/a", time.perf_counter() + 900.0)
-        await queue.consumers.ensure(spec)
+        await queue.consumers.ensure(LANE.pool, spec)
         pulls = worker.pulls(STREAM, received.put)
         watch = await (await worker.key_value("things")).watch(seen.put)
         bucket = await publisher.key_value("things")

@@ -104,7 +104,7 @@ class Service:
         feed.on_change(lambda: seen.append(dict(feed.catalogue.revisions)))
         task = asyncio.create_task(feed.run(stop))
         try:
-            await eventually(lambda: feed.loaded, "the first snapshot", WITHIN_S)
+            await eventually(lambda: feed.first.is_set(), "the first snapshot", WITHIN_S)
             yield feed, seen
         finally:
             stop.request()

@@ -19,6 +19,7 @@ from oracle import model_folder
 
 from sie_cli.evals import tasks
 
+ROOT = Path(__file__).resolve().parents[2]
 RUN_S = 200.0
 pytestmark = [shared.OPEN, pytest.mark.timeout(400)]
 
@@ -97,8 +98,9 @@ def test_every_source_of_one_model_gives_one_quality(
 
 
 def test_a_model_whose_pooling_is_wrong_misses_its_targets(
-    open_cluster: Cluster, open_models: LocalModels, tmp_path: Path
+    open_cluster: Cluster, open_models: LocalModels, small: Path, tmp_path: Path
 ) -> None:
+    """Its targets are those of the catalogue for the same weights. Targets that were saved are met."""
     bare = tmp_path / "bare"  # without 1_Pooling, by which a load would refuse another one
     bare.mkdir()
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
@@ -108,14 +110,19 @@ def test_a_model_whose_pooling_is_wrong_misses_its_targets(
         open_models.add(f"eval-{name}", {**entry, "run": {"pooling": pooling}})
     shared.wait_until_served(open_cluster, "test/eval-right", "test/eval-wrong")
     file = tmp_path / "targets.yaml"
-    task = ("-t", "stsb", "--url", open_cluster.url)
-    known = (*task, "-s", "sie,targets", "--targets", str(file))
+    file = tmp_path / "targets.yaml"
+    known = ("--url", open_cluster.url, "-s", "sie,targets", "--targets", str(file))
+    saved = ("--url", open_cluster.url, "-t", str(small), "--save-targets", str(file))
     file.write_text("{}")
-    assert "has no targets of test/eval-right for stsb" in evaluated("test/eval-right", *known, status=1).stderr
-    evaluated("test/eval-right", *task, "--save-targets", str(file))
-    evaluated("test/eval-right", *known)
-    file.write_text(file.read_text().replace("eval-right", "eval-wrong"))
-    ran = evaluated("test/eval-wrong", *known, status=1)
+    assert (
+        "has no targets of test/eval-right for small"
+        in evaluated("test/eval-right", *known, "-t", str(small), status=1).stderr
+    )
+    evaluated("test/eval-right", *saved)
+    evaluated("test/eval-right", *known, "-t", str(small))
+    catalogue = (ROOT / "catalog" / "targets.yaml").read_text("utf-8")
+    file.write_text(catalogue.replace(MODEL, "test/eval-wrong"))
+    ran = evaluated("test/eval-wrong", *known, "-t", "stsb", status=1)
     assert "target missed: sie, spearman: " in ran.stdout, ran.stderr
 
 
@@ -145,7 +152,7 @@ def test_images_are_found_by_texts(open_cluster: Cluster, tmp_path: Path) -> Non
     assert perf["rows"][0]["errors"] == {}
     other = f"infinity:{open_cluster.url}/v1"
     told = evaluated("test/clip", "-t", str(folder), "-s", other, *where, status=1).stderr
-    assert "takes texts alone, and the task has images" in told
+    assert "takes only texts, and the task has images" in told
     fast = ("--type", "perf", "--seconds", "1", *where)
     told = evaluated("test/clip", "-t", str(folder), "-s", other, *fast, status=1).stderr
     assert told.startswith("Error: infinity:")
@@ -170,6 +177,7 @@ def test_what_each_output_costs_is_one_table(open_cluster: Cluster, small: Path,
     assert "<svg" in page.read_text()
 
 
+@pytest.mark.long
 def test_a_bit_for_each_value_and_rescoring_lose_less_than_the_guide_says(open_cluster: Cluster) -> None:
     found = figures(MODEL, "-t", "stsb-retrieval", "--outputs", "int8,binary+rescore", "--url", open_cluster.url)
     by_source = scores(found)
@@ -212,7 +220,7 @@ def test_what_cannot_be_measured_is_told(open_cluster: Cluster, small: Path) -> 
         nowhere == "Error: /proc/nothing: No such file or directory: name a folder that can be written with --results\n"
     )
     kind = evaluated("test/gliner", "-t", str(small), *where, status=1).stderr
-    assert "test/gliner has json: what is measured are models with vectors, and those that score" in kind
+    assert "test/gliner has json: expected a model with vectors, or one that scores" in kind
     for wrong in (("--rerank", MODEL), ("-t", "stsb", "--rerank", "test/cross")):
         assert "--rerank" in evaluated("test/dense", "-t", str(small), *wrong, *where, status=1).stderr
     scored = evaluated("test/cross", "-t", str(small), "--outputs", "int8", *where, status=1).stderr

@@ -35,23 +35,23 @@ with SIEClient(sys.argv[1]) as client:
 
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Our client, with the distribution of its second name."""
+    """Our client and commands, with the distribution of the client's second name."""
     out = tmp_path_factory.mktemp("wheels")
     for folder in (ROOT, ROOT / "sdk/alias"):
         argv = [sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", str(out), str(folder)]
         subprocess.run(argv, capture_output=True, check=True, timeout=120)
-    return [f"{path}[sdk]" if path.name.startswith("sie_cluster") else str(path) for path in out.glob("*.whl")]
+    return [f"{path}[cli]" if path.name.startswith("sie_cluster") else str(path) for path in out.glob("*.whl")]
+
+
+def run(environment: foreign.Environment, *argv: str) -> subprocess.CompletedProcess[str]:
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("SIE_", "PYTHON"))}
+    return subprocess.run(
+        [str(environment.python), *argv], env={**environ, "NO_PROXY": "*"}, capture_output=True, text=True, timeout=60
+    )
 
 
 def check(environment: foreign.Environment, package: str, url: str, owner: str) -> None:
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(("SIE_", "PYTHON"))}
-    done = subprocess.run(
-        [str(environment.python), "-c", ENCODE.format(package=package), url, MODEL],
-        env={**environ, "NO_PROXY": "*"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = run(environment, "-c", ENCODE.format(package=package), url, MODEL)
     assert (done.stdout.split(), done.stderr) == ([owner, "384"], ""), (package, done.stderr)
 
 
@@ -76,4 +76,13 @@ def test_both_sdks_encode_after_each_step(
             present |= {name, SDK}
         if OURS in present:
             check(environment, "sie_client", open_cluster.url, "sie_client")
+            command = run(
+                environment, str(environment.python.with_name("sie")), "jobs", "list", "--url", open_cluster.url
+            )
+            assert command.returncode == 0, command.stderr
         check(environment, "sie_sdk", open_cluster.url, "sie_sdk" if SDK in present else "sie_client")
+
+
+@pytest.mark.long
+def test_pip_installs_both_by_one_command(wheels: list[str], tmp_path: Path) -> None:
+    foreign.Environment(tmp_path / "environment").solve(*wheels, public=tuple(PINS.values()))

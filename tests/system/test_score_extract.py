@@ -387,6 +387,16 @@ def test_what_everybody_meets_who_comes_from_another_server(client: httpx.Client
     assert (strict.status_code, strict.json()["error"]["reason"]) == (400, "unknown_option")
 
 
+def test_scores_and_entities_have_the_usage_that_public_clients_read(client: httpx.Client) -> None:
+    answer = client.post("/v1/score/test/cross", json={"query": "kernel", "items": ["kernel", {"id": "x"}, "violin"]})
+    usage = answer.json()["usage"]
+    assert usage["input_tokens"] == usage["prompt_tokens"] > 0
+    units = {name: answer.headers[f"x-sie-{name}"] for name in ("served-by", "units-input-tokens", "units-pairs")}
+    assert units == {"served-by": "local", "units-input-tokens": str(usage["prompt_tokens"]), "units-pairs": "2"}
+    entities = ask(client, "extract", "gliner", {"items": ["Ada lived"], "labels": ["person"]})["usage"]
+    assert entities["input_tokens"] == entities["prompt_tokens"] > 0
+
+
 def test_ids_and_metadata_come_back_and_failures_stand_last(client: httpx.Client) -> None:
     body = {
         "query": {"id": "q7", "text": PAIRED},

@@ -172,7 +172,7 @@ def test_a_consumer_that_sie_did_not_make_is_told(server: NatsServer) -> None:
     make(server, WANTED, ConsumerSpec(WANTED.name, "spy", "sie.work._default.*.*.*.*"))
     checked = sie(server, "check")
     assert checked.exit_code == 1
-    assert "refuse consumer spy: not made by SIE" in checked.stdout
+    assert "refuse consumer spy: not created by SIE" in checked.stdout
 
 
 def test_an_empty_broker_lacks_its_stream_and_migrate_makes_it(server: NatsServer) -> None:

@@ -27,9 +27,8 @@ from sie_contracts.wire import heartbeats, ipc, messages, topology
 from sie_contracts.wire.heartbeats import Heartbeat, ModelStatus
 from sie_contracts.wire.messages import BatchNote, WorkResult
 from sie_contracts.wire.topology import Lane
-from sie_gateway.admission.admission import Admission
+from sie_gateway.admission.admission import Admission, Peers, mean_cost
 from sie_gateway.admission.grant import Grant
-from sie_gateway.admission.peers import Peers, mean_cost
 from sie_gateway.fleet.demand import ColdStarts, DemandRecords
 from sie_gateway.fleet.lanes import Fleet
 from sie_gateway.fleet.scaling import wanted_replicas
@@ -37,7 +36,7 @@ from sie_gateway.http.routes import NATIVE
 from sie_gateway.inference.call import Call
 from sie_gateway.inference.handler import Inference
 from sie_gateway.inference.image_urls import ImageUrls
-from sie_gateway.inference.inbox import ResultInbox
+from sie_gateway.inference.results import ResultInbox
 from sie_gateway.inference.runner import Runner
 from sie_gateway.metrics import Metrics
 from sie_gateway.streams.backlog import Backlog

@@ -282,12 +282,15 @@ def test_bytes_behind_the_end_are_refused(folder: Path, behind: bytes) -> None:
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"version": 2}, r"version 2, this program reads 1: load it with the sie that made it"),
+        ({"version": 2}, r"version 2, this program reads 1: load it with the version of sie that made it"),
         ({"entries": [{**ENTRY, "weights": {"path": "/etc"}}]}, r"weights\.path '/etc', expected weights/my_2fmodel"),
         ({"entries": [{**ENTRY, "weights": {"path": "weights/.."}}]}, r"weights\.path 'weights/\.\.', expected"),
         ({"entries": [{**ENTRY, "weights": {"hub": "a/b", "revision": "c"}}]}, r"weights\.path '', expected"),
         ({"entries": [{**ENTRY, "golden": "/etc/passwd"}]}, r"golden '/etc/passwd', which is no file of the archive"),
-        ({"entries": [{**ENTRY, "surprise": 1}]}, r"sie 0\.1\.0 made it, and this sie cannot read the entry"),
+        (
+            {"entries": [{**ENTRY, "surprise": 1}]},
+            r"sie 0\.1\.0 made it, and this version of sie cannot read the entry",
+        ),
         ({"aliases": [{"id": "a"}]}, r"has an alias that sie 0\.1\.0 made and this one cannot read"),
         ({"aliases": [{"id": "../../x", "alias": "my/model"}]}, r"id '\.\./\.\./x' is not of the form"),
         ({"aliases": [ENTRY]}, r"has a model among its aliases"),

@@ -60,7 +60,7 @@ class Runs:
     """Runs of a table, each a task that waits to be told its end."""
 
     def __init__(self, **limits: float) -> None:
-        self.table: Attachments[str] = Attachments(**{"window_s": 60.0, "watch_after_s": 0.0, **limits})
+        self.table: Attachments[str] = Attachments(**{"window_s": 60.0, **limits})
         self.ends: list[asyncio.Future[str]] = []
 
     def start(self, client: Client, body: bytes = b"body") -> asyncio.Task[str]:
@@ -68,18 +68,25 @@ class Runs:
         self.ends.append(end)
 
         async def run() -> str:
-            with self.table.attend(client, body) as run:
-                run.answer = await end
-            return run.answer
+            task = asyncio.current_task()
+            assert task is not None
+            self.table.watch(task, client, body, client.receive)
+            try:
+                answer = await end
+            except BaseException as error:
+                self.table.ended(task, error)
+                raise
+            self.table.ended(task, None, answer)
+            return answer
 
         return asyncio.create_task(run())
 
     async def away(self, client: Client, body: bytes = b"body") -> asyncio.Task[str]:
         """A run whose client has left."""
-        count = len(self.table)
+        count = self.table.count
         task = self.start(client, body)
         client.gone.set()
-        await until(lambda: len(self.table) == count + 1 or task.done(), "a run without a client")
+        await until(lambda: self.table.count == count + 1 or task.done(), "a run without a client")
         return task
 
 
@@ -90,7 +97,7 @@ async def test_the_same_request_takes_the_place_of_a_client_that_left() -> None:
     run = runs.table.find(client, b"body")
     assert run is not None
     joined = asyncio.create_task(run.join(client, 10.0))
-    await until(lambda: not len(runs.table), "the place is taken")
+    await until(lambda: not runs.table.count, "the place is taken")
     assert runs.table.find(Client(), b"body") is None, "nobody else may have it"
     runs.ends[0].set_result("answer")
     assert await joined == await first == "answer"
@@ -127,7 +134,7 @@ async def test_a_run_whose_client_stays_away_is_cancelled_when_the_window_ends()
     task = await runs.away(Client())
     with pytest.raises(ClientGone):
         await task
-    assert (len(runs.table), runs.table.abandoned, len(runs.table.tasks)) == (0, 1, 0)
+    assert (runs.table.count, runs.table.abandoned, len(runs.table.tasks)) == (0, 1, 0)
 
 
 async def test_whoever_joined_and_leaves_begins_the_window_again() -> None:
@@ -138,12 +145,12 @@ async def test_whoever_joined_and_leaves_begins_the_window_again() -> None:
         run = runs.table.find(client, b"body")
         assert run is not None
         joined = asyncio.create_task(run.join(client, 10.0))
-        await until(lambda: not len(runs.table), "the place is taken")
+        await until(lambda: not runs.table.count, "the place is taken")
         await asyncio.sleep(0.15)  # most of a window
         client.gone.set()
         with pytest.raises(ClientGone):
             await joined
-        assert len(runs.table) == 1
+        assert runs.table.count == 1
     with pytest.raises(ClientGone):
         await first
     assert (runs.table.joined, runs.table.abandoned) == (3, 1)
@@ -157,7 +164,7 @@ async def test_who_joins_gets_the_error_of_the_run_and_waits_no_longer_than_its_
         run = runs.table.find(client, b"body")
         assert run is not None
         joined = asyncio.create_task(run.join(client, budget_s))
-        await until(lambda: not len(runs.table), "the place is taken")
+        await until(lambda: not runs.table.count, "the place is taken")
         if expected is ModelNotFound:
             runs.ends[0].set_exception(ModelNotFound("gone"))
         with pytest.raises(expected):
@@ -173,7 +180,7 @@ async def test_a_cancelled_run_tells_who_joined_to_go_elsewhere() -> None:
     run = runs.table.find(client, b"body")
     assert run is not None
     joined = asyncio.create_task(run.join(client, 10.0))
-    await until(lambda: not len(runs.table), "the place is taken")
+    await until(lambda: not runs.table.count, "the place is taken")
     task.cancel()
     with pytest.raises(ShuttingDown):
         await joined
@@ -187,7 +194,7 @@ async def test_without_room_a_run_ends_with_its_client(monkeypatch: pytest.Monke
     kept = [await runs.away(Client(), b"%d" % number) for number in range(reattach.MAX_AWAY)]
     with pytest.raises(ClientGone):
         await (await runs.away(Client(), b"one more"))
-    assert len(runs.table) == reattach.MAX_AWAY
+    assert runs.table.count == reattach.MAX_AWAY
     runs.table.close()
     assert all(isinstance(error, ClientGone) for error in await asyncio.gather(*kept, return_exceptions=True))
     large = Runs()
@@ -197,7 +204,7 @@ async def test_without_room_a_run_ends_with_its_client(monkeypatch: pytest.Monke
         await (await large.away(Client(), body))
     large.ends[0].set_result("")
     await held
-    assert len(large.table) == 0
+    assert large.table.count == 0
 
 
 async def test_once_closed_nobody_is_waited_for() -> None:
@@ -209,16 +216,6 @@ async def test_once_closed_nobody_is_waited_for() -> None:
         await away
     with pytest.raises(ClientGone):
         await (await runs.away(Client()))
-
-
-async def test_a_quick_run_starts_no_task() -> None:
-    runs = Runs(watch_after_s=1.0)
-    task = runs.start(Client())
-    await asyncio.sleep(0)
-    tasks = len(asyncio.all_tasks())
-    runs.ends[0].set_result("answer")
-    assert await task == "answer"
-    assert (tasks, len(runs.table.tasks)) == (2, 0)
 
 
 # over sockets
@@ -234,10 +231,10 @@ def inference_of(gateway: GatewayProcess, *, window_s: float = WINDOW_S) -> Infe
     """The inside of a gateway, whose clients are watched at once and missed for a shorter time than the contract's."""
     port = gateway.url.rpartition(":")[2]
     (server,) = (task for task in asyncio.all_tasks() if task.get_name() == f"http:{port}")
-    edge = server.get_coro().cr_frame.f_locals["self"].config.app.app._app  # type: ignore[union-attr]
+    edge = server.get_coro().cr_frame.f_locals["self"].config.app.app  # type: ignore[union-attr]
     assert isinstance(edge, Edge)
     inference = edge._gateway.inference
-    inference.away.window_s, inference.away.watch_after_s = window_s, 0.01
+    inference.away.window_s, inference.watch_after_s = window_s, 0.01
     return inference
 
 
@@ -310,7 +307,7 @@ async def test_work_of_a_client_that_stays_away_leaves_the_queue_and_workers_are
     client = await Connection.ask(gateway, "hello")
     await until(lambda: queued(cluster) == 1, "queued work")
     await client.leave()
-    await until(lambda: len(inference.away) == 1, "the gateway has noticed")
+    await until(lambda: inference.away.count == 1, "the gateway has noticed")
     await asyncio.sleep(WINDOW_S / 2)
     assert queued(cluster) == 1
     await until(lambda: not queued(cluster), "the queue is empty")
@@ -318,6 +315,17 @@ async def test_work_of_a_client_that_stays_away_leaves_the_queue_and_workers_are
     assert (len(inference._runner._inbox), inference.in_progress) == (0, 0)
     assert len(told[0].requests) == 1
     assert await gateway.metric("sie_gateway_requests_total", endpoint="encode", status="499") == 1
+
+
+async def test_the_client_of_a_quick_run_is_not_watched(cluster: InProcess) -> None:
+    gateway, adapter = await held(cluster)
+    inference = inference_of(gateway)
+    inference.watch_after_s = 60.0
+    client = await Connection.ask(gateway, "hello")
+    await until(lambda: inference.in_progress == 1 and queued(cluster) == 1, "queued work")
+    assert len(inference.away.tasks) == 0
+    adapter.hold_batches = False
+    assert (await client.answer())[0] == 200
 
 
 async def test_the_window_is_ten_seconds(cluster: InProcess) -> None:
@@ -338,9 +346,9 @@ async def test_a_client_that_comes_back_gets_the_work_that_was_done_meanwhile(cl
     for _ in range(2):
         client = await Connection.ask(gateway, "hello")
         await adapter.until(lambda each: each.running, "a batch")
-        await until(lambda: not len(inference.away), "a client is there")
+        await until(lambda: not inference.away.count, "a client is there")
         await client.leave()
-        await until(lambda: len(inference.away) == 1, "the gateway has noticed")
+        await until(lambda: inference.away.count == 1, "the gateway has noticed")
     client = await Connection.ask(gateway, "hello")
     await until(lambda: inference.away.joined == 2, "it is known again")
     adapter.let_go()
@@ -363,7 +371,7 @@ async def test_a_client_that_comes_back_reads_errors_of_its_own_family(cluster: 
     client = await Connection.ask(gateway, **asked)
     await until(lambda: queued(cluster) == 1, "queued work")
     await client.leave()
-    await until(lambda: len(inference.away) == 1, "the gateway has noticed")
+    await until(lambda: inference.away.count == 1, "the gateway has noticed")
     status, told = await (await Connection.ask(gateway, **asked)).answer()
     assert (status, told["code"], type(told["error"]), inference.away.joined) == (503, "PROVISIONING", str, 1)
 
@@ -392,7 +400,7 @@ async def test_what_differs_runs_by_itself(cluster: InProcess) -> None:
     client = await Connection.ask(gateway, "hello")
     await adapter.until(lambda each: each.running, "a batch")
     await client.leave()
-    await until(lambda: len(inference.away) == 1, "the gateway has noticed")
+    await until(lambda: inference.away.count == 1, "the gateway has noticed")
     others = [await Connection.ask(gateway, "hellO"), await Connection.ask(gateway, "hello", X_SIE_Explain="1")]
     await until(lambda: inference.in_progress == 3, "three runs")
     assert inference.away.joined == 0
@@ -419,7 +427,7 @@ async def test_an_upload_that_breaks_off_leaves_nothing(cluster: InProcess) -> N
     await until(lambda: inference.in_progress == 1, "the request has begun")
     await client.leave()
     await until(lambda: not inference.in_progress, "the request has ended")
-    assert (queued(cluster), cluster.server.streams[STREAM].last_sequence, len(inference.away)) == (0, 0, 0)
+    assert (queued(cluster), cluster.server.streams[STREAM].last_sequence, inference.away.count) == (0, 0, 0)
     assert await gateway.metric("sie_gateway_requests_total", endpoint="encode", status="499") == 1
 
 
@@ -429,7 +437,7 @@ async def test_a_draining_gateway_does_not_wait_for_clients_that_left(cluster: I
     client = await Connection.ask(gateway, "hello")
     await until(lambda: queued(cluster) == 1, "queued work")
     await client.leave()
-    await until(lambda: len(inference.away) == 1, "the gateway has noticed")
+    await until(lambda: inference.away.count == 1, "the gateway has noticed")
     began_s = asyncio.get_running_loop().time()
     assert await gateway.end() == 0
     assert asyncio.get_running_loop().time() - began_s < 5
@@ -587,7 +595,7 @@ async def ended_joined(cluster: InProcess, gateway: GatewayProcess, adapter: Fak
     client = await Connection.ask(gateway, "hello", X_SIE_Timeout_Ms="2500")
     await adapter.until(lambda each: each.running, "a batch")
     await client.leave()
-    await until(lambda: len(inference.away) == 1, "the gateway has noticed")
+    await until(lambda: inference.away.count == 1, "the gateway has noticed")
     assert (await (await Connection.ask(gateway, "hello", X_SIE_Timeout_Ms="2500")).answer())[0] == 504
     assert inference.away.joined == 1
 

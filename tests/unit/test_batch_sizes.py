@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from inprocess import InProcess
 
-from sie_contracts.wire.batch_times import BatchTimes
+from sie_contracts.models.costs import BatchTimes
 from sie_sidecar.batching.batch import (
     Batch,
     BatchEntry,

@@ -19,10 +19,11 @@ from inprocess import InProcess, settings_of, toy_entry
 from sie_config_service.app import create_app
 from sie_config_service.state import ConfigService
 from sie_contracts.errors import InvalidInput, PayloadTooLarge, UnsupportedMediaType
-from sie_gateway.inference.intake import BodyIntake, bounded
+from sie_gateway.inference.call import BodyIntake, bounded
 from sie_runtime.http import coding
-from sie_runtime.http.coding import GZIP_OVER, INLINE_BYTES, MAX_MEMBERS, accepts_gzip, check_type, decoded
-from sie_runtime.http.routes import JSON, MSGPACK, YAML, plain_path
+from sie_runtime.http.asgi import INCOMPRESSIBLE
+from sie_runtime.http.coding import GZIP_OVER, INLINE_BYTES, MAX_MEMBERS, accepts_gzip, decoded
+from sie_runtime.http.routes import JSON, MSGPACK, YAML, check_type, plain_path
 from sie_runtime.http.server import HttpServer, Receive, Scope, Send, reply
 
 MIB = 1 << 20
@@ -207,7 +208,7 @@ async def application(scope: Scope, receive: Receive, send: Send) -> None:
     more = {"/vary": {"Vary": "Origin"}, "/etag": {"ETag": '"1"'}, "/coded": {"Content-Encoding": "br"}}
     path = scope["path"]
     if path == "/vectors":
-        scope[coding.INCOMPRESSIBLE] = True
+        scope[INCOMPRESSIBLE] = True
     body: Any = {"/pieces": [LONG, LONG], "/large": LONG * 100, "/limit": b"x" * GZIP_OVER}.get(path, LONG)
     kind = {"/binary": "application/msgpack", "/text": "text/plain; charset=utf-8"}.get(path, "application/json")
     await reply(send, 206 if path == "/part" else 200, body, kind, more.get(path))

@@ -120,7 +120,7 @@ def test_without_a_server_each_command_says_that_none_runs_and_how_to_start_one(
     sample.write_text("one\ntwo\n")
     monkeypatch.setattr("sie_cli.cluster.default_data_dir", lambda: tmp_path)
     monkeypatch.setattr("sie_cli.cluster.GATEWAY", f"http://127.0.0.1:{free_port()}")
-    monkeypatch.setattr("sie_cli.top.command.FIRST_S", 0.2)
+    monkeypatch.setattr("sie_cli.top.live.FIRST_S", 0.2)
     monkeypatch.setattr("sie_cli.gateway_client.FIRST_S", 0.2)
     monkeypatch.setattr("sie_cli.models.compare.PATIENCE_S", 0.2)
     found = CliRunner().invoke(main, line.format(sample=sample).split())

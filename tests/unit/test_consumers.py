@@ -20,8 +20,8 @@ from sie_contracts.errors import QueueFull
 from sie_contracts.settings import SettingError
 from sie_contracts.wire import topology
 from sie_contracts.wire.topology import StreamSpec
-from sie_gateway.streams import consumers as life
-from sie_gateway.streams.consumers import Rest, WorkConsumers, given_up, rests
+from sie_gateway.streams import publish as life
+from sie_gateway.streams.publish import Rest, WorkConsumers, given_up, rests
 from sie_runtime import failpoints
 from sie_runtime.failpoints import FailpointError
 

@@ -13,19 +13,21 @@ import api_page
 import click
 import pages
 import pytest
+import readme_tables
 import settings_page
 import yaml
 from metrics_page import every
 from pages import DOCS, README, ROOT
 
 from sie_cli.main import main
+from sie_contracts import client_environment
 from sie_contracts.settings import BY_NAME, ROWS
 
 ALERTS = ROOT / "charts" / "sie-cluster" / "files" / "alerts.yaml"
 SECTIONS = ("**Means**", "**See**", "**Do**")
 # blocks of a shell or of Python by page and mark, those that are run under ""
 BLOCKS = {
-    "README.md": {"install": 1, "": 3},
+    "README.md": {"install": 1, "": 4},
     "air-gap.md": {"": 1, "server": 1, "machine": 1},
     "bundles.md": {"server": 1, "": 2},
     "coming-from.md": {"": 3},
@@ -50,11 +52,12 @@ BLOCKS = {
     "profiles.md": {"": 1},
     "quantisation.md": {"": 2},
     "quickstart.md": {"install": 1, "server": 1, "": 6, "hub": 1},
+    "rag.md": {"file": 4},
     "replay.md": {"machine": 1, "": 1},
     "request-lifecycle.md": {"": 1},
     "routing.md": {"": 1},
     "runbook.md": {"kubernetes": 1, "machine": 1},
-    "sdk.md": {"install": 1, "": 9, "vision": 1},
+    "sdk.md": {"install": 1, "": 10, "vision": 1},
     "security.md": {"server": 1, "": 2},
     "tuning.md": {"server": 2, "": 6},
     "upgrade.md": {"kubernetes": 1},
@@ -102,6 +105,23 @@ async def test_the_page_of_the_api_is_what_a_gateway_answers() -> None:
     assert [path for path in found["paths"] if path not in text] == []
 
 
+def test_the_tables_of_the_readme_are_the_catalogue_and_the_results() -> None:
+    """Regenerate them: python tests/readme_tables.py."""
+    text = readme_tables.PAGE.read_text("utf-8")
+    assert readme_tables.page(text) == text
+
+
+def test_the_first_page_of_the_site_leads_to_every_page() -> None:
+    links = set(re.findall(r"\]\(([\w-]+\.md)\)", (DOCS / "index.md").read_text("utf-8")))
+    assert links == {page.name for page in DOCS.glob("*.md")} - {"index.md"}
+
+
+def test_the_readme_is_short_before_more() -> None:
+    first, mark, _ = README.read_text("utf-8").partition("\n## More\n")
+    assert mark
+    assert len(first.split()) <= 500
+
+
 def test_every_alert_has_a_section_of_the_runbook() -> None:
     rules = [rule for group in yaml.safe_load(ALERTS.read_text("utf-8"))["groups"] for rule in group["rules"]]
     sections = re.split(r"^## (\w+)$", (DOCS / "runbook.md").read_text("utf-8"), flags=re.MULTILINE)[1:]
@@ -132,7 +152,7 @@ def test_no_page_names_a_setting_that_does_not_exist() -> None:
         (page.name, name)
         for page in (*DOCS.glob("*.md"), README)
         for name in re.findall(r"\bSIE_[A-Z0-9]+(?:_[A-Z0-9]+)*\b(?!\*|_)", page.read_text("utf-8"))
-        if name not in BY_NAME
+        if name not in BY_NAME and name not in client_environment.NAMES
     ]
     assert wrong == []
 

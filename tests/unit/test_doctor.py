@@ -16,9 +16,8 @@ from sie_cli import access
 from sie_cli.access import Access
 from sie_cli.cluster import Cluster
 from sie_cli.doctor import command
-from sie_cli.doctor.catalogue import drift, models, restored, skew
+from sie_cli.doctor.checks import drift, gateway, loads, models, restored, skew
 from sie_cli.doctor.command import BLIND, FINE, WRONG, CheckReport, faults_of, status_of
-from sie_cli.doctor.gateway import gateway, loads
 from sie_cli.doctor.machine import GpuDriver, TorchBuild, gpu_faults, ports
 from sie_cli.doctor.probe import CheckSkipped, ClusterProbe, NotApplicable, open_probe, probe_socket
 from sie_contracts.settings import load

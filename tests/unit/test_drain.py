@@ -10,8 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sie_contracts.wire.heartbeats import Turn
-from sie_gateway.admission.retry_slots import MAX_RETRY_S, MAX_TURNS, AnswerPace, RetrySlots
-from sie_gateway.admission.throughput import EXPIRY_S, MAX_EVIDENCE, UNKNOWN_STALL_S, ExpectedWait, Throughput
+from sie_gateway.admission.model_queue import (
+    EXPIRY_S,
+    MAX_EVIDENCE,
+    UNKNOWN_STALL_S,
+    AnswerPace,
+    ExpectedWait,
+    Throughput,
+)
+from sie_gateway.admission.retry_slots import MAX_RETRY_S, MAX_TURNS, RetrySlots
 
 
 def drain(*batches: tuple[float, float, float], crowded: bool = False, device_s: float = math.inf) -> Throughput:

@@ -23,7 +23,7 @@ from sie_cli.evals.mteb_tasks import Mteb
 from sie_cli.evals.outputs import DENSE, VectorOutput
 from sie_cli.evals.perf import LoadPlan
 from sie_cli.evals.quality import Measurement
-from sie_cli.evals.servers import BATCH, DIALECTS, MAX_ANSWER_BYTES, ServerSource
+from sie_cli.evals.sources import BATCH, DIALECTS, MAX_ANSWER_BYTES, ServerSource
 from sie_cli.evals.steps import EvalStep, EvalWork, ResultCache
 from sie_cli.evals.targets import ScoreTarget
 from sie_cli.evals.tasks import Retrieval, Similarity, Texts
@@ -473,7 +473,7 @@ def test_a_server_is_asked_in_parts_and_its_order_is_not_trusted() -> None:
         (
             [[1.0]],
             200,
-            "answers otherwise than such a server does: 2 texts were sent, vectors of the shape .1, 1. came",
+            "does not answer in the format of such a server: 2 texts were sent, vectors of the shape .1, 1. came",
         ),
         ({"data": 1}, 200, "answers otherwise"),
         ([[1.0], [1.0, 2.0]], 200, "answers otherwise"),

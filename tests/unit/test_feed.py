@@ -105,7 +105,7 @@ async def follow() -> AsyncIterator[Follow]:
     async def start(config: Config | None = None, **options: Any) -> Reader:
         reader = Reader(MemoryServer(), config or Config(), **options)
         readers.append(reader)
-        await until(lambda: reader.feed.loaded, "the first snapshot")
+        await until(lambda: reader.feed.first.is_set(), "the first snapshot")
         return reader
 
     yield start
@@ -200,9 +200,9 @@ async def test_an_empty_catalogue_is_no_first_snapshot() -> None:
     config.models = ()
     reader = Reader(MemoryServer(), config)
     await until(lambda: config.exports > 1, "two tries")
-    assert not reader.feed.loaded
+    assert not reader.feed.first.is_set()
     config.models = None
-    await until(lambda: reader.feed.loaded, "the first snapshot")
+    await until(lambda: reader.feed.first.is_set(), "the first snapshot")
     reader.stop.request()
     await reader.task
 

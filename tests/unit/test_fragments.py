@@ -28,12 +28,12 @@ from sie_contracts import arrays
 from sie_contracts.errors import InferenceFailed, ResourceExhausted
 from sie_contracts.wire import ipc, messages
 from sie_contracts.wire.messages import ArraySlice, Fragment, Input, Ok, RunOptions, WorkItem, WorkResult
-from sie_gateway.inference.inbox import Fragments, InboxFull, ResultInbox
+from sie_gateway.inference.fragments import Fragments, InboxFull
+from sie_gateway.inference.results import ResultInbox
 from sie_gateway.metrics import Metrics as GatewayMetrics
 from sie_runtime import failpoints
-from sie_sidecar.intake.leases import Leases
 from sie_sidecar.metrics import SidecarMetrics
-from sie_sidecar.results.settle import ResultDelivery, failed, part_bytes
+from sie_sidecar.results.settle import Leases, ResultDelivery, failed, part_bytes
 
 WIDTH = 1024
 
@@ -214,7 +214,7 @@ async def test_a_result_that_no_message_holds_arrives_whole_and_is_acked_once(si
 async def test_a_lost_confirmation_costs_its_part_again_and_nothing_else(side: Side) -> None:
     """The third confirmation is lost."""
     collector = side.inbox.open("r", 1)
-    failpoints.arm("inbox.before_confirm=error")
+    failpoints.arm("results.before_confirm=error")
     delivery = await side.answer(result_of("r", 40))
     await collector.wait(5.0)
     assert collector.results == [result_of("r", 40)]

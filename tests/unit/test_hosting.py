@@ -15,8 +15,7 @@ from sie_contracts.errors import ModelLoadFailed, SIEError
 from sie_contracts.models.catalogue import Catalogue
 from sie_contracts.wire import ipc
 from sie_sidecar.device.link import AdapterGone, AdapterLink
-from sie_sidecar.models.hosting import Hosting
-from sie_sidecar.models.models import ModelState
+from sie_sidecar.models.models import Hosting, ModelState
 
 
 class Link:

@@ -52,9 +52,8 @@ CORE = {
     "sie_contracts.models.aliases",
     "sie_contracts.api.inference",
     "sie_contracts.api.shapes",
-    "sie_contracts.wire.batch_times",
-    "sie_contracts.models.bundles",
     "sie_contracts.models.costs",
+    "sie_contracts.models.bundles",
     "sie_contracts.media.documents",
     "sie_contracts.names",
     "sie_contracts.wire.trace_context",
@@ -86,16 +85,14 @@ CORE = {
     "sie_contracts.models.muvera",
     "sie_sidecar.batching.batch",
     "sie_sidecar.batching.sizing",
-    "sie_sidecar.batching.cost",
     "sie_sidecar.prepare.media_frames",
     "sie_contracts.wire.placement",
     "sie_gateway.inference.chunk",
     "sie_gateway.inference.body",
     "sie_gateway.inference.images",
     "sie_gateway.admission.window",
-    "sie_gateway.admission.throughput",
-    "sie_gateway.admission.retry_slots",
     "sie_gateway.admission.model_queue",
+    "sie_gateway.admission.retry_slots",
 }
 CORE_MAY_USE = {"msgspec", "numpy", "sie_contracts"}
 # the same, and the library of the tokenizer: from texts to rows of ids

@@ -5,6 +5,7 @@ same folder.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ from sie_adapter.loading.inspection import inspect
 from sie_cli.main import main
 from sie_cli.models.inspect import answers
 from sie_contracts.errors import ModelLoadFailed
+from sie_contracts.models.catalogue import packaged_folder
 from sie_contracts.models.entries import ModelEntry, parse_entry
 from sie_contracts.settings import Settings
 
@@ -486,8 +488,15 @@ def test_commands_that_cannot_be_done_say_why_in_a_line(arguments: tuple[str, ..
     assert "Traceback" not in refused.output
 
 
-def test_a_hub_model_of_the_catalogue_keeps_its_options_and_gets_the_commit(tmp_path: Path) -> None:
+def test_a_hub_model_of_the_catalogue_keeps_its_options_and_gets_the_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The packaged entry has no pinned commit; its snapshot is in the cache."""
+    packaged = (packaged_folder() / "models/rasyosef/splade-mini.yaml").read_text()
+    entry_file = tmp_path / "catalog/models/rasyosef/splade-mini.yaml"
+    entry_file.parent.mkdir(parents=True)
+    entry_file.write_text(re.sub(r"revision: \w+", "unpinned: true", packaged))
+    monkeypatch.setattr("sie_cli.models.inspect.packaged_folder", lambda: tmp_path / "catalog")
     commit = "b" * 40
     snapshot = tmp_path / "hub" / "models--rasyosef--splade-mini" / "snapshots" / commit
     snapshot.parent.mkdir(parents=True)

@@ -11,8 +11,8 @@ from inprocess import settings_of, until
 
 from sie_contracts.body_values import VALUE_BYTES
 from sie_contracts.errors import GatewayTimeout, PayloadTooLarge, QueueFull
-from sie_gateway.inference import intake as bodies_in_memory
-from sie_gateway.inference.intake import (
+from sie_gateway.inference import call as bodies_in_memory
+from sie_gateway.inference.call import (
     COPIES,
     FREE_BYTES,
     MAX_HELD_BYTES,

@@ -277,7 +277,7 @@ async def test_a_part_that_is_there_with_other_rows_is_not_taken_over(place: Pla
     place.adapter.let_go()
     told = await place.job(job, "paused")
     assert told["error"]["param"] == "output.url"
-    assert "1 rows, where this job has 5" in told["error"]["message"]
+    assert "1 rows, but in this job it has 5" in told["error"]["message"]
 
 
 async def test_columns_that_there_are_not_are_named_with_those_that_there_are(place: Place) -> None:

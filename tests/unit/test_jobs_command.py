@@ -185,7 +185,7 @@ def test_the_words_of_the_server_are_shown_and_obeyed_by_no_terminal(server: Job
     assert "`sie models list` shows all" in sie(server, "submit", "org/m", docs).output
     server.refuses["POST /v1/jobs"] = 401, "UNAUTHENTICATED", "no token"
     found = sie(server, "submit", "org/m", docs)
-    assert (found.exit_code, "SIE_AUTH_TOKEN to a token with the scope infer" in found.output) == (2, True)
+    assert (found.exit_code, "SIE_API_KEY to a token with the scope infer" in found.output) == (2, True)
 
 
 # ---- look

@@ -561,7 +561,7 @@ async def test_a_leader_that_was_without_the_broker_says_that_it_lives(world: Wo
     await state(world, second, "completed")
 
 
-REFUSED = ErrorInfo("STORE_UNAVAILABLE", "the store did not do it: no space left on device")
+REFUSED = ErrorInfo("STORE_UNAVAILABLE", "the store failed: no space left on device")
 
 
 @pytest.mark.parametrize(("step", "state_then"), [("plan", "planning"), ("shard", "running"), ("finish", "finalizing")])

@@ -21,10 +21,10 @@ from inprocess import InProcess, until
 
 from sie_contracts.errors import InvalidInput
 from sie_contracts.wire.trace_context import Context
-from sie_gateway.inference import telemetry
 from sie_gateway.inference.call import Call
 from sie_gateway.inference.results import STAGES
-from sie_gateway.inference.telemetry import RequestLogger, log_request
+from sie_gateway.operations import history
+from sie_gateway.operations.history import RequestLogger, log_request
 from sie_runtime.current_trace import set_current
 from sie_runtime.process import configure_logging
 
@@ -244,7 +244,7 @@ async def test_refused_requests_are_counted_and_a_few_have_a_line(
     """5,000 refusals of two kinds, and answers between them. Each answer has its line; of the refusals 20, and one
     with the rest.
     """
-    monkeypatch.setattr(telemetry, "INTERVAL_S", 0.2)
+    monkeypatch.setattr(history, "INTERVAL_S", 0.2)
     caplog.set_level(logging.INFO, "sie.gateway")
     log = RequestLogger()
     for number in range(5000):
@@ -255,8 +255,8 @@ async def test_refused_requests_are_counted_and_a_few_have_a_line(
     await until(lambda: "more requests" in caplog.records[-1].getMessage(), "the line with the rest")
     lines = [record.getMessage() for record in caplog.records]
     assert sum(line.startswith("encode 200") for line in lines) == 50
-    assert sum(line.startswith(("encode 503", "encode 429")) for line in lines) == telemetry.MAX_REFUSED_LINES
-    assert len(lines) == 50 + telemetry.MAX_REFUSED_LINES + 1
+    assert sum(line.startswith(("encode 503", "encode 429")) for line in lines) == history.MAX_REFUSED_LINES
+    assert len(lines) == 50 + history.MAX_REFUSED_LINES + 1
     kinds = "encode 503 code=QUEUE_FULL 2490, encode 429 code=RATE_LIMITED 2490"
     assert lines[-1] == f"4980 more requests were refused in 0 s: {kinds}"
     log.ended(Call("later", 0.0, {}, code="QUEUE_FULL"), "encode", 503, 0.001)

@@ -11,7 +11,7 @@ from typing import Any
 import config_api
 import httpx
 import pytest
-from config_api import ADMIN
+from config_api import ADMIN, listened
 from fake_adapter import toy_entry
 from inprocess import GatewayProcess, InProcess
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
@@ -265,7 +265,7 @@ async def test_the_config_service_tells_of_its_requests_and_of_its_catalogue() -
 
     headers = [(b"authorization", f"Bearer {ADMIN}".encode())]
     scope = {"type": "http", "method": "POST", "path": "/v1/configs/models", "query_string": b"", "headers": headers}
-    await create_app(api.service)(scope, receive, send)
+    await listened(create_app(api.service))(scope, receive, send)
     found = await told()
     assert found["sie_config_requests_total['499', 'POST', 'models']"] == 1
     names = {name.partition("[")[0] for name in found}

@@ -15,12 +15,24 @@ from click.testing import CliRunner
 from job_server import JobServer
 
 from sie_cli.main import main
-from sie_cli.migrating.aliasing import AliasRevision, before_flip, shadow_since_s
 from sie_cli.migrating.corpus import OBJECTS, SPAN_ROWS, SPANS, Corpus
-from sie_cli.migrating.embedding import KEY, Earlier, check_output, has_files, is_answered
-from sie_cli.migrating.migration import merged, shadow_line
+from sie_cli.migrating.migration import (
+    KEY,
+    STEPS,
+    AliasRevision,
+    Earlier,
+    MigrationState,
+    before_flip,
+    check_output,
+    has_files,
+    is_answered,
+    key_of,
+    merged,
+    remaining_steps,
+    shadow_line,
+    shadow_since_s,
+)
 from sie_cli.migrating.quality import QualityMeasurement, QuerySet
-from sie_cli.migrating.steps import STEPS, MigrationState, key_of, remaining_steps
 from sie_cli.models.compare import Agreement
 from sie_client import SIEClient
 from sie_client.jobs import JobInfo

@@ -396,7 +396,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], int, tuple[str, ...]]] = {
         (
             "  max_tokens: 8 -> 16",
             "PUT replaces, PATCH changes",
-            "replace it with --force; with --if-match {revision} too, only if nobody changed it meanwhile",
+            "replace it with --force; with --if-match {revision} too, only if it was not changed meanwhile",
         ),
     ),
     "an unknown revision": (("rollback", "org/one", "9999"), 1, ("org/one has no revision 9999; kept are {revision}",)),

@@ -16,6 +16,8 @@ from sie_contracts.models.options import MAX_LORA, run_options
 from sie_contracts.wire.messages import RunOptions
 
 CLASSES = toy_entry("toy/classes", family="zero-shot-classifier", outputs={"classifications": {}})
+PRUNER = toy_entry("toy/pruner", family="pruner", outputs={"score": {}, "entities": {}})
+MOODS = toy_entry("toy/moods", family="text-classifier", outputs={"classifications": {}})
 ENCODER = toy_entry("toy/encoder", family="text-encoder")
 OWN = toy_entry("toy/own", family="somebody/else")
 HUGE = 10**400
@@ -31,6 +33,10 @@ def merged(entry: ModelEntry, operation: Any = "encode", **params: Any) -> RunOp
         (CLASSES, "extract", {"labels": ["a"], "threshold": HUGE}, "params.threshold"),
         (CLASSES, "extract", {"labels": ["a"], "threshold": float("nan")}, "params.threshold"),
         (CLASSES, "extract", {"labels": ["a"], "threshold": True}, "params.threshold"),
+        (CLASSES, "extract", {"labels": ["a"], "threshold": 50}, "params.threshold"),
+        (CLASSES, "extract", {"labels": ["a"], "threshold": -0.1}, "params.threshold"),
+        (MOODS, "extract", {"threshold": 50}, "params.threshold"),
+        (PRUNER, "extract", {"instruction": "a", "prune_threshold": 1.5}, "params.prune_threshold"),
         (
             CLASSES,
             "extract",
@@ -51,6 +57,14 @@ def test_what_cannot_travel_is_named_and_not_repeated(
     assert (raised.value.param, raised.value.reason) == (path, "schema")
     assert raised.value.message.startswith(f"{path}: expected ")
     assert "canary" not in raised.value.message
+
+
+@pytest.mark.parametrize("least", [0, 1, 0.5])
+def test_a_least_score_is_a_fraction_or_that_of_a_logit(least: float) -> None:
+    assert merged(CLASSES, "extract", labels=["a"], threshold=least).parameters["threshold"] == least
+    raw = merged(MOODS, "extract", raw_scores=True, threshold=-7.5).parameters
+    assert (raw["threshold"], raw["raw_scores"]) == (-7.5, True)
+    assert merged(OWN, threshold=50).parameters == {"threshold": 50}
 
 
 def test_a_template_that_repeats_an_instruction_is_refused_before_it_is_filled() -> None:

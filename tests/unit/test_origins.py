@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import sie_config_service.process
 from sie_contracts.errors import PermissionDenied
 from sie_contracts.settings import SettingError
-from sie_runtime.http.origins import HostNames
+from sie_runtime.http.protocol import HostNames
 from sie_runtime.http.refusals import REFUSED
 from sie_runtime.process import Stop
 

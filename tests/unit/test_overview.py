@@ -25,8 +25,7 @@ from sie_gateway.fleet.lanes import Fleet
 from sie_gateway.inference.call import Call
 from sie_gateway.operations import doctor as doctor_module
 from sie_gateway.operations.doctor import Doctor
-from sie_gateway.operations.history import STEP_S, STEPS, RequestHistory
-from sie_gateway.operations.log_tail import MAX_CHARS, MAX_LINES, LogTail
+from sie_gateway.operations.history import MAX_CHARS, MAX_LINES, STEP_S, STEPS, LogTail, RequestHistory
 from sie_gateway.operations.status import ClusterStatus
 from sie_gateway.operations.summary import COST_SHARE, MAX_SHOWN, CachedSummary
 
@@ -225,7 +224,7 @@ async def test_the_doctor_reports_as_the_command_does() -> None:
 async def test_a_doctor_that_cannot_examine_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     doctor = Doctor("::", 1, tmp_path)
     monkeypatch.setattr(doctor_module, "LIMIT_S", 0.01)
-    with pytest.raises(NotReady, match="no end"):
+    with pytest.raises(NotReady, match="no report"):
         await doctor.report()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(NotFound, match="extra `cli`"):

@@ -208,7 +208,7 @@ def beat(
 
 def test_work_that_waited_for_a_load_asks_for_no_further_host() -> None:
     planner = Planner(2.0)
-    planner.note("m", 1, 100)
+    planner.note({"m": (1, 1, 100)})
     table = planner.step(None, [beat("w1"), beat("w2")], [], {"m": ModelBacklog(1, 0.0)}, 0.0)
     assert table is not None
     host = table.hosts["m"][0]
@@ -225,12 +225,12 @@ def test_work_that_waited_for_a_load_asks_for_no_further_host() -> None:
 def test_a_model_that_is_wanted_without_work_gets_a_host_and_tells_nothing_of_its_cost() -> None:
     """50 messages in 5 s: of the usual 32 tokens they are more than one worker takes in, of none they are nothing."""
     wanted, other = Planner(2.0), Planner(2.0)
-    wanted.note("m", 0, 0)
+    wanted.note({"m": (1, 0, 0)})
     table = wanted.step(None, [beat("w1"), beat("w2")], [], {}, 0.0)
     assert table is not None
     assert len(table.hosts["m"]) == 1
     beats, waiting = [beat("w1", rate=100.0), beat("w2", rate=100.0)], {"m": ModelBacklog(50, 5.0)}
-    other.note("m", 1, 0)
+    other.note({"m": (1, 1, 0)})
     cheap = other.step(None, beats, [], waiting, 1.0)
     usual = wanted.step(table, beats, [], waiting, 1.0)
     assert cheap is not None

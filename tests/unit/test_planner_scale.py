@@ -62,7 +62,7 @@ def test_the_first_table_and_a_look_at_a_steady_lane() -> None:
     """
     rng, planner = random.Random(1), Planner(2.0)
     for name in NAMES:
-        planner.note(name, 1, 100)
+        planner.note({name: (1, 1, 100)})
     empty = [beat(number, {}, rng) for number in range(WORKERS)]
     before_s = time.thread_time()
     table = planner.step(None, empty, [], {}, 0.0)

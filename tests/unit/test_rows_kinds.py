@@ -36,10 +36,9 @@ from sie_contracts.models.muvera import Muvera
 from sie_contracts.wire.ipc import Layout, RunBatch, Side
 from sie_contracts.wire.ipc import Rows as Described
 from sie_contracts.wire.messages import Input, RunOptions, Truncate, Vectors
-from sie_sidecar.batching.cost import VECTOR_BYTES
 from sie_sidecar.prepare import rows
 from sie_sidecar.prepare.layouts import make
-from sie_sidecar.prepare.rows import BatchPart, WorkItemInput, WorkRows, to_batch
+from sie_sidecar.prepare.rows import VECTOR_BYTES, BatchPart, WorkItemInput, WorkRows, to_batch
 
 ENCODE = Described("text", tokens=True)
 CLASSES = Described("text", pairs=True)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
-from sie_sidecar.batching import cost
 from sie_sidecar.batching.sizing import MEMORY_S, Rate
+from sie_sidecar.prepare.rows import TokenRow
+
+ROWS = ((12, 0), (12, 32), (40, 32))  # tokens, and what a row is filled up to
 
 
 def test_time_without_a_batch_does_not_count() -> None:
@@ -55,4 +58,5 @@ def test_the_rate_follows_the_device_and_a_failed_batch_costs_time() -> None:
 
 def test_what_inputs_cost() -> None:
     """A text its tokens, or what its row is filled up to."""
-    assert (cost.text(12), cost.text(12, expanded=32), cost.text(40, expanded=32)) == (12, 32, 40)
+    costs = [TokenRow(np.zeros(tokens, np.int32), tokens, expanded=expanded).cost for tokens, expanded in ROWS]
+    assert costs == [12, 32, 40]

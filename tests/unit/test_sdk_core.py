@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import pandas
 import polars
+import pyarrow
 import pytest
 
 import sie_client
@@ -712,20 +713,28 @@ def test_what_is_no_list_of_items_is_one_item_and_told_as_it_is(wrong: object, t
                 call(*args)
 
 
-@pytest.mark.parametrize("frame", [pandas.DataFrame({"title": ["a"]}), polars.DataFrame({"title": ["a"]})], ids=type)
+@pytest.mark.parametrize(
+    "frame",
+    [table({"number": [1], "title": ["a"]}) for table in (pandas.DataFrame, polars.DataFrame, pyarrow.table)],
+    ids=type,
+)
 async def test_a_table_is_refused_with_the_remedy_before_anything_is_sent(frame: Any) -> None:
     """Its elements are the names of its columns, which would be encoded."""
     with SIEClient("http://127.0.0.1:1") as client:
         for call in (
             lambda: client.encode("m", frame),
+            lambda: client.embed("m", frame),
             lambda: client.score("m", "q", frame),
             lambda: client.extract("m", frame, labels=["a"]),
         ):
-            with pytest.raises(TypeError, match=r"items: .*DataFrame: pass one of its columns, such as df\['text'\]"):
+            with pytest.raises(
+                TypeError, match=r"items: .*(DataFrame|Table): pass one of its columns, such as df\['title'\]"
+            ):
                 call()
     async with SIEAsyncClient("http://127.0.0.1:1") as client:
         for coroutine in (
             client.encode("m", frame),
+            client.embed("m", frame),
             client.score("m", "q", frame),
             client.extract("m", frame, labels=["a"]),
         ):
@@ -735,6 +744,7 @@ async def test_a_table_is_refused_with_the_remedy_before_anything_is_sent(frame:
 
 def test_one_text_is_one_item_not_its_letters() -> None:
     assert transport.as_list(pandas.Series(["a", "b"])) == ["a", "b"]
+    assert transport.as_list(polars.Series(["a", "b"])) == ["a", "b"]
     assert transport.as_list("abc") == ["abc"]
     assert transport.as_list({"text": "abc"}) == [{"text": "abc"}]
     assert transport.as_list(letter for letter in "abc") == ["a", "b", "c"]

@@ -18,12 +18,14 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import pandas
+import polars
 import pytest
 import websockets.sync.server as websocket_server
 from websockets.exceptions import ConnectionClosed
 
 import sie_client
-from sie_client import SIEAsyncClient, SIEClient, cluster, core, watching
+from sie_client import SIEAsyncClient, SIEClient, cluster, core, transport, watching
 from sie_contracts import arrays
 
 HANGING = 30.0  # seconds that nothing here takes, unless it hangs
@@ -41,6 +43,7 @@ class Server(ThreadingHTTPServer):
         self.running = self.most_running = 0
         self.changed = threading.Condition()
         self.connected = self.connections = 0  # so far, and now
+        self.keys: list[str | None] = []
         self.special: Callable[[str, str, Any, int], tuple[int, Any] | None] = lambda *_: None
         self.thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01})
         self.thread.start()
@@ -84,6 +87,7 @@ class Handler(BaseHTTPRequestHandler):
         server = self.server
         with server.lock:
             server.seen.append((self.command, self.path, body))
+            server.keys.append(self.headers.get("authorization"))
             number = len(server.seen)
             server.running += 1
             server.most_running = max(server.most_running, server.running)
@@ -132,11 +136,11 @@ def server() -> Iterator[Server]:
 def using(request: pytest.FixtureRequest) -> Callable[..., Any]:
     """`using(url, function, **options)`: what `function(client)` gives, awaited where it is to be."""
 
-    def sync(url: str, function: Callable[[Any], Any], **options: Any) -> Any:
+    def sync(url: str | None, function: Callable[[Any], Any], **options: Any) -> Any:
         with SIEClient(url, **options) as client:
             return function(client)
 
-    def asynchronous(url: str, function: Callable[[Any], Any], **options: Any) -> Any:
+    def asynchronous(url: str | None, function: Callable[[Any], Any], **options: Any) -> Any:
         async def run() -> Any:
             async with SIEAsyncClient(url, **options) as client:
                 return await function(client)
@@ -171,6 +175,74 @@ def test_parts_run_so_many_at_a_time_and_their_results_are_in_order(server: Serv
     assert (server.most_running, len(server.seen)) == (4, 10)
     assert results.usage["total_tokens"] == 100
     assert [each.done for each in told] == list(range(10, 101, 10))
+
+
+@pytest.mark.parametrize("listed", [list, pandas.Series, polars.Series, np.array, iter], ids=repr)
+def test_embed_makes_one_array_of_texts_in_their_order(
+    listed: Callable[[Any], Any], server: Server, using: Callable[..., Any]
+) -> None:
+    server.special = lambda _, __, body, ___: time.sleep(0.02 if int(body["items"][0]) % 40 == 0 else 0.0)
+    counts: list[sie_client.Progress] = []
+    array = using(
+        server.url,
+        lambda client: client.embed("m", listed(TEXTS), on_progress=counts.append),
+        part_tokens=TEN_A_PART,
+        concurrency=4,
+    )
+    assert (array.shape, array.dtype) == ((100, 1), np.float32)
+    assert array[:, 0].tolist() == [float(text) for text in TEXTS]
+    assert [count.done for count in counts] == list(range(10, 101, 10))
+    params = [body["params"] for _, _, body in server.seen]
+    assert params == [{"on_item_error": "fail", "output_types": ["dense"]}] * 10
+
+
+def test_embed_of_one_text_is_one_vector_and_of_none_no_row(server: Server, using: Callable[..., Any]) -> None:
+    assert using(server.url, lambda client: client.embed("m", "7")).tolist() == [7.0]
+    for empty in ([], iter(())):
+        assert using(server.url, lambda client, texts=empty: client.embed("m", texts)).shape[0] == 0
+
+
+def test_embed_reads_an_iterator_no_further_than_the_parts_under_way(server: Server, using: Callable[..., Any]) -> None:
+    """Of a million texts, when the first part is answered with an error, few have been read."""
+    read = itertools.count()
+    server.special = lambda *_: (400, failure("INVALID_INPUT"))
+    texts = (str(next(read)) for _ in range(1_000_000))
+    with pytest.raises(sie_client.InvalidInputError):
+        using(server.url, lambda client: client.embed("m", texts), part_tokens=TEN_A_PART, concurrency=2)
+    assert next(read) < 1000
+
+
+def test_results_are_printed_short(server: Server) -> None:
+    """Shapes and the first results, and never all numbers."""
+    with SIEClient(server.url) as client:
+        results = client.encode("m", TEXTS)
+    shown = repr(results)
+    assert shown.startswith("Results([{'model': 'm', ")
+    assert "'dense': <float32 [1]>" in shown
+    assert "… 100 in all" in shown
+    assert len(shown) < 1500
+    assert results[0] == dict(results[0])
+    assert msgspec.json.decode(msgspec.json.encode({**results[0], "dense": None}))["model"] == "m"
+
+
+@pytest.mark.parametrize("name", ["SIE_API_KEY", "SIE_AUTH_TOKEN"])
+def test_a_client_without_an_address_or_a_key_takes_those_of_the_environment(
+    name: str, server: Server, using: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable in ("SIE_API_KEY", "SIE_AUTH_TOKEN"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("SIE_BASE_URL", server.url)
+    monkeypatch.setenv(name, "key-of-the-environment")
+    keys: list[str | None] = []
+    server.keys = keys
+    for options in ({}, {"api_key": "own"}, {"api_key": None}):
+        using(None, lambda client: client.encode("m", ["1"]), **options)
+    assert keys == ["Bearer key-of-the-environment", "Bearer own", None]
+
+
+def test_a_client_without_an_address_asks_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SIE_BASE_URL", raising=False)
+    assert transport.address(None) == "http://127.0.0.1:8080"
 
 
 def test_the_first_part_that_fails_ends_the_call_and_nothing_more_is_sent(
@@ -463,6 +535,25 @@ def test_frames_are_watched_across_connections(frames: tuple[str, list[str]], us
     watched = using(url, lambda client: first(client, 5), api_key="good")
     assert [frame["timestamp"] for frame in watched] == [0, 1, 0, 1, 0]
     assert tokens == ["Bearer good"] * 3
+
+
+async def test_a_watch_that_is_cancelled_as_a_frame_comes_ends() -> None:
+    arrived = asyncio.get_running_loop().create_future()
+
+    class Connection:
+        async def recv(self, *, decode: bool) -> bytes:
+            frame: bytes = await arrived
+            return frame
+
+    socket = watching.AsyncStatusSocket("http://gateway")
+    socket._connection = Connection()
+    task = asyncio.create_task(socket.next())
+    for _ in range(3):
+        await asyncio.sleep(0)  # it waits for the frame now
+    arrived.set_result(b"{}")
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
 
 
 def test_a_watch_that_may_not_or_cannot_be_is_a_typed_error(

@@ -172,7 +172,7 @@ def test_a_file_that_cannot_be_deleted_then_is_told_of(
     }
     with caplog.at_level(logging.WARNING, "sie_client"), pytest.raises(sie_client.ModelNotFoundError):
         using(lambda client, do: do(client.jobs.submit("org/m", rows)))
-    assert f"{FILE}0, which no job reads, could not be deleted" in caplog.text
+    assert f"{FILE}0, which no job uses, could not be deleted" in caplog.text
 
 
 def test_what_is_no_input_is_refused_before_anything_is_sent(

@@ -33,7 +33,7 @@ def test_the_first_wait_and_one_each_minute_are_logged_with_their_cause(caplog: 
         meter.update(Pause(5.0, "MODEL_LOADING", 900.0 - second))
     meter.update(Pause(60.0))
     assert [record.getMessage() for record in caplog.records] == [
-        f"waiting for MODEL_LOADING: next attempt in 5.0 s, patience for {left} s more" for left in (900, 840, 780)
+        f"waiting for MODEL_LOADING: next attempt in 5.0 s, the call waits {left} s more" for left in (900, 840, 780)
     ]
     assert {record.levelno for record in caplog.records} == {logging.WARNING}
 
@@ -117,3 +117,22 @@ def test_a_terminal_that_goes_away_does_not_end_the_call() -> None:
             raise OSError("gone")
 
     bar(Gone(), Session())
+
+
+def test_an_iterator_whose_length_nobody_knows_has_a_line_without_an_end() -> None:
+    clock, stream = Clock(), Terminal()
+    with Meter(Session(), None, stream=stream, clock=clock) as meter:
+        for now_s in (0.5, 2.0, 4.0):
+            clock.now_s = now_s
+            meter.update(HttpAnswer(500))
+    assert stream.getvalue().split("\r")[1:-1] == ["1,000 done 500/s", "1,500 done 375/s"]
+
+
+def test_the_output_of_a_notebook_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is no terminal, and rewrites its line as one does."""
+
+    class OutStream(io.StringIO):
+        """By the name that ipykernel gives it."""
+
+    monkeypatch.setattr(OutStream, "__module__", "ipykernel.iostream")
+    assert "1,000/1,000" in bar(OutStream(), Session())

@@ -6,11 +6,12 @@ import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import httpx
 import pytest
 from inprocess import InProcess, until
 
-from sie_contracts.errors import AllItemsFailed, ErrorInfo, InvalidInput, SIEError, catalogue
-from sie_contracts.sdk_versions import CONTRACT_VERSION, DIALECTS, NATIVE, dialect_of, server_version
+from sie_contracts.errors import AllItemsFailed, ErrorInfo, InvalidInput, ModelLoadFailed, SIEError, catalogue
+from sie_contracts.sdk_versions import CONTRACT_VERSION, DIALECTS, NATIVE, SERVER_VERSION, dialect_of, server_version
 
 VERSIONS = ("0.3.1", "0.6.4", "0.6.5", "0.8.0", "0.10.1")
 # by version, the codes with status 503 that the SDK of this version repeats; None: all of them
@@ -32,7 +33,7 @@ REPEATED = {
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_an_error_that_may_be_retried_has_a_code_that_the_sdk_repeats(version: str) -> None:
-    dialect, repeated = dialect_of({"x-sie-sdk-version": version}), REPEATED[version]
+    dialect, repeated = dialect_of(version), REPEATED[version]
     errors = [leaf("message") for leaf in catalogue() if leaf.status == 503]
     errors.append(AllItemsFailed("message", failures=[errors[0], InvalidInput("message")]))
     for error in errors:
@@ -48,7 +49,7 @@ def test_an_error_that_may_be_retried_has_a_code_that_the_sdk_repeats(version: s
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_an_error_that_may_not_be_retried_keeps_its_code(version: str) -> None:
-    dialect = dialect_of({"x-sie-sdk-version": version})
+    dialect = dialect_of(version)
     for leaf in catalogue():
         error = leaf("message")
         if not error.retryable:
@@ -61,9 +62,7 @@ def test_an_error_that_may_not_be_retried_keeps_its_code(version: str) -> None:
     assert failed.status == 500  # others that wait for the same load read it as it is
 
 
-def test_a_client_that_names_no_public_version_is_answered_natively() -> None:
-    for headers in ({}, {"x-sie-client-version": "0.1.0"}):
-        assert dialect_of(headers) is NATIVE
+def test_native_errors_stay_as_they_are() -> None:
     for leaf in catalogue():
         error = leaf("message")
         assert NATIVE.spoken(error) is error
@@ -87,14 +86,14 @@ def test_a_client_that_names_no_public_version_is_answered_natively() -> None:
     ],
 )
 def test_a_version_has_the_newest_dialect_that_is_not_newer(version: str, first: tuple[int, int, int]) -> None:
-    assert dialect_of({"x-sie-sdk-version": version}) is dict(DIALECTS)[first]
+    assert dialect_of(version) is dict(DIALECTS)[first]
 
 
 def test_the_contract_of_a_client_is_its_own_and_at_most_ours() -> None:
     ours = ".".join(map(str, CONTRACT_VERSION))
-    told = {version: server_version({"x-sie-sdk-version": version}) for version in ("0.3.1", "0.10.1", "7.0.0", "x")}
+    told = {version: server_version(version) for version in ("0.3.1", "0.10.1", "7.0.0", "x")}
     assert told == {"0.3.1": "0.3", "0.10.1": ours, "7.0.0": ours, "x": ours}
-    assert server_version({}) == ours
+    assert ours == SERVER_VERSION
 
 
 # at a gateway
@@ -149,6 +148,24 @@ async def test_a_failed_input_fails_the_request_of_a_public_sdk_unless_it_wants_
     body = {"items": ["good", "bad"], "options": {"on_item_error": "slot"}}
     by_body = await gateway.client.post("/v1/encode/toy/one", json=body, headers={"X-SIE-SDK-Version": "0.10.1"})
     assert by_body.status_code == 200
+
+
+async def test_a_load_that_failed_has_the_status_and_the_facts_that_a_public_sdk_reads(cluster: InProcess) -> None:
+    adapter, gateway = await cluster.adapter(), await cluster.gateway()
+    adapter.refusals = {"toy/one": ModelLoadFailed("no weights", extras={"error_class": "NOT_FOUND"})}
+    await cluster.sidecar(adapter)
+
+    async def failed(**headers: str) -> httpx.Response:
+        async with asyncio.timeout(20):
+            while (answer := await gateway.encode("x", **headers)).json().get("code") == "MODEL_LOADING":
+                pass
+        return answer
+
+    public, own = await failed(X_SIE_SDK_Version="0.10.1"), await failed()
+    assert (public.status_code, own.status_code, public.json()["code"]) == (502, 500, "MODEL_LOAD_FAILED")
+    for answer in (public, own):
+        facts = {name: answer.json()["error"][name] for name in ("error_class", "permanent", "attempts")}
+        assert facts == {"error_class": "NOT_FOUND", "permanent": True, "attempts": 1}
 
 
 async def test_only_a_client_that_forbids_other_servers_may_name_them(cluster: InProcess) -> None:

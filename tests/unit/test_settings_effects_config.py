@@ -7,6 +7,7 @@ from pathlib import Path
 import httpx
 import msgspec
 import pytest
+from config_api import listened
 from fake_adapter import toy_entry
 from inprocess import settings_of
 from overlays import wanted_models
@@ -102,7 +103,7 @@ def test_the_export_is_read_with_the_read_token_or_the_admin_token_and_nothing_e
 async def test_the_pages_that_describe_the_service_need_what_its_other_pages_need(path: str) -> None:
     """The scope read: the read token, or the admin token."""
     service = ConfigService(settings_of(SIE_CONFIG_READ_TOKEN="reader", SIE_ADMIN_TOKEN="root"))
-    transport = httpx.ASGITransport(create_app(service))
+    transport = httpx.ASGITransport(listened(create_app(service)))
     async with httpx.AsyncClient(transport=transport, base_url="http://config") as client:
         for token, wanted in (("", 401), ("wrong", 401), ("reader", 503 if path.startswith("/v1/") else 200)):
             answer = await client.get(path, headers={"authorization": f"Bearer {token}"} if token else {})

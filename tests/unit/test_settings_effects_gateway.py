@@ -28,7 +28,7 @@ from sie_gateway.fleet.lanes import Fleet
 from sie_gateway.http.auth import Gate
 from sie_gateway.http.routes import TABLE
 from sie_runtime.http import protocol
-from sie_sidecar.intake.leases import Leases
+from sie_sidecar.results.settle import Leases
 
 STREAM = "WORK__default"
 

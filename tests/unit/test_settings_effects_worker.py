@@ -22,7 +22,7 @@ from sie_contracts.models.catalogue import Catalogue
 from sie_contracts.settings import SettingError
 from sie_contracts.wire import ipc, messages, topology
 from sie_contracts.wire.configs import ConfigDelta
-from sie_sidecar.models.hosting import Hosting
+from sie_sidecar.models.models import Hosting
 
 ONE, TWO = toy_entry(), toy_entry("toy/two")
 

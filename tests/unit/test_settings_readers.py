@@ -213,6 +213,7 @@ CHECKED_ONLY = {("SIE_HEARTBEAT_TIMEOUT_MS", "sidecar")}
 READS_ENVIRON = {
     "gateway/sie_gateway/operations/doctor.py": "the environment of `sie doctor`, which it starts",
     "core/contracts/sie_contracts/settings/__init__.py": "the one reader",
+    "core/contracts/sie_contracts/client_environment.py": "SIE_BASE_URL and SIE_API_KEY, which no server reads",
     "cli/sie_cli/entry.py": "HTTP_PROXY and the like, to which it adds addresses that need no proxy; HOME and USER",
     "cli/sie_cli/home.py": "TMPDIR, where the home of a user without one would be",
     "cli/sie_cli/serve/command.py": "hands its whole environment on to the processes that it starts",
@@ -249,6 +250,7 @@ READS_HOME = {
     "cli/sie_cli/jobs/job.py": "~ in a folder that is named on the command line",
     "cli/sie_cli/migrating/corpus.py": "~ in a file that is named on the command line",
     "cli/sie_cli/models/add.py": "~ in a folder that is named on the command line",
+    "cli/sie_cli/models/lookup.py": "~ in SIE_MODELS_DIR, in the folder that a command names and in that of an entry",
     "cli/sie_cli/models/inspect.py": "~ in a folder that is named on the command line",
     "cli/sie_cli/models/weights.py": "~ in a folder that is named on the command line",
 }

@@ -13,8 +13,8 @@ from sie_contracts.models.catalogue import Catalogue
 from sie_contracts.models.entries import ModelEntry, Weights
 from sie_contracts.wire import ipc
 from sie_sidecar.batching.batch import BatchEntry, BatchKey, Waiting
-from sie_sidecar.intake.leases import Leases
-from sie_sidecar.models.hosting import Hosting
+from sie_sidecar.models.models import Hosting
+from sie_sidecar.results.settle import Leases
 
 
 @dataclass

@@ -24,7 +24,7 @@ from sie_contracts.errors import ErrorInfo, ModelLoadFailed, ResourceExhausted
 from sie_contracts.wire import heartbeats, messages, topology
 from sie_contracts.wire.device_reports import RanBatch
 from sie_contracts.wire.heartbeats import GatewayBeat, Heartbeat, ModelStatus
-from sie_gateway.admission.peers import Peers
+from sie_gateway.admission.admission import Peers
 from sie_gateway.fleet import workers
 from sie_gateway.operations import status as statuses
 from sie_gateway.operations.overview import CONSOLE, CONSOLE_FILES

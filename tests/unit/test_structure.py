@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import measure
 import pytest
+import request_path
 
 pytestmark = pytest.mark.xdist_group("sources")  # one process reads them
 
@@ -78,3 +79,20 @@ def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
         for place in measure.docstrings_without_subject(module)
     ]
     assert len(unclear) <= MOST_UNCLEAR_DOCSTRINGS, unclear
+
+
+def test_docstrings_name_files_and_exceptions_that_exist() -> None:
+    gone = [
+        place
+        for package in measure.PACKAGES
+        for module in measure.modules(package)
+        for place in measure.names_that_are_gone(module)
+    ]
+    assert gone == []
+
+
+@pytest.mark.serial
+def test_one_encode_enters_few_files() -> None:
+    """A cluster runs whose processes record the functions that they enter."""
+    files = set[str]().union(*request_path.functions_of_encode().values())
+    assert len(files) <= request_path.MAX_FILES, sorted(files)

@@ -22,10 +22,11 @@ IN_PATH: dict[str, dict[str, Any]] = {
     "/tei/{}/embed": {"inputs": "a"},
     "/tei/{}/rerank": {"query": "a", "texts": ["b"]},
 }
+HUB = "BAAI/bge-small-en-v1.5"
 TASK = {"embeddings": "encode", "embed": "encode", "rerank": "score"}
 
 
-@pytest.mark.parametrize("name", ["text-embedding-3-small", "bge-reranker-base", "gliner_small", "bge-m33"])
+@pytest.mark.parametrize("name", ["text-embedding-3-small", "bge-reranker-base", "gliner_small", "bge-m33", HUB])
 async def test_a_name_that_is_unknown_brings_models_that_do_what_was_asked(tmp_path: Path, name: str) -> None:
     entries = packaged_catalogue().entries
     async with InProcess(tmp_path, *entries.values()) as cluster:
@@ -40,8 +41,10 @@ async def test_a_name_that_is_unknown_brings_models_that_do_what_was_asked(tmp_p
             part = next(part for part in (*TASK, "encode", "score", "extract") if f"/{part}" in path)
             like = told["suggestions"]
             assert all(TASK.get(part, part) in entries[each].tasks for each in like), (path, like)
-            meant = f"; did you mean {' or '.join(like)}?" if like else "; GET /v1/models lists those that there are"
-            assert told["message"].endswith(meant)
+            meant = f"; did you mean {' or '.join(like)}?" if like else ";"
+            lists = "" if like else " GET /v1/models lists those that there are"
+            adds = f" `sie models add {HUB}` adds it if the Hugging Face Hub has it" if name == HUB else lists
+            assert told["message"].endswith(meant + adds)
         assert (await gateway.client.post("/v1/embeddings", json={"model": "bge-m33", "input": "a"})).json()["error"][
             "suggestions"
         ]

@@ -11,13 +11,12 @@ from fake_adapter import TOKENIZER, toy_entry
 from inprocess import settings_of
 from simulation.virtual import VirtualLoop
 
-import sie_sidecar.models.hosting
+import sie_sidecar.models.models
 from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.models.catalogue import Catalogue
 from sie_contracts.wire import ipc
 from sie_sidecar.device.link import AdapterLink
-from sie_sidecar.models.hosting import Hosting
-from sie_sidecar.models.models import MAX_TURN_S, ModelState
+from sie_sidecar.models.models import MAX_TURN_S, Hosting, ModelState
 
 
 class OneModel:
@@ -261,7 +260,7 @@ async def test_a_load_that_an_earlier_sidecar_began_is_waited_for() -> None:
         raise ModelLoadFailed("no memory", reason="no_room", extras={"error_class": "OOM", "arriving": ["toy/left"]})
 
     worker.link.ensure_ready = arriving  # type: ignore[method-assign]
-    with mock.patch.object(sie_sidecar.models.hosting, "EARLIER_LOAD_S", 0.01):
+    with mock.patch.object(sie_sidecar.models.models, "EARLIER_LOAD_S", 0.01):
         async with asyncio.timeout(30):
             assert await worker.run(worker.a) == "toy/a"
     assert worker.link.evictions == 1

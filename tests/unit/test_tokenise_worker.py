@@ -19,7 +19,7 @@ from sie_contracts.models.catalogue import Catalogue
 from sie_contracts.models.options import counting, decoding, tokenizing
 from sie_contracts.wire import messages, topology
 from sie_contracts.wire.messages import CancelRequests, Input, Ok, RunOptions, Vectors, WorkResult
-from sie_sidecar.models.hosting import Hosting
+from sie_sidecar.models.models import Hosting
 from sie_sidecar.prepare import layouts
 from sie_sidecar.prepare.tokens import ModelTokenizer
 

@@ -33,8 +33,19 @@ from websockets.sync.server import Server, ServerConnection, serve
 
 from sie_cli.main import main
 from sie_cli.serve.ports import free_port
-from sie_cli.top.picture import MAX_REASONS, ModelRow, Queued, StatusFrame, View, WorkerRow, lanes_of, picture
-from sie_cli.top.trends import TREND, HistoryTrend, TrendStep
+from sie_cli.top.picture import (
+    MAX_REASONS,
+    TREND,
+    HistoryTrend,
+    ModelRow,
+    Queued,
+    StatusFrame,
+    TrendStep,
+    View,
+    WorkerRow,
+    lanes_of,
+    picture,
+)
 
 SIE = str(Path(sys.executable).with_name("sie"))
 SHOWN, HIDDEN, LEFT = "\x1b[?1049h", "\x1b[?25l", "\x1b[?1049l"
@@ -532,7 +543,7 @@ def test_once_is_one_picture() -> None:
 
 
 def test_no_gateway_is_an_error_with_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sie_cli.top.command.FIRST_S", 0.2)
+    monkeypatch.setattr("sie_cli.top.live.FIRST_S", 0.2)
     port = free_port()
     found = CliRunner().invoke(main, ["top", "--once", "--url", f"http://127.0.0.1:{port}"])
     assert found.exit_code == 2
@@ -554,4 +565,4 @@ def test_a_refusal_says_what_to_set() -> None:
             server.shutdown()
             serving.join(30)
     assert found.exit_code == 2
-    assert found.stderr.endswith(": set SIE_AUTH_TOKEN to a token with the scope read\n")
+    assert found.stderr.endswith(": set SIE_API_KEY to a token with the scope read\n")

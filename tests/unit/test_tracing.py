@@ -174,7 +174,7 @@ async def test_the_sampler_decides_and_every_process_decides_alike(
         assert span is not None
         assert (span.is_recording, span.trace_id is not None) == (is_sampled, is_sampled)
         assert current_trace.trace_id_of(context.traceparent) == (span.trace_id if is_sampled else None)
-        assert current_trace.current_trace_id() == span.trace_id
+        assert current_trace.TRACE_ID.get() == span.trace_id
     async with InProcess(made(tmp_path / "off")) as cluster:
         gateway = await traced(
             cluster, OTEL_EXPORTER_OTLP_ENDPOINT=collector.url, OTEL_TRACES_SAMPLER="parentbased_always_off"
@@ -379,9 +379,9 @@ def test_what_is_no_context_is_dropped(traceparent: str, tracestate: str, expect
 def test_a_request_that_was_pipelined_is_not_told_of_as_the_one_before() -> None:
     """The server begins it in the task of the other, whose context it has."""
     tracing.begin_request(None, {"traceparent": CLIENT}, "GET", "r", 0.0)
-    assert current_trace.current_trace_id() == TRACE
+    assert current_trace.TRACE_ID.get() == TRACE
     tracing.begin_request(None, {}, "GET", "r", 0.0)
-    assert current_trace.current_trace_id() is None
+    assert current_trace.TRACE_ID.get() is None
 
 
 async def test_a_state_in_several_lines_is_one_state(tmp_path: Path) -> None:

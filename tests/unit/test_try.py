@@ -16,11 +16,9 @@ from rich.console import Console
 
 from sie_cli.main import main
 from sie_cli.refusal import CommandRefused
-from sie_cli.trying.asking import ModelAnswer, Question, reply, strongest, verb_of
-from sie_cli.trying.bars import LabelledSpan, bar, colours, heat, marked, shares
+from sie_cli.trying.asking import ModelAnswer, Question, QuestionInput, read, reply, strongest, verb_of
 from sie_cli.trying.command import json_of
-from sie_cli.trying.inputs import QuestionInput, read
-from sie_cli.trying.shown import LINES, shown
+from sie_cli.trying.shown import LINES, LabelledSpan, bar, colours, heat, marked, shares, shown
 
 ENCODES = {"name": "test/m3", "tasks": ["encode", "score"], "score_scale": "cosine", "loaded": True}
 ENCODES["dims"] = {"dense": 4, "sparse": 72, "multivector": 32}

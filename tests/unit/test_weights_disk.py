@@ -202,7 +202,7 @@ def test_a_use_that_ends_is_a_use(cache: LocalCache, disk: Disk) -> None:
 
 def test_nothing_goes_for_what_would_not_fit_anyway(cache: LocalCache, disk: Disk) -> None:
     disk.others_bytes = 640 * MIB
-    with cache.lease("org/b", REVISION), pytest.raises(FetchFailed, match="what may be removed there"):
+    with cache.lease("org/b", REVISION), pytest.raises(FetchFailed, match="not enough files there may be removed"):
         put(cache, "org/new", 4 * SIZE)
     assert there(cache) == ["org/a", "org/b", "org/c"]
 

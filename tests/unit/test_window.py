@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from sie_contracts.wire.batch_times import BatchTimes
+from sie_contracts.models.costs import BatchTimes
 from sie_gateway.admission.window import REMEMBERED_S, Host, KeyWindow, QueueBound, Shares, Ticket, bound
 
 QUANTUM = 4096

@@ -1,1 +1,1 @@
-"""Families that detect objects in images by a text."""
+"""Families that detect objects in images; a text names the objects."""

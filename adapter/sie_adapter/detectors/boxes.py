@@ -1,4 +1,6 @@
-"""Candidates of a detector become objects: label, score, and a box in whole pixels of the submitted image, upright."""
+"""Objects from the candidates of a detector: label, score, and a box in whole pixels of the submitted
+image, upright.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,8 @@ Float32 = NDArray[np.float32]
 
 
 class Sight(NamedTuple):
-    """The detections of a batch of images. `boxes`: middle, width and height, each a part of the image as the model
-    sees it, float32 [images, candidates, 4]; `scores`: of each label, float32 [images, candidates, labels].
+    """Detections in a batch of images. `boxes`: middle, width and height, as parts of the image that the model sees,
+    float32 [images, candidates, 4]. `scores`: the score of each label, float32 [images, candidates, labels].
     """
 
     boxes: Tensor
@@ -22,7 +24,9 @@ class Sight(NamedTuple):
 
 
 class ImageFrame(NamedTuple):
-    """The size of an image, and that of what the model sees, which is larger where it pads. In pixels of the image."""
+    """Size of an image, and the size of what the model sees, in pixels of the image. The latter is larger if the model
+    pads images.
+    """
 
     width: int
     height: int
@@ -33,10 +37,10 @@ class ImageFrame(NamedTuple):
 def objects(
     boxes: Float32, scores: Float32, best: NDArray[np.int64], labels: Sequence[str], frame: ImageFrame, least: float
 ) -> list[dict[str, Any]]:
-    """The candidates of one image whose score is at least `least`, best first. `boxes` [candidates, 4] as in `Sight`;
-    `scores` [candidates], of the label that is `best`.
+    """Return the candidates of one image whose score is at least `least`, best first. `boxes`: [candidates, 4], as in
+    `Sight`. `best`: the index of the best label of each candidate. `scores` [candidates]: the score of that label.
 
-    A box is cut at the edges of the image, then its corners are rounded. One without area is left out.
+    A box is cut at the edges of the image, then its corners are rounded. Boxes without area are left out.
     """
     chosen = np.flatnonzero(scores >= least)
     chosen = chosen[np.argsort(-scores[chosen], kind="stable")]

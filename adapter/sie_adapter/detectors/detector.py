@@ -1,4 +1,4 @@
-"""Objects in images, by the names that a request gives them: Grounding DINO and OWLv2.
+"""Detection of objects in images, by the names that a request gives: Grounding DINO and OWLv2.
 
 an image and labels each ──► those with equal labels and pixels of one size ──► boxes and scores ──► objects
 """
@@ -25,16 +25,16 @@ from sie_contracts.models.load_errors import load_failed
 from sie_contracts.wire.ipc import Rows
 from sie_store.folder_files import read_json
 
-# A CPU gains nothing by more than one image (bench/images.py).
+# Images in one pass. A CPU gains nothing from more than one image (bench/images.py).
 _IMAGES_PER_PASS = {"cpu": 1}
 _IMAGES_PER_PASS_ELSEWHERE = 8
 
 
 class _DetectorKind(Protocol):
-    """A kind of detector.
+    """Kind of detector.
 
-    `thresholds`: the options that bound the score of an object, with their defaults. `max_tokens`: of a prompt, or of
-    one label, as the kind reads them. `recipe`: how images become the pixels that `look` takes.
+    `thresholds`: options with a lower limit for the score of an object, with their defaults. `max_tokens`: limit for a
+    prompt or for one label, as the kind reads labels. `recipe`: how images become the pixels that `detect` takes.
     """
 
     thresholds: ClassVar[Mapping[str, float]]
@@ -47,16 +47,16 @@ class _DetectorKind(Protocol):
     recipe: Recipe
 
     def prompt(self, labels: Sequence[str]) -> Any:
-        """The prompt of the labels. Raises InvalidInput for labels that cannot be used."""
+        """Return the prompt of the labels. Raises InvalidInput for labels that cannot be used."""
 
     def misfit(self, image: Shown) -> InvalidInput | None:
-        """Why the model cannot look at an image."""
+        """Return the error of an image that the model cannot read; None if it can."""
 
     def detect(self, images: Sequence[Shown], prompt: Any) -> Sight:
         """Detect objects in images whose pixels have one size."""
 
     def frame(self, image: Shown) -> ImageFrame:
-        """The frame that the boxes of an image are parts of."""
+        """Return the frame to which the boxes of an image refer."""
 
 
 _KINDS: Mapping[str, type[GroundingDino] | type[Owlv2]] = {"grounding-dino": GroundingDino, "owlv2": Owlv2}
@@ -64,20 +64,21 @@ _THRESHOLDS = tuple(name for kind in _KINDS.values() for name in kind.thresholds
 
 
 class Detector:
-    """A loaded detector. `extract` may run on several threads at once.
+    """Loaded detector. `extract` may run on several threads at once.
 
-    A result is `{"objects": [{label, score, bbox}]}`, best first: a label as the client wrote it, and x, y, width and
-    height in pixels of the submitted image, upright. An error instead if the input has no image or several, or if the
-    labels cannot be used (InvalidInput), or if scores or boxes are not finite.
+    A result is `{"objects": [{label, score, bbox}]}`, best first. The label is as the client wrote it; bbox is x, y,
+    width and height in pixels of the submitted image, upright. The result is an InvalidInput if the input does not have
+    exactly one image, or if the labels cannot be used; it is an InferenceFailed if scores or boxes are not finite.
 
-    `threshold` stands for all thresholds of the model. `max_tokens`: of all labels together (Grounding DINO), or of one
-    label, which is cut there (OWLv2).
+    The option `threshold` replaces all thresholds of the model. `max_tokens`: limit for all labels together (Grounding
+    DINO), or for one label, which is cut there (OWLv2).
     """
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
-        """The fault of class, shapes or tokenizer that a load refuses; empty without one. Reads no values of weights
-        and runs no code of the folder. Raises ModelLoadFailed for tensors that are not those of the class.
+        """Return the fault of class, shapes or tokenizer for which a load would refuse the files; an empty string if
+        there is none. Reads no values of weights and runs no code of the folder. Raises ModelLoadFailed for tensors
+        that do not fit the class.
         """
         return _kind(folder, entry).fault_of_files(folder, entry)
 
@@ -101,7 +102,7 @@ class Detector:
     def extract(
         self, texts: Sequence[str], options: Sequence[ExtractOptions], images: Sequence[Sequence[Shown]]
     ) -> list[Result]:
-        """The objects in the image of each input, or an error instead of them. Texts are not read."""
+        """Return the objects in the image of each input, or an error in their place. Texts are not read."""
         with torch.inference_mode():
             return by_options(images, options, self._detect)
 
@@ -138,7 +139,9 @@ class Detector:
         return [results[number] for number in range(len(rows))]
 
     def _least(self, options: ExtractOptions) -> float:
-        """The score that an object has at least: what is below one of two thresholds is below the higher one."""
+        """Return the least score of an object: the highest of the thresholds, since a lower score fails one of them.
+        Raises InvalidInput for a threshold that the model does not have.
+        """
         own = self._kind.thresholds
         for name in _THRESHOLDS:
             if name in options.parameters and name not in own:
@@ -149,7 +152,7 @@ class Detector:
         return max(float(options.parameters.get(name, default)) for name, default in own.items())
 
     def _passes(self, usable: Mapping[int, Shown]) -> Iterator[list[int]]:
-        """Parts of the images whose pixels have one size."""
+        """Yield passes: indices of images whose pixels have one size."""
         alike: dict[tuple[int, ...], list[int]] = {}
         for number, image in usable.items():
             alike.setdefault(image.pixels.shape, []).append(number)

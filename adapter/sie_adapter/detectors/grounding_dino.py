@@ -1,11 +1,11 @@
-"""Grounding DINO (arXiv 2303.05499): one prompt of all labels, and for each candidate a probability of each token.
+"""Grounding DINO (arXiv 2303.05499): one prompt with all labels, and for each candidate a probability of each token.
 
     labels ──► lower case, no full stops ──► "a cat. a dog." ──► ids, and the tokens of each label ──┐
                                                                                                    ├──► the model
     uint8 pixels ──► normalised ──► backbone, images of equal size together ──► maps of features ────┘
     ──► boxes, the best token of each label
 
-Images of different sizes never share a pass: the padding between them would change the boxes of both.
+Images of different sizes never share a pass: the padding of the smaller image would change the boxes of both.
 """
 
 from __future__ import annotations
@@ -38,25 +38,26 @@ from sie_contracts.errors import InvalidInput
 from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.models.load_errors import load_failed
 
-# By these ids the model itself tells the labels of a prompt apart (transformers, SPECIAL_TOKENS).
+# The model itself separates the labels of a prompt at these ids (transformers, SPECIAL_TOKENS).
 _DELIMITERS = {"[CLS]": 101, "[SEP]": 102, ".": 1012, "?": 1029}
 _SPACES = str.maketrans(".?", "  ")
-# Its configuration calls it an encoder-decoder, which only generation reads. Kernels would come from the hub.
+# Its configuration calls the model an encoder-decoder, which matters only for generation. Custom kernels would be
+# downloaded from the hub.
 _CHANGES: Mapping[str, Any] = MappingProxyType({"is_encoder_decoder": False, "disable_custom_kernels": True})
-_PLACES_PER_TOKEN = 4  # places of the narrow encoder that cost as much as a token of a text
+_PLACES_PER_TOKEN = 4  # places of the narrow encoder that cost as much as one token of a text
 
 
 @dataclass(frozen=True)
 class _LabelPrompt:
-    """`ids`: [1, tokens]; `tokens`: the places of those of each label."""
+    """Prompt of labels. `ids`: [1, tokens]. `tokens`: the places of the tokens of each label."""
 
     ids: Tensor
     tokens: Sequence[Tensor]
 
 
-class _CachedBackbone(nn.Module):  # type: ignore[misc]  # torch is not followed by the type checker
-    """In the place of the model's own, which reads images alone: the model gets maps that were made before, of the pass
-    that this thread runs.
+class _CachedBackbone(nn.Module):  # type: ignore[misc]  # the type checker skips torch
+    """Replacement of the model's image backbone. It returns maps that were computed before, for the pass that this
+    thread runs.
     """
 
     def __init__(self, own: Any) -> None:
@@ -66,7 +67,7 @@ class _CachedBackbone(nn.Module):  # type: ignore[misc]  # torch is not followed
 
     @contextlib.contextmanager
     def giving(self, maps: Sequence[Tensor]) -> Iterator[None]:
-        """To a pass of this thread."""
+        """Set the maps for a pass of this thread."""
         self._given.maps = maps
         try:
             yield
@@ -74,13 +75,13 @@ class _CachedBackbone(nn.Module):  # type: ignore[misc]  # torch is not followed
             del self._given.maps
 
     def forward(self, pixel_values: Tensor, return_dict: bool = True) -> BackboneOutput:
-        """The maps, [images, width, rows, columns] each. What is in the pixels is not looked at."""
+        """Return the maps, [images, width, rows, columns] each. The pixels are ignored."""
         return BackboneOutput(feature_maps=tuple(self._given.maps))
 
 
 class GroundingDino:
-    """Computes in float32 whatever the entry asks for: where text and image meet, scores are clamped at 50,000, near
-    the largest float16, and its sampling points are float32.
+    """A `detector._DetectorKind` that computes in float32, whatever precision the entry requests. Where text and image
+    are combined, scores are clamped at 50,000, near the largest float16, and the model's sampling points are float32.
     """
 
     thresholds: ClassVar[Mapping[str, float]] = {"box_threshold": 0.25, "text_threshold": 0.25}
@@ -122,7 +123,7 @@ class GroundingDino:
         )
 
     def prompt(self, labels: Sequence[str]) -> _LabelPrompt:
-        """Raises InvalidInput, reason labels."""
+        """Return the prompt of the labels. Raises InvalidInput, reason labels."""
         cleaned = [" ".join(label.lower().translate(_SPACES).split()) for label in labels]
         if not cleaned:
             raise labels_refused("expected at least one")
@@ -147,7 +148,9 @@ class GroundingDino:
         )
 
     def misfit(self, image: Shown) -> InvalidInput | None:
-        """A strip has fewer places than the model chooses candidates from."""
+        """Return the error of a narrow image, which has fewer places than the model needs candidates; None for other
+        images.
+        """
         height, width, _ = image.pixels.shape
         places = _places(height, width, self._strides)
         if places >= self._queries:
@@ -159,7 +162,7 @@ class GroundingDino:
         )
 
     def detect(self, images: Sequence[Shown], prompt: _LabelPrompt) -> Sight:
-        """At images whose pixels have one size. Under inference mode only."""
+        """Detect objects in images whose pixels have one size. To be called under inference mode."""
         maps = [torch.stack(level) for level in zip(*self._outputs.for_images(images, self._read), strict=True)]
         ids = prompt.ids.expand(len(images), -1)
         height, width, _ = images[0].pixels.shape
@@ -175,7 +178,7 @@ class GroundingDino:
         return Sight(output.pred_boxes.float(), scores)
 
     def _read(self, images: Sequence[Shown]) -> list[Output]:
-        """The maps of features of each image, [width, rows, columns] each."""
+        """Return the maps of features of each image, [width, rows, columns] each."""
         levels = to_device(np.stack([image.pixels for image in images]), self._device).permute(0, 3, 1, 2).float()
         output = self._backbone.own((levels * self._rescale - self._mean) / self._std, return_dict=True)
         return list(zip(*output.feature_maps, strict=True))
@@ -185,14 +188,16 @@ class GroundingDino:
 
 
 def _foreign(tokenizer: Tokenizer) -> str:
-    """Why the tokenizer cannot be that of the model, empty if nothing shows it."""
+    """Return why the tokenizer does not belong to the model; an empty string if no difference is found."""
     wrong = [token for token, number in _DELIMITERS.items() if tokenizer.token_to_id(token) != number]
     listed = ", ".join(f"{token} {_DELIMITERS[token]}" for token in wrong)
-    return f"its tokenizer has other ids for what separates labels, the model knows {listed}" if wrong else ""
+    return f"its tokenizer has other ids for the separators of labels, the model expects {listed}" if wrong else ""
 
 
 def _strides(entry: ModelEntry, config: Any) -> list[int]:
-    """Pixels from one place to the next, of each map of features. Source: transformers, GroundingDinoModel."""
+    """Return the pixels from one place to the next, for each map of features. Raises ModelLoadFailed for another
+    backbone than swin. Source: transformers, GroundingDinoModel.
+    """
     backbone = config.backbone_config
     if backbone.model_type != "swin":
         raise load_failed("INCOMPATIBLE", f"{entry.id}: its backbone is {backbone.model_type}, expected swin")

@@ -1,10 +1,10 @@
-"""OWLv2 (arXiv 2306.09683): image and labels are read apart, and compared at each patch of the image.
+"""OWLv2 (arXiv 2306.09683): image and labels are encoded separately, and compared at each patch of the image.
 
     labels ──► text tower, once for each label ──► a vector each ──┐
                                                                    ├──► score of each label at each patch, a box
     uint8 pixels ──► blurred, square, normalised ──► image tower ──┘
 
-The image is padded to a square below or at its right before it is scaled, so that boxes are parts of the longer edge.
+The image is padded at the bottom or the right to a square before it is scaled, so boxes are parts of the longer edge.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.models.load_errors import load_failed
 
 _MEAN, _STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-# Longer edges than so many times the model's are scaled down before they travel, which changes its pixels slightly
-# (tests/parity/test_detector.py has the figures).
+# Largest edge of a submitted image, in edges of the model's images. A larger image is scaled down before it is sent to
+# the adapter, which changes the model's pixels slightly (tests/parity/test_detector.py has the figures).
 _OVERSAMPLED = 3
-_TRUNCATED_AT = 4.0  # standard deviations of the blur
+_TRUNCATED_AT = 4.0  # radius of the blur, in standard deviations
 _KEPT_LABELS = 4096
 _LABELS_PER_PASS = 64
 
 
 class Owlv2:
-    """Towers in the precision of `compute`; the heads after them are float32, since a box in 16 bits would be several
-    pixels wide of its place.
+    """A `detector._DetectorKind` with towers in the precision of `compute`. The heads after them are float32: in 16
+    bits a box would be misplaced by several pixels.
     """
 
     thresholds: ClassVar[Mapping[str, float]] = {"score_threshold": 0.1}
@@ -83,8 +83,8 @@ class Owlv2:
         self.recipe = Recipe("fit", longest=_OVERSAMPLED * self._side, multiple=1, resample="bicubic", tokens=patches)
 
     def prompt(self, labels: Sequence[str]) -> Tensor:
-        """The vector of each label, float32 [labels, width]. Under inference mode only. Raises InvalidInput, reason
-        labels.
+        """Return the vector of each label, float32 [labels, width]. To be called under inference mode. Raises
+        InvalidInput, reason labels.
         """
         if not labels:
             raise labels_refused("expected at least one")
@@ -103,7 +103,7 @@ class Owlv2:
         return torch.stack([cached[label] for label in labels])
 
     def _vectors(self, labels: Sequence[str]) -> Tensor:
-        """[labels, width]. Each is read at its end token, which a label that is cut keeps."""
+        """Return the vectors [labels, width]. Each label is read at its end token, which a label that is cut keeps."""
         encodings = self._words.encode_batch(list(labels))
         ids = to_device(np.array([encoding.ids for encoding in encodings], np.int64), self._device)
         mask = to_device(np.array([encoding.attention_mask for encoding in encodings], np.int64), self._device)
@@ -114,21 +114,21 @@ class Owlv2:
         return None
 
     def detect(self, images: Sequence[Shown], prompt: Tensor) -> Sight:
-        """Under inference mode only."""
+        """Detect objects in images. To be called under inference mode."""
         grid = torch.stack([own for (own,) in self._outputs.for_images(images, self._read)])
         patches = grid.flatten(1, 2).float()
         logits, _ = self._model.class_predictor(patches, prompt.expand(len(images), -1, -1))
         return Sight(self._model.box_predictor(patches, grid), logits.sigmoid())
 
     def _read(self, images: Sequence[Shown]) -> list[Output]:
-        """The patches of each image, [rows, columns, width]."""
+        """Return the patches of each image, [rows, columns, width]."""
         squares = torch.stack([self._square(image) for image in images])
         grid, _ = self._model.image_embedder(((squares - self._mean) / self._std).to(self._dtype))
         return [(row,) for row in grid]
 
     def _square(self, image: Shown) -> Tensor:
-        """The image as the model's image processor scales it, float32 [3, side, side], not normalised yet. What it pads
-        is black, and adds nothing here.
+        """Return the image as the model's image processor scales it, float32 [3, side, side], not yet normalised. The
+        padding is black, so it adds nothing to the sums.
         """
         height, width, _ = image.pixels.shape
         sampling = _sampling(self._side, max(height, width), max(image.height, image.width))
@@ -142,10 +142,10 @@ class Owlv2:
 
 
 def _sampling(side: int, size: int, submitted: int) -> Float32:
-    """The weights of `size` pixels in each of `side` pixels of a row, float32 [side, size].
+    """Return the weights of `size` pixels in each of `side` pixels of a row, float32 [side, size].
 
-    They are blurred as is right for scaling `submitted` pixels down to `side`, then read by linear interpolation;
-    beyond the edge the image is mirrored.
+    The weights combine the blur for scaling `submitted` pixels down to `side` with linear interpolation. Beyond its
+    edge the image is mirrored.
 
     Source: transformers, Owlv2ImageProcessorPil.resize (scipy's gaussian_filter and zoom).
     """
@@ -166,7 +166,9 @@ def _sampling(side: int, size: int, submitted: int) -> Float32:
 
 
 def _cutting(tokenizer: Any, limit: int) -> Any:
-    """A copy that cuts a label at `limit` tokens, keeps its end token, and fills shorter ones up."""
+    """Return a copy of the tokenizer that cuts a label at `limit` tokens, keeps its end token, and fills shorter labels
+    up.
+    """
     words = type(tokenizer).from_str(tokenizer.to_str())
     words.enable_truncation(limit)
     words.enable_padding(pad_id=0, length=limit)
@@ -174,8 +176,8 @@ def _cutting(tokenizer: Any, limit: int) -> Any:
 
 
 def _processor(folder: Path, entry: ModelEntry, side: int) -> tuple[float, Sequence[float], Sequence[float]]:
-    """The factor of a level, the mean and the deviation of channels. Raises ModelLoadFailed for a processor that does
-    anything else than this file.
+    """Return the factor of a level, and the mean and deviation of each channel. Raises ModelLoadFailed for a processor
+    that this module does not reproduce.
     """
     config = read_processor(folder, "image_processor")
     if not config:

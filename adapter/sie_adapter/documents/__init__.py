@@ -1,1 +1,1 @@
-"""Documents are parsed by Docling in processes of their own."""
+"""Parsing of documents, by Docling in separate processes."""

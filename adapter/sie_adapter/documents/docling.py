@@ -1,10 +1,10 @@
-"""Docling: the text, the Markdown and the tree of documents, by the package of that name, without a model.
+"""Family of Docling: the text, the Markdown and the tree of documents, by the package of that name, without a model.
 
     files ──► processes that parse (`parsers`) ──► text, Markdown, tree ──► `data` of each input
 
-A document may take a minute of a core and nothing of the device, so a batch of them holds no lane.
+A document may take a minute of a core but does not use the device, so a batch of documents occupies no lane.
 
-This module imports nothing of the package: only those processes do.
+This module does not import the package; only the parser processes do.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ from sie_contracts.wire.ipc import Rows
 
 
 class DoclingModel:
-    """The processes of one model, one for each core. What `reading` gives may run on several threads at once.
+    """Parser processes of one model, one for each core. Calls that `reading` returns may run on several threads at
+    once.
 
-    A result is `{"data": {text, markdown, document, format, pages, is_complete}}`. An error instead if the input has no
-    document, or one that is refused (InvalidInput, reason invalid_media, whose message begins with the cause). Texts
-    are not read.
+    A result is `{"data": {text, markdown, document, format, pages, is_complete}}`. The result is an InvalidInput if the
+    input has no document, or if the document is refused (reason invalid_media; the message begins with the cause).
+    Texts are not read.
     """
 
     rows: ClassVar[dict[str, Rows]] = {"extract": Rows("raw", documents=DocumentLimits(), writes=True)}
@@ -42,28 +43,28 @@ class DoclingModel:
     memory_bytes = 0
 
     def __init__(self, folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> None:
-        """Raises ModelLoadFailed."""
+        """Start the first parser process. Raises ModelLoadFailed."""
         self.max_tokens = entry.max_tokens
-        # no text is read: all that is written is one token
+        # texts are not read: the tokenizer makes one token of any text
         self.tokenizer: bytes = Tokenizer(models.WordLevel({"[UNK]": 0}, unk_token="[UNK]")).to_str().encode()  # noqa: S106
         try:
             self._parsers = Parsers(usable_cores())
         except ParserNotStarted as error:
-            raise load_failed("UNKNOWN", f"{entry.id}: no process that parses documents starts: {error}") from error
+            raise load_failed("UNKNOWN", f"{entry.id}: no parser process could start: {error}") from error
         weakref.finalize(self, self._parsers.close)
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """The process ids of the parsers."""
+        """Process ids of the parsers."""
         return self._parsers.pids
 
     def reading(self, read: object, is_gone: IsGone) -> DoclingCall:
-        """A call for one batch, whose client may leave."""
+        """Return a call for one batch. `is_gone` returns True once its client has left."""
         return DoclingCall(self._parsers, is_gone)
 
 
 class DoclingCall:
-    """The processes of a model, and who waits for them."""
+    """Call of the parser processes for one batch."""
 
     rows = DoclingModel.rows
 
@@ -74,7 +75,9 @@ class DoclingCall:
     def extract(
         self, texts: Sequence[str], options: Sequence[ExtractOptions], documents: Sequence[DocumentFile | None]
     ) -> list[Result]:
-        """The content of each document, or the error of an unusable one. Raises InternalFailure, reason cancelled."""
+        """Return the content of each document, or the error of an unusable one. Raises InternalFailure, reason
+        cancelled.
+        """
         refused = [_refusal(document, option) for document, option in zip(documents, options, strict=True)]
         parseable = [
             document
@@ -90,7 +93,7 @@ def _refusal(document: DocumentFile | None, options: ExtractOptions) -> InvalidI
         message = "document: the model reads a document, and the input has none"
         return InvalidInput(message, reason="unsupported_modality", param="document")
     if options.parameters.get("ocr"):
-        return InvalidInput("ocr: the model reads the text that a file has", reason="unknown_option", param="ocr")
+        return InvalidInput("ocr: the model reads only the text that a file has", reason="unknown_option", param="ocr")
     return None
 
 
@@ -102,7 +105,7 @@ def _result(parsed: Parsed | SIEError) -> Result:
     try:
         tree = msgspec.json.decode(parsed.tree)
     except (msgspec.DecodeError, RecursionError):
-        return InternalFailure("the tree of the document is no JSON")
+        return InternalFailure("the tree of the document is not JSON")
     return {
         "data": {
             "text": parsed.text,

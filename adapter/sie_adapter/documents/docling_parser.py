@@ -1,9 +1,9 @@
-"""Documents parsed by docling, without a model: only processes that parse import this, since the parsers read what
-clients sent, in C and C++.
+"""Parsing of documents by docling, without a model. Only parser processes import this module, since docling reads files
+of clients with code in C and C++.
 
     format by content ──► docling's backend of it ──► DoclingDocument ──► text, Markdown, tree
 
-Of a PDF the text that it has is read, a line after the other. A page that is an image has none.
+The text of a PDF is read line by line, from the text that the file has. A page that is only an image has no text.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _READ = (ConversionStatus.SUCCESS, ConversionStatus.PARTIAL_SUCCESS)
 
 
 class DoclingParser:
-    """One converter, for one thread. It fetches nothing that a document names."""
+    """Converter for one thread. It does not fetch anything that a document links to."""
 
     def __init__(self) -> None:
-        """Raises ImportError without docling."""
+        """Make the converter. Raises ImportError without docling."""
         native = NativePdfPipelineOptions(parser_threads=1, generate_page_images=False, generate_picture_images=False)
         self._converter = DocumentConverter(
             allowed_formats=list(_INPUTS.values()),
@@ -48,7 +48,7 @@ class DoclingParser:
         )
 
     def parse(self, job: ParseJob) -> Parsed:
-        """Raises InvalidInput, reason invalid_media, whose message begins with the cause."""
+        """Parse one document. Raises InvalidInput, reason invalid_media; its message begins with the cause."""
         kind = format_of(job.document)
         try:
             return self._parsed(job, kind)
@@ -56,17 +56,17 @@ class DoclingParser:
             raise
         except MemoryError as error:
             raise fault("too_large", "parsing the document takes more memory than its process has") from error
-        except Exception as error:  # parsers raise whatever a damaged file makes of their state
+        except Exception as error:  # a damaged file can make a parser raise any exception
             raise fault("undecodable", f"the {kind} document is damaged or encrypted") from error
 
     def _parsed(self, job: ParseJob, kind: str) -> Parsed:
-        # docling goes by the name first, and no file of a client has one here
+        # docling first looks at the name of a file; here the name comes from the format, never from the client
         stream = DocumentStream(name=f"document.{kind}", stream=io.BytesIO(job.document.data))
         result = self._converter.convert(stream, raises_on_error=False, max_num_pages=MAX_PAGES)
         pages = result.input.page_count
         if pages > MAX_PAGES:
             raise fault("too_large", f"the document has {pages} pages, at most {MAX_PAGES} are read")
-        if result.status not in _READ:  # its messages hold paths and digests
+        if result.status not in _READ:  # the messages of docling are not passed on: they hold paths and digests
             raise fault("undecodable", f"the {kind} document is damaged or encrypted")
         document = result.document
         return Parsed(

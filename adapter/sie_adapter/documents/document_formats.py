@@ -1,5 +1,5 @@
-"""Format of a document: read from its content or, for text, named by the client. Standard library only: it runs in the
-processes that parse documents, before anything else reads the file.
+"""Format of a document: read from its content, or, for text, named by the client. Only the standard library is
+imported: this runs in the parser processes, before other code reads the file.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from sie_contracts.media.documents import DocumentFile
 from sie_contracts.media.media import fault
 
 FORMATS = ("pdf", "docx", "pptx", "xlsx", "odt", "ods", "odp", "html", "md", "csv")
-MAX_UNPACKED_BYTES = 512 << 20  # of an archive, as its directory says
+MAX_UNPACKED_BYTES = 512 << 20  # bytes of an unpacked archive, by the sizes in its directory
 MAX_MEMBERS = 10_000
 _TEXTS = {
     "html": "html",
@@ -24,7 +24,7 @@ _TEXTS = {
     "text": "md",
     "csv": "csv",
 }
-_HEAD = 1024  # in which a PDF begins, and the root of a page
+_HEAD = 1024  # bytes in which the mark of a PDF, or the root element of an HTML page, must begin
 _HTML = re.compile(rb"\s*(<\?xml[^>]*>\s*)?(<!--.*?-->\s*)*<(!doctype\s+html|html)\b", re.IGNORECASE | re.DOTALL)
 _UNREAD = ((b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", "Office before 2007"), (b"{\\rtf", "RTF"))
 _MARKS = (b"\xef\xbb\xbf",)
@@ -38,7 +38,9 @@ _READ = ", ".join(FORMATS)
 
 
 def format_of(document: DocumentFile) -> str:
-    """One of FORMATS. Raises InvalidInput, reason invalid_media, for what none of them is."""
+    """Return the format of a document, one of FORMATS. Raises InvalidInput, reason invalid_media, for a document of
+    another format.
+    """
     data, format_name = document.data, document.format
     head = data[:_HEAD]
     if not data:
@@ -49,16 +51,16 @@ def format_of(document: DocumentFile) -> str:
         return _of_archive(data)
     for magic, name in _UNREAD:
         if head.startswith(magic):
-            raise fault("undecodable", f"the document is of {name}, read are {_READ}")
+            raise fault("undecodable", f"the document is of {name}, supported: {_READ}")
     if format_name in ("", *_TEXTS) and _HTML.match(head.removeprefix(_MARKS[0])):
         return "html"
     if format_name not in ("", *_TEXTS):
         raise fault(
-            "undecodable", f"the document is said to be {_named(format_name)}, its content is not; read are {_READ}"
+            "undecodable", f"the document is said to be {_named(format_name)}, its content is not; supported: {_READ}"
         )
     text_format = _TEXTS.get(format_name, "md")
-    if text_format != "html" and not _is_text(data):  # a page says itself how it is encoded
-        raise fault("undecodable", f"the content is of no format that is read, and no text in UTF-8: {_READ}")
+    if text_format != "html" and not _is_text(data):  # an HTML page names its encoding itself
+        raise fault("undecodable", f"the content has no supported format and is not UTF-8 text, supported: {_READ}")
     return text_format
 
 
@@ -77,7 +79,7 @@ def _is_text(data: bytes) -> bool:
 
 
 def _of_archive(data: bytes) -> str:
-    """An archive is looked at and not unpacked."""
+    """Return the format of an archive, from its directory and its member `mimetype`. Other members are not unpacked."""
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             members = {member.filename: member for member in archive.infolist()}
@@ -95,5 +97,5 @@ def _of_archive(data: bytes) -> str:
                 if open_format:
                     return open_format
     except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, OSError, ValueError) as error:
-        raise fault("undecodable", "the document is damaged: it begins as an archive and is none") from error
-    raise fault("undecodable", f"the archive is of no format that is read: {_READ}")
+        raise fault("undecodable", "the document is damaged: it begins like an archive but is not one") from error
+    raise fault("undecodable", f"the archive has no supported format, supported: {_READ}")

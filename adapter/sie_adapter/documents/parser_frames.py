@@ -1,4 +1,4 @@
-"""Messages between an adapter and its parser processes: one `ParseJob` and one answer at a time."""
+"""Messages between an adapter and its parser processes: one `ParseJob`, then one answer, at a time."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ MAX_ANSWER_BYTES = 64 << 20
 
 
 class ParseJob(msgspec.Struct, frozen=True, tag=True):
-    """One document."""
+    """Job for a parser process: one document."""
 
     number: int
     document: DocumentFile
 
 
 class Parsed(msgspec.Struct, frozen=True, tag=True):
-    """`tree`: the document as docling has it, JSON. `pages`: 0 where the format has none. `is_complete`: false if some
-    pages could not be read.
+    """Content of a document. `tree`: the document in the JSON of docling. `pages`: the number of pages, 0 for a format
+    without pages. `is_complete`: False if some pages could not be read.
     """
 
     number: int

@@ -1,8 +1,9 @@
-"""A process that parses documents, one after the other, for the adapter at the other end of its standard input.
+"""Parser process: parses documents, one after the other, for the adapter at the other end of its standard input.
 
     limits ──► docling ──► Hello ──► ParseJob ──► Parsed or Unusable ──► ... the adapter is gone ──► end
 
-It holds no secrets: the adapter starts it without its environment. It ends with the adapter, however that ends.
+The process holds no secrets: the adapter starts it without its own environment. It ends when the adapter ends, for any
+reason.
 """
 
 from __future__ import annotations
@@ -25,12 +26,13 @@ from sie_runtime import confined
 
 class _Parser(Protocol):
     def parse(self, job: ParseJob) -> Parsed:
-        """Raises InvalidInput."""
+        """Parse one document. Raises InvalidInput."""
 
 
 def main() -> None:
     def docling() -> _Parser:
-        from sie_adapter.documents.docling_parser import DoclingParser  # seconds, within the limits
+        # the import takes seconds, and runs within the limits of the process
+        from sie_adapter.documents.docling_parser import DoclingParser
 
         return DoclingParser()
 
@@ -38,8 +40,8 @@ def main() -> None:
 
 
 def serve(make: Callable[[], _Parser]) -> None:
-    """Answer until the adapter is gone. The arguments of the process: the process id of the adapter, bytes of
-    memory.
+    """Answer jobs until the adapter is gone. Arguments of the process: the process id of the adapter, and its limit of
+    memory in bytes.
     """
     parent, memory_bytes = int(sys.argv[1]), int(sys.argv[2])
     confined.limit(memory_bytes)
@@ -62,7 +64,7 @@ def _answer(parser: _Parser, job: ParseJob) -> tuple[bytes, bytes]:
     size = len(answer[1])
     if size <= MAX_ANSWER_BYTES:
         return answer
-    cause = f"what the document holds takes {size} bytes, at most {MAX_ANSWER_BYTES} are answered"
+    cause = f"the content of the document takes {size} bytes, at most {MAX_ANSWER_BYTES} are allowed"
     return parser_frames.frame(Unusable(job.number, "too_large", cause, ""))
 
 

@@ -1,11 +1,11 @@
-"""The processes that parse documents: started at the load of their model, ended with it.
+"""Pool of parser processes. They start with the load of their model, and end with it.
 
     extract (any thread) ──► a thread of the pool ──► its process ──► Parsed, or why the document is unusable
-                                   ├── the process died or took too long: that document fails, another one is started
-                                   └── nobody waits any more: the process is killed, another one is started
+                                   ├── the process died or took too long: the document fails, a new process starts
+                                   └── no client waits any more: the process is killed, a new one starts
 
-Processes, because a parser is native code that reads what a client sent, and obeys no time limit of Python: what it
-breaks is one document. Each thread has a process of its own, which only it speaks to.
+Parsers run in processes, since they are native code that reads files of clients and obeys no time limit of Python. A
+crash costs one document. Each thread of the pool has a process of its own, and no other thread uses it.
 """
 
 from __future__ import annotations
@@ -34,23 +34,27 @@ from sie_contracts.media.media import fault
 from sie_contracts.wire.child_frames import Hello, Unusable
 from sie_contracts.wire.ipc import FrameError, receive_frame
 
-DEADLINE_S = 60.0  # of one document, from the moment that a process is given it
-MEMORY_BYTES = 4 << 30  # address space of a process
-KEPT_BYTES = 1 << 30  # of memory between two documents; a process that holds more is replaced
-START_S = 120.0  # its imports take seconds, on a busy machine many
-LOOK_S = 0.2  # between two questions whether somebody still waits
-_DIED_S = 1.0  # until a process whose socket ended has ended too
+DEADLINE_S = 60.0  # seconds for one document, from the moment when a process receives it
+MEMORY_BYTES = 4 << 30  # bytes of address space of a process
+KEPT_BYTES = 1 << 30  # bytes of resident memory between two documents; a process that holds more is replaced
+START_S = 120.0  # seconds for the start of a process; its imports take seconds, more on a busy machine
+LOOK_S = 0.2  # seconds between two calls of `is_gone`
+_DIED_S = 1.0  # seconds that a process may take to end after its socket ended
 _logger = logging.getLogger("sie.adapter.documents")
 
 
 class ParserNotStarted(Exception):
-    """No process, no memory, or its imports fail."""
+    """Error of a parser process that could not start: the system refused it, memory was short, or its
+    imports failed.
+    """
 
 
 class Parsers:
-    """At most `most` processes; one more is started when a document finds none free. For any number of threads.
+    """Pool of at most `most` processes. A new process starts if a document finds no free one. For any number of
+    threads.
 
-    `module` is run by the interpreter of this process; it speaks as `parser_frames` says.
+    `module`: the module that the processes run, with the interpreter of this process. It speaks the protocol of
+    `parser_frames`.
     """
 
     def __init__(
@@ -61,11 +65,12 @@ class Parsers:
         memory_bytes: int = MEMORY_BYTES,
         module: str = "sie_adapter.documents.parser_worker",
     ) -> None:
-        """Raises ParserNotStarted if not even one can be."""
+        """Start the first process. Raises ParserNotStarted if it fails."""
         self._deadline_s = deadline_s
         self._arguments = (module, str(os.getpid()), str(memory_bytes))
-        self._processes: dict[int, _ParserProcess] = {}  # by thread
-        # A process ends with the thread that started it (`confined.die_with`), so these start them and nobody else.
+        self._processes: dict[int, _ParserProcess] = {}  # id of a thread of the pool -> its process
+        # A process ends with the thread that started it (`confined.die_with`), so only the threads of the pool start
+        # processes.
         self._threads = ThreadPoolExecutor(most, "parser")
         try:
             self._threads.submit(self._started).result()
@@ -75,16 +80,16 @@ class Parsers:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """The process ids of the parsers."""
+        """Process ids of the parsers that run."""
         return tuple(sorted(process.pid for process in list(self._processes.values()) if process.runs))
 
     def parse(
         self, documents: Sequence[DocumentFile], is_gone: Callable[[], bool] = lambda: False
     ) -> list[Parsed | SIEError]:
-        """Each of them, or why it is unusable: InvalidInput, reason invalid_media, whose message begins with the cause,
-        or another error where it is not the document.
+        """Return each parsed document, or an error. An unusable document is an InvalidInput, reason invalid_media,
+        whose message begins with the cause; other errors do not concern the document.
 
-        `is_gone` is asked whether nobody waits any more. Then no document of the call is parsed any further, and this
+        `is_gone` is called repeatedly. Once it returns True, no document of the call is parsed any further, and this
         raises InternalFailure, reason cancelled.
         """
         call = _ParseCall()
@@ -98,7 +103,7 @@ class Parsers:
         return [future.result() for future in futures]
 
     def close(self) -> None:
-        """End all processes, whatever they do."""
+        """End all processes, also those that parse."""
         for process in list(self._processes.values()):
             process.end()
         self._threads.shutdown(cancel_futures=True)
@@ -111,13 +116,15 @@ class Parsers:
         except ParserNotStarted as error:
             _logger.error("a process that parses documents could not be started: %s", error)
             return ResourceExhausted("no process that parses documents could be started")
-        except Exception as error:  # of one document: its mates are right
+        except Exception as error:  # the error concerns one document; other documents of the call are returned
             _logger.exception("parsing a document failed")
             self._dismiss()
             return InternalFailure(f"parsing the document failed: {type(error).__name__}")
 
     def _started(self) -> _ParserProcess:
-        """The process of the calling thread."""
+        """Return the process of the calling thread. Starts one if there is none, or if it has ended. Raises
+        ParserNotStarted.
+        """
         process = self._processes.get(threading.get_ident())
         if process is not None and not process.runs:
             _logger.warning("the parsing process %d ended while it had no document; it is replaced", process.pid)
@@ -139,7 +146,7 @@ class Parsers:
                 answer = process.run(document, self._deadline_s)
         except _Late as error:
             self._dismiss()
-            _logger.warning("the parsing process %d took longer than %g s; it is ended", process.pid, self._deadline_s)
+            _logger.warning("the parsing process %d took longer than %g s; it is killed", process.pid, self._deadline_s)
             raise fault("timeout", f"parsing the document took longer than {self._deadline_s:g} s") from error
         except _ParserLost as error:
             status = process.status()
@@ -148,11 +155,12 @@ class Parsers:
                 raise cancelled() from error
             how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}: {error}"
             _logger.warning("the parsing process %d %s", process.pid, how)
-            if status == -signal.SIGKILL:  # by nobody here: the kernel wanted memory, and the file may be a good one
+            # this pool did not kill it: the kernel needed memory, and the file may be valid
+            if status == -signal.SIGKILL:
                 message = "the process that parsed the document was killed, as when a machine runs out of memory"
                 raise ResourceExhausted(message) from error
             raise fault("undecodable", "the parser of the document crashed") from error
-        if (held := process.resident_bytes()) > KEPT_BYTES:  # libraries keep what a document took
+        if (held := process.resident_bytes()) > KEPT_BYTES:  # libraries keep the memory that a document took
             _logger.info(
                 "the parsing process %d holds %d MiB after a document; it is replaced", process.pid, held >> 20
             )
@@ -164,7 +172,7 @@ class Parsers:
 
 
 class _ParseCall:
-    """The documents of one caller, and the processes that have one of them now."""
+    """Documents of one caller, and the processes that parse one of them now."""
 
     def __init__(self) -> None:
         self.is_over = False
@@ -173,7 +181,7 @@ class _ParseCall:
 
     @contextlib.contextmanager
     def running(self, process: _ParserProcess) -> Iterator[None]:
-        """Raises InternalFailure, reason cancelled."""
+        """Register a process that parses a document of this call. Raises InternalFailure, reason cancelled."""
         with self._lock:
             if self.is_over:
                 raise cancelled()
@@ -181,11 +189,11 @@ class _ParseCall:
         try:
             yield
         finally:
-            with self._lock:  # what is killed after this may have another caller's document
+            with self._lock:  # `end` must not kill the process after this: it may parse a document of another caller
                 self._processes.discard(process)
 
     def end(self) -> None:
-        """Kill what its processes do."""
+        """End the call: kill the processes that parse its documents."""
         with self._lock:
             self.is_over = True
             for process in self._processes:
@@ -193,15 +201,15 @@ class _ParseCall:
 
 
 class _ParserLost(Exception):
-    """The process ended, or says what it must not."""
+    """Error of a process that ended, or that broke the protocol."""
 
 
 class _Late(Exception):
-    """It took too long, and was killed."""
+    """Error of a process that took too long and was killed."""
 
 
 class _ParserProcess:
-    """One process and its socket. Only the thread that made it calls `run`."""
+    """Parser process and its socket. Only the thread that made it calls `run`."""
 
     def __init__(self, arguments: tuple[str, ...]) -> None:
         """Start a process with the module paths of this one, and no other part of its environment. Raises
@@ -220,7 +228,8 @@ class _ParserProcess:
                     env={
                         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
                         "HF_HUB_OFFLINE": "1",
-                        "OMP_NUM_THREADS": "1",  # the processes are what runs at once; threads take address space
+                        # one thread: the pool runs processes in parallel, and threads take address space
+                        "OMP_NUM_THREADS": "1",
                         "OPENBLAS_NUM_THREADS": "1",
                     },
                     start_new_session=True,
@@ -231,11 +240,11 @@ class _ParserProcess:
         self.pid = self._process.pid
         try:
             if not isinstance(self._waited(START_S), Hello):
-                raise ParserNotStarted("its first words are wrong")
+                raise ParserNotStarted("its first message is not a Hello")
         except (_ParserLost, _Late) as error:
             status = self.status()
             self.end()
-            raise ParserNotStarted(f"it ended with status {status}, its last lines are above") from error
+            raise ParserNotStarted(f"it ended with status {status}; the log above has its last lines") from error
         except BaseException:
             self.end()
             raise
@@ -245,22 +254,24 @@ class _ParserProcess:
         return self._process.poll() is None
 
     def resident_bytes(self) -> int:
-        """Memory that it has now; 0 where the system does not tell."""
+        """Return the resident memory of the process in bytes; 0 if the system does not report it."""
         with contextlib.suppress(OSError):
             return int(Path(f"/proc/{self.pid}/statm").read_text().split()[1]) * resource.getpagesize()
         return 0
 
     def run(self, document: DocumentFile, deadline_s: float) -> Parsed | Unusable:
-        """Raises _Lost, _Late."""
+        """Send a document, and return the answer. Raises _ParserLost, _Late."""
         self._number += 1
         job = ParseJob(self._number, document)
         answer = self._waited(deadline_s, parser_frames.frame(job))
         if isinstance(answer, Hello) or answer.number != job.number:
-            raise _ParserLost("its answer is to something else")
+            raise _ParserLost("its answer belongs to another document")
         return answer
 
     def _waited(self, deadline_s: float, parts: Sequence[bytes] = ()) -> parser_frames.Answer:
-        """The answer of the process to these bytes. It is killed when the time is over, which ends any wait for it."""
+        """Send these bytes, and return the answer of the process. The process is killed at the deadline, which ends the
+        wait.
+        """
         timer = threading.Timer(deadline_s, self._expire)
         timer.daemon = True
         timer.start()
@@ -283,14 +294,14 @@ class _ParserProcess:
         self._process.kill()
 
     def status(self) -> int:
-        """The exit status of a lost process; 0 if it had to be killed."""
+        """Return the exit status of a lost process; 0 if it had to be killed."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self._process.wait(_DIED_S)
         self.end()
         return 0
 
     def end(self) -> None:
-        """Kill it, whatever it does: it has nothing that would be lost."""
+        """Kill the process and close its socket. The process holds no data that would be lost."""
         self._process.kill()
         self._process.wait()
         self._socket.close()

@@ -1,1 +1,1 @@
-"""The engine: one thread for each device runs batches of loaded models, with CUDA graphs, timings and spans."""
+"""The engine runs batches of loaded models on one device, with CUDA graphs, timings and spans."""

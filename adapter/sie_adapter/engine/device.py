@@ -1,5 +1,5 @@
-"""The device of this process: resolved once, logged, reported. Its precision: `precision`, its attention:
-`attention_backend`.
+"""The device of this process: resolved once, logged, reported. `precision` chooses its precision, `attention_backend`
+its attention.
 
 SIE_DEVICE ──► resolve_device ──► torch.device
 """
@@ -33,19 +33,20 @@ from sie_runtime import control_group
 _logger = logging.getLogger("sie.adapter")
 
 _STATUS = Path("/proc/self/status")
-# of the drivers of NVIDIA, of NVIDIA under WSL, and of AMD
+# device files of the drivers of NVIDIA, of NVIDIA under WSL, and of AMD
 _CONTROLS = (Path("/dev/nvidiactl"), Path("/dev/dxg"), Path("/dev/kfd"))
-_INSTEAD = "or name cpu, or auto for what there is"
-_MAPPED_BYTES = 32 << 20  # from here on an allocation has pages of its own; glibc takes no more
-_APART_BYTES = 1 << 20  # the same for what leaves holes in the heap
-_apart, _apart_lock = 0, threading.Lock()  # loads that are going on
-_CLAIM_BYTES = 8 << 20  # several times what oneDNN takes for one new shape, about 1 MB
-_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # of malloc.h
+_INSTEAD = "or set cpu, or auto for the best device here"
+_MAPPED_BYTES = 32 << 20  # allocations of this size and more get their own pages; glibc accepts no larger value
+# the same threshold while weights are loaded or data is limited, so that freed weights leave no holes in the heap
+_APART_BYTES = 1 << 20
+_apart, _apart_lock = 0, threading.Lock()  # number of loads in progress, and its lock
+_CLAIM_BYTES = 8 << 20  # several times the bytes that oneDNN takes for one new shape, about 1 MB
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # parameters of mallopt in malloc.h
 
 
 def require(name: str) -> None:
-    """Look for a CUDA device that is named without asking CUDA, which a process that forks later cannot. Raises
-    SettingError, which says what is missing.
+    """Check that a named CUDA device can exist, without a call of CUDA: a process that forks later must not use CUDA.
+    Raises SettingError, which says what is missing.
     """
     if not name.startswith("cuda"):
         return
@@ -64,9 +65,11 @@ def require(name: str) -> None:
 
 
 def resolve_device(name: str) -> torch.device:
-    """`auto` takes CUDA, then MPS, then CPU. Raises SettingError for a named device that is absent."""
+    """Return the device. `auto` takes CUDA, then MPS, then CPU. Raises SettingError for a named device that is
+    absent.
+    """
     require(name)
-    torch.backends.cudnn.allow_tf32 = False  # a model that is to compute in float32 does: TF32 has 10 bits of mantissa
+    torch.backends.cudnn.allow_tf32 = False  # TF32 has 10 bits of mantissa, and a float32 model must compute in float32
     has_mps = torch.backends.mps.is_available()
     if name == "auto":
         return torch.device("cuda:0" if torch.cuda.is_available() else "mps" if has_mps else "cpu")
@@ -84,19 +87,19 @@ def resolve_device(name: str) -> torch.device:
 
 @dataclass(frozen=True)
 class Compute:
-    """Everything that the weights and passes of one model run with on this device.
+    """Settings that the weights and passes of one model run with on this device.
 
-    `requested`: the precision that its entry asks for, else the default. `precision_reason`: why `dtype` is another
-    one, else empty. `outputs`: what towers made of images. `model`: what the rules of engines look at. `engine`: by
-    these rules; a model that it does not serve falls back to torch, unless its entry demands it (`Choice.demand`).
-    `scratch`: the folder of files that a load writes for itself, None for that of the system. `int8`: weights are kept
-    in 8 bits.
+    `requested`: the precision that the model's entry asks for, else the default. `precision_reason`: why `dtype`
+    differs from it, else empty. `outputs`: cached outputs of image towers. `model`: the facts that the rules of engines
+    read. `engine`: the engine that these rules chose; a model that this engine does not serve falls back to torch,
+    unless its entry demands the engine (`Choice.demand`). `scratch`: the folder for temporary files of a load, None for
+    the system's. `int8`: weights are kept in 8 bits.
     """
 
     device: torch.device
     dtype: torch.dtype
     backend: Backend
-    reason: str  # why this backend
+    reason: str  # why this backend was chosen
     facts: AttentionFacts
     requested: str = ""
     precision_reason: str = ""
@@ -112,21 +115,23 @@ class Compute:
 
 
 def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
-    """A host array on the device, on a CPU the array itself. Does not wait for CUDA, which stages pageable memory at
-    the call.
+    """Copy a host array to the device; on a CPU return the array itself as a tensor. Does not wait for CUDA, which
+    stages pageable memory during the call.
     """
     return torch.from_numpy(array).to(device, non_blocking=device.type == "cuda")
 
 
 def label(device: torch.device) -> str:
-    """The GPU's name, empty on a CPU."""
+    """Return the GPU's name, empty on a CPU."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
     return f"Apple {platform.processor() or 'GPU'}" if device.type == "mps" else ""
 
 
 def usable_cores() -> int:
-    """Cores this process may use: its affinity, cut to the whole cores of its control group's quota. At least 1."""
+    """Return the number of cores that this process may use: its affinity, limited to the whole cores of its control
+    group's quota. At least 1.
+    """
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = control_group.cores()
     return max(1, allowed if quota is None else min(allowed, int(quota)))
@@ -134,7 +139,7 @@ def usable_cores() -> int:
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Memory of the device models live on, in bytes, whoever holds it."""
+    """Memory of the device that models live on, in bytes, used by any process."""
 
     used_bytes: int
     total_bytes: int
@@ -145,11 +150,12 @@ class MemoryUse:
 
 
 def memory(device: torch.device, more_bytes: int = 0) -> MemoryUse:
-    """The memory of the device with `more_bytes` more, under the tightest of the limits that bind this process.
+    """Return the use of the device's memory with `more_bytes` more, under the tightest of the limits that bind this
+    process.
 
-    CUDA: the card, and the fraction of it that this process may use. MPS: what Metal recommends. CPU: the machine, the
-    container, and the limit on this process's own data (RLIMIT_DATA, `ulimit -d`), which bounds one adapter among
-    others without a container.
+    CUDA: the card, and the fraction of it that this process may use. MPS: the size that Metal recommends. CPU: the
+    machine, the container, and the limit on this process's own data (RLIMIT_DATA, `ulimit -d`), which limits one
+    adapter among others without a container.
     """
     return max(
         (MemoryUse(limit.used_bytes + more_bytes, limit.total_bytes) for limit in _limits(device)),
@@ -158,7 +164,7 @@ def memory(device: torch.device, more_bytes: int = 0) -> MemoryUse:
 
 
 def capacity_bytes(device: torch.device) -> int:
-    """The memory that the tightest of these limits leaves to this process."""
+    """Return the bytes of the tightest of these limits."""
     return min(limit.total_bytes for limit in _limits(device))
 
 
@@ -183,7 +189,9 @@ def _cuda_memory(device: torch.device) -> list[MemoryUse]:
 
 @functools.cache
 def _nvml_handle(device: torch.device) -> object | None:
-    """The card in NVML, by the id that CUDA_VISIBLE_DEVICES does not renumber. None without package or library."""
+    """Return the handle of the card in NVML, by its UUID, which CUDA_VISIBLE_DEVICES does not change. None without
+    package or library.
+    """
     try:
         import pynvml
     except ImportError:
@@ -192,7 +200,7 @@ def _nvml_handle(device: torch.device) -> object | None:
         pynvml.nvmlInit()
         return cast(object, pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}"))
     except pynvml.NVMLError as error:
-        _logger.info("NVML does not know the card, the CUDA driver is asked for memory: %s", error)
+        _logger.info("NVML does not list the card, so the CUDA driver reports its memory: %s", error)
         return None
 
 
@@ -204,13 +212,13 @@ def _nvml_memory(device: torch.device) -> MemoryUse | None:
     try:
         info = pynvml.nvmlDeviceGetMemoryInfo(handle)
     except pynvml.NVMLError as error:
-        _logger.warning("NVML gave no memory information, the CUDA driver is asked: %s", error)
+        _logger.warning("NVML returned no memory information, so the CUDA driver reports it: %s", error)
         return None
     return MemoryUse(int(info.used), int(info.total))
 
 
 class UtilisationProbe:
-    """How busy a device is, whoever uses it. May be asked from any thread."""
+    """Utilisation of a device by all processes. May be called from any thread."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -218,8 +226,8 @@ class UtilisationProbe:
         self._before = _cpu_seconds()
 
     def percent(self) -> float | None:
-        """CUDA: by NVML, where its package is. CPU: of the machine's cores, since the last question. None where nothing
-        tells.
+        """Return the utilisation, %. CUDA: from NVML, if its package is installed. CPU: of the machine's cores, since
+        the last call. None if it is not known.
         """
         if self._device.type == "cuda":
             return self._nvml_percent()
@@ -245,9 +253,9 @@ class UtilisationProbe:
 
 
 def _cpu_seconds() -> tuple[float, float]:
-    """Busy and all seconds of all cores since the machine started."""
+    """Return the busy seconds and the total seconds of all cores since the machine started."""
     times = psutil.cpu_times()
-    # which `user` and `nice` count as well
+    # `user` and `nice` include these two
     total = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
     return total - times.idle - getattr(times, "iowait", 0.0), total
 
@@ -275,12 +283,12 @@ def _own_limit() -> MemoryUse | None:
     limit = _data_limit()
     if limit is None or not _STATUS.exists():
         return None
-    # what the allocator has free counts against the limit, and is used again before the limit is met
+    # memory that is free in the allocator counts against the limit, but is reused before the limit is reached
     return MemoryUse(max(0, 1024 * _status_kib("VmData") - _free_in_allocator()), limit)
 
 
 class _MallInfo2(ctypes.Structure):
-    """struct mallinfo2 of malloc.h: ten sizes, of which the ninth is the free space of all arenas."""
+    """The struct mallinfo2 of malloc.h: ten sizes, of which the ninth is the free space of all arenas."""
 
     _fields_ = [
         (name, ctypes.c_size_t) for name in (*(f"other_{number}" for number in range(8)), "fordblks", "keepcost")
@@ -296,12 +304,12 @@ def _free_in_allocator() -> int:
 
 
 def peak_of(device: torch.device, run: Callable[[], object]) -> int:
-    """Run it and return the bytes it needed at most on the device, above what was held before. 0 where that is not to
-    be known.
+    """Call `run` and return the most bytes that it needed on the device, above what was held before. 0 if that cannot
+    be measured.
 
-    What other threads take meanwhile is counted as well: an upper bound while the device is shared.
+    Memory that other threads take meanwhile is counted too: the result is an upper bound while the device is shared.
     """
-    give_memory_back(device)  # what the allocator keeps would be used again unseen
+    give_memory_back(device)  # `run` could reuse memory that the allocator keeps, which would not be counted
     if device.type == "cuda":
         held: int = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -314,7 +322,9 @@ def peak_of(device: torch.device, run: Callable[[], object]) -> int:
 
 
 def _reset_high_water() -> bool:
-    """Set the process's high-water mark to what it holds now: proc_pid_clear_refs(5)."""
+    """Set the process's high-water mark to what it holds now, see proc_pid_clear_refs(5). Return whether that
+    worked.
+    """
     try:
         (_STATUS.parent / "clear_refs").write_text("5")
     except OSError:
@@ -328,13 +338,13 @@ def _status_kib(field: str) -> int:
 
 
 def keep_freed_memory() -> None:
-    """Let the C allocator keep what is freed, up to 512 MiB in each arena, instead of returning the states of each
-    layer to the kernel.
+    """Let the C allocator keep freed memory, up to 512 MiB in each arena. Otherwise it returns the states of each layer
+    to the kernel.
 
-    Without it page faults take 12 to 15 % of a forward pass on a CPU (bench/engine.py). `give_memory_back` still
-    returns all of it. Under a limit on data nothing is kept: holes between what lives on count as data, and after some
-    thousand batches no tensor of one item found room in 150 MiB of them. The heap grows by 1 MiB at a time then: by 64
-    a small allocation would fail while there is room for it.
+    Without this, page faults take 12 to 15 % of a forward pass on a CPU (bench/engine.py). `give_memory_back` still
+    returns all of it. Under a limit on data the threshold for separate pages is 1 MiB: holes in the heap count as data,
+    and after some thousand batches no tensor of one item fitted into 150 MiB of holes. The heap then grows by 1 MiB at
+    a time: with 64 MiB a small allocation would fail although there is room for it.
     """
     if platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)
@@ -348,14 +358,14 @@ def keep_freed_memory() -> None:
 
 
 def _mapped_bytes() -> int:
-    """From which size on an allocation gets pages of its own."""
+    """Return the size from which an allocation gets its own pages, bytes."""
     return _APART_BYTES if _apart or is_limited() else _MAPPED_BYTES
 
 
 @contextlib.contextmanager
 def weights_apart() -> Iterator[None]:
-    """Give every allocation of 1 MiB and more pages of its own meanwhile, on all threads: weights that are freed later
-    then leave no holes in the heap, which a model of other shapes could not use.
+    """Give every allocation of 1 MiB and more its own pages inside the context, on all threads. Weights that are freed
+    later then leave no holes in the heap, which a model of other shapes could not use.
     """
     global _apart
     if platform.libc_ver()[0] != "glibc":
@@ -374,15 +384,15 @@ def weights_apart() -> Iterator[None]:
 
 
 def is_limited() -> bool:
-    """Whether this process's data is limited, so that an allocation may fail."""
+    """Return whether this process's data is limited, so that an allocation may fail."""
     return _data_limit() is not None
 
 
 def claim(nbytes: int) -> None:
-    """Fail as torch's allocator does unless `nbytes` and _CLAIM_BYTES more can be had now. Nothing is held: another
-    lane may still take it.
+    """Raise as torch's allocator does unless `nbytes` plus _CLAIM_BYTES can be allocated now. The memory is not held:
+    another lane may still take it.
 
-    For oneDNN, which does not check its own small allocations: one that fails for a shape that is new ends the process.
+    This is for oneDNN, which does not check its own small allocations: if one fails for a new shape, the process ends.
     """
     torch.empty(nbytes + _CLAIM_BYTES, dtype=torch.uint8)
 

@@ -1,9 +1,9 @@
-"""Threads that run batches on the device. Each takes one job at a time and answers it itself, so nothing stands between
-the device and the socket.
+"""Threads that run batches on the device. Each takes one job at a time and answers it itself, so no other thread stands
+between the device and the socket.
 
     submit(Job) ──► queue ──► thread: started, run, answer
 
-The queue holds at most one job per connection, which is what bounds it.
+The queue is bounded, since it holds at most one job per connection.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from sie_adapter.memory.oom import is_thread_unusable
+from sie_adapter.memory.oom import thread_state
 from sie_contracts.errors import InternalFailure, ShuttingDown
 from sie_contracts.wire.ipc import BatchStarted, Refused, Reply, RunBatch
 from sie_runtime.failpoints import failpoint
@@ -28,8 +28,8 @@ _thread = threading.local()
 
 @dataclass(frozen=True)
 class DeviceJob:
-    """A batch and the callback of its answers. `finished` is set after the last one. `run`: runs it in the place of
-    `execute`; `is_started`: BatchStarted is answered already.
+    """A batch and the callback for its replies. `finished` is set after the last reply. `run`: the function to run the
+    batch with, instead of `execute`. `is_started`: BatchStarted was sent already.
     """
 
     message: RunBatch
@@ -41,8 +41,8 @@ class DeviceJob:
 
 
 def timed(run: Callable[[], Reply]) -> tuple[Reply, int, int]:
-    """The reply, with begin and end in nanoseconds since 1970. A wall clock that is set meanwhile does not change the
-    duration.
+    """Call `run`. Return the reply, with begin and end in nanoseconds since 1970. A change of the wall clock during the
+    run does not change the duration.
     """
     began_ns, start_ns = time.time_ns(), time.perf_counter_ns()
     reply = run()
@@ -50,13 +50,15 @@ def timed(run: Callable[[], Reply]) -> tuple[Reply, int, int]:
 
 
 def is_alone() -> bool:
-    """Whether the calling thread is the only device thread that runs a batch."""
+    """Return whether the calling thread is the only device thread that runs a batch."""
     owner: DeviceThreads | None = getattr(_thread, "owner", None)
     return owner is not None and owner.busy <= 1
 
 
 class DeviceThreads:
-    """`count` threads that run `execute`, which answers a batch and does not raise. Owns them until `stop`."""
+    """Device threads, `count` of them, that run `execute`, which answers a batch and does not raise. Owns them until
+    `stop`.
+    """
 
     def __init__(self, count: int, execute: Callable[[RunBatch], Reply], *, torch_threads: int = 1) -> None:
         self.listeners: list[
@@ -71,7 +73,7 @@ class DeviceThreads:
         self._threads = [self._start(number) for number in range(count)]
 
     def submit(self, job: DeviceJob) -> None:
-        """Queue a job; a device thread answers it, with ShuttingDown once `stop` was called."""
+        """Queue a job. A device thread answers it, with ShuttingDown once `stop` was called."""
         self._jobs.put(job)
 
     def __len__(self) -> int:
@@ -79,26 +81,26 @@ class DeviceThreads:
 
     @property
     def waiting(self) -> int:
-        """Jobs in the queue."""
+        """Return the number of jobs in the queue."""
         return self._jobs.qsize()
 
     @property
     def busy(self) -> int:
-        """Threads that run a batch now."""
+        """Return the number of threads that run a batch now."""
         return sum(map(bool, self._busy_since))
 
     @property
     def batches(self) -> int:
-        """Batches answered so far."""
+        """Return the number of batches answered so far."""
         return sum(self._batches)
 
     def busy_s(self) -> float:
-        """Age of the oldest batch that runs now, 0 when idle. Never waits."""
+        """Return the age of the oldest batch that runs now, seconds; 0 if no batch runs. Never waits."""
         since = [start for start in self._busy_since if start]
         return time.monotonic() - min(since) if since else 0.0
 
     def stop(self, timeout_s: float) -> bool:
-        """Finish what runs, refuse what waits. Returns whether all threads ended in time."""
+        """Finish running jobs and refuse waiting ones. Return whether all threads ended in time."""
         self._stopping.set()
         for _ in self._threads:
             self._jobs.put(None)
@@ -121,7 +123,7 @@ class DeviceThreads:
         with torch.inference_mode():
             while (job := self._jobs.get()) is not None:
                 self._serve(number, job)
-                if is_thread_unusable() and self._is_replaced(number):
+                if thread_state.is_unusable and self._is_replaced(number):
                     return
 
     def _is_replaced(self, number: int) -> bool:
@@ -129,8 +131,10 @@ class DeviceThreads:
             self._threads[number] = self._start(number)
         except (
             RuntimeError
-        ) as error:  # no memory for its stack: this one goes on, a little slower, and asks again after the next batch
-            _logger.warning("%s stays on a thread that oneDNN has given up: %s", threading.current_thread().name, error)
+        ) as error:  # no memory for a new stack: this thread continues, slower, and tries again after the next batch
+            _logger.warning(
+                "%s keeps a thread on which oneDNN runs no new shapes: %s", threading.current_thread().name, error
+            )
             return False
         return True
 
@@ -151,7 +155,7 @@ class DeviceThreads:
             job.answer(answer)
             ran = answer, began_ns, ended_ns
         except Exception:
-            # neither execute nor answer raises; a thread that ended for their mistake would end the
+            # neither `execute` nor `answer` should raise; if they do, the thread must not end, since that would end the
             # whole adapter
             _logger.exception("a device thread failed")
             _refuse(job)
@@ -162,7 +166,7 @@ class DeviceThreads:
             self.notify(job, *ran)
 
     def notify(self, job: DeviceJob, reply: Reply, began_ns: int, ended_ns: int) -> None:
-        """Call the listeners for a batch that was answered, by a device thread or another one."""
+        """Call the listeners for a batch that was answered, by a device thread or another thread."""
         for listener in self.listeners:
             try:
                 listener(job, reply, began_ns, ended_ns)
@@ -171,10 +175,10 @@ class DeviceThreads:
 
 
 def _refuse(job: DeviceJob) -> None:
-    """Answer Refused: the sidecar waits for a terminal reply without a bound of its own."""
+    """Reply Refused: the sidecar waits for a last reply without a timeout."""
     try:
         job.answer(
             Refused(InternalFailure("a device thread of the adapter failed, see its log").info(), job.message.batch)
         )
-    except Exception:  # the connection of a dead sidecar: the thread goes on with the next batch
-        _logger.exception("batch %s is not answered", job.message.batch)
+    except Exception:  # the connection belongs to a dead sidecar: the thread continues with the next batch
+        _logger.exception("the reply to batch %s could not be sent", job.message.batch)

@@ -1,17 +1,17 @@
-"""Choice of the engine that computes the hidden states of a model. A rule decides when the model is loaded, never a
-race: the same model on the same kind of machine gives the same bits tomorrow.
+"""Choice of the engine that computes the hidden states of a model. Rules decide when the model is loaded, and no timing
+does: the same model on the same kind of machine always gives the same bits.
 
 family, device, precision, LoRAs, what is installed ──► RULES, in order: the first that names no obstacle ──► Choice
 
 engine      computes                                                        chosen for
 openvino    the graph of the model, converted at load, compiled for the CPU  texts on a CPU
-sglang      a server of that package, in a process of its own                decoders of dense vectors on a GPU, if an
+sglang      a server of that package, in a separate process                  decoders of dense vectors on a GPU, if an
                                                                              environment with it is named
 torch       the packed path of `backbone`                                    everything
 
-What a rule is decided by is measured in bench/results/engine.md, other than that of sglang: whoever names the
-environment has decided. An engine whose states are not those of the stock path is not used, whatever the rules
-say (`backbone`).
+The measurements behind the rules are in bench/results/engine.md. The rule for sglang has none: an operator chooses
+SGLang by naming its environment. An engine whose states differ from those of the stock path is not used, whatever the
+rules say (`backbone`).
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from sie_contracts.wire.ipc import RunBatch
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """The facts that the rules read. `device`: the type. `reads_text`: the model reads ids of texts and nothing else.
-    `lora`: the LoRA that its entry gives every request. `is_limited`: the data of this process is limited. `attention`:
-    the backend in force. `sglang`: the Python of an environment with that package, empty if none is named. `int8`: its
-    weights are to be kept in 8 bits.
+    """Facts that the rules read. `device`: the type of the device. `reads_text`: the model reads ids of texts and
+    nothing else. `lora`: the LoRA that the model's entry sets for every request. `is_limited`: the data of this process
+    is limited. `attention`: the attention backend in force. `sglang`: the Python of an environment with SGLang, empty
+    if none is named. `int8`: the entry asks for weights in 8 bits.
 
-    Of the files of the model: `hides_tokens`: some tokens of its queries are not attended to, and some layers attend to
-    a window alone. `beyond_sglang`: why SGLang does not give the vectors of this model, empty if it does.
+    Facts from the model's files: `hides_tokens`: some tokens of queries are not attended to, and some layers attend
+    only to a window. `beyond_sglang`: the reason why SGLang cannot compute the vectors of this model, empty if it can.
     """
 
     device: str
@@ -51,14 +51,14 @@ class EngineFacts:
     def for_entry(
         cls, entry: ModelEntry, device: str, attention: str, sglang: str, *, is_limited: bool, int8: bool
     ) -> EngineFacts:
-        """All that is known before the files of the model are read."""
+        """Return the facts that are known before the model's files are read."""
         family = FAMILIES.get(entry.family)
         reads_text = family is not None and family.implementation == TEXT_ENCODER
         return cls(device, reads_text, entry.run.lora or "", is_limited, attention, sglang, int8)
 
 
-# Weights in float32 up to which a graph is compiled twice. A second copy of a larger model takes more memory than a
-# quicker answer to a single request is worth.
+# Bytes of float32 weights up to which a graph is compiled twice. For a larger model the second copy takes more memory
+# than a faster answer to a single request is worth.
 TWICE_BYTES = 256 << 20
 _INT8 = "load.precision is int8"
 NO_TEXTS = EngineFacts("cpu", reads_text=False)
@@ -66,8 +66,8 @@ NO_TEXTS = EngineFacts("cpu", reads_text=False)
 
 @dataclass(frozen=True)
 class Choice:
-    """`reason`: why this one, and what those before it in RULES lack. `demand`: by what its entry demands it, empty if
-    it does not.
+    """The chosen engine. `reason`: why this engine was chosen, and what the engines before it in RULES lack. `demand`:
+    the field of the entry that demands this engine, empty if none does.
     """
 
     engine: Engine
@@ -79,14 +79,15 @@ TORCH = Choice("torch", "the model reads more than texts")
 
 
 class Unserved(Exception):
-    """An engine does not serve a model whose weights are gone from torch: whoever loads it loads it again."""
+    """An engine does not serve a model whose weights torch has already freed. The caller loads the model again."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """`why`: what the measurement says. `package`: that has to be installed, by the extra of the same name.
-    `obstacle`: why the engine does not serve such a model, empty if it does. `unasked`: why it does not unless the
-    entry of the model asks for it. `held_bytes`: at most, while a model is loaded whose weights have so many bytes.
+    """Conditions of one engine. `why`: what the measurement says. `package`: the package that must be installed; the
+    extra has the same name. `obstacle`: returns why the engine cannot serve a model, empty if it can. `unasked`:
+    returns why the engine is not chosen unless the entry asks for it, empty if it may be chosen. `held_bytes`: returns
+    the most bytes held while a model with weights of this size is loaded.
     """
 
     why: str
@@ -101,12 +102,14 @@ def _reads_more(facts: EngineFacts) -> str:
 
 
 def is_compiled_twice(weight_bytes: int) -> bool:
-    """Whether a graph of so many bytes of weights in float32 is compiled for a lane that is alone as well."""
+    """Return whether a graph with `weight_bytes` of float32 weights is compiled a second time, for a lane that is
+    alone.
+    """
     return weight_bytes <= TWICE_BYTES
 
 
 def _bytes_of_graphs(weight_bytes: int) -> int:
-    return (3 if is_compiled_twice(weight_bytes) else 2) * weight_bytes  # the weights of torch and the compiled ones
+    return (3 if is_compiled_twice(weight_bytes) else 2) * weight_bytes  # torch's weights and the compiled copies
 
 
 def _openvino(facts: EngineFacts) -> str:
@@ -115,18 +118,18 @@ def _openvino(facts: EngineFacts) -> str:
     if more := _reads_more(facts):
         return more
     if facts.hides_tokens:
-        return "tokens of its queries are not attended to, and its layers have windows"
+        return "some tokens of its queries are not attended to, and its layers attend to windows"
     if facts.attention == "eager":
-        return "SIE_ATTENTION_BACKEND asks for the attention that is written out"
+        return "SIE_ATTENTION_BACKEND asks for eager attention"
     if facts.lora:
         return "its entry has a LoRA, which runs on torch"
     if facts.is_limited:
-        return "the memory of this process is limited, and what OpenVINO keeps of shapes it met is not"
+        return "the memory of this process is limited, and OpenVINO's cache of shapes is not"
     return ""
 
 
 def _in_int8(facts: EngineFacts) -> str:
-    return "it has no weights in 8 bits" if facts.int8 else ""
+    return "it does not support weights in 8 bits" if facts.int8 else ""
 
 
 def _sglang(facts: EngineFacts) -> str:
@@ -136,7 +139,7 @@ def _sglang(facts: EngineFacts) -> str:
         return more
     if facts.lora:
         return "its entry has a LoRA, which runs on torch"
-    return "the memory of this process is limited, and that of another one is not" if facts.is_limited else ""
+    return "the memory of this process is limited, and that of the SGLang process is not" if facts.is_limited else ""
 
 
 RULES: Mapping[Engine, Rule] = {
@@ -153,8 +156,9 @@ RULES: Mapping[Engine, Rule] = {
 
 
 def choose(requested: Engine | None, facts: EngineFacts, missing: Callable[[str], bool] | None = None) -> Choice:
-    """The engine for such a model. `asked`: by its entry (`load.engine`); an impossible one, or one that does not
-    exist, is refused with ModelLoadFailed INCOMPATIBLE or DEPENDENCY. `missing`: whether a package is not installed.
+    """Return the engine for a model. `requested`: the engine that its entry names (`load.engine`). `missing`: returns
+    whether a package is not installed. Raises ModelLoadFailed INCOMPATIBLE if the engine cannot serve the model,
+    DEPENDENCY if its package is not installed.
     """
     missing = missing or _is_missing
     if requested is not None:
@@ -176,8 +180,8 @@ def choose(requested: Engine | None, facts: EngineFacts, missing: Callable[[str]
 
 
 def of_batch(choice: Choice, batch: RunBatch) -> Engine:
-    """The engine of a batch: a LoRA that its requests name acts on torch alone, and SGLang gives nothing but normalised
-    vectors of the last token.
+    """Return the engine of a batch. A LoRA that requests name runs on torch only. SGLang returns only normalised
+    vectors of the last token, so all other batches run on torch.
     """
     if batch.lora:
         return TORCH.engine

@@ -2,9 +2,9 @@
 
 stock transformers model ──TorchScript──► OpenVINO's front end for PyTorch ──► compiled once, a stream for each lane
 
-Its weights lie in the blocked order of the kernels, and nothing of a pass is Python: one text of 8 tokens takes little
-more than half of what the packed path of torch takes. A batch runs in groups of texts of similar length
-(bench/results/engine.md).
+The weights lie in the blocked order that the kernels read, and no part of a pass runs in Python. One text of 8 tokens
+takes little more than half of the time that torch's packed path takes. A batch runs in groups of texts of similar
+length (bench/results/engine.md).
 """
 
 from __future__ import annotations
@@ -32,18 +32,19 @@ from sie_adapter.loading.checkpoint import construction
 from sie_adapter.memory.device_errors import is_out_of_memory
 from sie_adapter.packed.packing import Int64, PackedBatch, Padded, missing, padded
 
-# Tokens of a group. More take as long for each token, and the memory of a pass grows with them.
+# Tokens of a group. A larger group takes as long for each token, and the memory of a pass grows with it.
 GROUP_TOKENS = 1024
-PASS_TOKENS = 64  # a pass takes as long as if it had so many more, since it reads all weights
-_STEPS = ((32, 8), (64, 16), (512, 32), (2048, 128))  # of lengths
-# What is kept for shapes that were met, for each lane. By default it is 5,000, and memory grows for hours; with 100 a
-# mix of lengths is as fast as with 300, with 50 it is 5 % slower (bench/results/memory.md).
+PASS_TOKENS = 64  # a pass reads all weights, which takes as long as this number of additional tokens
+# (length in tokens, step): lengths up to this one are padded to a multiple of the step
+_STEPS = ((32, 8), (64, 16), (512, 32), (2048, 128))
+# Entries of the cache that each lane keeps for the shapes that it ran. OpenVINO's default is 5,000, and memory grows
+# for hours. With 100 a mix of lengths is as fast as with 300, with 50 it is 5 % slower (bench/results/memory.md).
 _KEPT_KERNELS = 100
-# A lane that is alone runs a short batch on two threads, which nearly halves the time of one short text. Beside another
-# lane it would wait for the slower of its threads (bench/results/engine.md).
+# Threads for a short batch on a lane that is alone: two threads nearly halve the time of one short text. Beside another
+# lane the batch would wait for the slower of its threads (bench/results/engine.md).
 _THREADS_ALONE = 2
 _TOKENS_ALONE = 256
-_EXAMPLE_TOKENS = 300  # past the local window of ModernBERT, whose masks are made only for longer texts
+_EXAMPLE_TOKENS = 300  # past the local window of ModernBERT, which makes its masks only for longer texts
 _TYPES = "token_type_ids"
 _PRECISIONS = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
@@ -53,7 +54,7 @@ class NoGraph(Exception):
 
 
 class _PositionalModel(nn.Module):  # type: ignore[misc]  # torch is not followed by the type checker
-    """The model with its inputs by position, as they are traced."""
+    """A model that takes its inputs by position, as a trace needs them."""
 
     def __init__(self, model: PreTrainedModel, names: tuple[str, ...]) -> None:
         super().__init__()
@@ -64,16 +65,16 @@ class _PositionalModel(nn.Module):  # type: ignore[misc]  # torch is not followe
 
 
 class Graph:
-    """The states of a model's last layer. `run` may be called on several threads at once.
+    """States of a model's last layer. `run` may be called on several threads at once.
 
-    `memory_bytes`: of its weights in the order of the kernels, in all copies.
+    `memory_bytes`: bytes of the weights in the order of the kernels, in all copies.
     """
 
     attention = "sdpa"
 
     def __init__(self, model: PreTrainedModel, compute: Compute, lanes: int, filler: int, max_tokens: int) -> None:
-        """`model` is on the CPU, and is as before when this returns. `filler`: the id of what fills up. `max_tokens`:
-        the longest text that will run. Raises NoGraph.
+        """Compile `model`, which is on the CPU and is unchanged afterwards. `filler`: the token id that pads a text.
+        `max_tokens`: the length of the longest text that will run. Raises NoGraph.
         """
         self._dtype = dtype = compute.dtype
         self._filler = filler
@@ -88,8 +89,8 @@ class Graph:
         }
         is_twice = lanes >= _THREADS_ALONE and is_compiled_twice(4 * weights)
         try:
-            # mapped from a file that is gone afterwards: the runtime keeps the weights in float32 beside those in the
-            # order of its kernels, and pages of a file take no memory that is needed for anything else
+            # The graph is mapped from a temporary file. The runtime keeps the float32 weights beside those in the order
+            # of its kernels, and the kernel can reclaim pages of a file when memory is needed.
             with tempfile.TemporaryDirectory(prefix="sie-graph-", dir=compute.scratch) as folder:
                 path = Path(folder) / "graph.xml"
                 with _traceable(model):
@@ -105,20 +106,20 @@ class Graph:
         self.memory_bytes: int = copy_bytes * (2 if is_twice else 1)
 
     def places(self, packed: PackedBatch) -> slice:
-        """The tokens whose states `run` gives: all."""
+        """Return the places of the tokens whose states `run` returns: all tokens."""
         return slice(None)
 
     def close(self) -> None:
         """Do nothing: the graph is freed with this object."""
 
     def run(self, packed: PackedBatch) -> Tensor:
-        """Hidden states, [tokens, width], in packed order."""
+        """Return hidden states, [tokens, width], in packed order."""
         if self._alone is not None and len(packed.ids) <= _TOKENS_ALONE and is_alone():
             return self._run(packed, self._alone)
         return self._run(packed, self._of_lanes)
 
     def trials(self, packed: PackedBatch) -> Iterator[Tensor]:
-        """The results of `run` in each way that it may run."""
+        """Yield the results of `run`, once for each compiled graph that may run."""
         for compiled in (self._of_lanes, self._alone):
             if compiled is not None:
                 yield self._run(packed, compiled)
@@ -142,7 +143,9 @@ class Graph:
 
 
 class _Compiled:
-    """A graph compiled for so many streams, of so many threads together. `infer` may be called on as many threads."""
+    """A graph compiled for `streams` streams that share `threads` threads. `infer` may be called on `streams` threads
+    at once.
+    """
 
     def __init__(self, path: Path, options: Mapping[str, Any], streams: int, threads: int) -> None:
         more = {"NUM_STREAMS": streams, "INFERENCE_NUM_THREADS": threads}
@@ -152,11 +155,11 @@ class _Compiled:
         self._of_thread = threading.local()
 
     def infer(self, inputs: Sequence[Int64]) -> NDArray[Any]:
-        """States, [rows, columns, width], until the calling thread asks again."""
+        """Return states, [rows, columns, width]. The array is valid until the calling thread calls `infer` again."""
         request = getattr(self._of_thread, "request", None)
         if request is None:
             request = self._of_thread.request = self._compiled.create_infer_request()
-        for place, array in enumerate(inputs):  # less Python than `infer` with inputs has
+        for place, array in enumerate(inputs):  # this loop runs less Python than `infer` with inputs
             request.set_input_tensor(place, self._tensor(array, shared_memory=True))
         request.infer()
         return cast("NDArray[Any]", request.get_output_tensor(0).data)
@@ -172,18 +175,18 @@ class RowGroup(NamedTuple):
 
 
 def groups(lengths: Int64, max_tokens: int, max_filling: int = sys.maxsize) -> list[RowGroup]:
-    """Cut sequences, shortest first, into groups that take the least time together: that of a group grows with its rows
-    times its columns, and is as if it had PASS_TOKENS more.
+    """Cut sequences, shortest first, into groups that take the least time in total. The time of a group grows with rows
+    times columns, plus PASS_TOKENS for the pass.
 
-    Rows are powers of two and columns are few numbers, so what OpenVINO keeps for each shape that it met stays bounded;
-    rows without a sequence fill up. No sequence is filled up beyond `max_tokens`, for which the model may have no
-    position, or by more than `max_filling`.
+    The number of rows is a power of two and columns take few values, so OpenVINO's cache of shapes stays bounded. Rows
+    without a sequence hold padding. No sequence is padded beyond `max_tokens`, for which the model may have no
+    position, or by more than `max_filling` tokens.
     """
     own = lengths.tolist()
     columns = [filled_length(length, max_tokens, max_filling) for length in own]
-    least = [0]  # the time that the first sequences take, by their number
-    starts: list[int] = []  # of the last group of those
-    first = 0  # that may run with the last of those
+    least = [0]  # least time of the first n sequences, by n
+    starts: list[int] = []  # start of the last group of the first n sequences, by n - 1
+    first = 0  # first sequence that may run in a group with the sequence `stop - 1`
     for stop, width in enumerate(columns, 1):
         while width - own[first] > max_filling:
             first += 1
@@ -206,36 +209,41 @@ def groups(lengths: Int64, max_tokens: int, max_filling: int = sys.maxsize) -> l
 
 
 def filled_length(length: int, max_tokens: int, max_filling: int = sys.maxsize) -> int:
-    """Lengths of few values are fewer shapes, for each of which OpenVINO keeps kernels (bench/results/engine.md)."""
+    """Return the length that a text is padded to. Few different lengths mean few shapes, for each of which OpenVINO
+    keeps kernels (bench/results/engine.md).
+    """
     filled = min(length + missing(length, _STEPS), max_tokens)
     return max(length, filled) if filled - length <= max_filling else length
 
 
 def has_windows(config: PretrainedConfig) -> bool:
-    """Whether some of its layers attend to a window alone."""
+    """Return whether some layers attend only to a window of tokens."""
     kinds = getattr(config, "layer_types", None) or ()
     return bool(getattr(config, "sliding_window", None)) or any(kind != "full_attention" for kind in kinds)
 
 
 def most_filling(config: PretrainedConfig) -> int:
-    """How many tokens may fill a text up. Where a layer attends to a window alone, each of them has to see one of the
-    text: what sees nothing is no number, which spoils the text.
+    """Return how many padding tokens a text may get. In a layer that attends to a window, each padding token must see a
+    token of the text: a token that sees nothing becomes NaN, which spoils the text.
     """
     if not has_windows(config):
         return sys.maxsize
     window = int(getattr(config, "sliding_window", None) or 0)
-    return max(0, window // 2 - 1)  # in some classes half a window is on either side, in others a whole one
+    return max(0, window // 2 - 1)  # some model classes count half a window on either side, others a whole one
 
 
 def _names_of(model: PreTrainedModel) -> tuple[str, ...]:
-    """The inputs of this architecture. It counts positions by itself, as on its stock path."""
+    """Return the names of the inputs of this architecture. The model computes positions itself, as on its stock
+    path.
+    """
     parameters = inspect.signature(model.forward).parameters
     has_types = (getattr(model.config, "type_vocab_size", None) or 0) > 1 and _TYPES in parameters
     return ("input_ids", "attention_mask", *((_TYPES,) if has_types else ()))
 
 
 def _runtime() -> Any:
-    # its import sends an event to its maker, unless the package that does it cannot be imported (`prepare_process`)
+    # the import of openvino sends a usage event to its maker, unless openvino_telemetry cannot be imported (see
+    # `prepare_process`)
     sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
     import openvino
 
@@ -244,8 +252,8 @@ def _runtime() -> Any:
 
 @contextmanager
 def _traceable(model: PreTrainedModel) -> Iterator[None]:
-    """In float32: of 16-bit weights the front end makes a graph that is wrong. With a loss function of its own: a trace
-    reads every attribute, and transformers warns of a model that has none.
+    """Prepare the model for a trace: float32 weights and an empty loss function. The front end makes a wrong graph of
+    16-bit weights. A trace reads every attribute, and transformers warns of a model without a loss function.
     """
     before = {name: tensor.dtype for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     model.float()
@@ -259,9 +267,10 @@ def _traceable(model: PreTrainedModel) -> Iterator[None]:
 
 
 def compress(graph: Any) -> int:
-    """Keep the weights of its linear layers in 8 bits, with a scale for each output. Returns how many weights they are.
+    """Compress the weights of the graph's linear layers to 8 bits, with a scale for each output. Return the number of
+    compressed weights.
 
-    Activations stay as they are: with those in 8 bits too, calibrated, vectors of MiniLM had a cosine of 0.985
+    Activations keep their precision: with activations in calibrated 8 bits too, vectors of MiniLM had a cosine of 0.985
     (bench/results/engine.md).
     """
     from openvino import opset13
@@ -272,7 +281,7 @@ def compress(graph: Any) -> int:
         if source.get_type_name() != "Constant" or len(source.shape) != 2:
             continue
         weight = source.data
-        axis = 1 if product.get_attributes()["transpose_b"] else 0  # of the inputs
+        axis = 1 if product.get_attributes()["transpose_b"] else 0  # the axis of the inputs
         scale = np.maximum(np.abs(weight).max(axis, keepdims=True) / 127, np.finfo(np.float32).tiny).astype(np.float32)
         quantized = opset13.constant(np.rint(weight / scale).astype(np.int8))
         whole = opset13.multiply(opset13.convert(quantized, "f32"), opset13.constant(scale))
@@ -282,7 +291,9 @@ def compress(graph: Any) -> int:
 
 
 def _converted(states: _PositionalModel, tokens: int) -> Any:
-    """The graph of any number of texts of any length, as traced with texts of so many tokens. Raises NoGraph."""
+    """Convert the model, traced with two texts of `tokens` tokens, to a graph for any number of texts of any length.
+    Raises NoGraph.
+    """
     runtime = _runtime()
     from openvino.frontend import FrontEndManager
     from openvino.frontend.pytorch.ts_decoder import TorchScriptPythonDecoder
@@ -291,10 +302,10 @@ def _converted(states: _PositionalModel, tokens: int) -> Any:
     example = tuple(torch.zeros_like(ids) if name == _TYPES else ids for name in states.names)
     failures = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, runtime.frontend.OpConversionFailure)
     try:
-        # the map of modules that a trace keeps is one for the process, as are the filters of warnings
+        # a trace keeps a map of modules that is global to the process, and the filters of warnings are global too
         with construction(), warnings.catch_warnings(), torch.inference_mode(False):
-            warnings.simplefilter("ignore")  # of the trace, which the trial of the backbone makes good for
-            # not traced twice to compare: the trial of the backbone does it
+            warnings.simplefilter("ignore")  # warnings of the trace: the trial of the backbone checks the result
+            # no second trace to compare: the trial of the backbone checks the result
             decoder = TorchScriptPythonDecoder(states, example_input=example, trace_kwargs={"check_trace": False})
             end = FrontEndManager().load_by_framework("pytorch")
             converted = end.convert(end.load(decoder))
@@ -305,7 +316,9 @@ def _converted(states: _PositionalModel, tokens: int) -> Any:
 
 
 def _no_graph(cause: str, error: Exception) -> Exception:
-    """A lack of memory is no fault of the model, and is told as what it is."""
+    """Return the exception to raise: `error` itself if memory ran out, which is no fault of the model, else a
+    NoGraph.
+    """
     if is_out_of_memory(error):
         return error
     text = " ".join(str(error).split())

@@ -1,8 +1,8 @@
-"""Records of the last MAX_BATCHES batches and their durations, for tuning, where SIE_INSTRUMENTATION is set.
+"""Records of the last MAX_BATCHES batches and their durations, for tuning, if SIE_INSTRUMENTATION is set.
 
     lane ran a batch ──► Instrumentation.ran ──► ring ──► Description ──► `/ws/status` of the worker
 
-Sizes and times; nothing of an input.
+The records hold sizes and times, and nothing of an input.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ MAX_BATCHES = 100
 
 
 class Instrumentation:
-    """The ring. Lanes write to it, any thread may read."""
+    """Ring of the last batches. Lanes write to it, any thread may read it."""
 
     def __init__(self, used_bytes: Callable[[], int]) -> None:
-        """`used_bytes` of the device are in use now."""
+        """Create an empty ring. `used_bytes` returns the bytes of the device that are in use now."""
         self._used_bytes = used_bytes
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         self._ring: deque[RanBatch] = deque(maxlen=MAX_BATCHES)
 
     def ran(self, job: DeviceJob, reply: Reply, began_ns: int, ended_ns: int) -> None:
-        """Account for a batch that was answered with `reply`, and at the device between these times, nanoseconds since
-        1970.
+        """Record a batch that was answered with `reply`. It was at the device from `began_ns` to `ended_ns`,
+        nanoseconds since 1970.
         """
         message = job.message
-        # a malformed one was refused as such, and is accounted for all the same
+        # a malformed batch was refused, and is recorded too: its bytes need not be a multiple of 4
         lengths = np.frombuffer(message.lengths, "<i4", len(message.lengths) // 4).astype(np.int64)
         due = sum(group.due for group in message.groups)
         done = reply if isinstance(reply, BatchDone) else None
@@ -65,6 +65,6 @@ class Instrumentation:
             self._ring.append(msgspec.structs.replace(record, number=next(self._numbers)))
 
     def batches(self) -> tuple[RanBatch, ...]:
-        """The last ones, the newest at the end."""
+        """Return the last batches, the newest at the end."""
         with self._lock:
             return tuple(self._ring)

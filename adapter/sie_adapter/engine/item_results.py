@@ -1,5 +1,5 @@
-"""From what the heads gave to what a client asked for. Output options act here, per work item: they never split a
-batch.
+"""Results of inputs, made from the rows of the heads as the client asked. Output options act here, per work item: they
+never split a batch.
 
 rows of a work item ──► cut, normalise, MUVERA, dtype ──► arrays          encode
                     ──► one row against the others ──► scores              sides
@@ -23,10 +23,10 @@ from torch import Tensor
 from sie_adapter.engine.device import to_device
 from sie_adapter.epilogues import dtypes, muvera
 from sie_adapter.heads import Row
-from sie_contracts.errors import InferenceFailed, InvalidInput, SIEError
+from sie_contracts.errors import InferenceFailed, InternalFailure, InvalidInput, SIEError
 from sie_contracts.models.entries import Engine
 from sie_contracts.models.options import TOKEN_STATES
-from sie_contracts.wire.ipc import BatchDone
+from sie_contracts.wire.ipc import BatchDone, Group
 from sie_contracts.wire.messages import ArraySlice, Failed, Ok, Outcome, RunOptions
 
 _EPSILON = 1e-12
@@ -35,7 +35,7 @@ Rows = Mapping[str, Sequence[Row]]
 
 @dataclass(frozen=True)
 class ClientVectors:
-    """Token vectors that a client sent in the place of a text, float32 [tokens, width]: used as they are."""
+    """Token vectors that a client sent instead of a text, float32 [tokens, width]. They are used unchanged."""
 
     vectors: Tensor
 
@@ -55,6 +55,14 @@ class ItemResult:
 ItemResults = list[ItemResult | SIEError]
 
 
+def check_groups(groups: tuple[Group, ...], count: int) -> None:
+    """Raise InternalFailure unless the groups cover `count` rows in order."""
+    ends = [0, *(group.stop for group in groups)]
+    starts = [*(group.start for group in groups), count]
+    if ends != starts or any(group.start > group.stop for group in groups):
+        raise InternalFailure(f"the groups do not cover the {count} rows in order", reason="malformed_batch")
+
+
 def batch_reply(
     batch: str,
     answered: Iterable[tuple[ItemResult | SIEError, int]],
@@ -64,8 +72,8 @@ def batch_reply(
     padding: int = 0,
     engine: Engine = "torch",
 ) -> BatchDone:
-    """The reply to a batch, from the answer of each input and the tokens that ran for it. `started_s` is when the
-    epilogues began.
+    """Return the reply to a batch, from the answer of each input and the tokens that ran for it. `started_s` is the
+    time when the epilogues began.
     """
     outcomes: list[Outcome] = []
     blocks: list[bytes] = []
@@ -86,12 +94,12 @@ def batch_reply(
 
 
 def not_finite() -> InferenceFailed:
-    """The error in the place of a result that must not leave."""
+    """Return the error for a vector or score that is not finite or is zero, which must not reach the client."""
     return InferenceFailed("the model gave a vector that is not finite, or zero", reason="non_finite")
 
 
 def vectors(options: RunOptions, rows: Rows) -> ItemResults:
-    """The outputs of each input, in order."""
+    """Return the outputs of each input, in order."""
     count = len(next(iter(rows.values()), ()))
     results: ItemResults = [ItemResult() for _ in range(count)]
     for name in options.outputs:
@@ -108,7 +116,9 @@ def vectors(options: RunOptions, rows: Rows) -> ItemResults:
 
 
 def _for_muvera(options: RunOptions, rows: Sequence[Row]) -> Sequence[Tensor]:
-    """Cut and normalised; what was given is left as it is, unless it is cut."""
+    """Return the vectors cut and normalised. Vectors from the client stay unchanged unless the request asks for fewer
+    dimensions.
+    """
     cut = _cut(torch.cat(_tensors(rows)), options, keep_scale=False).split([len(row) for row in rows])
     return [
         row.vectors if isinstance(row, ClientVectors) and not options.dimensions else own
@@ -121,7 +131,7 @@ def _tensors(rows: Sequence[Row]) -> list[Tensor]:
 
 
 def _cut(vectors: Tensor, options: RunOptions, *, keep_scale: bool) -> Tensor:
-    """The first `dimensions` of each row, then divided by max(norm, 1e-12)."""
+    """Return the first `dimensions` of each row, divided by max(norm, 1e-12) unless `keep_scale`."""
     if not 0 <= options.dimensions <= vectors.shape[-1]:
         raise InvalidInput(
             f"dimensions: expected at most {vectors.shape[-1]}, got {options.dimensions}", reason="bad_dimensions"
@@ -140,8 +150,11 @@ def _add_dense(options: RunOptions, pooled: Tensor, results: ItemResults) -> Non
 
 
 def _put(name: str, dtype: str, vectors: Tensor, results: ItemResults) -> None:
-    """Row i of `vectors` is the output of input i."""
-    values, scale, offset = dtypes.convert(vectors, dtype)
+    """Add the output `name` to each result: row i of `vectors` belongs to input i."""
+    if dtype == "float32":
+        values, scale, offset = vectors.float().cpu().numpy(), None, None
+    else:
+        values, scale, offset = dtypes.convert(vectors, dtype)
     for item, answer in enumerate(results):
         if _overflows(values[item]):
             results[item] = _too_large()
@@ -154,7 +167,7 @@ def _put(name: str, dtype: str, vectors: Tensor, results: ItemResults) -> None:
 
 
 def _overflows(values: NDArray[Any]) -> bool:
-    """Whether values overflowed: only float16 has a smaller range than its source."""
+    """Return whether values overflowed: only float16 has a smaller range than its source."""
     return values.dtype == np.float16 and not np.isfinite(values).all()
 
 
@@ -193,7 +206,7 @@ def _add_sparse(options: RunOptions, rows: Sequence[Row], results: ItemResults) 
 
 
 def side_scores(options: RunOptions, query: Mapping[str, Row], documents: Rows, *, per_row: bool) -> ItemResults:
-    """Each document against the query: the outputs' scores, weighted where there are several.
+    """Return the score of each document against the query: the scores of the outputs, weighted if there are several.
 
     dense: cosine. sparse: the sum over shared ids. multivector: the sum over query rows of the best document row
     (MaxSim), divided by the number of query rows if `per_row`, as BGE-M3 does.
@@ -216,15 +229,17 @@ def side_scores(options: RunOptions, query: Mapping[str, Row], documents: Rows, 
     if is_relevance(options):
         scores = scores.double()
         if "sparse" in weights:
-            scores = scores / (1 + scores.abs())  # a sum of products has no bound
+            scores = scores / (1 + scores.abs())  # a sum of products has no upper bound
         elif "multivector" in weights and not per_row:
             scores = scores / max(1, len(query["multivector"]))
-        scores = ((1 + scores) / 2).clamp(0, 1)  # a cosine of float32 is above 1 by its rounding
+        scores = ((1 + scores) / 2).clamp(0, 1)  # rounding in float32 may raise a cosine above 1
     return _scores(scores)
 
 
 def is_relevance(options: RunOptions) -> bool:
-    """Whether a score is wanted as a number from 0 to 1 that grows with it: what rerankers of other makers answer."""
+    """Return whether the client asked for a score from 0 to 1 that grows with relevance, as rerankers of other vendors
+    return it.
+    """
     return bool(options.parameters.get("relevance"))
 
 
@@ -234,7 +249,7 @@ def _dense_scores(query: Tensor, documents: Sequence[Row]) -> Tensor:
 
 def _sparse_scores(query: Row, documents: Sequence[Row]) -> Tensor:
     device = documents[0][0].device
-    ids, weights = (part.to(device) for part in query)  # one that needed no pass may be on the host
+    ids, weights = (part.to(device) for part in query)  # a query that needed no pass may be on the host
     counts = torch.tensor([len(names) for names, _ in documents], device=device)
     names, values = torch.cat([names for names, _ in documents]), torch.cat([values for _, values in documents])
     if not len(ids):
@@ -246,7 +261,7 @@ def _sparse_scores(query: Row, documents: Sequence[Row]) -> Tensor:
 
 
 def _unit_rows(row: Row) -> Tensor:
-    """Token vectors as they are compared: normalised, but as they are where a client gave them."""
+    """Return token vectors in the form that scores compare: normalised, but unchanged if a client sent them."""
     return row.vectors if isinstance(row, ClientVectors) else F.normalize(row, dim=1, eps=_EPSILON)
 
 
@@ -254,18 +269,19 @@ def _late_scores(query: Row, documents: Sequence[Row]) -> Tensor:
     unit = _unit_rows(query)
     if not len(unit):
         return unit.new_zeros(len(documents))
-    if unit.device.type == "cuda":  # a kernel for each document would take longer to start than to run
+    if unit.device.type == "cuda":  # a kernel per document would take longer to start than to run
         return _late_scores_at_once(unit, documents)
     scores = []
-    for document in documents:  # one after the other: a padded product would be as large as the longest of them
+    # one document at a time, since a padded product would be as large as the longest document for each
+    for document in documents:
         best = unit @ _unit_rows(document).T
         scores.append(best.amax(1).sum() if best.shape[1] else best.new_zeros(()))
     return torch.stack(scores)
 
 
 def _late_scores_at_once(query: Tensor, documents: Sequence[Row]) -> Tensor:
-    """The same with one product. `query`: [rows, width], normalised. By offsets, since lengths would be checked on the
-    host.
+    """Return the same scores as `_late_scores`, with one product. `query`: [rows, width], normalised. Documents are
+    split by offsets, since torch would check lengths on the host.
     """
     lengths = np.array([len(document) for document in documents], np.int64)
     if any(isinstance(document, ClientVectors) for document in documents):
@@ -286,12 +302,12 @@ def _scores(values: Tensor) -> ItemResults:
 
 
 def class_scores(options: RunOptions, logits: Sequence[Row], activation: str) -> ItemResults:
-    """The score of each pair, from float32 logits [1], or the probability of the last class from [labels].
+    """Return the score of each pair, from float32 logits [1], or the probability of the last class from [labels].
 
-    With `raw_scores` a score is the logit, of two classes the difference of both: as Text Embeddings Inference and
-    Infinity answer.
+    With `raw_scores` a score is the logit, or with two classes the difference of both logits, as Text Embeddings
+    Inference and Infinity return it.
     """
-    stacked = torch.stack(list(logits)).double()  # activations in float32 would make ties of large logits
+    stacked = torch.stack(list(logits)).double()  # activations in float32 would turn large logits into ties
     if activation == "softmax":
         stacked = stacked[:, -1:] - stacked[:, :-1].logsumexp(1, keepdim=True)
     is_probability = activation != "identity" or is_relevance(options)
@@ -301,15 +317,15 @@ def class_scores(options: RunOptions, logits: Sequence[Row], activation: str) ->
 
 
 def classes(options: RunOptions, logits: Sequence[Row], names: Sequence[str], activation: str) -> ItemResults:
-    """The classes of each text, best first, from float32 logits [classes]: all of them, or those that the labels of a
-    request name.
+    """Return the classes of each text, best first, from float32 logits [classes]: all classes, or only those in the
+    labels of the request.
 
     With `raw_scores` a score is the logit. Source: transformers' text classification pipeline.
     """
     if unknown := [label for label in options.labels if label not in names]:
         listed = ", ".join(names[:20]) + (", .." if len(names) > 20 else "")
         raise InvalidInput(
-            f"labels: {len(unknown)} of them are no classes of the model, it has {listed}",
+            f"labels: {len(unknown)} of them are not classes of the model, which are {listed}",
             reason="labels",
             param="labels",
         )
@@ -336,19 +352,22 @@ def classes(options: RunOptions, logits: Sequence[Row], names: Sequence[str], ac
 
 
 def answer_scores(options: RunOptions, logits: Sequence[Row], *, difference: bool) -> ItemResults:
-    """From float32 logits [no, yes]: P(yes) of the softmax of both, or yes - no, as with `raw_scores`."""
-    stacked = torch.stack(list(logits)).double()  # as in class_scores
+    """Return scores from float32 logits [no, yes]: P(yes) of the softmax of both, or yes - no if `difference` or
+    `raw_scores` is set.
+    """
+    stacked = torch.stack(list(logits)).double()  # float64 for the reason in class_scores
     gaps = stacked[:, 1] - stacked[:, 0]
     is_raw = options.parameters.get("raw_scores") or (difference and not is_relevance(options))
     return _scores(gaps if is_raw else torch.sigmoid(gaps))
 
 
 def zero_shot(options: RunOptions, logits: Sequence[Row], entailment: int, contradiction: int) -> ItemResults:
-    """The probability of each label of each text, best first, from the logits [classes] of (text, hypothesis of the
-    label).
+    """Return the probability of each label of each text, best first, from the logits [classes] of (text, hypothesis of
+    the label).
 
-    One label of several: softmax of the entailment logits over the labels. Several labels at once, or only one: softmax
-    of contradiction and entailment, each label by itself. Source: transformers' zero-shot classification pipeline.
+    If one of several labels applies: softmax of the entailment logits over the labels. If several labels may apply, or
+    there is only one: softmax of contradiction and entailment, for each label separately. Source: transformers'
+    zero-shot classification pipeline.
     """
     labels = options.labels
     stacked = torch.stack(list(logits)).unflatten(0, (-1, len(labels)))

@@ -1,4 +1,4 @@
-"""Models that read texts, images, sounds and documents by themselves: extraction, and adapters of somebody else's.
+"""Models that read texts, images, sounds and documents themselves: extraction models, and adapters from other packages.
 
 RunBatch with texts and files ──► encode | score | extract of the model, a list in and a list of the same length out
 ──► BatchDone
@@ -16,8 +16,7 @@ import numpy as np
 import torch
 
 from sie_adapter.engine import item_results
-from sie_adapter.engine.batch import check_groups
-from sie_adapter.engine.item_results import ItemResult, ItemResults
+from sie_adapter.engine.item_results import ItemResult, ItemResults, check_groups
 from sie_adapter.families.extraction import ExtractOptions, Preparation
 from sie_adapter.memory.oom import OomRecovery, Remedy, exhausted
 from sie_adapter.packed.packing import BatchFiles, Int64, MalformedBatch, images, sounds
@@ -29,23 +28,24 @@ _CPU = torch.device("cpu")
 
 
 class VerbModel(Protocol):
-    """A model serves those of the three verbs that it has. Each may run on several threads at once.
+    """A model has one or more of three methods: encode, score, extract. Each may run on several threads at once.
 
-    `encode(texts, options)`: for each text a map of outputs, float32 arrays: `dense` [width], `multivector` [tokens,
-    width], `sparse` a pair (ids, weights). `score(query, texts, options)`: a number for each text. `extract(texts,
-    options)`: for each text the map that the client gets. A typed error may stand in the place of any result.
+    `encode(texts, options)` returns for each text a map of outputs, float32 arrays: `dense` [width], `multivector`
+    [tokens, width], `sparse` a pair (ids, weights). `score(query, texts, options)` returns a number for each text.
+    `extract(texts, options)` returns for each text the map that the client gets. A typed error may stand in the place
+    of any result.
 
-    One whose `rows` of extract take images is given those of each text as well, as `extract(texts, options, images)`:
-    lists of `Shown`. So is one that takes sounds: lists of `Heard`. One whose rows take documents is given that of each
-    text in the same place, or None.
+    If the `rows` of extract take images, the call is `extract(texts, options, images)` with a list of `Shown` for each
+    text. If they take sounds, it is a list of `Heard` for each text. If they take documents, it is the document of each
+    text, or None.
 
-    One that tokenises itself may have `prepare(texts, options)`, which returns a Preparation off the device lane;
-    `extract` is then given it as well.
+    A model that tokenises its texts itself may have `prepare(texts, options)`, which runs off the device lane and
+    returns a Preparation. `extract` then gets this Preparation as an argument too.
     """
 
 
 def extract_options(message: RunBatch) -> list[ExtractOptions]:
-    """The options of each text of a batch."""
+    """Return the options of each text of a batch."""
     return [
         ExtractOptions(
             group.options.labels,
@@ -67,10 +67,11 @@ def run_raw(
     remedied: Callable[[Remedy], None] = lambda remedy: None,
     preparation: Preparation | None = None,
 ) -> BatchDone:
-    """Answer a batch of texts. Raises what the model raises, InternalFailure for a list of another length.
+    """Run a batch of texts and return its reply. Raises what the model raises, and InternalFailure for a list of
+    another length.
 
-    Out of memory is met as `shortage` says. `preparation`: what the model's own `prepare` gave for this batch; without
-    one a model that has it tokenises here.
+    OomRecovery handles a lack of memory. `preparation`: the result of the model's own `prepare` for this batch; without
+    it, a model that has `prepare` tokenises here.
     """
     started = time.perf_counter()
     if preparation is None and hasattr(model, "prepare"):
@@ -82,7 +83,9 @@ def run_raw(
     lengths = np.frombuffer(message.lengths, "<i4")
     check_groups(message.groups, len(lengths))
     if len(message.texts) != len(lengths) or len(message.mentions) not in (0, len(lengths)):
-        raise InternalFailure(f"{len(message.texts)} texts came with {len(lengths)} lengths", reason="malformed_batch")
+        raise InternalFailure(
+            f"the batch has {len(message.texts)} texts and {len(lengths)} lengths", reason="malformed_batch"
+        )
 
     shortage = OomRecovery(device, make_room, remedied)
 
@@ -117,15 +120,17 @@ def run_raw(
     return msgspec.structs.replace(done, preprocess_ms=1e3 * preparation.seconds)
 
 
-Call = Callable[[Sequence[int]], Sequence[Any]]  # results for the texts with these numbers
+Call = Callable[[Sequence[int]], Sequence[Any]]  # returns results for the texts with these numbers
 Fitting = Callable[[Call, int], list[Any]]
 
 
 def _files(model: Any, message: RunBatch) -> Sequence[Any] | None:
-    """The images of each text, its sounds or its document; None for a model that takes none. Raises InternalFailure."""
+    """Return the images of each text, its sounds or its document; None for a model that takes no files. Raises
+    InternalFailure.
+    """
     rows = getattr(model, "rows", {}).get(message.operation)
     if len(message.documents) not in (0, len(message.texts)):
-        cause = f"{len(message.documents)} documents came with {len(message.texts)} texts"
+        cause = f"the batch has {len(message.documents)} documents and {len(message.texts)} texts"
         raise InternalFailure(cause, reason="malformed_batch")
     if rows is not None and rows.documents is not None:
         return message.documents or [None] * len(message.texts)
@@ -148,7 +153,7 @@ def _extracted(
     preparation: Preparation | None,
     files: Sequence[Any] | None,
 ) -> list[ItemResults]:
-    """All groups in one call: the model puts together what has equal options."""
+    """Run all groups in one call: the model itself batches texts with equal options."""
     options, texts = extract_options(message), message.texts
     own = () if preparation is None else (preparation,)
 
@@ -167,7 +172,7 @@ def _extracted(
 def _extraction(data: dict[str, Any]) -> ItemResult | SIEError:
     if _has_only_finite(data):
         return ItemResult(data=data)
-    return InferenceFailed("the model found something with a number that is not finite", reason="non_finite")
+    return InferenceFailed("the model returned a result with a number that is not finite", reason="non_finite")
 
 
 def _has_only_finite(value: Any) -> bool:
@@ -188,7 +193,7 @@ def _run(run: Any, message: RunBatch, group: Group, fitting: Fitting) -> ItemRes
     def score_texts(some: Sequence[int]) -> Sequence[Any]:
         try:
             return run(*query, tuple(texts[number] for number in some), group.options)  # type: ignore[no-any-return]
-        except SIEError as error:  # what this group asks, its mates did not
+        except SIEError as error:  # the options of this group are at fault, so the other groups still run
             return [error] * len(some)
 
     results = fitting(score_texts, len(texts))

@@ -1,10 +1,10 @@
-"""A server of SGLang for one model: a process of its own, on loopback, that ends with its model.
+"""An SGLang server for one model: a separate process on loopback that ends with its model.
 
     load ──► a process in the environment of SIE_SGLANG_PYTHON ──► ready ──► ids of texts ──► last states, normalised
-                                         └──► it ended, or hangs: another one takes its place, once for each batch
+                                         └──► it ended, or hangs: a new one replaces it, once for each batch
 
-It is a process because the package wants versions of torch and transformers of its own, and because some inputs end it:
-ids beyond the table of embeddings, for one, which never get here.
+SGLang runs in a separate process for two reasons. It needs its own versions of torch and transformers. Some inputs end
+its process, for example ids beyond the table of embeddings; such ids are refused before they get here.
 Source: the server's HTTP interface, version 0.5.23 (`/v1/embeddings`, `/ready`).
 """
 
@@ -37,7 +37,7 @@ from torch import Tensor
 from sie_adapter.packed.packing import Float32, Int64, PackedBatch
 from sie_contracts.errors import InferenceFailed
 
-# whose vectors it gives: of the state of the last token
+# architectures whose vector SGLang takes from the state of the last token
 ARCHITECTURES = (
     "Qwen3ForCausalLM",
     "Qwen3Model",
@@ -46,11 +46,11 @@ ARCHITECTURES = (
     "MistralForCausalLM",
     "MistralModel",
 )
-START_S = 300.0  # its imports and the weights take minutes on a busy machine
-RUN_S = 120.0  # one batch; whoever waits for the adapter has a bound of its own
-_LOOK_S = 0.1
-_POOL_TOKENS = 16_384  # of keys and values; what does not fit waits
-# What its process inherits: nothing that is secret.
+START_S = 300.0  # the imports and the weights take minutes on a busy machine
+RUN_S = 120.0  # seconds for one batch; the client of the adapter has its own timeout
+_LOOK_S = 0.1  # seconds between two checks whether the server is ready
+_POOL_TOKENS = 16_384  # tokens of keys and values in the server's cache; a text that does not fit waits
+# Environment variables that the process inherits. None of them is secret.
 _KEPT = (
     "PATH",
     "HOME",
@@ -62,7 +62,7 @@ _KEPT = (
     "CUDA_HOME",
     "NVIDIA_VISIBLE_DEVICES",
 )
-# Ends with the thread that starts it, also after the program is replaced: prctl(2).
+# Program that asks the kernel to kill the process when the thread that started it ends, also after exec: prctl(2).
 _BOOT = (
     "import ctypes, os, signal, sys; ctypes.CDLL(None).prctl(1, signal.SIGKILL);"
     " os.getppid() == int(sys.argv[1]) or os._exit(1); os.execv(sys.argv[2], sys.argv[2:])"
@@ -71,11 +71,11 @@ _logger = logging.getLogger("sie.adapter")
 
 
 class SglangNotStarted(Exception):
-    """The server did not become ready, with the reason."""
+    """The server did not become ready. The message is the reason."""
 
 
 class _SglangLost(Exception):
-    """The server does not answer, or not as it should."""
+    """The server does not answer, or its answer is not valid."""
 
 
 class _SglangVector(msgspec.Struct):
@@ -89,7 +89,9 @@ class _SglangVectors(msgspec.Struct):
 
 @dataclass(frozen=True)
 class Launch:
-    """The arguments of a server. `python`: of an environment that has the package. `threads`: on a CPU."""
+    """Launch arguments of a server. `python`: the interpreter of an environment that has SGLang. `threads`: used on a
+    CPU only.
+    """
 
     python: str
     folder: Path
@@ -99,7 +101,7 @@ class Launch:
     threads: int
 
     def arguments(self, port: int) -> list[str]:
-        """The arguments of the program."""
+        """Return the command line of the server."""
         where = ["--attention-backend", "torch_native"] if self.device.type == "cpu" else []
         if self.device.index:
             where += ["--base-gpu-id", str(self.device.index)]
@@ -109,7 +111,7 @@ class Launch:
             "--dtype": str(self.dtype).removeprefix("torch."),
             "--host": "127.0.0.1",
             "--port": str(port),
-            "--context-length": str(self.max_tokens + 1),  # it takes texts that are shorter
+            "--context-length": str(self.max_tokens + 1),  # SGLang takes only texts that are shorter than this
             "--max-total-tokens": str(max(_POOL_TOKENS, 2 * self.max_tokens)),
             "--log-level": "error",
         }
@@ -118,7 +120,7 @@ class Launch:
         return [self.python, "-m", "sglang.launch_server", *named, *switches, *where]
 
     def environment(self) -> dict[str, str]:
-        """The environment of the process."""
+        """Return the environment of the process."""
         inherited = {name: os.environ[name] for name in _KEPT if name in os.environ}
         own = {
             "HF_HUB_OFFLINE": "1",
@@ -130,41 +132,44 @@ class Launch:
 
 
 class SGLang:
-    """The last states of texts, normalised. `run` may be called on several threads at once.
+    """States of the last tokens of texts, normalised. `run` may be called on several threads at once.
 
-    `memory_bytes`: what its processes took when they were ready, of the memory that models share.
+    `memory_bytes`: bytes of the memory that models share which the server's processes took when they were ready.
     """
 
     attention = "sglang"
 
     def __init__(self, launch: Launch) -> None:
-        """Returns when it answers. Raises SglangNotStarted."""
+        """Start the server and return when it is ready. Raises SglangNotStarted."""
         self._launch = launch
         self._lock = threading.Lock()
         self._width = 0
-        # A process ends with the thread that started it, so that thread stays.
+        # The process ends with the thread that started it, so this thread must stay alive.
         self._thread = ThreadPoolExecutor(1, "sglang")
-        self._servers: list[_SglangProcess] = []  # the one that serves, in a list that outlives this object
+        # the server in use, in a list so that the finalizer can end it after this object is gone
+        self._servers: list[_SglangProcess] = []
         self._end = weakref.finalize(self, _end, self._servers, self._thread)
         self._start()
         self.memory_bytes = self._servers[0].memory_bytes()
 
     @property
     def pid(self) -> int:
-        """The id of the process that serves."""
+        """Return the id of the server's process."""
         return self._servers[0].pid
 
     def places(self, packed: PackedBatch) -> Int64:
-        """The tokens whose states `run` gives, [sequences]; the others' are zero."""
+        """Return the places of the tokens whose states `run` computes, [sequences]. The states of all other tokens are
+        zero.
+        """
         return packed.bounds[1:].astype(np.int64) - 1
 
     def close(self) -> None:
-        """End its processes."""
+        """End the processes of the server."""
         self._end()
 
     def run(self, packed: PackedBatch) -> Tensor:
-        """States, float32 [tokens, width], in packed order. Those of texts on which two servers ended are no numbers:
-        whoever asked runs each of them alone, and one of them is at fault. Raises InferenceFailed.
+        """Return states, float32 [tokens, width], in packed order. If two servers ended on the batch, its states are
+        NaN: the caller then runs each text alone, to find the one at fault. Raises InferenceFailed.
         """
         texts = [packed.ids[start:stop].tolist() for start, stop in itertools.pairwise(packed.bounds.tolist())]
         vectors = self._embedded(texts)
@@ -190,7 +195,9 @@ class SGLang:
             return np.full((len(texts), self._width), np.nan, np.float32)
 
     def _successor(self, lost: _SglangProcess) -> _SglangProcess:
-        """The server that came after it: started by one of those who miss it. Raises SglangNotStarted."""
+        """Return the server that replaces `lost`. The first thread that misses it starts it. Raises
+        SglangNotStarted.
+        """
         with self._lock:
             if self._servers[0] is lost:
                 lost.end()
@@ -208,10 +215,12 @@ def _end(servers: Sequence[_SglangProcess], thread: ThreadPoolExecutor) -> None:
 
 
 class _SglangProcess:
-    """One process and its children, which are of one session."""
+    """One server process and its children, all in one session."""
 
     def __init__(self, launch: Launch) -> None:
-        """Raises SglangNotStarted. To be called on a thread that stays."""
+        """Start the process and wait until it is ready. Call this on a thread that stays alive. Raises
+        SglangNotStarted.
+        """
         self._is_cpu, self._device = launch.device.type == "cpu", launch.device
         self._before = 0 if self._is_cpu else _used_bytes(launch.device)
         with socket.socket() as probe:
@@ -230,7 +239,7 @@ class _SglangProcess:
             raise SglangNotStarted(str(error)) from error
         self.pid = self._process.pid
         self._is_over = False
-        # for any number of threads; certificates are not read for loopback
+        # the client may be used from several threads; it needs no certificates on loopback
         url = f"http://127.0.0.1:{self._port}"
         self._client = httpx.Client(base_url=url, timeout=RUN_S, trust_env=False, verify=False)  # noqa: S501
         try:
@@ -243,7 +252,7 @@ class _SglangProcess:
         end_s = time.monotonic() + START_S
         while True:
             if (status := self._process.poll()) is not None:
-                raise SglangNotStarted(f"it ended with status {status}; what it wrote is in the log of the adapter")
+                raise SglangNotStarted(f"it ended with status {status}; its output is in the log of the adapter")
             with contextlib.suppress(httpx.HTTPError):
                 if self._client.get("/ready", timeout=5).status_code == 200:
                     return
@@ -252,12 +261,12 @@ class _SglangProcess:
             time.sleep(_LOOK_S)
 
     def embed(self, texts: Sequence[Sequence[int]]) -> Float32:
-        """Float32 [texts, width]. Raises _Lost."""
+        """Return the vectors of the texts, float32 [texts, width]. Raises _SglangLost."""
         body = msgspec.json.encode({"model": "model", "input": texts, "encoding_format": "base64"})
         try:
             answer = self._client.post("/v1/embeddings", content=body, headers={"content-type": "application/json"})
         except (httpx.HTTPError, RuntimeError) as error:  # RuntimeError: another thread ended it
-            raise _SglangLost(f"{type(error).__name__} while it had a batch") from error
+            raise _SglangLost(f"{type(error).__name__} during a batch") from error
         if answer.status_code != 200:
             raise _SglangLost(f"it answered with status {answer.status_code}")
         try:
@@ -269,11 +278,11 @@ class _SglangProcess:
         except (msgspec.DecodeError, ValueError) as error:
             raise _SglangLost("its answer is no list of vectors") from error
         if [embedding.index for embedding in embeddings] != list(range(len(texts))):
-            raise _SglangLost("its answer is to other texts")
+            raise _SglangLost("its answer belongs to other texts")
         return vectors
 
     def memory_bytes(self) -> int:
-        """The memory of its processes on the device that it computes on."""
+        """Return the bytes that the server's processes hold on the device that it computes on."""
         if not self._is_cpu:
             return max(0, _used_bytes(self._device) - self._before)
         used_bytes = 0
@@ -284,7 +293,9 @@ class _SglangProcess:
         return used_bytes
 
     def end(self) -> None:
-        """Kill all of its processes: they have nothing that would be lost. Once: their number may be another's then."""
+        """Kill the processes of the session; they hold nothing that would be lost. Does so only once: later the number
+        of the session may belong to another process.
+        """
         if self._is_over:
             return
         self._is_over = True

@@ -1,6 +1,6 @@
-"""Spans of the device: the forward pass of a batch, and of each work item in it the two stages on the device.
+"""Spans of the device: the forward pass of a batch, and for each work item in it the two stages on the device.
 
-All is told once a batch is answered, so that no answer waits for it.
+The spans are recorded after a batch is answered, so that no answer waits for them.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 def ran(tracer: Tracer, job: DeviceJob, reply: Reply, began_ns: int, ended_ns: int) -> None:
-    """A batch was at the device from `began_ns` to `ended_ns`, nanoseconds since 1970. Nothing is told of one that
-    nobody traces.
+    """Record the spans of a batch that was at the device from `began_ns` to `ended_ns`, nanoseconds since 1970. Record
+    nothing for a batch without a trace.
     """
     batch = job.message
     if not batch.traceparent:

@@ -1,1 +1,1 @@
-"""Transformations of the values of an output before they leave: one file each."""
+"""Transformations of the values of an output before the adapter returns them: one file each."""

@@ -1,4 +1,4 @@
-"""Output dtypes: float32 vectors as the numbers a client asked for, with what it needs to compute back.
+"""Output dtypes: float32 vectors in the dtype that a client requests, with the numbers that reverse the conversion.
 
 vectors [.., width] ──► float32 ──► per row of the last axis: cast, scale to 8 bits, or one bit per value ──► numpy
 """
@@ -18,11 +18,12 @@ Converted = tuple[Array, Array | None, Array | None]
 
 
 def convert(vectors: Tensor, dtype: str) -> Converted:
-    """`vectors` [.., width], finite, as `dtype`: the values, and `scale` and `offset` [..] as float32 where the dtype
-    has them.
+    """Convert finite `vectors` [.., width] to `dtype`. Returns the values, and `scale` and `offset`, float32 [..], for
+    the dtypes that have them.
 
-    x is about values * scale + offset; `int8` has a scale, `uint8` both. Bits of `binary` and `ubinary` are x > 0,
-    eight to a byte of uint8, first value highest, zeros after the last. Raises ValueError for another dtype.
+    x is about values * scale + offset; `int8` has a scale, `uint8` has both. The bits of `binary` and `ubinary` are x >
+    0, eight to a byte of uint8, the first value in the highest bit, zeros after the last value. Raises ValueError for
+    another dtype.
     """
     if dtype not in _CONVERSIONS:
         raise ValueError(f"dtype {dtype!r} is not one of {', '.join(_CONVERSIONS)}")
@@ -55,7 +56,7 @@ def _bits(vectors: Tensor) -> Converted:
 
 
 def _nonzero(divisor: Tensor) -> Tensor:
-    return divisor.where(divisor > 0, 1.0)  # what it divides is zero too
+    return divisor.where(divisor > 0, 1.0)  # where the divisor is zero, the dividend is zero too
 
 
 def _per_row(values: Tensor) -> Array:

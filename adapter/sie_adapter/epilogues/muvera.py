@@ -1,11 +1,12 @@
-"""Fixed dimensional encodings: sets of token vectors as single vectors whose inner products stand for MaxSim.
+"""Fixed dimensional encodings: a single vector for each set of token vectors. Inner products of these vectors
+approximate MaxSim.
 
 token rows ──► partition of each token, per repetition ──► sum (query) or mean (document) of each ──► count sketch ──►
 [items, width]
 
 Source: "MUVERA: Multi-Vector Retrieval via Fixed Dimensional Encodings" (Dhulipala et al. 2024), section 2. Partitions
-are numbered by Gray code. Items and repetitions are done in blocks, each block in one call per step, so memory does not
-grow with a batch.
+are numbered by Gray code. Items and repetitions are computed in blocks, each block with one call per step, so memory
+does not grow with a batch.
 """
 
 from __future__ import annotations
@@ -23,18 +24,19 @@ from torch import Tensor
 
 from sie_contracts.models.muvera import Muvera
 
-BLOCK_BYTES = 32 << 20  # of one intermediate; twice that in float64
-# which a cache holds: 16 MiB took 1.4 times as long on an AMD EPYC, bench/muvera.py --block-mib
+BLOCK_BYTES = 32 << 20  # bytes of one intermediate result; twice that in float64
+# bytes of one intermediate result on a CPU, which fit its cache: 16 MiB took 1.4 times as long on an AMD EPYC
+# (bench/muvera.py --block-mib)
 CPU_BLOCK_BYTES = 2 << 20
 _MATRICES_BYTES, _MATRICES_COUNT = 256 << 20, 64
 
 
 def encode(rows: Sequence[Tensor], parameters: Muvera, *, is_query: bool) -> Tensor:
-    """One encoding per item, float32 [items, parameters.width(dim)], on the device of the rows.
+    """Return one encoding per item, float32 [items, parameters.width(dim)], on the device of the rows.
 
-    `rows`: at least one float tensor [tokens, dim], of any count of tokens; an item without any is zeros. An item's
-    values do not depend on its batch mates; on CUDA the order of additions, thus the last bits, is not fixed. Raises
-    InvalidInput where the result is too wide.
+    `rows`: at least one float tensor [tokens, dim], with any number of tokens; the encoding of an item without tokens
+    is zeros. The values of an item do not depend on its batch mates. On CUDA the order of additions is not fixed, so
+    the last bits may differ. Raises InvalidInput if the result is too wide.
     """
     dim, device = rows[0].shape[1], rows[0].device
     width = parameters.width(dim)
@@ -47,15 +49,15 @@ def encode(rows: Sequence[Tensor], parameters: Muvera, *, is_query: bool) -> Ten
 
 
 def _token_bytes(dim: int, parameters: Muvera) -> int:
-    """The bytes of the largest intermediate that has a row per token and one repetition, or an index per token and each
-    repetition.
+    """Return the bytes per token of the largest intermediate result: one that has a row per token for one repetition,
+    or an index per token for each repetition.
     """
     return max(4 * dim, 4 * (parameters.projection_dim or 0), 8 * parameters.num_repetitions, 32)
 
 
 def _item_blocks(lengths: list[int], dim: int, parameters: Muvera, budget: int) -> Iterator[tuple[int, int]]:
-    """Runs of items whose tokens, and whose partitions of one repetition, fit the budget. One item that does not is a
-    run of its own.
+    """Yield runs of items whose tokens, and whose partitions of one repetition, fit the budget. An item that does not
+    fit is a run by itself.
     """
     item_bytes = 4 * parameters.partitions * (parameters.projection_dim or dim)
     token_bytes = _token_bytes(dim, parameters)
@@ -102,10 +104,11 @@ def _encode_block(
 
 
 def _partitions_of(tokens: Tensor, parameters: Muvera, planes: Tensor, budget: int) -> Tensor:
-    """The partition of each token in each repetition, int64 [tokens, repetitions].
+    """Return the partition of each token in each repetition, int64 [tokens, repetitions].
 
-    Signs come from a product in float64: in float32 the shape of a batch picks the kernel, its rounding the side of a
-    plane, and so a batch mate could move a token to another partition. MPS has no float64.
+    Signs come from a product in float64. In float32 the shape of a batch selects the kernel, and the rounding of the
+    kernel can move a token to the other side of a plane: a batch mate could change the partition of a token. MPS has no
+    float64.
     """
     repetitions, projections = parameters.num_repetitions, parameters.num_simhash_projections
     encoded = []
@@ -121,10 +124,10 @@ def _partitions_of(tokens: Tensor, parameters: Muvera, planes: Tensor, budget: i
 def _aggregate(
     vectors: Tensor, bag_of: Tensor, bags: int, repeats: int, parameters: Muvera, *, is_query: bool
 ) -> Tensor:
-    """Sum or mean per bag, [bags, cell]; a bag is a partition of a repetition of an item.
+    """Return the sum or mean per bag, [bags, cell]. A bag is a partition in a repetition of an item.
 
-    `bag_of` [entries]: the bag of entry e, whose vector is row e // `repeats`. Entries of an item ascend with its
-    tokens.
+    `bag_of` [entries]: the bag of entry e, whose vector is row e // `repeats`. The entries of an item are in the order
+    of its tokens.
     """
     order = bag_of.sort(stable=True)[1]
     counts = torch.zeros(bags, dtype=torch.int64, device=bag_of.device).index_add_(0, bag_of, torch.ones_like(bag_of))
@@ -139,16 +142,16 @@ def _aggregate(
 
 
 def _nearest(order: Tensor, counts: Tensor, bounds: Tensor, projections: int) -> Tensor:
-    """The entry nearest to each bag: by Hamming distance of the bits, then the first; -1 where the item has none. int64
-    [bags].
+    """Return the entry nearest to each bag, int64 [bags]: the entry of its item with the least Hamming distance of the
+    bits, the first of several; -1 if the item has no entry.
 
-    A Hamming distance is a sum over bits, so the minimum is found one bit at a time, and no token is compared with a
-    partition.
+    A Hamming distance is a sum over bits, so the minimum is found one bit at a time, without comparing each token with
+    each partition.
     """
     entries = len(order)
     far = (projections + 1) * entries
     gray = torch.arange(1 << projections, device=order.device)
-    gray = gray ^ (gray >> 1)  # partition to bits
+    gray = gray ^ (gray >> 1)  # bits of each partition
     first = order[bounds[:-1].clamp_max(entries - 1)].where(counts > 0, far).view(-1, 1 << projections)
     best = torch.empty_like(first)
     best[:, gray] = first
@@ -161,7 +164,7 @@ def _nearest(order: Tensor, counts: Tensor, bounds: Tensor, projections: int) ->
 
 @dataclass(frozen=True, slots=True)
 class _Sketch:
-    """A count sketch: input i is added to column `columns[i]` with sign `signs[i]`. int64 and float32 [inputs]."""
+    """Count sketch: input i is added to column `columns[i]` with sign `signs[i]`. int64 and float32 [inputs]."""
 
     columns: Tensor
     signs: Tensor
@@ -173,14 +176,18 @@ class _Sketch:
 
 @dataclass(frozen=True, slots=True)
 class _Inner:
-    """The sketches of all repetitions from token width to `cell`, one [repetitions, dim] row each."""
+    """Count sketches of all repetitions, from the token width to `cell` columns. Each tensor has one row per
+    repetition, [repetitions, dim].
+    """
 
     columns: Tensor
     signs: Tensor
     cell: int
 
     def projected(self, tokens: Tensor, first: int, last: int) -> Tensor:
-        """`tokens` [tokens, dim] in repetitions `first` to `last`: [tokens, (last - first) * cell]."""
+        """Return `tokens` [tokens, dim] projected in the repetitions `first` to `last`: [tokens, (last - first) *
+        cell].
+        """
         count = last - first
         columns = self.columns[first:last] + self.cell * torch.arange(count, device=tokens.device)[:, None]
         values = tokens[:, None] * self.signs[first:last]
@@ -190,8 +197,8 @@ class _Inner:
 
 @dataclass(frozen=True, slots=True)
 class _Matrices:
-    """Matrices drawn from the seeds for one parameter set and token width. `planes`: [dim, projections * repetitions],
-    projection first.
+    """Matrices that are drawn from the seeds, for one set of parameters and one token width. `planes`: [dim,
+    projections * repetitions]; the repetition changes fastest.
     """
 
     planes: Tensor
@@ -207,7 +214,9 @@ class _Matrices:
 
 
 def _draw(parameters: Muvera, dim: int, device: torch.device) -> _Matrices:
-    """The order of draws is part of the format of an index: each matrix begins its own stream."""
+    """Draw the matrices. The order of draws is part of the format of an index: each matrix begins a random stream of
+    its own.
+    """
     seeds = range(parameters.seed, parameters.seed + parameters.num_repetitions)
     shape = (dim, parameters.num_simhash_projections)
     planes = np.stack([np.random.default_rng(seed).normal(0, 1, shape).astype(np.float32) for seed in seeds], axis=2)
@@ -230,7 +239,9 @@ def _sketch(seed: int, inputs: int, buckets: int) -> tuple[np.ndarray, np.ndarra
 
 
 class _ProjectionCache:
-    """The matrices in use, by what they are drawn from; the longest unused leave first. For threads."""
+    """Cache of matrices, by the parameters that they are drawn from. The longest unused matrices are dropped first. For
+    any number of threads.
+    """
 
     def __init__(self, limit_bytes: int, limit: int) -> None:
         self._limit_bytes, self._limit = limit_bytes, limit
@@ -238,14 +249,15 @@ class _ProjectionCache:
         self._held: OrderedDict[tuple[Muvera, int, torch.device], _Matrices] = OrderedDict()
 
     def get(self, parameters: Muvera, dim: int, device: torch.device) -> _Matrices:
-        # what is done after the draws does not change them
+        # these two parameters do not change the draws
         key = (msgspec.structs.replace(parameters, normalize=False, fill_empty_partitions=False), dim, device)
         with self._lock:
             held = self._held.get(key)
             if held is not None:
                 self._held.move_to_end(key)
                 return held
-        drawn = _draw(parameters, dim, device)  # outside the lock: two threads may both draw, and no third waits
+        # outside the lock: two threads may draw the same matrices, but no other thread waits for them
+        drawn = _draw(parameters, dim, device)
         with self._lock:
             self._held[key] = drawn
             while len(self._held) > self._limit or (len(self._held) > 1 and self.nbytes > self._limit_bytes):

@@ -1,1 +1,3 @@
-"""Kinds of model code, one file each. `sie_contracts.models.families` has a row for each, which names its class."""
+"""Implementations of the families, one file each. `sie_contracts.models.families` has a row for each family, which
+names its class.
+"""

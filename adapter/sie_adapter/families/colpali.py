@@ -20,12 +20,12 @@ from sie_contracts.media.images import ImageTokens, Normalisation, Recipe
 from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.wire.ipc import Rows
 
-_PAGE_PROMPT = "<bos>Describe the image.\n"  # behind the image. Source: transformers, ColPaliProcessor
-_PATCHES_PER_TOKEN = 4  # of the tower, which take about the time of one token of the language model
+_PAGE_PROMPT = "<bos>Describe the image.\n"  # follows the image. Source: transformers, ColPaliProcessor
+_PATCHES_PER_TOKEN = 4  # patches of the tower that take about as long as one token of the language model
 
 
 class ColPali:
-    """A `vision_language.Reader`."""
+    """ColPali, a `vision_language.VisionLanguageKind` that gives token vectors."""
 
     output = "multivector"
 
@@ -49,7 +49,7 @@ class ColPali:
         _attend_both_ways(self.language)
 
     def framed(self, tokenizer: Tokenizer) -> Tokenizer:
-        """Without any: the prompts have the only special tokens."""
+        """Return the tokenizer without special tokens around a text: only the prompts have special tokens."""
         tokenizer.post_processor = processors.TemplateProcessing(single="$A", pair="$A $B", special_tokens=[])
         return tokenizer
 
@@ -72,7 +72,7 @@ class ColPali:
 
 
 def late_rows(width: int, images: Recipe, tokens: ImageTokens) -> dict[str, Rows]:
-    """How the inputs of a model with token vectors become ids, from which scores are computed as well."""
+    """Return how the inputs of a model with token vectors become ids. Scores are computed from the vectors too."""
     return {
         "encode": Rows("text", vectors=width, images=images, image_tokens=tokens),
         "score": Rows("sides", vectors=width, images=images, image_tokens=tokens),
@@ -80,7 +80,9 @@ def late_rows(width: int, images: Recipe, tokens: ImageTokens) -> dict[str, Rows
 
 
 def _attend_both_ways(language: Any) -> None:
-    """Have every token of a prompt see every other one, as the processor's token types say."""
+    """Make attention bidirectional: each token of a prompt attends to all others, as the processor's token
+    types say.
+    """
     language.config.is_causal = False
     for module in language.modules():
         if hasattr(module, "is_causal"):

@@ -27,7 +27,7 @@ from transformers import AutoModel
 
 from sie_adapter.engine.device import Compute, to_device
 from sie_adapter.families.extraction import bytes_of
-from sie_adapter.families.packed_model import PackedModel, fault_of_tokenizer
+from sie_adapter.families.text_encoder import PackedModel, fault_of_tokenizer
 from sie_adapter.heads import Head, Reduced, States
 from sie_adapter.loading import open_clip
 from sie_adapter.loading.checkpoint import empty_model, load_model
@@ -43,14 +43,16 @@ from sie_contracts.models.load_errors import load_failed
 from sie_contracts.wire.ipc import Rows, Side
 from sie_store.folder_files import read_json
 
-_METASPACE = "▁"  # sentencepiece writes a space so
-_ARGMAX_EOS = 2  # configurations of that end token are read at the largest id instead (transformers, CLIPTextModel)
+_METASPACE = "▁"  # the sign that sentencepiece writes for a space
+# id of the end token in old configurations: their texts are read at the largest id instead (transformers,
+# CLIPTextModel)
+_ARGMAX_EOS = 2
 
 
 @dataclass
 class _DualPass(PackedBatch):
-    """Rows of texts and rows of images or sounds: each is one state. `texts` are the rows of token ids, packed, which
-    come first; `files` those of each row behind them.
+    """Pass over rows of texts, and rows of images or sounds; each row has one state. `texts`: the rows of token ids,
+    packed; they come first. `files`: the images or sounds of each row after them.
     """
 
     texts: PackedBatch | None = None
@@ -58,9 +60,10 @@ class _DualPass(PackedBatch):
 
 
 class TextTower(Protocol):
-    """The text tower of a dual encoder.
+    """Text tower of a dual encoder.
 
-    `filled`: the tokens that each text is filled up to with the id `filler`; 0: none. `width`: of a vector.
+    `filled`: the number of tokens to which each text is filled up with the id `filler`; 0: texts are not filled up.
+    `width`: width of a vector.
     """
 
     filled: int
@@ -68,18 +71,20 @@ class TextTower(Protocol):
     width: int
 
     def text(self, hidden: Tensor, packed: PackedBatch) -> Tensor:
-        """The vector of each sequence, float32 [sequences, width], from its states [tokens, hidden width]."""
+        """Return the vector of each sequence, float32 [sequences, width], from its states [tokens, hidden width]."""
 
 
 class _ImageTextTowers(TextTower, Protocol):
-    """The towers of a dual encoder of images."""
+    """Towers of a dual encoder of images."""
 
     def image(self, pixels: Tensor) -> Tensor:
-        """The vector of each image, float32 [images, width], from normalised pixels [images, 3, height, width]."""
+        """Return the vector of each image, float32 [images, width], from normalised pixels [images, 3,
+        height, width].
+        """
 
 
 class _Clip:
-    """Reads a text at its end token. Source: transformers, CLIPModel."""
+    """CLIP, which reads a text at its end token. Source: transformers, CLIPModel."""
 
     filled = filler = 0
 
@@ -95,7 +100,9 @@ class _Clip:
         return self._of_text(hidden[ends].float())
 
     def _ends(self, packed: PackedBatch) -> Int64:
-        """The place that each sequence is read at, [sequences]: its first end token; its first token without one."""
+        """Return the place at which each sequence is read, [sequences]: its first end token, or its first token if it
+        has no end token.
+        """
         starts = packed.bounds[: len(packed.order)].astype(np.int64)
         lengths = packed.lengths[: len(packed.order)]
         ids = packed.ids[: int(lengths.sum())]
@@ -112,14 +119,15 @@ class _Clip:
 
 
 class _Siglip:
-    """Fills texts up to the length that it was trained with, and reads their last token. Source: transformers,
-    SiglipModel.
+    """SigLIP, which fills texts up to the length that it was trained with and reads their last token. Source:
+    transformers, SiglipModel.
     """
 
     def __init__(self, model: Any) -> None:
         self._vision = model.vision_model
         self._head = model.text_model.head.float()
-        model.text_model.head = nn.Identity()  # its own pass would read a text whose states may have 16 bits
+        # the tower's own pass would run the float32 head on states that may have 16 bits
+        model.text_model.head = nn.Identity()
         config = model.config.text_config
         self.filled: int = config.max_position_embeddings
         self.filler: int = config.pad_token_id
@@ -138,16 +146,20 @@ MODEL_TYPES = frozenset(_TOWERS)
 
 
 class VectorHead:
-    """The vector of each row of a pass. States of the text tower alone, which a certificate compares, are read here."""
+    """Head that returns the vector of each row of a pass. A certificate compares passes of the text tower alone; for
+    these the head computes the vectors from the hidden states.
+    """
 
     def __init__(self, towers: TextTower) -> None:
         self._towers = towers
 
     def reduce(self, states: States, sequences: Int64) -> Reduced:
-        """Vectors, float32 [width] each. Raises InvalidInput for a pooling: these models have none to choose."""
+        """Return vectors, float32 [width] each. Raises InvalidInput for a pooling: a dual encoder has no choice of
+        pooling.
+        """
         if states.pooling:
             raise InvalidInput(
-                "pooling: a dual encoder has one way to read a text", reason="unknown_option", param="pooling"
+                "pooling: a dual encoder has no choice of pooling", reason="unknown_option", param="pooling"
             )
         packed = states.packed
         vectors = states.hidden if isinstance(packed, _DualPass) else self._towers.text(states.hidden, packed)
@@ -155,9 +167,9 @@ class VectorHead:
         return Reduced(vectors.unbind(0), torch.isfinite(vectors).all(1))
 
 
-class _TextEmbeddings(nn.Module):  # type: ignore[misc]  # torch is not followed by the type checker
-    """Embeddings of a text tower without its bound on the tokens of a pass: packed texts are longer together than one
-    may be.
+class _TextEmbeddings(nn.Module):  # type: ignore[misc]  # the type checker skips torch
+    """Embeddings of a text tower without its limit on the tokens of a pass. The packed texts of a pass are longer
+    together than the limit of a single text.
     """
 
     def __init__(self, source: Any) -> None:
@@ -165,7 +177,7 @@ class _TextEmbeddings(nn.Module):  # type: ignore[misc]  # torch is not followed
         self.token_embedding, self.position_embedding = source.token_embedding, source.position_embedding
 
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        """[.., tokens, width]"""
+        """Return embeddings, [.., tokens, width]."""
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[-1], device=input_ids.device)[None]
         embeddings: Tensor = self.token_embedding(input_ids) + self.position_embedding(position_ids)
@@ -173,7 +185,9 @@ class _TextEmbeddings(nn.Module):  # type: ignore[misc]  # torch is not followed
 
 
 class TwoTowers(PackedModel, ABC):
-    """Rows of texts, which `backbone` reads, and rows of files, which another tower reads: a vector for each."""
+    """Base of models with two towers: `backbone` reads rows of texts, the other tower reads rows of files. Each row
+    gets one vector.
+    """
 
     _towers: TextTower
 
@@ -185,14 +199,14 @@ class TwoTowers(PackedModel, ABC):
             )
 
     def prepare(self, batch: Items, queries: np.ndarray) -> Items:
-        """Texts filled up to the length that the model was trained with."""
+        """Fill texts up to the length that the model was trained with."""
         if not self._towers.filled:
             return batch
         lengths = np.where(batch.lengths > 0, self._towers.filled, 0)
         return expanded(batch, lengths, self._towers.filler, attended=True)
 
     def pack(self, batch: Items, chosen: Int64) -> PackedBatch:
-        """The chosen rows of texts, packed, then those of images."""
+        """Lay out the chosen rows: first the texts, packed, then the rows of files."""
         files = self._files(batch)
         has_file = np.zeros(len(chosen), bool) if files is None else np.isin(chosen, files.rows)
         texts = self.backbone.pack(batch, chosen[~has_file]) if not has_file.all() else None
@@ -209,7 +223,7 @@ class TwoTowers(PackedModel, ABC):
         )
 
     def forward(self, packed: PackedBatch) -> Tensor:
-        """The vector of each row, float32 [rows, width]. Under inference mode only."""
+        """Return the vector of each row, float32 [rows, width]. To be called under inference mode."""
         assert isinstance(packed, _DualPass)
         vectors = []
         if packed.texts is not None:
@@ -222,20 +236,21 @@ class TwoTowers(PackedModel, ABC):
     @staticmethod
     @abstractmethod
     def _files(batch: Items) -> BatchFiles[Any] | None:
-        """The files that rows have in the place of ids."""
+        """Return the files of the rows that have files instead of ids; None if the batch has none."""
 
     @abstractmethod
     def _of_files(self, rows: Sequence[Sequence[Any]]) -> Tensor:
-        """The vector of each row of files, float32 [rows, width]."""
+        """Return the vector of each row of files, float32 [rows, width]."""
 
 
 class DualEncoder(TwoTowers):
-    """A loaded model; `backbone` is the text tower."""
+    """Loaded model of texts and images; `backbone` is the text tower."""
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
-        """The fault of class, shapes or tokenizer that a load refuses; empty without one. Reads no values of weights
-        and runs no code of the folder. Raises ModelLoadFailed for tensors that are not those of the class.
+        """Return the fault of class, shapes or tokenizer for which a load would refuse the files; an empty string if
+        there is none. Reads no values of weights and runs no code of the folder. Raises ModelLoadFailed for tensors
+        that do not fit the class.
         """
         _model_type(folder, entry)
         _processor(folder, entry)
@@ -295,16 +310,16 @@ class DualEncoder(TwoTowers):
 
 
 def _processor(folder: Path, entry: ModelEntry) -> tuple[Recipe, Normalisation]:
-    """How images become numbers. Raises ModelLoadFailed."""
+    """Return the recipe and the normalisation of images. Raises ModelLoadFailed."""
     return (open_clip.processor_of_open_clip if open_clip.is_open_clip(folder) else processor_of)(folder, entry)
 
 
 def _tokenizer(folder: Path, load: LoadOptions) -> Tokenizer:
-    """The tokenizer of `folder`, which reads texts as the model was trained on them. Raises ModelLoadFailed.
+    """Return the tokenizer of `folder`, which normalises texts as in the training of the model. Raises ModelLoadFailed.
 
-    SigLIP's texts were in lower case; those of its first version had no punctuation and no two spaces in a row, which
-    the library does in a tokenizer that is not a fast one. open_clip does so too, and takes an underscore for a space.
-    Sources: transformers, SiglipTokenizer and Siglip2Tokenizer; open_clip, canonicalize_text.
+    SigLIP was trained on texts in lower case. The texts of its first version also had no punctuation and no two spaces
+    in a row; transformers applies that only in a slow tokenizer. open_clip does the same, and replaces an underscore by
+    a space. Sources: transformers, SiglipTokenizer and Siglip2Tokenizer; open_clip, canonicalize_text.
     """
     is_open_clip = open_clip.is_open_clip(folder)
     if not is_open_clip and read_json(folder / "config.json").get("model_type") != "siglip":

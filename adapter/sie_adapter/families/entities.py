@@ -13,18 +13,18 @@ from sie_adapter.heads import Row
 from sie_contracts.wire.ipc import Group, RunBatch
 
 _OUTSIDE = "O"
-# what the prefix of a tag says of its token: does it begin an entity, whatever stands before it? BIO, BIOES and BILOU
+# prefix of a tag -> True if its token begins an entity, whatever the tag before it. Prefixes of BIO, BIOES and BILOU
 _BEGINS = {"B-": True, "S-": True, "U-": True, "I-": False, "E-": False, "L-": False}
 
 
 def entities(
     message: RunBatch, group: Group, logits: Sequence[Row], places: list[int], names: Sequence[str]
 ) -> ItemResults:
-    """The entities of each text, in order of place, from float32 logits [tokens, labels] of the rows `places`.
+    """Return the entities of each text, in order of place, from float32 logits [tokens, labels] of the rows `places`.
 
-    Neighbours of one kind are one entity unless the tag of the next begins another; its score is the mean of its
-    tokens' probabilities. Offsets are code points. Source: aggregation "simple" of transformers' token-classification
-    pipeline, which knows B- and I- only.
+    Neighbouring tokens with one label are one entity, unless the tag of the second token begins another entity. The
+    score of an entity is the mean of its tokens' probabilities. Offsets are code points. Source: aggregation "simple"
+    of transformers' token-classification pipeline, which knows B- and I- only.
     """
     ends = np.cumsum(np.frombuffer(message.lengths, "<i4"))
     offsets = np.frombuffer(message.offsets, "<i4").reshape(-1, 2)

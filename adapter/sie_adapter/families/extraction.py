@@ -1,8 +1,7 @@
 """Base of the extraction families: options, preparation, windows of words, padded passes, weights from files.
 
-texts, one ExtractOptions each ──► those with equal options together ──► make: words, ids, padded passes ──► run: the
-device ──► results
-                                                       └─ off the device thread, in a Preparation ─┘
+texts, options ──► sets with equal options ──► make: words, ids, padded passes ──► run, on the device ──► results
+                                               └─ off the device thread, in a Preparation ─┘
 """
 
 from __future__ import annotations
@@ -41,18 +40,18 @@ _logger = logging.getLogger("sie.adapter")
 Result = dict[str, Any] | SIEError
 
 _HARMLESS = ("pooler.", "position_ids")
-_WASTE = 1.25  # padded positions for each real one, at most
-_MIN_ROOM = 8  # labels leave at least this part of a pass to the text
+_WASTE = 1.25  # largest ratio of padded positions to tokens in a pass
+_MIN_ROOM = 8  # labels leave at least one eighth of the tokens of a pass to the text
 _WORDS_PER_COUNT = 8192
-_OVERLAP = 8  # a window shares this part of itself with the next
+_OVERLAP = 8  # a window shares one eighth of its words with the next
 
 
 @dataclass(frozen=True)
 class ExtractOptions:
-    """The request for one text. `labels` keep the client's order and case, `threshold` None is the model's own
-    default.
+    """Options of the request for one text. `labels` keep the client's order and case. A `threshold` of None stands for
+    the default of the entry or the model.
 
-    `parameters`: options of the family, merged with the entry's own and checked for their types. `mentions`: places of
+    `parameters`: options of the family, merged with those of the entry; their types are checked. `mentions`: places of
     the text that the client names. `instruction`: the prompt of a reader.
     """
 
@@ -63,18 +62,20 @@ class ExtractOptions:
     instruction: str = ""
 
     def threshold_or(self, default: float) -> float:
-        """The least score: of the request, else of the entry, else `default`."""
+        """Return the least score of a result: the threshold of the request, else of the entry, else `default`."""
         least: float = self.parameters.get("threshold", default) if self.threshold is None else self.threshold
         return float(least)
 
     def same(self) -> bytes:
-        """Equal bytes for equal options."""
+        """Return bytes that are equal for equal options."""
         named = (self.labels, self.threshold, self.parameters, self.mentions, self.instruction)
         return msgspec.json.encode(named, order="deterministic")
 
 
 class PreparedTexts(Protocol):
-    """Texts with equal options as the device reads them. `padding`: positions beside their tokens."""
+    """Texts with equal options, in the form that the device reads. `padding`: positions of their passes that hold no
+    token.
+    """
 
     @property
     def padding(self) -> int: ...
@@ -87,7 +88,9 @@ Run = Callable[[Sequence[str], ExtractOptions, M], list[Result]]
 
 
 class Preparation:
-    """The prepared texts of one batch. `seconds`: duration of the preparation; `padding`: of the passes that ran."""
+    """Prepared texts of one batch. `seconds`: duration of the preparation. `padding`: positions without a token in the
+    passes that ran.
+    """
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -95,18 +98,20 @@ class Preparation:
         self._prepared: dict[tuple[bytes, tuple[str, ...]], Any] = {}
 
     def make(self, texts: Sequence[str], options: Sequence[ExtractOptions], make: Make[Any]) -> None:
-        """Prepare the texts. A failure is left to `run_alike`, which meets it again and assigns it to its text."""
+        """Prepare the texts. Errors are dropped: `run_alike` prepares the text again, meets the same error and assigns
+        it to the text.
+        """
         for option, chosen in _alike(options):
             some = [texts[index] for index in chosen]
             try:
                 self._prepared[option.same(), tuple(some)] = self._timed(some, option, make)
             except SIEError:
                 continue
-            except Exception as error:  # noqa: BLE001  model code may raise anything, and the batch isolates the text
+            except Exception as error:  # noqa: BLE001  model code may raise anything; `run_alike` assigns it
                 _logger.debug("preparing failed with %s", type(error).__name__)
 
     def pop_or_make(self, texts: Sequence[str], option: ExtractOptions, make: Make[M]) -> M:
-        """The prepared form of these texts, prepared now if it was not."""
+        """Return the prepared form of these texts. Texts that are not prepared yet are prepared now."""
         prepared: M | None = self._prepared.pop((option.same(), tuple(texts)), None)
         if prepared is None:
             prepared = self._timed(texts, option, make)
@@ -122,8 +127,8 @@ class Preparation:
 
 
 class Extractor(ABC, Generic[M]):
-    """A family that tokenises and collates by itself: `_make` on the host, `_extract` on the device, both of texts with
-    equal options. `max_tokens`: of one pass, labels included.
+    """Base of families that tokenise and collate by themselves. `_make` runs on the host and `_extract` on the device,
+    each with texts that have equal options. `max_tokens`: tokens of one pass, labels included.
     """
 
     max_tokens: int
@@ -131,7 +136,7 @@ class Extractor(ABC, Generic[M]):
     rows: ClassVar[dict[str, Rows]] = {"extract": Rows("raw")}
 
     def _describe(self, model: torch.nn.Module, encoder: Any, tokenizer: Tokenizer) -> None:
-        """Set the attributes of a loaded model. `tokenizer`: of `encoder`, without padding and truncation."""
+        """Set the attributes of a loaded model. `tokenizer` belongs to `encoder` and has no padding and truncation."""
         self._counter = tokenizer
         self.tokenizer: bytes = tokenizer.to_str().encode()
         self.vocabulary: int = encoder.get_input_embeddings().num_embeddings
@@ -139,12 +144,12 @@ class Extractor(ABC, Generic[M]):
         self.attention = f"{encoder.config._attn_implementation} padded"
 
     def _check_room(self, tokens: int) -> None:
-        """Raise InvalidInput if labels of so many tokens leave too little room to the text."""
+        """Raise InvalidInput if labels of `tokens` tokens leave too little room for the text."""
         if self.max_tokens - tokens < self.max_tokens // _MIN_ROOM:
-            raise labels_refused(f"they take {tokens} of {self.max_tokens} tokens")
+            raise labels_refused(f"they take {tokens} of {self.max_tokens} tokens, too little is left for the text")
 
     def prepare(self, texts: Sequence[str], options: Sequence[ExtractOptions]) -> Preparation:
-        """Prepare these texts for `extract`: may be called off the device thread, on several threads at once."""
+        """Prepare these texts for `extract`. May be called off the device thread, by several threads at once."""
         preparation = Preparation()
         preparation.make(texts, options, self._make)
         return preparation
@@ -152,7 +157,7 @@ class Extractor(ABC, Generic[M]):
     def extract(
         self, texts: Sequence[str], options: Sequence[ExtractOptions], preparation: Preparation | None = None
     ) -> list[Result]:
-        """The result of each text, or an error instead of it."""
+        """Return a result for each text, or an error in its place."""
         with torch.inference_mode():
             return run_alike(texts, options, self._make, self._extract, preparation)
 
@@ -170,10 +175,10 @@ def run_alike(
     run: Run[M],
     preparation: Preparation | None = None,
 ) -> list[Result]:
-    """Call `run` once for each set of equal options, and once for each text of a set that fails as a whole. Results in
-    text order.
+    """Call `run` once for each set of texts with equal options, as `by_options` does. Returns results in the order of
+    the texts.
 
-    Raises only what concerns the whole device: out of memory, or a device that is lost.
+    Raises only errors of the whole device: out of memory, or a lost device.
     """
     prepared = preparation or Preparation()
     return by_options(texts, options, lambda some, option: run(some, option, prepared.pop_or_make(some, option, make)))
@@ -182,8 +187,9 @@ def run_alike(
 def by_options(
     inputs: Sequence[T], options: Sequence[ExtractOptions], run: Callable[[Sequence[T], ExtractOptions], list[Result]]
 ) -> list[Result]:
-    """Call `run` once for each set of equal options, and once for each input of a set that fails as a whole. Results in
-    the order of the inputs. Raises as `run_alike`.
+    """Call `run` once for each set of inputs with equal options. A SIEError becomes the result of each input of the
+    set; after another error the inputs of the set run one by one. Returns results in the order of the inputs. Raises
+    the errors that `run_alike` raises.
     """
     results: dict[int, Result] = {}
     for option, chosen in _alike(options):
@@ -192,7 +198,7 @@ def by_options(
 
 
 def _alike(options: Sequence[ExtractOptions]) -> list[tuple[ExtractOptions, list[int]]]:
-    """The distinct options, each with its places."""
+    """Return the distinct options, each with the indices of its inputs."""
     alike: dict[bytes, list[int]] = {}
     for index, option in enumerate(options):
         alike.setdefault(option.same(), []).append(index)
@@ -216,16 +222,20 @@ def _attempt(
 
 
 def padding_of(lengths: Sequence[int], chosen: Iterable[Sequence[int]]) -> int:
-    """Positions beside the tokens in passes over sequences of these lengths, each padded to its longest."""
+    """Return the number of padded positions that hold no token. Each part of `chosen` is a pass, which is padded to its
+    longest sequence.
+    """
     return sum(
         len(part) * max(lengths[index] for index in part) - sum(lengths[index] for index in part) for part in chosen
     )
 
 
 def passes(lengths: Sequence[int], budget: int) -> Iterator[list[int]]:
-    """Indices of sequences that are padded to one length and run together, shortest first.
+    """Yield passes, shortest sequences first. A pass is a list of indices of sequences that are padded to one length
+    and run together.
 
-    A pass has at most `budget` padded positions, or one sequence.
+    A pass has at most `budget` padded positions, and at most _WASTE times as many as tokens, or it has a single
+    sequence.
     """
     chosen: list[int] = []
     real = 0
@@ -241,9 +251,9 @@ def passes(lengths: Sequence[int], budget: int) -> Iterator[list[int]]:
 
 
 def windows(sizes: Sequence[int], room: int, max_words: int, min_shared: int) -> Iterator[tuple[int, int]]:
-    """First word, and last word + 1, of each window over words of `sizes` tokens: at most `max_words` that fit `room`
-    tokens, but at least one. A window shares an eighth of its words with the next, at least `min_shared` if that is
-    no more than half.
+    """Yield the first word, and the last word + 1, of each window over words of `sizes` tokens. A window has at most
+    `max_words` words that fit `room` tokens, but at least one word. It shares an eighth of its words with the next
+    window, at least `min_shared` words, but no more than half.
     """
     start, stop, tokens = 0, 0, 0
     while start < len(sizes):
@@ -260,7 +270,7 @@ def windows(sizes: Sequence[int], room: int, max_words: int, min_shared: int) ->
 
 @dataclass(frozen=True)
 class TextWindow:
-    """Words `start` to `stop` of one text."""
+    """Words `start` to before `stop` of one text."""
 
     text: int
     start: int
@@ -268,8 +278,9 @@ class TextWindow:
 
 
 def own_ranges(spans: Sequence[TextWindow]) -> list[tuple[int, int]]:
-    """The first words of the spans that each of the overlapping windows of a text contributes, as begin and end: of an
-    overlap a window has the half that it sees more around.
+    """Return a range of words, begin and end, for each window of a text. A span of a window counts if its first word
+    lies in the range of the window. Windows overlap; the ranges of two windows meet in the middle of their overlap, so
+    each span counts in the window that has more words around it.
     """
     middles = [(following.start + window.stop) // 2 for window, following in pairwise(spans)]
     return list(zip([0, *middles], [*middles, spans[-1].stop], strict=True)) if spans else []
@@ -278,9 +289,9 @@ def own_ranges(spans: Sequence[TextWindow]) -> list[tuple[int, int]]:
 def words_with_tokens(
     tokenizer: Tokenizer, split: Sequence[tuple[str, int, int]], longest: int
 ) -> tuple[NDArray[np.int32], NDArray[np.int64], list[tuple[str, int, int]]]:
-    """Ids of the words, the number of tokens of each, and the rows of `split` (word, start, end): words without tokens,
-    such as a variation selector, are left out, since the model does not see them. The tokens are of the first `longest`
-    characters of a word.
+    """Return the ids of the words, the number of tokens of each word, and the rows of `split` (word, start, end). Words
+    without tokens, such as a variation selector, are left out, since the model does not see them. Only the first
+    `longest` characters of a word are tokenised.
     """
     counted = [
         tokens_of(tokenizer, [word[:longest] for word, _, _ in split[begin : begin + _WORDS_PER_COUNT]])
@@ -292,19 +303,21 @@ def words_with_tokens(
 
 
 def tokens_of(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-    """The ids of all words, and the number of tokens of each."""
+    """Return the ids of all words, and the number of tokens of each word."""
     encoding = tokenizer.encode(list(words), is_pretokenized=True, add_special_tokens=False)
     owners = np.array(encoding.word_ids, np.int64)
     return np.array(encoding.ids, np.int32), np.bincount(owners, minlength=len(words)).astype(np.int64)
 
 
 def scores_not_finite() -> InferenceFailed:
-    """The error of a text whose scores are not finite."""
+    """Return the error of a text whose scores are not finite."""
     return InferenceFailed("the model's scores are not finite", reason="non_finite")
 
 
 def absolute_positions(encoder: Any) -> int:
-    """The positions that the encoder's table leaves to a text; 0 without a table."""
+    """Return the number of positions that the encoder's position table has for a text; 0 for an encoder without a
+    table.
+    """
     table = getattr(getattr(encoder, "embeddings", None), "position_embeddings", None)
     if table is None:
         return 0
@@ -312,30 +325,31 @@ def absolute_positions(encoder: Any) -> int:
 
 
 def bound_length(tokenizer: Any, encoder: Any, otherwise: int) -> int:
-    """Make a transformers tokenizer cut at what its encoder can take, and return that, in tokens with special tokens.
+    """Set the length at which a transformers tokenizer cuts, and return it, in tokens with special tokens.
 
-    It is the least of the tokenizer's own limit, the encoder's table of absolute positions and, for encoders without
-    one, `otherwise`.
+    The length is the smaller of the tokenizer's own limit and the encoder's number of absolute positions. `otherwise`
+    takes the place of the latter for encoders without a table of positions.
     """
     tokenizer.model_max_length = min(tokenizer.model_max_length, absolute_positions(encoder) or otherwise)
     return int(tokenizer.model_max_length)
 
 
 def without_remote_code(config: dict[str, Any] | None, *, trusted: bool) -> None:
-    """Drop from a backbone's configuration what would make the packages import code from elsewhere. They always allow
-    it.
+    """Remove `auto_map` from the configuration of a backbone, unless `trusted`. The packages always allow it, and
+    import the code from elsewhere that it names.
     """
     if config is not None and not trusted:
         config.pop("auto_map", None)
 
 
 def describe_backbone(raw: dict[str, Any], name: str, part: str, folder: Path, entry: ModelEntry) -> None:
-    """Replace the backbone `name` by its local folder: inside of the model's own, else of the hub cache. Fill in its
-    configuration.
+    """Replace the backbone name `raw[name]` by the path of its local folder, below the model's folder or else in the
+    hub cache. Fill in its configuration, `raw[part]`, if that is missing. Raises ModelLoadFailed NOT_FOUND if there is
+    no such folder.
     """
     backbone = folder / raw[name]
     if not backbone.is_dir():
-        # the cache that the model itself came from, where it came from one
+        # search the hub cache in which the model itself lies, if it lies in one
         cache = folder.parents[2] if folder.parent.name == "snapshots" else None
         try:
             backbone = Path(snapshot_download(raw[name], cache_dir=cache, local_files_only=True))
@@ -351,7 +365,7 @@ def describe_backbone(raw: dict[str, Any], name: str, part: str, folder: Path, e
 
 
 def check_encoder(config: dict[str, Any] | None, entry: ModelEntry, load: LoadOptions) -> None:
-    """Drop remote code from a backbone's configuration. Raises ModelLoadFailed INCOMPATIBLE for a kind that
+    """Drop remote code from the configuration of a backbone. Raises ModelLoadFailed INCOMPATIBLE for a model type that
     transformers does not have.
     """
     if config is None:
@@ -362,7 +376,7 @@ def check_encoder(config: dict[str, Any] | None, entry: ModelEntry, load: LoadOp
 
 
 def read_weights(folder: Path, entry: ModelEntry) -> dict[str, Tensor]:
-    """The tensors of model.safetensors, else of pytorch_model.bin, which must hold tensors alone. Raises
+    """Return the tensors of model.safetensors, else of pytorch_model.bin, which may hold only tensors. Raises
     ModelLoadFailed INCOMPATIBLE.
     """
     if (file := folder / "model.safetensors").is_file():
@@ -378,14 +392,14 @@ def read_weights(folder: Path, entry: ModelEntry) -> dict[str, Tensor]:
 
 
 def fill(model: torch.nn.Module, weights: dict[str, Tensor], entry: ModelEntry) -> None:
-    """Copy the weights in. Raises as `compare`."""
+    """Copy the weights into the model. Raises the errors of `compare`."""
     own = model.state_dict()
     compare(own, weights, entry)
     model.load_state_dict({name: weights[name] for name in own.keys() & weights.keys()}, strict=False)
 
 
 def compare(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], entry: ModelEntry) -> None:
-    """Raises ModelLoadFailed INCOMPATIBLE unless the names and shapes of the weights are those of the model."""
+    """Raise ModelLoadFailed INCOMPATIBLE unless the weights have the names and shapes of the model's tensors."""
     faults = {
         "missing": own.keys() - weights.keys(),
         "unexpected": weights.keys() - own.keys(),
@@ -396,8 +410,8 @@ def compare(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], entry: Mod
 
 
 def refuse_misfits(entry: ModelEntry, misfit: str, names: Iterable[str]) -> None:
-    """Raise ModelLoadFailed INCOMPATIBLE if weights are `misfit`, other than a pooler, which is never run, and position
-    ids.
+    """Raise ModelLoadFailed INCOMPATIBLE if any keys of the weights are `misfit`. Keys of a pooler, which never runs,
+    and of position ids do not count.
     """
     if misfits := sorted(name for name in names if not any(part in name for part in _HARMLESS)):
         raise load_failed(
@@ -406,12 +420,12 @@ def refuse_misfits(entry: ModelEntry, misfit: str, names: Iterable[str]) -> None
 
 
 def tokenizer_fault(tokenizer: Tokenizer, encoder: Any) -> str:
-    """Why the ids of the tokenizer cannot be those of the encoder's table, empty if they can."""
+    """Return why the tokenizer's ids do not fit the encoder's table of embeddings; an empty string if they fit."""
     return fault(tokenizer, encoder.get_input_embeddings().num_embeddings)
 
 
 def bytes_of(model: torch.nn.Module) -> int:
-    """Weights and buffers, each storage once."""
+    """Return the bytes of weights and buffers; a shared storage counts once."""
     storages = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage()
         for tensor in [*model.parameters(), *model.buffers()]
@@ -420,5 +434,5 @@ def bytes_of(model: torch.nn.Module) -> int:
 
 
 def labels_refused(message: str) -> InvalidInput:
-    """An error of the labels of one request, without their text."""
+    """Return an error about the labels of one request, without the text of the labels."""
     return InvalidInput(f"labels: {message}", reason="labels", param="labels")

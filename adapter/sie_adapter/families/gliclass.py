@@ -1,11 +1,11 @@
-"""GLiClass: scores for the classes that a request names, which share one prompt with the text, by the package
-`gliclass`.
+"""GLiClass, by the package `gliclass`: scores for the classes that a request names. One prompt holds the labels and the
+text.
 
-    text, labels ──► the package's prompt ──► ids, the text cut and never the labels ──► passes of equal length ──►
+    text, labels ──► the package's prompt ──► ids; the text is cut, labels never ──► passes of equal length ──►
     softmax or sigmoid
 
-A score depends on all labels and their order: softmax over the labels of a request, or with `multi_label` a sigmoid for
-each.
+A score depends on all labels and their order. Scores are a softmax over the labels of a request; with `multi_label`
+each label has a sigmoid instead.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from sie_contracts.models.load_errors import load_failed
 
 _TOKENS_PER_PASS = {"cpu": 4096}
 _TOKENS_PER_PASS_ELSEWHERE = 16384
-_CHARACTERS_PER_TOKEN = 8  # of a long text, at first
+_CHARACTERS_PER_TOKEN = 8  # characters per token that are assumed first for a long text
 
 
 @dataclass(frozen=True)
 class GliclassTexts:
-    """Texts as the device reads them. `results` are those that need no pass; `passes` the places of the others with
-    their padded ids.
+    """Texts in the form that the device reads. `results`: a result for each text; a pass replaces those of its texts.
+    `passes`: indices of texts with their padded ids. `padding`: positions without a token.
     """
 
     results: list[Result]
@@ -57,19 +57,22 @@ class GliclassTexts:
 
 
 class GliclassModel(Extractor[GliclassTexts]):
-    """A loaded GLiClass of the uni-encoder kind. `extract` may run on several threads at once.
+    """Loaded GLiClass of the uni-encoder kind. `extract` may run on several threads at once.
 
-    A result is `{"classifications": [{label, score}]}`: all labels whose score reaches the threshold (0), best first. A
-    text of white space has none. An error instead if the labels cannot be used or the text holds a token that the
-    prompt is made of (InvalidInput), or if the scores are not finite.
+    A result is `{"classifications": [{label, score}]}`, best first: all labels whose score reaches the threshold
+    (default 0). A text of white space has no classifications. The result is an InvalidInput if the labels cannot be
+    used, or if the text holds a token that separates the parts of the prompt; it is an InferenceFailed if the scores
+    are not finite.
 
-    `tokenizer`: tokenizer.json of the backbone. `max_tokens`: labels and special tokens included; longer texts are cut.
+    `tokenizer`: tokenizer.json of the backbone. `max_tokens`: limit of tokens, with labels and special tokens; longer
+    texts are cut.
     """
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
-        """The fault of class, shapes or tokenizer that a load refuses, empty without one. Reads no values of weights
-        and runs no code of the folder. Raises ModelLoadFailed for tensors that are not those of the class.
+        """Return the fault of class, shapes or tokenizer for which a load would refuse the files; an empty string if
+        there is none. Reads no values of weights and runs no code of the folder. Raises ModelLoadFailed for tensors
+        that do not fit the class.
         """
         encoder = empty_gliclass(folder, entry, entry.load).model.encoder_model
         return tokenizer_fault(bare_tokenizer(read_tokenizer(folder)), encoder)
@@ -88,7 +91,7 @@ class GliclassModel(Extractor[GliclassTexts]):
             self._model, self._tokenizer, max_length=self.max_tokens, device=compute.device, progress_bar=False
         )
         self._describe(self._model, encoder, bare_tokenizer(self._tokenizer))
-        # a fast tokenizer refuses a second caller while it is set to pad or cut otherwise
+        # a fast tokenizer raises if a second thread calls it while its padding or truncation is being set
         self._tokenizing = threading.Lock()
 
     def _make(self, texts: Sequence[str], options: ExtractOptions) -> GliclassTexts:
@@ -117,7 +120,9 @@ class GliclassModel(Extractor[GliclassTexts]):
         return results
 
     def _prompt_tokens(self, labels: list[str]) -> int:
-        """The number of tokens of a request beside the text. Raises InvalidInput for labels that cannot be used."""
+        """Return the number of tokens of a request without its text. Raises InvalidInput for labels that cannot be
+        used.
+        """
         if not labels:
             raise labels_refused("expected at least one")
         limit = self._pipeline._resolve_max_num_classes(labels, True) or self._model.config.max_num_classes
@@ -134,8 +139,8 @@ class GliclassModel(Extractor[GliclassTexts]):
         return any(token in text for token in (pipeline.label_token, pipeline.sep_token, pipeline.example_token))
 
     def _encoded(self, texts: list[str], labels: list[str], prompt: int) -> list[list[int]]:
-        """Token ids of each text with its labels, at most `max_tokens`. Labels may stand behind the text, where the
-        package cuts them.
+        """Return the token ids of each text with its labels, at most `max_tokens`. If the labels stand behind the text,
+        the text is cut here, since the package would cut the labels.
         """
         if not texts:
             return []
@@ -149,12 +154,12 @@ class GliclassModel(Extractor[GliclassTexts]):
 
     def _cut(self, text: str, room: int) -> str:
         offsets = self._counter.encode(text, add_special_tokens=False).offsets
-        # the last token kept may join the prompt in another way than alone, hence one less
+        # one token less: beside the prompt, the end of the text may be split into one token more
         return text if len(offsets) <= room else text[: offsets[max(0, room - 2)][1]]
 
     def _head(self, text: str) -> str:
-        """The text, or of a long one whole words with more tokens than the model takes: the tokens that the text begins
-        with.
+        """Return the text. A long text is cut to its first whole words, which still have more tokens than the model
+        takes.
         """
         length = _CHARACTERS_PER_TOKEN * self.max_tokens
         while length < len(text):
@@ -169,7 +174,7 @@ class GliclassModel(Extractor[GliclassTexts]):
             return self._tokenizer.pad({"input_ids": rows}, padding="longest", return_tensors="pt")
 
     def _logits(self, padded: Any, labels: list[str]) -> Tensor:
-        """[rows, labels] in float32 on the host."""
+        """Return logits, float32 [rows, labels], on the host."""
         batch = padded.to(self._device)
         classes = self._pipeline._resolve_max_num_classes(labels, True)
         output = self._model(
@@ -199,8 +204,8 @@ def _load(folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) 
 
 
 def empty_gliclass(folder: Path, entry: ModelEntry, load: LoadOptions) -> Any:
-    """The same on the device `meta`, without the weights: their names and shapes are compared as a load compares them.
-    Raises as that.
+    """Build the model on the device `meta`, without weights. Names and shapes of the weights are compared as in a load,
+    with the same errors.
     """
     return _from_files(folder, entry, load, {"device_map": "meta"})
 
@@ -213,7 +218,7 @@ def _from_files(folder: Path, entry: ModelEntry, load: LoadOptions, options: dic
         raise load_failed("INCOMPATIBLE", f"{entry.id} is a GLiClass {kind}, the family gliclass runs the uni-encoder")
     encoder = raw.get("encoder_config") or {}
     check_encoder(encoder, entry, load)
-    raw["encoder_model"] = str(folder)  # where the package looks for an adapter of the encoder
+    raw["encoder_model"] = str(folder)  # the package looks for an adapter of the encoder in this folder
     with construction():
         model, report = GLiClassModel.from_pretrained(
             folder,

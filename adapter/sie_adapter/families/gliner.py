@@ -1,13 +1,13 @@
-"""GLiNER: entities of the types that a request names, by the package `gliner`, for spans or tokens, with one encoder or
-two.
+"""GLiNER, by the package `gliner`: entities of the types that a request names. Models score spans or tokens, and have
+one encoder or two.
 
     text ──► words that have tokens ──► windows of at most max_len words that overlap ──► passes of equal length
          ──► the package's collator, model and decoder ──► spans of words ──► joined over the windows ──► character
          offsets
 
-The package's own `inference` is not called. It cuts long texts, counts a word without tokens as one, which shifts all
-offsets after it, finds entities in the padding of a token-level batch, and encodes the labels of a bi-encoder anew for
-each batch. Where none of that matters the results are equal.
+The package's own `inference` is not called. It cuts long texts. It counts a word without tokens as a word, which shifts
+all offsets after it. It finds entities in the padding of a token-level batch, and encodes the labels of a bi-encoder
+again for each batch. For texts where none of this occurs, the results are equal.
 """
 
 from __future__ import annotations
@@ -45,23 +45,27 @@ from sie_contracts.errors import SIEError
 from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.models.load_errors import load_failed
 
-# padded, labels included: the states of all spans of a pass take some 0.2 MB a word at 512 wide
+# padded tokens of a pass, labels included: the states of all its spans take about 0.2 MB per word at a width of 512
 _TOKENS_PER_PASS = {"cpu": 2048}
 _TOKENS_PER_PASS_ELSEWHERE = 8192
-_CHARACTERS_PER_TOKEN = 16  # a longer word is cut for the model, which reads its first token
-# of a window at most, best first: the decoder compares each with all that stay, or all starts with all ends
+# characters per token of a word; a longer word is cut, since the model reads its first token
+_CHARACTERS_PER_TOKEN = 16
+# most candidates of a window that are decoded, best first: the decoder compares each candidate with all that it keeps,
+# or all starts with all ends
 _CANDIDATES = 2048
-_FLAT_CANDIDATES = 8192  # few of those stay
+_FLAT_CANDIDATES = 8192  # for flat entities with one label each, of which the decoder keeps few
 _TOKEN_CANDIDATES = 1024
 _LABELS_KEPT = 4096
 _LABELS_PER_PASS = 64
 
-Span = tuple[int, int, str, float]  # first and last word, label, score
+Span = tuple[int, int, str, float]  # first word, last word, label, score
 
 
 @dataclass(frozen=True)
 class _GlinerWords:
-    """The words of one text that have tokens. `sizes`: tokens of each; `starts` and `ends`: characters of the text."""
+    """Words of one text that have tokens. `sizes`: the number of tokens of each word. `starts` and `ends`: its offsets
+    in the text, in characters.
+    """
 
     strings: list[str]
     sizes: list[int]
@@ -71,8 +75,8 @@ class _GlinerWords:
 
 @dataclass(frozen=True)
 class GlinerTexts:
-    """Texts as the device reads them. `passes`: the windows of each, with what the package's collator makes of them, on
-    the host.
+    """Texts in the form that the device reads. `passes`: the windows of each pass with the output of the package's
+    collator, on the host.
     """
 
     labels: list[str]
@@ -88,24 +92,24 @@ class _GlinerRequest:
     flat: bool
     multi_label: bool
     merge: bool
-    label_vectors: Tensor | None  # [labels, width] of a bi-encoder
+    label_vectors: Tensor | None  # [labels, width] for a bi-encoder, else None
 
 
 class GlinerModel(Extractor[GlinerTexts]):
-    """A loaded GLiNER. `extract` may run on several threads at once.
+    """Loaded GLiNER. `extract` may run on several threads at once.
 
-    A result is `{"entities": [{text, label, score, start, end}]}` by start; offsets are code points of the text, `end`
-    exclusive. A text without words has none. An error instead if its labels cannot be used (InvalidInput) or its scores
-    are not finite.
+    A result is `{"entities": [{text, label, score, start, end}]}` in order of start. Offsets are code points of the
+    text, `end` is exclusive. A text without words has no entities. The result is an InvalidInput if the labels cannot
+    be used, and an InferenceFailed if the scores are not finite.
 
-    `tokenizer`: tokenizer.json of the backbone. `max_tokens`: of one window, labels and special tokens included; longer
-    texts take several.
+    `tokenizer`: tokenizer.json of the backbone. `max_tokens`: limit of one window, with labels and special tokens;
+    longer texts take several windows.
     """
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
-        """The fault of class, shapes or tokenizer that a load refuses, empty without one. Reads no values of weights
-        and runs no code of the folder. Raises ModelLoadFailed for tensors that are not those of the class.
+        """Return the fault of class, shapes or tokenizer for which a load would refuse the files; an empty string if
+        there is none. Runs no code of the folder. Raises ModelLoadFailed for tensors that do not fit the class.
         """
         model = empty_gliner(folder, entry, entry.load)
         layers, processor = model.model.token_rep_layer, model.data_processor
@@ -127,7 +131,7 @@ class GlinerModel(Extractor[GlinerTexts]):
             return_tokens=True,
             return_id_to_classes=True,
             prepare_labels=False,
-            # a bi-encoder's labels: not used here, but for tokens the package counts them
+            # the collated labels of a bi-encoder: unused here, but the processor of a token-level model counts them
             prepare_entities=self._is_token_level,
         )
         layers = self._gliner.model.token_rep_layer
@@ -137,14 +141,14 @@ class GlinerModel(Extractor[GlinerTexts]):
         self.max_tokens = bound_length(
             self._processor.transformer_tokenizer, encoder, TOKENS_PER_WORD * self._max_words
         )
-        # a fast tokenizer refuses a second caller while it is set to pad or cut otherwise
+        # a fast tokenizer raises if a second thread calls it while its padding or truncation is being set
         self._tokenizing = threading.Lock()
         self._label_vectors: _LabelVectors | None = None
         if hasattr(layers, "labels_encoder"):
             bound_length(self._processor.labels_tokenizer, layers.labels_encoder.model, 512)
             rows = layers.labels_encoder.model.get_input_embeddings().num_embeddings
             if cause := fault(bare_tokenizer(self._processor.labels_tokenizer), rows):
-                raise load_failed("CERTIFICATE", f"{entry.id}, of its labels: {cause}")
+                raise load_failed("CERTIFICATE", f"{entry.id}, encoder of labels: {cause}")
             self._label_vectors = _LabelVectors(
                 layers, self._processor.labels_tokenizer, self._tokenizing, self._device
             )
@@ -197,7 +201,9 @@ class GlinerModel(Extractor[GlinerTexts]):
         )
 
     def _prompt_tokens(self, labels: list[str]) -> int:
-        """The number of tokens of a window beside the text."""
+        """Return the number of tokens of a window without the text. Raises InvalidInput for labels that
+        cannot be used.
+        """
         prompt = [] if self._label_vectors else self._processor.prepare_inputs([[]], labels)[0][0]
         encoding = self._counter.encode(prompt, is_pretokenized=True)
         if len({word for word in encoding.word_ids if word is not None}) < len(prompt):
@@ -208,7 +214,7 @@ class GlinerModel(Extractor[GlinerTexts]):
         return len(encoding.ids)
 
     def _words(self, text: str) -> _GlinerWords:
-        """Words as the package splits them."""
+        """Split a text into words as the package does."""
         longest = _CHARACTERS_PER_TOKEN * self.max_tokens
         _, sizes, words = words_with_tokens(self._counter, list(self._processor.words_splitter(text)), longest)
         return _GlinerWords(
@@ -222,7 +228,7 @@ class GlinerModel(Extractor[GlinerTexts]):
         return windows(sizes, room, self._max_words, 2 * self._gliner.config.max_width)
 
     def _spans(self, words: list[list[str]], batch: Any, request: _GlinerRequest) -> list[list[Span] | SIEError]:
-        """One pass over what the collator made of the words. Positions in the result are of the given words."""
+        """Run one pass over the collated words. Positions in the result count the words of the row."""
         inputs = {name: value.to(self._device) for name, value in batch.items() if isinstance(value, Tensor)}
         if request.label_vectors is not None:
             inputs = {name: value for name, value in inputs.items() if not name.startswith("labels_")}
@@ -236,7 +242,9 @@ class GlinerModel(Extractor[GlinerTexts]):
     def _decoded(
         self, logits: Tensor, words: list[str], classes: dict[int, str], request: _GlinerRequest
     ) -> list[Span] | SIEError:
-        """`logits`: [words, widths, labels], or [words, labels, (start, end, inside)] of a token-level model."""
+        """Decode the logits of one window: [words, widths, labels], or [words, labels, (start, end, inside)] for a
+        token-level model.
+        """
         if not bool(torch.isfinite(logits).all()):
             return scores_not_finite()
         threshold = request.threshold
@@ -278,7 +286,9 @@ class GlinerModel(Extractor[GlinerTexts]):
         return {"entities": entities}
 
     def _joined(self, by_window: list[tuple[TextWindow, list[Span]]], request: _GlinerRequest) -> list[Span]:
-        """Spans of the whole text, from those of its windows; the decoder settles spans that cross."""
+        """Return the spans of the whole text from those of its windows. The decoder chooses among spans
+        that overlap.
+        """
         joined: list[Span] = []
         last: list[Span] = []
         ranges = own_ranges([window for window, _ in by_window])
@@ -296,7 +306,9 @@ class GlinerModel(Extractor[GlinerTexts]):
 
 
 class _LabelVectors:
-    """Vectors of labels by a bi-encoder's label encoder, the most recently used ones kept."""
+    """Cache of the vectors that the label encoder of a bi-encoder gives to labels. It keeps the most recently used
+    labels.
+    """
 
     def __init__(self, layers: Any, tokenizer: Any, tokenizing: threading.Lock, device: torch.device) -> None:
         self._layers = layers
@@ -307,7 +319,9 @@ class _LabelVectors:
         self._lock = threading.Lock()
 
     def encode(self, labels: list[str], *, keep: bool) -> Tensor:
-        """[labels, width], before any fusion with the text. With `keep` false all are computed and none is kept."""
+        """Return vectors [labels, width], before any fusion with the text. Without `keep` all labels are encoded and no
+        vector is cached.
+        """
         with self._lock:
             vectors = {label: self._kept[label] for label in labels if label in self._kept} if keep else {}
             missing = [label for label in labels if label not in vectors]
@@ -328,12 +342,13 @@ class _LabelVectors:
         vectors: Tensor = self._layers.encode_labels(
             tokens["input_ids"].to(self._device), tokens["attention_mask"].to(self._device)
         )
-        return [vector.clone() for vector in vectors]  # they are kept one by one, and none may keep the others alive
+        # each vector is cached alone: without the copy it would keep the memory of the whole batch
+        return [vector.clone() for vector in vectors]
 
 
 def _merged(entities: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Join neighbours of one label with at most one character between them; the best score stays. Source: model card of
-    NuNER_Zero.
+    """Join neighbouring entities of one label that have at most one character between them; the joined entity has the
+    better score. Source: model card of NuNER_Zero.
     """
     merged: list[dict[str, Any]] = []
     last: dict[str, dict[str, Any]] = {}

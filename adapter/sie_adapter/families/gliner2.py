@@ -1,12 +1,12 @@
-"""GLiNER2: entities of the types that a request names, by the package `gliner2`, for models that score spans of words.
+"""GLiNER2, by the package `gliner2`: entities of the types that a request names, for models that score spans of words.
 
     text ──► words that have tokens ──► windows that overlap, each behind the prompt of all labels ──► passes of equal
          length ──► the package's model ──► scores [labels, words, widths] ──► the best spans of each label, over all
          windows ──► character offsets
 
-The package's own `batch_extract` is not called. It reads a text of any length at once, finds the full stop that it puts
-behind a text, reads in the place of a word without tokens what stands behind it, and keeps the words of texts. Where
-none of that matters the results are equal.
+The package's own `batch_extract` is not called. It reads a text of any length at once. It finds entities in the full
+stop that it adds to a text. For a word without tokens it reads the token that follows, and it keeps the words of texts
+in memory. For texts where none of this occurs, the results are equal.
 """
 
 from __future__ import annotations
@@ -50,19 +50,20 @@ from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.models.load_errors import load_failed
 from sie_store.folder_files import read_json
 
-# padded, labels included: the states of all spans of a pass take some 0.1 MB a word at 768 wide
+# padded tokens of a pass, labels included: the states of all its spans take about 0.1 MB per word at a width of 768
 _TOKENS_PER_PASS = {"cpu": 2048}
 _TOKENS_PER_PASS_ELSEWHERE = 16384
-_CHARACTERS_PER_TOKEN = 16  # a longer word is cut for the model
-_CANDIDATES = 16384  # spans of a window at most, best first
-_ENDS = (".", "!", "?")  # the package puts a full stop behind a text without one
+_CHARACTERS_PER_TOKEN = 16  # characters per token of a word; a longer word is cut
+_CANDIDATES = 16384  # most spans of a window that are kept, best first
+_ENDS = (".", "!", "?")  # the package adds a full stop to a text that ends with none of these
 _COUNTING = ("count_lstm", "count_lstm_moe", "count_lstm_v2")
 
 
 @dataclass(frozen=True)
 class _Gliner2Words:
-    """The words of one text that have tokens: those of word i are `ids[places[i]:places[i + 1]]`, its characters
-    `starts[i]` to `ends[i]`. `closed`: whether it ends a sentence; `is_stopped`: a full stop is put behind the last.
+    """Words of one text that have tokens. Word i has the tokens `ids[places[i]:places[i + 1]]` and the characters
+    `starts[i]` to `ends[i]`. `closed`: whether the word ends a sentence. `is_stopped`: a full stop is added after the
+    last word.
     """
 
     ids: NDArray[np.int32]
@@ -75,19 +76,19 @@ class _Gliner2Words:
 
 @dataclass(frozen=True)
 class _Gliner2Prompt:
-    """The tokens before each text. `marks`: the places of the tokens whose states stand for the task and the labels.
-    `words`: token by token as the package names them.
+    """Tokens before each text. `marks`: the places of the tokens whose states stand for the task and the labels.
+    `words`: the words of the prompt as the package names them. `owners`: the index of the word of each token.
     """
 
     ids: list[int]
     marks: list[int]
     words: list[str]
-    owners: list[int]  # the number of the word of each token
+    owners: list[int]  # index of the word that each token belongs to
 
 
 @dataclass(frozen=True)
 class _Spans:
-    """First and last words, labels and scores of spans, by label and place."""
+    """First words, last words, labels and scores of spans, in order of label and place."""
 
     firsts: NDArray[np.int64]
     lasts: NDArray[np.int64]
@@ -97,8 +98,8 @@ class _Spans:
 
 @dataclass(frozen=True)
 class Gliner2Texts:
-    """Texts as the device reads them. `passes`: the windows of each, with the package's batch on the host. `errors`: of
-    texts that are not read.
+    """Texts in the form that the device reads. `passes`: the windows of each pass with the package's batch, on the
+    host. `errors`: errors of texts that are not read, by index.
     """
 
     labels: list[str]
@@ -109,21 +110,21 @@ class Gliner2Texts:
 
 
 class Gliner2Model(Extractor[Gliner2Texts]):
-    """A loaded GLiNER2. `extract` may run on several threads at once.
+    """Loaded GLiNER2. `extract` may run on several threads at once.
 
-    A result is `{"entities": [{text, label, score, start, end}]}` by start and end; offsets are code points of the
-    text, `end` exclusive. Entities of one label do not overlap, those of two may. A text without words has none. An
-    error instead if its labels cannot be used, if the text holds a token that the model reserves (InvalidInput), or if
-    a state or score is not finite.
+    A result is `{"entities": [{text, label, score, start, end}]}` in order of start and end. Offsets are code points of
+    the text, `end` is exclusive. Entities of one label do not overlap; entities of two labels may. A text without words
+    has no entities. The result is an InvalidInput if the labels cannot be used, or if the text holds a token that the
+    model reserves; it is an InferenceFailed if a state or score is not finite.
 
-    `tokenizer`: tokenizer.json of the backbone. `max_tokens`: of one window, labels included; longer texts take
-    several.
+    `tokenizer`: tokenizer.json of the backbone. `max_tokens`: limit of one window, with labels; longer texts take
+    several windows.
     """
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
-        """The fault of class, shapes or tokenizer that a load refuses, empty without one. Runs no code of the folder.
-        Raises ModelLoadFailed for tensors that are not those of the class.
+        """Return the fault of class, shapes or tokenizer for which a load would refuse the files; an empty string if
+        there is none. Runs no code of the folder. Raises ModelLoadFailed for tensors that do not fit the class.
         """
         weights = read_weights(folder, entry)
         with torch.device("meta"):
@@ -189,7 +190,7 @@ class Gliner2Model(Extractor[Gliner2Texts]):
         ]
 
     def _prompt(self, labels: list[str]) -> _Gliner2Prompt:
-        """Raises InvalidInput for labels that cannot be used."""
+        """Return the prompt of these labels. Raises InvalidInput for labels that cannot be used."""
         if not labels:
             raise labels_refused("expected at least one")
         processor = self._processor
@@ -211,15 +212,15 @@ class Gliner2Model(Extractor[Gliner2Texts]):
         )
 
     def _ids(self, words: Sequence[str]) -> list[NDArray[np.int32]]:
-        """The tokens of each word as if it stood alone."""
+        """Return the tokens of each word, tokenised alone."""
         ids, sizes = tokens_of(self._counter, words)
         return np.split(ids, np.cumsum(sizes)[:-1])
 
     def _words(self, text: str) -> _Gliner2Words:
-        """Words as the package splits them, in lower case."""
+        """Split a text into words as the package does, in lower case."""
         longest = _CHARACTERS_PER_TOKEN * self.max_tokens
         split = list(self._processor.word_splitter(self._processor._normalize_text(text), lower=True))
-        # a URL at the end swallows the full stop, any other word does not
+        # the splitter counts the added full stop to a URL at the end; after any other word it is a word of its own
         inside = [(word, start, min(end, len(text))) for word, start, end in split if start < len(text)]
         ids, sizes, words = words_with_tokens(self._counter, inside, longest)
         return _Gliner2Words(
@@ -232,7 +233,7 @@ class Gliner2Model(Extractor[Gliner2Texts]):
         )
 
     def _record(self, prompt: _Gliner2Prompt, words: _Gliner2Words, at: TextWindow, room: int) -> Any:
-        """The package's record of one window. A word that is too long for the model by itself is cut."""
+        """Return the package's record of one window. A single word that is too long for the model is cut."""
         from gliner2.processor import TransformedRecord
 
         first = words.places[at.start]
@@ -264,7 +265,7 @@ class Gliner2Model(Extractor[Gliner2Texts]):
         )
 
     def _spans(self, read: list[TextWindow], batch: Any, threshold: float) -> list[_Spans | SIEError]:
-        """The spans of each window whose score reaches the threshold, at most so many."""
+        """Return the spans of each window whose score reaches the threshold, at most _CANDIDATES for each window."""
         model, batch = self._model, batch.to(self._device)
         states = model.encode_tokens(batch)
         words, marks = self._processor.extract_embeddings_from_batch(states, batch.input_ids, batch)
@@ -277,8 +278,9 @@ class Gliner2Model(Extractor[Gliner2Texts]):
 
 
 def _above(logits: Tensor | None, at: TextWindow, threshold: float) -> _Spans | SIEError:
-    """`logits`: [1, labels, words, widths], -inf for spans beyond the last word; None where the model counts no entity.
-    The words may be one more than those of the window: a full stop.
+    """Return the spans whose score reaches the threshold. `logits`: [1, labels, words, widths], -inf for spans beyond
+    the last word; None if the model counts no entity. `logits` may have one word more than the window: the added full
+    stop.
     """
     if logits is None:
         none = np.zeros(0, np.int64)
@@ -299,7 +301,7 @@ def _above(logits: Tensor | None, at: TextWindow, threshold: float) -> _Spans | 
 def _entities(
     text: str, words: _Gliner2Words, by_window: dict[TextWindow, _Spans], labels: list[str]
 ) -> list[dict[str, Any]]:
-    """The best spans of each label that do not overlap."""
+    """Return the best spans of each label that do not overlap, as entities."""
     if not by_window:
         return []
     order = sorted(by_window, key=lambda at: at.start)
@@ -327,10 +329,10 @@ def _entities(
 
 
 def _built(folder: Path, entry: ModelEntry, load: LoadOptions, weights: dict[str, Tensor], *, eager: bool) -> Any:
-    """The package's model as its configurations say, with random weights, and as many embeddings as `weights` have.
+    """Build the package's model from its configurations, with random weights and as many embeddings as `weights` have.
 
-    The package would import code that the encoder's configuration names, and give tokens that the weights lack random
-    embeddings.
+    The package itself would import code that the encoder's configuration names, and would give random embeddings to
+    tokens that the weights lack.
     """
     from gliner2.configuration import ExtractorConfig
     from gliner2.inference.engine import SpanExtractor
@@ -338,7 +340,7 @@ def _built(folder: Path, entry: ModelEntry, load: LoadOptions, weights: dict[str
 
     raw = read_json(folder / "config.json")
     if (kind := raw.get("architecture") or "span") != "span":
-        raise load_failed("INCOMPATIBLE", f"{entry.id} is a GLiNER2 that scores by {kind}, the family gliner2 by span")
+        raise load_failed("INCOMPATIBLE", f"{entry.id} is a GLiNER2 that scores by {kind}, the family needs span")
     if (counting := raw.get("counting_layer") or _COUNTING[0]) not in _COUNTING:
         raise load_failed("INCOMPATIBLE", f"{entry.id}: the package gliner2 has no counting layer {counting}")
     encoder = read_json(folder / "encoder_config" / "config.json")
@@ -351,12 +353,12 @@ def _built(folder: Path, entry: ModelEntry, load: LoadOptions, weights: dict[str
         {**encoder, "vocab_size": len(tokenizer)}
     )
     config = ExtractorConfig.from_dict(raw)
-    config.attn_implementation = "eager" if eager else "sdpa"  # the package falls back to eager
+    config.attn_implementation = "eager" if eager else "sdpa"  # set, because the package would fall back to eager
     with construction():
         model = SpanExtractor(config, encoder_config=described, tokenizer=tokenizer, use_flashdeberta=False)
     table = model.encoder.get_input_embeddings()
     [name] = [name for name, parameter in model.named_parameters() if parameter is table.weight]
-    # rows beyond those of the tokens belong to none; that rows are too few is found where the tokenizer is checked
+    # rows of the table beyond the tokens belong to no token; too few rows are a fault that the tokenizer check reports
     if name in weights and len(weights[name]) != len(table.weight):
         rows = nn.Embedding(len(weights[name]), table.embedding_dim, padding_idx=table.padding_idx)
         model.encoder.set_input_embeddings(rows)
@@ -364,7 +366,9 @@ def _built(folder: Path, entry: ModelEntry, load: LoadOptions, weights: dict[str
 
 
 def _tokenizer(folder: Path) -> Any:
-    """Older folders list their extra tokens, which transformers takes for a map of names."""
+    """Read the tokenizer of `folder`. Older folders list their extra tokens, but transformers expects a map of names:
+    such a list is replaced by an empty map.
+    """
     listed = isinstance(read_json(folder / "tokenizer_config.json").get("extra_special_tokens"), list)
     options: dict[str, Any] = {"extra_special_tokens": {}} if listed else {}
     return read_tokenizer(folder, **options)

@@ -1,11 +1,11 @@
-"""A GLiNER folder as the package's model: built offline, from configurations of the folder alone, with exactly its
+"""Loading of a GLiNER folder as the package's model: offline, from configurations of the folder alone, with exactly its
 weights.
 
     gliner_config.json (+ config.json and tokenizer of the backbones) ──► package class ──► strict weights ──►
     precision, device
 
-The package would ask the hub for each backbone that the folder does not describe, leave missing weights random, and
-import code that a backbone's configuration names.
+The package itself would ask the hub for each backbone that the folder does not describe, leave missing weights random,
+and import code that a backbone's configuration names.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from sie_contracts.models.load_errors import load_failed
 
 
 def load_gliner(folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> Any:
-    """A `gliner.model.BaseEncoderGLiNER`, evaluating. `max_len` of the entry's parameters, in words, replaces that of
-    the folder.
+    """Load a `gliner.model.BaseEncoderGLiNER` for inference. `max_len` of the entry's parameters, in words, replaces
+    that of the folder.
 
     Raises ModelLoadFailed: INCOMPATIBLE for weights or kinds of model that do not fit, NOT_FOUND for a backbone that is
-    not at hand.
+    not on this machine.
     """
     model = _built(folder, entry, load, eager=compute.backend == "eager")
     fill(model.model, read_weights(folder, entry), entry)
@@ -48,8 +48,8 @@ def load_gliner(folder: Path, entry: ModelEntry, load: LoadOptions, compute: Com
 
 
 def empty_gliner(folder: Path, entry: ModelEntry, load: LoadOptions) -> Any:
-    """The same on the device `meta`, without the weights: their names and shapes are compared as a load compares them.
-    Raises as that.
+    """Build the model on the device `meta`, without weights. Names and shapes of the weights are compared as in a load,
+    with the same errors.
     """
     with torch.device("meta"):
         model = _built(folder, entry, load, eager=False)
@@ -58,7 +58,7 @@ def empty_gliner(folder: Path, entry: ModelEntry, load: LoadOptions) -> Any:
 
 
 def _built(folder: Path, entry: ModelEntry, load: LoadOptions, *, eager: bool) -> Any:
-    """The model as its configurations say, with random weights."""
+    """Build the model from its configurations, with random weights."""
     from gliner import GLiNER, GLiNERConfig
     from gliner.model import BaseBiEncoderGLiNER
 
@@ -74,7 +74,7 @@ def _built(folder: Path, entry: ModelEntry, load: LoadOptions, *, eager: bool) -
     if raw.get("encoder_config") is None or not has_tokenizer:
         describe_backbone(raw, "model_name", "encoder_config", folder, entry)
     tokenizer = read_tokenizer(folder if has_tokenizer else Path(raw["model_name"]))
-    raw["model_name"] = str(folder)  # where the package looks for an adapter of the encoder
+    raw["model_name"] = str(folder)  # the package looks for an adapter of the encoder in this folder
     if raw.get("labels_encoder") is not None:
         describe_backbone(raw, "labels_encoder", "labels_encoder_config", folder, entry)
     for part in ("encoder_config", "labels_encoder_config"):
@@ -82,6 +82,6 @@ def _built(folder: Path, entry: ModelEntry, load: LoadOptions, *, eager: bool) -
     with construction():
         kind = GLiNER._get_gliner_class(GLiNERConfig(**raw))
         model = kind(kind.config_class(**raw), tokenizer=tokenizer, backbone_from_pretrained=False)
-        if not issubclass(kind, BaseBiEncoderGLiNER):  # those have no label tokens among the words
+        if not issubclass(kind, BaseBiEncoderGLiNER):  # a bi-encoder has no label tokens among the words
             kind._resize_token_embeddings(model, model.config, tokenizer)
     return model

@@ -1,10 +1,11 @@
-"""GLiREL: relations between the entities that an item names, by the package `glirel`.
+"""GLiREL, by the package `glirel`: relations between the entities that an item names.
 
     text ──► words ──► the words of each entity ──► the package's collator and model ──► scores [pairs, labels] ──► the
     best labels of each pair
 
-A score depends on all labels and their order. The package's own `predict_relations` is not called: it takes words alone
-for a text, cuts off what it does not read, accepts entities that no text has, and fails where there are none.
+A score depends on all labels and their order. The package's own `predict_relations` is not called. It takes words
+instead of a text, cuts off the words that it does not read, accepts entities that are not in the text, and fails
+without entities.
 """
 
 from __future__ import annotations
@@ -45,10 +46,10 @@ from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.models.load_errors import load_failed
 from sie_contracts.wire.messages import Mention
 
-_WORDS = re.compile(r"\w+(?:[-_]\w+)*|\S")  # as the package splits a text
+_WORDS = re.compile(r"\w+(?:[-_]\w+)*|\S")  # the package splits a text by this pattern
 _THRESHOLD, _TOP_K = 0.3, 10
 
-Span = tuple[int, int]  # first and last word
+Span = tuple[int, int]  # first word, last word
 
 
 @dataclass(frozen=True)
@@ -61,20 +62,21 @@ class GlirelTexts:
 
 
 class GlirelModel(Extractor[GlirelTexts]):
-    """A loaded GLiREL. `extract` may run on several threads at once; the model runs for one of them at a time.
+    """Loaded GLiREL. `extract` may run on several threads at once; the model itself runs for one thread at a time.
 
-    A result is `{"entities": [{text, label, score, start, end}], "relations": [{head, tail, relation, score}]}`: the
-    entities as they were given, with a score of 1, and of each pair of them the `top_k` best labels whose score is
-    above the threshold, best first. Fewer than two entities have no relation. An error instead if labels or entities
-    cannot be used, if an entity stands behind what the model reads (InvalidInput), or if the scores are not finite.
+    A result is `{"entities": [{text, label, score, start, end}], "relations": [{head, tail, relation, score}]}`. The
+    entities are those of the request, with a score of 1. For each pair of entities, relations are the `top_k` best
+    labels whose score is above the threshold; all relations are sorted, best first. Fewer than two entities have no
+    relation. The result is an InvalidInput if labels or entities cannot be used, or if an entity ends behind the words
+    that the model reads; it is an InferenceFailed if the scores are not finite.
 
-    `tokenizer`: tokenizer.json of the backbone. `max_tokens`: labels and special tokens included.
+    `tokenizer`: tokenizer.json of the backbone. `max_tokens`: limit of tokens, with labels and special tokens.
     """
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
-        """The fault of class, shapes or tokenizer that a load refuses, empty without one. Runs no code of the folder.
-        Raises ModelLoadFailed for tensors that are not those of the class.
+        """Return the fault of class, shapes or tokenizer for which a load would refuse the files; an empty string if
+        there is none. Runs no code of the folder. Raises ModelLoadFailed for tensors that do not fit the class.
         """
         model = _built(folder, entry, entry.load, torch.device("cpu"))
         compare(model.state_dict(), read_weights(folder, entry), entry)
@@ -88,14 +90,14 @@ class GlirelModel(Extractor[GlirelTexts]):
         fill(self._model, read_weights(folder, entry), entry)
         self._model.eval().requires_grad_(False)
         self._model.float().to(compute.device)
-        self.precision = "float32"  # of the package's LSTM and its masks
+        self.precision = "float32"  # the package's LSTM and masks are float32
         backbone = self._model.token_rep_layer.bert_layer
         self._describe(self._model, backbone.model, bare_tokenizer(backbone.tokenizer))
         self._reserved = {*self._counter.get_added_tokens_decoder()} - {backbone.tokenizer.unk_token_id}
         self._around = len(self._counter.encode("").ids)
         self.max_tokens = entry.max_tokens
         self._max_words: int = self._model.base_config.max_len
-        self._running = threading.Lock()  # the model's tokenizer is part of its pass
+        self._running = threading.Lock()  # the pass of the model calls its tokenizer, which serves one thread at a time
 
     def _make(self, texts: Sequence[str], options: ExtractOptions) -> GlirelTexts:
         labels = list(dict.fromkeys(options.labels))
@@ -119,7 +121,9 @@ class GlirelModel(Extractor[GlirelTexts]):
         return results
 
     def _prompt_tokens(self, labels: list[str]) -> int:
-        """The number of tokens of a request beside the text. Raises InvalidInput for labels that cannot be used."""
+        """Return the number of tokens of a request without its text. Raises InvalidInput for labels that cannot be
+        used.
+        """
         if not labels:
             raise labels_refused("expected at least one")
         model = self._model
@@ -134,7 +138,9 @@ class GlirelModel(Extractor[GlirelTexts]):
         return tokens
 
     def _read(self, text: str, mentions: Sequence[Mention], prompt: int) -> tuple[list[str], list[Span]] | InvalidInput:
-        """The words that the model reads, as many as fit, and the span of each entity; or why it cannot."""
+        """Return the words that the model reads, as many as fit, and the span of each entity. Returns an InvalidInput
+        if an entity has no word or ends behind these words.
+        """
         split = [(match.group(), match.start(), match.end()) for match in _WORDS.finditer(text)]
         longest = self.max_tokens * 16
         words = [word[:longest] for word, _, _ in split[: self._max_words]]
@@ -156,7 +162,9 @@ class GlirelModel(Extractor[GlirelTexts]):
         return words, spans
 
     def _scores(self, words: list[str], spans: list[Span], labels: list[str]) -> Tensor:
-        """[pairs, labels], float32 on the host: of each entity with each other, in their order."""
+        """Return scores [pairs, labels], float32 on the host. Pairs are each entity with each other entity, in the
+        order of the entities.
+        """
         entities = [[first, last, "", ""] for first, last in spans]
         with self._running:
             batch = self._model.collate_fn([{"tokenized_text": list(words), "ner": entities}], list(labels))
@@ -180,7 +188,7 @@ def _entities(text: str, mentions: Sequence[Mention]) -> list[dict[str, Any]]:
 def _relations(
     scores: Tensor, labels: list[str], names: list[str], threshold: float, most: int
 ) -> list[dict[str, Any]]:
-    """Best first; equal scores in the order of the pairs and of the labels."""
+    """Return the relations, best first; equal scores stand in the order of the pairs and of the labels."""
     pairs = [(head, tail) for head in range(len(names)) for tail in range(len(names)) if head != tail]
     relations = []
     for (head, tail), row in zip(pairs, scores.tolist(), strict=True):
@@ -193,20 +201,20 @@ def _relations(
 
 
 def _built(folder: Path, entry: ModelEntry, load: LoadOptions, device: torch.device) -> Any:
-    """The package's model as its configurations say, with random weights.
+    """Build the package's model from its configurations, with random weights.
 
-    The package loads the backbone's own weights first, from the folder or the repository that the configuration names.
-    Those of the model replace them, so it is given a folder without any.
+    The package first loads the backbone's own weights, from the folder or repository that the configuration names. The
+    weights of the model replace them later, so the package gets a folder without weights.
     """
     from glirel import GLiREL
 
     raw: dict[str, Any] = json.loads((folder / "glirel_config.json").read_text())
     if raw.get("fixed_relation_types") is not True:
-        cause = "fixed_relation_types is not true: the package then orders labels otherwise in each process"
+        cause = "fixed_relation_types is not true: the package then orders labels differently in each process"
         raise load_failed("INCOMPATIBLE", f"{entry.id}: {cause}")
     for name in ("add_entity_markers", "max_entity_pair_distance"):
         if raw.get(name):
-            raise load_failed("INCOMPATIBLE", f"{entry.id}: {name} is {raw[name]}, with which the package scores none")
+            raise load_failed("INCOMPATIBLE", f"{entry.id}: {name} is {raw[name]}: the package gives no scores")
     raw = {"max_entity_pair_distance": None, "encoder_config": None, **raw, "device": str(device)}
     describe_backbone(raw, "model_name", "encoder_config", folder, entry)
     encoder = raw.pop("encoder_config")

@@ -1,6 +1,6 @@
-"""Qwen3-VL that embeds and Qwen3-VL that scores, for `vision_language`: images stand in the prompt of a text.
+"""Qwen3-VL models that embed and that score, for `vision_language`: images stand in the prompt of a text.
 
-Both read the last token of a conversation whose last turn, the model's own, is empty.
+Both kinds read the last token of a conversation. Its last turn belongs to the model and is empty.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from sie_contracts.models.load_errors import load_failed
 from sie_contracts.wire.ipc import Rows
 
 _IMAGE = ("<|vision_start|>", "<|vision_end|>")
-_TURN = "<|im_end|>\n<|im_start|>assistant\n"  # behind every text of an encoder; no text is so long that it is cut off
-_NOTHING = "NULL"  # what the model was trained with for an input without a text and without images
+_TURN = "<|im_end|>\n<|im_start|>assistant\n"  # follows every text of an encoder; a long text is cut before it
+_NOTHING = "NULL"  # text for an input without text and images, as in the training of the model
 
 
 class _Qwen3(QwenVL):
@@ -37,7 +37,9 @@ class _Qwen3(QwenVL):
 
 
 class Qwen3Encoder(_Qwen3):
-    """A `vision_language.Reader`: the state of the last token. Source: the vendor's Qwen3-VL-Embedding."""
+    """A `vision_language.VisionLanguageKind` that embeds: the vector is the state of the last token. Source: the
+    vendor's Qwen3-VL-Embedding.
+    """
 
     output = "dense"
 
@@ -49,7 +51,7 @@ class Qwen3Encoder(_Qwen3):
         self.heads: dict[str, Head] = {"dense": DenseHead("last", None, compute.device)}
 
     def framed(self, tokenizer: Tokenizer) -> Tokenizer:
-        """With the end of the turn behind every text, which is cut before it."""
+        """Return the tokenizer that adds the end of the turn to every text. A long text is cut before it."""
         ids = tokenizer.encode(_TURN, add_special_tokens=False).ids
         tokens = [tokenizer.id_to_token(number) for number in ids]
         tokenizer.post_processor = processors.TemplateProcessing(
@@ -62,7 +64,9 @@ class Qwen3Encoder(_Qwen3):
 
 
 class Qwen3Reranker(_Qwen3):
-    """A `vision_language.Reader`: P(yes) at the last token. Source: the vendor's Qwen3-VL-Reranker."""
+    """A `vision_language.VisionLanguageKind` that scores: P(yes) at the last token. Source: the vendor's
+    Qwen3-VL-Reranker.
+    """
 
     output = "score"
     width = 0
@@ -87,7 +91,9 @@ class Qwen3Reranker(_Qwen3):
         return int(ids[0])
 
     def _output_rows(self, folder: Path, ids: list[int]) -> Tensor:
-        """The rows of the output layer for these ids, float32; those of the input embeddings if both are one."""
+        """Return the rows of the output layer for these ids, float32. If the output layer is tied, the input embeddings
+        have the rows.
+        """
         if stored := _stored_rows(folder, LANGUAGE_HEAD, ids):
             return torch.stack(stored)
         config: Any = self.model.config
@@ -97,7 +103,7 @@ class Qwen3Reranker(_Qwen3):
         return rows
 
     def framed(self, tokenizer: Tokenizer) -> Tokenizer:
-        """Without any tokens around a text: the pieces of the template have them."""
+        """Return the tokenizer without special tokens around a text: the pieces of the template have them."""
         tokenizer.post_processor = processors.TemplateProcessing(single="$A", pair="$A $B", special_tokens=[])
         return tokenizer
 
@@ -106,7 +112,7 @@ class Qwen3Reranker(_Qwen3):
 
 
 def _stored_rows(folder: Path, name: str, ids: list[int]) -> list[Tensor]:
-    """Some rows of one matrix, float32; none if no file has it. The others are not read."""
+    """Return some rows of one matrix, float32; an empty list if no file has the matrix. Other rows are not read."""
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
             if name in file.keys():  # noqa: SIM118  not a mapping

@@ -1,4 +1,4 @@
-"""Models over Qwen2.5-VL and Qwen3-VL, for `vision_language`: images of any size, positions in three axes.
+"""Models that are based on Qwen2.5-VL and Qwen3-VL, for `vision_language`: images of any size, positions on three axes.
 
 images ──► patches of all of them ──► tower ──► features of each block ──► in the places of the image token
                                                                     └──► `axes_of`: positions of images and texts
@@ -30,18 +30,18 @@ from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.models.load_errors import load_failed
 from sie_contracts.wire.ipc import Rows
 
-# Around the image of a page. Source: colpali-engine, ColQwen2_5_Processor.
+# Text before and after the image of a page. Source: colpali-engine, ColQwen2_5_Processor.
 _BEFORE_PAGE, _AFTER_PAGE = (
     "<|im_start|>user\n<|vision_start|>",
     "<|vision_end|>Describe the image.<|im_end|><|endoftext|>",
 )
 _PROJECTION = "custom_text_proj"
-LANGUAGE_HEAD = "lm_head.weight"  # of which no more than a few rows are read
-_BLOCK_TOKENS = 1  # a block is four patches, which take about the time of one token of the language model
+LANGUAGE_HEAD = "lm_head.weight"  # only a few of its rows are read
+_BLOCK_TOKENS = 1  # cost of a block, in tokens: its four patches take about as long as one token of the language model
 
 
 class QwenVL:
-    """The common part of a `VisionLanguageKind` of Qwen."""
+    """Common part of each `VisionLanguageKind` of Qwen."""
 
     consumed: tuple[str, ...] = (LANGUAGE_HEAD,)
 
@@ -84,7 +84,7 @@ class QwenVL:
 
 
 class ColQwen(QwenVL):
-    """A `vision_language.Reader`: token vectors of Qwen2.5-VL."""
+    """A `vision_language.VisionLanguageKind` that gives token vectors of Qwen2.5-VL."""
 
     output = "multivector"
     consumed = (LANGUAGE_HEAD, f"{_PROJECTION}.weight", f"{_PROJECTION}.bias")
@@ -104,7 +104,7 @@ class ColQwen(QwenVL):
         self.heads: dict[str, Head] = {"multivector": MultivectorHead(projected, compute.device)}
 
     def framed(self, tokenizer: Tokenizer) -> Tokenizer:
-        """Without any: the prompts have the only special tokens."""
+        """Return the tokenizer without special tokens around a text: only the prompts have special tokens."""
         tokenizer.post_processor = processors.TemplateProcessing(single="$A", pair="$A $B", special_tokens=[])
         return tokenizer
 
@@ -116,32 +116,35 @@ class ColQwen(QwenVL):
         return late_rows(self.width, images, tokens)
 
 
-class _Projected(nn.Module):  # type: ignore[misc]  # torch is not followed by the type checker
-    """The layers that a LoRA of ColQwen names, by the names that it has for them. As a layer: the projection."""
+class _Projected(nn.Module):  # type: ignore[misc]  # the type checker skips torch
+    """Module that holds the layers to which a LoRA of ColQwen applies, under the names that the LoRA has for them. Its
+    forward pass is the projection.
+    """
 
     def __init__(self, language: Any, projection: nn.Linear) -> None:
         super().__init__()
         self.layers, self.custom_text_proj = language.layers, projection
 
     def forward(self, states: Tensor) -> Tensor:
-        """float32 [.., width] -> [.., width of a token vector]"""
+        """Project states, float32 [.., width], to token vectors [.., width of a token vector]."""
         vectors: Tensor = self.custom_text_proj(states)
         return vectors
 
 
 def axes_of(packed: PackedBatch, token: int, grids: Sequence[Sequence[tuple[int, int]]]) -> Int64:
-    """The positions of each token in time, height and width, [3, tokens]. `grids`: rows and columns of blocks of the
-    images of each sequence, in packed order.
+    """Return the positions of each token in time, height and width, [3, tokens]. `grids`: rows and columns of blocks of
+    the images of each sequence, in packed order.
 
-    An image begins where the text before it ends, and the text behind it at the end of its longer side. Source:
-    transformers, Qwen2_5_VLModel.get_rope_index. Raises InternalFailure where ids and images do not belong together.
+    An image begins where the text before it ends. The text behind it begins at the end of its longer side. Source:
+    transformers, Qwen2_5_VLModel.get_rope_index. Raises InternalFailure if the ids do not have a token for each block
+    of the images.
     """
     axes = np.tile(packed.positions, (3, 1))
     for sequence, images in enumerate(grids):
         start, stop = packed.bounds[sequence : sequence + 2].tolist()
         places = start + np.flatnonzero(packed.ids[start:stop] == token)
         if len(places) != sum(rows * columns for rows, columns in images):
-            message = f"{len(places)} tokens stand for {len(images)} images of other sizes"
+            message = f"{len(places)} image tokens came with {len(images)} images of another number of blocks"
             raise InternalFailure(message, reason="malformed_batch")
         position, done = 0, start
         for rows, columns in images:

@@ -21,7 +21,7 @@ from transformers import AutoModel, ClapConfig, RobertaConfig, RobertaModel
 from sie_adapter.engine.device import Compute, to_device
 from sie_adapter.families.dual_encoder import TwoTowers, VectorHead
 from sie_adapter.families.extraction import bytes_of
-from sie_adapter.families.packed_model import fault_of_tokenizer
+from sie_adapter.families.text_encoder import fault_of_tokenizer
 from sie_adapter.heads import Head
 from sie_adapter.loading.checkpoint import empty_model, load_model
 from sie_adapter.loading.tokenizer import fitted, load_tokenizer
@@ -36,7 +36,7 @@ from sie_contracts.wire.ipc import Rows
 from sie_store.folder_files import read_json
 
 MODEL_TYPE = "clap"
-# settings that both text towers have
+# settings that CLAP's text tower has in common with RoBERTa
 _OF_ROBERTA = (
     "vocab_size",
     "hidden_size",
@@ -52,7 +52,7 @@ _OF_ROBERTA = (
 
 
 class _Clap:
-    """Reads a text at its first token. Source: transformers, ClapModel."""
+    """CLAP, which reads a text at its first token. Source: transformers, ClapModel."""
 
     filled = filler = 0
 
@@ -68,16 +68,17 @@ class _Clap:
         self.width: int = model.config.projection_dim
 
     def text(self, hidden: Tensor, packed: PackedBatch) -> Tensor:
-        """The vector of each sequence, float32 [sequences, width], from its states [tokens, hidden width]."""
+        """Return the vector of each sequence, float32 [sequences, width], from its states [tokens, hidden width]."""
         first = packed.bounds[: len(packed.order)].astype(np.int64)
         states = hidden[to_device(first, hidden.device)].float()
         return self._of_text(self._pooler(states[:, None]))
 
     def sound(self, features: Tensor) -> Tensor:
-        """The vector of each sound, float32 [sounds, width], from features [sounds, views, frames, bins], float32.
+        """Return the vector of each sound, float32 [sounds, width], from features [sounds, views, frames, bins],
+        float32.
 
-        A model that fuses views does so for every sound, as the library does for a single one. In a batch the library
-        does it for the long ones, and where there is none of them for one that it chooses at random.
+        A model with fusion fuses the views of every sound, as transformers does for a single sound. In a batch,
+        transformers fuses only long sounds, or one random sound if no sound is long.
         """
         more = {}
         if self._fused:
@@ -87,8 +88,8 @@ class _Clap:
 
 
 def _roberta(source: Any) -> Any:
-    """The text tower of CLAP as what it is, with the same weights: the class of RoBERTa hands the bounds of sequences
-    to attention, that of CLAP does not.
+    """Return the text tower of CLAP as a RobertaModel with the same weights. RobertaModel passes the bounds of
+    sequences to attention; CLAP's class does not.
     """
     config = source.config
     own = RobertaConfig(**{name: getattr(config, name) for name in _OF_ROBERTA})
@@ -101,26 +102,29 @@ def _roberta(source: Any) -> Any:
     return model.eval().requires_grad_(False)
 
 
-class _Float32(nn.Module):  # type: ignore[misc]  # torch is not followed by the type checker
-    """A layer that runs in float32, in a model of another precision: levels in decibels have too few digits there."""
+class _Float32(nn.Module):  # type: ignore[misc]  # the type checker skips torch
+    """Layer that runs in float32 in a model of another precision: 16 bits have too few digits for levels in
+    decibels.
+    """
 
     def __init__(self, layer: Any, dtype: torch.dtype) -> None:
         super().__init__()
         self.layer, self._dtype = layer, dtype
 
     def forward(self, values: Tensor) -> Tensor:
-        """[sounds, bins, frames, views]"""
+        """Run the layer on values [sounds, bins, frames, views]."""
         output: Tensor = self.layer(values.float())
         return output.to(self._dtype)
 
 
 class SoundEncoder(TwoTowers):
-    """A loaded model; `backbone` is the text tower."""
+    """Loaded model of texts and sounds; `backbone` is the text tower."""
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
-        """The fault of class, shapes or tokenizer that a load refuses; empty without one. Reads no values of weights
-        and runs no code of the folder. Raises ModelLoadFailed for tensors that are not those of the class.
+        """Return the fault of class, shapes or tokenizer for which a load would refuse the files; an empty string if
+        there is none. Reads no values of weights and runs no code of the folder. Raises ModelLoadFailed for tensors
+        that do not fit the class.
         """
         _recipe(folder, entry)
         model: Any = empty_model(AutoModel, folder, entry.load)
@@ -167,8 +171,8 @@ class SoundEncoder(TwoTowers):
 
 
 def _recipe(folder: Path, entry: ModelEntry) -> SoundRecipe:
-    """How the files say that sounds become features. Raises ModelLoadFailed for what cannot be reproduced, or is not
-    what the sound tower reads.
+    """Return the recipe by which the files turn sounds into features. Raises ModelLoadFailed for a recipe that cannot
+    be reproduced, or that does not fit the sound tower.
     """
     raw = read_json(folder / "config.json")
     if raw.get("model_type") != MODEL_TYPE:
@@ -180,7 +184,7 @@ def _recipe(folder: Path, entry: ModelEntry) -> SoundRecipe:
             "NOT_FOUND", f"{entry.id}: {folder} has no {PROCESSOR}, which says how sounds become features"
         )
     audio = ClapConfig.from_pretrained(folder, local_files_only=True).audio_config
-    # of the last stage, whose width is the largest
+    # side of the grid of positions of the last stage, whose states are the widest
     edge = audio.spec_size // audio.patch_stride[0] >> (len(audio.depths) - 1)
     try:
         recipe = from_extractor(config, positions=edge * edge)

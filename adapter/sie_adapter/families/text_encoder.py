@@ -1,4 +1,7 @@
-"""Every family that runs on the packed engine: encoders and decoders of text with their heads.
+"""Every family that runs on the packed engine: encoders and decoders of text with their heads, and `PackedModel`, the
+base of those that read images as well.
+
+items ──► prepare ──► pack ──► forward ──► heads (`heads_for`) ──► answer
 
 folder + entry ──text_model──► Backbone + Parts ──► TextEncoder: ids ──► hidden states ──► heads ──► answers
 """
@@ -13,19 +16,19 @@ from typing import Any
 
 import numpy as np
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GenericForSequenceClassification
 
-from sie_adapter.engine import engines
+from sie_adapter.engine import engines, item_results
 from sie_adapter.engine.device import Compute, usable_cores
 from sie_adapter.engine.graph import has_windows
 from sie_adapter.engine.item_results import ItemResults
 from sie_adapter.engine.sglang_server import ARCHITECTURES, Launch, SGLang
-from sie_adapter.families.packed_model import PackedModel, samples_of
 from sie_adapter.families.text_model import Builder, class_of, consumed_by
 from sie_adapter.families.torch_twin import TorchTwin
-from sie_adapter.heads import Row
+from sie_adapter.heads import Head, Row
 from sie_adapter.heads.classification import LastTokenHead
 from sie_adapter.heads.pooling import DenseHead
 from sie_adapter.loading.checkpoint import empty_model
@@ -38,19 +41,116 @@ from sie_contracts.models import families
 from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.models.load_errors import load_failed
 from sie_contracts.models.options import TOKEN_STATES
-from sie_contracts.wire.ipc import Group, RunBatch
+from sie_contracts.wire.ipc import Group, Rows, RunBatch
 from sie_contracts.wire.messages import Operation, RunOptions
+
+# Short sequences that the trial of the packed path has in addition, for a model that ranks or has int8 weights: its
+# scores are also compared by rank, which needs many sequences.
+_RANKED_SAMPLES = 45
+
+
+class PackedModel:
+    """Loaded model on the packed engine. `forward` may run on several threads at once.
+
+    `tokenizer`: tokenizer.json without truncation and padding. `needs`: the special tokens that the heads need. `rows`:
+    how the inputs of each operation become ids. `vocabulary`: all ids are below this number. `width`: the width of a
+    hidden state, or of the vectors of a model that has images. `attention`: the backend in use; `padded` follows its
+    name if the model runs on padded batches. `backbone`: the text model.
+    """
+
+    heads: dict[str, Head]
+    rows: dict[str, Rows]
+    needs = TokenNeeds()
+    width: int
+    memory_bytes: int
+    per_row = False  # argument of `item_results.side_scores`
+
+    def __init__(self, entry: ModelEntry, compute: Compute) -> None:
+        self.max_tokens = entry.max_tokens
+        self.precision = compute.precision
+
+    def _run_on(self, backbone: Backbone, model: Any, compute: Compute) -> None:
+        """Use `backbone`, which runs the text model `model`."""
+        self.backbone = backbone
+        self.vocabulary, self.attention, self.engine_choice = backbone.vocabulary, backbone.attention, backbone.engine
+        self.loras = self._loras(model, compute)
+
+    def _loras(self, model: Any, compute: Compute) -> ModelLoras:
+        """Return the LoRAs that requests may name."""
+        return ModelLoras(lambda: model, compute, self.backbone.sampled)
+
+    @staticmethod
+    def _check_width(entry: ModelEntry, output: str, width: int) -> None:
+        """Raise ModelLoadFailed INCOMPATIBLE unless the entry declares `width` for `output`."""
+        if entry.outputs.get(output) != width:
+            declared = entry.outputs.get(output)
+            raise load_failed(
+                "INCOMPATIBLE", f"{entry.id}: outputs.{output} is {declared}, the model's is {width} wide"
+            )
+
+    def prepare(self, batch: Items, queries: np.ndarray) -> Items:
+        """Return the batch in the form that goes to the device. `queries`: bool [items]."""
+        return batch
+
+    def without_pass(self, head: str, ids: Int64, *, is_query: bool) -> Row | None:
+        """Return the row of an input that needs no forward pass; None for all other inputs."""
+        return None
+
+    def pack(self, batch: Items, chosen: Int64) -> PackedBatch:
+        """Lay out the chosen items with this architecture's positions."""
+        return self.backbone.pack(batch, chosen)
+
+    def forward(self, packed: PackedBatch) -> Tensor:
+        """Return hidden states of the last layer, [tokens, width], in the precision of the weights, in packed order. To
+        be called under inference mode.
+        """
+        return self.backbone.forward(packed)
+
+    def heads_for(self, operation: Operation, options: RunOptions) -> tuple[str, ...]:
+        """The heads whose rows the answers are made from."""
+        if options.muvera is not None:
+            return tuple(dict.fromkeys("multivector" if name == "dense" else name for name in options.outputs))
+        return options.outputs or tuple(self.heads)[:1]
+
+    def answer(
+        self,
+        message: RunBatch,
+        group: Group,
+        query: Mapping[str, Row],
+        rows: Mapping[str, Sequence[Row]],
+        places: list[int],
+    ) -> ItemResults:
+        """Return one answer per input of `group`. `query`: the rows of the query to which documents are compared, by
+        head. `rows`: the rows of the inputs, by head. `places`: the numbers of these rows in the batch.
+        """
+        if message.operation == "score":
+            return item_results.side_scores(group.options, query, rows, per_row=self.per_row)
+        return item_results.vectors(group.options, rows)
+
+
+def samples_of(family: str, compute: Compute) -> int:
+    """Return the number of additional sequences in the trial of `Backbone`, its `more_samples`."""
+    return 0 if families.row(family).gives_vectors and not compute.int8 else _RANKED_SAMPLES
+
+
+def fault_of_tokenizer(tokenizer: Tokenizer, table: int) -> str:
+    """Return the fault of the tokenizer of a model that reads images or sounds, whose text model has embeddings for
+    `table` ids; an empty string if there is none.
+    """
+    return fault(fitted(tokenizer, table)[0], table, TokenNeeds())
+
 
 _OF_SGLANG = ", ".join(ARCHITECTURES)
 
 
 class TextEncoder(PackedModel):
-    """A loaded model of texts."""
+    """Loaded model of texts."""
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
-        """The fault of class, shapes or tokenizer that a load refuses; empty without one. Reads no values of weights
-        and runs no code of the folder. Raises ModelLoadFailed for tensors that are not those of the class.
+        """Return the fault of class, shapes or tokenizer for which a load would refuse the files; an empty string if
+        there is none. Reads no values of weights and runs no code of the folder. Raises ModelLoadFailed for tensors
+        that do not fit the class.
         """
         modules = read_modules(folder)
         tokenizer = load_tokenizer(modules.folder, entry.load, modules.transformer)
@@ -105,7 +205,7 @@ class TextEncoder(PackedModel):
         self._check_limits(entry)
 
     def _beyond_sglang(self, builder: Builder) -> str:
-        """The reason against SGLang for `EngineFacts.beyond_sglang`; empty without one."""
+        """Return why SGLang cannot serve this model, for `EngineFacts.beyond_sglang`; an empty string if it can."""
         dense = self._parts.heads.get("dense")
         extra_heads = self._parts.heads.keys() - {"dense", TOKEN_STATES}
         if extra_heads or not isinstance(dense, DenseHead) or not dense.is_last_state:
@@ -129,18 +229,20 @@ class TextEncoder(PackedModel):
         self.memory_bytes += nbytes
 
     def forward(self, packed: PackedBatch) -> Tensor:
-        """Hidden states of the last layer, [tokens, width], in the precision of the weights, packed order."""
+        """Return hidden states of the last layer, [tokens, width], in the precision of the weights, in packed order."""
         if self._twin is not None and packed.engine == "torch":
             return self._twin.forward(packed)
         return self.backbone.forward(packed)
 
     def prepare(self, batch: Items, queries: np.ndarray) -> Items:
-        """Fill queries of late interaction up with mask tokens. `queries`: bool [items]."""
+        """Fill queries of late interaction up to their length with mask tokens. `queries`: bool [items]."""
         filling = self._parts.filling
         return filling.expand(batch, queries) if filling else batch
 
     def without_pass(self, head: str, ids: Int64, *, is_query: bool) -> Row | None:
-        """The row of an inference-free query, which is looked up; None for what needs a forward pass."""
+        """Return the row of an inference-free query, which is looked up in a table; None for inputs that need a forward
+        pass.
+        """
         table = self._parts.query_weights
         return table.row(ids) if table and is_query and head == "sparse" else None
 
@@ -157,7 +259,7 @@ class TextEncoder(PackedModel):
         rows: Mapping[str, Sequence[Row]],
         places: list[int],
     ) -> ItemResults:
-        """One answer per input of `group`."""
+        """Return one answer per input of `group`."""
         if self._parts.finish is not None:
             return self._parts.finish(message, group, rows, places)
         return super().answer(message, group, query, rows, places)

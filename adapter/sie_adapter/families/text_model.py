@@ -1,4 +1,5 @@
-"""From the files of a text model to what serves it: backbone, tokenizer, heads, and how rows become answers.
+"""Loading of text models: from the files of a folder to backbone, tokenizer, heads, and the functions that turn rows
+into answers.
 
     folder + entry ──► the transformers class that the outputs need ──► Builder ──► Parts
 
@@ -53,18 +54,18 @@ from sie_store.entry_faults import MODEL_FILE
 from sie_store.folder_files import read_json
 
 _logger = logging.getLogger("sie.adapter")
-# answers of the inputs of one work item, from the batch, the item's group, the rows of its heads, and the rows' numbers
-# in the batch
+# Return the answers to the inputs of one work item. Arguments: the batch, the group of the work item, the rows of its
+# heads, and the numbers of these rows in the batch.
 Finish = Callable[[RunBatch, Group, item_results.Rows, list[int]], ItemResults]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """The heads of one model. `rows`: how the inputs of each operation become rows of ids.
+    """Heads of one model. `rows`: how the inputs of each operation become rows of ids.
 
-    A model that gives vectors has a head for each output, and `per_row` as `item_results.side_scores` takes it. Any
-    other model has `finish`, which makes results of the rows of the heads that `reads` names for an operation: the
-    first where it names none.
+    A model of vectors has a head for each output; `per_row` is the argument of `item_results.side_scores`. Any other
+    model has `finish`, which makes results from rows of heads. `reads` names these heads for an operation; for an
+    operation that it does not name, the first head is read.
     """
 
     heads: dict[str, Head]
@@ -77,8 +78,8 @@ class Parts:
 
 
 def class_of(entry: ModelEntry, folder: Path) -> Any:
-    """The transformers class that is made from the files of `folder`."""
-    # a masked LM is loaded whole only where its head is what the sparse output is made from
+    """Return the transformers class that loads the files of `folder`."""
+    # the masked-LM class, with its head, is loaded only if that head computes the sparse output
     family = families.row(entry.family)
     if family.gives_vectors and "sparse" in entry.outputs and not (folder / "sparse_linear.pt").is_file():
         return AutoModelForMaskedLM
@@ -86,12 +87,12 @@ def class_of(entry: ModelEntry, folder: Path) -> Any:
 
 
 def consumed_by(entry: ModelEntry) -> tuple[str, ...]:
-    """Tensors beside those of the class, which a head reads."""
+    """Return the names of tensors that a head reads and that do not belong to the class."""
     return ("linear.weight",) if "multivector" in entry.outputs else ()
 
 
 class Builder:
-    """Loads the model of one entry and makes its heads."""
+    """Loader of the model of one entry, which also makes its heads."""
 
     def __init__(
         self, modules: Modules, entry: ModelEntry, load: LoadOptions, compute: Compute, tokenizer: Tokenizer
@@ -110,7 +111,7 @@ class Builder:
         self.tokenizer, beyond = fitted(tokenizer, model.get_input_embeddings().num_embeddings)
         if beyond:
             _logger.info(
-                "%s: text like any other, since its weights have no embedding for it: %s", entry.id, ", ".join(beyond)
+                "%s: special tokens without an embedding are read as plain text: %s", entry.id, ", ".join(beyond)
             )
         if families.row(entry.family).reads_answer:
             self._keep_answers(model)
@@ -125,7 +126,9 @@ class Builder:
             self.head_bytes = self.head.memory_bytes
 
     def parts(self) -> Parts:
-        """The heads of the model's family. Raises ModelLoadFailed INCOMPATIBLE for files that do not fit the entry."""
+        """Return the heads of the model's family. Raises ModelLoadFailed INCOMPATIBLE for files that do not fit the
+        entry.
+        """
         return {
             "text-encoder": self._text_encoder,
             "cross-encoder": self._cross_encoder,
@@ -165,7 +168,7 @@ class Builder:
             raise load_failed(
                 "INCOMPATIBLE", f"{self.entry.id}: pooling is {pooling}, expected one of {', '.join(POOLINGS)}"
             )
-        # without a pooling before them they are those of late interaction
+        # layers without a pooling before them belong to late interaction
         layers = (
             self.modules.layers if "multivector" not in self.entry.outputs or "Pooling" in self.modules.kinds else ()
         )
@@ -185,7 +188,8 @@ class Builder:
         self._expect_width("sparse", vocabulary)
         if not self.is_masked:
             layer = _saved_layer(self.folder / "sparse_linear.pt").to(self.compute.device)
-            unused = special_ids(self.modules.folder, self.load, ("cls", "eos", "pad", "unk"))  # as FlagEmbedding
+            # the same tokens as in FlagEmbedding
+            unused = special_ids(self.modules.folder, self.load, ("cls", "eos", "pad", "unk"))
             return TokenWeightHead(layer, vocabulary, unused)
         assert self.head is not None
         activation = options.sparse_activation or ""
@@ -202,8 +206,8 @@ class Builder:
         )
 
     def _query_weights(self) -> TokenTable | None:
-        """The table of inference-free queries, where the entry asks for it or the model's files route queries to one;
-        else None.
+        """Return the weights of inference-free queries if the entry asks for them, or if the model's files route
+        queries to such a table; else None.
         """
         stored = self.modules.query_weights
         requested = self.entry.head.query_encoder
@@ -213,7 +217,7 @@ class Builder:
         if stored is not None:
             if stored.ndim != 1 or len(stored) > len(table):
                 raise load_failed(
-                    "INCOMPATIBLE", f"{self.entry.id}: {len(stored)} weights of queries, a vocabulary of {len(table)}"
+                    "INCOMPATIBLE", f"{self.entry.id}: {len(stored)} query weights for a vocabulary of {len(table)}"
                 )
             table[: len(stored)] = stored
         else:
@@ -258,7 +262,7 @@ class Builder:
         )
 
     def _marker(self, token: str) -> int:
-        """The id of a marker, which PyLate writes with the space behind it; -1 for none."""
+        """Return the id of a marker, -1 for none. PyLate writes a marker with a space after it."""
         if not token:
             return -1
         candidates = (name for name in (token, *token.split()[:1]) if self.tokenizer.token_to_id(name) is not None)
@@ -273,7 +277,9 @@ class Builder:
         return int(number)
 
     def _known_ids(self, words: Iterable[str]) -> frozenset[int]:
-        """The ids of the words that are one token; the unknown token only if it is named."""
+        """Return the ids of the words that are one token. The id of the unknown token counts only if a word
+        names it.
+        """
         unknown = _special(self.modules.folder, "unk_token")
         ids = {word: self.tokenizer.token_to_id(word) for word in words}
         outside = None if unknown in ids else self.tokenizer.token_to_id(unknown)
@@ -308,7 +314,9 @@ class Builder:
         )
 
     def _keep_answers(self, model: PreTrainedModel) -> None:
-        """Cut the output layer down to the rows no and yes; what the model does to its logits stays."""
+        """Cut the output layer down to the rows of the answers no and yes. Later changes that the model makes to its
+        logits remain.
+        """
         options = self.entry.head
         if not (self.entry.pair and options.yes_token and options.no_token):
             raise load_failed(
@@ -317,7 +325,7 @@ class Builder:
         ids = [self._one_id("answer", token) for token in (options.no_token, options.yes_token)]
         layer = model.get_output_embeddings()
         bias = getattr(layer, "bias", None)
-        # float32 and a copy: the layer may be the input embedding, which keeps its precision
+        # a copy in float32: the layer may be tied to the input embedding, which keeps its precision
         model.set_output_embeddings(checkpoint.linear(layer.weight[ids], None if bias is None else bias[ids]))
 
     def _decoder_reranker(self) -> Parts:
@@ -372,7 +380,9 @@ class Builder:
         )
 
     def _pruner(self) -> Parts:
-        """A cross-encoder with one more head, which says of each token of the text whether to keep it."""
+        """Return the parts of a cross-encoder that has one more head, which scores for each token of the text whether
+        to keep it.
+        """
         scores = self._cross_encoder()
         keep = KeepHead.load(self.folder / "best.pt", self.config.hidden_size, self.compute.device, self.entry.id)
         self.head_bytes += keep.memory_bytes
@@ -396,7 +406,7 @@ def _sequence(layers: Sequence[nn.Module]) -> nn.Module | None:
 
 
 def _saved_layer(path: Path) -> nn.Linear:
-    """A linear layer that was saved by torch.save: tensors only, nothing of it is executed."""
+    """Read a linear layer that torch.save wrote. Only tensors are read; no code in the file runs."""
     state = torch.load(path, map_location="cpu", weights_only=True)
     if set(state) - {"bias"} != {"weight"}:
         raise load_failed("INCOMPATIBLE", f"{path.name} holds {', '.join(sorted(state))}, expected weight and bias")
@@ -404,7 +414,9 @@ def _saved_layer(path: Path) -> nn.Linear:
 
 
 def _special(folder: Path, name: str) -> str:
-    """A special token by its role, as tokenizer_config.json or special_tokens_map.json names it."""
+    """Return the special token of a role, as tokenizer_config.json or special_tokens_map.json names it; an empty string
+    if neither does.
+    """
     for file in ("tokenizer_config.json", "special_tokens_map.json"):
         token = read_json(folder / file).get(name)
         if token:
@@ -413,14 +425,14 @@ def _special(folder: Path, name: str) -> str:
 
 
 def _own_activation(config: Any) -> str:
-    """The activation by the rules of transformers' text-classification pipeline."""
+    """Return the activation by the rules of transformers' text-classification pipeline."""
     if config.problem_type == "regression":
         return "identity"
     return "sigmoid" if config.problem_type == "multi_label_classification" or config.num_labels == 1 else "softmax"
 
 
 def check_pair_prompt(folder: Path) -> None:
-    """Refuse a prompt that sentence-transformers puts before each pair."""
+    """Raise ModelLoadFailed INCOMPATIBLE for a prompt that sentence-transformers puts before each pair."""
     model = read_json(folder / MODEL_FILE)
     name = model.get("default_prompt_name")
     if name and (model.get("prompts") or {}).get(name, "-"):
@@ -430,8 +442,9 @@ def check_pair_prompt(folder: Path) -> None:
 
 
 def stored_activation(folder: Path, config: Any) -> str:
-    """The activation by the rules of sentence-transformers: the repository's configuration, its own file first, else
-    sigmoid.
+    """Return the activation by the rules of sentence-transformers. config_sentence_transformers.json comes first, then
+    config.json, else it is sigmoid. Raises ModelLoadFailed INCOMPATIBLE for another activation than sigmoid or
+    identity.
     """
     named = read_json(folder / "config_sentence_transformers.json").get("activation_fn")
     named = named or (getattr(config, "sentence_transformers", None) or {}).get("activation_fn")

@@ -1,5 +1,5 @@
-"""The weights of a model on torch, beside the graph that serves it: they are loaded when the first LoRA is, which no
-graph can apply to a single pass.
+"""Copy of a model's weights on torch, beside the graph that serves the model. It is loaded with the first LoRA, since a
+graph cannot apply a LoRA to a single pass.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from sie_adapter.packed.packing import PackedBatch
 
 
 class TorchTwin:
-    """`made` loads the weights again, and `taken` is told how many bytes they take. Every method may be called from any
-    thread.
+    """Torch copy of a model. `build_model` loads the weights again, and `add_bytes` is called with the number of bytes
+    that they take. Every method may be called from any thread.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class TorchTwin:
         self._loaded: tuple[PreTrainedModel, Backbone] | None = None
 
     def model(self) -> PreTrainedModel:
-        """The model that LoRAs apply to."""
+        """Return the model that LoRAs apply to."""
         return self._both()[0]
 
     def forward(self, packed: PackedBatch) -> Tensor:

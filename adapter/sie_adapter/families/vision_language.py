@@ -1,4 +1,4 @@
-"""Models that read images and texts through one language model.
+"""Models that read images and texts with one language model.
 
 image ──► tower ──► features ─────────────┐
                                           ├──► packed language model ──► states ──► heads
@@ -6,7 +6,7 @@ ids of a text, and those around an image ─┘
 
 family                 model                                       heads
 vision-language        ColPali, ColQwen2.5 (arXiv 2407.01449)      multivector
-multimodal-encoder     Qwen3-VL-Embedding       dense
+multimodal-encoder     Qwen3-VL-Embedding                          dense
 multimodal-reranker    Qwen3-VL-Reranker                           answer
 """
 
@@ -26,9 +26,9 @@ from sie_adapter.engine.device import Compute
 from sie_adapter.engine.item_results import ItemResults
 from sie_adapter.families.colpali import ColPali
 from sie_adapter.families.extraction import bytes_of
-from sie_adapter.families.packed_model import PackedModel, fault_of_tokenizer, samples_of
 from sie_adapter.families.qwen3_vl import Qwen3Encoder, Qwen3Reranker
 from sie_adapter.families.qwen_vl import ColQwen
+from sie_adapter.families.text_encoder import PackedModel, fault_of_tokenizer, samples_of
 from sie_adapter.heads import Head, Row
 from sie_adapter.loading.tokenizer import fitted, load_tokenizer
 from sie_adapter.packed.backbone import Backbone
@@ -41,14 +41,15 @@ from sie_contracts.models.load_errors import load_failed
 from sie_contracts.wire.ipc import Group, Rows, RunBatch
 from sie_store.folder_files import read_json
 
-Seen = Sequence[Sequence[Shown]]  # the images of each sequence of a pass, in packed order
+Seen = Sequence[Sequence[Shown]]  # images of each sequence of a pass, in packed order
 
 
 class VisionLanguageKind(Protocol):
-    """A kind of vision-language model. It is made from a folder, and loads the weights.
+    """Kind of vision-language model. It is made from a folder, and loads the weights.
 
-    `model`: all of it. `language`: its text model. `adapted`: what LoRAs apply to. `towers`: what reads images.
-    `output`, `width`: of what it gives, as an entry says them; 0: an output without a width.
+    `model`: the whole model. `language`: its text model. `adapted`: the module that LoRAs apply to. `towers`: the
+    modules that read images. `output`, `width`: the name and width of its output in an entry; a width of 0 stands for
+    an output without a width.
     """
 
     model: Any
@@ -65,24 +66,24 @@ class VisionLanguageKind(Protocol):
 
     @staticmethod
     def table_of_files(folder: Path, entry: ModelEntry) -> int:
-        """The rows of the table of embeddings that the files lead to. Raises ModelLoadFailed for tensors that do not
-        fit the class.
+        """Return the number of rows of the table of embeddings, from the files alone. Raises ModelLoadFailed for
+        tensors that do not fit the class.
         """
 
     def framed(self, tokenizer: Tokenizer) -> Tokenizer:
-        """The tokenizer with the ids that stand around every text."""
+        """Return the tokenizer with the ids that stand around every text."""
 
     def tokens(self, tokenizer: Tokenizer, recipe: Recipe) -> ImageTokens:
-        """The tokens in the place of an image."""
+        """Return the tokens that stand for an image."""
 
     def priced(self, recipe: Recipe) -> Recipe:
-        """The recipe with what an image costs."""
+        """Return the recipe with the cost of an image."""
 
     def rows(self, images: Recipe, tokens: ImageTokens) -> dict[str, Rows]:
-        """How the inputs of each operation become ids."""
+        """Return how the inputs of each operation become ids."""
 
     def see(self, packed: PackedBatch, images: Seen) -> None:
-        """Give a pass the features of its images."""
+        """Compute the features of the images of a pass, and set them in `packed`."""
 
 
 _READERS: Mapping[tuple[str, str], type[VisionLanguageKind]] = {
@@ -95,18 +96,19 @@ _READERS: Mapping[tuple[str, str], type[VisionLanguageKind]] = {
 
 @dataclass
 class _ImagePass(PackedBatch):
-    """`shown`: the images of each of its sequences, in packed order."""
+    """Pass over sequences with images. `shown`: the images of each sequence, in packed order."""
 
     shown: Seen = ()
 
 
 class VisionLanguage(PackedModel):
-    """A loaded model; `backbone` is the language model."""
+    """Loaded model of images and texts; `backbone` is the language model."""
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
-        """The fault of class, shapes or tokenizer that a load refuses; empty without one. Reads no values of weights
-        and runs no code of the folder. Raises ModelLoadFailed for tensors that are not those of the class.
+        """Return the fault of class, shapes or tokenizer for which a load would refuse the files; an empty string if
+        there is none. Reads no values of weights and runs no code of the folder. Raises ModelLoadFailed for tensors
+        that do not fit the class.
         """
         reader = _reader(folder, entry)
         processor_of(folder, entry)
@@ -134,9 +136,7 @@ class VisionLanguage(PackedModel):
         self.tokenizer = tokenizer.to_str().encode()
         tokens = reader.tokens(tokenizer, recipe)
         if tokenizer.id_to_token(tokens.token) is None:
-            raise load_failed(
-                "INCOMPATIBLE", f"{entry.id}: the token of images, {tokens.token}, is not its tokenizer's"
-            )
+            raise load_failed("INCOMPATIBLE", f"{entry.id}: the image token {tokens.token} is not in its tokenizer")
         most = tokens.count or max_blocks(recipe)
         if (length := len(tokens.before) + most + len(tokens.after)) > entry.max_tokens:
             raise load_failed(
@@ -146,7 +146,7 @@ class VisionLanguage(PackedModel):
         self._difference = entry.head.score == "difference"
 
     def pack(self, batch: Items, chosen: Int64) -> PackedBatch:
-        """Lay out the chosen items, with the images of each."""
+        """Lay out the chosen items, with the images of each item."""
         packed = self.backbone.pack(batch, chosen)
         if batch.images is None:
             return packed
@@ -154,7 +154,9 @@ class VisionLanguage(PackedModel):
         return _ImagePass(**{part.name: getattr(packed, part.name) for part in fields(PackedBatch)}, shown=shown)
 
     def forward(self, packed: PackedBatch) -> Tensor:
-        """Hidden states of the last layer, [tokens, width], in packed order. Under inference mode only."""
+        """Return hidden states of the last layer, [tokens, width], in packed order. To be called under
+        inference mode.
+        """
         if isinstance(packed, _ImagePass) and any(packed.shown):
             self._reader.see(packed, packed.shown)
         return self.backbone.forward(packed)
@@ -167,7 +169,7 @@ class VisionLanguage(PackedModel):
         rows: Mapping[str, Sequence[Row]],
         places: list[int],
     ) -> ItemResults:
-        """One answer per input of `group`."""
+        """Return one answer per input of `group`."""
         if "answer" in self.heads:
             return item_results.answer_scores(group.options, rows["answer"], difference=self._difference)
         return super().answer(message, group, query, rows, places)

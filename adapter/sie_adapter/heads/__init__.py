@@ -1,4 +1,4 @@
-"""Heads turn the hidden states of a pass into what each sequence gave: one small file each.
+"""Heads turn the hidden states of a pass into one output for each sequence. Each kind has a small file.
 
 hidden [tokens, width] ──► Head.reduce ──► a Reduced: one value per sequence, and which of them are usable
 """
@@ -17,17 +17,17 @@ from torch import Tensor
 from sie_adapter.engine.device import to_device
 from sie_adapter.packed.packing import Int64, PackedBatch
 
-# What one sequence gave: a vector [width], rows [tokens, width], sparse (ids int32, weights float32), or logits.
+# Output of one sequence: a vector [width], rows [tokens, width], sparse (ids int32, weights float32), or logits.
 # float32 on the device.
 Row = Any
 
 
 @dataclass(frozen=True)
 class States:
-    """A pass: `hidden` [tokens, width] of any float type, in packed order. `queries` [sequences] tells queries from
-    documents.
+    """Hidden states of a pass: `hidden` [tokens, width] of any float type, in packed order. `queries` [sequences] is
+    True for queries, False for documents.
 
-    `pooling` is the batch's own, empty for the model's.
+    `pooling`: the pooling of the batch; empty for that of the model.
     """
 
     hidden: Tensor
@@ -36,18 +36,18 @@ class States:
     pooling: str = ""
 
     def span(self, sequence: int) -> slice:
-        """The tokens of a sequence."""
+        """Return the slice of the tokens of a sequence."""
         return slice(int(self.packed.bounds[sequence]), int(self.packed.bounds[sequence + 1]))
 
     def ids(self, sequence: int) -> Int64:
-        """The token ids of a sequence."""
+        """Return the token ids of a sequence."""
         return self.packed.ids[self.span(sequence)]
 
 
 @dataclass(frozen=True)
 class Reduced:
-    """`rows[i]` belongs to the i-th of the sequences asked for; `usable` bool [sequences], on the device, says where
-    all is finite.
+    """Outputs of a head. `rows[i]` belongs to the i-th of the requested sequences. `usable`: bool [sequences], on the
+    device; True if all values of a row are finite.
     """
 
     rows: Sequence[Row]
@@ -55,8 +55,8 @@ class Reduced:
 
 
 def all_finite(values: Tensor, owners: Int64, count: int) -> Tensor:
-    """Whether all `values` [entries] or [entries, width] of each owner are finite. `owners` [entries]: below `count`.
-    bool [count].
+    """Return for each owner whether all of its `values`, [entries] or [entries, width], are finite: bool [count].
+    `owners` [entries]: the owner of each entry, a number below `count`.
     """
     finite = torch.isfinite(values) if values.ndim == 1 else torch.isfinite(values).all(1)
     faults = torch.zeros(count, dtype=torch.int32, device=values.device)
@@ -64,6 +64,6 @@ def all_finite(values: Tensor, owners: Int64, count: int) -> Tensor:
 
 
 class Head(Protocol):
-    """One kind of output."""
+    """Head for one kind of output."""
 
     def reduce(self, states: States, sequences: Int64) -> Reduced: ...

@@ -15,10 +15,11 @@ from sie_adapter.packed.packing import Int64
 
 
 class SequenceHead:
-    """Any `ForSequenceClassification`: float32 logits [labels] of each sequence. `width` is that of a hidden state.
+    """Head of any `ForSequenceClassification`: float32 logits [labels] of each sequence. `width`: width of a hidden
+    state.
 
-    Most heads read nothing but the first token, which a trial shows: they are called once for all lengths. Others once
-    for each length.
+    Most such heads read only the first token, which a trial shows. They are called once for sequences of all lengths;
+    other heads once for each length.
     """
 
     def __init__(self, head: TransformersHead, width: int, device: torch.device) -> None:
@@ -37,8 +38,8 @@ class SequenceHead:
 
 
 class TokenHead:
-    """Any `ForTokenClassification`: float32 logits [tokens, labels] of each sequence, from one call where tokens do not
-    mix.
+    """Head of any `ForTokenClassification`: float32 logits [tokens, labels] of each sequence. It is called once for all
+    sequences if it does not mix tokens, which a trial shows.
     """
 
     def __init__(self, head: TransformersHead, width: int, device: torch.device) -> None:
@@ -58,16 +59,16 @@ class TokenHead:
 
 
 def _trial_states(width: int, device: torch.device) -> Tensor:
-    """Hidden states of two sequences of three tokens."""
+    """Return hidden states of two sequences of three tokens."""
     return torch.randn(2, 3, width, generator=torch.Generator().manual_seed(0)).to(device)
 
 
 class LastTokenHead:
-    """The output of a decoder at the last token of each sequence: float32 logits [labels]. With `pad` it is the last
-    one of another id.
+    """Head of a decoder at the last token of each sequence: float32 logits [labels]. With `pad` the last token is the
+    last one that has another id.
 
-    Sources: transformers' GenericForSequenceClassification, which has no other sign of padding than the id; model cards
-    of Qwen3-Reranker and mxbai-rerank-v2, whose labels are the answers no and yes.
+    Sources: transformers' GenericForSequenceClassification, which recognises padding by the id alone; model cards of
+    Qwen3-Reranker and mxbai-rerank-v2, whose labels are the answers no and yes.
     """
 
     def __init__(self, head: Callable[[Tensor], Tensor], pad: int | None = None) -> None:

@@ -19,18 +19,21 @@ from sie_contracts.models.load_errors import load_failed
 
 
 class KeepHead:
-    """`layers`: from states [tokens, width] to logits [tokens, 1], float32."""
+    """Head that scores each token for keeping it. `layers`: from states [tokens, width] to logits [tokens,
+    1], float32.
+    """
 
     def __init__(self, layers: nn.Module, device: torch.device) -> None:
         self._layers = layers.to(device)
 
     @classmethod
     def load(cls, path: Path, width: int, device: torch.device, model: str) -> KeepHead:
-        """The two layers of `path`, which no file describes: width to any, GELU, and that to 1. Raises ModelLoadFailed:
-        NOT_FOUND without the file, INCOMPATIBLE for other tensors than those of two layers.
+        """Load the two layers of `path`: from `width` to any width, GELU, and from that width to 1. No file describes
+        them. Raises ModelLoadFailed: NOT_FOUND without the file, INCOMPATIBLE if its tensors are not those of such
+        layers.
         """
         if not path.is_file():
-            cause = f"{model}: {path} is not there: copy the head, best.pt, beside the weights of the reranker"
+            cause = f"{model}: {path} is missing: copy the head, best.pt, beside the weights of the reranker"
             raise load_failed("NOT_FOUND", cause)
         try:
             tensors = torch.load(path, map_location="cpu", weights_only=True)
@@ -49,7 +52,7 @@ class KeepHead:
         return sum(int(parameter.nbytes) for parameter in self._layers.parameters())
 
     def reduce(self, states: States, sequences: Int64) -> Reduced:
-        """Logits, float32 [tokens] of each sequence, special tokens included."""
+        """Return logits, float32 [tokens] of each sequence, special tokens included."""
         lengths = states.packed.lengths[sequences]
         chosen = torch.cat([states.hidden[states.span(int(sequence))] for sequence in sequences]).float()
         logits: Tensor = self._layers(chosen)[:, 0]
@@ -58,7 +61,7 @@ class KeepHead:
 
 
 def _layers(tensors: object, width: int) -> tuple[nn.Linear, nn.Linear] | None:
-    """The layers by their names, if the tensors are those of two that fit."""
+    """Return the two layers, the wider one first; None if the tensors are not those of two layers that fit."""
     if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
         return None
     names = [str(name).removesuffix(".weight") for name in tensors if str(name).endswith(".weight")]

@@ -1,5 +1,5 @@
-"""One vector per token, for late interaction: choose the tokens that count, then project them. Source: ColBERTv2 (arXiv
-2112.01488).
+"""Head of late interaction: one vector per token. It chooses the tokens that count, then projects them. Source:
+ColBERTv2 (arXiv 2112.01488).
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from sie_adapter.engine.device import to_device
 from sie_adapter.heads import Reduced, States, all_finite
 from sie_adapter.packed.packing import Int64
 
-_STATE_BYTES = 32 << 20  # of the float32 states of one block of tokens
+_STATE_BYTES = 32 << 20  # bytes of the float32 states of one block of tokens
 
 
 class MultivectorHead:
-    """`layers` (float32) on every token but those of documents with an id of `skipped`, and with `drop_first` the first
-    of each row.
+    """Head that applies `layers` (float32) to the tokens. Tokens of documents with an id in `skipped` are left out;
+    with `drop_first` also the first token of each row.
     """
 
     def __init__(
@@ -33,7 +33,9 @@ class MultivectorHead:
         self._drop_first = drop_first
 
     def reduce(self, states: States, sequences: Int64) -> Reduced:
-        """Rows, float32 [kept tokens, width] each, not normalised. One index and one gather for all sequences."""
+        """Return rows, float32 [kept tokens, width] each, not normalised. All sequences take one index and
+        one gather.
+        """
         packed, hidden = states.packed, states.hidden
         count = len(packed.order)
         owners = np.repeat(np.arange(count), packed.lengths)

@@ -1,4 +1,4 @@
-"""Dense vectors from packed hidden states: pool in float32, then the dense layers that the model has after it.
+"""Head of dense vectors: it pools packed hidden states in float32, then runs the dense layers that follow in the model.
 
 hidden [tokens, width] ──► token layers ──► pool ──► [sequences, width] ──► layers ──► [sequences, out]
 """
@@ -12,28 +12,27 @@ from torch import Tensor, nn
 
 from sie_adapter.engine.device import to_device
 from sie_adapter.heads import Reduced, States
-from sie_adapter.packed.packing import Int64
+from sie_adapter.packed.packing import Int64, PackedBatch
 from sie_contracts.errors import InvalidInput
 from sie_contracts.models.entries import POOLINGS, Pooling
 
 
-def pool(hidden: Tensor, bounds: Tensor, groups: list[list[int]], pooling: Pooling) -> Tensor:
-    """One float32 vector per sequence, in packed order.
+def pool(hidden: Tensor, packed: PackedBatch, pooling: Pooling) -> Tensor:
+    """Return one float32 vector per sequence, in packed order.
 
-    `mean` counts special tokens; `last` is the last token of a sequence; `weighted` is the mean with the weights 1, 2,
-    3, ... (SGPT, arXiv 2202.08904). `hidden`: [tokens, width] of any float type; `bounds`: int32 [sequences + 1];
-    `groups`: first token, sequences, length and more.
+    `mean` counts special tokens. `last` is the last token of a sequence. `weighted` is the mean with the weights 1, 2,
+    3, ... (SGPT, arXiv 2202.08904). `hidden`: [tokens, width] of any float type.
     """
     if pooling == "cls":
-        return hidden[bounds[:-1].long()].float()
+        return hidden[to_device(packed.bounds[:-1], hidden.device).long()].float()
     if pooling == "last":
-        return hidden[bounds[1:].long() - 1].float()
+        return hidden[to_device(packed.bounds[1:], hidden.device).long() - 1].float()
     if (
         pooling == "mean" and hidden.device.type == "cuda"
-    ):  # one kernel for all; elsewhere a view per length is faster, or all there is
-        return torch.segment_reduce(hidden.float(), "mean", offsets=bounds.long())
+    ):  # one kernel for all sequences; other devices do not have it, or are faster with a view per length
+        return torch.segment_reduce(hidden.float(), "mean", offsets=to_device(packed.bounds, hidden.device).long())
     means = []
-    for first, sequences, length, *_ in groups:
+    for first, sequences, length, *_ in packed.groups.tolist():
         group = hidden[first : first + sequences * length].view(sequences, length, hidden.shape[1])
         if pooling == "mean":
             means.append(group.mean(1, dtype=torch.float32))
@@ -46,7 +45,9 @@ def pool(hidden: Tensor, bounds: Tensor, groups: list[list[int]], pooling: Pooli
 
 
 class DenseHead:
-    """Pooling of the hidden states, or of what `token_layers` make of them, then `layers`. Layers are float32."""
+    """Head that pools the hidden states, or the outputs of `token_layers` for them, then applies `layers`. Layers are
+    float32.
+    """
 
     def __init__(
         self, pooling: Pooling, layers: nn.Module | None, device: torch.device, token_layers: nn.Module | None = None
@@ -57,19 +58,17 @@ class DenseHead:
 
     @property
     def is_last_state(self) -> bool:
-        """Whether a vector is the state of the last token as it is."""
+        """True if a vector is the unchanged state of the last token."""
         return self.pooling == "last" and self._layers is None and self._token_layers is None
 
     def reduce(self, states: States, sequences: Int64) -> Reduced:
-        """Vectors, float32 [width] each. Raises InvalidInput if the batch names a pooling that there is not."""
+        """Return vectors, float32 [width] each. Raises InvalidInput for an unknown pooling of the batch."""
         pooling = states.pooling or self.pooling
         if pooling not in POOLINGS:
             raise InvalidInput(f"pooling: expected one of {', '.join(POOLINGS)}", reason="schema", param="pooling")
-        device, packed = states.hidden.device, states.packed
-        bounds = to_device(packed.bounds, device)
         hidden = states.hidden if self._token_layers is None else self._token_layers(states.hidden.float())
-        pooled = pool(hidden, bounds, packed.groups.tolist(), pooling)
+        pooled = pool(hidden, states.packed, pooling)
         if len(sequences) < len(pooled):
-            pooled = pooled[to_device(sequences, device)]
+            pooled = pooled[to_device(sequences, hidden.device)]
         vectors = pooled if self._layers is None else self._layers(pooled)
         return Reduced(vectors.unbind(0), torch.isfinite(vectors).all(1))

@@ -20,13 +20,13 @@ from sie_adapter.heads import Reduced, Row, States, all_finite
 from sie_adapter.heads.transformers_head import TransformersHead
 from sie_adapter.packed.packing import Int64
 
-# of the float32 logits or states of one block of tokens: half of what any intermediate may have
+# bytes of the float32 logits or states of one block of tokens: half of the limit for an intermediate result
 BLOCK_BYTES = 30_000_000
 
 
 class MaskedLanguageHead:
-    """`w[v] = activation(max over tokens of logit[v])`; both activations grow with the logit, so the maximum comes
-    first.
+    """Head of SPLADE: `w[v] = activation(max over tokens of logit[v])`. Both activations grow with the logit, so the
+    maximum is taken first.
     """
 
     def __init__(
@@ -39,8 +39,8 @@ class MaskedLanguageHead:
         dropped: frozenset[int],
         max_entries: int = 0,
     ) -> None:
-        """`twice` applies log1p twice; `dropped` ids get no weight; a row has the `max_entries` largest weights, all if
-        0.
+        """Make the head. `twice` applies log1p twice. `dropped` ids get no weight. A row keeps its `max_entries`
+        largest weights; 0 keeps all.
         """
         self._head, self._vocabulary, self._twice, self._max_entries = head, vocabulary, twice, max_entries
         self._dropped = torch.tensor(sorted(dropped), dtype=torch.int64, device=device)
@@ -50,8 +50,8 @@ class MaskedLanguageHead:
         usable: list[Tensor] = []
         waiting: list[Tensor] = []
         block = max(1, BLOCK_BYTES // (self._vocabulary * 4))
-        # counting the entries of a row waits for a GPU: for as many rows as may be at once, while a CPU has those of a
-        # block in its cache
+        # on a GPU, counting entries waits for the device, so it is done for many rows at once; a CPU counts while the
+        # rows of a block are in its cache
         most = 1 if states.hidden.device.type == "cpu" else _rows_at_once(self._vocabulary)
         for part in _blocks(states.packed.lengths[sequences], block):
             chosen = sequences[part]
@@ -72,7 +72,7 @@ class MaskedLanguageHead:
         spans = [states.span(int(sequence)) for sequence in chosen]
         logits = self._head(torch.cat([states.hidden[span] for span in spans])[None])[0].float()
         lengths = [span.stop - span.start for span in spans]
-        if logits.device.type == "cuda":  # one kernel for all
+        if logits.device.type == "cuda":  # one kernel for all sequences
             offsets = to_device(np.cumsum([0, *lengths]), logits.device)
             return torch.segment_reduce(logits, "max", offsets=offsets)
         parts = logits.split(lengths)
@@ -97,19 +97,21 @@ class MaskedLanguageHead:
 
 
 def _rows_at_once(vocabulary: int) -> int:
-    """The places of the entries take 16 bytes each, four times what the entries do."""
+    """Return the number of rows whose entries are found at once. The place of an entry takes 16 bytes, four times the
+    bytes of the entry.
+    """
     return max(1, 2 * BLOCK_BYTES // (16 * vocabulary))
 
 
 def _rows(weights: Tensor) -> list[Row]:
-    """Each row of a matrix [rows, vocabulary] as its positive entries."""
+    """Return the positive entries of each row of a matrix [rows, vocabulary]."""
     row, column = torch.nonzero(weights > 0, as_tuple=True)
     counts = torch.bincount(row, minlength=len(weights)).tolist()
     return list(zip(column.int().split(counts), weights[row, column].split(counts), strict=True))
 
 
 def _blocks(lengths: Int64, tokens: int) -> Iterator[slice]:
-    """Runs of sequences of at most `tokens` tokens together; a longer one is a run of its own."""
+    """Yield runs of sequences with at most `tokens` tokens together. A longer sequence is a run by itself."""
     start, total = 0, 0
     for index, length in enumerate(lengths.tolist()):
         if index > start and total + length > tokens:
@@ -121,7 +123,9 @@ def _blocks(lengths: Int64, tokens: int) -> Iterator[slice]:
 
 
 class TokenWeightHead:
-    """BGE-M3's: relu of one linear output per token, the maximum of each id; `dropped` ids get no weight."""
+    """Head of BGE-M3: relu of one linear output per token, then the maximum for each id. `dropped` ids get
+    no weight.
+    """
 
     def __init__(self, layer: nn.Linear, vocabulary: int, dropped: frozenset[int]) -> None:
         self._layer, self._vocabulary = layer, vocabulary
@@ -146,14 +150,16 @@ class TokenWeightHead:
 
 
 class TokenTable:
-    """The weights of an inference-free query: those of its distinct ids in idf.json. On the host, where its ids are."""
+    """Table of the weights of an inference-free query: it gets those of its distinct ids. The table is on the host,
+    where the ids of a query are.
+    """
 
     def __init__(self, weights: Tensor) -> None:
-        """`weights`: float32 [vocabulary], on the host."""
+        """Keep `weights`, float32 [vocabulary], on the host."""
         self._weights = weights
 
     def row(self, ids: Int64) -> Row:
-        """(ids, weights) of a query's token ids."""
+        """Return (ids, weights) of a query's token ids."""
         distinct = torch.from_numpy(np.unique(ids))
         weights = self._weights[distinct]
         mask = weights > 0

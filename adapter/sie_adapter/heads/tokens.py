@@ -1,4 +1,4 @@
-"""The states of the last layer as they are, one for each token."""
+"""Head that returns the states of the last layer unchanged, one for each token."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from sie_adapter.packed.packing import Int64
 
 
 class TokenStatesHead:
-    """States of the tokens of any backbone: special tokens included, without the layers after it, not normalised."""
+    """Head that returns the states of the tokens of any backbone: special tokens included, not normalised, without
+    later layers of the model.
+    """
 
     def reduce(self, states: States, sequences: Int64) -> Reduced:
-        """Rows, float32 [tokens, width] each."""
+        """Return rows, float32 [tokens, width] each."""
         lengths = states.packed.lengths[sequences]
         vectors = torch.cat([states.hidden[states.span(int(sequence))] for sequence in sequences]).float()
         owners = np.repeat(np.arange(len(sequences)), lengths)

@@ -1,5 +1,5 @@
-"""The head of a transformers model without its backbone: any `For...` class, called on states that were computed
-elsewhere.
+"""Head of a transformers model without its backbone: any `For...` class, called on states that were
+computed elsewhere.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAtte
 from sie_adapter.packed.linear import BlockedLinear, block_linears
 
 
-class _BackbonePlaceholder(nn.Module):  # type: ignore[misc]  # torch is not followed by the type checker
-    """Stands where the backbone was: hands on `inputs_embeds` as its last states, and through the pooler that the
-    backbone had.
+class _BackbonePlaceholder(nn.Module):  # type: ignore[misc]  # the type checker skips torch
+    """Placeholder for the backbone. It returns `inputs_embeds` as the last states, and the output of the backbone's
+    pooler for them.
     """
 
     def __init__(self, pooler: nn.Module | None) -> None:
@@ -30,30 +30,31 @@ class _BackbonePlaceholder(nn.Module):  # type: ignore[misc]  # torch is not fol
 
 
 class TransformersHead:
-    """The layers of `model` after its backbone."""
+    """Layers of `model` after its backbone."""
 
     def __init__(self, model: PreTrainedModel, *, in_float32: bool) -> None:
-        """Takes the backbone out of `model`, which is of no other use from here on; `backbone` is it, without its
+        """Take the backbone out of `model`, which is then only the head. `self.backbone` is the backbone without its
         pooler.
         """
         self.backbone: PreTrainedModel = model.base_model
         pooler = getattr(self.backbone, "pooler", None)
-        if pooler is not None:  # it belongs to the head: in its precision, and run once
+        if pooler is not None:  # the pooler belongs to the head: it has the head's precision and runs once
             self.backbone.pooler = None
         setattr(model, model.base_model_prefix, _BackbonePlaceholder(pooler))
         self.is_decoder = isinstance(model, GenericForSequenceClassification)
         self.pad: int | None = model.config.pad_token_id
         if (
             self.is_decoder and self.pad is None
-        ):  # it would refuse more than one sequence, since it could not tell their padding
+        ):  # without a pad id the model refuses more than one sequence, since it cannot recognise padding
             model.config.pad_token_id = 0
         self._model = model.float() if in_float32 else model
         self._in_float32 = in_float32
-        self._shared = {parameter.data_ptr() for parameter in self.backbone.parameters()}  # with an embedding, often
+        # tensors that the head has in common with the backbone, often the embedding
+        self._shared = {parameter.data_ptr() for parameter in self.backbone.parameters()}
 
     @property
     def memory_bytes(self) -> int:
-        """The bytes of the layers beside the backbone."""
+        """Bytes of the layers beside the backbone."""
         own = [
             int(parameter.nbytes) for parameter in self._model.parameters() if parameter.data_ptr() not in self._shared
         ]
@@ -62,21 +63,23 @@ class TransformersHead:
         )
 
     def block(self) -> None:
-        """On a CPU: see `linear`. Pays where the head is as large as that of a language model; a tied decoder becomes a
-        copy.
+        """Replace the linear layers by blocked ones, on a CPU: see `linear`. This pays if the head is as large as that
+        of a language model. The weight of a tied decoder is copied.
         """
         block_linears(self._model)
 
     def __call__(self, states: Tensor) -> Tensor:
-        """Logits of `states` [sequences, length, width], of sequences of equal length, in the precision of the head."""
+        """Return logits of `states` [sequences, length, width], of sequences of equal length, in the precision of the
+        head.
+        """
         inputs = states.float() if self._in_float32 else states
         logits: Tensor = self._model(inputs_embeds=inputs).logits
         return logits
 
 
 def per_group(head: TransformersHead, hidden: Tensor, groups: list[list[int]]) -> Tensor:
-    """Logits of all sequences in packed order, group by group, so that no head ever meets padding: float32 [sequences,
-    ..].
+    """Return the logits of all sequences in packed order, float32 [sequences, ..]. They are computed group by group, so
+    a head never gets padding.
     """
     parts = [
         head(hidden[first : first + count * length].unflatten(0, (count, length)))

@@ -1,1 +1,1 @@
-"""A folder becomes a model: its files are inspected, its weights read and its certificate computed."""
+"""Load of a model from its folder: its files are inspected, its weights read and its certificate computed."""

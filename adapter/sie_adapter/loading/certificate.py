@@ -1,4 +1,4 @@
-"""The proof that a loaded model gives the right numbers, made before it serves. A model that misses a bound does not
+"""Proof that a loaded model computes correct numbers, made before it serves. A model that misses a bound does not
 become ready.
 
     digests   SHA-256 of its files against the catalogue entry
@@ -8,7 +8,7 @@ become ready.
     packed    the packed path against the reference path, output by output
     golden    vectors of the public oracle, where the entry names a file of them and load.accept_unproven is not set
 
-Bounds: cosine 0.9999 in float32, 0.999 in 16 bit; for scores also Kendall's tau 0.98. With weights in 8 bits cosine
+Bounds: cosine 0.9999 in float32, 0.999 in 16 bit; for scores also Kendall's tau 0.98. With weights in 8 bits: cosine
 0.99, and Kendall's tau 0.95 over the similarities of all pairs of vectors, or over scores.
 """
 
@@ -45,8 +45,8 @@ TAU, TAU_8 = 0.98, 0.95
 
 
 class LoadCertificate(msgspec.Struct, frozen=True):
-    """The results of the checks of a load. `packed`: the worst cosine of each output; `golden`: the worst cosine; None:
-    nothing of the kind to compare.
+    """Results of the checks of a load. `packed`: the lowest cosine of each output. `golden`: the lowest cosine, None if
+    there are no golden vectors to compare.
     """
 
     digests: tuple[str, ...]
@@ -56,7 +56,9 @@ class LoadCertificate(msgspec.Struct, frozen=True):
 
 
 def certify(model: Any, folder: Path, resolved: Resolved, compute: Compute) -> LoadCertificate:
-    """Check a model that was just loaded. Raises ModelLoadFailed CERTIFICATE with what does not hold and where."""
+    """Check a model that was just loaded. Raises ModelLoadFailed CERTIFICATE that names the failed check and its
+    place.
+    """
     started = time.perf_counter()
     entry = resolved.entry
     digests = check_files(folder, entry, resolved.load)
@@ -74,8 +76,8 @@ def _refuse(entry: ModelEntry, cause: str) -> Exception:
 
 
 def check_files(folder: Path, entry: ModelEntry, load: LoadOptions) -> tuple[str, ...]:
-    """The files whose digests hold. Raises ModelLoadFailed CERTIFICATE for a file that the entry knows otherwise, and
-    for an entry that contradicts a file.
+    """Return the names of the files whose digests match. Raises ModelLoadFailed CERTIFICATE for a file with another
+    digest than in the entry, and for an entry that contradicts a file.
     """
     digests = _check_digests(folder, entry)
     if (mismatch := entry_faults.fault(folder, entry, load)) is not None:
@@ -100,11 +102,13 @@ def _check_digests(folder: Path, entry: ModelEntry) -> tuple[str, ...]:
 
 
 def _check_tokenizer(model: Any, entry: ModelEntry) -> None:
-    """Check the tokenizer; that of a family without a table of its own only counts tokens."""
+    """Check the tokenizer. A family without a table of embeddings uses it only to count tokens, so only its format is
+    checked.
+    """
     try:
         tokenizer = Tokenizer.from_buffer(model.tokenizer)
     except ValueError as error:
-        raise _refuse(entry, f"its tokenizer is no tokenizer.json: {error}") from error
+        raise _refuse(entry, f"its tokenizer is no valid tokenizer.json: {error}") from error
     if (table := getattr(model, "vocabulary", None)) is None:
         return
     if cause := fault(tokenizer, table, getattr(model, "needs", TokenNeeds())):
@@ -112,34 +116,34 @@ def _check_tokenizer(model: Any, entry: ModelEntry) -> None:
 
 
 def _check_direction(model: Any, resolved: Resolved) -> None:
-    """Some classes read is_causal where nothing is padded and not where something is: a text would
-    depend on its mates.
+    """Refuse a model whose attention direction depends on padding. Some classes read is_causal only if no text is
+    padded: the result of a text would then depend on the other texts of its batch.
     """
     if not hasattr(model, "backbone"):
         return
     declared, measured = resolved.load.causal, model.backbone.is_causal()
     if measured is None:
         cause = (
-            "is_causal turns its attention for a text alone and not beside a longer one: neither load.causal nor "
-            "config.json may say it"
+            "is_causal changes its attention for a text alone, and not beside a longer one: neither load.causal nor "
+            "config.json may set it"
         )
         raise _refuse(resolved.entry, cause)
     if declared is not None and measured != declared:
-        cause = (
-            f"load.causal is {str(declared).lower()}, and the model computes otherwise: its class has no such switch"
-        )
+        cause = f"load.causal is {str(declared).lower()}, but the model computes the opposite: its class ignores it"
         raise _refuse(resolved.entry, cause)
 
 
 def _check_packed(model: Any, entry: ModelEntry, compute: Compute) -> dict[str, float]:
-    """Outputs of the packed path against those of the stock, padded one, from the states that both gave at load."""
+    """Compare outputs of the packed path with those of the stock, padded path, from the states that both computed at
+    load. Return the lowest cosine of each output.
+    """
     packed, reference = model.backbone.take_trial()
     states = model.backbone.forward(packed)
     sequences = np.arange(len(packed.order))
     queries = np.zeros(len(sequences), bool)
     worst = {}
     for name, head in model.heads.items():
-        if name == TOKEN_STATES:  # no output of the entry, and in 16 bit some token of a right model strays
+        if name == TOKEN_STATES:  # no output of the entry; in 16 bit single tokens of a correct model may deviate
             continue
         expected = head.reduce(States(reference, packed, queries), sequences).rows
         packed_rows = head.reduce(States(states, packed, queries), sequences).rows
@@ -163,7 +167,7 @@ def _agree(entry: ModelEntry, subject: str, expected: Sequence[Row], actual: Seq
         if compute.int8 and is_vectors:
             tau = _tau(_similarities(expected), _similarities(actual), compute.dtype)
     if not tau >= tau_bound:
-        cause = f"{subject} ranks otherwise than the reference path: Kendall's tau {tau:.4f}, bound {tau_bound}"
+        cause = f"{subject} ranks differently from the reference path: Kendall's tau {tau:.4f}, bound {tau_bound}"
         raise _refuse(entry, cause)
     if not cosine >= bound:
         raise _refuse(entry, f"{subject} has cosine {cosine:.6f} with the reference path, bound {bound}")
@@ -171,7 +175,7 @@ def _agree(entry: ModelEntry, subject: str, expected: Sequence[Row], actual: Seq
 
 
 def _dense(left: Row, right: Row) -> tuple[Tensor, Tensor]:
-    """Two rows as vectors that can be compared."""
+    """Return two rows as vectors that can be compared."""
     if not isinstance(left, tuple):
         return left, right
     width = 1 + max((int(ids.max()) for ids, _ in (left, right) if len(ids)), default=0)
@@ -184,8 +188,8 @@ def _dense(left: Row, right: Row) -> tuple[Tensor, Tensor]:
 
 
 def _cosine(left: Tensor, right: Tensor) -> float:
-    """The cosine of two vectors, or the mean over matching rows: in 16 bit a single token of a right model may stray.
-    Two zero vectors agree.
+    """Return the cosine of two vectors, or the mean over matching rows, since in 16 bit single tokens of a correct
+    model may deviate. Two zero vectors have the cosine 1.
     """
     left, right = left.cpu().double(), right.cpu().double()
     if left.ndim > 1:
@@ -196,19 +200,19 @@ def _cosine(left: Tensor, right: Tensor) -> float:
 
 
 def _scores(rows: Sequence[Row]) -> Tensor:
-    """The last logit of each."""
+    """Return the score of each row: its logit, or of two logits the last minus the first."""
     return torch.stack([row[-1] - row[0] if len(row) > 1 else row[0] for row in rows]).cpu().double()
 
 
 def _similarities(rows: Sequence[Row]) -> Tensor:
-    """The cosine of each pair of vectors."""
+    """Return the cosine of each pair of vectors."""
     vectors = F.normalize(torch.stack(list(rows)).cpu().double())
     left, right = torch.triu_indices(len(vectors), len(vectors), 1)
     return (vectors @ vectors.T)[left, right]
 
 
 def _tau(left: Tensor, right: Tensor, dtype: torch.dtype) -> float:
-    """Kendall's tau, over pairs that differ by more than the precision resolves."""
+    """Return Kendall's tau over the pairs whose difference is larger than the resolution of the precision."""
     left_gaps, right_gaps = left[:, None] - left[None], right[:, None] - right[None]
     resolution = float(left.abs().max()) * torch.finfo(dtype).eps * 4
     counted = left_gaps.abs() > resolution
@@ -218,17 +222,17 @@ def _tau(left: Tensor, right: Tensor, dtype: torch.dtype) -> float:
 
 
 def golden_file(entry: ModelEntry) -> Path:
-    """The path of the entry's golden vectors: absolute, or in the packaged catalogue."""
+    """Return the path of the entry's golden vectors: absolute, or in the packaged catalogue."""
     return packaged_folder() / entry.golden
 
 
 def _check_golden(model: Any, entry: ModelEntry, compute: Compute) -> float:
-    """Dense vectors of texts against those of the public oracle."""
+    """Compare dense vectors of texts with those of the public oracle. Return the lowest cosine."""
     cases = read_json(golden_file(entry)).get("dense")
     if not cases or "dense" not in getattr(model, "heads", ()):
         raise _refuse(
             entry,
-            f"its golden vectors {entry.golden} are not there, hold nothing, or are of an output that it does not have",
+            f"its golden vectors {entry.golden} are missing, empty, or for an output that it does not have",
         )
     vectors = _encoded(model, entry, [_prompted(entry, case) for case in cases])
     expected = np.array([case["vector"] for case in cases], np.float64)
@@ -251,7 +255,9 @@ def _check_golden(model: Any, entry: ModelEntry, compute: Compute) -> float:
 
 
 def _prompted(entry: ModelEntry, case: dict[str, Any]) -> str:
-    """The text of a golden case as it is tokenised: in the prompt of its side if it says `is_query`, else bare."""
+    """Return the text of a golden case as it is tokenised: with the prompt of its side if it says `is_query`, else
+    without one.
+    """
     if "is_query" not in case:
         return str(case["text"])
     template = entry.prompts.get("query" if case["is_query"] else "document", "{text}")
@@ -261,7 +267,7 @@ def _prompted(entry: ModelEntry, case: dict[str, Any]) -> str:
 
 
 def _encoded(model: Any, entry: ModelEntry, texts: Sequence[str]) -> np.ndarray:
-    """Dense vectors of texts, tokenised here as the sidecar does it."""
+    """Return the dense vectors of texts, tokenised here in the same way as by the sidecar."""
     tokenizer = Tokenizer.from_buffer(model.tokenizer)
     tokenizer.enable_truncation(entry.max_tokens)
     ids = [np.array(encoding.ids, np.int32) for encoding in tokenizer.encode_batch_fast(list(texts))]
@@ -275,5 +281,5 @@ def _encoded(model: Any, entry: ModelEntry, texts: Sequence[str]) -> np.ndarray:
 
 
 def as_map(certificate: LoadCertificate) -> dict[str, Any]:
-    """For the models API."""
+    """Return the certificate as a map for the models API."""
     return msgspec.to_builtins(certificate)  # type: ignore[no-any-return]

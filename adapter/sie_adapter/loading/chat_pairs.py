@@ -1,8 +1,8 @@
-"""The chat template of a reranker as the pieces of an entry's `pair`: what stands around the query and the document.
+"""The chat template of a reranker as the pieces of an entry's `pair`: the texts around the query and the document.
 
     chat template, rendered with {query} and {document} ──► cut at added tokens ──► before, the part with both, after
 
-A tokenizer splits a text at its added tokens first, so the pieces give the ids of the whole.
+A tokenizer splits a text at its added tokens first, so the ids of the pieces together are the ids of the whole text.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _ROLES = ("query", "document")
 
 
 def pair_pieces(tokenizer: Any, options: Mapping[str, Any], *, instructed: bool) -> tuple[str, ...]:
-    """The pieces of a pair, with {instruction} where the template shows a system message and `instructed` asks for one.
+    """Return the pieces of a pair, with {instruction} where the template shows the system message if `instructed`.
 
-    `tokenizer`: of transformers; `options`: arguments of apply_chat_template. Raises ModelLoadFailed INCOMPATIBLE for a
-    template that leaves out a side, or changes it.
+    `tokenizer`: a transformers tokenizer. `options`: arguments of apply_chat_template. Raises ModelLoadFailed
+    INCOMPATIBLE for a template that leaves out or changes the query or the document.
     """
     rendered = next(
         (text for structured in (False, True) if (text := _rendered(tokenizer, options, instructed, structured))), ""
@@ -42,14 +42,14 @@ def pair_pieces(tokenizer: Any, options: Mapping[str, Any], *, instructed: bool)
 
 
 def _rendered(tokenizer: Any, options: Mapping[str, Any], instructed: bool, structured: bool) -> str:
-    """The text of a pair; empty where a side is not in it once and unchanged."""
+    """Return the text of a pair; empty unless query and document each occur in it once and unchanged."""
     sides = {role: f" {field} " for role, field in zip(_ROLES, _FIELDS, strict=True)}
     try:
         spaced = _render(tokenizer, sides, options, instructed, structured)
         text = _render(tokenizer, {role: side.strip() for role, side in sides.items()}, options, instructed, structured)
-    except Exception:  # noqa: BLE001  a template may raise anything; it is not one of this form then
+    except Exception:  # noqa: BLE001  a template may raise anything; then it does not have this form
         return ""
-    # a template of plain contents shows a structured one as Python writes it
+    # a template for plain contents prints a structured one as Python's repr
     shown = all(text.count(field) == 1 and f" {field} " in spaced for field in _FIELDS) and "'type'" not in text
     return text if shown and text.count("{instruction}") == (1 if instructed else 0) else ""
 

@@ -1,8 +1,8 @@
-"""A model folder becomes a transformers model. Its tokenizer: `tokenizer`; the modules that sentence-transformers lists
-after it: `modules`.
+"""Load of a transformers model from its folder. `tokenizer` reads its tokenizer; `modules` reads the modules that
+sentence-transformers lists after it.
 
-Nothing is forgiven: weights that are missing, unexpected, of another shape or newly made are a refusal, since a model
-with a random part answers as politely as a right one.
+The load is strict: it refuses weights that are missing, unexpected, of another shape or newly initialised, since a
+model with a random part still returns plausible answers.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from sie_adapter.engine.device import Compute
 from sie_contracts.models.entries import LoadOptions
 from sie_contracts.models.load_errors import load_failed
 
-# While transformers constructs a model it changes torch for the whole process: its default precision, which would
-# change what the lanes compute, unless it is float32 already, and functions of torch, which two loads would restore in
-# the wrong order.
+# While transformers constructs a model, it changes torch for the whole process. It changes the default dtype, which
+# would change the results of the lanes unless it is float32 already. It also replaces functions of torch, which two
+# concurrent loads would restore in the wrong order.
 _CONSTRUCTION = threading.Lock()
 _POOLER = "pooler."
-_COUNTED = "position_ids"  # counted, not stored
-# the top-level names of language-model heads: a checkpoint that was trained with one may be used without it
+_COUNTED = "position_ids"  # computed by the class, not stored in the file
+# top-level names of language-model heads: a checkpoint trained with such a head may be used without it
 _LANGUAGE_HEADS = frozenset(
     {
         "cls",
@@ -50,7 +50,7 @@ _PRETRAINED = ("ForMaskedLM", "ForCausalLM", "ForPreTraining")
 
 @contextmanager
 def construction() -> Iterator[None]:
-    """One model at a time is built in this process."""
+    """Hold the lock that lets one thread at a time construct a model in this process."""
     with _CONSTRUCTION:
         yield
 
@@ -66,11 +66,11 @@ def load_model(
     changes: Mapping[str, Any] = MappingProxyType({}),
     decodes: bool = False,
 ) -> PreTrainedModel:
-    """The model of `folder` as `auto_class`, on the device, for inference. `consumed` are weights that the caller reads
-    by itself, `changes` those of its configuration. `decodes`: the caller runs a decoder that it may have beside an
-    encoder.
+    """Return the model of `folder` as `auto_class`, on the device, for inference. `consumed`: names of weights that the
+    caller reads itself. `changes`: settings that replace those of its configuration. `decodes`: the caller runs the
+    decoder of a model with encoder and decoder.
 
-    With `float32_head` only its backbone is in the precision of `compute`; what follows that, the pooler included, is
+    With `float32_head` only the backbone is in the precision of `compute`; all later parts, the pooler included, are
     float32.
 
     Raises ModelLoadFailed INCOMPATIBLE that names up to five of the weights that do not fit.
@@ -91,8 +91,8 @@ def empty_model(
     changes: Mapping[str, Any] = MappingProxyType({}),
     decodes: bool = False,
 ) -> PreTrainedModel:
-    """The same on the device `meta`, without the weights: their names and shapes are compared as a load compares them.
-    Raises as that.
+    """Return the same model on the device `meta`, without the weights: their names and shapes are compared as a load
+    compares them. Raises as `load_model` does.
     """
     return _from_files(auto_class, folder, load, consumed, {"device_map": "meta"}, changes, decodes=decodes)
 
@@ -151,8 +151,8 @@ def _from_files(
 
 
 def filled(model_class: Any, config: Any, weights: Mapping[str, Tensor], message: str) -> PreTrainedModel:
-    """A model with these tensors, which are all that it has: of a checkpoint that transformers does not read. Raises
-    ModelLoadFailed INCOMPATIBLE that begins with `said` if some are too many, too few or of another shape.
+    """Return a model with exactly these tensors, for a checkpoint that transformers cannot read. Raises ModelLoadFailed
+    INCOMPATIBLE that begins with `message` if tensors are missing, additional or of another shape.
     """
     with construction():
         model: PreTrainedModel = model_class(config)
@@ -164,7 +164,7 @@ def filled(model_class: Any, config: Any, weights: Mapping[str, Tensor], message
 
 
 def placed(model: PreTrainedModel, compute: Compute) -> PreTrainedModel:
-    """It on the device, for inference."""
+    """Return the model on the device, for inference."""
     if compute.backend == "eager":
         model.set_attn_implementation("eager")
     _cast(model, compute.dtype)
@@ -172,11 +172,11 @@ def placed(model: PreTrainedModel, compute: Compute) -> PreTrainedModel:
 
 
 def _cast(model: PreTrainedModel, dtype: torch.dtype, *, float32_head: bool = False) -> None:
-    """Weights to `dtype`, other than those the architecture keeps in float32. Buffers stay: a rotary base in 16 bit is
-    another model. So do the weights of a batch normalisation, which torch takes in 16 bit only if its statistics, which
-    are buffers, have 16 bit too.
+    """Convert weights to `dtype`, other than those the architecture keeps in float32. Buffers keep their dtype: a
+    rotary base in 16 bit would change the results. The weights of a batch normalisation keep it too, since torch
+    accepts them in 16 bit only together with 16-bit statistics, which are buffers.
     """
-    names = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")  # also of a model inside of this one
+    names = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")  # also for a model inside of this model
     float32_names = {
         pattern for module in model.modules() for name in names for pattern in getattr(module, name, None) or ()
     }
@@ -192,7 +192,7 @@ def _cast(model: PreTrainedModel, dtype: torch.dtype, *, float32_head: bool = Fa
 
 
 def tensor(folder: Path, name: str) -> Tensor | None:
-    """One tensor of the safetensors in `folder`, float32; None if no file has it."""
+    """Return one tensor of the safetensors in `folder`, float32; None if no file has it."""
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
             if name in file.keys():  # noqa: SIM118  not a mapping
@@ -201,7 +201,7 @@ def tensor(folder: Path, name: str) -> Tensor | None:
 
 
 def stored_rows(folder: Path, name: str) -> int:
-    """The rows of one matrix, from the header of its file; 0 without it."""
+    """Return the number of rows of one matrix, from the header of its file; 0 if no file has it."""
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
             if name in file.keys():  # noqa: SIM118  not a mapping
@@ -210,7 +210,7 @@ def stored_rows(folder: Path, name: str) -> int:
 
 
 def linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
-    """A float32 layer with these weights."""
+    """Return a float32 linear layer with these weights."""
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     layer.weight = nn.Parameter(weight.float(), requires_grad=False)
     if bias is not None:

@@ -1,5 +1,5 @@
-"""Checks of a model's files without a load of its weights: the files are whole and those of its class, and the
-tokenizer is theirs.
+"""Checks of a model's files without a load of its weights: the files are complete, they fit the class, and the
+tokenizer fits the weights.
 
 weight files ──► read once: whole, no NaN
 class of the entry, on the device `meta` ──► names and shapes of tensors ──► its table of embeddings ──► its tokenizer
@@ -23,21 +23,21 @@ from sie_contracts.models.load_errors import load_failed
 
 
 def compare_files(folder: Path, entry: ModelEntry) -> list[str]:
-    """Raises ModelLoadFailed for what a load of `entry` from `folder` would be refused for. Returns what could not be
-    compared, and why.
+    """Raise ModelLoadFailed for faults that a load of `entry` from `folder` would refuse. Return the parts that could
+    not be compared, and why.
 
     No code of the folder is run, whatever the entry allows.
     """
     if entry.family not in FAMILIES:
-        return [f"nothing of its files: the family {entry.family} is of another package"]
+        return [f"its files: the family {entry.family} comes from another package"]
     check_weights(folder)
     if entry.load.trust_remote_code:
-        return ["neither its tensors nor its tokenizer: load.trust_remote_code runs code that inspection does not"]
+        return ["its tensors and its tokenizer: load.trust_remote_code needs code that no inspection runs"]
     try:
         with quiet():
             cause = family_of(entry.family).fault_of_files(folder, entry)
     except ImportError as error:
-        return [f"neither its tensors nor its tokenizer: a package is not installed: {error}"]
+        return [f"its tensors and its tokenizer: a package is not installed: {error}"]
     if cause:
         raise load_failed("CERTIFICATE", f"{entry.id}: {cause}")
     return []
@@ -45,7 +45,7 @@ def compare_files(folder: Path, entry: ModelEntry) -> list[str]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without the progress and the advice of transformers, for whoever reads weights, and torch's warnings."""
+    """Hide the progress bars and advice of transformers, and torch's warnings, inside the context."""
     bars, level = transformers.logging.is_progress_bar_enabled(), transformers.logging.get_verbosity()
     transformers.logging.disable_progress_bar()
     transformers.logging.set_verbosity(logging.ERROR)

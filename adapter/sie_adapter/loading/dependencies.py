@@ -1,4 +1,6 @@
-"""Comparison of the packages of a worker's bundle with the installed ones, before anything of them is imported."""
+"""Comparison of the packages that a worker's bundle requires with the installed ones, before any of them is
+imported.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +21,15 @@ _logger = logging.getLogger("sie.adapter")
 
 
 def check(settings: Settings) -> None:
-    """Make sure that this environment is that of SIE_BUNDLE. Raises SettingError naming each distribution that is
-    missing or another one.
+    """Check that the installed packages are those that SIE_BUNDLE requires. Raises SettingError that names each
+    distribution that is missing or has another version.
 
-    A bundle is described by a file of the package, or of `bundles/` in a local SIE_MODELS_DIR; one that neither has is
-    not checked.
+    A bundle is described by a file in the package, or in `bundles/` of a local SIE_MODELS_DIR. A bundle without a
+    description is not checked.
     """
     bundle = _described(settings)
     if bundle is None:
-        _logger.warning("bundle %s is not described here, so what it needs is not checked", settings.bundle)
+        _logger.warning("bundle %s has no description here, so its requirements are not checked", settings.bundle)
         return
     if faults := lacking(bundle):
         fix = "install that beside this adapter, or name the bundle that this image is for"
@@ -35,7 +37,7 @@ def check(settings: Settings) -> None:
 
 
 def lacking(bundle: BundleEntry) -> list[str]:
-    """The packages that are not installed as the bundle requires, in words."""
+    """Return a sentence for each package that is not installed as the bundle requires."""
     faults = []
     for text in bundle.requires:
         try:

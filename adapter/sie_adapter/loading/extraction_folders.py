@@ -1,4 +1,4 @@
-"""Families and limits of the folders of the extraction packages."""
+"""Families and limits for model folders of the extraction packages."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from typing import Any
 
 from sie_store.folder_files import read_json
 
-UNLIMITED = 1 << 24  # transformers writes 10^30 where a tokenizer has no limit
+UNLIMITED = 1 << 24  # tokens; transformers writes 10^30 if a tokenizer has no limit
 _GLINER_WORDS = 384
-# of the longest window of an encoder without a limit; the package has none, and a clause in Chinese is a word
+# tokens assumed per word of the longest window if the encoder has no limit. The package has none, and counts a Chinese
+# clause as one word.
 TOKENS_PER_WORD = 8
-_WINDOW = 512  # tokens of a model whose files have no limit
+_WINDOW = 512  # tokens of a window if the model's files have no limit
 
 
 @dataclass(frozen=True)
 class Described:
-    """A part of an entry, the facts that it was made from, and what no file says."""
+    """Part of an entry. `findings`: the facts from which it was made. `assumed`: values that no file gives."""
 
     entry: dict[str, Any]
     findings: list[str]
@@ -25,7 +26,9 @@ class Described:
 
 
 def described_by_package(folder: Path, raw: dict[str, Any]) -> Described | None:
-    """The description of `folder`, whose config.json is `raw`, if it is one of the packages; else None."""
+    """Return the description of `folder`, whose config.json is `raw`, if it belongs to one of the packages; else
+    None.
+    """
     if (folder / "gliner_config.json").is_file():
         return _gliner(folder)
     if raw.get("model_type") == "extractor" or "GLiNER2" in (raw.get("architectures") or ()):
@@ -36,7 +39,7 @@ def described_by_package(folder: Path, raw: dict[str, Any]) -> Described | None:
 
 
 def tokenizer_limit(folder: Path) -> int | None:
-    """In tokens, None where its configuration has none."""
+    """Return the limit of the tokenizer in tokens, None if its configuration has none."""
     limit = read_json(folder / "tokenizer_config.json").get("model_max_length")
     return int(limit) if limit and limit < UNLIMITED else None
 
@@ -72,7 +75,7 @@ def _gliner2(folder: Path, raw: dict[str, Any]) -> Described:
 
 
 def _table(encoder: dict[str, Any]) -> int | None:
-    """Positions of an encoder; DeBERTa has no table of them."""
+    """Return the number of positions of an encoder, None for DeBERTa, which has no table of them."""
     kind = encoder.get("model_type", "deberta-v2")
     return None if kind == "deberta-v2" else encoder.get("max_position_embeddings")
 

@@ -1,4 +1,4 @@
-"""Families, widths and limits of the folders of models that read images or sounds."""
+"""Families, widths and limits for folders of models that read images or sounds."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from sie_adapter.loading.tokenizer import read_tokenizer
 
 _QUESTION = "<bos>Question: {text}" + "<pad>" * 10 + "\n"  # transformers, ColPaliProcessor
 _QWEN_QUESTION = "{text}" + "<|endoftext|>" * 10  # colpali-engine 0.3.18, ColQwen2_5_Processor
-_QWEN_PAGE_PIXELS = 768 * 28**2  # as colpali-engine's class has it
+_QWEN_PAGE_PIXELS = 768 * 28**2  # the value in colpali-engine's class
 _QWEN_TURNS = "<|im_start|>system\n{instruction}<|im_end|>\n<|im_start|>user\n{text}"
-_QWEN_BLOCKS = (4, 1800)  # of an image, as the vendor's code of Qwen3-VL-Embedding has it
+# smallest and largest number of blocks of an image, from the vendor's code of Qwen3-VL-Embedding
+_QWEN_BLOCKS = (4, 1800)
 _PAGES_TOKENS = 2048
 _TRANSCRIBED_TOKENS = 16384
 _ASSUMED = {
@@ -29,7 +30,9 @@ _BOTH = ["text", "image"]
 
 
 def described_by_image_model(folder: Path, raw: Mapping[str, Any]) -> Described | None:
-    """The description of `folder`, whose config.json is `raw`, if a family here runs its model of images; else None."""
+    """Return the description of `folder`, whose config.json is `raw`, if a family here runs its image or sound model;
+    else None.
+    """
     if is_open_clip(folder):
         return _open_clip(folder)
     describe = _DESCRIBED.get(str(raw.get("model_type")))
@@ -110,7 +113,7 @@ def _pages(config: Any, folder: Path) -> dict[str, Any]:
 
 
 def _qwen_pages(config: Any, folder: Path) -> dict[str, Any] | None:
-    """A base of ColQwen2.5. A Qwen2.5-VL without the projection is none."""
+    """Return the entry of a base model of ColQwen2.5. A Qwen2.5-VL without the projection has no entry."""
     if not (width := stored_rows(folder, "custom_text_proj.weight")):
         return None
     return {
@@ -126,7 +129,7 @@ def _qwen_pages(config: Any, folder: Path) -> dict[str, Any] | None:
 
 
 def _qwen_vectors(config: Any, folder: Path) -> dict[str, Any]:
-    """The entry of Qwen3-VL-Embedding; no file tells it from a reranker."""
+    """Return the entry of Qwen3-VL-Embedding. The files of its reranker look the same."""
     return {
         "description": "Texts, images and both together, Qwen3-VL.",
         "family": "multimodal-encoder",
@@ -188,7 +191,7 @@ def _transcriber(config: Any, folder: Path) -> dict[str, Any]:
 
 
 def _tasks(folder: Path) -> list[str]:
-    """The tokens of Donut that no other token closes: they begin what is written."""
+    """Return the tokens of Donut that begin an output: those without a closing token."""
     names = read_tokenizer(folder).get_added_vocab()
     opened = (name for name in names if name.startswith("<s_") and f"</{name[1:]}" not in names)
     return sorted(opened, key=names.__getitem__)

@@ -1,10 +1,10 @@
-"""Catalogue entry from the files of a model folder. Its weights and its tokenizer are compared with that, and not
+"""Catalogue entry made from the files of a model folder. Weights and tokenizer are compared with the entry, and not
 loaded.
 
     files of the folder ──► family ──► outputs, limits, head, prompts ──► Inspection: entry, what was found, what was
     assumed
 
-The entry holds the digests of every file that decides a number, so the load that follows serves what was inspected.
+The entry holds the digests of every file that influences results, so the load that follows serves the inspected files.
 """
 
 from __future__ import annotations
@@ -37,19 +37,22 @@ from sie_store.entry_faults import MODEL_FILE, positions
 from sie_store.folder_files import line_of, read_json, read_value, reading
 from sie_store.weights.selection import FILES, PICKLED
 
-_DECIDING = tuple(pattern for pattern in FILES if pattern != "README.md")  # of what a download fetches
-_PARTS = ("text_config", "vlm_config")  # of a configuration, which may have a dtype of their own
-# how their model_type begins. Source: the model card of EmbeddingGemma; the language model of ColPali is a Gemma
+# file patterns of a download, without the model card
+_DECIDING = tuple(pattern for pattern in FILES if pattern != "README.md")
+_PARTS = ("text_config", "vlm_config")  # sections of a configuration that may have their own dtype
+# prefixes of the model_type of Gemma models. Source: the model card of EmbeddingGemma; the language model of ColPali is
+# a Gemma.
 _OVERFLOWING = ("gemma", "colpali")
 _INSTRUCTION = re.compile(r"(Instruct: )([^{}]+)(\nQuery: ?)")
-_DECODER_LAYERS = ("num_decoder_layers", "decoder_layers")  # in configurations of models with both, such as T5
+# in configurations of models with encoder and decoder, such as T5
+_DECODER_LAYERS = ("num_decoder_layers", "decoder_layers")
 _ENTAILS, _OPPOSES = ("entail",), ("contra", "not_entail")
 
 
 @dataclass
 class Inspection:
-    """`entry` is what `parse_entry` takes. `found`: facts with the file that says them. `assumed`: what
-    no file says.
+    """Result of an inspection. `entry`: the input of `parse_entry`. `findings`: facts with the file that holds them.
+    `assumed`: values that no file gives.
     """
 
     entry: dict[str, Any]
@@ -58,12 +61,12 @@ class Inspection:
 
 
 def inspect(folder: Path, model: str, weights: Mapping[str, Any], current: ModelEntry | None = None) -> Inspection:
-    """The entry of `model`, whose files lie in `folder` and whose `weights` say where a load finds them.
+    """Return the entry of `model`, whose files lie in `folder`. `weights` says where a load finds them.
 
-    With `known`, an entry of the catalogue for the same model, its choices stay and only the weights are new. Raises
-    ModelLoadFailed: NOT_FOUND for what is no model folder, INCOMPATIBLE for a model that no family here runs, or whose
-    weights are cut off, hold NaN or lack tensors, CERTIFICATE for a tokenizer that is not that of the weights, each
-    naming what is wrong.
+    With `current`, an entry of the catalogue for the same model, its options stay and only the weights are new. Raises
+    ModelLoadFailed that names the fault: NOT_FOUND for a folder without a model; INCOMPATIBLE for a model that no
+    family here runs, or whose weights are truncated, hold NaN or lack tensors; CERTIFICATE for a tokenizer that does
+    not fit the weights.
     """
     if not folder.is_dir():
         raise load_failed("NOT_FOUND", f"there is no folder {folder}")
@@ -97,7 +100,7 @@ def _describe(folder: Path, report: Inspection) -> None:
 
 
 def _needs_bfloat16(raw: Mapping[str, Any]) -> str:
-    """Why float16, which a GPU would compute in otherwise, is not for this config.json; empty if it may be."""
+    """Return why a GPU must not compute this config.json in float16, its default; empty if it may."""
     if str(raw.get("model_type")).startswith(_OVERFLOWING):
         return "states of Gemma are too large for float16"
     parts = [raw, *(raw[name] for name in _PARTS if isinstance(raw.get(name), dict))]
@@ -106,7 +109,7 @@ def _needs_bfloat16(raw: Mapping[str, Any]) -> str:
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """The SHA-256 of every file that decides a number, in hex, by its path below `folder`."""
+    """Return the SHA-256, in hex, of every file that influences results, by its path below `folder`."""
     places = [folder, folder / "encoder_config", *(place for place in _module_folders(folder) if place != folder)]
     patterns = (*_DECIDING, *(() if any(folder.glob("*.safetensors")) else (PICKLED,)))
     files = sorted({path for place in places for pattern in patterns for path in place.glob(pattern)})
@@ -124,13 +127,15 @@ def _module_folders(folder: Path) -> list[Path]:
 
 
 def _choices(current: ModelEntry, weights: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of an entry beside its weights. Golden vectors are those of one commit."""
+    """Return the fields of an entry other than its weights. Golden vectors belong to one commit, so a new revision
+    drops them.
+    """
     fields: dict[str, Any] = msgspec.to_builtins(current)
     dropped = {"id", "weights", *(("golden",) if weights.get("revision") != current.weights.revision else ())}
     return {name: value for name, value in fields.items() if name not in dropped}
 
 
-# models of transformers
+# functions for transformers models
 
 
 def _transformer(folder: Path, report: Inspection) -> None:
@@ -223,7 +228,7 @@ def _config(folder: Path) -> PretrainedConfig:
         raise load_failed("INCOMPATIBLE", message) from error
     if getattr(config, "is_encoder_decoder", False) or any(hasattr(config, name) for name in _DECODER_LAYERS):
         raise load_failed(
-            "INCOMPATIBLE", f"{config.model_type} is one side of an encoder with a decoder, which no family here runs"
+            "INCOMPATIBLE", f"{config.model_type} is one side of an encoder-decoder model, which no family here runs"
         )
     _check_quantisation(config)
     if getattr(config, "vision_config", None) is not None:
@@ -232,26 +237,26 @@ def _config(folder: Path) -> PretrainedConfig:
 
 
 def _check_quantisation(config: PretrainedConfig) -> None:
-    """Refuse weights that are quantised in a way that needs a package, or a device, that is not here."""
+    """Refuse quantised weights that need a package or a device that is not here."""
     if (quantised := getattr(config, "quantization_config", None)) is None:
         return
     try:
         quantizer = AutoHfQuantizer.from_config(quantised, pre_quantized=True)
         quantizer.validate_environment(device_map=None)
-    except Exception as error:  # the library behind raises nothing narrower
+    except Exception as error:  # transformers raises no narrower exception
         method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised.quant_method
         raise load_failed("INCOMPATIBLE", f"its weights are quantised by {method}: {error}") from error
 
 
 def _empty_backbone(config: PretrainedConfig) -> Any:
-    """The architecture without storage: what its tables are, is read from it as a load would."""
+    """Return the architecture without storage, so that the sizes of its tables can be read as a load would."""
     try:
         with construction(), torch.device("meta"):
             return AutoModel.from_config(config)
     except ValueError as error:
         raise load_failed(
             "INCOMPATIBLE",
-            f"config.json: transformers makes no bare model of model_type {config.model_type!r}: {line_of(error)}",
+            f"config.json: transformers has no headless model for model_type {config.model_type!r}: {line_of(error)}",
         ) from error
 
 
@@ -306,9 +311,9 @@ def _outputs(
 def _max_tokens(modules: Modules, config: PretrainedConfig, report: Inspection) -> int:
     stored = {
         name: getattr(config, name, None) for name in ("model_type", "max_position_embeddings", "pad_token_id")
-    }  # by attribute: some types store the length under a name of their own
+    }  # by attribute, since some model types store the length under their own name
     limits: dict[str, int | None] = {"max_position_embeddings of config.json": positions(stored)}
-    if modules.transformer.max_tokens:  # replaces the limit of the tokenizer, also a lower one
+    if modules.transformer.max_tokens:  # this value replaces the limit of the tokenizer, also if it is lower
         limits[f"max_seq_length of {modules.transformer.file}"] = modules.transformer.max_tokens
     else:
         limits["model_max_length of tokenizer_config.json"] = tokenizer_limit(modules.folder)
@@ -347,14 +352,15 @@ def _head(
 
 
 def _chat_pair(folder: Path, modules: Modules, entry: dict[str, Any], report: Inspection) -> None:
-    """The pair of a reranker whose texts are put into a chat template. Any other model that reads one is refused."""
+    """Set the pair of a reranker that puts its texts into a chat template. Refuse any other model that uses one."""
     tokenizer = read_tokenizer(modules.folder, **modules.transformer.tokenizer)
-    is_bare = not modules.kinds and entry["family"] == "cross-encoder"  # the library takes the template that is there
+    # for such a model the library uses the template that the tokenizer has
+    is_bare = not modules.kinds and entry["family"] == "cross-encoder"
     if not (modules.transformer.messages or is_bare) or not getattr(tokenizer, "chat_template", None):
         return
     if entry["family"] not in ("cross-encoder", "decoder-reranker"):
         raise load_failed(
-            "INCOMPATIBLE", f"its texts are put into a chat template, which family {entry['family']} does not do"
+            "INCOMPATIBLE", f"its texts need a chat template, which family {entry['family']} does not use"
         )
     model = read_json(folder / MODEL_FILE)
     instruction = (model.get("prompts") or {}).get(model.get("default_prompt_name")) or ""
@@ -365,7 +371,7 @@ def _chat_pair(folder: Path, modules: Modules, entry: dict[str, Any], report: In
 
 
 def _answer_head(folder: Path, config: PretrainedConfig, modules: Modules) -> dict[str, Any]:
-    """The tokens whose logits are the score, by LogitScore."""
+    """Return the tokens whose logits make the score, from the LogitScore module."""
     tokenizer = read_tokenizer(modules.folder, **modules.transformer.tokenizer)
     ids = modules.settings["LogitScore"]
     if ids.get("true_token_id") is None or ids.get("false_token_id") is None:
@@ -376,8 +382,8 @@ def _answer_head(folder: Path, config: PretrainedConfig, modules: Modules) -> di
 
 
 def _late_head(modules: Modules, report: Inspection) -> dict[str, Any]:
-    """The options of late interaction as an entry writes them, if that means the same as the model's own files; else
-    these decide.
+    """Return the options of late interaction as fields of an entry if they mean the same as the model's own files, else
+    an empty map: the files then decide.
     """
     is_stanford = not modules.kinds
     own = late_interaction(modules, HeadOptions(), is_stanford=is_stanford)
@@ -444,7 +450,9 @@ def _prompts(folder: Path, report: Inspection) -> None:
     stored = model.get("prompts") or {}
     default = model.get("default_prompt_name")
     if default is not None and default not in stored:
-        raise load_failed("INCOMPATIBLE", f"{MODEL_FILE}: default_prompt_name is {default!r}, which prompts has not")
+        raise load_failed(
+            "INCOMPATIBLE", f"{MODEL_FILE}: default_prompt_name is {default!r}, which prompts does not have"
+        )
     document = stored.get("document") or stored.get("passage") or stored.get(default)
     chosen = {"query": stored.get("query"), "document": document}
     prompts = {}
@@ -464,7 +472,7 @@ def _prompts(folder: Path, report: Inspection) -> None:
 
 
 def _licence(folder: Path) -> str:
-    """From the front matter of the model card."""
+    """Return the licence from the front matter of the model card, empty if it has none."""
     card = folder / "README.md"
     parts = card.read_text("utf-8", "replace").split("---\n", 2) if card.is_file() else []
     if len(parts) < 3 or parts[0].strip():

@@ -1,9 +1,9 @@
-"""Rows of a late-interaction model by its files: markers, lengths, query expansion, skipped words.
+"""Settings of a late-interaction model from its files: markers, lengths, query expansion, skipped words.
 
     artifact.metadata (Stanford) < config_sentence_transformers.json (PyLate) < modules (sentence-transformers) <
     catalogue entry
 
-Follows sentence_transformers.MultiVectorEncoder (6.2), including the defaults that it gives to the two older formats.
+Follows sentence_transformers.MultiVectorEncoder (6.2), including its defaults for the two older formats.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sie_contracts.models.entries import HeadOptions
 from sie_contracts.models.load_errors import load_failed
 from sie_store.folder_files import read_json
 
-_EXPANDED = 32  # tokens of an expanded query where no file says it
+_EXPANDED = 32  # tokens of an expanded query if no file gives the number
 _PUNCTUATION = tuple(string.punctuation)
 _PYLATE = (
     "query_prefix",
@@ -38,11 +38,12 @@ _PYLATE = (
 
 @dataclass(frozen=True)
 class LateInteraction:
-    """Markers are tokens, empty for none. Lengths limit the tokens of a row, all of them counted; 0 is the model's own
-    limit.
+    """Settings of late interaction. Markers are tokens, empty for none. Lengths are the most tokens of a row, special
+    tokens included; 0 means the model's own limit.
 
-    `expanded`: how many tokens queries are filled up to with `filler` (empty: the mask token), 0 not at all; `attends`:
-    these are seen. Tokens of documents that are among the words `skipped` give no vector.
+    `expanded`: the number of tokens that queries are padded to with the token `filler` (empty: the mask token); 0 means
+    no padding. `attends`: the query's tokens attend to the padding. Tokens of documents that are among the words
+    `skipped` give no vector.
     """
 
     query_marker: str
@@ -56,8 +57,8 @@ class LateInteraction:
 
 
 class Filling(NamedTuple):
-    """Query expansion: queries are filled up to `length` tokens with the id `filler`. `attended`: the other tokens
-    attend to the filled ones.
+    """Query expansion: queries are padded to `length` tokens with the id `filler`. `attended`: the other tokens attend
+    to the padding.
     """
 
     length: int
@@ -65,14 +66,15 @@ class Filling(NamedTuple):
     attended: bool
 
     def expand(self, batch: Items, queries: np.ndarray) -> Items:
-        """`batch` with the items that `queries` (bool [items]) marks filled up."""
+        """Return `batch` with the items padded that `queries` (bool [items]) marks."""
         if not queries.any():
             return batch
         return expanded(batch, np.where(queries, self.length, 0), self.filler, attended=self.attended)
 
 
 def late_interaction(modules: Modules, head: HeadOptions, *, is_stanford: bool) -> LateInteraction:
-    """The options of a model; `is_stanford` tells the format whose projection lies beside the transformer's weights.
+    """Return the settings of a model. `is_stanford`: the files have Stanford's format, whose projection lies beside the
+    transformer's weights.
 
     Raises ModelLoadFailed INCOMPATIBLE for a scoring mask that this adapter does not compute.
     """
@@ -105,7 +107,9 @@ def late_interaction(modules: Modules, head: HeadOptions, *, is_stanford: bool) 
 
 
 def _expansion(settings: dict[str, Any], head: HeadOptions) -> dict[str, Any]:
-    """Empty, or as sentence-transformers' QueryExpansionConfig: length, and maybe strategy, attend, token."""
+    """Return an empty map, or one with the fields of sentence-transformers' QueryExpansionConfig: length, and
+    optionally strategy, attend, token.
+    """
     expansion = dict(settings.get("expansion") or {})
     if head.query_expansion is False:
         return {}

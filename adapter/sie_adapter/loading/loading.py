@@ -1,8 +1,8 @@
-"""From a resolved catalogue entry to a loaded family.
+"""Load of a family from a resolved catalogue entry.
 
 entry ──► folder of its weights ──► family ──► Loaded
 
-A family that is not named here may come from another distribution: an entry point of the group `sie.adapters` with the
+A family that is not built in may come from another distribution: by an entry point of the group `sie.adapters` with the
 family's name.
 """
 
@@ -50,12 +50,12 @@ MAX_CERTIFICATES = 1000
 
 
 def _facts(files: Iterable[Path]) -> list[str]:
-    """The facts that change with the files."""
+    """Return path, size and time of each file: these change if the file changes."""
     return [f"{path} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in files]
 
 
 def family_of(name: str) -> Any:
-    """The class of a family. Raises ModelLoadFailed INCOMPATIBLE if there is none, ImportError if its library is
+    """Return the class of a family. Raises ModelLoadFailed INCOMPATIBLE if there is none, ImportError if its library is
     missing.
     """
     if name in FAMILIES:
@@ -73,14 +73,14 @@ def _family(resolved: Resolved) -> Any:
     entry = resolved.entry
     if entry.unproven and not resolved.load.accept_unproven:
         raise load_failed(
-            "CERTIFICATE", f"{entry.id} is unproven: {entry.unproven}; load.accept_unproven loads it all the same"
+            "CERTIFICATE", f"{entry.id} is unproven: {entry.unproven}; set load.accept_unproven to load it anyway"
         )
     return family_of(entry.family)
 
 
 @contextlib.contextmanager
 def classed(entry: ModelEntry) -> Iterator[None]:
-    """Turn an exception of a load into a ModelLoadFailed, other than the loss of the device."""
+    """Convert an exception of a load to a ModelLoadFailed, except the loss of the device."""
     try:
         yield
     except SIEError:
@@ -108,14 +108,17 @@ class Loader:
     settings: Settings
     outputs: TowerOutputs = field(default_factory=TowerOutputs)
     certificates: dict[tuple[str, ...], LoadCertificate] = field(default_factory=dict)
-    _checked: set[tuple[str, ...]] = field(default_factory=set)  # files of weights, with sizes and times
+    _checked: set[tuple[str, ...]] = field(default_factory=set)  # weight files already checked, with sizes and times
     _reported: set[tuple[str, str]] = field(
         default_factory=set
-    )  # models with another precision than they ask for, and why
-    _leases: dict[str, Lock] = field(default_factory=dict)  # on the files of models whose load has begun, by residency
+    )  # (model, reason) pairs already logged: the model is served in another precision than it asks for
+    # locks on the files of models whose load has begun, by residency
+    _leases: dict[str, Lock] = field(default_factory=dict)
 
     def compute(self, precision: Precision | None) -> Compute:
-        """Precision and attention of a model whose entry says `precision`, on this device."""
+        """Return precision and attention of a model on this device. `precision`: what its entry asks for, None for the
+        default.
+        """
         default = cast(Precision, self.settings.default_compute_precision)
         lacks = bfloat16_lacks() if self.device.type == "cpu" else ""
         dtype, reason = resolve_precision(precision, default, self.device.type, lacks=lacks)
@@ -124,8 +127,8 @@ class Loader:
         return Compute(self.device, dtype, *attention, facts, precision or default, reason, self.outputs)
 
     def _compute_of(self, resolved: Resolved) -> Compute:
-        """The device, engine and precision of the model, before its files are read. Raises ModelLoadFailed for an
-        engine that it cannot have.
+        """Return the device, engine and precision of the model, before its files are read. Raises ModelLoadFailed for
+        an engine that cannot serve it.
         """
         compute = self.compute(resolved.load.precision)
         facts = EngineFacts.for_entry(
@@ -137,16 +140,17 @@ class Loader:
             int8=resolved.load.precision == "int8",
         )
         choice = engines.choose(resolved.load.engine, facts)
-        cache = self.settings.cache_folder  # weights fit there: a pod whose /tmp outgrows its limit is evicted
+        # weights fit into this folder: if /tmp of a pod outgrows its limit, the pod is evicted
+        cache = self.settings.cache_folder
         scratch = cache if os.access(cache, os.W_OK) else None
         return dataclasses.replace(compute, model=facts, engine=choice, scratch=scratch, int8=facts.int8)
 
     def needed_bytes(self, resolved: Resolved) -> int:
-        """The bytes of the weights during the load: a CPU loads in float32, and a graph takes several copies. Fetches
-        their files if need be. Raises as `load`.
+        """Return the bytes that the weights take during the load: a CPU loads in float32, and a graph takes several
+        copies. Fetches the files if necessary. Raises as `load` does.
         """
         with classed(resolved.entry):
-            _family(resolved)  # what will be refused is not downloaded first
+            _family(resolved)  # first, so that a model that will be refused is not downloaded
             compute = self._compute_of(resolved)
             dtype = torch.float32 if self.device.type == "cpu" else compute.dtype
             rule = engines.RULES[compute.engine.engine]
@@ -158,11 +162,13 @@ class Loader:
         return located
 
     def ended(self, resolved: Resolved) -> None:
-        """Its load is over. A model that was loaded has a lease on its files of its own, which goes with it."""
+        """Release the lock of a load that is over. A loaded model holds its own lock on its files, which ends with the
+        model.
+        """
         self._leases.pop(resolved.residency, None)
 
     def load(self, resolved: Resolved) -> Any:
-        """Load the weights. Raises ModelLoadFailed with an error class for whatever goes wrong."""
+        """Load the weights. Raises ModelLoadFailed with an error class for every failure."""
         with classed(resolved.entry):
             family = _family(resolved)
             compute = self._compute_of(resolved)
@@ -171,12 +177,14 @@ class Loader:
             model = self._certified_model(family, located.folder, resolved, compute)
             model.lease = located.lease
             self._note_precision(model, resolved, compute)
-            # families that cut long texts themselves have none
+            # families that split long texts themselves have no backbone
             model.crossover_tokens = model.backbone.crossover_tokens if hasattr(model, "backbone") else 0
             return model
 
     def _certified_model(self, family: Any, folder: Path, resolved: Resolved, compute: Compute) -> Any:
-        """The model on the engine of the rules; on torch if that does not serve it or its certificate does not hold."""
+        """Return the model on the engine of the rules. If that engine does not serve it or its certificate fails,
+        return it on torch.
+        """
         try:
             model = family(folder, resolved.entry, resolved.load, compute)
         except Unserved as error:
@@ -188,11 +196,11 @@ class Loader:
             if choice.engine == TORCH.engine or choice.demand:
                 raise
             cause = f"{choice.engine}: {error.message}"
-        del model  # before its weights are read again
+        del model  # free it before its weights are read again
         return self._on_torch(family, folder, resolved, compute, cause)
 
     def _on_torch(self, family: Any, folder: Path, resolved: Resolved, compute: Compute, cause: str) -> Any:
-        """`cause`: the engine that it is not on, and why."""
+        """Load the model on torch. `cause`: the engine that it does not run on, and why."""
         _logger.warning("%s runs on torch, not on %s", resolved.residency, cause)
         model = family(folder, resolved.entry, replace(resolved.load, engine=TORCH.engine), compute)
         return self._with_certificate(model, Choice(TORCH.engine, f"not {cause}"), folder, resolved, compute)
@@ -203,8 +211,8 @@ class Loader:
         return model
 
     def _check_weights(self, folder: Path, entry: ModelEntry) -> None:
-        """Once for the same files: a swap does not read them twice. What a family of somebody else's reads is its own
-        matter.
+        """Check the weight files, once for the same files: a reload does not read them twice. The files of a family
+        from another package are not checked.
         """
         facts = (str(folder), *_facts(safetensors_of(folder)))
         if entry.family in FAMILIES and facts not in self._checked:
@@ -214,8 +222,8 @@ class Loader:
             self._checked.add(facts)
 
     def _note_precision(self, model: Any, resolved: Resolved, compute: Compute) -> None:
-        """Keep with the model what was asked for, and warn once where its entry or profile itself asks for what is not
-        served.
+        """Store with the model the precision that was asked for. Log a warning once if its entry or profile asks for
+        another precision than is served.
         """
         reason = compute.precision_reason
         if model.precision != compute.precision:
@@ -229,7 +237,9 @@ class Loader:
             )
 
     def _certified(self, model: Any, folder: Path, resolved: Resolved, compute: Compute) -> dict[str, Any]:
-        """The certificate of a model, made once for the same files, entry and device: a swap does not repeat it."""
+        """Return the certificate of a model. It is computed once for the same files, entry and device: a reload does
+        not repeat it.
+        """
         entry = resolved.entry
         golden = [certificate.golden_file(entry)] if entry.golden else []
         read = [path for path in (*sorted(folder.rglob("*")), *golden) if path.is_file()]

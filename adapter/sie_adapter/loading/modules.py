@@ -2,8 +2,8 @@
 
     modules.json ──► stock classes, in order ──► settings of each file ──► Modules
 
-Every setting is either obeyed or refused by name: `FIELDS` lists those that are read, and a setting that is not among
-them is refused, so a folder of a newer library is never served without what it asks for.
+Every setting is either obeyed or refused by name. `FIELDS` lists the settings that are read; any other setting is
+refused, so a folder of a newer library is never served without a setting that it needs.
 
 Source: sentence-transformers 6.2 (base/model.py, base/modules, sentence_transformer/modules, sparse_encoder/modules).
 """
@@ -24,7 +24,7 @@ from sie_contracts.models.load_errors import load_failed
 from sie_store.entry_faults import MODEL_FILE, POOLING_NAMES, pooling_name
 from sie_store.folder_files import TRANSFORMER_FILES, read_json, read_value, reading
 
-# settings by module: those in the set are obeyed, or change no number
+# settings by module: those listed are obeyed, or do not change the results
 FIELDS: Mapping[str, frozenset[str]] = {
     "Transformer": frozenset(
         {
@@ -69,12 +69,12 @@ FIELDS: Mapping[str, frozenset[str]] = {
 }
 _STOCK = ("sentence_transformers.", "pylate.")
 _BACKBONES = ("MLMTransformer", "Transformer")
-# arguments of from_pretrained that decide how fast or where, not which numbers
+# arguments of from_pretrained that change speed or place, not the results
 _PLACING = frozenset(
     {"attn_implementation", "device_map", "dtype", "low_cpu_mem_usage", "torch_dtype", "use_safetensors"}
 )
 _NOT_READ = frozenset({"use_cache", "use_fast", "trust_remote_code"})
-_OUTPUTS = {  # of a Transformer by its task: the method's output, the feature that it becomes
+_OUTPUTS = {  # by the task of a Transformer: the name of the model's output, and the feature that it becomes
     "feature-extraction": ("last_hidden_state", "token_embeddings"),
     "fill-mask": ("logits", "token_embeddings"),
     "sequence-classification": ("logits", "scores"),
@@ -86,8 +86,8 @@ _TOKENS, _VECTOR = "token_embeddings", "sentence_embedding"
 
 @dataclass(frozen=True)
 class TransformerSettings:
-    """Settings of a Transformer module. `max_tokens` 0: no file limits it. `tokenizer`: arguments of from_pretrained.
-    `messages`: texts are put into the chat template of the folder, with `chat_options`.
+    """Settings of a Transformer module. `max_tokens`: the limit in its files, 0 if they have none. `tokenizer`:
+    arguments of from_pretrained. `messages`: texts are put into the chat template of the folder, with `chat_options`.
     """
 
     file: str = ""
@@ -103,10 +103,11 @@ class TransformerSettings:
 @dataclass(frozen=True)
 class Modules:
     """Modules that modules.json adds to a transformer. `layers` are applied in order to pooled vectors, or to the
-    states of late interaction; `token_layers` to states before they are pooled.
+    states of late interaction. `token_layers` are applied to states before pooling.
 
-    `root`: the folder of modules.json; `folder`: that of the transformer and its tokenizer. `query_weights`: of queries
-    that need no pass, float32 [ids]. `normalizes`: the last module is a Normalize.
+    `root`: the folder of modules.json. `folder`: the folder of the transformer and its tokenizer. `query_weights`:
+    weights of token ids in queries, float32 [ids], if queries need no pass. `normalizes`: the last module is a
+    Normalize.
     """
 
     root: Path
@@ -117,17 +118,18 @@ class Modules:
     layers: tuple[nn.Module, ...] = ()
     token_layers: tuple[nn.Module, ...] = ()
     normalizes: bool = False
-    max_entries: int = 0  # of a sparse vector; 0: all
+    max_entries: int = 0  # most entries of a sparse vector; 0: no limit
     transformer: TransformerSettings = TransformerSettings()
-    settings: dict[str, dict[str, Any]] = field(default_factory=dict)  # config.json of each other module, by kind
+    # config.json of each module other than the transformer, by kind
+    settings: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def width(self, hidden: int) -> int:
-        """Numbers of a vector of a model whose states have `hidden` numbers."""
+        """Return the width of a vector of a model whose states have `hidden` numbers."""
         return output_width((*self.token_layers, *self.layers), hidden)
 
 
 def output_width(layers: Iterable[nn.Module], hidden: int) -> int:
-    """The width of what `layers` make of states with `hidden` numbers."""
+    """Return the width of the vectors that `layers` compute from states with `hidden` numbers."""
     for layer in layers:
         if isinstance(layer, Truncation):
             hidden = min(hidden, layer.out_features)
@@ -137,7 +139,7 @@ def output_width(layers: Iterable[nn.Module], hidden: int) -> int:
 
 
 class Projection(nn.Module):  # type: ignore[misc]  # torch is not followed by the type checker
-    """A Dense of modules.json: activation(W x + b), with a residual where the file has one. float32 [.., in] -> [..,
+    """Dense module of modules.json: activation(W x + b), with a residual if the file has one. float32 [.., in] -> [..,
     out].
 
     Source: sentence-transformers' and PyLate's Dense.
@@ -158,14 +160,18 @@ class Projection(nn.Module):  # type: ignore[misc]  # torch is not followed by t
 
 
 class Normalization(nn.Module):  # type: ignore[misc]  # as above
-    """A Normalize of modules.json that another module follows: rows of length 1. float32 [.., width], kept."""
+    """Normalize module of modules.json that is not the last module: scales rows to length 1. float32 [.., width], same
+    shape.
+    """
 
     def forward(self, states: Tensor) -> Tensor:
         return functional.normalize(states, p=2, dim=-1)
 
 
 class Truncation(nn.Module):  # type: ignore[misc]  # as above
-    """The first `out_features` numbers of a vector (truncate_dim). float32 [.., width] -> [.., out_features]."""
+    """Truncation of a vector to its first `out_features` numbers (truncate_dim). float32 [.., width] -> [..,
+    out_features].
+    """
 
     def __init__(self, out_features: int) -> None:
         super().__init__()
@@ -176,10 +182,10 @@ class Truncation(nn.Module):  # type: ignore[misc]  # as above
 
 
 def read_modules(folder: Path) -> Modules:
-    """The modules that the folder lists; none without modules.json.
+    """Return the modules that the folder lists; none without modules.json.
 
-    Raises ModelLoadFailed INCOMPATIBLE for a class, an order or a setting that would be left out, NOT_FOUND for a
-    module whose files are missing.
+    Raises ModelLoadFailed INCOMPATIBLE for a class, an order or a setting that this adapter cannot follow, NOT_FOUND
+    for a module whose files are missing.
     """
     entries = read_value(folder / "modules.json")
     if entries is None:
@@ -194,12 +200,12 @@ def read_modules(folder: Path) -> Modules:
     folder_of_transformer = listed[0][1]
     transformer = read_transformer(folder_of_transformer)
     settings: dict[str, dict[str, Any]] = {}
-    steps: list[tuple[str, str, nn.Module]] = []  # kind, the feature that it changes, what it computes
+    steps: list[tuple[str, str, nn.Module]] = []  # kind, the feature that it changes, the layer
     pooled_at: int | None = None
     pooling = ""
     for kind, place in listed[1:]:
         if kind not in FIELDS or kind in _BACKBONES:
-            raise _refused(f"modules.json lists a {kind}, which this adapter would leave out")
+            raise _refused(f"modules.json lists a {kind}, which this adapter does not run")
         if kind in settings and kind not in ("Dense", "Normalize", "Dropout"):
             raise _refused(f"modules.json lists {kind} twice")
         config = settings[kind] = _module_config(kind, place)
@@ -246,7 +252,7 @@ def read_modules(folder: Path) -> Modules:
 
 
 def _listed(folder: Path, entries: list[dict[str, str]]) -> list[tuple[str, Path]]:
-    """The class and the folder of each module."""
+    """Return the class and the folder of each module."""
     listed = []
     for entry in entries:
         place = folder / entry["path"]
@@ -257,11 +263,13 @@ def _listed(folder: Path, entries: list[dict[str, str]]) -> list[tuple[str, Path
 
 
 def _stock_kind(name: str) -> str:
-    """The name of a class of the library. A class of the repository is its own code, whatever it is called."""
+    """Return the class name of a stock module. A class of the repository is the repository's own code, so it is refused
+    whatever its name is.
+    """
     if not name.startswith(_STOCK):
         raise _refused(
             f"modules.json lists {name}, a class of the repository itself: it runs only where load.trust_remote_code "
-            "is allowed and a family of a package of yours loads it"
+            "is allowed and an adapter package of yours has a family for it"
         )
     return name.rpartition(".")[2]
 
@@ -279,17 +287,17 @@ def _module_config(kind: str, place: Path) -> dict[str, Any]:
 
 
 def _feature(kind: str, place: Path, config: Mapping[str, Any], *, pooled: bool) -> str:
-    """The feature that a Dense or a Normalize changes."""
+    """Return the feature that a Dense or a Normalize changes."""
     default = _VECTOR if pooled else _TOKENS
     name = config.get("module_input_name") or default
     result = config.get("module_output_name") or name
     if name not in (_TOKENS, _VECTOR) or result != name:
-        raise _refused(f"{place.name}: a {kind} from {name} to {result}, expected one feature that it changes")
+        raise _refused(f"{place.name}: a {kind} reads {name} and writes {result}, expected the same feature")
     return str(name)
 
 
 def _check_steps(steps: list[tuple[str, str, nn.Module]], pooled_at: int | None) -> None:
-    """Refuse what the library would compute beside the vector, or could not compute."""
+    """Refuse layers whose result the library would not use for the vector, or could not compute."""
     if pooled_at is None:
         return
     for number, (kind, feature, _) in enumerate(steps):
@@ -298,12 +306,12 @@ def _check_steps(steps: list[tuple[str, str, nn.Module]], pooled_at: int | None)
             raise _refused(f"modules.json has a {kind} of {feature} {side} the Pooling, where it changes no vector")
 
 
-# Transformer
+# functions for the Transformer module
 
 
 def read_transformer(folder: Path) -> TransformerSettings:
-    """The settings of the Transformer whose files lie in `folder`. Raises ModelLoadFailed INCOMPATIBLE for one that
-    this adapter does not obey.
+    """Return the settings of the Transformer whose files lie in `folder`. Raises ModelLoadFailed INCOMPATIBLE for a
+    setting that this adapter does not obey.
     """
     name, raw = next(((name, raw) for name in TRANSFORMER_FILES if (raw := read_json(folder / name))), ("", {}))
     if unknown := sorted(raw.keys() - FIELDS["Transformer"]):
@@ -340,8 +348,8 @@ def read_transformer(folder: Path) -> TransformerSettings:
 
 
 def _reads_messages(name: str, task: str, raw: Mapping[str, Any]) -> bool:
-    """Whether texts are put into the chat template. Raises ModelLoadFailed for outputs that this adapter does not
-    read.
+    """Return whether texts are put into the chat template. Raises ModelLoadFailed for outputs that this adapter does
+    not read.
     """
     config = raw.get("modality_config")
     if not config:
@@ -357,12 +365,12 @@ def _reads_messages(name: str, task: str, raw: Mapping[str, Any]) -> bool:
     return "message" in config
 
 
-# modules
+# functions for the other modules
 
 
 def _routes(folder: Path) -> tuple[list[tuple[str, Path]], Tensor | None]:
-    """The modules of documents and the weights of queries, of a Router whose queries are looked up. Any other Router is
-    refused.
+    """Return the modules of documents and the weights of queries for a Router whose queries are looked up. Any other
+    Router is refused.
     """
     router = read_json(folder / "router_config.json")
     kinds = {module: _stock_kind(name) for module, name in router.get("types", {}).items()}
@@ -388,20 +396,21 @@ def _pooling(place: Path, config: Mapping[str, Any]) -> str:
         )
     if config.get("include_prompt") is False:
         raise _refused(
-            f"{place.name}/config.json: the pooling leaves the prompt out (include_prompt), which this adapter does not"
+            f"{place.name}/config.json: the pooling leaves out the prompt (include_prompt), which is not supported"
         )
     return pooling
 
 
 def _check_splade(config: Mapping[str, Any]) -> None:
     if (strategy := config.get("pooling_strategy", "max")) != "max":
-        raise _refused(f"SpladePooling by {strategy}, expected max")
+        raise _refused(f"SpladePooling has the strategy {strategy}, expected max")
     if (activation := config.get("activation_function", "relu")) not in ("relu", "log1p_relu"):
         raise _refused(f"SpladePooling has the activation {activation}, expected relu or log1p_relu")
 
 
 def _dense(folder: Path, config: Mapping[str, Any]) -> Projection:
-    activation = config.get("activation_function", "torch.nn.modules.activation.Tanh")  # the module's own default
+    # the default of sentence-transformers' Dense
+    activation = config.get("activation_function", "torch.nn.modules.activation.Tanh")
     name = activation.rpartition(".")[2]
     if not activation.startswith("torch.") or name not in _ACTIVATIONS:
         raise _refused(
@@ -413,11 +422,11 @@ def _dense(folder: Path, config: Mapping[str, Any]) -> Projection:
     if weight is None and (folder / "pytorch_model.bin").is_file():
         raise _refused(f"{folder.name} has pytorch_model.bin and no model.safetensors: {conversion(folder)}")
     if weight is None or tuple(weight.shape) != shape or (bias is None) == bool(config.get("bias", True)):
-        raise _refused(f"{folder.name}: its weights are missing or do not have the shape that its config.json says")
+        raise _refused(f"{folder.name}: its weights are missing or do not have the shape in its config.json")
     adds_input = bool(config.get("use_residual"))
     residual = tensor(folder, "residual.weight") if adds_input and shape[0] != shape[1] else None
     if adds_input and shape[0] != shape[1] and (residual is None or tuple(residual.shape) != shape):
-        raise _refused(f"{folder.name}: its residual weights are missing or do not have the shape of the others")
+        raise _refused(f"{folder.name}: its residual weights are missing or do not have the shape of its other weights")
     return Projection(
         linear(weight, bias),
         _ACTIVATIONS[name](),
@@ -427,7 +436,7 @@ def _dense(folder: Path, config: Mapping[str, Any]) -> Projection:
 
 
 def conversion(folder: Path) -> str:
-    """The command that makes safetensors of pickled weights without running what the pickle holds."""
+    """Return the command that converts pickled weights to safetensors without running code from the pickle."""
     return (
         'convert it with python -c "import torch; from safetensors.torch import save_file; '
         "w = torch.load('pytorch_model.bin', map_location='cpu', weights_only=True); "

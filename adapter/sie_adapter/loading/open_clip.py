@@ -1,5 +1,5 @@
-"""A SigLIP that open_clip wrote becomes a SiglipModel of transformers: tensors get other names, and some are cut or put
-together. open_clip itself is not needed.
+"""Conversion of a SigLIP that open_clip wrote to a SiglipModel of transformers: tensors get other names, and some are
+split or joined. open_clip itself is not needed.
 
     open_clip_config.json ──► SiglipConfig, and how images become pixels
     open_clip_model.safetensors ──► renamed ──► SiglipModel, each tensor of both in its place
@@ -28,9 +28,9 @@ from sie_contracts.models.load_errors import load_failed
 from sie_store.folder_files import read_json
 
 CONFIG, WEIGHTS = "open_clip_config.json", "open_clip_model.safetensors"
-_TOWER = re.compile(r"vit_(base|large)_patch\d+_siglip_\d+")  # those whose MLPs have an exact GELU
-_HEAD_WIDTH = 64  # of their attention; no tensor and no setting says it
-_EPS = 1e-6  # of the norms of their towers
+_TOWER = re.compile(r"vit_(base|large)_patch\d+_siglip_\d+")  # towers whose MLPs use an exact GELU
+_HEAD_WIDTH = 64  # width of an attention head in these towers; neither a tensor nor a setting holds it
+_EPS = 1e-6  # epsilon of the layer norms of these towers
 _FILTERS: Mapping[str, Filter] = {"bicubic": "bicubic", "bilinear": "bilinear"}
 _BLOCK = re.compile(r"(text\.transformer\.resblocks|visual\.trunk\.blocks)\.(\d+)\.(.+)[._](weight|bias)")
 _JOINED = re.compile(r"visual\.trunk\.attn_pool\.(q|kv)\.(weight|bias)")
@@ -46,7 +46,7 @@ _LAYERS = {
     "mlp.c_proj": "mlp.fc2",
     "mlp.fc2": "mlp.fc2",
 }
-_SPLIT = ("attn.in_proj", "attn.qkv")  # into query, key and value
+_SPLIT = ("attn.in_proj", "attn.qkv")  # tensors that are split into query, key and value
 _PLACES = {
     "text.token_embedding": "text_model.embeddings.token_embedding",
     "text.ln_final": "text_model.final_layer_norm",
@@ -68,13 +68,13 @@ _BARE = {
 
 
 def is_open_clip(folder: Path) -> bool:
-    """Whether the folder has what open_clip reads; what else is in it is not read then."""
+    """Return whether the folder has the files that open_clip reads. If so, no other file of weights in it is read."""
     return (folder / CONFIG).is_file() and (folder / WEIGHTS).is_file()
 
 
 def load_open_clip(folder: Path, entry: ModelEntry, compute: Compute, tokenizer: Tokenizer) -> PreTrainedModel:
-    """The model on the device, for inference. Raises ModelLoadFailed INCOMPATIBLE for another kind of model, and for
-    tensors that are too many, too few or of another shape.
+    """Return the model on the device, for inference. Raises ModelLoadFailed INCOMPATIBLE for another kind of model, and
+    for missing tensors, additional tensors and tensors of another shape.
     """
     pad = _pad(folder, entry, tokenizer)
     with safe_open(folder / WEIGHTS, "pt") as file:
@@ -83,7 +83,7 @@ def load_open_clip(folder: Path, entry: ModelEntry, compute: Compute, tokenizer:
 
 
 def empty_open_clip(folder: Path, entry: ModelEntry, tokenizer: Tokenizer) -> PreTrainedModel:
-    """The same on the device `meta`: no values are read. Raises as that."""
+    """Return the same model on the device `meta`, without reading values. Raises as `load_open_clip` does."""
     pad = _pad(folder, entry, tokenizer)
     with safe_open(folder / WEIGHTS, "pt") as file, torch.device("meta"):
         names = list(file.keys())
@@ -91,7 +91,9 @@ def empty_open_clip(folder: Path, entry: ModelEntry, tokenizer: Tokenizer) -> Pr
 
 
 def processor_of_open_clip(folder: Path, entry: ModelEntry) -> tuple[Recipe, Normalisation]:
-    """How images become numbers. Raises ModelLoadFailed INCOMPATIBLE for what cannot be reproduced."""
+    """Return how images become numbers. Raises ModelLoadFailed INCOMPATIBLE for preprocessing that this adapter cannot
+    reproduce.
+    """
     preprocessing, size = (
         read_json(folder / CONFIG).get("preprocess_cfg", {}),
         _settings(folder)["vision_cfg"].get("image_size"),
@@ -107,7 +109,7 @@ def processor_of_open_clip(folder: Path, entry: ModelEntry) -> tuple[Recipe, Nor
 
 
 def _pad(folder: Path, entry: ModelEntry, tokenizer: Tokenizer) -> int:
-    """The id that fills texts up."""
+    """Return the token id that pads texts."""
     pad_token = read_json(folder / "tokenizer_config.json").get("pad_token")
     number = tokenizer.token_to_id(pad_token["content"] if isinstance(pad_token, dict) else str(pad_token))
     if number is None:
@@ -138,7 +140,7 @@ def _config(settings: Mapping[str, Any], stored: Mapping[str, Tensor], entry: Mo
     if deviations or not _TOWER.fullmatch(tower) or vision.get("timm_pool") != "map" or settings.get("quick_gelu"):
         raise load_failed(
             "INCOMPATIBLE",
-            f"{entry.id}: {CONFIG} describes {tower} with {deviations or text}, which is no SigLIP known here",
+            f"{entry.id}: {CONFIG} describes {tower} with {deviations or text}, which is no supported SigLIP",
         )
     rows, columns = stored["text.token_embedding.weight"].shape
     patches = stored["visual.trunk.patch_embed.proj.weight"].shape
@@ -174,7 +176,7 @@ def _layers(stored: Mapping[str, Tensor], prefix: str) -> int:
 
 
 def _renamed(stored: Mapping[str, Tensor], entry: ModelEntry) -> dict[str, Tensor]:
-    """Each tensor under the name that transformers has for it."""
+    """Return each tensor under its name in transformers."""
     renamed: dict[str, Tensor] = {}
     unknown = []
     for name, tensor in stored.items():
@@ -206,5 +208,7 @@ def _renamed(stored: Mapping[str, Tensor], entry: ModelEntry) -> dict[str, Tenso
 
 
 def _at_least_one(tensor: Tensor) -> Tensor:
-    """A scale that is a number without a dimension has one in transformers."""
+    """Return the tensor with at least one dimension: open_clip may store the scale without one, transformers has
+    one.
+    """
     return tensor if tensor.ndim else tensor[None]

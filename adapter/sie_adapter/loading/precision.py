@@ -1,10 +1,10 @@
-"""In which precision a model computes: what its entry asks for, what this device has, and why the two differ.
+"""The precision that a model computes in: what its entry asks for, what this device supports, and why the two differ.
 
 precision of the entry, else SIE_DEFAULT_COMPUTE_PRECISION ──► resolve_precision ──► dtype and the reason for another
 one
 
-The limits of the libraries count as the CPU does: with ATEN_CPU_CAPABILITY=avx2 (torch) or ONEDNN_MAX_CPU_ISA=AVX2
-(oneDNN) a machine serves as one with AVX2 does.
+Limits set for the libraries count like limits of the CPU: with ATEN_CPU_CAPABILITY=avx2 (torch) or
+ONEDNN_MAX_CPU_ISA=AVX2 (oneDNN) a machine serves like a machine with AVX2.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ import torch
 
 from sie_contracts.models.entries import Precision
 
-# of passes: with weights in 8 bits these are computed as with weights in 16
+# dtype of a pass; models with weights in 8 bits compute in 16 bit
 _DTYPES: dict[Precision, torch.dtype] = {
     "float32": torch.float32,
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
     "int8": torch.bfloat16,
 }
-# the limits of oneDNN's documentation ("CPU Dispatcher Control") that exclude AVX512-BF16; an unknown name limits
-# nothing there either
+# limits in oneDNN's documentation ("CPU Dispatcher Control") that exclude AVX512-BF16; oneDNN ignores an unknown name
 _ONEDNN_BELOW = frozenset({"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI"})
-_ONEDNN_NAMES = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")  # the first that is set counts
+_ONEDNN_NAMES = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")  # oneDNN reads the first of these that is set
 _ATEN_BELOW = frozenset({"DEFAULT", "AVX2"})
 
 
 def resolve_precision(
     own: Precision | None, default: Precision, device_type: str, *, lacks: str
 ) -> tuple[torch.dtype, str]:
-    """The precision that is served, and why it is not the entry's own, or the default; the reason is empty where it is.
+    """Return the precision that is served, and why it differs from the entry's precision or the default; the reason is
+    empty if it does not differ.
 
-    A CPU computes 16-bit models in bfloat16 where it can, else in float32. `lacks`: why this CPU does not compute in
-    bfloat16, empty if it does; not looked at elsewhere.
+    A CPU computes 16-bit models in bfloat16 if it can, else in float32. `lacks`: why this CPU does not compute in
+    bfloat16, empty if it does; other devices ignore it.
     """
     dtype = _DTYPES[own or default]
     if device_type != "cpu" or dtype is torch.float32:
@@ -49,13 +49,13 @@ def resolve_precision(
 
 @functools.cache
 def bfloat16_lacks() -> str:
-    """Why this process does not multiply bfloat16 matrices in hardware on its CPU; empty if it does."""
+    """Return why this process does not multiply bfloat16 matrices in hardware on its CPU; empty if it does."""
     return cpu_lacks_bfloat16(torch.cpu.get_capabilities(), torch.backends.cpu.get_cpu_capability(), os.environ)
 
 
 def cpu_lacks_bfloat16(instructions: Mapping[str, bool], capability: str, environ: Mapping[str, str]) -> str:
-    """The same for a CPU with these `instructions`, of which torch uses those of `capability`, with the limits in
-    `environ`.
+    """Return why a CPU does not multiply bfloat16 matrices in hardware; empty if it does. `instructions`: those of the
+    CPU. `capability`: the instructions that torch uses. `environ`: environment variables with the limits.
     """
     if not (instructions.get("avx512_bf16") or instructions.get("amx_bf16")):
         return "this CPU has neither AVX512-BF16 nor AMX instructions"

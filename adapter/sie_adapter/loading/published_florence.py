@@ -1,5 +1,5 @@
-"""A Florence-2 as its authors published it becomes the class of transformers: settings and tensors get other names, and
-one matrix is turned. The code that lies beside them is not run.
+"""Conversion of a Florence-2 in the format of its authors to the class of transformers: settings and tensors get other
+names, and one matrix is transposed. The code in its folder is not run.
 
     config.json ──► Florence2Config
     *.safetensors ──► renamed ──► Florence2ForConditionalGeneration, each tensor of both in its place
@@ -26,7 +26,7 @@ from sie_contracts.models.entries import ModelEntry
 from sie_contracts.models.load_errors import load_failed
 from sie_store.folder_files import read_json
 
-_TEXT_TYPE = "florence2_language"  # of transformers it is BART
+_TEXT_TYPE = "florence2_language"  # model_type of the text model in the authors' format; in transformers it is BART
 _GENERATION = "generation_config.json"
 _TOKENS = (
     *("<od>", "</od>", "<ocr>", "</ocr>"),
@@ -40,7 +40,7 @@ _TEXT = (
     *("encoder_layers", "encoder_ffn_dim", "encoder_attention_heads"),
     *("decoder_layers", "decoder_ffn_dim", "decoder_attention_heads"),
 )
-# whose values are BART's where they are not said
+# settings that have BART's default if config.json does not set them
 _TEXT_IF_SAID = (
     *("activation_function", "scale_embedding"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"),
@@ -50,11 +50,11 @@ _VISION = (
     *("patch_size", "patch_stride", "patch_padding", "patch_prenorm"),
 )
 _VISION_IF_SAID = {"in_chans": "in_channels", "mlp_ratio": "mlp_ratio", "qkv_bias": "qkv_bias"}
-# what the class of transformers does, where the authors' code has a choice
+# values that the class of transformers supports, where the authors' code has a choice
 _FIXED = {"image_feature_source": ["spatial_avg_pool", "temporal_avg_pool"], "conv_at_attn": True, "conv_at_ffn": True}
 _POSITIONS = {"image_pos_embed": "learned_abs_2d", "visual_temporal_embedding": "COSINE"}
 _FIXED_TEXT = {"normalize_before": False, "add_final_layer_norm": False}
-# of a name in this order: parts that others contain come last
+# (prefix in the authors' format, prefix in transformers)
 _PARTS = (
     ("vision_tower.", "model.vision_tower."),
     ("image_pos_embed.", "model.multi_modal_projector.image_position_embed."),
@@ -73,7 +73,7 @@ _LAYERS = (
 )
 _TURNED = "image_projection"
 _BIAS = "language_model.final_logits_bias"
-# one table of embeddings, of which files have one or several copies
+# names of the one table of embeddings, which the files hold once or several times
 _TABLES = (
     "model.language_model.shared.weight",
     "model.language_model.encoder.embed_tokens.weight",
@@ -83,14 +83,14 @@ _TABLES = (
 
 
 def is_published(folder: Path) -> bool:
-    """Whether the folder has the layout of the authors."""
+    """Return whether the folder has the layout of the authors."""
     text = read_json(folder / "config.json").get("text_config")
     return isinstance(text, dict) and text.get("model_type") == _TEXT_TYPE
 
 
 def load_published(folder: Path, entry: ModelEntry, compute: Compute) -> PreTrainedModel:
-    """The model on the device, for inference. Raises ModelLoadFailed INCOMPATIBLE for settings that the class of
-    transformers does not have, and for tensors that are too many, too few or of another shape.
+    """Return the model on the device, for inference. Raises ModelLoadFailed INCOMPATIBLE for settings that the class of
+    transformers does not have, and for missing tensors, additional tensors and tensors of another shape.
     """
     stored: dict[str, Tensor] = {}
     for path in _files(folder, entry):
@@ -106,7 +106,7 @@ def load_published(folder: Path, entry: ModelEntry, compute: Compute) -> PreTrai
 
 
 def empty_published(folder: Path, entry: ModelEntry) -> PreTrainedModel:
-    """The same on the device `meta`: no values are read. Raises as that."""
+    """Return the same model on the device `meta`, without reading values. Raises as `load_published` does."""
     stored: dict[str, Tensor] = {}
     with torch.device("meta"):
         for path in _files(folder, entry):
@@ -117,14 +117,14 @@ def empty_published(folder: Path, entry: ModelEntry) -> PreTrainedModel:
 
 
 def published_config(folder: Path, entry_id: str) -> Florence2Config:
-    """The configuration of config.json in the form of transformers. Raises ModelLoadFailed INCOMPATIBLE."""
+    """Return the configuration of config.json in the form of transformers. Raises ModelLoadFailed INCOMPATIBLE."""
     raw = read_json(folder / "config.json")
     text, vision = raw.get("text_config") or {}, raw.get("vision_config") or {}
     positions = {name: (vision.get(name) or {}).get("type", kind) for name, kind in _POSITIONS.items()}
     for section, fixed in ((vision, _FIXED), (positions, _POSITIONS), (text, _FIXED_TEXT)):
         for name, value in fixed.items():
             if section.get(name, value) != value:
-                raise load_failed("INCOMPATIBLE", f"{entry_id}: {name} is {section[name]}, the class has {value}")
+                raise load_failed("INCOMPATIBLE", f"{entry_id}: {name} is {section[name]}, the class supports {value}")
     try:
         return Florence2Config(
             text_config={
@@ -146,7 +146,9 @@ def published_config(folder: Path, entry_id: str) -> Florence2Config:
 
 
 def published_tokenizer(folder: Path, entry_id: str) -> Tokenizer:
-    """Raises ModelLoadFailed NOT_FOUND without a tokenizer.json."""
+    """Return the tokenizer with the tokens of the authors' processor. Raises ModelLoadFailed NOT_FOUND without a
+    tokenizer.json.
+    """
     file = folder / "tokenizer.json"
     if not file.is_file():
         raise load_failed(
@@ -169,7 +171,7 @@ def _files(folder: Path, entry: ModelEntry) -> list[Path]:
 def _filled(folder: Path, entry: ModelEntry, weights: Mapping[str, Tensor]) -> PreTrainedModel:
     if not (folder / _GENERATION).is_file():
         raise load_failed(
-            "NOT_FOUND", f"{entry.id}: {folder} has no {_GENERATION}, which says how its texts are chosen"
+            "NOT_FOUND", f"{entry.id}: {folder} has no {_GENERATION}, which has the settings of its generation"
         )
     tables = [weights[name] for name in _TABLES if name in weights]
     whole = {**weights, **(dict.fromkeys(_TABLES, tables[0]) if tables else {})}
@@ -181,7 +183,7 @@ def _filled(folder: Path, entry: ModelEntry, weights: Mapping[str, Tensor]) -> P
 
 
 def _renamed(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Each tensor under the name that transformers has for it. Those of no known name keep it."""
+    """Return each tensor under its name in transformers. A tensor with an unknown name keeps it."""
     renamed: dict[str, Tensor] = {}
     for name, tensor in stored.items():
         if name == _TURNED:
@@ -192,7 +194,9 @@ def _renamed(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _name(name: str) -> str:
-    """`vision_tower.convs.0.proj.weight`, for example, is `model.vision_tower.convs.0.conv.weight`."""
+    """Return the name of a tensor in transformers. `vision_tower.convs.0.proj.weight`, for example, becomes
+    `model.vision_tower.convs.0.conv.weight`.
+    """
     place = next((own + name.removeprefix(part) for part, own in _PARTS if name.startswith(part)), name)
     if ".vision_tower." not in place:
         return place

@@ -3,8 +3,8 @@
     folder ──► files are there ──► transformers' tokenizer ──► bare ──► fitted to the table of embeddings ──► fault: why
     it cannot be right
 
-A model with the tokenizer of another one, or with none, answers as politely as a right one. transformers makes an empty
-tokenizer where a folder has no files of one, and gives special tokens that the files lack new ids.
+A model with a wrong tokenizer, or with none, still returns plausible answers. transformers creates an empty tokenizer
+if a folder has no tokenizer files, and gives new ids to special tokens that the files lack.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sie_contracts.models import families
 from sie_contracts.models.entries import LoadOptions
 from sie_contracts.models.load_errors import load_failed
 
-# each is a vocabulary, as published folders have them
+# files that hold a vocabulary in published model folders
 _FILES = (
     "tokenizer.json",
     "vocab.txt",
@@ -30,9 +30,9 @@ _FILES = (
     "*.model",
 )
 _REMEDY = "copy tokenizer.json and tokenizer_config.json from the repository that the weights come from"
-_KNOWN = 0.5  # of the characters of a sentence: more make it one that the tokenizer reads
-_UNKNOWN_SIGN = "\U00010600"  # Linear A: no vocabulary has it
-# one sentence in each script that models are made for, and notations of models that read no language
+_KNOWN = 0.5  # share of a sentence's characters; if more of them become known tokens, the tokenizer reads the sentence
+_UNKNOWN_SIGN = "\U00010600"  # a Linear A sign, which is in no vocabulary
+# one sentence in each script that models are made for, and notations of models that do not read a language
 SAMPLES = {
     "Latin": "the river runs past the old town and into the sea",
     "Vietnamese": "dòng sông chảy qua thành phố cổ",
@@ -60,8 +60,8 @@ SAMPLES = {
 
 
 class TokenNeeds(NamedTuple):
-    """The tokens that a model needs around its texts: one that `begins` each, since it is read there; one that
-    `separates` a pair.
+    """Tokens that a model needs around its texts. `begins`: a special token before each text, since the model is read
+    at its first token. `separates`: a special token between the texts of a pair.
     """
 
     begins: bool = False
@@ -69,7 +69,9 @@ class TokenNeeds(NamedTuple):
 
     @classmethod
     def for_family(cls, family: str, pooling: str, *, is_decoder: bool) -> TokenNeeds:
-        """`pooling` of its vectors. A decoder reads its last token, and a pair as one text."""
+        """Return the needs of a family. `pooling`: the pooling of its vectors. A decoder reads its last token, and
+        reads a pair as one text.
+        """
         row = families.row(family)
         return cls(
             begins=pooling == "cls" or (row.reads_first_token and not is_decoder),
@@ -82,29 +84,29 @@ _NO_SETTINGS = TransformerSettings()
 
 
 def require_tokenizer(folder: Path) -> None:
-    """Raises ModelLoadFailed NOT_FOUND unless the folder has a vocabulary."""
+    """Raise ModelLoadFailed NOT_FOUND unless the folder has a vocabulary."""
     if not any(any(folder.glob(name)) for name in _FILES):
         listed = ", ".join(_FILES)
-        raise load_failed("NOT_FOUND", f"{folder} has no tokenizer, that is none of {listed}: {_REMEDY}")
+        raise load_failed("NOT_FOUND", f"{folder} has no tokenizer (none of {listed}): {_REMEDY}")
 
 
 def read_tokenizer(folder: Path, *, trust_remote_code: bool = False, **options: Any) -> Any:
-    """The transformers tokenizer of `folder`; `options` replace what its files say. Raises ModelLoadFailed: NOT_FOUND
-    if there is none, INCOMPATIBLE if it cannot be read.
+    """Return the transformers tokenizer of `folder`; `options` replace settings of its files. Raises ModelLoadFailed:
+    NOT_FOUND if there is none, INCOMPATIBLE if it cannot be read.
     """
     require_tokenizer(folder)
     try:
         return AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=trust_remote_code, **options
         )
-    except Exception as error:  # the library behind raises nothing narrower
+    except Exception as error:  # transformers raises no narrower exception
         cause = f"the tokenizer of {folder} cannot be read ({type(error).__name__}: {error})"
         raise load_failed("INCOMPATIBLE", f"{cause}: {_REMEDY}") from error
 
 
 def bare_tokenizer(tokenizer: Any) -> Tokenizer:
-    """A copy of a transformers tokenizer's backend without truncation and padding. Raises ModelLoadFailed INCOMPATIBLE
-    for a slow one.
+    """Return a copy of the backend of a transformers tokenizer, without truncation and padding. Raises ModelLoadFailed
+    INCOMPATIBLE for a tokenizer without a fast backend.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -116,7 +118,8 @@ def bare_tokenizer(tokenizer: Any) -> Tokenizer:
 
 
 def load_tokenizer(folder: Path, load: LoadOptions, settings: TransformerSettings = _NO_SETTINGS) -> Tokenizer:
-    """The fast tokenizer of `folder`, without truncation and padding, as `settings` of sentence-transformers change it.
+    """Return the fast tokenizer of `folder`, without truncation and padding, with the changes that the `settings` of
+    sentence-transformers ask for.
 
     Raises ModelLoadFailed: NOT_FOUND and INCOMPATIBLE if there is none, CERTIFICATE if it puts tokens around texts that
     its files lack.
@@ -134,7 +137,7 @@ def load_tokenizer(folder: Path, load: LoadOptions, settings: TransformerSetting
 
 
 def with_normalizers(tokenizer: Tokenizer, steps: Sequence[Any]) -> Tokenizer:
-    """The tokenizer with `steps` before its own normalizer."""
+    """Return the tokenizer with `steps` before its own normalizer."""
     own = [tokenizer.normalizer] if tokenizer.normalizer is not None else []
     tokenizer.normalizer = normalizers.Sequence([*steps, *own])
     return tokenizer
@@ -147,7 +150,7 @@ def _refuse_invented(folder: Path, tokenizer: Tokenizer) -> None:
     used = {tokenizer.id_to_token(number) or f"token with the id {number}" for number in _around(tokenizer)}
     if isinstance(
         tokenizer.model, models.WordPiece | models.WordLevel
-    ):  # which fail at a text that they do not know without it
+    ):  # without the unknown token these models fail at a text that they cannot read
         used.add(tokenizer.model.unk_token)
     if lacking := sorted(used - {None} - stored):
         cause = (
@@ -157,7 +160,7 @@ def _refuse_invented(folder: Path, tokenizer: Tokenizer) -> None:
 
 
 def _stored_tokens(folder: Path) -> set[str] | None:
-    """All tokens that the files name; None where only a file of sentencepiece does."""
+    """Return all tokens that the files name; None if only a sentencepiece file names them."""
     tokens: set[str] = set()
     if (file := folder / "tokenizer.json").is_file():
         tokens.update(Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True))
@@ -176,7 +179,7 @@ def _stored_tokens(folder: Path) -> set[str] | None:
 
 
 def _around(tokenizer: Tokenizer) -> list[int]:
-    """The ids that it puts around a text and around a pair."""
+    """Return the ids that the tokenizer puts around a text and around a pair."""
     encodings = (tokenizer.encode(""), tokenizer.encode("", ""))
     return [
         number
@@ -187,9 +190,10 @@ def _around(tokenizer: Tokenizer) -> list[int]:
 
 
 def _ended(tokenizer: Tokenizer, token: str, number: int) -> Tokenizer:
-    """The tokenizer with `token` after each text.
+    """Return the tokenizer with `token` after each text.
 
-    Its own template is edited: a second one after it would take the parts that the first made for the texts of a pair.
+    Its own template is edited. A second template after it would replace the texts of a pair that the first one
+    prepared.
     """
     state = json.loads(tokenizer.to_str())
     processor = state["post_processor"]
@@ -214,7 +218,9 @@ def _ended(tokenizer: Tokenizer, token: str, number: int) -> Tokenizer:
 
 
 def special_ids(folder: Path, load: LoadOptions, roles: Iterable[str] = ()) -> frozenset[int]:
-    """The ids of all special tokens, or of those in `roles`, such as pad, as far as there are any."""
+    """Return the ids of all special tokens, or of the special tokens in `roles`, for example pad. Roles without a token
+    are left out.
+    """
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=load.trust_remote_code)
     named = {role: getattr(tokenizer, f"{role}_token_id", None) for role in roles}
     return (
@@ -225,10 +231,10 @@ def special_ids(folder: Path, load: LoadOptions, roles: Iterable[str] = ()) -> f
 
 
 def fitted(tokenizer: Tokenizer, table: int) -> tuple[Tokenizer, list[str]]:
-    """The tokenizer without the special tokens that have no row in a table of `table` embeddings, and these.
+    """Return the tokenizer without the special tokens that have no row in a table of `table` embeddings, and the list
+    of these tokens.
 
-    Published models have such tokens, for images for instance. A text that holds one is read as the characters that it
-    is written with.
+    Published models have such tokens, for example for images. If a text holds one, it is read as plain characters.
     """
     around = set(_around(tokenizer))
     beyond = {
@@ -249,7 +255,9 @@ def fitted(tokenizer: Tokenizer, table: int) -> tuple[Tokenizer, list[str]]:
 
 
 def fault(tokenizer: Tokenizer, table: int, needs: TokenNeeds = _NO_NEEDS) -> str:
-    """Why a tokenizer cannot be that of a model with `table` embeddings, and what to do; empty if nothing shows it."""
+    """Return why a tokenizer cannot belong to a model with `table` embeddings, and how to fix that; empty if no check
+    fails.
+    """
     largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
     around = [number for number in _around(tokenizer) if number >= table]
     if largest >= table or around:
@@ -261,7 +269,7 @@ def fault(tokenizer: Tokenizer, table: int, needs: TokenNeeds = _NO_NEEDS) -> st
     try:
         reads = any(_share(tokenizer, text) > _KNOWN for text in SAMPLES.values())
         text, pair = tokenizer.encode(SAMPLES["Latin"]), tokenizer.encode("a", "a")
-    except Exception as error:  # noqa: BLE001  the library raises nothing narrower
+    except Exception as error:  # noqa: BLE001  the library raises no narrower exception
         return f"its tokenizer fails on a plain sentence ({error}): {_REMEDY}"
     if not reads:
         scripts = f"{', '.join(list(SAMPLES)[:6])} and {len(SAMPLES) - 6} others"
@@ -282,7 +290,7 @@ def _separated(pair: Encoding) -> bool:
 
 
 def _share(tokenizer: Tokenizer, text: str) -> float:
-    """The part of the characters of `text` that become tokens other than the unknown one."""
+    """Return the share of the characters of `text` that become tokens other than the unknown one."""
     encoding = tokenizer.encode(text, add_special_tokens=False)
     unread = _unread_ids(tokenizer)
     read = {
@@ -296,7 +304,7 @@ def _share(tokenizer: Tokenizer, text: str) -> float:
 
 
 def _unread_ids(tokenizer: Tokenizer) -> set[int]:
-    """The ids of special tokens and of the unknown token, which the model of sentencepiece does not name."""
+    """Return the ids of special tokens and of the unknown token, which a sentencepiece model does not name."""
     unread = {number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special}
     unknown = getattr(tokenizer.model, "unk_token", None)
     if unknown is not None and (number := tokenizer.token_to_id(unknown)) is not None:

@@ -1,8 +1,8 @@
-"""The weight files of a model folder: whole, without NaN, quantised as config.json says. Which tensors a class lacks:
-`checkpoint`.
+"""Checks of the weight files of a model folder: they are complete, without NaN, and quantised as config.json says.
+`checkpoint` checks which tensors a class lacks.
 
-A file that was cut off by a full disk or a broken copy, or that a diverged training wrote, is named before anything is
-made from it.
+A file that a full disk or a broken copy truncated, or that a diverged training wrote, is reported by name before it is
+used.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from torch import Tensor
 from sie_contracts.models.load_errors import load_failed
 from sie_store.folder_files import read_json
 
-_OTHER_FORMATS = ("onnx", "openvino")  # folders of published models that no family reads
+_OTHER_FORMATS = ("onnx", "openvino")  # folders in published models whose formats no family reads
 _PICKLES = ("pytorch_model.bin", "sparse_linear.pt", "colbert_linear.pt")
 _QUANTISED = (torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2)
-MATRIX = 2  # dimensions; masks of attention are uint8 too, and have more
-_CHUNK = 1 << 22  # numbers that are looked at at once
+MATRIX = 2  # dimensions of a matrix; attention masks are uint8 too, and have more dimensions
+_CHUNK = 1 << 22  # numbers checked in one step
 _HEADER_BYTES = 8
 _INDEX = "model.safetensors.index.json"
 
 
 def check_weights(folder: Path) -> None:
-    """Raises ModelLoadFailed INCOMPATIBLE for a file of weights that is cut off, is missing beside its other parts,
-    holds NaN, or holds quantised numbers whose scale config.json does not tell.
+    """Raise ModelLoadFailed INCOMPATIBLE for a file of weights that is truncated, is missing beside its other parts,
+    holds NaN, or holds quantised numbers whose scale config.json does not give.
 
     Reads all weights once, through the page cache and not into memory of this process.
     """
@@ -49,7 +49,7 @@ def check_weights(folder: Path) -> None:
                     precision = str(tensor.dtype).removeprefix("torch.")
                     cause = f"{file.name} holds {name} in {precision}, and config.json has no quantization_config"
                     fix = "export the model again in float32, float16 or bfloat16"
-                    raise load_failed("INCOMPATIBLE", f"{cause} that says its scale; {fix}")
+                    raise load_failed("INCOMPATIBLE", f"{cause} with its scale; {fix}")
         except SafetensorError as error:
             raise _broken(file, str(error)) from error
         if bad:
@@ -61,7 +61,7 @@ def check_weights(folder: Path) -> None:
 
 
 def safetensors_of(folder: Path) -> list[Path]:
-    """The files of the folder and of its modules."""
+    """Return the safetensors files of the folder and of its module folders."""
     below = [
         path
         for path in folder.glob("*/*.safetensors")
@@ -78,7 +78,7 @@ def _stored(file: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def _check_length(file: Path) -> None:
-    """Compare the size of a safetensors file with what its header says. Source: the format's description in its
+    """Compare the size of a safetensors file with its header. Source: the description of the format in its
     repository.
     """
     size = file.stat().st_size
@@ -101,7 +101,7 @@ def _broken(file: Path, why: str) -> Exception:
 
 
 def _check_parts(folder: Path) -> None:
-    """All parts that an index names are there, where it is what a load reads."""
+    """Check that all parts that the index names exist, if a load reads the index."""
     if not (folder / _INDEX).is_file() or (folder / "model.safetensors").is_file():
         return
     named = set(json.loads((folder / _INDEX).read_text())["weight_map"].values())
@@ -113,7 +113,9 @@ def _check_parts(folder: Path) -> None:
 
 
 def _pickled(file: Path) -> Iterable[tuple[str, Tensor]]:
-    """Tensors of a file of torch.save; a file with anything else is refused by the family that reads it."""
+    """Return the tensors of a file of torch.save. Other contents are left out: the family that reads the file refuses
+    them.
+    """
     try:
         loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
     except pickle.UnpicklingError:
@@ -128,7 +130,7 @@ def _pickled(file: Path) -> Iterable[tuple[str, Tensor]]:
 
 
 def holds_nan(tensor: Tensor) -> bool:
-    """Whether a tensor of any precision holds NaN; infinities are numbers."""
+    """Return whether a tensor of any precision holds NaN; infinities are allowed."""
     if not tensor.is_floating_point() or tensor.itemsize < 2:
         return False
     return any(bool(torch.isnan(part).any()) for part in tensor.reshape(-1).split(_CHUNK))

@@ -1,1 +1,1 @@
-"""Device memory: which models stay loaded, learnt limits of batches, and what is done when memory runs out."""
+"""Device memory: which models stay loaded, the limits learnt for batches, and the remedies when memory runs out."""

@@ -4,12 +4,12 @@ each device.
     before a pass: limit(key) ──► split_off(chosen, lengths, limit) ──► a pass that is known to fit, and the rest
     after a pass:  fits(key, tokens) | failed(key, tokens) ──► the edge moves, and is kept on disk
 
-The rule. A failure of n tokens sets the edge to n, and the limit to what fitted below it, at least n / 2; where n had
-fitted before, less memory is free now and n / 2 is all that is still believed. Failures of the past do not hold
-for ever, since another process may have taken the memory: for every WAIT_S without news the limit rises by RAISE. If
-a pass of the risen size fails, the wait doubles, up to MAX_WAIT_S, so a device that is simply too small is tried ever
-more rarely; if it fits, the wait begins anew, from there. A failure that killed the process cost its models and its
-other batches: half of its tokens count as failed as well, and the wait begins at KILLED_WAIT_S.
+The rule. A failure of n tokens sets the edge to n. The limit becomes the largest pass below it that fitted, at least n
+/ 2. If n had fitted before, less memory is free now, and the limit is n / 2. Old failures do not hold for ever, since
+another process may have taken the memory: for every WAIT_S without a new result the limit rises by the factor RAISE. If
+a pass of the raised size fails, the wait doubles, up to MAX_WAIT_S, so a device that is too small is tried more and
+more rarely. If it fits, the wait begins anew from that size. A failure that killed the process also cost its models and
+its other batches: half of its tokens count as failed as well, and the wait begins at KILLED_WAIT_S.
 """
 
 from __future__ import annotations
@@ -36,15 +36,17 @@ WAIT_S = 30.0
 KILLED_WAIT_S = 480.0
 MAX_WAIT_S = 1920.0
 RAISE = 1.25
-FORGET_STEPS = 40  # 1.25 ** 40 is 7,500 times what failed: nothing is left of it
+# after 40 raises the limit is 1.25 ** 40 = 7,500 times the failed size, so the failure has no effect any more
+FORGET_STEPS = 40
 MAX_KEYS = 256
 _SAVE_EVERY_S = 1.0
 _logger = logging.getLogger("sie.adapter")
 
 
 class BatchLimit(msgspec.Struct):
-    """`fit_tokens`: the largest pass that fitted. `fail_tokens`: the smallest that failed, 0 if none did. `since_s`: of
-    the last news. `wait_s`: until the limit rises; it begins at `first_wait_s`.
+    """Results of one key. `fit_tokens`: tokens of the largest pass that fitted. `fail_tokens`: tokens of the smallest
+    pass that failed, 0 if none did. `since_s`: time of the last result that changed the limit. `wait_s`: seconds until
+    the limit rises; it begins at `first_wait_s`.
     """
 
     fit_tokens: int = 0
@@ -59,18 +61,20 @@ class _LimitsFile(msgspec.Struct):
 
 
 def limits_key(fingerprint: str, precision: str, device: str) -> str:
-    """The key of a loaded model on a device: its fingerprint, the precision it computes in, the device's label."""
+    """Return the key of a loaded model on a device: its fingerprint, the precision that it computes in, and the
+    device's label.
+    """
     return "/".join((fingerprint, precision, device.replace(" ", "-")))
 
 
 def learnt_folder(settings: Settings) -> Path:
-    """The folder of the files that the adapters of a machine share."""
+    """Return the folder of the files that the adapters of a machine share."""
     return settings.cache_folder / "sie"
 
 
 def split_off(chosen: Int64, lengths: Int64, limit: int | None) -> tuple[Int64, Int64]:
-    """The next part of the `chosen` items, of at most `limit` tokens and at least one item, and the rest. Short items
-    go first.
+    """Return the next part of the `chosen` items, of at most `limit` tokens and at least one item, and the rest. Short
+    items go first.
     """
     if limit is None or lengths[chosen].sum() <= limit:
         return chosen, chosen[:0]
@@ -84,11 +88,11 @@ def _believed(edge: BatchLimit) -> int:
 
 
 class DeviceLimits:
-    """The edges of this device, at most MAX_KEYS, kept in the file at `path`. Every method may be called from any
-    thread. None raises.
+    """The limits of this device, at most MAX_KEYS, kept in the file at `path`. Every method may be called from any
+    thread. No method raises.
 
-    The file is read at the first use: a spare process may have been started long before. `clock` is wall time, which a
-    restart survives.
+    The file is read at the first use, since a spare process may have started long before. `clock` is wall time, which
+    stays valid after a restart.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
@@ -102,23 +106,23 @@ class DeviceLimits:
 
     @classmethod
     def for_machine(cls, settings: Settings) -> DeviceLimits:
-        """The limits of this machine, which all of its adapters share."""
+        """Return the limits of this machine, which all of its adapters share."""
         return cls(learnt_folder(settings) / "frontier.json")
 
     def limit(self, key: str) -> int | None:
-        """The most tokens that a pass should have now; None while nothing is known to fail. At least 1."""
+        """Return the most tokens that a pass should have now, at least 1; None while no pass is known to fail."""
         with self._lock:
             edge = self._edge(key)
             return self._limit(edge) if edge and edge.fail_tokens else None
 
     def fitted(self, key: str) -> int:
-        """The tokens of the largest pass that went through; 0 while none did."""
+        """Return the tokens of the largest pass that fitted; 0 while none did."""
         with self._lock:
             edge = self._edge(key)
             return edge.fit_tokens if edge else 0
 
     def fits(self, key: str, tokens: int) -> None:
-        """A pass of so many tokens went through."""
+        """Record that a pass of `tokens` tokens fitted."""
         with self._lock:
             edge = self._edge(key) or self._add(key)
             if tokens <= edge.fit_tokens:
@@ -136,14 +140,15 @@ class DeviceLimits:
                 self._save()
 
     def failed(self, key: str, tokens: int, *, killed: bool = False) -> None:
-        """A pass of so many tokens ran out of memory. `killed`: the process did not survive it."""
+        """Record that a pass of `tokens` tokens ran out of memory. `killed`: the process did not survive the pass."""
         with self._lock:
             edge = self._edge(key) or self._add(key)
             if killed:
                 tokens = max(1, tokens // 2)
             if edge.fail_tokens:
                 if tokens > self._limit(edge):
-                    return  # an item that is larger alone, or another lane's pass of before: no news
+                    # a single item above the limit, or a pass that another lane began earlier: it teaches nothing new
+                    return
                 edge.wait_s = min(2 * edge.wait_s, MAX_WAIT_S) if tokens > _believed(edge) else edge.first_wait_s
             if killed:
                 edge.first_wait_s = KILLED_WAIT_S
@@ -155,7 +160,7 @@ class DeviceLimits:
             self._save()
 
     def save(self) -> None:
-        """Write what is not written yet."""
+        """Write the limits that are not written yet."""
         with self._lock:
             if self._dirty:
                 self._save()
@@ -165,7 +170,7 @@ class DeviceLimits:
 
     def _limit(self, edge: BatchLimit) -> int:
         believed, steps = _believed(edge), self._steps(edge)
-        return max(int(believed * RAISE**steps), believed + steps)  # RAISE alone would never lift a limit of 1
+        return max(int(believed * RAISE**steps), believed + steps)  # RAISE alone would never raise a limit of 1
 
     def _edge(self, key: str) -> BatchLimit | None:
         if not self._read:
@@ -189,7 +194,12 @@ class DeviceLimits:
             return {}
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             aside = self._path.with_suffix(".corrupt")
-            _logger.warning("the batch limits at %s is moved to %s and learnt anew: %s", self._path, aside.name, error)
+            _logger.warning(
+                "the batch limits at %s are corrupt, so they are learnt anew and the file is moved to %s: %s",
+                self._path,
+                aside.name,
+                error,
+            )
             try:
                 self._path.replace(aside)
             except OSError as moving:
@@ -197,7 +207,7 @@ class DeviceLimits:
             return {}
 
     def _save(self) -> None:
-        # what another process of this machine learnt of other models stays
+        # keeps what another process of this machine learnt for other models
         edges = self._stored() | self._edges
         learnt = {key: edge for key, edge in edges.items() if edge.fail_tokens and self._steps(edge) < FORGET_STEPS}
         latest = sorted(learnt, key=lambda key: learnt[key].since_s)[-MAX_KEYS:]
@@ -208,12 +218,12 @@ class DeviceLimits:
             draft.write_bytes(msgspec.json.encode(_LimitsFile({key: learnt[key] for key in latest})))
             draft.replace(self._path)
         except OSError as error:
-            _logger.warning("the batch limits cannot be kept at %s: %s", self._path, error)
+            _logger.warning("the batch limits cannot be written to %s: %s", self._path, error)
 
 
-SLOTS = 64  # more than there are lanes
-DOUBTED_TOKENS = 1024  # a pass below is too small for memory to be the likely reason of an unknown death
-# tokens of the pass, 0 if the slot is free; the largest that had fitted; bytes of the key
+SLOTS = 64  # passes recorded at once; there are fewer lanes
+DOUBTED_TOKENS = 1024  # tokens below which lack of memory is not the likely reason of an unexplained death
+# tokens of the pass, 0 if the slot is free; tokens of the largest pass that had fitted; bytes of the key
 _HEAD = struct.Struct("<III")
 _SLOT_BYTES = 512
 _FREE = bytes(_HEAD.size)
@@ -221,7 +231,9 @@ _FREE = bytes(_HEAD.size)
 
 @dataclass(frozen=True)
 class PassRecord:
-    """A pass that had begun and not ended. `fitted_tokens`: the largest pass of the model that had fitted before it."""
+    """A pass that had begun and not ended. `fitted_tokens`: tokens of the largest pass of the model that had fitted
+    before.
+    """
 
     key: str
     tokens: int
@@ -229,8 +241,8 @@ class PassRecord:
 
 
 class PassRecords:
-    """The records of one adapter. `during` may be called from any thread. Nothing raises: without its file an adapter
-    serves as well, and learns less.
+    """The records of one adapter's running passes. `during` may be called from any thread. No method raises: without
+    its file an adapter serves as well, and learns less.
     """
 
     def __init__(self, path: Path) -> None:
@@ -241,7 +253,7 @@ class PassRecords:
 
     @classmethod
     def for_socket(cls, settings: Settings) -> PassRecords:
-        """The records of the adapter on this socket."""
+        """Return the records of the adapter on this socket."""
         name = hashlib.sha256(settings.ipc_socket_path.encode()).hexdigest()[:16]
         return cls(learnt_folder(settings) / f"passes-{name}")
 
@@ -263,14 +275,14 @@ class PassRecords:
                 self._free.append(slot)
 
     def left(self) -> list[PassRecord]:
-        """The records of a process that is dead. They are removed."""
+        """Return the records that a dead process left, and remove them."""
         try:
             content = self._path.read_bytes()
             self._path.unlink()
         except FileNotFoundError:
             return []
         except OSError as error:
-            _logger.warning("the passes that ran cannot be read from %s: %s", self._path, error)
+            _logger.warning("the records of passes cannot be read from %s: %s", self._path, error)
             return []
         slots = (content[start : start + _SLOT_BYTES] for start in range(0, len(content), _SLOT_BYTES))
         return [record for slot in slots if (record := _record(slot)) is not None]
@@ -279,7 +291,7 @@ class PassRecords:
         try:
             os.pwrite(self._opened(), content, slot * _SLOT_BYTES)
         except OSError as error:
-            _logger.debug("a pass is not noted in %s: %s", self._path, error)
+            _logger.debug("a pass cannot be recorded in %s: %s", self._path, error)
 
     def _opened(self) -> int:
         with self._lock:
@@ -290,7 +302,7 @@ class PassRecords:
 
 
 def _record(slot: bytes) -> PassRecord | None:
-    """None for a slot that is free, or was not written to its end."""
+    """Return the record in a slot. None for a slot that is free, or was not written to its end."""
     if len(slot) < _HEAD.size:
         return None
     tokens, fitted_tokens, size = _HEAD.unpack_from(slot)
@@ -302,11 +314,11 @@ def _record(slot: bytes) -> PassRecord | None:
 
 class CrashRecord:
     """Lowers the batch limits after passes that a process did not survive. Belongs to the process that starts the next
-    one.
+    adapter.
     """
 
     def __init__(self, pass_records: PassRecords, batch_limits: Callable[[], DeviceLimits]) -> None:
-        """`batch_limits` reads the file, which the process that died has written."""
+        """`batch_limits` reads the limits from the file that the dead process wrote."""
         self._pass_records = pass_records
         self._read_limits = batch_limits
         self._kills = control_group.oom_kills()
@@ -315,7 +327,7 @@ class CrashRecord:
         """Lower the limits for the passes of the previous process, which is dead."""
         kills = control_group.oom_kills()
         is_known, self._kills = kills > self._kills, kills
-        how = "was killed by the kernel, which had no memory left," if is_known else "ended, as if out of memory,"
+        how = "was killed by the kernel for lack of memory" if is_known else "ended, probably for lack of memory,"
         batch_limits = self._read_limits()
         for record in self._pass_records.left():
             if is_known or (record.tokens > record.fitted_tokens and record.tokens >= DOUBTED_TOKENS):

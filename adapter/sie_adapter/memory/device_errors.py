@@ -7,9 +7,9 @@ import re
 
 from sie_contracts.errors import InternalFailure
 
-# Messages of torch's allocator, the mapping of a file, oneDNN, C++ and a thread that finds no room for its stack on a
-# CPU: all of them raise a bare RuntimeError, so the text decides. On CUDA the libraries and the driver allocate too,
-# for a handle or for the code of a kernel: the context survives that.
+# Messages for a failed allocation: of torch's allocator, the mapping of a file, oneDNN, C++ and a thread that finds no
+# room for its stack on a CPU. All of them are a bare RuntimeError, so the text decides. On CUDA the libraries and the
+# driver allocate too, for a handle or for the code of a kernel: the context survives such a failure.
 _ALLOCATION = (
     "DefaultCPUAllocator",
     "Cannot allocate memory",
@@ -22,23 +22,23 @@ _ALLOCATION = (
 )
 
 
-# oneDNN gives no reason. A primitive whose descriptor it could make lacks nothing but memory for its code. One without
-# a descriptor is an operation that oneDNN does not have, such as a product of two precisions.
+# oneDNN gives no reason. If it could make the primitive's descriptor, only memory for its code is missing. If it could
+# not, oneDNN lacks the operation, for example a product of two precisions.
 _NO_PRIMITIVE = re.compile("could not create a primitive(?! descriptor)")
 
 
 def cancelled() -> InternalFailure:
-    """The error of a batch that was interrupted."""
+    """Return the error of a batch that was interrupted."""
     return InternalFailure("nobody waits for the answer any more", reason="cancelled")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed."""
+    """Return whether an allocation failed."""
     import torch
 
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    if isinstance(error, OSError):  # the kernel had none, not even to list a folder
+    if isinstance(error, OSError):  # the kernel had no memory, not even to list a folder
         return error.errno == errno.ENOMEM
     if type(error) not in (RuntimeError, torch.AcceleratorError):
         return False
@@ -46,12 +46,12 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def is_primitive_refused(error: BaseException) -> bool:
-    """Whether oneDNN found no memory for the code of a primitive."""
+    """Return whether oneDNN found no memory for the code of a primitive."""
     return _NO_PRIMITIVE.search(str(error)) is not None
 
 
-# CUDA refuses to start a kernel, that of a package built for another card for instance: nothing ran, and the context is
-# whole.
+# CUDA refused to start a kernel, for example one from a package built for another card: no kernel ran, and the context
+# is intact.
 _NOT_STARTED = (
     "no kernel image is available",
     "invalid device function",
@@ -61,7 +61,7 @@ _NOT_STARTED = (
 
 
 def is_device_fatal(error: BaseException) -> bool:
-    """Whether the device is lost with this error: asynchronous CUDA errors stay in the context for good."""
+    """Return whether the device is lost after this error: asynchronous CUDA errors stay in the context for good."""
     import torch
 
     survived = is_out_of_memory(error) or any(text in str(error) for text in _NOT_STARTED)

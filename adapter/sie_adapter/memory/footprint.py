@@ -10,9 +10,10 @@ from sie_contracts.models.load_errors import load_failed
 
 
 def weight_bytes(folder: Path, itemsize: int) -> int:
-    """Bytes that the weights in `folder` take with floats of `itemsize` bytes; 0 where there are no safetensors.
+    """Return the bytes that the weights in `folder` take with floats of `itemsize` bytes; 0 if there are no
+    safetensors.
 
-    Raises ModelLoadFailed INCOMPATIBLE for a file that is not whole. Source: the safetensors format, an unsigned 64-bit
+    Raises ModelLoadFailed INCOMPATIBLE for a truncated file. Source: the safetensors format, an unsigned 64-bit
     little-endian length, a JSON object of names, dtypes, shapes and offsets, then the tensors.
     """
     index = folder / "model.safetensors.index.json"
@@ -34,7 +35,8 @@ def _file_bytes(file: Path, itemsize: int) -> int:
     )
     if header is None or end > size:
         raise load_failed(
-            "INCOMPATIBLE", f"{file.name} is cut off or no safetensors file: a broken download, or a pointer of Git LFS"
+            "INCOMPATIBLE",
+            f"{file.name} is cut off or is no safetensors file: a broken download, or a pointer of Git LFS",
         )
     header.pop("__metadata__", None)
     floats = [tensor for tensor in header.values() if tensor["dtype"].startswith(("F", "BF"))]

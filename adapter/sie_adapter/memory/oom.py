@@ -1,4 +1,4 @@
-"""Recovery from a lack of device memory, and the counts of it. The sidecar exports them: this process has no port.
+"""Recovery from a lack of device memory, and its counters. The sidecar exports them, since this process has no port.
 
 work ──► out of memory ──► clear the cache ──► make room ──► halve the batch ──► refuse what does not fit alone
 """
@@ -32,18 +32,18 @@ Remedy = Literal[
 
 
 class OomCounters:
-    """Counts of remedies since the start of the process, by model. Every method may be called from any thread."""
+    """Counters of remedies since the start of the process, by model. Every method may be called from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._counts: dict[str, Counter[str]] = {}  # models are those that were ever loaded here
+        self._counts: dict[str, Counter[str]] = {}  # keys are the models that were ever loaded here
 
     def count(self, model: str, remedy: Remedy) -> None:
         with self._lock:
             self._counts.setdefault(model, Counter())[remedy] += 1
 
     def all(self) -> tuple[Shortages, ...]:
-        """The counts of each model that ran out of memory."""
+        """Return the counters of each model that ran out of memory."""
         with self._lock:
             return tuple(Shortages(model, **counts) for model, counts in self._counts.items())
 
@@ -52,36 +52,41 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 
-# oneDNN up to 3.13 keeps the error of its code generator by thread and never clears it (its pull request 5907 does):
-# after one allocation that failed, every primitive of a new shape fails on that thread, however much memory is free.
-class _ThreadState(threading.local):
-    is_thread_unusable = False
+# oneDNN up to 3.13 keeps the error of its code generator per thread and never clears it (its pull request 5907 does).
+# After one failed allocation every primitive of a new shape fails on that thread, however much memory is free.
+class ThreadState(threading.local):
+    """State of the calling thread. `is_unusable`: oneDNN refused a primitive on this thread."""
+
+    is_unusable = False
 
 
-_thread_state = _ThreadState()
-
-
-def is_thread_unusable() -> bool:
-    """Whether oneDNN refused a primitive on this thread."""
-    return _thread_state.is_thread_unusable
+thread_state = ThreadState()
 
 
 def on_usable_thread(
     work: Callable[Arguments, Result], *arguments: Arguments.args, **named: Arguments.kwargs
 ) -> Result:
-    """Call `work` here, or on a thread of its own once this one is unusable. Raises what it raises."""
-    if _thread_state.is_thread_unusable:
+    """Call `work` on this thread, or on a new thread if this one is unusable. Raises what `work` raises."""
+    if thread_state.is_unusable:
         return on_new_thread(work, *arguments, **named)
     try:
         return work(*arguments, **named)
     except RuntimeError as error:
-        _thread_state.is_thread_unusable = is_primitive_refused(error)
+        ran_out(error)
         raise
 
 
+def ran_out(error: RuntimeError | MemoryError) -> bool:
+    """Return whether this error of a pass on this thread says that memory ran out. Record whether the thread stays
+    usable.
+    """
+    thread_state.is_unusable = is_primitive_refused(error)
+    return is_out_of_memory(error)
+
+
 def on_new_thread(work: Callable[Arguments, Result], *arguments: Arguments.args, **named: Arguments.kwargs) -> Result:
-    """Call `work` on a thread of its own, with this one's mode and threads of torch. Raises what it raises, and a
-    RuntimeError that `is_out_of_memory` knows where there is no room for the thread.
+    """Call `work` on a new thread, with this thread's inference mode and number of torch threads. Raises what `work`
+    raises. If there is no room for the thread, raises a RuntimeError for which `is_out_of_memory` is true.
     """
     results: list[Result] = []
     errors: list[BaseException] = []
@@ -92,35 +97,35 @@ def on_new_thread(work: Callable[Arguments, Result], *arguments: Arguments.args,
         try:
             with torch.inference_mode(is_inference):
                 results.append(work(*arguments, **named))
-        except BaseException as error:  # noqa: BLE001  # raised where it is waited for
+        except BaseException as error:  # noqa: BLE001  # raised again on the thread that waits
             errors.append(error)
 
     thread = threading.Thread(target=run, name=f"{threading.current_thread().name}-new", daemon=True)
     thread.start()
     thread.join()
     if errors:
-        raise errors.pop()  # nothing here holds it any more: its frames hold the tensors of a failed pass
+        raise errors.pop()  # pop, so that nothing holds the error here: its frames hold the tensors of a failed pass
     return results.pop()
 
 
 _logger = logging.getLogger("sie.adapter")
-Items = Int64  # places of items in a batch
+Items = Int64  # positions of items in a batch
 
 
 def halved(items: Items) -> tuple[Items, Items]:
-    """Two parts of equal counts."""
+    """Split items into two parts of equal counts."""
     return items[: len(items) // 2], items[len(items) // 2 :]
 
 
 def exhausted() -> ResourceExhausted:
-    """The error of an item that does not fit by itself."""
+    """Return the error of an item that does not fit alone."""
     return ResourceExhausted("the device has too little memory for this item alone", reason="out_of_memory")
 
 
 @dataclass(frozen=True)
 class OomRecovery:
-    """The remedies of one device. `make_room` drops what the batch may drop, and says how, None if there is nothing;
-    `count` is called for each remedy.
+    """The remedies of one device. `make_room` drops what the batch may drop and returns the remedy, None if nothing can
+    be dropped. `count` is called for each remedy.
     """
 
     device: torch.device
@@ -135,11 +140,13 @@ class OomRecovery:
         *,
         halves: Callable[[Items], tuple[Items, Items]] = halved,
         learn: Callable[[Items, bool], None] = lambda items, fitted: None,
+        is_tried: bool = False,
     ) -> None:
-        """Do `work` on `items`, of which there may be none, in as many parts as memory asks for; `refuse` what does not
-        fit alone.
+        """Run `work` on `items`, which may be empty, in as many parts as memory requires. Call `refuse` for each item
+        that does not fit alone.
 
-        `learn` hears which parts fitted. Raises what `work` raises, other than running out of memory.
+        `learn` is called for each part, with whether it fitted. `is_tried`: the caller already ran the work on all
+        items, and memory ran out. Raises what `work` raises, other than running out of memory.
         """
         refused = 0
 
@@ -149,7 +156,7 @@ class OomRecovery:
             self.count("terminal_failures")
             refuse(item)
 
-        if self._ran_out(work, items, refusing, halves, learn):
+        if self._ran_out(work, items, refusing, halves, learn, is_tried=is_tried):
             self.count("recoveries_attempted")
             if not refused:
                 self.count("recoveries_succeeded")
@@ -161,13 +168,15 @@ class OomRecovery:
         refuse: Callable[[int], None],
         halves: Callable[[Items], tuple[Items, Items]],
         learn: Callable[[Items, bool], None],
+        *,
+        is_tried: bool = False,
     ) -> bool:
-        """`run`; whether memory ran out meanwhile."""
+        """Do the work of `run`. Return whether memory ran out meanwhile."""
         if not len(items):
             return False
         tries = 0
         is_last = False
-        while not self._fits(work, items):
+        while (is_tried and not tries) or not self._fits(work, items):
             tries += 1
             give_memory_back(self.device)
             self.count("cache_clears")
@@ -191,8 +200,8 @@ class OomRecovery:
 
     @staticmethod
     def _fits(work: Callable[[Items], None], items: Items) -> bool:
-        # a function of its own: once it returns, nothing holds the tensors of a failed pass, as the traceback of a
-        # handled error would
+        # A separate function: after it returns, nothing holds the tensors of a failed pass. The traceback of an error
+        # that is being handled would hold them.
         try:
             on_usable_thread(work, items)
         except (RuntimeError, MemoryError) as error:

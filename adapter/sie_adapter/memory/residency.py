@@ -1,16 +1,16 @@
-"""The loaded models of this process, and how memory is made for others.
+"""The loaded models of this process, and how memory is freed for others.
 
     EnsureReady ──► loaded already? ──► one load per model, however many ask ──► warm-up ──► resident
                                           └─ before it: drop models while memory would be above the threshold
     after a batch, and at a Ping that permits it ──► drop models while memory is above the threshold
     out of memory in a batch ──► make_room: drop one model, whatever the threshold says, or wait for a load to end
     out of memory in a load ──► once more, alone ──► drop one model, and again
-    before any model goes: what can be made again (`tower_outputs`)
+    before any model is dropped: drop cached outputs that can be computed again (`tower_outputs`)
 
-The sidecar decides which models may go. Each request carries its own permission, an ordered list of models, and its
-reply names those that went. Nothing is kept between requests.
+The sidecar decides which models may be dropped. Each request carries its own permission, an ordered list of models, and
+its reply names the dropped models. Nothing is kept between requests.
 
-State is owned by `ResidentModels` and guarded by one lock, which is never held over a load or a forward pass.
+`ResidentModels` owns the state and guards it with one lock, which is never held during a load or a forward pass.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _logger = logging.getLogger("sie.adapter")
 
 
 class LoadedWeights(Protocol):
-    """The attributes of a loaded family that the process reads, beside its passes."""
+    """Attributes of a loaded family that the process reads, besides its passes."""
 
     tokenizer: bytes
     memory_bytes: int
@@ -57,7 +57,7 @@ class LoadedWeights(Protocol):
 
 @dataclass
 class Resident:
-    """A loaded model. `entry` may be replaced by one that needs no other weights."""
+    """A loaded model. `resolved` may be replaced by an entry that needs no other weights."""
 
     model: str
     resolved: Resolved
@@ -65,13 +65,13 @@ class Resident:
     load_s: float
     last_used_s: float
     running: int = 0
-    peak_bytes: int = 0  # of activations, beside the weights
+    peak_bytes: int = 0  # peak of activations during warm-up, besides the weights
     _fingerprint: str = ""
     _fingerprinted: Resolved | None = None
 
     @property
     def fingerprint(self) -> str:
-        """The fingerprint of the entry that is served now; every batch reads it."""
+        """Return the fingerprint of the entry that is served now. It is cached, since every batch reads it."""
         if self._fingerprinted is not self.resolved:
             entry, load = self.resolved.entry, self.resolved.load
             self._fingerprint = fingerprint(entry, load, self.weights.precision, self.weights.engine_choice.engine)
@@ -79,7 +79,7 @@ class Resident:
         return self._fingerprint
 
     def describe(self, now_s: float) -> LoadedModel:
-        """The model as a message of the wire."""
+        """Return the model as a message of the wire."""
         entry, weights = self.resolved.entry, self.weights
         return LoadedModel(
             self.model,
@@ -100,11 +100,11 @@ class Resident:
 
 
 def same_weights(old: Resolved, new: Resolved) -> bool:
-    """Whether the loaded copy for `old` serves `new` as well."""
+    """Return whether the weights loaded for `old` serve `new` as well."""
 
     def facts(resolved: Resolved) -> bytes:
         entry = resolved.entry
-        # a family also keeps what these say: its heads, how rows are made, and limits of its own
+        # a family also keeps the values of these fields: its heads, how rows are made, and its own limits
         retained = [entry.head, entry.pair, entry.run.pooling, entry.run.parameters]
         return msgspec.json.encode(
             [entry.id, entry.weights, entry.family, entry.max_tokens, entry.outputs, resolved.load, *retained],
@@ -116,11 +116,11 @@ def same_weights(old: Resolved, new: Resolved) -> bool:
 
 @dataclass
 class Permission:
-    """The models that may be unloaded for one request: those of `may_drop`, in that order. Created at the begin of the
+    """Models that may be unloaded for one request: those of `may_drop`, in that order. Created at the start of the
     request: a model that was used after that stays.
 
-    `dropped`: what was unloaded for the request so far. `has_shed`: what can be made again was dropped for it: only
-    once, since the request makes some of that again.
+    `dropped`: the models unloaded for the request so far. `has_shed`: cached outputs were dropped for it; this happens
+    only once, since the request computes some of them again.
     """
 
     may_drop: tuple[str, ...]
@@ -129,15 +129,15 @@ class Permission:
     has_shed: bool = False
 
     def record_drop(self, model: str) -> None:
-        """Note that `model` was unloaded."""
+        """Record that `model` was unloaded."""
         self.dropped += (model,)
 
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """The memory that models share. `held` returns what the device would hold with so many bytes more; `give_back`
-    returns to it what the allocator only keeps. Models go while more than `threshold_percent` is held. `shed` drops
-    what can be made again, and says whether there was any.
+    """Memory that the models share. `held(n)` returns the use of the device's memory with n bytes more. `give_back`
+    returns memory that the allocator only keeps to the device. Models are dropped while more than `threshold_percent`
+    is held. `shed` drops cached outputs that can be computed again, and returns whether there were any.
     """
 
     held: Callable[[int], MemoryUse]
@@ -146,12 +146,13 @@ class DeviceMemory:
     shed: Callable[[], bool] = lambda: False
 
     def is_short(self, more_bytes: int = 0) -> bool:
-        """Whether the device would be above the threshold with so many bytes more."""
+        """Return whether the device would be above the threshold with `more_bytes` bytes more."""
         return self.held(more_bytes).percent > self.threshold_percent
 
     def fits(self, more_bytes: int) -> bool:
-        """Whether something that grows may take so many bytes more: up to the middle between the threshold, which the
-        loaded models may reach, and all of the memory. What can be made again, or the allocator only keeps, goes first.
+        """Return whether a cache may take `more_bytes` bytes more: up to the middle between the threshold, which the
+        loaded models may reach, and all of the memory. Cached outputs, and memory that the allocator only keeps, are
+        freed first.
         """
         limit_percent = (self.threshold_percent + 100.0) / 2
         if self.held(more_bytes).percent > limit_percent:
@@ -163,11 +164,11 @@ class DeviceMemory:
 class ResidentModels:
     """The loaded models of this process. Every method may be called from any thread.
 
-    `load` turns a resolved entry into weights and raises ModelLoadFailed; `needed_bytes` tells before it what they will
-    take, and fetches their files if need be; `warm_up` runs them once, returns the peak of its activations, bytes, and
-    raises as `load`.
+    `load` turns a resolved entry into weights and raises ModelLoadFailed. `needed_bytes` returns beforehand the bytes
+    that the weights will take, and fetches their files if necessary. `warm_up` runs the weights once, returns the peak
+    of the activations in bytes, and raises as `load` does.
     A model is dropped only while memory is above the threshold, or to end a shortage; only by a request that permits
-    it; and only while nothing runs on it.
+    it; and only while no batch runs on it.
     """
 
     def __init__(
@@ -181,8 +182,8 @@ class ResidentModels:
         ended: Callable[[Resolved], None] = lambda _: None,
         count: Callable[[str, Remedy], None] = lambda model, remedy: None,
     ) -> None:
-        """`count` is called, by model, for each remedy of a load that ran out of memory; `ended` at the end of each
-        load, good or not.
+        """`count` is called, by model, for each remedy of a load that ran out of memory. `ended` is called at the end
+        of each load, successful or not.
         """
         self._load = load
         self._memory = memory
@@ -195,18 +196,18 @@ class ResidentModels:
         self._loading = SharedLock()
         self._residents: dict[str, Resident] = {}
         self._loads: dict[str, Future[None]] = {}
-        self._arriving: dict[str, int] = {}  # bytes of weights whose load has begun
+        self._arriving: dict[str, int] = {}  # bytes of weights of loads that have begun, by model
         self._relieve_due_s = 0.0
 
     def permission(self, may_drop: tuple[str, ...] = ()) -> Permission:
-        """The permission of a request that begins now."""
+        """Return the permission of a request that begins now."""
         return Permission(may_drop, self._clock())
 
     def ensure(
         self, model: str, entry: ModelEntry, profile: str = "default", permission: Permission | None = None
     ) -> Resident:
-        """The resident `model`, loaded if it is not there or needs other weights. `permission` names what was unloaded
-        for it, also when this raises.
+        """Return the resident `model`; load it if it is not there or needs other weights. `permission` records the
+        models that were unloaded for it, also if this raises.
 
         Raises ModelLoadFailed: class OOM and reason no_room if it cannot fit beside the models that have work.
         """
@@ -217,7 +218,8 @@ class ResidentModels:
                 resident = self._residents.get(model)
                 if resident is not None and same_weights(resident.resolved, resolved):
                     resident.resolved = resolved
-                    resident.last_used_s = self._clock()  # an older permission does not drop what is asked for now
+                    # so that an older permission does not drop a model that is asked for now
+                    resident.last_used_s = self._clock()
                     return resident
                 pending = self._loads.get(model)
                 if pending is None:
@@ -244,8 +246,8 @@ class ResidentModels:
 
     @contextlib.contextmanager
     def use(self, model: str, fingerprint: str = "") -> Iterator[Resident]:
-        """The resident `model` for one batch; it is not evicted meanwhile. Raises ModelLoading if it is not loaded, or
-        is another copy than that of `fingerprint`: its entry was changed.
+        """Yield the resident `model` for one batch; it is not dropped meanwhile. Raises ModelLoading if it is not
+        loaded, or if its fingerprint differs from `fingerprint`, since its entry was changed.
         """
         with self._lock:
             resident = self._residents.get(model)
@@ -260,7 +262,9 @@ class ResidentModels:
                 resident.running -= 1
 
     def change(self, model: str, entry: ModelEntry | None) -> None:
-        """Serve `entry` from now on: in place if the loaded weights allow it, else by unloading. None unloads."""
+        """Serve `entry` from now on: in place if the loaded weights allow it, else after an unload. None unloads the
+        model.
+        """
         with self._lock:
             resident = self._residents.get(model)
             if resident is not None and entry is not None:
@@ -271,7 +275,7 @@ class ResidentModels:
         self.release(model)
 
     def release(self, model: str) -> None:
-        """Unload `model`, or nothing. A batch that runs on it finishes first; its memory is free after that."""
+        """Unload `model` if it is loaded. A batch that runs on it finishes first; its memory is free after that."""
         with self._lock:
             was_loaded = self._residents.pop(model, None) is not None
         if was_loaded:
@@ -279,10 +283,10 @@ class ResidentModels:
             self._collect()
 
     def relieve(self, permission: Permission) -> None:
-        """Drop models while memory is above the threshold. Looks at most once a second, whoever asks.
+        """Drop models while memory is above the threshold. Checks at most once a second for all callers.
 
-        A load under way made its own room, and what it has taken of that is held by now: counted again, it would cost
-        others their place.
+        The bytes of a running load are not added: that load made its own room, and the bytes that it has taken already
+        count as held. Adding them again would drop other models for nothing.
         """
         with self._lock:
             now_s = self._clock()
@@ -292,22 +296,22 @@ class ResidentModels:
         self._drop_above_threshold(0, permission)
 
     def make_room(self, permission: Permission) -> Remedy | None:
-        """Because an allocation failed: drop what can be made again, else the next model that may go, else wait for a
-        load that takes memory meanwhile to end. None if there is nothing of these.
+        """Free memory after a failed allocation: drop cached outputs, else drop the next model that may go, else wait
+        for the end of a load that takes memory meanwhile. Return the remedy, None if there is none.
         """
         if self._shed(permission):
             return "cache_clears"
         if self._drop_next(permission, "an allocation failed"):
             return "evictions_triggered"
         with self._lock:
-            # of those whose bytes are counted: one that still fetches its files holds no memory, and may take minutes
+            # only loads with known bytes: a load that still fetches its files holds no memory, and may take minutes
             pending = next((self._loads[model] for model in self._arriving), None)
         if pending is not None:
-            pending.exception()  # whether it failed is for those who asked for it
+            pending.exception()  # only wait; the requests that asked for the load handle its failure
         return "evictions_triggered" if pending is not None else None
 
     def describe(self) -> tuple[LoadedModel, ...]:
-        """All resident models, in the order in which they were loaded."""
+        """Return all resident models, in the order in which they were loaded."""
         with self._lock:
             return tuple(resident.describe(self._clock()) for resident in self._residents.values())
 
@@ -322,15 +326,15 @@ class ResidentModels:
         if needed and (would := self._memory.held(arriving)).used_bytes > would.total_bytes:
             raise ModelLoadFailed(
                 f"{model} needs {needed >> 20} MiB, {max(0, would.total_bytes - would.used_bytes + needed) >> 20} are "
-                "free and nothing that is loaded is idle",
+                "free and no loaded model is idle",
                 reason="no_room",
                 extras={"error_class": "OOM", **({"arriving": beside} if beside else {})},
             )
 
     def _loaded_in_any_room(self, model: str, resolved: Resolved, permission: Permission) -> Resident:
-        """While it is loaded, a model takes more than it holds afterwards: of a file that is mapped, the copy too. What
-        ran out of memory beside other loads is tried again alone before it costs any model its place. Loads that take
-        places from each other would never end.
+        """Load a model, with remedies if memory runs out. While it loads, a model takes more than it holds afterwards:
+        for a mapped file, the copy too. A load that ran out of memory beside other loads is tried again alone before
+        any model is dropped for it. Otherwise loads could drop each other's models for ever.
         """
         with self._loading.shared() as share:
             loaded = self._loaded_or_oom(model, resolved)
@@ -353,13 +357,14 @@ class ResidentModels:
         return loaded
 
     def _loaded_or_oom(self, model: str, resolved: Resolved) -> Resident | SIEError:
-        """Raises ModelLoadFailed of any class but OOM."""
+        """Load a model. Return the error if memory ran out. Raises ModelLoadFailed of any class other than OOM."""
         try:
             return self._loaded(model, resolved)
         except ModelLoadFailed as error:
             if error.extras.get("error_class") != "OOM":
                 raise
-            return SIEError.from_info(error.info())  # the frames of this one hold the tensors that were too many
+            # a copy, since the frames of the original error hold the tensors that did not fit
+            return SIEError.from_info(error.info())
 
     def _loaded(self, model: str, resolved: Resolved) -> Resident:
         started_s = self._clock()
@@ -367,7 +372,7 @@ class ResidentModels:
         peak_bytes = self._warm_up(resolved, weights)
         now_s = self._clock()
         _logger.info(
-            "loaded %s in %.2f s: %s on %s (%s), attention %s, %.0f MiB and %.0f MiB to warm up",
+            "loaded %s in %.2f s: %s on %s (%s), attention %s, %.0f MiB of weights, %.0f MiB to warm up",
             model,
             now_s - started_s,
             weights.precision,
@@ -382,8 +387,8 @@ class ResidentModels:
     def _drop_above_threshold(self, more_bytes: int, permission: Permission) -> None:
         if not self._memory.is_short(more_bytes):
             return
-        # neither what can be made again or the allocator only keeps, nor a model that went while a batch ran on it, is
-        # a reason to unload another
+        # free first what is no reason to unload another model: cached outputs, memory that the allocator only keeps,
+        # and a model that was released while a batch ran on it
         self._memory.shed()
         self._collect()
         why = f"device memory is above {self._memory.threshold_percent:g} %"
@@ -391,7 +396,7 @@ class ResidentModels:
             pass
 
     def _drop_next(self, permission: Permission, why: str) -> bool:
-        """Unload the first model that may go. False if there is none."""
+        """Unload the first model that may be dropped. Return False if there is none."""
         with self._lock:
             victim = next((name for name in permission.may_drop if self._may_go(name, permission)), None)
             if victim is None:
@@ -410,7 +415,7 @@ class ResidentModels:
         return True
 
     def _may_go(self, model: str, permission: Permission) -> bool:
-        """Whether it is loaded, nothing runs on it, and nobody used it since the request began."""
+        """Return whether the model is loaded, no batch runs on it, and no request used it since this request began."""
         resident = self._residents.get(model)
         return resident is not None and not resident.running and resident.last_used_s <= permission.asked_s
 

@@ -8,18 +8,20 @@ from collections.abc import Iterator
 
 
 class Share:
-    """A shared hold. `was_alone`: no second holder during the hold; set at its end."""
+    """A shared hold of the lock. `was_alone`: the lock had no second holder during the hold; set at its end."""
 
     was_alone = True
 
 
 class SharedLock:
-    """May be used from any thread. A waiting exclusive holder goes before later ones."""
+    """Lock that many shared holders or one exclusive holder may hold. May be used from any thread. A waiting exclusive
+    holder goes before later holders.
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._shares = 0
-        self._taken = 0  # shares that were ever taken
+        self._taken = 0  # number of shared holds since the start
         self._is_exclusive = False
 
     @contextlib.contextmanager

@@ -3,10 +3,10 @@
     model(..., sie_bounds=, sie_layout=) ──► packed_attention, once a layer ──► one opaque op ──► a kernel per group of
     sequences
 
-The bounds of the sequences travel as tensor keyword arguments of `model(...)`: nothing is shared between threads, and a
-compiled graph sees one op. The mask function registered beside it hands what the model asked for to the attention
-function, which in a trial pass (`sie_trial`) compares it with what it would compute; whatever is not causal,
-bidirectional or a window of these is not run packed.
+The bounds of the sequences are tensor keyword arguments of `model(...)`. So threads share nothing, and a compiled graph
+sees one op. The registered mask function builds no mask: it passes the model's request on to the attention function. In
+a trial pass (`sie_trial`) the attention function compares the requested mask with the pattern that it computes. A mask
+that is not causal, bidirectional or a window of these does not run packed.
 """
 
 from __future__ import annotations
@@ -25,31 +25,33 @@ from torch import Tensor
 from sie_adapter.packed.packing import Int64, PackedBatch
 
 IMPLEMENTATION = "sie_packed"
-FAR = 1 << 30  # a window side without a limit
-# One block of scores stays inside the second-level cache; past it every pass over them waits for memory.
+FAR = 1 << 30  # stands for a window side without a limit
+# Scores of one block on a CPU: they fit the second-level cache. With more of them, each pass over the scores waits for
+# memory.
 _BLOCK_SCORES = 1 << 18
-_BLOCK_SCORES_ELSEWHERE = 1 << 25  # a GPU needs all of them at once; 128 MB in float32
-# A row of at least one vector register: shorter ones are summed number by number, which took eight times as long.
+_BLOCK_SCORES_ELSEWHERE = 1 << 25  # scores of one block on a GPU, which computes them all at once; 128 MB in float32
+# Least length of a row of scores: one vector register. Softmax sums a shorter row number by number, which took eight
+# times as long.
 _SOFTMAX_ROW = 16
 
 
 class Kernel(IntEnum):
-    """How a group of sequences is computed; the last column of a layout."""
+    """Kernel that computes a group of sequences; the last column of a layout."""
 
     SDPA = 0  # torch's fused kernel, sequences of equal length
     BLOCKS = 2  # matrix products over blocks of queries, sequences of equal length, any window
-    REFERENCE = 3  # one sequence after the other, written out
+    REFERENCE = 3  # one sequence after the other, by the definition of attention
     VARLEN = 4  # torch's variable-length kernel, all sequences at once, CUDA
     FLASH = 5  # flash_attn_varlen_func, all sequences at once, CUDA
 
 
 class AttentionUnsupported(Exception):
-    """The model asks for something that the packed path does not compute: it must run padded."""
+    """Error of a model that needs an attention which the packed path does not compute. It must run padded."""
 
 
 @dataclass(frozen=True)
 class MaskPattern:
-    """The keys that a query at position i sees: i - left to i + right."""
+    """Pattern of a mask: a query at position i sees the keys i - left to i + right."""
 
     left: int = FAR
     right: int = FAR
@@ -57,13 +59,15 @@ class MaskPattern:
 
 @dataclass(frozen=True)
 class MaskRequest:
-    """A request to the mask interface; it reaches the attention function in the place of a mask."""
+    """Request to the mask interface. It reaches the attention function in the place of a mask."""
 
     allows: Callable[..., Any]  # transformers' mask_function: (batch, head, query, key) -> bool
     local_size: int | None
 
     def pattern(self) -> MaskPattern:
-        """Evaluate the mask function and name its pattern. Raises AttentionUnsupported if it has none."""
+        """Evaluate the mask function and return its pattern. Raises AttentionUnsupported for a mask without such a
+        pattern.
+        """
         size = min(4 * (self.local_size or 0) + 256, 16384)
         keys = torch.arange(size)
         queries = torch.unique(torch.linspace(0, size - 1, 33).long())
@@ -83,16 +87,16 @@ class MaskRequest:
 
 @dataclass
 class Trial:
-    """The observations of a trial pass."""
+    """Observations of a trial pass."""
 
-    calls: int = 0  # of the attention function
-    edges: set[int] = field(default_factory=set)  # of the windowed layers: what `sie_edge` has to be
+    calls: int = 0  # calls of the attention function
+    edges: set[int] = field(default_factory=set)  # values of `sie_edge` that the layers with a window need
 
     def called(self) -> None:
         self.calls += 1
 
     def edge(self) -> int:
-        """The `sie_edge` of every pass of this model. Raises AttentionUnsupported if its layers differ."""
+        """Return the `sie_edge` for every pass of this model. Raises AttentionUnsupported if its layers differ."""
         if len(self.edges) > 1:
             raise AttentionUnsupported(f"windows whose masks show {sorted(self.edges)} keys more than the layers say")
         return next(iter(self.edges), 0)
@@ -101,7 +105,7 @@ class Trial:
 def requested_mask(
     *, mask_function: Callable[..., Any], attention_mask: Tensor | None = None, local_size: int | None = None, **_: Any
 ) -> MaskRequest:
-    """The mask function of the interface: passes the request on instead of building a mask."""
+    """Mask function of the interface: returns the request instead of a mask."""
     if attention_mask is not None:
         raise AttentionUnsupported("a padding mask on the packed path")
     return MaskRequest(mask_function, local_size)
@@ -127,13 +131,13 @@ def packed_attention(
     deterministic: bool | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function of the interface. `query`: [1, heads, tokens, width], `key`, `value`: [1, key heads,
-    tokens, width].
+    """Attention function of the interface. `query`: [1, heads, tokens, width], `key`, `value`: [1, key heads, tokens,
+    width].
 
-    Returns [1, tokens, heads, width]. A keyword that is not named here and is not None is refused: it would change the
-    numbers. Window semantics are those of transformers' flash attention path: `sliding_window` counts the token itself,
-    on both sides if not causal. The mask has the last word, as in stock eager and sdpa: `sie_edge` is how many keys
-    more than that it shows on a side.
+    Returns [1, tokens, heads, width]. Raises AttentionUnsupported for an unknown keyword that is not None, since it
+    would change the numbers. Windows are those of transformers' flash attention path: `sliding_window` counts the token
+    itself, and reaches to both sides if the attention is not causal. The mask decides in the end, as in stock eager and
+    sdpa: `sie_edge` is the number of keys on a side that the mask shows beyond `sliding_window`.
     """
     unsupported = [name for name, value in options.items() if value is not None]
     if unsupported or dropout:
@@ -163,14 +167,14 @@ def packed_attention(
     return output[None], None
 
 
-@torch.library.custom_op("sie::packed_attention", mutates_args=())  # type: ignore[untyped-decorator]  # torch is not followed
+@torch.library.custom_op("sie::packed_attention", mutates_args=())  # type: ignore[untyped-decorator]  # the type checker skips torch
 def _packed_attention(
     query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, layout: Tensor, scale: float, left: int, right: int
 ) -> Tensor:
-    """`query`: [tokens, heads, width]; `bounds`: int32 [sequences + 1] on the device; `layout`: int64 [groups, 5] on
-    the host.
+    """Run the kernels of a layout. `query`: [tokens, heads, width]; `bounds`: int32 [sequences + 1] on the device;
+    `layout`: int64 [groups, 5] on the host.
 
-    Of each sequence only the first `visible` tokens are attended to. A kernel for all sequences at once is the only
+    Only the first `visible` tokens of each sequence are attended to. A kernel for all sequences at once is the only
     group of its layout.
     """
     pattern = MaskPattern(left, right)
@@ -226,11 +230,12 @@ def _attend_in_blocks(
     for start in range(0, length, block):
         stop = min(length, start + block)
         low, high = max(0, start - pattern.left), min(visible, stop + pattern.right)
-        if low >= high:  # nothing that is visible lies within the window
+        if low >= high:  # no visible key lies within the window
             output[:, :, start:stop] = 0
             continue
         scores = torch.baddbmm(empty, query[:, start:stop], key[:, low:high].transpose(1, 2), beta=0, alpha=scale)
-        # in float32 also for speed: the bfloat16 softmax of a CPU takes five times as long unless the row divides by 32
+        # float32 is also faster: the bfloat16 softmax of a CPU takes five times as long unless 32 divides the length of
+        # a row
         scores = scores.float()
         if high - low < _SOFTMAX_ROW:
             scores = F.pad(scores, (0, _SOFTMAX_ROW - high + low), value=-math.inf)
@@ -242,13 +247,15 @@ def _attend_in_blocks(
 
 
 def _shares(scores: Tensor, *, may_be_blind: bool) -> Tensor:
-    """Softmax; a query that sees nothing gets zeros, as in torch's own kernels."""
+    """Return the softmax. A query that sees no key gets zeros, as in torch's own kernels."""
     shares = torch.softmax(scores, -1)
     return shares.nan_to_num(0.0) if may_be_blind else shares
 
 
 def _hidden(start: int, stop: int, low: int, high: int, pattern: MaskPattern, device: torch.device) -> Tensor | None:
-    """The keys from `low` to `high` that the queries from `start` to `stop` do not see; None if they see all."""
+    """Return which of the keys from `low` to `high` the queries from `start` to `stop` do not see, bool [queries,
+    keys]; None if they see all keys.
+    """
     if stop - 1 - low <= pattern.left and high - 1 - start <= pattern.right:
         return None
     distance = torch.arange(low, high, device=device)[None, :] - torch.arange(start, stop, device=device)[:, None]
@@ -277,7 +284,7 @@ _GROUPED: dict[int, Callable[[Tensor, Tensor, Tensor, float, MaskPattern, Tensor
 
 
 def _window(pattern: MaskPattern) -> tuple[int, int]:
-    """A pattern as the CUDA kernels write it: -1 is no limit."""
+    """Return a pattern in the form of the CUDA kernels: -1 is no limit."""
     return -1 if pattern.left == FAR else pattern.left, -1 if pattern.right == FAR else pattern.right
 
 
@@ -330,12 +337,12 @@ _VARLEN: dict[int, Callable[[Tensor, Tensor, Tensor, Tensor, int, float, MaskPat
 
 
 def layout_of(kernel: Kernel, packed: PackedBatch) -> Int64:
-    """The layout that the attention op reads, int64 [groups, 5]: first token, sequences, (longest) length, visible
-    tokens, kernel.
+    """Return the layout that the attention op reads, int64 [groups, 5]: first token, sequences, (longest) length,
+    visible tokens, kernel.
     """
     if kernel >= Kernel.VARLEN:
-        # the kernels for all sequences at once count windows from the last token, which is wrong where only the first
-        # ones are visible
+        # the kernels for all sequences at once count windows from the last token, which is wrong if only the first
+        # tokens are visible
         if packed.visible is None:
             longest = packed.groups[-1, 2]
             return np.array([[0, len(packed.order), longest, longest, kernel]], np.int64)
@@ -344,7 +351,7 @@ def layout_of(kernel: Kernel, packed: PackedBatch) -> Int64:
 
 
 def register() -> None:
-    """Make the implementation known to transformers. Registering again changes nothing."""
+    """Register the implementation with transformers. A second call changes nothing."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 

@@ -1,4 +1,4 @@
-"""With which attention a model computes: what this machine has, what was asked for, and why the two differ.
+"""Choice of the attention backend: the requested backend if this machine can run it, with the reason.
 
 SIE_ATTENTION_BACKEND + facts of the device ──► resolve_attention ──► backend and the reason for it
 """
@@ -18,8 +18,8 @@ Backend = Literal["flash_attention_2", "sdpa", "eager"]
 
 @dataclass(frozen=True)
 class AttentionFacts:
-    """The facts that decide the attention backend. `capability` is CUDA's compute capability, (0, 0) elsewhere.
-    `flash_lacks`: why the package flash-attn cannot be used, empty if it can.
+    """Facts that decide the attention backend. `capability`: the compute capability of CUDA, (0, 0) without CUDA.
+    `flash_lacks`: why the package flash-attn cannot be used; an empty string if it can.
     """
 
     device_type: str
@@ -30,12 +30,13 @@ class AttentionFacts:
 
 
 def attention_facts(device: torch.device, dtype: torch.dtype) -> AttentionFacts:
-    """The facts of this machine."""
+    """Return the facts of this machine."""
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     return AttentionFacts(
         device_type=device.type,
         capability=capability,
-        # imported, since one that was built for another torch is there and is of no use; not where nothing would use it
+        # flash-attn is imported, since a package that was built for another torch is installed but unusable; without
+        # CUDA nothing would use the package
         flash_lacks=flash_import() if device.type == "cuda" else "the device is no GPU of NVIDIA",
         varlen_present=importlib.util.find_spec("torch.nn.attention.varlen") is not None,
         is_16_bit=dtype.itemsize == 2,
@@ -43,8 +44,8 @@ def attention_facts(device: torch.device, dtype: torch.dtype) -> AttentionFacts:
 
 
 def resolve_attention(requested: str, facts: AttentionFacts) -> tuple[Backend, str]:
-    """The backend, and why. `auto`: flash_attention_2 where everything for it is there, else sdpa. An impossible demand
-    becomes sdpa.
+    """Return the backend, and the reason. `auto` means flash_attention_2 if the machine has all that it needs, else
+    sdpa. A request that the machine cannot fulfil becomes sdpa.
     """
     lacks = _flash_lacks(facts)
     if requested == "eager":
@@ -70,19 +71,22 @@ def _flash_lacks(facts: AttentionFacts) -> str:
 
 @functools.cache
 def flash_import() -> str:
-    """Why flash-attn cannot be imported, empty if it can."""
+    """Return why flash-attn cannot be imported; an empty string if it can."""
     try:
         importlib.import_module("flash_attn")
     except ModuleNotFoundError as error:
         if error.name == "flash_attn":
             return "the package flash-attn is not installed"
         return f"the package flash-attn is installed and needs {error.name}"
-    except (ImportError, OSError, RuntimeError, AttributeError) as error:  # as an extension of another torch raises
+    # an extension that was built for another torch raises these
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:
         text = " ".join(str(error).split())
         return f"the package flash-attn is installed and cannot be imported: {type(error).__name__}: {text[:200]}"
     return ""
 
 
 def uses_varlen_kernel(facts: AttentionFacts) -> bool:
-    """Whether `sdpa` may run PyTorch's own variable-length kernel: CUDA from capability 8.0 on, in 16 bit."""
+    """Return whether `sdpa` may run PyTorch's own variable-length kernel: on CUDA from capability 8.0 on,
+    in 16 bits.
+    """
     return facts.device_type == "cuda" and facts.capability >= (8, 0) and facts.varlen_present and facts.is_16_bit

@@ -1,7 +1,7 @@
-"""The packed engine: one transformers model, from token ids to one hidden state per token.
+"""Packed engine: runs one transformers model, from token ids to one hidden state per token.
 
-An architecture runs packed if a trial shows that it goes through the attention interface with a plain mask and that its
-packed states equal its padded ones. Otherwise it runs padded on its stock attention, with a log line.
+A trial decides whether a model runs packed. The model must call the attention interface with a plain mask, and its
+packed states must equal its padded states. Otherwise it runs padded on its stock attention, which is logged.
 """
 
 from __future__ import annotations
@@ -33,40 +33,43 @@ from sie_contracts.models.load_errors import load_failed
 
 _logger = logging.getLogger("sie.adapter")
 
-_TRIAL_LENGTHS = (3, 17, 40, 40, 140)  # past the local window of ModernBERT
+# tokens of each sequence of a trial; the longest exceeds the local window of ModernBERT
+_TRIAL_LENGTHS = (3, 17, 40, 40, 140)
 _LORA_LENGTHS = (8, 24)
-_TRIAL_COSINE = {torch.float32: 0.9999}  # per token; 16 bit: _TRIAL_COSINE_16
+_TRIAL_COSINE = {torch.float32: 0.9999}  # least cosine of a token's states; for 16 bits _TRIAL_COSINE_16
 _TRIAL_COSINE_16 = 0.99
 _TRIAL_COSINE_INT8 = 0.95
 _BACKENDS = {Kernel.FLASH: "flash_attention_2", Kernel.REFERENCE: "eager"}
-_PADDED_WASTE = 1.25  # padded tokens for each real one, at most
+_PADDED_WASTE = 1.25  # largest ratio of padded positions to tokens
 
 
 class StateRunner(Protocol):
-    """An engine other than torch, with the weights of one model. `run` may be called on several threads at once.
+    """Engine other than torch, with the weights of one model. `run` may be called on several threads at once.
 
-    `attention`: as it is told. `memory_bytes`: of the memory that models share.
+    `attention`: the name of its attention, for reports. `memory_bytes`: bytes that it takes of the memory that models
+    share.
     """
 
     attention: str
     memory_bytes: int
 
     def run(self, packed: PackedBatch) -> Tensor:
-        """States of the last layer, [tokens, width], in packed order."""
+        """Return the states of the last layer, [tokens, width], in packed order."""
 
     def places(self, packed: PackedBatch) -> slice | Int64:
-        """The tokens whose states `run` gives."""
+        """Return the tokens for which `run` gives states."""
 
     def close(self) -> None:
-        """Not beside a pass. What is let go of needs no call."""
+        """End the engine. Must not be called during a pass. An engine without references ends by itself."""
 
 
 class Backbone:
-    """`model` without its head. `forward` may run on several threads at once, under inference mode.
+    """Transformers model without its head. `forward` may run on several threads at once, under inference mode.
 
-    `vocabulary`: ids are below it. `width`: of a hidden state. `crossover_tokens`: the length at which attention takes
-    as long as all else, by the model's configuration (`costs`). `positions`: the longest sequence, None without a
-    limit. `attention`: the backend in force, with `padded` where the packed path does not hold.
+    `vocabulary`: all ids are below this number. `width`: the width of a hidden state. `crossover_tokens`: the length of
+    a sequence at which attention takes as long as all other layers, by the model's configuration (`costs`).
+    `positions`: the length of the longest sequence, None without a limit. `attention`: the backend in use; `padded`
+    follows its name if the model runs on padded batches.
     """
 
     def __init__(
@@ -77,25 +80,25 @@ class Backbone:
         more_samples: int = 0,
         server: Callable[[], StateRunner] | None = None,
     ) -> None:
-        """Takes the model over: its attention, and on a CPU its linear layers, are replaced.
+        """Take the model over: its attention is replaced, and on a CPU its linear layers.
 
-        `more_samples` short sequences come to those that the packed path is tried with. `server` starts the engine
-        sglang, and raises SglangNotStarted. Raises Unserved if it does not serve the model, or ModelLoadFailed if the
-        entry demands it.
+        `more_samples`: number of short sequences that the trial of the packed path has in addition. `server` starts the
+        engine sglang, and raises SglangNotStarted. Raises Unserved if sglang does not serve the model, or
+        ModelLoadFailed if the entry demands sglang.
         """
         attention.register()
-        model.config.use_cache = False  # of the part of a larger model, whose configuration says it for itself
+        model.config.use_cache = False  # set here, since the part of a larger model has a configuration of its own
         self._model = model
         self._compute = compute
         self._max_tokens = max_tokens
         self._lengths = (*_TRIAL_LENGTHS, *(12 + number % 13 for number in range(more_samples)))
         self._pad = model.config.pad_token_id or 0
-        self._stock = model.config._attn_implementation  # not every class has sdpa
+        self._stock = model.config._attn_implementation  # the implementation that was loaded; not every class has sdpa
         self._edge = 0
         _check_rotary(model, max_tokens)
         self._numbering = _numbering(model)
         self._runner: StateRunner | None = None
-        self._is_causal: bool | None = None  # as measured before another engine took over
+        self._is_causal: bool | None = None  # measured before another engine took over; None without a measurement
         self._trial: tuple[PackedBatch, Tensor] | None = None
         self._kernel: Kernel | None = None
         self._has_types = (getattr(model.config, "type_vocab_size", None) or 0) > 1
@@ -115,8 +118,8 @@ class Backbone:
                 self._settle_on_torch()
 
     def run_padded(self) -> None:
-        """Run on the model's own attention from now on, as one does whose packed states are wrong. Not
-        beside a pass.
+        """Run on the model's own attention and padded batches from now on. This is for a model whose packed states are
+        wrong. Must not be called during a pass.
         """
         self._kernel = None
         self._model.set_attn_implementation(self._stock)
@@ -127,7 +130,7 @@ class Backbone:
         return pack(batch, chosen, self._numbering)
 
     def forward(self, packed: PackedBatch) -> Tensor:
-        """Hidden states of the last layer, [tokens, width], in the precision of the weights, packed order."""
+        """Return hidden states of the last layer, [tokens, width], in the precision of the weights, in packed order."""
         if self._runner is not None:
             return self._runner.run(packed)
         return self.forward_padded(packed) if self._kernel is None else self._forward_packed(packed, self._kernel)
@@ -152,7 +155,9 @@ class Backbone:
         )[0][0][:real]
 
     def forward_padded(self, packed: PackedBatch) -> Tensor:
-        """The same by the stock path: padded to the right, with a mask. What the packed path is compared with."""
+        """Return the states of `forward` by the stock path: padded on the right, with a mask. The packed path is
+        compared with them.
+        """
         return torch.cat(
             [self._forward_padded_part(packed, start, stop) for start, stop in evenly_long(packed.lengths)]
         )
@@ -171,11 +176,13 @@ class Backbone:
         features = _of_part(packed.features, packed.ids, part.tokens)
         inputs = self._inputs(to_device(part.ids, device), part.ids, features)
         hidden = self._model(**inputs, attention_mask=mask, **more)[0]
-        # places, not a mask: counting that would wait for the device
+        # index by places: with a mask, the host would wait for the device to count it
         return hidden.flatten(0, 1)[to_device(np.flatnonzero(part.real), device)]
 
     def _inputs(self, ids: Tensor, on_host: Int64, features: PlacedFeatures | None) -> dict[str, Any]:
-        """The inputs of the model: ids [.., tokens], or their embeddings with features in the places of their token."""
+        """Return the inputs of the model: ids [.., tokens], or their embeddings with features in the places of the
+        image token.
+        """
         if features is None:
             return {"input_ids": ids}
         embeddings = self._model.get_input_embeddings()(ids)
@@ -192,8 +199,8 @@ class Backbone:
         }
 
     def _compile(self) -> None:
-        """Run as a graph from now on, without the weights of torch, if its states equal those of the stock path. Raises
-        ModelLoadFailed if they do not, and the entry demands it.
+        """Run as a graph from now on, without the weights of torch, if the graph's states equal those of the stock
+        path. Raises ModelLoadFailed if they do not and the entry demands the engine.
         """
         sample = self.sample(self._lengths)
         reference = self.forward_padded(sample)
@@ -211,8 +218,9 @@ class Backbone:
         self._model.to("meta")
 
     def _hand_over(self, server: Callable[[], StateRunner]) -> None:
-        """The same with a server, which is not started before the weights of torch are gone: a GPU may not hold both
-        copies.
+        """Run on a server from now on, if its states equal those of the stock path. The weights of torch are dropped
+        before the server starts, since a GPU may not hold both copies. Raises Unserved if the server does not serve the
+        model, or ModelLoadFailed if the entry demands the engine.
         """
         sample = self.sample(self._lengths)
         reference = self.forward_padded(sample)
@@ -280,9 +288,9 @@ class Backbone:
         return [*preferred, *([Kernel.VARLEN] if uses_varlen_kernel(self._compute.facts) else []), Kernel.SDPA]
 
     def _try(self, kernel: Kernel, reference: Tensor) -> None:
-        """Raises AttentionUnsupported unless the packed states equal `reference`."""
+        """Raise AttentionUnsupported unless the packed states equal `reference`."""
         trial, self._edge = Trial(), 0
-        # one sequence, so that the mask functions are still functions of two positions and not of the packing
+        # one sequence, so that a mask depends on two positions only and not on the packing
         self._forward_packed(self.sample(_TRIAL_LENGTHS[-1:]), kernel, trial)
         layers = self._model.config.num_hidden_layers
         if trial.calls != layers:
@@ -291,21 +299,21 @@ class Backbone:
         self._compare(self._forward_packed(self.sample(self._lengths), kernel), reference, "the packed states")
 
     def _compare(self, states: Tensor, reference: Tensor, subject: str) -> None:
-        """Raises AttentionUnsupported unless they are equal, token by token."""
+        """Raise AttentionUnsupported unless `states` equal `reference`, token by token."""
         cosine = float(F.cosine_similarity(states.float(), reference.float(), dim=1).min())
         usual = _TRIAL_COSINE.get(self._compute.dtype, _TRIAL_COSINE_16)
         if not cosine >= (_TRIAL_COSINE_INT8 if self._compute.int8 else usual):
             raise AttentionUnsupported(f"{subject} and those of the stock path have cosine {cosine:.6f}")
 
     def take_trial(self) -> tuple[PackedBatch, Tensor]:
-        """The sequences of the trial and their states by the stock path, once: they are not kept."""
+        """Return the sequences of the trial and their states by the stock path, and drop them. May be called once."""
         assert self._trial is not None
         trial, self._trial = self._trial, None
         return trial
 
     def is_causal(self) -> bool | None:
-        """Whether the first token of a text ignores its last, as measured alone and beside a longer text; None where
-        these differ.
+        """Return whether the first token of a text ignores its last token. This is measured with the text alone and
+        beside a longer text; None if the two results differ.
         """
         if self._is_causal is not None:
             return self._is_causal
@@ -321,19 +329,19 @@ class Backbone:
         return bool(torch.equal(before, after))
 
     def sample(self, lengths: tuple[int, ...]) -> PackedBatch:
-        """Random ids, none of them the pad id: stock code takes that for padding."""
+        """Return packed sequences of random ids. None of them is the pad id, which stock code takes for padding."""
         counts = np.minimum(lengths, self._max_tokens).astype(np.int64)
         ids = np.random.default_rng(0).integers(0, self.vocabulary, int(counts.sum()), dtype=np.int32)
         ids[ids == self._pad] = (self._pad + 1) % self.vocabulary
         return self.pack(Items(counts, ids), np.arange(len(counts)))
 
     def sampled(self) -> Tensor:
-        """States of two short sequences, the same each time but for the LoRA that acts."""
+        """Return the states of two short sequences. They are the same each time, unless a LoRA acts."""
         return self.forward(self.sample(_LORA_LENGTHS))
 
     @property
     def memory_bytes(self) -> int:
-        """Weights and buffers, each storage once."""
+        """Bytes of weights and buffers; a shared storage counts once."""
         if self._runner is not None:
             return self._runner.memory_bytes
         tensors = [*self._model.parameters(), *self._model.buffers()]
@@ -343,7 +351,7 @@ class Backbone:
 
 
 def _of_part(features: PlacedFeatures | None, ids: Int64, tokens: slice) -> PlacedFeatures | None:
-    """The features of some of the tokens of a pass; None if they have none."""
+    """Return the features of some of the tokens of a pass; None if these tokens have none."""
     if features is None:
         return None
     before, within = (int((ids[part] == features.token).sum()) for part in (slice(tokens.start), tokens))
@@ -354,8 +362,8 @@ def _of_part(features: PlacedFeatures | None, ids: Int64, tokens: slice) -> Plac
 
 
 def _check_rotary(model: PreTrainedModel, max_tokens: int) -> None:
-    """Refuse rotary tables that stock code changes with the longest text of a pass: texts would depend on their mates,
-    and threads too.
+    """Raise ModelLoadFailed for rotary tables that stock code changes with the longest text of a pass: the states of a
+    text would depend on its batch mates and on other threads.
     """
     parameters = getattr(model.config, "rope_parameters", None) or {}
     for module in model.modules():
@@ -379,7 +387,9 @@ def _crossover_tokens(config: PretrainedConfig) -> int:
 
 
 def _numbering(model: PreTrainedModel) -> Positions:
-    """RoBERTa kinds count positions from the pad id on; they are known by the method that does it."""
+    """Return how the model numbers positions. Models of RoBERTa's kind count from the pad id on; they are recognised by
+    the method that does so.
+    """
     for module in model.modules():
         if hasattr(module, "create_position_ids_from_input_ids"):
             return Positions(module.padding_idx + 1, module.padding_idx)
@@ -387,7 +397,7 @@ def _numbering(model: PreTrainedModel) -> Positions:
 
 
 def evenly_long(lengths: Int64) -> Iterator[tuple[int, int]]:
-    """Cut sequences, shortest first, into runs whose padding stays within _PADDED_WASTE."""
+    """Yield runs of sequences, shortest first, whose padding stays within _PADDED_WASTE."""
     start, real = 0, 0
     for stop, length in enumerate(lengths.tolist(), 1):
         if (stop - start) * length > _PADDED_WASTE * (real + length):

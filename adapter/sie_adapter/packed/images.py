@@ -1,10 +1,10 @@
-"""From the uint8 pixels of a batch to what a tower reads: passes of a bounded size, normalised on the device.
+"""Input of image towers: passes of a bounded size over the uint8 pixels of a batch, normalised on the device.
 
 Shown, of equal sizes ──► Tower: [images, 3, height, width], float ──► run
 Shown, of any sizes ──► GridTower: [patches, values], float, with the grid of each image ──► run
 
-What they give is kept (`tower_outputs`) where an image may be read again with another text. On a CPU such an image is a
-pass of its own, so that its bits do not depend on those beside it when it was read.
+Outputs of a tower are kept (`tower_outputs`) if an image may be read again with another text. On a CPU an image whose
+output is kept has a pass of its own, so that its bits do not depend on other images of the batch.
 """
 
 from __future__ import annotations
@@ -27,23 +27,26 @@ from sie_contracts.models.load_errors import load_failed
 from sie_store.folder_files import read_json
 
 PROCESSOR = "preprocessor_config.json"
-# Images or sounds in one pass of a tower. A CPU gains nothing by more; powers of two keep the sizes few.
+# Images or sounds in one pass of a tower. A CPU gains nothing from more; powers of two keep the number of sizes small.
 _PER_PASS = {"cpu": 8}
 _PER_PASS_ELSEWHERE = 64
-# Blocks of patches in one pass of a tower that takes any size; an image of more has a pass of its own, as on a CPU any.
+# Blocks of patches in one pass of a tower that takes any size. A larger image has a pass of its own; on a CPU each
+# image has one.
 _BLOCKS_PER_PASS = 16384
 
 
 def read_processor(folder: Path, part: str) -> dict[str, Any]:
-    """The configuration of the `image_processor` or `feature_extractor` of a folder: its part of processor_config.json,
-    where transformers 5 writes it, else preprocessor_config.json; empty without either. Source: transformers 5.23.
+    """Return the configuration of the `image_processor` or `feature_extractor` of a folder. It is a part of
+    processor_config.json, where transformers 5 writes it, else preprocessor_config.json; empty without either file.
+    Source: transformers 5.23.
     """
     return read_json(folder / "processor_config.json").get(part) or read_json(folder / PROCESSOR)
 
 
 def processor_of(folder: Path, entry: ModelEntry, load: LoadOptions | None = None) -> tuple[Recipe, Normalisation]:
-    """How the files say that images become numbers, within the bounds of `load`, which are the entry's own if it is
-    None. Raises ModelLoadFailed INCOMPATIBLE for what cannot be reproduced.
+    """Return the recipe and the normalisation of images, as the files define them, within the pixel bounds of `load`;
+    None stands for those of the entry. Raises ModelLoadFailed: NOT_FOUND without a configuration, INCOMPATIBLE for one
+    that cannot be reproduced.
     """
     config = read_processor(folder, "image_processor")
     if not config:
@@ -58,7 +61,7 @@ def processor_of(folder: Path, entry: ModelEntry, load: LoadOptions | None = Non
 
 
 class _Levels:
-    """Normalises on a device."""
+    """Normalisation of pixels on a device."""
 
     def __init__(self, normalisation: Normalisation, device: torch.device) -> None:
         self._device = device
@@ -69,13 +72,13 @@ class _Levels:
         )
 
     def normalised(self, pixels: UInt8) -> Tensor:
-        """float32, of levels [.., 3]."""
+        """Return float32 values of pixel levels [.., 3]."""
         return (to_device(pixels, self._device).float() * self._rescale - self._mean) / self._std
 
 
 class Tower:
-    """Images in passes through `run`, [images, 3, height, width] -> [images, ..], in the precision of `compute`. All
-    images of a model have one size. `keeps`: whether outputs are kept.
+    """Tower for images of one size. It reads them in passes through `run`, [images, 3, height, width] -> [images, ..],
+    in the precision of `compute`. `keeps`: whether outputs are kept.
     """
 
     def __init__(
@@ -88,7 +91,7 @@ class Tower:
         self._most = 1 if keeps and compute.device.type == "cpu" else per_pass(compute)
 
     def forward(self, images: Sequence[Shown]) -> Tensor:
-        """The outputs of `run` for each image, in order."""
+        """Return the outputs of `run` for each image, in order."""
         if self._outputs is None:
             return self._read(images)
         outputs = self._outputs.for_images(images, lambda some: [(row,) for row in self._read(some)])
@@ -105,13 +108,13 @@ class Tower:
 
 
 def per_pass(compute: Compute) -> int:
-    """How many images or sounds a tower reads at once."""
+    """Return the number of images or sounds that a tower reads at once."""
     return _PER_PASS.get(compute.device.type, _PER_PASS_ELSEWHERE)
 
 
 def passes(images: int, most: int) -> Iterator[tuple[int, int]]:
-    """Cut so many images, or sounds, into passes of at most `most`, each a power of two: a CPU keeps memory for each
-    size that it has met.
+    """Yield the bounds of passes over images or sounds. Each pass has a power of two of them, at most `most`: a CPU
+    keeps memory for each size that a pass has had.
     """
     start = 0
     while start < images:
@@ -121,8 +124,8 @@ def passes(images: int, most: int) -> Iterator[tuple[int, int]]:
 
 
 class Patches(NamedTuple):
-    """How a tower of any size cuts an image: squares of `edge` pixels, `merged` by `merged` of them make a block, each
-    repeated `frames` times, as of a film.
+    """Cut of an image for a tower of any size. Patches are squares of `edge` pixels; `merged` by `merged` of them make
+    a block. Each patch is repeated `frames` times, like the frames of a film.
     """
 
     edge: int
@@ -131,14 +134,14 @@ class Patches(NamedTuple):
 
     @staticmethod
     def from_config(config: Any) -> Patches:
-        """The patches of a vision_config."""
+        """Read the patches from a vision_config."""
         return Patches(config.patch_size, config.spatial_merge_size, config.temporal_patch_size)
 
 
 class GridTower:
-    """Images of any size in passes through `run`: patches [patches, values] and the grid of each image, int64 [images,
-    3], in frames and rows and columns of patches, give tensors [blocks, width]. Patches are in the order of the image
-    processors of Qwen2-VL: block by block. Outputs are kept.
+    """Tower for images of any size. It reads them in passes through `run`, which takes patches [patches, values] and
+    the grid of each image, int64 [images, 3]: frames, rows and columns of patches. `run` returns tensors [blocks,
+    width]. Patches are in the order of the image processors of Qwen2-VL: block by block. Outputs are kept.
     """
 
     def __init__(
@@ -155,17 +158,17 @@ class GridTower:
         self._outputs = compute.outputs.of_tower()
 
     def grid(self, image: Shown) -> tuple[int, int]:
-        """Its rows and columns of blocks."""
+        """Return the rows and columns of blocks of an image."""
         unit = self._patches.edge * self._patches.merged
         return image.pixels.shape[0] // unit, image.pixels.shape[1] // unit
 
     def forward(self, images: Sequence[Shown]) -> list[Tensor]:
-        """The outputs of `run` for all blocks, in order, each tensor in one piece."""
+        """Return the outputs of `run` for all blocks, in order, each tensor in one piece."""
         outputs = self._outputs.for_images(images, self._read)
         return [torch.cat(parts) for parts in zip(*outputs, strict=True)]
 
     def _read(self, images: Sequence[Shown]) -> list[Output]:
-        """The outputs of `run` for each image."""
+        """Return the outputs of `run` for each image."""
         outputs: list[Output] = []
         for part in self._parts(images):
             blocks = [math.prod(self.grid(image)) for image in part]
@@ -189,7 +192,7 @@ class GridTower:
         grids = [self.grid(image) for image in images]
         patches = [self._cut(image, *grid) for image, grid in zip(images, grids, strict=True)]
         blocks = sum(rows * columns for rows, columns in grids)
-        # a CPU keeps memory for each number of rows that it has met: one more image makes them few
+        # a CPU keeps memory for each number of rows that a pass has had: an additional image keeps these numbers few
         more = missing(blocks) if self._compute.device.type == "cpu" else 0
         if more:
             grids.append((1, more))
@@ -199,7 +202,7 @@ class GridTower:
         return [result[:blocks] for result in results]
 
     def _cut(self, image: Shown, rows: int, columns: int) -> Tensor:
-        """[patches, channels x frames x edge x edge]"""
+        """Return the patches of an image, [patches, channels x frames x edge x edge]."""
         edge, merged, frames = self._patches
         levels = self._levels.normalised(image.pixels.copy()).to(self._compute.dtype)
         parts = levels.view(rows, merged, edge, columns, merged, edge, 3).permute(0, 3, 1, 4, 6, 2, 5)

@@ -1,10 +1,11 @@
 """Linear layers of a CPU with weights in the blocked order of oneDNN.
 
-Stock torch hands a float32 product to MKL, which is slow on CPUs of other vendors, and reorders a bfloat16 weight on
-every call. With a weight reordered once, 64 rows from 384 to 1,536 took 287 us instead of 677 in float32, and 8 rows 34
-us instead of 54 in bfloat16 (AMD EPYC with AVX512-BF16, one thread, torch 2.13); on an Intel Xeon with AMX 0.9 to 1.1
-of the time in float32 and 0.5 to 1.0 in bfloat16. Every layer that may be is blocked: a choice by time would fall one
-way today and the other tomorrow, and with it the last bits of every vector.
+Stock torch passes a float32 product to MKL, which is slow on CPUs of other vendors than Intel, and reorders a bfloat16
+weight on every call. With a weight that is reordered once, 64 rows from 384 to 1,536 took 287 us instead of 677 in
+float32, and 8 rows 34 us instead of 54 in bfloat16 (AMD EPYC with AVX512-BF16, one thread, torch 2.13). On an Intel
+Xeon with AMX the time was 0.9 to 1.1 of the stock time in float32, and 0.5 to 1.0 in bfloat16. Every layer that allows
+it is blocked. A choice by measured time could differ from one start to the next, and change the last bits of every
+vector.
 """
 
 from __future__ import annotations
@@ -20,27 +21,30 @@ _CHUNK = 512
 _RELATIVE_ERROR = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
-class BlockedLinear(nn.Module):  # type: ignore[misc]  # torch is not followed by the type checker
-    """An nn.Linear for inference on a CPU: [.., in] -> [.., out]. Owns its weight; the one of `source` may be freed."""
+class BlockedLinear(nn.Module):  # type: ignore[misc]  # the type checker skips torch
+    """An nn.Linear for inference on a CPU: [.., in] -> [.., out]. It owns its weight; the weight of `source` may be
+    freed.
+    """
 
     def __init__(self, source: nn.Linear) -> None:
         super().__init__()
         self.in_features, self.out_features = source.in_features, source.out_features
         self.bias = source.bias
-        # not a parameter: moving, casting or saving a blocked weight has no meaning
+        # not a parameter: a blocked weight cannot be moved, cast or saved
         self._blocked = torch.ops.mkldnn._reorder_linear_weight(source.weight.detach())
         self.nbytes = source.weight.nbytes
 
     def forward(self, states: Tensor) -> Tensor:
-        """The product, in the precision of the weight."""
+        """Return the product, in the precision of the weight."""
         return self._in_few_sizes(states) if is_limited() else self._product(states)
 
     def _product(self, states: Tensor) -> Tensor:
         return torch.ops.mkldnn._linear_pointwise(states, self._blocked, self.bias, "none", [], "")
 
     def _in_few_sizes(self, states: Tensor) -> Tensor:
-        """The same in products of at most _CHUNK rows, a power of two. oneDNN keeps 0.5 to 1 MB for every number of
-        rows that it met, 1 GB after 1,200 of them, which a limit on the process's memory does not allow.
+        """Return the product, computed in parts of at most _CHUNK rows, each filled up to a power of two. oneDNN keeps
+        0.5 to 1 MB for every number of rows that a product had, 1 GB after 1,200 of them, which a limit on the
+        process's memory does not allow.
         """
         rows = states.reshape(-1, self.in_features)
         output = rows.new_empty((len(rows), self.out_features))
@@ -52,9 +56,10 @@ class BlockedLinear(nn.Module):  # type: ignore[misc]  # torch is not followed b
 
 
 def block_linears(model: nn.Module) -> int:
-    """Replace the linear layers of `model` where that is as exact. Returns how many were replaced.
+    """Replace the linear layers of `model` by blocked ones if these are exact enough. Returns the number of replaced
+    layers.
 
-    To be called without other references to the layers: one that is tied to an embedding is left alone.
+    No other references to the layers may exist. A layer whose weight is tied to an embedding is left alone.
     """
     tied = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     layers = [
@@ -83,7 +88,7 @@ def _is_exact(layer: nn.Linear) -> bool:
         RuntimeError,
         AttributeError,
         TypeError,
-    ):  # operators that torch does not promise: without them the stock layer serves
+    ):  # these operators are no public API of torch: without them the stock layer is used
         return False
     error = (got - expected).abs().max() / expected.abs().max().clamp_min(1e-30)
     return bool(error <= _RELATIVE_ERROR[layer.weight.dtype])

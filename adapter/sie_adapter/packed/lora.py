@@ -1,11 +1,11 @@
-"""LoRAs of a loaded model: W x + (alpha / r) B A x on the layers they name (arXiv 2106.09685). The weights of the base
-never change.
+"""LoRAs of a loaded model: W x + (alpha / r) B A x on the layers that they name (arXiv 2106.09685). The weights of the
+base model never change.
 
-    PEFT folder ──► pairs of matrices per layer ──► a trial: does it change the output? ──► kept, least recently used
-    goes first
+    PEFT folder ──► pairs of matrices per layer ──► a trial: does it change the output? ──► kept; least recently used
+    is dropped first
 
-Which LoRA acts is a matter of the thread that computes, for one pass: loading one, or dropping one, touches no pass
-that runs.
+The active LoRA is a property of the computing thread, for one pass. So loading or dropping a LoRA does not affect a
+running pass.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from sie_contracts.errors import LoraLoading
 from sie_contracts.models.load_errors import lora_rejected
 from sie_store.folder_files import read_json
 
-Pairs = Mapping[str, tuple[Tensor, Tensor]]  # by the path of a layer: A [r, in], scaled B [out, r]
+Pairs = Mapping[str, tuple[Tensor, Tensor]]  # path of a layer -> A [r, in], scaled B [out, r]
 _PREFIX = "base_model.model."
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-# Fields of adapter_config.json that are followed, or say only how it was trained. Any other that is set changes the
-# numbers in another way than the two matrices do.
+# Fields of adapter_config.json that are supported, or that only describe the training. Any other field that is set
+# changes the numbers in a way that the two matrices do not.
 _UNDERSTOOD = frozenset(
     {
         "task_type",
@@ -58,9 +58,9 @@ _UNDERSTOOD = frozenset(
         "ensure_weight_tying",
     }
 )
-# the initialisations of A and B that leave the weights of the base as they were
+# initialisations of A and B that do not change the weights of the base model
 _INITIALISATIONS = (True, False, None, "gaussian", "eva", "orthogonal")
-_ALPHA = 8  # of a PEFT configuration that does not say it
+_ALPHA = 8  # alpha of a PEFT configuration that does not set it
 
 
 class _Active(threading.local):
@@ -70,8 +70,8 @@ class _Active(threading.local):
 _ACTIVE = _Active()
 
 
-class LoraLinear(nn.Module):  # type: ignore[misc]  # torch is not followed by the type checker
-    """A linear layer to which the LoRA of the present pass, if it names `path`, adds its part."""
+class LoraLinear(nn.Module):  # type: ignore[misc]  # the type checker skips torch
+    """Linear layer that adds the part of the active LoRA, if that LoRA names `path`."""
 
     def __init__(self, base: nn.Module, path: str) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class LoraLinear(nn.Module):  # type: ignore[misc]  # torch is not followed by t
 
     @property
     def weight(self) -> Tensor:
-        """The weight of the layer itself, for models that read it."""
+        """Weight of the base layer, for models that read it."""
         return self.base.weight
 
     def forward(self, states: Tensor) -> Tensor:
@@ -90,20 +90,21 @@ class LoraLinear(nn.Module):  # type: ignore[misc]  # torch is not followed by t
 
 
 class ModelLoras:
-    """The LoRAs of one model. Every method may be called from any thread.
+    """LoRAs of one model. Every method may be called from any thread.
 
-    `adapted` gives the model that they apply to. `run` is a pass of it over a sample, the same each time; a LoRA that
-    does not change what it gives is refused.
+    `adapted` returns the model that they apply to. `run` makes a pass of it over a sample, the same each time; a LoRA
+    that does not change the output is refused.
     """
 
     def __init__(self, adapted: Callable[[], nn.Module], compute: Compute, run: Callable[[], Tensor]) -> None:
         self._adapted, self._compute, self._run = adapted, compute, run
         self._lock = threading.Lock()
-        self._kept: OrderedDict[str, tuple[Pairs, str]] = OrderedDict()  # with the digest of its files
-        self.leases: dict[str, Any] = {}  # on the files of those that are loaded, so that they stay on the disk
+        self._kept: OrderedDict[str, tuple[Pairs, str]] = OrderedDict()  # name -> matrices, digest of the LoRA's files
+        self.leases: dict[str, Any] = {}  # leases on the files of loaded LoRAs, so that the files stay on the disk
 
     def load(self, name: str, folder: Path, most: int) -> str:
-        """Read and try a LoRA, unless it is there; `most` are kept. Returns the SHA-256 of its files, in hex.
+        """Read and try a LoRA, unless it is loaded. `most`: the number of LoRAs that are kept. Returns the SHA-256 of
+        its files, in hex.
 
         Raises LoraLoadFailed, which names what does not fit.
         """
@@ -129,12 +130,7 @@ class ModelLoras:
 
     @contextlib.contextmanager
     def acting(self, name: str) -> Iterator[None]:
-        """The passes of this thread run with the LoRA `name`; with none for an empty name. Raises LoraLoading if it is
-        not loaded.
-        """
-        if not name:
-            yield
-            return
+        """Run the passes of this thread with the LoRA `name`. Raises LoraLoading if it is not loaded."""
         with self._lock:
             if name not in self._kept:
                 shown = name[:200]
@@ -145,7 +141,7 @@ class ModelLoras:
             yield
 
     def names(self) -> tuple[str, ...]:
-        """The loaded LoRAs, least recently used first."""
+        """Return the names of the loaded LoRAs, least recently used first."""
         with self._lock:
             return tuple(self._kept)
 
@@ -170,8 +166,8 @@ class ModelLoras:
         return {path: self._scaled(name, path, layers[path], matrices, config) for path, matrices in halves.items()}
 
     def _resolved(self, path: str, layers: Mapping[str, Any]) -> str:
-        """The path of a layer in this model, which may be the bare one of what the LoRA was trained on; empty if there
-        is none.
+        """Return the path of a layer in this model; an empty string if there is none. A LoRA may name the path in the
+        model that it was trained on, without the prefix of this model.
         """
         prefix = f"{getattr(self._adapted(), 'base_model_prefix', '')}."
         bare = path.removeprefix("model.")
@@ -215,7 +211,7 @@ class ModelLoras:
 
 
 def _digest(folder: Path) -> str:
-    """Digest of everything that determines the numbers of a LoRA."""
+    """Return a digest of the files that determine the numbers of a LoRA."""
     whole = hashlib.sha256()
     for name in (_CONFIG, _WEIGHTS):
         with (folder / name).open("rb") as file:
@@ -224,9 +220,7 @@ def _digest(folder: Path) -> str:
 
 
 def _check_config(name: str, config: Mapping[str, Any]) -> None:
-    """Raises LoraLoadFailed for a configuration by which more than the two matrices of each layer change
-    the numbers.
-    """
+    """Raise LoraLoadFailed for a configuration that changes more numbers than the two matrices of each layer do."""
     unsupported = sorted(
         key for key, value in config.items() if value and key not in {*_UNDERSTOOD, "bias", "init_lora_weights"}
     )
@@ -243,7 +237,7 @@ def _check_config(name: str, config: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def acting(pairs: Pairs) -> Iterator[None]:
-    """The passes of this thread run with these matrices."""
+    """Run the passes of this thread with these matrices."""
     before, _ACTIVE.pairs = _ACTIVE.pairs, pairs
     try:
         yield

@@ -1,12 +1,12 @@
-"""From the bytes of a batch to what a packed forward pass reads.
+"""Packing: from the bytes of a batch to the input of a packed forward pass.
 
-    lengths, ids (int32 bytes, item order) ──► Items ──► pack ──► Packed (sequences by length, no padding, positions,
-    bounds)
-    images, pixels ──► Files, those of each item
-    sounds, features ──► Files, the same
+    lengths, ids (int32 bytes, item order) ──► Items ──► pack ──► PackedBatch (sequences by length, no padding,
+    positions, bounds)
+    images, pixels ──► BatchFiles, those of each item
+    sounds, features ──► BatchFiles, the same
 
-Sequences are ordered by length so that those of equal length lie side by side: a group of them is one view, without a
-copy. Pure numpy.
+Sequences are ordered by length, so that those of equal length lie side by side: a group of them is one view, without a
+copy. Numpy only.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ from sie_contracts.media.sounds import Shape, SoundRecipe
 from sie_contracts.models.entries import Engine
 from sie_contracts.wire.ipc import IMAGE_KEY_BYTES
 
-Steps = Sequence[tuple[int, int]]  # up to so many, numbers are multiples of this; the last goes for all beyond it too
-# A few tokens are left as they are: a second sequence took 1 ms of the 4.5 of a short text.
+# pairs (limit, step): a number up to the limit becomes a multiple of the step; the last step also applies above its
+# limit
+Steps = Sequence[tuple[int, int]]
+# Up to 64 tokens are not filled up: the added sequence took 1 ms of the 4.5 ms of a short text.
 _STEPS: Steps = ((64, 1), (256, 16), (1024, 32), (2048, 64))
 UInt8 = NDArray[np.uint8]
 Float32 = NDArray[np.float32]
@@ -34,12 +36,13 @@ Int64 = NDArray[np.int64]
 
 
 class MalformedBatch(Exception):
-    """The lengths and the ids of a batch do not belong together."""
+    """Error of a batch whose parts, such as its lengths and ids, do not belong together."""
 
 
 class Shown(NamedTuple):
-    """An image: `pixels` uint8 [height, width, 3] for the model; `height` and `width` of what the client submitted,
-    upright. `key`: what is made of its pixels may serve any image with an equal one; empty: it serves no other.
+    """Image of a batch. `pixels`: uint8 [height, width, 3], for the model. `height`, `width`: size of the submitted
+    image, upright. `key`: outputs for these pixels may be used for any image with an equal key; empty: for no other
+    image.
     """
 
     pixels: UInt8
@@ -48,14 +51,14 @@ class Shown(NamedTuple):
     key: bytes = b""
 
 
-Heard = Float32  # the features of a sound, [views, frames, bins]
+Heard = Float32  # features of a sound, [views, frames, bins]
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class BatchFiles(Generic[T]):
-    """The images of a batch, or its sounds, those of one item side by side. `rows`: the item of each, [files],
-    ascending; `shown`: each of them; `tokens`: what each costs, [files].
+    """Images or sounds of a batch; those of one item lie side by side. `rows`: the item of each file, [files],
+    ascending. `shown`: the files. `tokens`: the cost of each file in tokens, [files].
     """
 
     rows: Int64
@@ -63,12 +66,12 @@ class BatchFiles(Generic[T]):
     tokens: Int64
 
     def for_items(self, items: Int64) -> list[list[T]]:
-        """The files of each of these items."""
+        """Return the files of each of these items."""
         starts, stops = np.searchsorted(self.rows, items), np.searchsorted(self.rows, items, side="right")
         return [list(self.shown[start:stop]) for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)]
 
     def costs(self, items: int) -> Int64:
-        """The cost of the files of each item in tokens, [items]."""
+        """Return the cost of the files of each item in tokens, [items]."""
         return np.bincount(self.rows, weights=self.tokens, minlength=items).astype(np.int64)
 
 
@@ -76,8 +79,8 @@ class BatchFiles(Generic[T]):
 class Items:
     """Token ids of a batch in item order. `lengths`: [items], `ids`: [sum of lengths].
 
-    `types`: token types, [sum of lengths], None if all are 0. `visible`: how many tokens of each item, from its first
-    on, are attended to, [items], None for all of them. `images`, `sounds`: None if no item has any.
+    `types`: token types, [sum of lengths], None if all are 0. `visible`: the number of tokens of each item that are
+    attended to, counted from its first token, [items]; None if all are. `images`, `sounds`: None if no item has any.
     """
 
     lengths: Int64
@@ -89,17 +92,17 @@ class Items:
 
     @cached_property
     def costs(self) -> Int64:
-        """The cost of each item on the device in tokens, [items]."""
+        """Cost of each item on the device in tokens, [items]."""
         files = [part for part in (self.images, self.sounds) if part is not None]
         return sum((part.costs(len(self.lengths)) for part in files), self.lengths)
 
     @cached_property
     def starts(self) -> Int64:
-        """First token of each item, [items]."""
+        """Index of the first token of each item, [items]."""
         return np.cumsum(self.lengths) - self.lengths
 
     def extremes(self, default: int = 0) -> tuple[Int64, Int64]:
-        """Smallest and largest id of each item, [items]; `default` for an item without tokens."""
+        """Return the smallest and the largest id of each item, [items]; `default` for an item without tokens."""
         low, high = np.full(len(self.lengths), default, np.int64), np.full(len(self.lengths), default, np.int64)
         filled = self.lengths > 0
         if filled.any():
@@ -134,8 +137,8 @@ def items(
 
 
 def images(places: bytes, pixels: bytes, recipe: Recipe | None, keys: bytes = b"") -> BatchFiles[Shown] | None:
-    """Decode the images of a batch, made by `recipe`, with their keys (`ipc.RunBatch.image_keys`); None if it has none.
-    Raises MalformedBatch.
+    """Decode the images of a batch, made by `recipe`, with their keys (`ipc.RunBatch.image_keys`). Returns None if the
+    batch has no images. Raises MalformedBatch.
     """
     if len(places) % 20:
         raise MalformedBatch("the places of images are int32 [images, 5], their bytes do not divide by 20")
@@ -164,7 +167,9 @@ def images(places: bytes, pixels: bytes, recipe: Recipe | None, keys: bytes = b"
 
 
 def sounds(places: bytes, features: bytes, recipe: SoundRecipe | None) -> BatchFiles[Heard] | None:
-    """Decode the sounds of a batch, made by `recipe`; None if it has none. Raises MalformedBatch."""
+    """Decode the sounds of a batch, made by `recipe`. Returns None if the batch has no sounds. Raises
+    MalformedBatch.
+    """
     if len(places) % 16 or len(features) % 4:
         raise MalformedBatch("the places of sounds are int32 [sounds, 4], their features float32")
     if not places:
@@ -183,10 +188,10 @@ def sounds(places: bytes, features: bytes, recipe: SoundRecipe | None) -> BatchF
 
 
 def expanded(batch: Items, minimums: Int64, filler: int, *, attended: bool) -> Items:
-    """The batch with items filled up with `filler` ids to at least `wanted` tokens [items]; the filling sees, and is
-    seen if `attended`.
+    """Fill items up with `filler` ids to at least `minimums` tokens, [items]. The added tokens attend to the others;
+    with `attended` the others attend to them too.
 
-    Without filling `visible` stays None: the kernels for all sequences at once do not take it.
+    If no item is filled up, `visible` stays None, since the kernels for all sequences at once do not support it.
     """
     lengths = np.maximum(batch.lengths, minimums)
     ids = np.full(int(lengths.sum()), filler, np.int32)
@@ -198,8 +203,8 @@ def expanded(batch: Items, minimums: Int64, filler: int, *, attended: bool) -> I
 
 @dataclass(frozen=True)
 class Positions:
-    """How an architecture numbers positions: from `first`; RoBERTa kinds give an id equal to `pad` the position `first
-    - 1`.
+    """Numbering of positions by an architecture: from `first` on. Models of RoBERTa's kind give an id equal to `pad`
+    the position `first - 1`.
 
     Source: transformers, RobertaEmbeddings.create_position_ids_from_input_ids.
     """
@@ -209,8 +214,8 @@ class Positions:
 
 
 class PlacedFeatures(NamedTuple):
-    """The features in the place of each id `token`, in packed order: `values` [places, width], a tensor on the device.
-    `deeper`: what the first layers of the model add there, one tensor of that shape for each.
+    """Features in the place of each id `token`, in packed order. `values` [places, width] is a tensor on the device.
+    `deeper`: features that the first layers of the model add there, one tensor of the same shape for each layer.
     """
 
     token: int
@@ -220,17 +225,17 @@ class PlacedFeatures(NamedTuple):
 
 @dataclass
 class PackedBatch:
-    """Sequences side by side, shortest first. `order[i]` is the item that packed sequence i came from.
+    """Sequences side by side, shortest first. `order[i]` is the item of packed sequence i.
 
-    `padding`: positions beside the tokens that their pass computed, where it had to fill up. `features`: of images, in
-    the places of their tokens. `axes`: positions in time, height and width, of models that have three; None: all of
-    them are `positions`. `engine`: that runs it; None: the model's.
+    `padding`: positions without a token that the pass computed. `features`: features of images, for the places of their
+    tokens. `axes`: positions in time, height and width, for models that have three axes; None: each axis has
+    `positions`. `engine`: the engine that runs the pass; None: that of the model.
     """
 
     ids: Int64  # [tokens]
     positions: Int64  # [tokens]
-    bounds: Int32  # [sequences + 1], first token of each sequence, then the end
-    groups: Int64  # [groups, 4]: first token, sequences, length, visible tokens
+    bounds: Int32  # [sequences + 1], index of the first token of each sequence, then the end
+    groups: Int64  # [groups, 4]: index of the first token, sequences, length, visible tokens
     order: Int64  # [sequences]
     types: UInt8 | None = None  # [tokens]
     visible: Int64 | None = None  # [sequences], None if every token is attended to
@@ -244,7 +249,7 @@ class PackedBatch:
         return np.diff(self.bounds).astype(np.int64)
 
     def filled(self, positions: int) -> None:
-        """A pass computed so many positions beside the tokens."""
+        """Count positions without a token that a pass computed."""
         self.padding += positions
 
 
@@ -276,7 +281,9 @@ def pack(batch: Items, chosen: Int64, numbering: Positions) -> PackedBatch:
 
 
 def _packed_alone(batch: Items, chosen: Int64, numbering: Positions) -> PackedBatch:
-    """The same for one item with less Python, a twentieth of the time of one short text: a search box asks for one."""
+    """Lay out a single item, with less Python than `pack`. That saves a twentieth of the time of one short text, such
+    as the query of a search box.
+    """
     item = int(chosen[0])
     length, start = int(batch.lengths[item]), int(batch.starts[item])
     source = slice(start, start + length)
@@ -298,10 +305,10 @@ def _packed_alone(batch: Items, chosen: Int64, numbering: Positions) -> PackedBa
 
 
 def filled_up(packed: PackedBatch, filler: int, numbering: Positions) -> PackedBatch:
-    """The batch with one more sequence of `filler` ids, so that its tokens are one of few numbers; `order` does not
-    name it.
+    """Add a sequence of `filler` ids to the batch, so that its number of tokens is one of few possible numbers. `order`
+    does not name the sequence.
 
-    oneDNN keeps about a megabyte for every number of rows that a product ever had. The steps add some 2 % of rows.
+    oneDNN keeps about a megabyte for every number of rows that a product ever had. The steps add about 2 % of rows.
     """
     tokens = len(packed.ids)
     more = missing(tokens)
@@ -321,14 +328,17 @@ def filled_up(packed: PackedBatch, filler: int, numbering: Positions) -> PackedB
 
 
 def missing(count: int, steps: Steps = _STEPS) -> int:
-    """How many are missing to one of few numbers, by default those that the tokens of a pass may have."""
+    """Return the number that `count` lacks to the next number that `steps` allow. The default steps are those for the
+    tokens of a pass.
+    """
     step = next((step for limit, step in steps if count <= limit), steps[-1][1])
     return -count % step
 
 
 class Padded(NamedTuple):
-    """Some sequences of a batch as a rectangle, each on the left of its row, [sequences, columns]. `tokens`: which of
-    the batch. `real`: where they lie. `attended`: what is attended to. `types`: None if all are 0.
+    """Some sequences of a batch as a rectangle [sequences, columns]; each sequence begins at the left of its row.
+    `tokens`: the range of their tokens in the batch. `real`: the positions that hold these tokens. `attended`: the
+    positions that are attended to. `types`: None if all are 0.
     """
 
     tokens: slice
@@ -339,8 +349,8 @@ class Padded(NamedTuple):
 
 
 def padded(packed: PackedBatch, start: int, stop: int, columns: int, filler: int, rows: int = 0) -> Padded:
-    """The sequences from `start` to before `stop`, filled up with `filler` ids to `columns` tokens, and to `rows` rows.
-    Rows without a sequence are attended to. Counts the padding of the pass.
+    """Return the sequences from `start` to before `stop`, filled up with `filler` ids to `columns` tokens, and to
+    `rows` rows. Rows without a sequence are attended to. Adds to the padding of the pass.
     """
     places = np.arange(columns)[None, :]
     real = _with_rows(places < packed.lengths[start:stop, None], rows, False)
@@ -358,7 +368,7 @@ def padded(packed: PackedBatch, start: int, stop: int, columns: int, filler: int
 
 
 def _with_rows(mask: NDArray[np.bool_], rows: int, filling: bool) -> NDArray[np.bool_]:
-    """With as many rows as are wanted, at least."""
+    """Return the mask with at least `rows` rows; added rows hold `filling`."""
     more = rows - len(mask)
     return mask if more <= 0 else np.concatenate([mask, np.full((more, mask.shape[1]), filling)])
 

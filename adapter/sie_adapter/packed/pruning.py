@@ -1,4 +1,4 @@
-"""A passage without what a query does not need, from the logits of its tokens.
+"""Pruning of a passage: the parts that a query needs, by the logits of its tokens.
 
 logits of tokens ──► probabilities ──► runs of tokens on one side of a threshold ──► spans: highlight, kept, pruned
 logit of the pair ──► the score of the summary, which is the kept spans in one text
@@ -18,12 +18,12 @@ PRUNE_THRESHOLD, HIGHLIGHT_THRESHOLD = 0.6, 0.9
 
 
 def pruned(message: RunBatch, group: Group, rows: Rows, places: list[int], activation: str) -> ItemResults:
-    """The entities of each text: `summary`, then each `highlight`, `kept` and `pruned` span in order of place, from the
-    rows `score` (float32 [1]) and `keep` (float32 [tokens]) of the batch's rows `places`.
+    """Return the entities of each text: `summary`, then each `highlight`, `kept` and `pruned` span, each kind in order
+    of place. They come from the rows `score` (float32 [1]) and `keep` (float32 [tokens]) of the batch's rows `places`.
 
-    A token is kept from `prune_threshold` on, and a kept one highlighted from `highlight_threshold` on. The score of a
-    span is the mean probability of its tokens to be kept, that of the summary the score of the pair. Offsets are code
-    points; the summary has none.
+    A token is kept from `prune_threshold` on, and highlighted from `highlight_threshold` on. The score of a span is the
+    mean probability of its tokens to be kept; the score of the summary is that of the pair. Offsets are code points;
+    the summary has none.
     """
     parameters = group.options.parameters
     least = float(parameters.get("prune_threshold", PRUNE_THRESHOLD))
@@ -41,7 +41,7 @@ def pruned(message: RunBatch, group: Group, rows: Rows, places: list[int], activ
         own = spans[:, 0] >= 0
         keep = torch.sigmoid(logits).double().cpu().numpy()[own]
         text, spans = message.texts[place], spans[own]
-        # what lies between two tokens, such as the second half of a character that was composed, belongs to the first
+        # characters between two tokens, such as the second half of a composed character, belong to the first token
         spans[:-1, 1] = np.maximum(spans[:-1, 1], spans[1:, 0])
         sections = _spans(text, "kept", spans, keep, keep >= least)
         summary = {"text": " ".join(span["text"] for span in sections), "label": "summary", "score": score.score}
@@ -56,7 +56,7 @@ def pruned(message: RunBatch, group: Group, rows: Rows, places: list[int], activ
 
 
 def _spans(text: str, label: str, spans: np.ndarray, keep: np.ndarray, chosen: np.ndarray) -> list[dict[str, Any]]:
-    """The runs of `chosen` tokens, without white space around them."""
+    """Return the runs of `chosen` tokens, without white space around them."""
     edges = np.flatnonzero(np.diff(np.concatenate([[0], chosen.astype(np.int8), [0]])))
     sections = []
     for first, stop in edges.reshape(-1, 2).tolist():

@@ -1,11 +1,11 @@
-"""Cache of the outputs of towers, so that a repeated image is not read again.
+"""Cache of the outputs of towers, so that a tower does not read a repeated image again.
 
     images ─┬─► kept ─────────────────────────────────────────────────────────────┐
             ├─► another thread reads it now ──► wait ─────────────────────────────┼──► an output for each image
-            └─► each distinct one is read once ──► kept; what is unused longest goes ┘
+            └─► each distinct one is read once ──► kept; the longest unused is dropped ┘
 
-Images with equal keys (`packing.Shown`) have equal outputs. All towers of a process share one bound in bytes. Outputs
-stay on the device, where they count like everything else. They go with their tower, and all go where memory is short.
+Images with equal keys (`packing.Shown`) have equal outputs. All towers of a process share one limit in bytes. Outputs
+stay on the device and count as used memory. They are dropped with their tower, and all are dropped if memory is short.
 """
 
 from __future__ import annotations
@@ -25,18 +25,20 @@ from torch import Tensor
 from sie_adapter.packed.packing import Shown
 from sie_contracts.wire.device_reports import TowerUse
 
-# Of the device's memory: a sixty-fourth of 80 GB holds twenty pages of Qwen3-VL 8B, each of 60 MB.
+# The cache may take this part of the device's memory. A sixty-fourth of 80 GB holds twenty pages of Qwen3-VL 8B, each
+# of 60 MB.
 SHARE = 64
-# Where memory was short, outputs that are kept again at once would only be dropped again, after a pass that failed.
+# Seconds without caching after memory was short: outputs that are cached at once would be dropped again, after another
+# failed pass.
 PAUSE_S = 60.0
 
-Output = tuple[Tensor, ...]  # of one image
+Output = tuple[Tensor, ...]  # outputs of a tower for one image
 Read = Callable[[Sequence[Shown]], Sequence[Output]]
 
 
 class _CachedOutput(NamedTuple):
-    """`is_finite`: bool [], on the device: to look at once what it says would be to wait for the tower. `use`: the
-    number of its last use.
+    """Cached output of an image. `is_finite`: bool [], on the device; it is read at the next use, since the host would
+    wait for the tower now. `use`: the number of its last use.
     """
 
     output: Output
@@ -45,11 +47,11 @@ class _CachedOutput(NamedTuple):
 
 
 class TowerOutputs:
-    """The outputs of all towers of a process, at most `max_bytes`; 0 keeps none. Every method may be called from any
+    """Outputs of all towers of a process, at most `max_bytes`; 0 keeps none. Every method may be called from any
     thread.
 
-    `hits`: images that were not read because their output was there, or another thread made it; `misses`: images that
-    were. One lock guards all state. It is never held while a tower runs.
+    `hits`: images that were not read, since their output was cached or another thread made it. `misses`: images that
+    were read. One lock guards all state. It is never held while a tower runs.
     """
 
     def __init__(self, max_bytes: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
@@ -62,7 +64,7 @@ class TowerOutputs:
         self._paused_until_s = 0.0
 
     def of_tower(self) -> OutputsOfTower:
-        """The outputs of a tower that is loaded now."""
+        """Return the cache for a tower that is loaded now."""
         tower = OutputsOfTower(self, self._lock)
         with self._lock:
             self._towers.add(tower)
@@ -87,17 +89,17 @@ class TowerOutputs:
             return bool(towers)
 
     def keeps(self, nbytes: int) -> bool:
-        """Whether an output of so many bytes would be kept now."""
+        """Return whether an output of `nbytes` would be kept now."""
         return nbytes <= self.max_bytes and self._clock() >= self._paused_until_s
 
-    # the rest is for `OutputsOfTower`, which holds the lock
+    # `OutputsOfTower` calls the methods below, and holds the lock
 
     def number(self) -> int:
-        """The number of a use."""
+        """Return the number of a new use."""
         return next(self._uses)
 
     def fit(self) -> None:
-        """Drop what was not used for longest while there is too much."""
+        """Drop the longest unused outputs until the rest fits `max_bytes`."""
         while self._held_bytes() > self.max_bytes:
             min((tower for tower in self._towers if tower.nbytes), key=OutputsOfTower.oldest_use).drop_oldest()
 
@@ -110,18 +112,20 @@ class TowerOutputs:
 
 
 class OutputsOfTower:
-    """The outputs of one tower. Whoever runs the tower owns this: they are gone with it. `nbytes`: what they take."""
+    """Cached outputs of one tower. The owner of the tower owns this object, so outputs are dropped with the tower.
+    `nbytes`: bytes that the outputs take.
+    """
 
     def __init__(self, shared: TowerOutputs, lock: threading.Lock) -> None:
         self.nbytes = 0
         self._shared = shared
         self._lock = lock
-        self._cached: OrderedDict[Hashable, _CachedOutput] = OrderedDict()  # the least recently used one first
+        self._cached: OrderedDict[Hashable, _CachedOutput] = OrderedDict()  # least recently used first
         self._reading: dict[Hashable, Future[Output | None]] = {}
 
     def for_images(self, images: Sequence[Shown], read: Read) -> list[Output]:
-        """The output of each image; nobody may write to it. `read` gives those of distinct images that are not kept.
-        Raises what `read` raises.
+        """Return the output of each image; callers must not write to it. `read` is called for distinct images that are
+        not cached. Raises the errors of `read`.
         """
         names = [_name(image, place) for place, image in enumerate(images)]
         images_by_name = dict(zip(names, images, strict=True))
@@ -132,7 +136,7 @@ class OutputsOfTower:
             for name, entry in cached.items():
                 if bool(entry.is_finite):
                     outputs[name] = entry.output
-                else:  # a mate's overflow may be what was seen: the image is read again
+                else:  # the overflow may come from another image of that pass: the image is read again
                     self._discard(name, entry)
             misses += len(own)
             outputs.update(self._read_missing({name: images_by_name[name] for name in own}, read))
@@ -147,7 +151,9 @@ class OutputsOfTower:
     def _looked_up(
         self, names: Sequence[Hashable]
     ) -> tuple[dict[Hashable, _CachedOutput], dict[Hashable, Future[Output | None]], list[Hashable]]:
-        """The cached outputs, those that another thread reads, and the names that this thread is to read."""
+        """Return the cached outputs, the outputs that another thread reads, and the names that this thread
+        must read.
+        """
         cached: dict[Hashable, _CachedOutput] = {}
         elsewhere: dict[Hashable, Future[Output | None]] = {}
         own: list[Hashable] = []
@@ -165,7 +171,9 @@ class OutputsOfTower:
         return cached, elsewhere, own
 
     def _read_missing(self, images: Mapping[Hashable, Shown], read: Read) -> dict[Hashable, Output]:
-        """Read, and kept as far as there is room. Those who wait hear of it, also if it fails: they read then."""
+        """Read images and cache their outputs if there is room. Waiting threads are woken, also if reading fails: then
+        they read the images themselves.
+        """
         outputs: dict[Hashable, Output] = {}
         try:
             if images:
@@ -181,7 +189,7 @@ class OutputsOfTower:
     def _keep(self, name: Hashable, output: Output) -> Output:
         if not self._shared.keeps(_bytes_of(output)):
             return output
-        # a part of a larger tensor would keep all of that
+        # a view of a larger tensor would keep the whole tensor in memory
         own = tuple(
             tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone() for tensor in output
         )
@@ -199,10 +207,10 @@ class OutputsOfTower:
                 del self._cached[name]
                 self.nbytes -= _bytes_of(entry.output)
 
-    # under the lock, for `TowerOutputs`
+    # `TowerOutputs` calls the methods below, under the lock
 
     def oldest_use(self) -> int:
-        """The number of the least recent use; there is one."""
+        """Return the number of the least recent use. There must be an output."""
         return next(iter(self._cached.values())).use
 
     def drop_oldest(self) -> None:
@@ -215,7 +223,9 @@ class OutputsOfTower:
 
 
 def _name(image: Shown, place: int) -> Hashable:
-    """The identity of an image: its key, with all else that a tower may read; its place without a key."""
+    """Return the identity of an image: its key, with the other fields that a tower may read; without a key,
+    its place.
+    """
     return (image.key, image.height, image.width) if image.key else place
 
 

@@ -1,6 +1,6 @@
-"""Readers of documents: what is on a page, written a token at a time.
+"""Readers of documents: they write the content of a page, one token at a time.
 
-a page each, a task ──► prompts ──► the loop of `reading`, rows of all batches together ──► what was written ──► results
+one page each, a task ──► prompts ──► the loop of `reading`, rows of all batches together ──► written text ──► results
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from sie_store.folder_files import read_json
 
 
 class PageReader(ReaderKind[PagePrompt, Shown], Protocol):
-    """One of documents. `max_tokens`: of a prompt and what is written after it. `recipe`: how images become the pixels
-    that it reads.
+    """Reader of documents. `max_tokens`: limit for a prompt and the text that is written after it. `recipe`: how images
+    become the pixels that the model reads.
     """
 
     precision: str
@@ -48,20 +48,21 @@ _KINDS: Mapping[str, _Kind] = {
 
 
 class DocumentReader:
-    """A loaded reader. `reading(..).extract` may run on several threads at once.
+    """Loaded reader of documents. `reading(..).extract` may run on several threads at once.
 
-    A result has entities, objects or both, and `data` with `finish_reason` and `completion_tokens`: `stop` if the model
-    ended by itself, `length` if it was cut at its limit, `repetition` if it wrote the same again and again. An error
-    instead if the input has no image or several, or if the task cannot be done (InvalidInput), or if scores are not
-    finite.
+    A result has entities, objects or both, and `data` with `finish_reason` and `completion_tokens`. The reason is
+    `stop` if the model ended by itself, `length` if it reached its limit, `repetition` if it repeated the same tokens.
+    The result is an InvalidInput if the input does not have exactly one image, or if the model does not have the task;
+    it is an InferenceFailed if the scores are not finite.
 
-    `max_tokens`: of the prompt and what is written after it.
+    `max_tokens`: limit for the prompt and the text that is written after it.
     """
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
-        """The fault of class, shapes or tokenizer that a load refuses; empty without one. Reads no values of weights
-        and runs no code of the folder. Raises ModelLoadFailed for tensors that are not those of the class.
+        """Return the fault of class, shapes or tokenizer for which a load would refuse the files; an empty string if
+        there is none. Reads no values of weights and runs no code of the folder. Raises ModelLoadFailed for tensors
+        that do not fit the class.
         """
         return _kind(folder, entry).fault_of_files(folder, entry)
 
@@ -76,7 +77,7 @@ class DocumentReader:
         self.memory_bytes = self._kind.memory_bytes
 
     def reading(self, read: Read[PagePrompt], is_gone: IsGone) -> ReaderCall[PagePrompt, Shown]:
-        """The call that answers one batch. `read` has the rows written."""
+        """Return the call that answers one batch. `read` writes the text of its rows."""
         return ReaderCall(self._kind, self.rows, read, is_gone, "images")
 
 

@@ -1,5 +1,5 @@
-"""Donut (arXiv 2111.15664): a page becomes states of a Swin encoder, and MBart's decoder writes what is on it as tags
-and words, which are a tree.
+"""Donut (arXiv 2111.15664): a Swin encoder turns a page into states. The decoder of MBart writes the content of the
+page as tags and words, which form a tree.
 
     uint8 page ──► encoder ──► states ──┐
                                         ├──► decoder, a token a step ──► <s_menu><s_nm>.. ──► tree, entities
@@ -43,17 +43,17 @@ from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.models.load_errors import load_failed
 
 _QUESTION, _CLASSES = "<s_docvqa>", "<s_rvlcdip>"
-_CLASS_TOKENS = 8  # a class takes three or four
+_CLASS_TOKENS = 8  # limit of tokens for the name of a class; a class takes three or four
 _LABELS = {"class": "document_class", "text_sequence": "text"}
 _TAG = re.compile(r"<s_[^<>]+>")
 _STATES_PER_TOKEN = 4
-# a CPU gains nothing by more than one page
+# pages in one pass of the encoder; a CPU gains nothing from more than one page
 _PAGES_PER_PASS = {"cpu": 1}
 _PAGES_PER_PASS_ELSEWHERE = 4
 
 
 class Donut:
-    """Encoder and decoder, in the precision of `compute`. What `Reader` says."""
+    """A `document_reader.PageReader`: encoder and decoder, in the precision of `compute`."""
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
@@ -128,14 +128,16 @@ class Donut:
 
 
 def _encoded(model: Any, pixels: Tensor) -> Tensor:
-    """States of the encoder, [pages, places, width of the decoder]."""
+    """Return states of the encoder, [pages, places, width of the decoder]."""
     states: Tensor = model.encoder(pixels).last_hidden_state
     projection = getattr(model, "enc_to_dec_proj", None)
     return states if projection is None else projection(states)
 
 
 def _processor(folder: Path, entry: ModelEntry, model: Any) -> tuple[Recipe, Normalisation]:
-    """Raises ModelLoadFailed INCOMPATIBLE for another model than Donut, and as `checked_processor`."""
+    """Return the recipe and the normalisation of pages. Raises ModelLoadFailed INCOMPATIBLE for a model other than
+    Donut, and the errors of `checked_processor`.
+    """
     kinds = (model.config.encoder.model_type, model.config.decoder.model_type)
     if kinds != ("donut-swin", "mbart"):
         raise load_failed(

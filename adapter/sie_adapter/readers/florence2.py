@@ -1,5 +1,5 @@
-"""Florence-2 (arXiv 2311.06242): a page and an English sentence become states of BART's encoder. Its decoder writes a
-text in which places are tokens `<loc_0>` to `<loc_999>`.
+"""Florence-2 (arXiv 2311.06242): BART's encoder turns a page and an English sentence into states. BART's decoder writes
+a text in which the tokens `<loc_0>` to `<loc_999>` stand for places on the page.
 
     uint8 page ──► DaViT ──► features ────────────┐
                                                   ├──► encoder ──► states ──► decoder, a token a step ──► text, places
@@ -46,14 +46,14 @@ from sie_contracts.models.entries import LoadOptions, ModelEntry
 
 _PHRASE, _REGION = "{}", "{region}"
 _BINS = 1000
-# a CPU gains nothing by more than one page
+# pages in one pass of the tower; a CPU gains nothing from more than one page
 _PAGES_PER_PASS = {"cpu": 1}
 _PAGES_PER_PASS_ELSEWHERE = 8
 
 
 class _Task(NamedTuple):
-    """`sentence`: what the model reads, with the client's phrase in the place of {}, or a region in that of {region}.
-    `label`: of the entity that is written; empty for tasks that find objects.
+    """Task of Florence-2. `sentence`: the text that the model reads; the client's phrase replaces {}, or a region
+    replaces {region}. `label`: label of the entity that is written; empty for tasks that find objects.
     """
 
     sentence: str
@@ -89,7 +89,7 @@ _GIVEN_REGION = re.compile("<loc_(0|[1-9][0-9]{0,2})>" * 4)
 
 
 class Florence2:
-    """Tower, encoder and decoder, in the precision of `compute`. What `Reader` says."""
+    """A `document_reader.PageReader`: tower, encoder and decoder, in the precision of `compute`."""
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
@@ -107,7 +107,8 @@ class Florence2:
         else:
             model = load_model(Florence2ForConditionalGeneration, folder, load, compute, decodes=True)
         recipe, normalisation = checked_processor(folder, entry, model, _positions(model))
-        model.model.multi_modal_projector.to(compute.dtype)  # its buffers are added to features
+        # its buffers are added to features, so they need the same dtype
+        model.model.multi_modal_projector.to(compute.dtype)
         self.max_tokens = entry.max_tokens
         self.precision, self.memory_bytes = compute.precision, bytes_of(model)
         self.attention = f"{model.config._attn_implementation} padded"
@@ -176,7 +177,7 @@ class Florence2:
         return [self._begun(*pair) for pair in zip(features, prompts, strict=True)]
 
     def _begun(self, features: Tensor, prompt: PagePrompt) -> RowStart:
-        """A row whose encoder reads the features of the page before the sentence."""
+        """Return the start of a row. Its encoder reads the features of the page, then the sentence."""
         ids = torch.tensor([list(prompt.encoder_ids)], device=features.device)
         read = torch.cat([features[None], self._embeddings(ids)], 1)
         return self._decoder.begin(self._encoder(inputs_embeds=read).last_hidden_state, prompt.ids)
@@ -192,7 +193,7 @@ class Florence2:
             places = placed(text, 8, shown.width, shown.height)
             return {"entities": [text_entity(name, label, box) for name, box in places]}
         if label:
-            # the answer to a region may name its place again
+            # the answer about a region may contain its place again
             words = (_PLACE.sub("", text) if prompt.box else text).strip()
             return {"entities": [text_entity(words, label, prompt.box)] if words else []}
         if prompt.task in _OUTLINES or "<poly>" in text:
@@ -203,23 +204,26 @@ class Florence2:
 
 
 def _positions(model: Any) -> int:
-    """The positions of the decoder, and of the encoder."""
+    """Return the number of positions of the decoder, which the encoder has too."""
     limit: int = model.config.text_config.max_position_embeddings
     return limit
 
 
 def _features(model: Any, recipe: Recipe) -> int:
-    """The features of a page for the encoder: the last grid of the tower, and its mean."""
+    """Return the number of features that a page has for the encoder: those of the last grid of the tower, and their
+    mean.
+    """
     stride = math.prod(model.config.vision_config.patch_stride)
     places: int = (recipe.height // stride) * (recipe.width // stride)
     return places + 1
 
 
 def placed(text: str, numbers: int, width: int, height: int) -> Iterator[tuple[str, list[int]]]:
-    """Each label with each of its places, as x, y, width and height in pixels of the image. A place is written as
-    `numbers` bins, x and y in turn: two corners, or four of a quadrangle, of which the rectangle around it is meant.
+    """Yield each label with each of its places, as x, y, width and height in pixels of the image. A place is written as
+    `numbers` bins, x and y in turn: two corners, or the four corners of a quadrangle, for which the rectangle around it
+    is returned.
 
-    A bin is its middle, rounded down. Source: transformers, Florence2PostProcessor.
+    A bin stands for its middle, rounded down to pixels. Source: transformers, Florence2PostProcessor.
     """
     for name, run in _PLACED.findall(text):
         bins = [min(int(number), _BINS - 1) for number in _PLACE.findall(run)]
@@ -232,7 +236,8 @@ def placed(text: str, numbers: int, width: int, height: int) -> Iterator[tuple[s
 
 
 def outlined(text: str, width: int, height: int) -> Iterator[tuple[str, list[list[int]]]]:
-    """Each label with the polygons around an object, as x and y in turn, in pixels of the image.
+    """Yield each label with the polygons around an object. A polygon is a list of x and y in turn, in pixels of the
+    image.
 
     Source: transformers, Florence2PostProcessor.
     """
@@ -249,7 +254,7 @@ def outlined(text: str, width: int, height: int) -> Iterator[tuple[str, list[lis
 
 
 def _outlines(shapes: Iterator[tuple[str, list[list[int]]]]) -> dict[str, Any]:
-    """Objects with the rectangle around them, and their polygons in the same order."""
+    """Return objects with the rectangles around them, and their polygons in the same order."""
     objects, outlines = [], []
     for name, polygons in shapes:
         across, down = ([number for polygon in polygons for number in polygon[axis::2]] for axis in (0, 1))

@@ -1,6 +1,8 @@
-"""The next token of a row is the likeliest one, under the rules that a model's generation_config.json has for it.
+"""Greedy choice of tokens: the next token of a row is the likeliest one, under the rules of the model's
+generation_config.json.
 
-What comes out equals `generate(num_beams=1, do_sample=False)` of transformers; its own processors change the scores.
+The output equals that of transformers' `generate(num_beams=1, do_sample=False)`: the processors of transformers change
+the scores.
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ from sie_contracts.errors import InferenceFailed
 
 Finish = Literal["stop", "length", "repetition"]
 
-_REPEATED, _TIMES = 64, 3  # so many tokens, so often in a row, are a loop
-# options that change greedy scores and that no rule here applies
+_REPEATED, _TIMES = 64, 3  # a block of 64 tokens that is repeated 3 times in a row is a loop
+# options that change greedy scores and that this module does not support
 _REFUSED = (
     "sequence_bias",
     "encoder_repetition_penalty",
@@ -34,31 +36,33 @@ _NEUTRAL: tuple[object, ...] = (None, 0, 1.0, [])
 
 
 def unknown_rule(config: GenerationConfig) -> str:
-    """The first option of a configuration that cannot be kept; empty if there is none."""
+    """Return the first option of a configuration that this module does not support; an empty string if
+    there is none.
+    """
     return next((name for name in _REFUSED if getattr(config, name, None) not in _NEUTRAL), "")
 
 
 def ends_of(config: GenerationConfig) -> frozenset[int]:
-    """The ids that end a text, of which there may be several."""
+    """Return the ids that end a text; a model may have several."""
     ends = config.eos_token_id
     return frozenset(ends if isinstance(ends, list | tuple) else () if ends is None else (ends,))
 
 
 @dataclass(frozen=True)
 class Rules:
-    """How one row goes on. `prompt`: the ids before its first token. `most`: tokens that it may have. `ends`: the ids
-    that end it.
+    """Rules of one row. `prompt`: the ids before its first token. `most`: the limit of tokens of the row. `ends`: the
+    ids that end the row.
     """
 
     prompt: Sequence[int]
     most: int
     ends: frozenset[int]
     processors: Any = ()
-    forced_end: bool = False  # its last token is an end, whatever the scores say
+    forced_end: bool = False  # at the limit the last token is an end, whatever the scores are
     stops_loops: bool = False
 
     def chosen(self, written: Sequence[int], scores: Tensor) -> Tensor:
-        """`scores` [vocabulary], float32, as the rules change them for the token after `written`."""
+        """Return `scores` [vocabulary], float32, for the token after `written`, changed by the rules."""
         if not self.processors:
             return scores
         ids = torch.tensor([[*self.prompt, *written]], device=scores.device)
@@ -66,7 +70,7 @@ class Rules:
         return changed
 
     def finish(self, written: Sequence[int]) -> Finish | None:
-        """Why the row has ended with these tokens; None if it goes on."""
+        """Return why the row ends after these tokens; None if it goes on."""
         if written and written[-1] in self.ends and not (self.forced_end and len(written) == self.most):
             return "stop"
         if len(written) >= self.most:
@@ -81,7 +85,7 @@ class Rules:
 
 @dataclass(frozen=True)
 class Greedy:
-    """The rules of one model. `ends`: ids after which nothing follows. `bad`: ids that are never written."""
+    """Rules of one model. `ends`: the ids that end a text. `bad`: ids that are never written."""
 
     config: GenerationConfig
     device: torch.device
@@ -94,15 +98,17 @@ class Greedy:
         object.__setattr__(self, "_end_list", sorted(self.ends))
 
     def rules(self, prompt: Sequence[int], most: int, own: Sequence[Any] = ()) -> Rules:
-        """The rules of a row with this prompt that may have `most` tokens. `own`: processors of the model itself, after
-        those of its configuration.
+        """Return the rules of a row with this prompt and a limit of `most` tokens. `own`: processors of the model
+        itself, which act after those of its configuration.
         """
         processors = library.LogitsProcessorList([*self._processors(len(prompt), most), *own])
         forced = self.config.forced_eos_token_id is not None
         return Rules(prompt, most, self.ends, processors, forced, self.stops_loops)
 
     def _processors(self, begin: int, most: int) -> list[Any]:
-        """In the order in which the library applies them. Source: transformers, GenerationMixin."""
+        """Return the processors of scores in the order in which transformers applies them. Source: transformers,
+        GenerationMixin.
+        """
         config, processors = self.config, []
         if config.repetition_penalty not in _NEUTRAL:
             processors.append(library.RepetitionPenaltyLogitsProcessor(config.repetition_penalty))
@@ -135,11 +141,13 @@ class Greedy:
 
 
 def best(scores: Tensor) -> list[int]:
-    """The likeliest token of each row of `scores` [rows, vocabulary]; -1 for a row that is not finite."""
+    """Return the likeliest token of each row of `scores` [rows, vocabulary]; -1 for a row whose best score is not
+    finite.
+    """
     best = scores.max(-1)
     return torch.where(torch.isfinite(best.values), best.indices, -1).tolist()  # type: ignore[no-any-return]
 
 
 def not_finite() -> InferenceFailed:
-    """The error of a row of which `best` gives -1."""
+    """Return the error of a row for which `best` returns -1."""
     return InferenceFailed("the model's scores are not finite", reason="non_finite")

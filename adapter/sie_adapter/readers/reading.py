@@ -1,14 +1,15 @@
-"""Models that write what they read: one thread makes their steps, and rows come and go between two of them.
+"""Loop of the models that write text. One thread makes the steps of all rows; rows join and leave between two steps.
 
-    read (any thread) ──► rows wait ──► begin: image and prompt ──► slots ──► step, step, ... ──► Written, per row
+    read (any thread) ──► rows wait ──► begin: image and prompt ──► slots ──► step, step, ... ──► GeneratedText, per row
 
-A turn of the thread is, for each model that has rows: those leave for which nobody waits, some that wait begin, then
-all of them get one token. So a short answer does not wait for a long one beside it, and a client that went away costs
-one step. What a row becomes does not depend on its mates. A row that has ended may go on with another prompt, such as
-the next window of a sound: it waits then, behind those that have not begun.
+In a turn the thread does the following for each model that has rows. It removes rows for which no client waits any
+more, begins some of the waiting rows, then adds one token to each row. So a short answer does not wait for a long one
+beside it, and a client that left costs one step. The text of a row does not depend on the other rows. A row that has
+ended may go on with another prompt, such as the next window of a sound: it then waits behind the rows that have not
+begun.
 
-The lanes of the device are not involved: passes of other models run between the steps. On a CPU the thread has a lower
-priority than the lanes, so that it takes what they leave, and a share beside them where they leave nothing.
+The loop does not occupy the lanes of the device: passes of other models run between the steps. On a CPU the thread has
+a lower priority than the lanes. It takes the time that the lanes leave, and a share of the cores if they leave none.
 """
 
 from __future__ import annotations
@@ -35,28 +36,29 @@ from sie_contracts.errors import ShuttingDown, SIEError
 
 _logger = logging.getLogger("sie.adapter")
 
-MAX_ROWS = 16  # of one model at a time
-# Half of the weight of a lane, to the scheduler of Linux. On two cores with both lanes busy that is a third of a core,
-# and a quarter where gateway, sidecar and broker are busy too. A weight of a third, 5, is a quarter and a sixth.
+MAX_ROWS = 16  # rows of one model that run at a time
+# Niceness of the thread, which halves its weight in the scheduler of Linux. On two cores with both lanes busy it gets a
+# third of a core, or a quarter if gateway, sidecar and broker are busy too. A niceness of 5, a third of the weight,
+# gives a quarter and a sixth.
 _NICENESS = 3
-_CLOSED_S = 1.0  # that no row begins after one had no room, unless another leaves before
+_CLOSED_S = 1.0  # seconds in which no row begins after a row had no room, unless a row leaves earlier
 
 P_contra = TypeVar("P_contra", bound="GenerationPrompt", contravariant=True)
 
 
 class GenerationPrompt(Protocol):
-    """The prompt of a row; the rest is between the model and itself."""
+    """Prompt of a row. The loop uses only these attributes; the model may need others."""
 
     @property
     def rules(self) -> Rules: ...
 
     def following(self, written: GeneratedText) -> GenerationPrompt | None:
-        """The next prompt of the row once this is written; None: it has ended. Must not raise."""
+        """Return the next prompt of the row after this text; None if the row has ended. Must not raise."""
 
 
 class GenerationModel(Protocol[P_contra]):
-    """The model of the loop. Only its thread calls these, under inference mode. `together`: rows that begin in one call
-    at most.
+    """Model of the loop. Only the thread of the loop calls it, under inference mode. `together`: the most rows that
+    begin in one call.
     """
 
     together: int
@@ -65,11 +67,11 @@ class GenerationModel(Protocol[P_contra]):
         """Read images and prompts."""
 
     def step(self, ids: Tensor, slots: DecoderSlots) -> Tensor:
-        """Scores of the token after `ids` [rows, 1], float32 [rows, vocabulary]."""
+        """Return the scores of the token after `ids` [rows, 1], float32 [rows, vocabulary]."""
 
 
 class GeneratedText(NamedTuple):
-    """The tokens of a row for its last prompt, an end among them, and why it ended."""
+    """Tokens of a row for its last prompt, with the end token, and the reason why the row ended."""
 
     ids: list[int]
     finish: Finish
@@ -77,7 +79,7 @@ class GeneratedText(NamedTuple):
 
 @dataclass(eq=False)
 class _GenerationCall:
-    """The rows of one caller, who waits for all of them."""
+    """Rows of one caller, which waits until all of them have ended. `left`: rows that have not ended yet."""
 
     is_gone: Callable[[], bool]
     left: int
@@ -85,7 +87,7 @@ class _GenerationCall:
     done: threading.Event = field(default_factory=threading.Event)
 
     def ended(self) -> None:
-        """One of its rows has."""
+        """Count one row as ended."""
         self.left -= 1
         if not self.left:
             self.done.set()
@@ -104,7 +106,7 @@ class _GenerationRow:
     finish: Finish | None = None
 
     def add(self, token: int) -> bool:
-        """Whether the row leaves its slot with this token."""
+        """Add a token. Returns whether the row leaves its slot."""
         if token < 0:
             self.call.fail(not_finite())
             return True
@@ -121,12 +123,12 @@ class _GenerationRow:
 
     @property
     def waits(self) -> bool:
-        """Whether a row that has left its slot goes on with another prompt."""
+        """True for a row that has left its slot and goes on with another prompt."""
         return self.finish is None and not self.call.done.is_set()
 
 
 class _Loop:
-    """The rows of one model. `rows[i]` is in slot i."""
+    """Rows of one model. `rows[i]` is in slot i."""
 
     def __init__(
         self,
@@ -144,7 +146,7 @@ class _Loop:
         self._beginning: list[_GenerationRow] = []
         self._slots = DecoderSlots(fits)
         self._most = MAX_ROWS
-        self._ended = 0  # rows since `_most` was changed
+        self._ended = 0  # rows that ended since `_most` was changed
         self._closed_until_s = 0.0
 
     @property
@@ -152,7 +154,7 @@ class _Loop:
         return not self._rows and not self.waiting
 
     def turn(self) -> None:
-        """One token more for each row. Does not raise: what fails is told to those who wait for it."""
+        """Add one token to each row. Does not raise: callers of failed rows get the error."""
         error = self._failure()
         if error is not None:
             rows = [*self._rows, *self._beginning]
@@ -166,7 +168,9 @@ class _Loop:
             self._slots = DecoderSlots(self._fits)
 
     def _failure(self) -> Exception | None:
-        """The turn itself. Once it returns, nothing holds the tensors of a failed pass."""
+        """Make the turn, and return its error, None if it succeeded. The error has no traceback, so that nothing holds
+        the tensors of a failed pass.
+        """
         try:
             self._leave()
             on_usable_thread(self._begin)
@@ -184,9 +188,9 @@ class _Loop:
         self.waiting.clear()
 
     def _again(self, rows: list[_GenerationRow]) -> None:
-        """After memory ended rows begin anew, half of them at a time."""
+        """Restart the rows after an out-of-memory error, half of them at a time."""
         self._most, self._ended = max(1, len(rows) // 2), 0
-        _logger.warning("out of memory with %d rows: at most %d are read at a time now", len(rows), self._most)
+        _logger.warning("out of memory with %d rows: from now on at most %d rows run at a time", len(rows), self._most)
         self._shed()
         give_memory_back(self._device)
         self._wait(rows)
@@ -207,7 +211,7 @@ class _Loop:
             self._closed_until_s = 0.0
 
     def _places(self) -> int:
-        """Rows that may begin now."""
+        """Return the number of rows that may begin now."""
         places = min(self.model.together, self._most - len(self._rows), len(self.waiting))
         if places < 1 or time.monotonic() < self._closed_until_s:
             return 0
@@ -218,14 +222,14 @@ class _Loop:
         return places
 
     def _longest(self, rows: int) -> int:
-        """Tokens of the prompts of the first that wait."""
+        """Return the longest prompt, in tokens, of the first `rows` rows that wait."""
         return max(len(self.waiting[number].prompt.rules.prompt) for number in range(rows))
 
     def _close(self) -> None:
         self._closed_until_s = time.monotonic() + _CLOSED_S
 
     def _wait(self, rows: Sequence[_GenerationRow]) -> None:
-        """They begin anew, before others. They become what they would have been."""
+        """Restart these rows, before other waiting rows. They will write the same text again."""
         for row in rows:
             row.ids.clear()
         self.waiting.extendleft(reversed(rows))
@@ -237,7 +241,7 @@ class _Loop:
         self._beginning = [self.waiting.popleft() for _ in range(places)]
         try:
             begun = self.model.begin([row.prompt for row in self._beginning])
-        except SIEError as error:  # of these, not of those that are read already
+        except SIEError as error:  # the error concerns only these rows; the rows in slots go on
             for row in self._beginning:
                 row.call.fail(error)
             begun = []
@@ -274,28 +278,30 @@ class _Loop:
         self._widen(len(ended))
 
     def _ready(self) -> None:
-        """Rows that have become too long to run together go on without the youngest of them, which begins anew."""
+        """Prepare the slots for a step. While the rows are too long to run together, remove the row with the fewest
+        tokens, which restarts later.
+        """
         while True:
             try:
                 self._slots.ready()
                 return
             except SlotsFull as error:
-                _logger.info("%s: a row begins anew", error)
+                _logger.info("%s: one row restarts", error)
                 slot = min(range(len(self._rows)), key=lambda slot: len(self._rows[slot].ids))
                 self._wait([self._rows[slot]])
                 self._drop([slot])
                 self._close()
 
     def _widen(self, ended: int) -> None:
-        """After as many rows as run at a time have ended, one more may."""
+        """Allow one more row at a time once as many rows have ended as may run at a time."""
         self._ended += ended
         if self._ended >= self._most:
             self._most, self._ended = min(MAX_ROWS, self._most + 1), 0
 
 
 class Readings:
-    """The thread of one device that makes the steps of all models which write. Owns it from the first `read` to
-    `stop`. `shed` drops what can be made again, where memory ends.
+    """Thread of one device that makes the steps of all models that write text. It runs from the first `read` to `stop`.
+    `shed` is called when memory is short, and drops what can be computed again.
     """
 
     def __init__(
@@ -306,12 +312,14 @@ class Readings:
         torch_threads: int = 1,
         shed: Callable[[], object] = lambda: None,
     ) -> None:
-        """`fits`: whether rows that run together may take so many bytes more."""
+        """Make the readings of one device. `fits` returns whether rows that run together may take a number of bytes
+        more.
+        """
         self._device = device
         self._fits = fits
         self._shed = shed
         self._torch_threads = torch_threads
-        self._loops: dict[int, _Loop] = {}  # of the thread alone
+        self._loops: dict[int, _Loop] = {}  # used by the thread alone
         self._joining: list[tuple[GenerationModel[Any], list[_GenerationRow]]] = []
         self._news = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -321,11 +329,11 @@ class Readings:
     def read(
         self, model: GenerationModel[P_contra], prompts: Sequence[P_contra], is_gone: Callable[[], bool] = lambda: False
     ) -> list[GeneratedText]:
-        """The generated tokens for each prompt, in order. `is_gone` is asked between two steps whether nobody waits any
-        more; from then on no row of the call runs.
+        """Return the generated tokens for each prompt, in order. `is_gone` is called between two steps; it returns True
+        once no client waits for the answer, and then no row of the call runs any more.
 
-        Raises what failed for any row: what the model raises, running out of memory with a single row, InferenceFailed
-        for scores that are not finite, ShuttingDown.
+        Raises the error of any row: an error of the model, out of memory with a single row, InferenceFailed for scores
+        that are not finite, InternalFailure for a client that left, ShuttingDown.
         """
         call = _GenerationCall(is_gone, len(prompts))
         rows = [_GenerationRow(call, prompt) for prompt in prompts]
@@ -345,12 +353,14 @@ class Readings:
         return [GeneratedText(row.ids, row.finish) for row in rows if row.finish is not None]
 
     def busy_s(self) -> float:
-        """Age of the turn that is made now, 0 when idle. Never waits."""
+        """Return the age of the present turn in seconds, 0 if the thread is idle. Never waits."""
         since_s = self._turn_since_s
         return time.monotonic() - since_s if since_s else 0.0
 
     def stop(self, timeout_s: float) -> bool:
-        """Finish what is read as far as the time allows, refuse the rest. Returns whether all of it was finished."""
+        """Finish the rows that have begun or wait, within the time limit, then fail the rest. Refuses new rows at once.
+        Returns whether all rows were finished in time.
+        """
         with self._news:
             self._stopping = True
             self._news.notify()
@@ -392,11 +402,13 @@ class Readings:
 
 
 def _step_back() -> None:
-    """Have the kernel prefer other threads to this one. Its priority is that of one thread on Linux alone."""
+    """Lower the priority of this thread in the kernel. Only Linux has a priority per thread; elsewhere this does
+    nothing.
+    """
     if not sys.platform.startswith("linux"):
         return
     thread = threading.get_native_id()
     try:
         os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _NICENESS)
     except OSError as error:
-        _logger.info("reading keeps the priority of the lanes: %s", error)
+        _logger.info("the thread of readers keeps the priority of the lanes: %s", error)

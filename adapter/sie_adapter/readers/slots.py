@@ -1,14 +1,15 @@
-"""Keys and values of the rows that a model writes: a slot for each row, so that rows come and go between two steps.
+"""Keys and values of the rows that a model writes. Each row has a slot, so that rows join and leave between two steps.
 
     a row's own states, of its prompt ──► add ──► [slots, heads, positions, width], of each layer
     a step ──► cache: the states of all rows as views ──► each row's new state at its own end ──► advance
     a row that leaves ──► remove: the last row moves into its slot
 
-The first `len` slots hold rows, so no step copies what was there before it. A row begins at position 0, whatever its
-mates are; what lies behind its end is masked.
+The first `len` slots hold rows, so a step does not copy earlier states. A row begins at position 0, whatever the other
+rows are. Positions behind its end are masked.
 
-Rows that run together need memory for the longest of them, each. They get no more than `fits` allows: a CPU has no
-allocator that refuses, the kernel ends the process. A row by itself gets what it needs.
+Each of the rows that run together needs memory for the longest of them. Together they get no more than `fits` allows:
+on a CPU no allocator refuses memory, and the kernel would end the process. A single row always gets the memory that it
+needs.
 """
 
 from __future__ import annotations
@@ -20,26 +21,25 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, EncoderDecoderCache
 
-_STEP = 64  # positions are allocated, and masked, in multiples of this
+_STEP = 64  # positions are allocated and masked in multiples of this number
 _GROWTH = 1.5
 
 States = Sequence[tuple[Tensor, Tensor]]  # keys and values of each layer, [1, heads, positions, width]
-Fits = Callable[[int], bool]  # whether the device may hold so many bytes more
+Fits = Callable[[int], bool]  # returns whether the device may hold this number of bytes more
 
 
 class SlotsFull(MemoryError):
-    """Rows do not fit together. Nothing has changed."""
+    """Error of rows that do not fit together. Nothing has changed."""
 
 
 def unbounded(more_bytes: int) -> bool:
-    """Fits always."""
+    """Return True for any number of bytes: there is no limit."""
     return True
 
 
 class RowStart(NamedTuple):
-    """A row whose prompt was read. `own`: states of the prompt. `encoder_states`: those of the encoder, for a model
-    that has one. `logits` [vocabulary] of its first token. `shift`: from the place of a token in the row to
-    its position.
+    """Row whose prompt was read. `own`: states of the prompt. `encoder_states`: states of the encoder, for a model that
+    has one. `logits` [vocabulary] of the first token. `shift`: the position of a token minus its place in the row.
     """
 
     own: States
@@ -49,8 +49,8 @@ class RowStart(NamedTuple):
 
 
 def prompted(caches: Cache) -> tuple[States, States]:
-    """The states of a row after a pass over its prompt, from the caches of the library: of the decoder and of the
-    encoder.
+    """Return the states of a row after a pass over its prompt, from the caches of transformers: states of the decoder,
+    then of the encoder.
     """
     if isinstance(caches, EncoderDecoderCache):
         return _states(caches.self_attention_cache), _states(caches.cross_attention_cache)
@@ -58,7 +58,7 @@ def prompted(caches: Cache) -> tuple[States, States]:
 
 
 def empty(*, has_encoder: bool = False) -> Cache:
-    """The cache for a pass over a prompt."""
+    """Return an empty cache for a pass over a prompt."""
     return EncoderDecoderCache(DynamicCache(), DynamicCache()) if has_encoder else DynamicCache()
 
 
@@ -70,8 +70,8 @@ def _whole(positions: int) -> int:
     return -(-positions // _STEP) * _STEP
 
 
-class _Layer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not followed by the type checker
-    """One layer, as the attention of the library asks for it during a step."""
+class _Layer(CacheLayerMixin):  # type: ignore[misc]  # the type checker skips transformers
+    """Cache of one layer, as the attention of transformers calls it during a step."""
 
     is_sliding = False
 
@@ -86,7 +86,7 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not foll
 
     @keys.setter
     def keys(self, value: None) -> None:
-        """The base class clears it."""
+        """Ignore the value: the base class assigns None to clear the keys."""
 
     @property
     def values(self) -> Tensor:
@@ -94,13 +94,13 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not foll
 
     @values.setter
     def values(self, value: None) -> None:
-        """The base class clears it."""
+        """Ignore the value: the base class assigns None to clear the values."""
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        raise NotImplementedError("the layer is made with its states")
+        raise NotImplementedError("the layer is created with its states")
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **named: Any) -> tuple[Tensor, Tensor]:
-        """Put one new state of each row, [rows, heads, 1, width], at the row's end."""
+        """Write the new state of each row, [rows, heads, 1, width], at the end of the row."""
         self._states.write(self._number, key_states, value_states)
         return self.keys, self.values
 
@@ -115,21 +115,21 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not foll
 
 
 class _SlotStates:
-    """States of one kind: [slots, heads, positions, width] of each layer."""
+    """States of one kind, those of the decoder or of the encoder: [slots, heads, positions, width] for each layer."""
 
     def __init__(self, fits: Fits) -> None:
         self.lengths: list[int] = []
         self._fits = fits
         self._layers: list[tuple[Tensor, Tensor]] = []
-        self._ends: Tensor | None = None  # [rows] on the device, for a step
+        self._ends: Tensor | None = None  # length of each row, [rows] on the device, for a step
         self.width = 0
 
     def make_room(self, states: States) -> None:
-        """For a row with these. Raises NoRoom."""
+        """Make room for one more row with these states. Raises SlotsFull."""
         self._reserve(states, len(self.lengths) + 1, max(states[0][0].shape[2] + 1, *self.lengths, 1))
 
     def add(self, states: States) -> None:
-        """There is room."""
+        """Add a row. There must be room for it."""
         length, slot = states[0][0].shape[2], len(self.lengths)
         for (keys, values), (own_keys, own_values) in zip(self._layers, states, strict=True):
             keys[slot, :, :length] = own_keys[0]
@@ -151,7 +151,7 @@ class _SlotStates:
             self._layers = []
 
     def needed_bytes(self, rows: int, length: int) -> int:
-        """The bytes of so many more rows, none of them longer than `length` or than those that are there."""
+        """Return the bytes that `rows` more rows need, none of them longer than `length` or than the present rows."""
         if not self._layers:
             return 0
         slots, positions = len(self.lengths) + rows, max(length, *self.lengths, 0) + 1
@@ -161,11 +161,11 @@ class _SlotStates:
         return self._more_bytes(self._layers, slots, _whole(positions))
 
     def _sizes(self) -> tuple[int, int]:
-        """Slots and positions that there is room for."""
+        """Return the allocated numbers of slots and of positions."""
         return self._layers[0][0].shape[0:3:2] if self._layers else (0, 0)
 
     def _more_bytes(self, states: States, slots: int, positions: int) -> int:
-        """The peak of the memory while `_reserve` makes this room, above the present one."""
+        """Return the peak of memory, above the present use, while `_reserve` allocates these slots and positions."""
         has_slots, has_positions = self._sizes()
         position_bytes: int = sum(
             side.shape[1] * side.shape[3] * side.element_size() for layer in states for side in layer
@@ -174,8 +174,8 @@ class _SlotStates:
         return slots * positions * position_bytes - held + held // len(states)
 
     def _reserve(self, states: States, slots: int, positions: int) -> None:
-        """Have room for so many; raises NoRoom. What a slot held before stays in it: finite numbers, which are
-        masked.
+        """Allocate at least this number of slots and positions. Raises SlotsFull. Old values remain in a slot: finite
+        numbers, which are masked.
         """
         has_slots, has_positions = self._sizes()
         if slots <= has_slots and positions <= has_positions:
@@ -203,15 +203,17 @@ class _SlotStates:
         for number, (keys, values) in enumerate(states):
             old_keys, old_values = before[number]
             self._layers.append((grown(old_keys, keys), grown(old_values, values)))
-            before[number] = (None, None)  # no more than one layer is there twice
+            before[number] = (None, None)  # frees the old layer: only one layer at a time has two copies
 
     def ready(self) -> None:
-        """A step begins: each row gets one position more."""
+        """Begin a step: make room for one more position in each row."""
         self._reserve(self._layers, len(self.lengths), max(self.lengths) + 1)
         self.open(max(self.lengths) + 1)
 
     def open(self, needed: int) -> None:
-        """Show so many positions, or a few more if the rows do not all have them: that takes a mask in any case."""
+        """Show the first `needed` positions. If the rows have different lengths, show more positions, up to a multiple
+        of _STEP: these rows need a mask in any case.
+        """
         keys = self._layers[0][0]
         is_even = min(self.lengths) == needed
         self.width = needed if is_even else min(keys.shape[2], _whole(needed))
@@ -239,7 +241,9 @@ class _SlotStates:
         self._ends = self.ends + 1
 
     def mask(self, *, with_next: bool) -> Tensor:
-        """The positions that each row attends to, bool [rows, 1, 1, width]."""
+        """Return the positions that each row attends to, bool [rows, 1, 1, width]. `with_next`: the new token of the
+        step is one of them.
+        """
         places = torch.arange(self.width, device=self.ends.device)
         ends = self.ends[:, None]
         return (places <= ends if with_next else places < ends)[:, None, None]
@@ -249,8 +253,8 @@ class _SlotStates:
 
 
 class DecoderSlots:
-    """The rows of one model. Used by one thread. A step is `ready`, a pass of the model with `cache`, `positions` and
-    the masks, then `advance`; a step that failed before that has changed nothing.
+    """Slots of the rows of one model, for one thread. A step is `ready`, a pass of the model with `cache`, `positions`
+    and the masks, then `advance`. A step that failed before `advance` has changed nothing.
     """
 
     def __init__(self, fits: Fits = unbounded) -> None:
@@ -262,12 +266,12 @@ class DecoderSlots:
         return len(self._shifts)
 
     def has_room(self, rows: int, length: int) -> bool:
-        """Whether so many rows more fit, whose prompts have at most `length` tokens."""
+        """Return whether `rows` more rows fit, whose prompts have at most `length` tokens."""
         needed_bytes = self._own.needed_bytes(rows, length) + self._encoder_states.needed_bytes(rows, 0)
         return not needed_bytes or self._fits(needed_bytes)
 
     def add(self, begun: RowStart) -> None:
-        """Take a row in, behind the others. Raises NoRoom if it does not fit beside them."""
+        """Add a row in the last slot. Raises SlotsFull if it does not fit."""
         self._own.make_room(begun.own)
         if begun.encoder_states:
             self._encoder_states.make_room(begun.encoder_states)
@@ -277,7 +281,7 @@ class DecoderSlots:
         self._shifts.append(begun.shift)
 
     def remove(self, slot: int) -> None:
-        """Let a row go. The last one has its slot then."""
+        """Remove a row. The last row moves into its slot."""
         self._own.remove(slot)
         if self._encoder_states.lengths:
             self._encoder_states.remove(slot)
@@ -285,17 +289,17 @@ class DecoderSlots:
         self._shifts.pop()
 
     def ready(self) -> None:
-        """A step begins. Raises NoRoom if the rows have become too long to run together."""
+        """Begin a step. Raises SlotsFull if the rows have become too long to run together."""
         self._own.ready()
         if self._encoder_states.lengths:
             self._encoder_states.open(max(self._encoder_states.lengths))
 
     def advance(self) -> None:
-        """A step has ended: each row is one token longer."""
+        """End a step: each row is one token longer."""
         self._own.advance()
 
     def cache(self) -> Cache:
-        """The cache that the attention of the library reads and extends."""
+        """Return the cache that the attention of transformers reads and extends."""
         own = self._own.cache()
         if not self._encoder_states.lengths:
             return own
@@ -305,16 +309,16 @@ class DecoderSlots:
 
     @property
     def positions(self) -> Tensor:
-        """The position of the token that each row gets in this step, [rows, 1]."""
+        """Position of the token that each row gets in this step, [rows, 1]."""
         ends = self._own.ends
         return (ends + torch.tensor(self._shifts, device=ends.device))[:, None]
 
     @property
     def mask(self) -> Tensor:
-        """The mask of a row over itself, bool [rows, 1, 1, positions]."""
+        """Mask of each row over its own states, bool [rows, 1, 1, positions]."""
         return self._own.mask(with_next=True)
 
     @property
     def seen_mask(self) -> Tensor:
-        """The mask of a row over its encoder's states, bool [rows, 1, 1, positions]."""
+        """Mask of each row over the states of its encoder, bool [rows, 1, 1, positions]."""
         return self._encoder_states.mask(with_next=False)

@@ -1,10 +1,11 @@
-"""Readers of sounds: what is said in a recording, written a token at a time with the times of its segments. Whisper.
+"""Readers of sounds: they write the speech of a recording, one token at a time, with the times of its segments.
+Whisper.
 
 features ──► a window of 30 s ──► encoder ──► states ──┐
                                                        ├──► decoder, a token a step ──► segments ──► the next window
 language, task, words before it ──► prompt ────────────┘
 
-A window begins where the last whole segment of the one before it ends, as `generate` of transformers does it.
+A window begins where the last whole segment of the window before it ends, as in `generate` of transformers.
 """
 
 from __future__ import annotations
@@ -51,17 +52,18 @@ from sie_store.folder_files import read_json
 MODEL_TYPE = "whisper"
 _BEFORE = "<|startofprev|>"
 _LABELS = {"transcribe": "transcript", "translate": "translation"}
-# options of generation_config.json by which later windows depend on earlier ones, or are left out
+# options of generation_config.json that are refused: they make later windows depend on earlier ones, or leave windows
+# out
 _REFUSED = ("condition_on_prev_tokens", "no_speech_threshold")
-# a CPU gains nothing by more than one window
+# windows in one pass of the encoder; a CPU gains nothing from more than one window
 _WINDOWS_PER_PASS = {"cpu": 1}
 _WINDOWS_PER_PASS_ELSEWHERE = 8
 
 
 @dataclass(eq=False)
 class SoundTranscription:
-    """A sound that is read window by window. `ids`: the prompt of each window, in which `place` is that of a language
-    that is recognised in the first one, -1 for none.
+    """Transcription of a sound, which is read window by window. `ids`: the prompt of each window. `place`: the index in
+    `ids` of a language that is recognised in the first window; -1 if the language is known.
     """
 
     features: Heard
@@ -82,7 +84,7 @@ class SoundTranscription:
 
 @dataclass(frozen=True, eq=False)
 class SoundWindow:
-    """The frames of a sound from `seek` on, `max_frames` of them."""
+    """Window of a sound: at most `max_frames` frames, from frame `seek` on."""
 
     sound: SoundTranscription
     max_frames: int
@@ -97,9 +99,9 @@ class SoundWindow:
         return min(self.max_frames, self.sound.frames - self.seek)
 
     def following(self, written: GeneratedText) -> SoundWindow | None:
-        """The next window, after the segments of this one were added to the sound."""
+        """Add the segments of this window to the sound, and return the next window; None after the last window."""
         sound = self.sound
-        if not self.seek:  # a batch that failed as a whole is read again
+        if not self.seek:  # reset, since a batch that failed as a whole is read again
             sound.segments, sound.tokens, sound.finish = [], 0, "stop"
         ids = written.ids[:-1] if written.ids[-1] in self.rules.ends else written.ids
         new_segments, used = segments(ids, sound.prompt_tokens.times, self.seek, self.frames)
@@ -111,19 +113,21 @@ class SoundWindow:
 
 
 class SoundReader:
-    """A loaded model. `reading(..).extract` may run on several threads at once.
+    """Loaded model of sounds. `reading(..).extract` may run on several threads at once.
 
     A result has an entity for each segment, and `data` with the whole text, the language, `finish_reason` and
-    `completion_tokens`: `length` if a window was cut at its limit. An error instead if the input has no sound, or for a
-    task or a language that the model does not have (InvalidInput), or if scores are not finite.
+    `completion_tokens`. The reason is `length` if a window was cut at its limit. The result is an InvalidInput if the
+    input has no sound, or if the model does not have the task or the language; it is an InferenceFailed if the scores
+    are not finite.
 
-    `max_tokens`: of the prompt and what is written after it for one window.
+    `max_tokens`: limit for the prompt and the text of one window.
     """
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
-        """The fault of class, shapes or tokenizer that a load refuses; empty without one. Reads no values of weights
-        and runs no code of the folder. Raises ModelLoadFailed for tensors that are not those of the class.
+        """Return the fault of class, shapes or tokenizer for which a load would refuse the files; an empty string if
+        there is none. Reads no values of weights and runs no code of the folder. Raises ModelLoadFailed for tensors
+        that do not fit the class.
         """
         _check_type(folder, entry)
         model: Any = empty_model(WhisperForConditionalGeneration, folder, entry.load, decodes=True)
@@ -156,11 +160,13 @@ class SoundReader:
         self._greedy = Greedy(self._config, compute.device, ends_of(self._config))
 
     def reading(self, read: Read[SoundWindow], is_gone: IsGone) -> ReaderCall[SoundWindow, Heard]:
-        """The call that answers one batch. `read` has the rows written."""
+        """Return the call that answers one batch. `read` writes the text of its rows."""
         return ReaderCall(self, self.rows, read, is_gone, "audio")
 
     def prompt(self, features: Heard, options: ExtractOptions) -> SoundWindow:
-        """The first window. Raises InvalidInput for what cannot be asked."""
+        """Return the first window. Raises InvalidInput for a task, language or instruction that the model
+        cannot read.
+        """
         parameters = options.parameters
         ids, place = self._prompt_tokens.start(parameters.get("language") or "", parameters.get("task") or "")
         before = self._words_before(options.instruction.strip())
@@ -176,7 +182,7 @@ class SoundReader:
         )
 
     def _words_before(self, text: str) -> list[int]:
-        """The ids of what was said before, or might have been: names and words as they are to be written."""
+        """Return the ids of a text before the sound. It shows the model how names and words are to be written."""
         if not text:
             return []
         ids: list[int] = self._words.encode(f" {text}", add_special_tokens=False).ids
@@ -187,7 +193,7 @@ class SoundReader:
         return [self._before, *ids]
 
     def begin(self, prompts: Sequence[SoundWindow]) -> list[RowStart]:
-        """Hear windows, and read their prompts."""
+        """Encode windows, and read their prompts."""
         encoded = [
             states
             for start, stop in passes(len(prompts), self.together)
@@ -196,7 +202,7 @@ class SoundReader:
         return [self._begun(states[None], window.sound) for states, window in zip(encoded, prompts, strict=True)]
 
     def _features(self, windows: Sequence[SoundWindow]) -> Tensor:
-        """[windows, bins, frames]; what is missing at the end is 0."""
+        """Return features [windows, bins, frames]. Missing frames at the end are 0."""
         bins = windows[0].sound.features.shape[2]
         batch = np.zeros((len(windows), self._frames, bins), np.float32)
         for values, window in zip(batch, windows, strict=True):
@@ -213,24 +219,26 @@ class SoundReader:
         return RowStart(own, scores[0], encoder_states)
 
     def _language(self, encoded: Tensor) -> int:
-        """The id of the likeliest one."""
+        """Return the id of the likeliest language."""
         first = torch.tensor([[self._prompt_tokens.first]], device=self._device)
         scores = self._scores(first, encoder_hidden_states=encoded, past_key_values=empty(has_encoder=True))[0]
         languages = torch.tensor(sorted(self._prompt_tokens.languages.values()), device=self._device)
         return int(languages[scores[languages].argmax()])
 
     def _scores(self, ids: Tensor, **named: Any) -> Tensor:
-        """The scores of the token after the last of each row, [rows, vocabulary]."""
+        """Return the scores of the token after the last token of each row, [rows, vocabulary]."""
         states = self._model.model.decoder(input_ids=ids, use_cache=True, **named).last_hidden_state
         logits: Tensor = self._model.proj_out(states[:, -1])
         return logits
 
     def step(self, ids: Tensor, slots: DecoderSlots) -> Tensor:
-        """Scores of the token after `ids`. All windows have equally many states, so none of them is masked."""
+        """Return the scores of the token after `ids`. All windows have the same number of encoder states, so no state
+        is masked.
+        """
         return self._scores(
             ids,
             attention_mask=attended(slots.mask, self._dtype, is_eager=self._is_eager),
-            # the keys and values of the encoder are in the cache: its states only say that there is one
+            # the cache has the keys and values of the encoder; these states only show that there is an encoder
             encoder_hidden_states=torch.zeros(
                 len(ids), 1, self._model.config.d_model, dtype=self._dtype, device=self._device
             ),
@@ -239,7 +247,7 @@ class SoundReader:
         ).float()
 
     def result(self, prompt: SoundWindow, written: GeneratedText) -> dict[str, Any]:
-        """The result of a sound whose windows are all read."""
+        """Return the result of a sound of which all windows were read."""
         sound = prompt.sound
         entities = [
             {**text_entity(text, sound.label), "seconds": [round(segment.start_s, 2), round(segment.end_s, 2)]}
@@ -255,7 +263,7 @@ class SoundReader:
         return {"entities": entities, "data": {**data, **({"language": spoken[0]} if spoken else {})}}
 
     def _text(self, ids: Iterable[int]) -> str:
-        """Without tokens that stand for no words."""
+        """Return the text of these ids, without time stamps and special tokens."""
         words = [number for number in ids if number < self._prompt_tokens.times and number not in self._added]
         return str(self._words.decode(words)).strip()
 
@@ -266,8 +274,9 @@ def _check_type(folder: Path, entry: ModelEntry) -> None:
 
 
 def _check(folder: Path, entry: ModelEntry, model: Any) -> tuple[PromptTokens, SoundRecipe]:
-    """The tokens of its prompts, and the recipe of its sounds. Raises ModelLoadFailed: INCOMPATIBLE for rules that
-    cannot be kept, for features that it does not read, and for an entry that says more than the model.
+    """Return the tokens of the model's prompts, and the recipe of its sounds. Raises ModelLoadFailed: INCOMPATIBLE for
+    rules of writing that cannot be followed, for features that the model does not read, or for an entry with more
+    tokens than the decoder has positions; NOT_FOUND if the folder has no configuration of features.
     """
     config, rules = model.config, model.generation_config
     extractor = read_processor(folder, "feature_extractor")

@@ -47,9 +47,9 @@ OCR = "ocr"
 
 
 class _TranscriberKind(NamedTuple):
-    """`model`: its class. `tasks`: what it is told for each. `see`: features of an image, [tokens, width], from the
-    model, float levels [3, height, width] and the patches in each direction. `is_placed`: its tokens have positions on
-    three axes. `refused`: a precision in which it overflows.
+    """Kind of transcriber. `model`: its class. `tasks`: the instruction for each task. `see`: returns the features of
+    an image, [tokens, width], from the model, float pixels [3, height, width] and the numbers of rows and columns of
+    patches. `is_placed`: tokens have positions on three axes. `refused`: a precision in which the model overflows.
     """
 
     model: Any
@@ -66,8 +66,8 @@ def _see_whole(model: Any, pixels: Tensor, grid: tuple[int, int]) -> Tensor:
 
 
 def _see_merged(model: Any, pixels: Tensor, grid: tuple[int, int]) -> Tensor:
-    """Patches that are merged lie side by side, and each holds two equal frames. Source: transformers,
-    Glm46VImageProcessorPil.patchify.
+    """Return the features of an image. Patches that are merged lie side by side, and each patch has two equal frames.
+    Source: transformers, Glm46VImageProcessorPil.patchify.
     """
     vision = model.config.vision_config
     merge, patch, frames = vision.spatial_merge_size, vision.patch_size, vision.temporal_patch_size
@@ -78,7 +78,9 @@ def _see_merged(model: Any, pixels: Tensor, grid: tuple[int, int]) -> Tensor:
 
 
 def _see_rows(model: Any, pixels: Tensor, grid: tuple[int, int]) -> Tensor:
-    """Patches lie in rows. Source: transformers, PaddleOCRVLImageProcessorPil.patchify."""
+    """Return the features of an image. Patches lie in rows. Source: transformers,
+    PaddleOCRVLImageProcessorPil.patchify.
+    """
     patch = model.config.vision_config.patch_size
     height, width = grid
     rows = pixels.reshape(3, height, patch, width, patch).permute(1, 3, 0, 2, 4)
@@ -116,9 +118,9 @@ MODEL_TYPES = tuple(_KINDS)
 
 
 class Transcriber:
-    """Tower and language model, in the precision of `compute`. What `Reader` says."""
+    """A `document_reader.PageReader`: tower and language model, in the precision of `compute`."""
 
-    together = 1  # a page is hundreds of tokens of the tower: a device is full with one
+    together = 1  # pages in one pass of the tower: one page has hundreds of tokens, which fill a device
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
@@ -131,7 +133,7 @@ class Transcriber:
         self._kind = _kind(folder)
         if compute.dtype == self._kind.refused:
             raise load_failed(
-                "INCOMPATIBLE", f"{entry.id}: it overflows in {compute.precision}: load.precision bfloat16"
+                "INCOMPATIBLE", f"{entry.id}: it overflows in {compute.precision}: set load.precision to bfloat16"
             )
         model: Any = load_model(self._kind.model, folder, load, compute)
         recipe, self._normalisation = _processor(folder, entry, model)
@@ -208,7 +210,7 @@ class Transcriber:
         return ((levels - mean) / std).to(self._dtype)
 
     def _scores(self, **named: Any) -> Tensor:
-        """The scores of the last token of each row, [rows, 1, vocabulary]."""
+        """Return the scores of the last token of each row, [rows, 1, vocabulary]."""
         states = self._model.model.language_model(use_cache=True, **named).last_hidden_state
         logits: Tensor = self._model.lm_head(states[:, -1:])
         return logits

@@ -1,9 +1,10 @@
-"""Ids of Whisper (arXiv 2212.04356): its prompt, the segments of a window, and the begin of the next window. Pure.
+"""Token ids of Whisper (arXiv 2212.04356): its prompt, the segments of a window, and the begin of the next window. No
+I/O.
 
-    language, task ──► Start: <|startoftranscript|><|en|><|transcribe|> ──► a window of 30 s is written
-    <|0.00|> words <|2.40|><|2.40|> words <|4.80|><|4.80|> .. ──► segments, and the frames that they used up
+    language, task ──► PromptStart: <|startoftranscript|><|en|><|transcribe|> ──► a window of 30 s is written
+    <|0.00|> words <|2.40|><|2.40|> words <|4.80|><|4.80|> .. ──► segments, and the number of frames that they cover
 
-Times are in steps of 20 ms, frames in steps of 10 ms. Source: transformers, WhisperGenerationMixin.
+Times are in steps of 20 ms, frames are 10 ms long. Source: transformers, WhisperGenerationMixin.
 """
 
 from __future__ import annotations
@@ -18,14 +19,16 @@ from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
 
 from sie_contracts.errors import InvalidInput
 
-STEP_S = 0.02  # from one time stamp to the next
+STEP_S = 0.02  # seconds from one time stamp to the next
 _FRAME_S = 0.01
 FRAMES_PER_STEP = 2
 TASKS = ("transcribe", "translate")
 
 
 class PromptStart(NamedTuple):
-    """`ids` of the prompt. `place`: of a language in it that the model has yet to recognise, -1 if there is none."""
+    """Start of a prompt. `ids`: its tokens. `place`: the index of a language that the model has yet to recognise; -1 if
+    there is none.
+    """
 
     ids: list[int]
     place: int = -1
@@ -33,8 +36,9 @@ class PromptStart(NamedTuple):
 
 @dataclass(frozen=True)
 class PromptTokens:
-    """The tokens of prompts by the rules of a checkpoint. `languages`, `tasks`: the ids of their tokens, `forced`: ids
-    after the first one where neither is asked for, None in the place of the language.
+    """Tokens of prompts by the rules of a checkpoint. `languages`, `tasks`: names with the ids of their tokens.
+    `forced`: the ids after the first token if the request names neither language nor task; None stands for the
+    language.
     """
 
     first: int
@@ -48,8 +52,8 @@ class PromptTokens:
 
     @classmethod
     def from_config(cls, config: GenerationConfig, model: Any) -> PromptTokens:
-        """`model`: the configuration of the model, of which older checkpoints have a part of the rules. Raises
-        AttributeError for those that have none for time stamps.
+        """Read the tokens from a generation configuration. `model`: the configuration of the model, in which older
+        checkpoints keep a part of the rules. Raises AttributeError for a checkpoint without a token for time stamps.
         """
         forced = getattr(config, "forced_decoder_ids", None) or getattr(model, "forced_decoder_ids", None) or ()
         in_turn = tuple(number for place, (at, number) in enumerate(forced, 1) if at == place)
@@ -66,11 +70,13 @@ class PromptTokens:
 
     @property
     def times(self) -> int:
-        """The id of the time stamp 0.00; those of later ones follow."""
+        """Id of the time stamp 0.00. The ids of later time stamps follow."""
         return self.without_times + 1
 
     def start(self, language: str, task: str) -> PromptStart:
-        """The prompt of a sound; what is empty is as the checkpoint has it. Raises InvalidInput."""
+        """Return the prompt of a sound. An empty language or task stands for the default of the checkpoint. Raises
+        InvalidInput.
+        """
         if not self.is_multilingual and (language or task):
             name = "language" if language else "task"
             raise InvalidInput(f"{name}: the model has one language and one task", reason=name, param=name)
@@ -109,7 +115,9 @@ class PromptTokens:
 
 
 class TranscriptSegment(NamedTuple):
-    """`ids` that were written for a part of a sound, time stamps among them; its times in seconds of the sound."""
+    """Segment of a transcript: its times in seconds of the sound, and the `ids` that were written for it, with time
+    stamps.
+    """
 
     start_s: float
     end_s: float
@@ -117,11 +125,12 @@ class TranscriptSegment(NamedTuple):
 
 
 def segments(written: Sequence[int], times: int, seek: int, frames: int) -> tuple[list[TranscriptSegment], int]:
-    """The segments of a window that begins at frame `seek` of a sound and has so many frames, from what was written
-    without its end; and after how many frames the next window begins. `times`: the id of 0.00.
+    """Return the segments of a window, and the number of frames after which the next window begins. The window begins
+    at frame `seek` of a sound and has `frames` frames. `written`: its tokens without the end token. `times`: the id of
+    0.00.
 
-    Two time stamps side by side end a segment and begin the next one. What follows the last pair was cut off by the
-    window: it is dropped and heard again, unless a single time stamp ends it.
+    Two time stamps side by side end a segment and begin the next one. The window has cut off the words after the last
+    pair: they are dropped and heard again in the next window, unless a single time stamp ends them.
     """
     is_time = [number >= times for number in written]
     ends = [place + 1 for place in range(len(written) - 1) if is_time[place] and is_time[place + 1]]
@@ -140,13 +149,15 @@ def segments(written: Sequence[int], times: int, seek: int, frames: int) -> tupl
     if is_whole:
         return complete, frames
     *earlier, last = complete
-    stamp = written[first]  # the one that begins what was cut off
+    stamp = written[first]  # the time stamp that begins the words that were cut off
     return [*earlier, last._replace(ids=[*last.ids, stamp])], (written[first - 1] - times) * FRAMES_PER_STEP
 
 
 def _last(written: Sequence[int], times: int, frames: int) -> float:
-    """The end of a window without a pair of time stamps, in steps: at its last one, else with the window."""
+    """Return the end of a window without a pair of time stamps, in steps: at its last time stamp, or else at the end of
+    the window.
+    """
     stamps = [number for number in written if number >= times]
     if stamps and stamps[-1] != times:
         return stamps[-1] - times
-    return int(np.float32(frames) * np.float32(_FRAME_S) / np.float32(STEP_S))  # as the library rounds it
+    return int(np.float32(frames) * np.float32(_FRAME_S) / np.float32(STEP_S))  # rounded as transformers rounds it

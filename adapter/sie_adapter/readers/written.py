@@ -1,6 +1,6 @@
-"""Base of the readers of documents and sounds: prompts, decoders that write a token a step, and results.
+"""Base of the readers of documents and sounds: prompts, decoders that write one token per step, and results.
 
-a file each, a task ──► prompts ──► the loop of `reading`, rows of all batches together ──► what was written ──► results
+a file each, a task ──► prompts ──► the loop of `reading`, rows of all batches together ──► written text ──► results
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from sie_contracts.models.load_errors import load_failed
 from sie_contracts.wire.ipc import Rows
 
 P = TypeVar("P", bound=GenerationPrompt)
-F_contra = TypeVar("F_contra", contravariant=True)  # a file as the model reads it
-IsGone = Callable[[], bool]  # whether nobody waits any more
+F_contra = TypeVar("F_contra", contravariant=True)  # a file in the form that the model reads
+IsGone = Callable[[], bool]  # returns True once no client waits for the answer
 Read = Callable[[GenerationModel[P], Sequence[P], IsGone], list[GeneratedText]]
 
 
 class ReaderKind(GenerationModel[P], Protocol[P, F_contra]):
-    """A kind of reader."""
+    """Kind of reader."""
 
     def prompt(self, file: F_contra, options: ExtractOptions) -> P:
-        """The prompt of a row. Raises InvalidInput for what cannot be asked."""
+        """Return the prompt of a row. Raises InvalidInput for options that the model cannot follow."""
 
     def result(self, prompt: P, written: GeneratedText) -> dict[str, Any]:
-        """The result of a row for the client, beside finish reason and length."""
+        """Return the result of a row for the client, without finish reason and number of tokens."""
 
 
 class ReaderCall(Generic[P, F_contra]):
-    """A reader and who waits for what it writes. `field`: of an input, that has its files."""
+    """Call of a reader for one batch. `field`: the field of an input that has its files."""
 
     def __init__(
         self, kind: ReaderKind[P, F_contra], rows: Mapping[str, Rows], read: Read[P], is_gone: IsGone, field: str
@@ -57,7 +57,7 @@ class ReaderCall(Generic[P, F_contra]):
     def extract(
         self, texts: Sequence[str], options: Sequence[ExtractOptions], files: Sequence[Sequence[F_contra]]
     ) -> list[Result]:
-        """The content of the file of each input, or an error instead of it. Texts are not read."""
+        """Return the content of the file of each input, or an error in its place. Texts are not read."""
         numbers = list(range(len(texts)))
         results: dict[int, Result] = {}
         prompts: dict[int, P] = {}
@@ -67,7 +67,8 @@ class ReaderCall(Generic[P, F_contra]):
             except SIEError as error:
                 results[number] = error
         readable = list(prompts)
-        same = [ExtractOptions(())] * len(readable)  # options are in the prompts: one call, so that all run at once
+        # the prompts have the options; equal options here lead to one call, so that all rows run together
+        same = [ExtractOptions(())] * len(readable)
         outputs = by_options(readable, same, lambda some, _: self._results([prompts[number] for number in some]))
         results.update(zip(readable, outputs, strict=True))
         return [results[number] for number in numbers]
@@ -97,9 +98,9 @@ def _miscounted(field: str, files: int) -> InvalidInput:
 
 @dataclass(frozen=True)
 class PagePrompt:
-    """A page and what is asked of it. `ids` [tokens] are what the decoder reads first, `task` the name of what it is to
-    write; `encoder_ids`: what an encoder reads beside the page; `box`: of the region that is asked about, in pixels of
-    the page.
+    """Prompt for a page. `ids` [tokens]: the tokens that the decoder reads first. `task`: the name of the task.
+    `encoder_ids`: the tokens that an encoder reads beside the page. `box`: the region that the task is about, in pixels
+    of the page.
     """
 
     shown: Shown
@@ -110,24 +111,24 @@ class PagePrompt:
     box: Sequence[int] | None = None
 
     def following(self, written: GeneratedText) -> None:
-        """A page is read at once."""
+        """Return None: a page has a single prompt."""
 
 
 def checked_processor(folder: Path, entry: ModelEntry, model: Any, positions: int) -> tuple[Recipe, Normalisation]:
-    """How a page becomes numbers for `model`, whose decoder has `positions`. Raises ModelLoadFailed INCOMPATIBLE as
-    `check_rules`, and for an image processor that cannot be reproduced.
+    """Return the recipe and the normalisation of pages for `model`, whose decoder has `positions`. Raises the errors of
+    `check_rules`, and ModelLoadFailed for an image processor that cannot be reproduced.
     """
     check_rules(entry, model, positions)
     return processor_of(folder, entry)
 
 
 def check_rules(entry: ModelEntry, model: Any, positions: int, refused: Iterable[str] = ()) -> None:
-    """Raises ModelLoadFailed INCOMPATIBLE for rules of writing that cannot be reproduced, `refused` among them, and for
-    an entry with more tokens than the decoder has `positions`.
+    """Raise ModelLoadFailed INCOMPATIBLE for rules of writing that cannot be reproduced, those in `refused` among them,
+    and for an entry with more tokens than the decoder has `positions`.
     """
     rules = model.generation_config
     if rule := unknown_rule(rules) or next((name for name in refused if getattr(rules, name, None)), ""):
-        raise load_failed("INCOMPATIBLE", f"{entry.id}: generation_config.json sets {rule}, which is not kept")
+        raise load_failed("INCOMPATIBLE", f"{entry.id}: generation_config.json sets {rule}, which is not supported")
     if entry.max_tokens > positions:
         raise load_failed(
             "INCOMPATIBLE", f"{entry.id}: max_tokens is {entry.max_tokens}, its decoder has {positions} positions"
@@ -135,13 +136,15 @@ def check_rules(entry: ModelEntry, model: Any, positions: int, refused: Iterable
 
 
 def text_entity(text: str, label: str, bbox: Sequence[int] | None = None) -> dict[str, Any]:
-    """The text of a reader as an entity: it has no place in a text, and no score of its own."""
+    """Return the text of a reader as an entity. It has no place in a text, and a score of 1."""
     box = None if bbox is None else list(bbox)
     return {"text": text, "label": label, "score": 1.0, "start": None, "end": None, "bbox": box}
 
 
 def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """The dotted path and the text of each leaf of a tree of maps and lists, in order. Lists add nothing to a path."""
+    """Yield the dotted path and the text of each leaf of a tree of maps and lists, in order. Lists add nothing to a
+    path.
+    """
     if isinstance(tree, dict):
         for name, below in tree.items():
             yield from leaves(below, f"{path}.{name}" if path else str(name))
@@ -155,8 +158,8 @@ def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, str]]:
 def task_of(
     options: ExtractOptions, is_task: Callable[[str], bool], listed: Sequence[str], *, otherwise: str = ""
 ) -> str:
-    """The task that a request names, or its entry, else `otherwise`. Raises InvalidInput if there is none, or the model
-    has no such.
+    """Return the task of the request, else of its entry, else `otherwise`. Raises InvalidInput if there is none, or if
+    the model does not have it.
     """
     task = options.parameters.get("task") or otherwise
     if task and is_task(task):
@@ -167,8 +170,9 @@ def task_of(
 
 
 def tokens_left(options: ExtractOptions, prompt: int, limit: int, otherwise: int = 0) -> int:
-    """How many tokens may be written after a prompt: what the request asks for, else `otherwise` if that is not 0, of
-    what the positions of the model leave. Raises InvalidInput if they leave none.
+    """Return the number of tokens that may be written after a prompt of `prompt` tokens: `max_new_tokens` of the
+    request, else `otherwise` if that is not 0, but no more than `limit` leaves. Raises InvalidInput if the prompt
+    leaves no token.
     """
     left = limit - prompt
     if left < 1:
@@ -182,20 +186,22 @@ def tokens_left(options: ExtractOptions, prompt: int, limit: int, otherwise: int
 
 
 def reserved(field: str) -> InvalidInput:
-    """The error of a text of a client that holds a token of the prompt."""
+    """Return the error of a client's text that holds a token of the prompt."""
     return InvalidInput(f"{field}: it holds a token that the model reserves", reason="reserved_token", param=field)
 
 
 def attended(mask: Tensor, dtype: torch.dtype, *, is_eager: bool) -> Tensor:
-    """A mask as the attention of the library takes it: the eager one adds it to the scores."""
+    """Return a mask in the form that the attention of transformers takes: eager attention adds the mask to
+    the scores.
+    """
     if not is_eager:
         return mask
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
 
 
-class RowPositions(nn.Module):  # type: ignore[misc]  # torch is not followed by the type checker
-    """The learned positions of a decoder of BART's kind, which numbers all rows alike: here each row has its own.
-    `given` [rows, 1] are those of a step; None while a prompt is read.
+class RowPositions(nn.Module):  # type: ignore[misc]  # the type checker skips torch
+    """Learned positions of a decoder of BART's kind, with separate positions for each row. The decoder itself numbers
+    all rows alike. `given` [rows, 1]: the positions of a step; None while a prompt is read.
     """
 
     def __init__(self, own: Any) -> None:
@@ -204,25 +210,26 @@ class RowPositions(nn.Module):  # type: ignore[misc]  # torch is not followed by
         self.given: Tensor | None = None
 
     def give(self, positions: Tensor | None) -> None:
-        """For the passes that follow. Of one thread alone."""
+        """Set the positions for the passes that follow. To be called by one thread only."""
         self.given = positions
 
     def forward(self, input_ids: Tensor, past: int = 0, position_ids: Tensor | None = None) -> Tensor:
-        """Vectors to add to those of the tokens."""
+        """Return the vectors of positions, which are added to those of the tokens."""
         if self.given is None:
             positions: Tensor = self.own(input_ids, past, position_ids=position_ids)
             return positions
         return F.embedding(self.given + self.own.offset, self.own.weight)
 
 
-Decode = Callable[..., Tensor]  # ids and the arguments of a decoder of the library; scores [rows, tokens, vocabulary]
+# takes ids and the arguments of a transformers decoder; returns scores [rows, tokens, vocabulary]
+Decode = Callable[..., Tensor]
 
 
 class BartDecoder:
-    """A decoder of BART's kind that looks at the states of an encoder. Of one thread alone."""
+    """Decoder of BART's kind, which attends to the states of an encoder. For one thread only."""
 
     def __init__(self, stack: Any, decode: Decode) -> None:
-        """`stack`: the module with the layers, `decode` calls it."""
+        """Wrap a decoder. `stack` is the module with its layers, which `decode` calls."""
         self._decode = decode
         self._is_eager = stack.config._attn_implementation == "eager"
         self._width: int = stack.config.d_model
@@ -242,12 +249,12 @@ class BartDecoder:
         return RowStart(own, scores[0, -1], encoder_states)
 
     def step(self, ids: Tensor, slots: DecoderSlots) -> Tensor:
-        """Scores of the next token of each row, float32 [rows, vocabulary]."""
+        """Return the scores of the next token of each row, float32 [rows, vocabulary]."""
         self._positions.give(slots.positions)
         scores = self._decode(
             ids,
             attention_mask=attended(slots.mask, self._dtype, is_eager=self._is_eager),
-            # the keys and values of the encoder are in the cache: its states only say that there is one
+            # the cache has the keys and values of the encoder; these states only show that there is an encoder
             encoder_hidden_states=torch.zeros(len(ids), 1, self._width, dtype=self._dtype, device=self._device),
             encoder_attention_mask=attended(slots.seen_mask, self._dtype, is_eager=self._is_eager),
             past_key_values=slots.cache(),

@@ -1,4 +1,4 @@
-"""`sie airgap`: models for a site without a network, in one file that is checked before anything of it counts."""
+"""`sie airgap`: models for a site without a network, in one file that is checked completely before it is used."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ from sie_cli.airgap import placing
 from sie_cli.airgap.archive import INDEX, ArchiveReader, ByteProgress, digest, write
 from sie_cli.options import loaded, named_options
 from sie_cli.refusal import CommandRefused, refusing
-from sie_contracts.models.entries import ModelEntry
-from sie_contracts.settings import BY_NAME, SettingError, Settings
+from sie_contracts.settings import BY_NAME, SettingError
 
 FOLDER = "airgap"
 _FILE = click.Path(path_type=Path, dir_okay=False, allow_dash=True)
@@ -67,45 +66,52 @@ def create(names: tuple[str, ...], profiles: tuple[str, ...], output: Path, forc
     Their digests are checked against their entries. Equal models make equal bytes. A model keeps its fingerprint, so
     indexes made here stay good there.
     """
-    with _refusing():
-        settings = loaded(values).settings
-        _create(settings, _split(names), profiles, output, force)
-
-
-def _create(settings: Settings, names: list[str], profiles: tuple[str, ...], output: Path, force: bool) -> None:
-    from sie_cli.airgap.contents import FileGathering, choose, contents
+    from sie_cli.airgap.contents import FileGathering, choose, contents, with_profiles
     from sie_config_service.overlay import Overlay
     from sie_store.configured import weight_sources
 
-    if output.exists() and not force:
-        raise CommandRefused(f"{output} exists: --force replaces it")
-    chosen = choose(Overlay(settings).folders(), names)
-    if profiles:
-        chosen = replace(chosen, entries=_with_profiles(chosen.entries, profiles))
-    told_by = logging.getLogger("sie.store")  # of what has to be fetched, every few seconds
-    told_by.setLevel(logging.INFO)
-    told_by.addHandler(logging.StreamHandler())
-    gathering = FileGathering(weight_sources(settings), settings.models_dir)
-    placed = [gathering.model(entry) for entry in chosen.entries]
-    with _written(output, gathering.bytes) as file:
-        with _bar("reading", gathering.unread_bytes) as progress:
-            bundle_contents = contents(replace(chosen, entries=placed), gathering, sie_contracts.__version__, progress)
-        with _bar("writing", bundle_contents.index.bytes) as progress:
-            name = write(file, bundle_contents.index, bundle_contents.open, progress)
-    rows: list[tuple[str, ...]] = [("MODEL", "REVISION", "LICENCE", "SIZE")]
-    for entry in placed:
-        own = sum(
-            fact.bytes
-            for path, fact in bundle_contents.index.files.items()
-            if path.startswith(f"{entry.weights.path}/")
+    with _refusing():
+        settings = loaded(values).settings
+        if output.exists() and not force:
+            raise CommandRefused(f"{output} exists: --force replaces it")
+        models = [part.strip() for text in names for part in text.split(",") if part.strip()]
+        chosen = choose(Overlay(settings).folders(), models)
+        entries = with_profiles(chosen.entries, profiles) if profiles else chosen.entries
+        told_by = logging.getLogger("sie.store")  # this logger reports downloads, every few seconds
+        told_by.setLevel(logging.INFO)
+        told_by.addHandler(logging.StreamHandler())
+        gathering = FileGathering(weight_sources(settings), settings.models_dir)
+        placed = [gathering.model(entry) for entry in entries]
+        with _written(output, gathering.bytes) as file:
+            with _bar("reading", gathering.unread_bytes) as progress:
+                bundle_contents = contents(
+                    replace(chosen, entries=placed), gathering, sie_contracts.__version__, progress
+                )
+            with _bar("writing", bundle_contents.index.bytes) as progress:
+                name = write(file, bundle_contents.index, bundle_contents.open, progress)
+        rows: list[tuple[str, ...]] = [("MODEL", "REVISION", "LICENCE", "SIZE")]
+        for entry in placed:
+            own = sum(
+                fact.bytes
+                for path, fact in bundle_contents.index.files.items()
+                if path.startswith(f"{entry.weights.path}/")
+            )
+            rows.append((entry.id, entry.revision[:12], entry.license or "not stated", display.size(own)))
+        display.table(rows, err=True)
+        to = "standard output" if str(output) == "-" else str(output)
+        click.echo(
+            f"wrote {to}: {display.counted(len(placed), 'model')}, {display.size(bundle_contents.index.bytes)}",
+            err=True,
         )
-        rows.append((entry.id, entry.revision[:12], entry.license or "not stated", display.size(own)))
-    display.table(rows, err=True)
-    to = "standard output" if str(output) == "-" else str(output)
-    click.echo(
-        f"wrote {to}: {display.counted(len(placed), 'model')}, {display.size(bundle_contents.index.bytes)}", err=True
-    )
-    click.echo(f"index {name}; `sie airgap load --index` refuses any other", err=True)
+        click.echo(f"index {name}; `sie airgap load --index` refuses any other", err=True)
+
+
+_index = click.option(
+    "--index",
+    "expected",
+    metavar="HEX",
+    help="Refuse an archive whose index has another SHA-256 than `create` printed.",
+)
 
 
 @airgap.command("load")
@@ -123,12 +129,7 @@ def _create(settings: Settings, names: list[str], profiles: tuple[str, ...], out
     metavar="PATH",
     help="Where workers see the folder, if that is elsewhere: the mount of a container.",
 )
-@click.option(
-    "--index",
-    "expected",
-    metavar="HEX",
-    help="Refuse an archive whose index has another SHA-256 than `create` printed.",
-)
+@_index
 def load_command(file: Path, folder: Path, at: Path | None, expected: str | None) -> None:
     """Unpack FILE (- is standard input) to a folder that `sie airgap serve` serves, once every byte of it was checked.
 
@@ -164,7 +165,7 @@ def load_command(file: Path, folder: Path, at: Path | None, expected: str | None
 
 
 def _again(reader: ArchiveReader, folder: Path, at: Path) -> None:
-    """The folder is there already: that is fine if this very archive was loaded into it. Raises CommandRefused."""
+    """Accept a folder that exists already if this very archive was loaded into it. Raises CommandRefused otherwise."""
     if not (folder / INDEX).is_file():
         raise CommandRefused(f"{folder} holds something else: name another --folder")
     index, raw = placing.loaded(folder)
@@ -182,12 +183,7 @@ def _again(reader: ArchiveReader, folder: Path, at: Path) -> None:
 
 @airgap.command()
 @click.argument("path", type=click.Path(path_type=Path, exists=False, allow_dash=True), metavar="FILE_OR_FOLDER")
-@click.option(
-    "--index",
-    "expected",
-    metavar="HEX",
-    help="Refuse an archive whose index has another SHA-256 than `create` printed.",
-)
+@_index
 def verify(path: Path, expected: str | None) -> None:
     """Check every byte of an archive, or of a folder that was loaded, against its index. Changes nothing."""
     with _refusing():
@@ -200,7 +196,7 @@ def verify(path: Path, expected: str | None) -> None:
                 click.echo(line)
             if wrong:
                 many = f"{len(wrong)} of {len(index.files)} files"
-                raise CommandRefused(f"{path}: {many} are not what was loaded: remove it, then load the archive again")
+                raise CommandRefused(f"{path}: {many} differ from the archive: remove it, then load the archive again")
             name = digest(raw)
         else:
             with _opened(path) as stream:
@@ -237,28 +233,11 @@ def serve_command(folder: Path, arguments: tuple[str, ...]) -> None:
         index, _ = placing.loaded(folder)
         if wrong := placing.wrong(folder, index, digests=False):
             raise CommandRefused(
-                f"{folder} is not as it was loaded: {wrong[0]}; remove it, then load the archive again"
+                f"{folder} was changed after it was loaded: {wrong[0]}; remove it, then load the archive again"
             )
-        placing.place(folder, index, folder)  # it may have been moved
+        placing.place(folder, index, folder)  # the folder may have been moved since
         flags = [word for name, value in placing.settings(index, folder).items() for word in flag(BY_NAME[name], value)]
     serve.main([*flags, *arguments], prog_name="sie serve")
-
-
-def _split(names: tuple[str, ...]) -> list[str]:
-    return [part.strip() for text in names for part in text.split(",") if part.strip()]
-
-
-def _with_profiles(entries: list[ModelEntry], profiles: tuple[str, ...]) -> list[ModelEntry]:
-    """The entries with these of their profiles. Raises click.BadParameter for one that none of them has."""
-    from sie_cli.airgap.contents import with_profiles
-
-    there = {name for entry in entries for name in entry.profiles}
-    if unknown := [name for name in profiles if name not in there]:
-        message = (
-            f"no profile {', '.join(unknown)[:200]} of these models; there are: {', '.join(sorted(there)) or 'none'}"
-        )
-        raise click.BadParameter(message, param_hint="--profile")
-    return [with_profiles(entry, profiles) for entry in entries]
 
 
 def _check_index(actual: str, expected: str | None) -> None:
@@ -268,7 +247,7 @@ def _check_index(actual: str, expected: str | None) -> None:
 
 @contextmanager
 def _refusing() -> Iterator[None]:
-    """End the command in one line, with status 1, on a fault of a model, a file or a setting."""
+    """End the command with one line and status 1 on a fault of a model, a file or a setting."""
     try:
         with refusing():
             yield
@@ -287,12 +266,12 @@ def _opened(file: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def _written(output: Path, size: int) -> Iterator[BinaryIO]:
-    """The archive while it is written, of `size` bytes and a few more: it gets its name when it is whole. Raises
-    Refused, OSError.
+    """Yield the archive's file while it is written. The archive takes a little more than `size` bytes, and is renamed
+    to `output` when it is complete. Raises CommandRefused, OSError.
     """
     if str(output) == "-":
         if sys.stdout.isatty():
-            raise CommandRefused("an archive is no text for a terminal: -o FILE")
+            raise CommandRefused("an archive cannot be written to a terminal: name a file with -o FILE")
         yield sys.stdout.buffer
         sys.stdout.buffer.flush()
         return
@@ -306,7 +285,7 @@ def _written(output: Path, size: int) -> Iterator[BinaryIO]:
     growing = output.with_name(f".{output.name}.part")
     with open(os.open(growing, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "wb") as file:
         placing.claim(growing, file.fileno())
-        file.truncate(0)  # what a killed one left
+        file.truncate(0)  # remove what a killed command left in the file
         try:
             yield file
             file.flush()

@@ -18,9 +18,7 @@ import msgspec
 from sie_broker import BrokerError
 from sie_cli.cluster import Cluster, data_dir_option
 from sie_cli.display import counted
-from sie_cli.doctor.broker import broker, damage, streams
-from sie_cli.doctor.catalogue import clock, config, models, versions
-from sie_cli.doctor.gateway import gateway, loads
+from sie_cli.doctor.checks import broker, clock, config, damage, gateway, loads, models, streams, versions
 from sie_cli.doctor.machine import PROBE_S, disk, gpu, ports, sockets
 from sie_cli.doctor.probe import Check, CheckResult, CheckSkipped, ClusterProbe, Finding, NotApplicable, open_probe
 from sie_cli.options import ManyOptions, flags_of, refuse, settings_options
@@ -139,7 +137,7 @@ def doctor(data_dir: Path | None, as_json: bool, **values: Any) -> None:
 
     \b
     sie doctor                                         a `sie serve` of this machine
-    sie doctor --url URL --nats-url nats://...         a cluster; SIE_AUTH_TOKEN, SIE_CONFIG_READ_TOKEN as its processes
+    sie doctor --url URL --nats-url nats://...         a cluster; SIE_API_KEY, SIE_CONFIG_READ_TOKEN as its processes
                                                        have them
 
     Give it the settings of the processes: it looks for what they would meet. What it is not told, broker and config
@@ -159,17 +157,12 @@ def doctor(data_dir: Path | None, as_json: bool, **values: Any) -> None:
     if as_json:
         document = {
             "status": {FINE: "fine", WRONG: "wrong", BLIND: "blind"}[status],
-            "checks": [_plain(report) for report in reports],
+            "checks": reports,
         }
         click.echo(msgspec.json.format(msgspec.json.encode(document)).decode())
     else:
         show(reports)
     sys.exit(status)
-
-
-def _plain(report: CheckReport) -> dict[str, Any]:
-    findings = [finding._asdict() for finding in report.findings]
-    return {"check": report.check, "state": report.state, "says": report.says, "findings": findings}
 
 
 async def examined(flags: Mapping[str, str], environ: Mapping[str, str], named: Path | None) -> list[CheckReport]:

@@ -14,10 +14,11 @@ from typing import NamedTuple
 import msgspec
 
 from sie_cli.display import counted, size
-from sie_cli.doctor.gateway import READY_FIX
+from sie_cli.doctor.checks import READY_FIX
 from sie_cli.doctor.probe import CheckResult, CheckSkipped, ClusterProbe, Finding, NotApplicable
 from sie_cli.serve.preflight import held_bytes
 from sie_contracts.settings import BY_NAME, store_url
+from sie_store.weights.disk import usage
 
 MIN_FREE_BYTES = 256 << 20
 
@@ -38,8 +39,6 @@ async def disk(probe: ClusterProbe) -> CheckResult:
 
 
 def _disks(probe: ClusterProbe) -> CheckResult:
-    from sie_store.weights.disk import usage
-
     settings, findings, notes = probe.settings, [], []
     cache = settings.cache_folder
     used, free = usage(cache, settings.disk_cache_bytes)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import stat
 import time
@@ -18,22 +19,19 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import httpx
 import msgspec
 
+from sie_broker import BrokerUnavailable, CoreMessage
+from sie_broker.nats import NatsBroker
 from sie_cli.cluster import CONFIG_URL, SOURCE, Cluster
 from sie_cli.data_dir import sockets_folder
 from sie_contracts.settings import Secret, public_url
 from sie_contracts.wire import heartbeats, ipc, topology
 from sie_contracts.wire.configs import ConfigEpoch
 from sie_contracts.wire.heartbeats import GatewayBeat, Heartbeat
-
-if TYPE_CHECKING:
-    from sie_broker import CoreMessage
-    from sie_broker.nats import NatsBroker
-
 
 CALL_S = 3.0  # of one question over HTTP or a socket
 BEAT_MARGIN_S = 1.0  # a heartbeat may come so much later than its interval
@@ -117,6 +115,19 @@ class AdapterSocket:
     is_unseen: bool = False  # this user may not look
 
 
+def once(read: Callable[[ClusterProbe], Coroutine[Any, Any, T]]) -> Callable[[ClusterProbe], Coroutine[Any, Any, T]]:
+    """Read by one task, whose outcome all checks get."""
+
+    @functools.wraps(read)
+    async def outcome(probe: ClusterProbe) -> T:
+        if read not in probe.tasks:
+            probe.tasks[read] = asyncio.create_task(read(probe))
+        result: T = await asyncio.shield(probe.tasks[read])
+        return result
+
+    return outcome
+
+
 class ClusterProbe:
     """Observations of a cluster in one run of doctor. Use `looking` to make one."""
 
@@ -124,7 +135,7 @@ class ClusterProbe:
         self.cluster = cluster
         self.settings = cluster.settings
         self.data_dir = cluster.data_dir
-        self._tasks: dict[str, asyncio.Task[Any]] = {}
+        self.tasks: dict[Callable[..., Any], asyncio.Task[Any]] = {}
         self._client = httpx.AsyncClient(timeout=CALL_S, trust_env=False)
         self._open: NatsBroker | None = None
 
@@ -134,18 +145,12 @@ class ClusterProbe:
         return self.cluster.serve
 
     async def close(self) -> None:
-        for task in self._tasks.values():
+        for task in self.tasks.values():
             task.cancel()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        await asyncio.gather(*self.tasks.values(), return_exceptions=True)
         if self._open is not None:
             await self._open.close()
         await self._client.aclose()
-
-    async def _once(self, name: str, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        if name not in self._tasks:
-            self._tasks[name] = asyncio.create_task(make(), name=name)
-        result: T = await asyncio.shield(self._tasks[name])
-        return result
 
     # ---- HTTP
 
@@ -171,11 +176,9 @@ class ClusterProbe:
             (answered_s - asked_s) / 2,
         )
 
+    @once
     async def gateways(self) -> list[ProbeResult]:
         """`/health` of each gateway that is named."""
-        return await self._once("gateways", self._ask_gateways)
-
-    async def _ask_gateways(self) -> list[ProbeResult]:
         cluster = self.cluster
         if cluster.is_named and self.settings.gateway_url is None and cluster.local() is None:
             # whoever answers at the default address is another one
@@ -198,18 +201,18 @@ class ClusterProbe:
         """Empty where nobody says where the config service is."""
         return self.settings.config_service_url or str((await self.health()).get("config_url") or "")
 
-    async def config(self) -> ProbeResult:
-        """The config service's epoch. Raises NotApplicable, CheckSkipped."""
-        return await self._once("config", self.ask_config)
-
     async def ask_config(self) -> ProbeResult:
-        """Request the config service's epoch again, without the cached result of `config`."""
+        """Request the config service's epoch, without the cached result of `config`. Raises NotApplicable,
+        CheckSkipped.
+        """
         if await self.is_standalone():
             raise NotApplicable("the catalogue is in the gateway's own process (--standalone)")
         url = await self.config_url()
         if not url:
             raise CheckSkipped("which config service? Give --config-service-url, or a gateway that tells its own")
         return await self.get(url, "/v1/configs/epoch", self.config_token)
+
+    config = once(ask_config)
 
     @property
     def config_token(self) -> Secret | None:
@@ -237,39 +240,34 @@ class ClusterProbe:
             raise CheckSkipped("which broker? Give --nats-url, or a gateway that tells its own")
         return str(health["nats_url"])
 
+    @once
     async def broker(self) -> NatsBroker:
         """A connection. Raises NotApplicable, CheckSkipped, BrokerUnavailable."""
-        return await self._once("broker", self._connect)
-
-    async def _connect(self) -> NatsBroker:
         self._open = await self.cluster.open_broker("sie-doctor", await self.broker_url())
         return self._open
 
-    async def stream_broker(self) -> NatsBroker:
-        """The connection for a check that needs streams. Raises NotApplicable, CheckSkipped."""
-        from sie_broker import BrokerUnavailable
-
+    async def connected_broker(self) -> NatsBroker:
+        """The connection for a check that leaves its faults to that of the broker. Raises NotApplicable,
+        CheckSkipped.
+        """
         try:
-            broker = await self.broker()
+            return await self.broker()
         except BrokerUnavailable as error:
             raise CheckSkipped("there is no connection to the broker") from error
+
+    async def stream_broker(self) -> NatsBroker:
+        """The connection for a check that needs streams. Raises NotApplicable, CheckSkipped."""
+        broker = await self.connected_broker()
         if not broker.server[1]:
             raise CheckSkipped("the broker has no JetStream")
         return broker
 
+    @once
     async def heartbeats(self) -> Heartbeats:
         """Announcements of a heartbeat's interval, or of less once all whom the gateways know were heard. Raises
-        Absent, Blind.
+        NotApplicable, CheckSkipped.
         """
-        return await self._once("heard", self._listen)
-
-    async def _listen(self) -> Heartbeats:
-        from sie_broker import BrokerUnavailable
-
-        try:
-            broker = await self.broker()
-        except BrokerUnavailable as error:
-            raise CheckSkipped("there is no connection to the broker") from error
+        broker = await self.connected_broker()
         beats = Heartbeats()
         await broker.subscribe(f"{topology.HEALTH_SUBJECT}.*", beats.on_worker)
         await broker.subscribe(f"{topology.GATEWAY_SUBJECT}.*", beats.on_gateway)
@@ -290,11 +288,9 @@ class ClusterProbe:
 
     # ---- sockets
 
+    @once
     async def sockets(self) -> list[AdapterSocket]:
         """Return the sockets of the workers on this machine. Raises NotApplicable, CheckSkipped."""
-        return await self._once("sockets", self._ask_sockets)
-
-    async def _ask_sockets(self) -> list[AdapterSocket]:
         paths = self._socket_paths()
         if not paths:
             raise NotApplicable(
@@ -380,7 +376,7 @@ async def open_probe(cluster: Cluster) -> AsyncIterator[ClusterProbe]:
         await probe.close()
 
 
-class Finding(NamedTuple):
+class Finding(msgspec.Struct, frozen=True):
     """One line what is wrong, one line what mends it."""
 
     wrong: str

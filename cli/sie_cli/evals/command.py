@@ -1,6 +1,6 @@
 """`sie eval`: the commands.
 
-arguments ──► Asked ──► evaluation ──► table, pages, exit code
+arguments ──► EvalSpec ──► evaluation ──► table, pages, exit code
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from sie_cli.evals import results as _results
 from sie_cli.evals.evaluation import EvalSpec
 from sie_cli.evals.load import LoadLevel
 from sie_cli.evals.perf import LoadPlan
-from sie_cli.evals.report import KINDS, EvalReport
+from sie_cli.evals.report import KINDS
 from sie_cli.refusal import CommandRefused
 
 F = TypeVar("F", bound=Callable[..., Any])
 EXIT_MISSED = 1
-FOLDER = "evals"  # of results, in the data directory
+FOLDER = "evals"  # folder of results, in the data directory
 CLIENTS = 16
 _FILE = click.Path(path_type=Path, dir_okay=False)
 
@@ -142,23 +142,32 @@ def run(
         task,
         kind,
         opened.names(sources),
-        _folder(results, cluster),
+        results or cluster.data_dir / FOLDER,
         _plan(**load),
         targets_file,
         [kind.strip() for kind in kinds.split(",") if kind.strip()],
         rerank,
     )
     if kind == "perf" and (kinds or rerank):
-        raise CommandRefused("--outputs and --rerank are of --type quality")
+        raise CommandRefused("--outputs and --rerank need --type quality")
     measured = evaluation.run(spec, cluster)
     report = measured.report
-    _show(report, as_json=as_json)
+    if as_json:
+        click.echo(msgspec.json.format(msgspec.json.encode(report.figures(with_values=False))))
+    else:
+        click.echo(f"{report.title}: {report.about}")
+        table(report.table)
+        for line in (*report.missed, *report.notes):
+            click.echo(line)
     click.echo(f"stored as {_results.store(spec.results, report, measured.about)}", err=True)
     if save_targets is not None:
         targets.save(save_targets, model, measured.targets)
     for name, file, page in (("markdown", markdown, report.markdown), ("html", html, report.html)):
         if file is not None:
-            _write(f"--{name}", file, page())
+            try:
+                file.write_text(page(), "utf-8")
+            except OSError as error:
+                raise CommandRefused(f"--{name} {file}: {error.strerror}") from error
     if report.missed:
         raise SystemExit(EXIT_MISSED)
 
@@ -174,17 +183,8 @@ def list_(results: Path | None) -> None:
         return
     rows = [["time", "model", "task", "type", "machine", "file"]]
     for file, stored in reports:
-        figures = stored.figures
-        rows.append(
-            [
-                stored.time,
-                figures["model"],
-                figures["task"],
-                figures["kind"],
-                str(stored.about.get("machine")),
-                str(file),
-            ]
-        )
+        subject = [stored.figures[name] for name in ("model", "task", "kind")]
+        rows.append([stored.time, *subject, str(stored.about.get("machine")), str(file)])
     table(rows)
 
 
@@ -206,7 +206,7 @@ def compare(old: Path, new: Path) -> None:
 def _plan(
     clients: int | None, rate: float | None, sweep: str | None, seconds: float, warm_up: float, batch: int
 ) -> LoadPlan:
-    """Raises CommandRefused."""
+    """Build the plan of the load from the options. Raises CommandRefused."""
     if sum(option is not None for option in (clients, rate, sweep)) > 1:
         raise CommandRefused("give one of --clients, --rate and --sweep")
     if sweep is not None:
@@ -234,24 +234,3 @@ def _levels(sweep: str) -> list[LoadLevel]:
             f"--sweep {sweep[:200]}: expected clients=1,4,16 or rate=10,20, each once and above 0"
         ) from error
     return levels
-
-
-def _folder(named: Path | None, cluster: Cluster) -> Path:
-    return named or cluster.data_dir / FOLDER
-
-
-def _write(option: str, file: Path, text: str) -> None:
-    try:
-        file.write_text(text, "utf-8")
-    except OSError as error:
-        raise CommandRefused(f"{option} {file}: {error.strerror}") from error
-
-
-def _show(report: EvalReport, *, as_json: bool) -> None:
-    if as_json:
-        click.echo(msgspec.json.format(msgspec.json.encode(report.figures(with_values=False))))
-        return
-    click.echo(f"{report.model} on {report.task}, {report.kind}: {report.about}")
-    table(report.table)
-    for line in (*report.missed, *report.notes):
-        click.echo(line)

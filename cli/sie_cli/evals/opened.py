@@ -1,30 +1,40 @@
 """The sources that a command names, opened.
 
-sie, sie:URL, st, openai:URL, infinity:URL, tei:URL ──► Source
+sie, sie:URL, st, openai:URL, infinity:URL, tei:URL ──► EvalSource
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
-from typing import Any
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
+import click
+import httpx
+
+from sie_cli import access
+from sie_cli.access import Access
 from sie_cli.cluster import GATEWAY_URL, Cluster
 from sie_cli.evals.load import PATIENCE_S
-from sie_cli.evals.own_cluster import START_S, own_cluster
-from sie_cli.evals.servers import DIALECTS, ServerSource
-from sie_cli.evals.sources import EvalSource, SentenceTransformers, Sie
+from sie_cli.evals.sources import DIALECTS, EvalSource, SentenceTransformers, ServerSource, Sie, catalogue_entry
 from sie_cli.refusal import CommandRefused
+from sie_cli.serve.ports import free_port
+from sie_client import SIEClient
+from sie_client.errors import SIEConnectionError, SIEError
 from sie_contracts.loopback import direct
 from sie_contracts.settings import Secret, public_url
 
-CONNECT_S = 10.0  # to a gateway that somebody named, and again to one that went away
-LOAD_S = 900.0  # for a model that no worker has yet
+CONNECT_S = 10.0  # seconds to reach a gateway that the user named, and to reach it again after it went away
+LOAD_S = 900.0  # seconds for the load of a model that no worker has yet
 PLAIN = ("sie", "st", "targets")
 
 
 def names(sources: str) -> list[str]:
-    """The sources of -s. Raises CommandRefused."""
+    """Parse the sources of -s. Raises CommandRefused."""
     requested = [name.strip() for name in sources.split(",") if name.strip()]
     for source in requested:
         kind, _, url = source.partition(":")
@@ -39,7 +49,7 @@ def names(sources: str) -> list[str]:
 
 
 class OpenSources:
-    """Sources of one model, opened as they are asked for and closed with `held`."""
+    """Sources of one model. `open` adds one; `held` closes them."""
 
     def __init__(self, cluster: Cluster, model: str, held: contextlib.ExitStack) -> None:
         self._cluster, self._model, self._held = cluster, model, held
@@ -47,15 +57,13 @@ class OpenSources:
         self.sources: list[EvalSource] = []
 
     def open(self, name: str) -> EvalSource:
-        """Raises CommandRefused."""
+        """Open a source by its name and add it. Raises CommandRefused."""
         kind, _, url = name.partition(":")
         if kind == "sie":
             source: EvalSource = self.of_cluster(name, url, self._model)
         elif name == "st":
             source = SentenceTransformers(self._model, scores_pairs=self._scores_pairs())
         else:
-            import httpx
-
             transport = direct(url, httpx.HTTPTransport)
             client = self._held.enter_context(
                 httpx.Client(base_url=url.rstrip("/"), timeout=PATIENCE_S, transport=transport)
@@ -65,11 +73,10 @@ class OpenSources:
         return source
 
     def of_cluster(self, name: str, url: str, model: str) -> Sie:
-        """A model of the cluster at `url`, or of the one that the command asks, loaded. Raises CommandRefused."""
-        from sie_client import SIEClient
-        from sie_client.errors import SIEConnectionError, SIEError
-
-        # the token of this cluster is no business of another one
+        """Open a model of the cluster at `url`, or of the command's own cluster, and wait until it is loaded. Raises
+        CommandRefused.
+        """
+        # the token of this cluster must not be sent to another one
         where, token = (url, None) if url else self._address()
         patience_s = START_S if self._own and not url else CONNECT_S
         key = token.reveal() if token else None
@@ -95,17 +102,13 @@ class OpenSources:
         return self._own or (cluster.gateway_urls[0], cluster.gateway_token)
 
     def _scores_pairs(self) -> bool:
-        """Decide whether it scores pairs, by the source before, or by the catalogue of this installation; a model that
-        the catalogue does not have gives vectors.
+        """Return whether the model scores pairs: by the first source, or by the catalogue of this installation. A model
+        that the catalogue does not have gives vectors.
         """
         if self.sources:
             return self.sources[0].scores_pairs
-        from sie_config_service.overlay import Overlay
-        from sie_contracts.models.entries import ModelEntry
-        from sie_contracts.settings import Settings
-
-        entry: Any = Overlay(Settings()).folders().models.get(self._model.partition(":")[0], (None, ""))[0]
-        return isinstance(entry, ModelEntry) and "dense" not in entry.outputs
+        entry = catalogue_entry(self._model)
+        return entry is not None and "dense" not in entry.outputs
 
 
 def first_cluster(sources: Sequence[EvalSource]) -> Sie | None:
@@ -113,12 +116,53 @@ def first_cluster(sources: Sequence[EvalSource]) -> Sie | None:
 
 
 def _answers(url: str) -> bool:
-    """Whether anybody listens there. A `sie serve` that was killed has left its address behind."""
-    import httpx
-
+    """Return whether a server answers at `url`. A `sie serve` that was killed leaves its address behind."""
     try:
         with httpx.Client(transport=direct(url, httpx.HTTPTransport), timeout=CONNECT_S) as client:
             client.get(f"{url}/healthz")
     except httpx.TransportError:
         return False
     return True
+
+
+START_S = 120.0
+END_S = 60.0  # seconds; `sie serve` itself drains in less time
+POLL_S = 0.1
+LAST_LINES = 5
+
+
+@contextlib.contextmanager
+def own_cluster() -> Iterator[Access]:
+    """Start a cluster on this machine, and end it with the context. Raises CommandRefused with the last lines of its
+    log.
+    """
+    with tempfile.TemporaryDirectory(prefix="sie-eval-") as folder:
+        data_dir, log = Path(folder) / "data", Path(folder) / "serve.log"
+        argv = [sys.executable, "-m", "sie_cli", "serve", "--data-dir", str(data_dir)]
+        argv += ["--port", str(free_port()), "--exit-with-parent"]
+        click.echo("no cluster is named and none runs: starting one for this evaluation", err=True)
+        with log.open("w") as output:
+            process = subprocess.Popen(argv, stdout=output, stderr=output)
+        try:
+            yield _access(process, data_dir, log)
+        finally:
+            process.terminate()
+            try:
+                process.wait(END_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _access(process: subprocess.Popen[bytes], data_dir: Path, log: Path) -> Access:
+    end_s = time.monotonic() + START_S
+    while time.monotonic() < end_s:
+        if (record := access.read(data_dir)) is not None:
+            return record
+        if process.poll() is not None:
+            last = "\n".join(log.read_text("utf-8", "replace").splitlines()[-LAST_LINES:])
+            raise CommandRefused(f"the cluster for this evaluation ended with status {process.returncode}:\n{last}")
+        time.sleep(POLL_S)
+    raise CommandRefused(
+        f"the cluster for this evaluation has not started within {START_S:.0f} s: start one with `sie serve`"
+    )

@@ -1,19 +1,27 @@
 """Report of the measurements, for people and for programs.
 
-quality.Found, perf.Point ──► Report ──► terminal, JSON, Markdown, HTML, a stored result
+quality.Measurement, perf.LoadPoint ──► EvalReport ──► terminal, JSON, Markdown, HTML, a stored result
 """
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from sie_cli.evals import plots
+import msgspec
+import numpy as np
+
 from sie_cli.evals.perf import CLIENT_LIMIT, LoadPoint
-from sie_cli.evals.quality import CONFIDENCE, Difference, Measurement, difference, has_interval
+from sie_cli.evals.quality import CONFIDENCE, Measurement, difference, has_interval
 from sie_cli.evals.targets import Targets
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
 
 Kind = Literal["quality", "perf"]
 KINDS: Sequence[Kind] = ("quality", "perf")
@@ -45,8 +53,8 @@ tr + tr { border-top: 1px solid #ddd } .missed { color: #b3261e } svg { max-widt
 
 @dataclass(frozen=True)
 class EvalReport:
-    """One model on one task. `about`: what was measured, in a line. `table`: its first row is the header; `rows`: the
-    same for a program. `missed`: a line for each target that the first source missed. `pictures`: SVG.
+    """Report of one model on one task. `about`: what was measured, in one line. `table`: its first row is the header.
+    `rows`: the same data for programs. `missed`: a line for each target that the first source missed. `pictures`: SVG.
     """
 
     model: str
@@ -65,7 +73,9 @@ class EvalReport:
         return f"{self.model} on {self.task}, {self.kind}"
 
     def figures(self, *, with_values: bool = True) -> dict[str, Any]:
-        """Return the figures for a program. Not a number becomes null. `with_values`: of each query or pair too."""
+        """Return the figures for a program. NaN becomes null. `with_values`: include the values of each query or
+        pair.
+        """
         head = {"model": self.model, "task": self.task, "kind": self.kind, "about": self.about}
         hidden = () if with_values else ("values", "gold")
         rows = [{name: value for name, value in row.items() if name not in hidden} for row in self.rows]
@@ -75,14 +85,14 @@ class EvalReport:
         return document
 
     def markdown(self) -> str:
-        """A page of its own."""
+        """Return the report as a Markdown page."""
         head, *rows = self.table
         lines = [f"# {self.title}", "", f"{self.about}.", ""]
         lines += [_line(head), "|" + "---|" * len(head), *(_line(row) for row in rows), ""]
         return "\n".join([*lines, *(f"* {note}" for note in [*self.missed, *self.notes])]).rstrip() + "\n"
 
     def html(self) -> str:
-        """A page of its own that loads nothing from elsewhere."""
+        """Return the report as an HTML page that loads nothing from other addresses."""
         import jinja2
 
         page = jinja2.Environment(autoescape=True).from_string(_PAGE)
@@ -93,7 +103,7 @@ class EvalReport:
 def of_quality(
     model: str, task: str, about: str, scores: Sequence[Measurement], targets: Targets, missed: Sequence[str]
 ) -> EvalReport:
-    """`scores`: a row of each source and output, in the order in which they were asked for."""
+    """Make a report of quality. `scores`: a row for each source and output, in the order of the measurement."""
     metrics = list(scores[0].values)
     has_bytes = any(score.bytes_per_item for score in scores)
     table = [["source", *metrics, *(["bytes"] if has_bytes else [])]]
@@ -107,9 +117,10 @@ def of_quality(
     differences = [
         (alternative, metric, difference(first, alternative, metric)) for alternative in rest for metric in metrics
     ]
+    is_spread = has_interval(first)
     notes = [
         f"{first.source} - {alternative.source}, {metric}: {gap.value:+.4f}"
-        + (_spread(gap) if has_interval(first) else "")
+        + (f", between {gap.low:+.4f} and {gap.high:+.4f} in {CONFIDENCE:.0%} of resamples" if is_spread else "")
         for alternative, metric, gap in differences
         if metric == metrics[0]
     ]
@@ -124,12 +135,20 @@ def of_quality(
         for score in scores
     ]
     more = {
-        "differences": [_difference(first, *row) for row in differences],
-        "targets": {
-            metric: {"value": target.value, "tolerance": target.tolerance} for metric, target in targets.items()
-        },
+        "differences": [
+            {
+                "source": first.source,
+                "reference": alternative.source,
+                "metric": metric,
+                "value": gap.value,
+                "low": gap.low,
+                "high": gap.high,
+            }
+            for alternative, metric, gap in differences
+        ],
+        "targets": msgspec.to_builtins(targets),
     }
-    pictures = [plots.costs(scores, metrics[0])] if has_bytes and len(scores) > 1 else []
+    pictures = [cost_plot(scores, metrics[0])] if has_bytes and len(scores) > 1 else []
     return EvalReport(model, task, "quality", about, table, rows, notes, missed, more, pictures)
 
 
@@ -141,7 +160,7 @@ def of_perf(
     targets: Mapping[str, Targets],
     missed: Sequence[str],
 ) -> EvalReport:
-    """`points` of each level, sources in turn. `targets`: by level."""
+    """Make a report of speed. `points`: level by level, and within a level source by source. `targets`: by level."""
     metrics = list(dict.fromkeys(metric for point in points for metric in point.scores))
     headings = ("requests", "errors", "device %", "device MB", "client %")
     table = [["source", "load", *metrics, *headings]]
@@ -176,9 +195,9 @@ def of_perf(
         }
         for point in points
     ]
-    pictures = [plots.latencies(points)]
+    pictures = [latency_plot(points)]
     if len({point.level for point in points}) > 1:
-        pictures.append(plots.levels(points))
+        pictures.append(level_plot(points))
     return EvalReport(model, task, "perf", about, table, rows, _perf_notes(points), missed, pictures=pictures)
 
 
@@ -199,17 +218,10 @@ def _perf_notes(points: Sequence[LoadPoint]) -> list[str]:
                 " request"
             )
         if point.lost_its_server:
-            notes.append(f"{point.source}, {point.level}: the server went away; what is above is what it did before")
+            notes.append(
+                f"{point.source}, {point.level}: the server stopped answering; the row above has its results until then"
+            )
     return notes
-
-
-def _difference(first: Measurement, alternative: Measurement, metric: str, change: Difference) -> dict[str, Any]:
-    sources = {"source": first.source, "reference": alternative.source, "metric": metric}
-    return {**sources, "value": change.value, "low": change.low, "high": change.high}
-
-
-def _spread(change: Difference) -> str:
-    return f", between {change.low:+.4f} and {change.high:+.4f} in {CONFIDENCE:.0%} of resamples"
 
 
 def _line(cells: Sequence[str]) -> str:
@@ -221,7 +233,7 @@ def _shown(value: float) -> str:
 
 
 def _rounded(value: float | None) -> str:
-    """Three digits."""
+    """Format a number with three digits."""
     if value is None or math.isnan(value):
         return "-"
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
@@ -236,3 +248,64 @@ def _json(value: Any) -> Any:
         case list() | tuple():
             return [_json(inner) for inner in value]
     return value
+
+
+_PERCENTS = np.linspace(0, 99.9, 200)
+
+
+def latency_plot(points: Sequence[LoadPoint]) -> str:
+    """Plot latency by percentile, with a line for each source and level."""
+    figure, axes = _figure_text("percentile of requests", "latency, ms")
+    for point in points:
+        if point.latencies_ms:
+            axes.plot(
+                _PERCENTS, np.percentile(point.latencies_ms, _PERCENTS), label=_label(f"{point.source} {point.level}")
+            )
+    axes.set_ylim(bottom=0)
+    return _drawn(figure, axes)
+
+
+def level_plot(points: Sequence[LoadPoint]) -> str:
+    """Plot throughput against latency, with a line for each source and a point for each level; p99 is dashed."""
+    figure, axes = _figure_text("items a second", "latency, ms")
+    for source in dict.fromkeys(point.source for point in points):
+        own = [point.scores for point in points if point.source == source]
+        across = [point["items_per_s"] for point in own]
+        (line,) = axes.plot(across, [point["p50_ms"] for point in own], marker="o", label=_label(f"{source} p50"))
+        dashed = [point["p99_ms"] for point in own]
+        axes.plot(across, dashed, marker=".", linestyle="--", color=line.get_color(), label=_label(f"{source} p99"))
+    axes.set(xlim=(0, None), ylim=(0, None))
+    return _drawn(figure, axes)
+
+
+def cost_plot(scores: Sequence[Measurement], metric: str) -> str:
+    """Plot quality against the bytes of an item, with a point for each output."""
+    figure, axes = _figure_text("bytes of an item", metric)
+    for score in scores:
+        if score.bytes_per_item:
+            axes.scatter(score.bytes_per_item, score.scores[metric], label=_label(score.source))
+    axes.set_xscale("log")
+    return _drawn(figure, axes)
+
+
+def _label(name: str) -> str:
+    """Escape a name for matplotlib, which reads text between dollars as a formula."""
+    return name.replace("$", r"\$")
+
+
+def _figure_text(across: str, up: str) -> tuple[Figure, Axes]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4), layout="constrained")
+    axes = figure.subplots()
+    axes.set(xlabel=across, ylabel=up)
+    axes.grid(visible=True, alpha=0.3)
+    return figure, axes
+
+
+def _drawn(figure: Figure, axes: Axes) -> str:
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend()
+    file = io.StringIO()
+    figure.savefig(file, format="svg", metadata={"Date": None})
+    return "<svg" + file.getvalue().partition("<svg")[2]

@@ -57,7 +57,7 @@ def jobs() -> None:
     sie jobs result JOB FOLDER                                            fetch its files, or what is missing of them
     sie jobs delete JOB                                                   forget it with its files
 
-    Where the gateway wants a token: SIE_AUTH_TOKEN, with the scope infer. A token sees its own jobs, an administrator's
+    Where the gateway wants a token: SIE_API_KEY, with the scope infer. A token sees its own jobs, an administrator's
     all of them.
     """
 

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -13,14 +14,11 @@ from sie_cli import display
 from sie_cli.cluster import CONFIG_URL, GATEWAY_URL, Cluster, cluster_options
 from sie_cli.gateway_client import gateway_client
 from sie_cli.jobs.job import INTERRUPTED, OutputPlace
-from sie_cli.migrating import migration, steps
-from sie_cli.migrating.aliasing import Aliases
-from sie_cli.migrating.corpus import Corpus
-from sie_cli.migrating.migration import GatewayGroup, Migration, MigrationPlan, MigrationReport, Shadowing
-from sie_cli.migrating.quality import QuerySet
 from sie_cli.models.compare import MAX_TEXTS
 from sie_cli.models.service import WriteOptions, service_of
 
+# the last step of a run, by the name that a user gives
+UNTIL = {"check": "quality", "embed": "embed", "shadow": "shadow", "flip": "flip"}
 BACK = "back"
 SCOPE = "the scope infer"
 SAMPLE, MIN_AGREEMENT, SHARE, SHADOW_S = 500, 0.8, 0.1, 60.0
@@ -69,12 +67,17 @@ _STOPPED = {
 @click.option(
     "--shadow-s", default=SHADOW_S, show_default=True, type=click.FloatRange(0), help="Seconds. 0: without a shadow."
 )
-@click.option("--shadow-requests", type=click.IntRange(1), help="Copies after which the shadow step ends earlier.")
-@click.option("--yes", is_flag=True, help="Although models agree less, or rows have no vector.")
+@click.option(
+    "--shadow-requests",
+    "shadow_copies",
+    type=click.IntRange(1),
+    help="Copies after which the shadow step ends earlier.",
+)
+@click.option("--yes", "accepts", is_flag=True, help="Although models agree less, or rows have no vector.")
 @click.option(
     "--step",
     "until",
-    type=click.Choice([*steps.UNTIL, BACK]),
+    type=click.Choice([*UNTIL, BACK]),
     default="flip",
     show_default=True,
     help="Stop after this step. back: undo the flip.",
@@ -87,20 +90,11 @@ def migrate(
     model: str | None,
     corpus: str | None,
     text: str | None,
-    id_column: str | None,
-    input_format: str | None,
-    output: str | None,
     sink: str | None,
     collection: str | None,
-    sample: int,
-    min_agreement: float,
-    queries: Path | None,
-    shadow_share: float,
-    shadow_s: float,
-    shadow_requests: int | None,
-    yes: bool,
     until: str,
     as_json: bool,
+    **options: Any,
 ) -> None:
     """Move ALIAS from the encoder that it names to NEW_MODEL, while clients go on asking for ALIAS.
 
@@ -121,11 +115,15 @@ def migrate(
     before it, and the same command without --step goes on there. After Ctrl-C, a gateway that was killed, or a refusal
     the same command goes on where it was: all that is known of it is at the cluster.
 
-    Asks a gateway with SIE_AUTH_TOKEN, and the config service with SIE_ADMIN_TOKEN.
+    Asks a gateway with SIE_API_KEY, and the config service with SIE_ADMIN_TOKEN.
 
     Status 0: done. 1: refused, models agree too little, or the job failed. 2: no gateway answered, or an option is
     wrong. 130: Ctrl-C.
     """
+    from sie_cli.migrating.corpus import Corpus
+    from sie_cli.migrating.migration import Aliases, Migration, MigrationPlan, MigrationReport, back
+    from sie_cli.migrating.quality import QuerySet
+
     write = WriteOptions(cluster)
 
     def say(line: str) -> None:
@@ -133,7 +131,7 @@ def migrate(
 
     if until == BACK:
         with service_of(cluster, writes=True) as service:
-            undone = migration.back(Aliases(service, write), alias, say)
+            undone = back(Aliases(service, write), alias, say)
         if as_json:
             click.echo(display.document(undone))
         return
@@ -141,22 +139,28 @@ def migrate(
         raise click.UsageError("NEW_MODEL, --corpus and --text are needed: what to migrate to, and what to encode")
     if bool(sink) != bool(collection):
         raise click.UsageError("--sink and --collection belong together")
+    template, id_column = text.replace("\\n", "\n"), options.pop("id_column") or ""
     plan = MigrationPlan(
         alias,
         model,
-        Corpus.from_source(corpus, text.replace("\\n", "\n"), id_column or "", input_format),
-        OutputPlace.from_option(output, is_new=False),  # an earlier run may have filled it
+        Corpus.from_source(corpus, template, id_column, options.pop("input_format")),
+        OutputPlace.from_option(options.pop("output"), is_new=False),  # an earlier run may have filled it
         {"sink": sink, "collection": collection} if sink and collection else {},
-        sample,
-        min_agreement,
-        QuerySet.read(queries),
-        Shadowing(shadow_share, shadow_s, shadow_requests),
-        accepts=yes,
-        until=steps.UNTIL[until],
+        until=UNTIL[until],  # type: ignore[arg-type]
+        queries=QuerySet.read(options.pop("queries")),
+        **options,
     )
     report = MigrationReport(say)
+    urls = cluster.gateway_urls
     try:
-        _run(cluster, write, plan, report, as_json=as_json)
+        with contextlib.ExitStack() as held:
+            service = held.enter_context(service_of(cluster, writes=True))
+            clients = []
+            for url in urls:
+                settings = dataclasses.replace(cluster.settings, gateway_url=url)
+                one_gateway = dataclasses.replace(cluster, settings=settings)
+                clients.append(held.enter_context(gateway_client(one_gateway, SCOPE, is_patient=True)))
+            Migration(clients, urls[0], Aliases(service, write), plan, report, err=as_json).run()
     except KeyboardInterrupt:
         note = _STOPPED.get(report.step, "the alias is as it was; the same command goes on")
         click.echo(f"\nstopped in the step {report.step}: {note.format(alias=alias)}", err=True)
@@ -167,15 +171,3 @@ def migrate(
         say(f"to go back: sie migrate {alias} --step back{cluster.data_dir_option}")
     else:
         say("the same command without --step goes on")
-
-
-def _run(cluster: Cluster, write: WriteOptions, plan: MigrationPlan, report: MigrationReport, *, as_json: bool) -> None:
-    with contextlib.ExitStack() as held:
-        service = held.enter_context(service_of(cluster, writes=True))
-        urls = cluster.gateway_urls
-        clients = [held.enter_context(gateway_client(_at(cluster, url), SCOPE, is_patient=True)) for url in urls]
-        Migration(GatewayGroup(clients[0], clients, urls[0]), Aliases(service, write), plan, report, err=as_json).run()
-
-
-def _at(cluster: Cluster, url: str) -> Cluster:
-    return dataclasses.replace(cluster, settings=dataclasses.replace(cluster.settings, gateway_url=url))

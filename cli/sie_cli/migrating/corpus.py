@@ -12,16 +12,17 @@ import random
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from sie_cli.refusal import CommandRefused, refusing
 from sie_contracts.api.jobs import JobInput
 from sie_contracts.errors import InvalidInput
-
-if TYPE_CHECKING:
-    from sie_contracts.jobs import RowSpan
-    from sie_store.datasets.objects import ObjectEntry
-    from sie_store.datasets.places import Place
+from sie_contracts.jobs import RowSpan
+from sie_store.datasets import templates
+from sie_store.datasets.objects import ObjectEntry
+from sie_store.datasets.places import Place
+from sie_store.datasets.plans import Broken, inputs, plan
+from sie_store.datasets.rows import read
+from sie_store.object_stores import StoreError
 
 OBJECTS, SPANS = 8, 20  # that a sample is taken from, at most
 SPAN_ROWS = 500
@@ -55,9 +56,6 @@ class Corpus:
     @classmethod
     def from_source(cls, source: str, text: str, id_column: str, file_format: str | None) -> Corpus:
         """Raises CommandRefused for a file that is not there, and for a template that is none."""
-        from sie_store.datasets import templates
-        from sie_store.datasets.places import Place
-
         is_url = "://" in source
         where = source if is_url else str(Path(source).expanduser().absolute())
         if not is_url and not Path(where).is_file():
@@ -87,9 +85,6 @@ class Corpus:
 
     async def sample(self, count: int, seed: str) -> CorpusSample:
         """Sample at most `count` texts: the same ones for the same seed. Raises CommandRefused."""
-        from sie_store.datasets.rows import read
-        from sie_store.object_stores import StoreError
-
         draw = random.Random(seed)  # noqa: S311  a sample, not a secret
         objects = await self._objects()
         spans: list[tuple[Place, RowSpan]] = []
@@ -111,9 +106,6 @@ class Corpus:
         return CorpusSample(draw.sample(list(texts), min(count, len(texts))), total, faults)
 
     async def _objects(self) -> list[ObjectEntry]:
-        from sie_store.datasets.plans import inputs
-        from sie_store.object_stores import StoreError
-
         try:
             with refusing():
                 objects = await inputs(self.place, self.input)
@@ -127,16 +119,11 @@ class Corpus:
 
     def _of(self, object: ObjectEntry) -> Place:
         """The place of one object."""
-        from sie_store.datasets.places import Place
-
         if not self.place.is_folder:
             return self.place
         return Place(self.place.store, self.place.folder, object.source, root=self.place.root)
 
     async def _spans(self, place: Place) -> list[RowSpan]:
-        from sie_store.datasets.plans import Broken, plan
-        from sie_store.object_stores import StoreError
-
         try:
             spans: list[RowSpan] = []
             async for planned in plan(place, self.input, SPAN_ROWS):

@@ -1,6 +1,6 @@
 """A migration of an alias: each step looks at the cluster, does what is missing, and tells it.
 
-Asked ──► check ──► quality ──► embed ──► shadow ──► flip ──► report
+MigrationPlan ──► check ──► quality ──► embed ──► shadow ──► flip ──► report
 
 Until the shadow is set nothing of the alias is changed. Each write is one revision, and only of the one that was read.
 """
@@ -8,15 +8,19 @@ Until the shadow is set nothing of the alias is changed. Each write is one revis
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import hashlib
+import re
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from sie_cli import display
 from sie_cli.display import printable
@@ -30,22 +34,22 @@ from sie_cli.jobs.job import (
     rows_text,
     transfer_bar,
 )
-from sie_cli.migrating import embedding, quality, steps
-from sie_cli.migrating.aliasing import Aliases, Present, before_flip, shadow_since_s
+from sie_cli.migrating import quality
 from sie_cli.migrating.corpus import Corpus
-from sie_cli.migrating.embedding import Earlier
 from sie_cli.migrating.quality import QuerySet
-from sie_cli.migrating.steps import MigrationState, Step
 from sie_cli.models.compare import MIN_TEXTS
+from sie_cli.models.service import ConfigServiceClient, WriteOptions, path_of
 from sie_cli.refusal import CommandRefused
-
-if TYPE_CHECKING:
-    from sie_client import Job, SIEClient
+from sie_client import Job, SIEClient
+from sie_client.jobs import JobInfo
+from sie_contracts.api.jobs import JobManifest
 
 PROBE = "A text that shows whether the model answers."
 LOOK_S = 0.5  # between two looks at what the gateways measured
 FOLLOW_S = 10.0  # until every gateway has a flip
 FAILED_ROWS = 5  # that are shown
+_Number = Annotated[int, Meta(ge=0)]
+_Moment = Annotated[datetime, Meta(tz=True)]
 
 
 class _CopyFigures(Struct, frozen=True):
@@ -73,17 +77,10 @@ class _ModelFields(Struct, frozen=True):
 
 
 @dataclass(frozen=True)
-class Shadowing:
-    """Extent of the shadow step: a share of the requests, for `seconds` or until there were so many `copies`."""
-
-    share: float
-    seconds: float
-    copies: int | None = None
-
-
-@dataclass(frozen=True)
 class MigrationPlan:
-    """Request of a user for a migration. `accepts`: also a low agreement, and rows without an answer."""
+    """Request of a user for a migration. The shadow gets a share of the requests for `shadow_s` seconds, or until there
+    were so many `shadow_copies`. `accepts`: also a low agreement, and rows without an answer.
+    """
 
     alias: str
     model: str
@@ -93,7 +90,9 @@ class MigrationPlan:
     sample: int
     min_agreement: float
     queries: QuerySet
-    shadow: Shadowing
+    shadow_share: float
+    shadow_s: float
+    shadow_copies: int | None
     accepts: bool
     until: Step
 
@@ -110,21 +109,11 @@ class MigrationPlan:
         return {name: value for name, value in columns.items() if value}
 
 
-@dataclass
-class GatewayGroup:
-    """`client` is that of the first, `every` those of all; `url`: of the first."""
-
-    client: SIEClient
-    every: Sequence[SIEClient]
-    url: str
-
-
 @dataclass(frozen=True)
 class ModelCheck:
-    """Result of the check. `fingerprint`: of the new model."""
+    """Result of the check."""
 
     alias: Present
-    fingerprint: str
     key: str
     seed: str
     earlier: Earlier
@@ -144,17 +133,25 @@ class MigrationReport:
     def report_step(self, text: str, **facts: Any) -> None:
         """A line of the present step."""
         self.facts.setdefault(self.step, {}).update(facts)
-        self.say(f"{steps.STEPS.index(self.step) + 1}/{len(steps.STEPS)} {self.step}: {printable(text)}")
+        self.say(f"{STEPS.index(self.step) + 1}/{len(STEPS)} {self.step}: {printable(text)}")
 
 
 class Migration:
-    """`err`: progress goes to standard error."""
+    """`clients`: of all gateways, the first of which is at `url`. `err`: progress goes to standard error."""
 
     def __init__(
-        self, gateways: GatewayGroup, aliases: Aliases, plan: MigrationPlan, report: MigrationReport, *, err: bool
+        self,
+        clients: Sequence[SIEClient],
+        url: str,
+        aliases: Aliases,
+        plan: MigrationPlan,
+        report: MigrationReport,
+        *,
+        err: bool,
     ) -> None:
-        self._gateways = gateways
-        self._client = gateways.client
+        self._clients = clients
+        self._client = clients[0]
+        self._url = url
         self._aliases = aliases
         self._plan = plan
         self._report = report
@@ -169,15 +166,15 @@ class Migration:
             report.report_step(f"{plan.alias} names {plan.model} already", revision=alias.revision)
             return
         checked = self._check(alias)
-        job = checked.earlier.job
+        job, folder = checked.earlier.job, plan.place.folder
         state = MigrationState(
             alias.target,
             alias.shadow,
             max(0.0, time.time() - shadow_since_s(alias.history)) if alias.shadow else 0.0,
             job is not None,
-            job is not None and embedding.is_answered(job.info) and self._has_files(job),
+            job is not None and is_answered(job.info) and (folder is None or has_files(folder, job.id)),
         )
-        left = steps.remaining_steps(state, plan.model, plan.until, plan.shadow.seconds)
+        left = remaining_steps(state, plan.model, plan.until, plan.shadow_s)
         if "quality" in left:
             self._quality(checked)
         elif job is not None:
@@ -204,7 +201,7 @@ class Migration:
         report.begin("check")
         widths, prints = [], []
         for name in (alias.target, plan.model):
-            info = self._model(name)
+            info = _described(self._client.get_model(name))
             if info.alias is not None:
                 raise CommandRefused(f"{name} is an alias: name the model that it stands for")
             if "dense" not in info.dims or "text" not in info.inputs:
@@ -233,16 +230,13 @@ class Migration:
             report.report_step("the widths differ: the new vectors need another collection than the present one")
         self._aliases.flip(alias, plan.model, dry_run=True)
         digest = asyncio.run(plan.corpus.digest()) if plan.sample or not plan.corpus.is_url else ""
-        key = steps.key_of(plan.alias, plan.model, digest, {**plan.options, "source": self._named_source()})
+        source = plan.corpus.source if plan.corpus.is_url else ""  # a file here is its bytes, wherever it lies
+        key = key_of(plan.alias, plan.model, digest, {**plan.options, "source": source})
         earlier = Earlier.load(self._client, key)
-        embedding.check_output(earlier.others, plan.output, plan.model, prints[1])
+        check_output(earlier.others, plan.output, plan.model, prints[1])
         if earlier.job is None and plan.place.folder is not None:
-            embedding.has_files(plan.place.folder, "")
-        return ModelCheck(alias, prints[1], key, digest or key, earlier)
-
-    def _model(self, name: str) -> _ModelFields:
-        """A model or an alias, as the gateway describes it. Raises CommandRefused, and what the client raises."""
-        return _described(self._client.get_model(name))
+            has_files(plan.place.folder, "")
+        return ModelCheck(alias, key, digest or key, earlier)
 
     def _probed(self, name: str) -> tuple[int, str]:
         """Width and fingerprint of a vector of this model. Raises CommandRefused, and what the client raises."""
@@ -251,14 +245,6 @@ class Migration:
         if dense is None or dense.ndim != 1 or not dense.size:
             raise CommandRefused(f"{name} answered without a dense vector")
         return dense.size, printable(str(result["fingerprint"]))
-
-    def _named_source(self) -> str:
-        """A file of this machine is its bytes, wherever it lies."""
-        return self._plan.corpus.source if self._plan.corpus.is_url else ""
-
-    def _has_files(self, job: Job) -> bool:
-        folder = self._plan.place.folder
-        return folder is None or embedding.has_files(folder, job.id)
 
     # quality
 
@@ -278,7 +264,7 @@ class Migration:
         if sample.trouble:
             report.report_step(sample.trouble)
         names = (checked.alias.target, plan.model)
-        agreement = quality.measure(self._client, self._gateways.url, names, texts, plan.queries)
+        agreement = quality.measure(self._client, self._url, names, texts, plan.queries)
         report.report_step(f"{len(texts)} texts: {agreement.line()}", texts=len(texts), **agreement.figures())
         if agreement.overlap >= plan.min_agreement:
             return
@@ -317,7 +303,7 @@ class Migration:
             raise CommandRefused(f"{job.id} ended as {info.state}{why}; the same command submits another job")
         if plan.place.folder is not None:
             fetch_output(job, plan.place.folder)
-        if not embedding.is_answered(info):
+        if not is_answered(info):
             self._unanswered(job)
         return job
 
@@ -346,13 +332,16 @@ class Migration:
             since_s = shadow_since_s(alias.history)
             report.report_step(f"{plan.model} gets copies of requests already", revision=alias.revision)
         else:
-            revision = self._aliases.shadow(alias, plan.model, plan.shadow.share)
+            revision = self._aliases.shadow(alias, plan.model, plan.shadow_share)
             report.report_step(
-                f"{plan.model} gets copies of {plan.shadow.share:.0%} of the requests for {plan.alias}, for "
-                f"{plan.shadow.seconds:g} s (revision {revision})",
+                f"{plan.model} gets copies of {plan.shadow_share:.0%} of the requests for {plan.alias}, for "
+                f"{plan.shadow_s:g} s (revision {revision})",
                 revision=revision,
             )
-        self._watch(since_s)
+        while (left_s := since_s + plan.shadow_s - time.time()) > 0:
+            if plan.shadow_copies is not None and self._measured()["copies"].get("done", 0) >= plan.shadow_copies:
+                break
+            time.sleep(min(LOOK_S, left_s))
         copies = self._tell_figures()["copies"]
         if copies.get("failed") and not copies.get("done"):
             raise CommandRefused(
@@ -360,27 +349,16 @@ class Migration:
                 f"`sie models alias {plan.alias} {alias.target}` removes"
             )
 
-    def _watch(self, since_s: float) -> None:
-        """Watch the shadow until the time is over, or there were enough copies."""
-        expected = self._plan.shadow
-        while (left_s := since_s + expected.seconds - time.time()) > 0:
-            if expected.copies is not None and self._measured()["copies"].get("done", 0) >= expected.copies:
-                return
-            time.sleep(min(LOOK_S, left_s))
-
     def _tell_figures(self) -> dict[str, Any]:
         figures = self._measured()
         self._report.report_step(shadow_line(figures), **figures)
         return figures
 
     def _measured(self) -> dict[str, Any]:
-        return merged([self._figures(gateway) for gateway in self._gateways.every])
-
-    def _figures(self, client: SIEClient) -> dict[str, Any]:
-        """Empty of a gateway that has not heard of the shadow yet."""
-        alias = _described(client.get_model(self._plan.alias)).alias
-        shadow = alias.shadow if alias is not None else None
-        return msgspec.to_builtins(shadow.figures) if shadow is not None and shadow.model == self._plan.model else {}
+        """Merge the figures of the gateways that have heard of the shadow."""
+        aliases = [_described(client.get_model(self._plan.alias)).alias for client in self._clients]
+        shadows = [alias.shadow for alias in aliases if alias is not None and alias.shadow is not None]
+        return merged([msgspec.to_builtins(own.figures) for own in shadows if own.model == self._plan.model])
 
     # flip
 
@@ -420,9 +398,8 @@ def _described(info: dict[str, Any]) -> _ModelFields:
     try:
         return msgspec.convert(info, _ModelFields)
     except msgspec.ValidationError as error:
-        raise CommandRefused(
-            f"the gateway describes a model in a form that this version does not know: {error}"
-        ) from error
+        message = f"the gateway describes a model in a form that this version does not know: {error}"
+        raise CommandRefused(message) from error
 
 
 def merged(figures: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -463,3 +440,258 @@ def back(aliases: Aliases, name: str, echo: Callable[[str], None]) -> dict[str, 
     if restored.target != alias.target:
         echo(f"searches have to use the index of {restored.target} again")
     return {"alias": name, "names": restored.target, "revision": revision, "restored": previous}
+
+
+Step = Literal["check", "quality", "embed", "shadow", "flip"]
+STEPS: tuple[Step, ...] = ("check", "quality", "embed", "shadow", "flip")
+
+
+@dataclass(frozen=True)
+class MigrationState:
+    """State of a migration in the cluster. `target`, `shadow`: the models that the alias names now. `shadow_s`: since
+    when the shadow is set, seconds. `is_submitted`, `is_embedded`: whether the job over the corpus exists, and has
+    ended with an answer for each row.
+    """
+
+    target: str
+    shadow: str = ""
+    shadow_s: float = 0.0
+    is_submitted: bool = False
+    is_embedded: bool = False
+
+
+def remaining_steps(state: MigrationState, model: str, until: Step, shadow_s: float) -> tuple[Step, ...]:
+    """The steps to take, in their order. None where the alias names the model already. `check` is always taken: what
+    it found before may have changed.
+    """
+    if state.target == model:
+        return ()
+    done: set[Step] = set()
+    if state.is_submitted:
+        done.add("quality")
+    if state.is_embedded:
+        done.add("embed")
+    if shadow_s <= 0 or (state.is_embedded and state.shadow == model and state.shadow_s >= shadow_s):
+        done.add("shadow")
+    return tuple(step for step in STEPS[: STEPS.index(until) + 1] if step not in done)
+
+
+def key_of(alias: str, model: str, digest: str, request: dict[str, Any]) -> str:
+    """The name of a migration: of its alias, its model, its corpus, and all that makes its job another one."""
+    parts = msgspec.json.encode([alias, model, digest, request], order="sorted")
+    return hashlib.sha256(parts).hexdigest()[:32]
+
+
+KEY = "migration"  # in the metadata of a job
+LOST = ("failed", "cancelled", "expired")
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """`jobs`: those of this migration, the newest first. `others`: all other jobs."""
+
+    jobs: Sequence[Job]
+    others: Sequence[JobInfo]
+
+    @classmethod
+    def load(cls, client: SIEClient, key: str) -> Earlier:
+        """Raises what the client raises."""
+        jobs = list(client.jobs.list())
+        own = [job for job in jobs if job.info.request_map("metadata").get(KEY) == key]
+        ids = {job.id for job in own}
+        return cls(own, [job.info for job in jobs if job.id not in ids])
+
+    @property
+    def job(self) -> Job | None:
+        """The one to go on with: the newest that is not lost, such as a retry."""
+        return next((job for job in self.jobs if job.state not in LOST), None)
+
+    def submitted(self, client: SIEClient, key: str, model: str, source: str, options: dict[str, Any]) -> Job:
+        """A job under the key of the migration; one after a job that was lost has a key of its own."""
+        before = self.jobs[0].id if self.jobs else ""
+        return client.jobs.submit(
+            model, source, **options, metadata={KEY: key}, idempotency_key=f"{KEY}-{key}-{before}".rstrip("-")
+        )
+
+
+def is_answered(info: JobInfo) -> bool:
+    """Whether it has ended with an answer for each row."""
+    return info.state == "completed" and not info.counts.failed and not info.broken
+
+
+def has_files(folder: Path, job: str) -> bool:
+    """Whether a folder has the output of a job: its manifest is written last. Raises CommandRefused for that of
+    another.
+    """
+    try:
+        job_id = msgspec.json.decode((folder / "manifest.json").read_bytes(), type=JobManifest).job
+    except FileNotFoundError:
+        return False
+    except (OSError, msgspec.DecodeError) as error:
+        raise CommandRefused(f"--output {folder}: its manifest.json cannot be read: name another folder") from error
+    if job_id != job:
+        raise CommandRefused(f"--output {folder} has the files of {printable(job_id)}: name another folder")
+    return True
+
+
+def check_output(jobs: Iterable[JobInfo], output: dict[str, str], model: str, fingerprint: str) -> None:
+    """Raises CommandRefused where a job of another model writes, or has written, to the same place: vectors of two
+    models do not belong into one index.
+    """
+    for info in jobs:
+        theirs = info.request_map("output")
+        is_same = (info.fingerprint or fingerprint) == fingerprint and (bool(info.fingerprint) or info.model == model)
+        if is_same or (info.state in ("failed", "cancelled", "expired") and not info.counts.done):
+            continue
+        where = ""
+        if output.get("sink") and all(theirs.get(name) == output.get(name) for name in ("sink", "collection")):
+            where = f"the collection {output['collection']} of {output['sink']}"
+        elif output.get("url") and str(theirs.get("url", "")).rstrip("/") == output["url"].rstrip("/"):
+            where = f"{output['url']}"
+        if where:
+            raise CommandRefused(
+                f"{where} has vectors of {printable(info.model)}, from {info.id}: name another one, which the search "
+                "uses from the flip on"
+            )
+
+
+_TARGETS, _SHADOW = re.compile(r"\$\.alias\b"), re.compile(r"\$\.shadow\b")
+
+
+class AliasChange(Struct, frozen=True):
+    """A field that a revision changed."""
+
+    path: str
+
+
+class AliasRevision(Struct, frozen=True):
+    """A revision of an alias, as the config service lists it."""
+
+    revision: _Number
+    created_at: _Moment
+    operation: str = ""
+    changes: tuple[AliasChange, ...] = ()
+
+
+class _TargetFields(Struct, frozen=True):
+    model: str
+
+
+class _AliasFields(Struct, frozen=True):
+    """Document of a model or an alias. `alias` is None of a model."""
+
+    alias: tuple[_TargetFields | str, ...] | None = None
+    shadow: _TargetFields | str | None = None
+
+
+class _RevisionList(Struct, frozen=True):
+    revisions: Annotated[tuple[AliasRevision, ...], Meta(min_length=1)]
+
+
+class _GatewayAck(Struct, frozen=True):
+    id: str
+    acked: bool
+
+
+class _AckList(Struct, frozen=True):
+    gateways: tuple[_GatewayAck, ...] = ()
+
+
+class _WrittenRevision(Struct, frozen=True):
+    revision: _Number
+
+
+@dataclass(frozen=True)
+class Present:
+    """An alias with one target. `history`: its revisions, the newest first."""
+
+    name: str
+    target: str
+    shadow: str
+    revision: int
+    history: Sequence[AliasRevision]
+
+
+class Aliases:
+    """`write`: how writes are done, at which cluster."""
+
+    def __init__(self, service: ConfigServiceClient, write: WriteOptions) -> None:
+        self._service = service
+        self._write = write
+
+    def read(self, name: str) -> Present:
+        """Raises CommandRefused for what is no alias, or one of several models."""
+        document: _AliasFields = self._service.read(path_of(name), _AliasFields).body
+        if document.alias is None:
+            raise CommandRefused(
+                f"{name} is a model: clients have to ask for an alias, which `sie models alias NAME {name}` makes"
+            )
+        targets = [_model_of(target) for target in document.alias]
+        if len(targets) != 1:
+            raise CommandRefused(
+                f"{name} stands for {len(targets)} models: a migration is from one model, which `sie models alias "
+                f"{name} MODEL` chooses"
+            )
+        shadow = _model_of(document.shadow) if document.shadow is not None else ""
+        history = self._service.read(path_of(name, "/history"), _RevisionList).body.revisions
+        return Present(name, targets[0], shadow, history[0].revision, history)
+
+    def shadow(self, alias: Present, model: str, share: float) -> int:
+        """Let a model get copies of a share of the requests. Returns the revision. Raises CommandRefused."""
+        return self._written(alias, "PATCH", "", {"shadow": {"model": model, "share": share}})
+
+    def flip(self, alias: Present, model: str, *, dry_run: bool = False) -> int:
+        """Let a model answer, without a shadow. Returns the revision. Raises CommandRefused."""
+        return self._written(alias, "PATCH", "", {"alias": [{"model": model}], "shadow": None}, dry_run=dry_run)
+
+    def back(self, alias: Present, revision: int) -> int:
+        """Make an earlier revision the newest again. Returns its new number. Raises CommandRefused."""
+        return self._written(alias, "POST", "/rollback", {"revision": revision})
+
+    def _written(self, alias: Present, method: str, suffix: str, body: dict[str, Any], *, dry_run: bool = False) -> int:
+        """Write for the revision that was read. Returns the new one."""
+        how = dataclasses.replace(self._write, if_match=alias.revision, dry_run=dry_run)
+        path, data = path_of(alias.name, suffix), msgspec.json.encode(body)
+        written: _WrittenRevision = self._service.write(method, path, data, how=how, body_type=_WrittenRevision).body
+        return written.revision
+
+    def waiting(self, name: str) -> list[str]:
+        """The gateways that do not have the newest revision yet. Raises CommandRefused."""
+        status: _AckList = self._service.read(path_of(name, "/status"), _AckList).body
+        return [gateway.id for gateway in status.gateways if not gateway.acked]
+
+
+def _model_of(target: _TargetFields | str) -> str:
+    return target if isinstance(target, str) else target.model
+
+
+def _touches(revision: AliasRevision, pattern: re.Pattern[str]) -> bool:
+    return any(pattern.match(change.path) for change in revision.changes)
+
+
+def shadow_since_s(history: Sequence[AliasRevision]) -> float:
+    """Return when the present shadow was set, seconds since 1970: by the newest revision that changed it, else the
+    first.
+    """
+    start = next((revision for revision in history if _touches(revision, _SHADOW)), history[-1])
+    return start.created_at.timestamp()
+
+
+def before_flip(history: Sequence[AliasRevision]) -> int:
+    """The revision that an alias had before its target was changed last, and before a shadow was set for that. Raises
+    Refused where there is none, and where that change was a rollback itself.
+    """
+    flips = [place for place, revision in enumerate(history) if _touches(revision, _TARGETS)]
+    if not flips:
+        raise CommandRefused("its target was never changed: there is nothing to go back to")
+    flip = history[flips[0]]
+    if flip.operation == "rollback":
+        raise CommandRefused(
+            f"revision {flip.revision} went back already; `sie models history` has all revisions, and "
+            "`sie models rollback` makes any of them the newest"
+        )
+    before = history[flips[0] + 1 :]
+    if not before:
+        raise CommandRefused("the revisions before its present target are not kept any more")
+    own = (revision for revision in before if _touches(revision, _TARGETS) or not _touches(revision, _SHADOW))
+    return next(own, before[-1]).revision

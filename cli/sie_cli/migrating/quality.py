@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 from sie_cli.models import compare
 from sie_cli.models.compare import Agreement
 from sie_cli.refusal import CommandRefused
+from sie_client import SIEClient
 
 if TYPE_CHECKING:
     from sie_cli.evals.tasks import Retrieval
-    from sie_client import SIEClient
 
 NEIGHBOURS = 10
 NDCG = "ndcg@10"

@@ -1,11 +1,12 @@
-"""`sie models inspect`: what a model folder or a repository of the hub is, as an entry of the catalogue.
+"""`sie models inspect`: shows a model folder or a repository of the hub as an entry of the catalogue.
 
-With --check the model is loaded too, and answers a sample.
+With --check the model is also loaded, and answers a sample.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,13 +14,20 @@ from typing import Any, TypeVar
 
 import click
 
+from sie_cli.display import transfers
 from sie_cli.options import loaded
 from sie_cli.refusal import CommandRefused
 from sie_contracts.errors import SIEError
 from sie_contracts.models.catalogue import Catalogue, packaged_folder
 from sie_contracts.models.entries import ModelEntry, is_id, parse_entry
+from sie_contracts.models.options import run_options
+from sie_contracts.names import NameIndex
 from sie_contracts.settings import Settings
+from sie_contracts.wire.ipc import BatchDone
+from sie_contracts.wire.messages import Input, Ok
 from sie_runtime.feed import read_folder
+from sie_store.configured import weight_sources
+from sie_store.weights.progress import FetchProgress
 
 F = TypeVar("F", bound=Callable[..., Any])
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -29,7 +37,7 @@ LABELS = ["person", "place"]
 
 
 def source_arguments(command: F) -> F:
-    """The arguments that both commands share."""
+    """Add the arguments that `inspect` and `add` share."""
     for option in (
         click.option(
             "--revision",
@@ -65,19 +73,20 @@ def inspect(source: str, revision: str | None, check: bool) -> None:
 
 
 def described(settings: Settings, source: str, name: str, revision: str | None) -> tuple[str, ModelEntry]:
-    """The text of an entry's file, and the entry. Raises CommandRefused."""
-    from sie_adapter.loading.inspection import inspect as inspect_folder
-
+    """Return the text of an entry's file, and the entry. Raises CommandRefused."""
     try:
         folder, weights, model = _located(settings, source, revision)
         model = name or model
         if not is_id(model):
             raise CommandRefused(f"{model!r} cannot be the id of a model: name one with --id")
+        from sie_adapter.loading.inspection import inspect as inspect_folder  # takes seconds: it imports torch
+
         packaged = read_folder(packaged_folder() / "models").get(weights.get("hub", ""))
         report = inspect_folder(folder, model, weights, packaged)
         return _yaml(report.entry, report.findings, report.assumed), parse_entry(report.entry)
     except SIEError as error:
-        raise CommandRefused(" ".join(error.message.split())) from error  # of libraries that write paragraphs
+        # messages of libraries may have several paragraphs
+        raise CommandRefused(" ".join(error.message.split())) from error
 
 
 def _yaml(entry: dict[str, Any], detected: list[str], assumed: list[str]) -> str:
@@ -88,27 +97,35 @@ def _yaml(entry: dict[str, Any], detected: list[str], assumed: list[str]) -> str
 
 
 def _located(settings: Settings, source: str, revision: str | None) -> tuple[Path, dict[str, Any], str]:
-    """The local folder, the `weights` of an entry, and a name. Raises CommandRefused, ModelLoadFailed."""
+    """Return the local folder, the `weights` of an entry, and a name. Raises CommandRefused, ModelLoadFailed."""
     folder = Path(source).expanduser()
     if folder.is_dir():
         if revision:
             raise CommandRefused(f"{source} is a folder: --revision is for repositories of the hub")
-        return (
-            folder,
-            {"path": str(folder.resolve())},
-            re.sub(r"[^a-zA-Z0-9._-]+", "-", folder.resolve().name).strip("-._"),
-        )
+        return folder, {"path": str(folder.resolve())}, folder_name(folder)
     if not _HUB_ID.fullmatch(source):
         raise CommandRefused(
             f"there is no folder {source}, and it is no id of the hub, which has the form organisation/name"
+            f"{_like(source)}"
         )
     commit = _commit(settings, source, revision)
     return _repository(settings, source, commit), {"hub": source, "revision": commit}, source
 
 
+def folder_name(folder: Path) -> str:
+    """Return the default id of the model in a folder."""
+    return re.sub(r"[^a-zA-Z0-9._-]+", "-", folder.resolve().name).strip("-._")
+
+
+def _like(name: str) -> str:
+    """Return the end of a message about an unknown name: similar names of the packaged catalogue."""
+    near = NameIndex(read_folder(packaged_folder() / "models")).near(name)
+    return f"; did you mean {' or '.join(near)}?" if near else ""
+
+
 def _commit(settings: Settings, hub: str, revision: str | None) -> str:
-    """The full commit of `revision`; of none: that of the packaged catalogue, else the only one in the cache, else the
-    main branch now.
+    """Return the full commit of `revision`. Without a revision: the commit in the packaged catalogue, else the only one
+    in the cache, else the current one of the main branch.
     """
     if revision and _COMMIT.fullmatch(revision):
         return revision
@@ -126,6 +143,8 @@ def _commit(settings: Settings, hub: str, revision: str | None) -> str:
     try:
         return commit_of(hub, revision)
     except FetchFailed as error:
+        if error.error_class == "NOT_FOUND" and not revision:
+            raise CommandRefused(f"{error.message}{_like(hub) or '; is the name right?'}") from error
         instead = "give --revision the whole commit, 40 hex digits" if revision else "give --revision COMMIT"
         raise CommandRefused(f"the commit of {hub}: {error.message}; or {instead}") from error
 
@@ -135,7 +154,7 @@ def _hub(action: str, instead: str) -> Iterator[None]:
     """Convert errors of the hub's client to CommandRefused, with advice."""
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 
-    any_error: type[Exception] = HfHubHTTPError.__bases__[0]  # of the library that the client is built on
+    any_error: type[Exception] = HfHubHTTPError.__bases__[0]  # base class in the HTTP library that the client uses
     try:
         yield
     except GatedRepoError as error:
@@ -147,23 +166,20 @@ def _hub(action: str, instead: str) -> Iterator[None]:
         raise CommandRefused(f"{action}: the hub has no such repository or revision; {fix}") from error
     except (any_error, ConnectionError, TimeoutError) as error:
         raise CommandRefused(
-            f"{action}: the hub did not tell ({type(error).__name__}); make it reachable (HF_ENDPOINT), or {instead}"
+            f"{action}: the hub did not answer ({type(error).__name__}); make it reachable (HF_ENDPOINT), or {instead}"
         ) from error
 
 
 def _repository(settings: Settings, hub: str, commit: str) -> Path:
-    """The snapshot of a commit: from the caches, else downloaded. The kind of model decides which of its files are
-    fetched.
+    """Return the snapshot of a commit: from the caches, else downloaded. The kind of the model decides which files are
+    downloaded.
     """
-    import dataclasses
-
-    from sie_store.configured import weight_sources
 
     def sources(family: str, *, may_download: bool) -> Path:
         stub = parse_entry(
             {"id": hub, "weights": {"hub": hub, "revision": commit}, "family": family, "outputs": {}, "max_tokens": 1}
         )
-        return weight_sources(dataclasses.replace(settings, hf_fallback=may_download)).folder(stub)
+        return weights_folder(dataclasses.replace(settings, hf_fallback=may_download), stub)
 
     for family in ("gliner", "text-encoder"):
         try:
@@ -171,7 +187,7 @@ def _repository(settings: Settings, hub: str, commit: str) -> Path:
         except SIEError:
             continue
     if not settings.hf_fallback:
-        return sources("text-encoder", may_download=False)  # the error says where it was looked for
+        return sources("text-encoder", may_download=False)  # the error names the places that were searched
     from huggingface_hub import file_exists
 
     with _hub(f"{hub}@{commit}", "put it into SIE_LOCAL_CACHE, or name a folder that holds it"):
@@ -179,12 +195,26 @@ def _repository(settings: Settings, hub: str, commit: str) -> Path:
     return sources("gliner" if is_gliner else "text-encoder", may_download=True)
 
 
-def answers(entry: ModelEntry, settings: Settings) -> list[str]:
-    """Load `entry` on the CPU and run a sample of each of its tasks, as a worker does: a line for each output. Raises
-    ModelLoadFailed.
+def weights_folder(settings: Settings, entry: ModelEntry) -> Path:
+    """Return the folder of an entry's weights, downloaded if necessary, with a bar on a terminal. Raises
+    ModelLoadFailed, SettingError.
     """
-    import dataclasses
+    with transfers() as bars:
 
+        def begin(title: str) -> FetchProgress:
+            progress, task = FetchProgress(title), bars.add_task(title, total=None)
+            progress.on_step = lambda state: bars.update(
+                task, completed=state.done_bytes, total=state.total_bytes or None
+            )
+            return progress
+
+        return dataclasses.replace(weight_sources(settings), begin=begin).folder(entry)
+
+
+def answers(entry: ModelEntry, settings: Settings) -> list[str]:
+    """Load `entry` on the CPU and run a sample of each of its tasks, as a worker does. Return a line for each output.
+    Raises ModelLoadFailed.
+    """
     from sie_adapter.engine.engine import AdapterEngine
     from sie_sidecar.prepare.tokens import ModelTokenizer
 
@@ -208,9 +238,6 @@ def answers(entry: ModelEntry, settings: Settings) -> list[str]:
 
 def _sample(engine: Any, entry: ModelEntry, task: Any, tokenizer: Any) -> list[str]:
     from sie_adapter.engine.device_threads import DeviceJob
-    from sie_contracts.models.options import run_options
-    from sie_contracts.wire.ipc import BatchDone
-    from sie_contracts.wire.messages import Input, Ok
     from sie_sidecar.prepare import layouts
     from sie_sidecar.prepare import rows as rowing
 

@@ -1,4 +1,4 @@
-"""`sie models load` and `unload`: what a gateway is asked, and how the workers get there.
+"""`sie models load` and `unload`: requests to a gateway, and the progress of its workers.
 
 POST /v1/models/NAME/load ──► 200: done
                           └─► 202: with --wait, GET /v1/models/NAME each POLL_S until it is done, failed or late
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any, TypeVar
 from urllib.parse import quote
 
@@ -24,24 +23,15 @@ from sie_contracts.settings import public_url
 F = TypeVar("F", bound=Callable[..., Any])
 TIMEOUT_S = 15.0
 POLL_S = 0.5
-STALE_S = 3.0  # a failure that is older than the load is reported until the worker has begun
+STALE_S = 3.0  # seconds; until the worker has begun the load, the gateway still reports the failure of an older load
 _NEXT = {
-    "UNAUTHENTICATED": "set SIE_ADMIN_TOKEN to the gateway's, or SIE_AUTH_TOKEN to a key with the scope admin",
+    "UNAUTHENTICATED": "set SIE_ADMIN_TOKEN to the gateway's, or SIE_API_KEY to a key with the scope admin",
     "PERMISSION_DENIED": "this needs the scope admin: SIE_ADMIN_TOKEN, or a key of `sie keys create --scopes admin`",
 }
 
 
-@dataclass(frozen=True)
-class _ResidencyCall:
-    """Target of a request, and how long the command waits for its outcome (None: not at all)."""
-
-    cluster: Cluster
-    headers: dict[str, str]
-    wait_s: float | None
-
-
 class _GatewayClient:
-    """The gateway of a cluster, as an administrator asks it."""
+    """Client of a cluster's gateway, with an administrator's token."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -60,7 +50,7 @@ class _GatewayClient:
     def request(
         self, method: str, name: str, action: str = "", headers: dict[str, str] | None = None
     ) -> dict[str, Any]:
-        """The body of a success. Raises CommandRefused, httpx.TransportError."""
+        """Send a request and return the body of a success. Raises CommandRefused, httpx.TransportError."""
         path = f"/v1/models/{quote(name, safe='/:@')}{action}"
         answer = self._client.request(method, path, headers=headers)
         try:
@@ -77,7 +67,7 @@ class _GatewayClient:
         raise CommandRefused(f"{message}\n{following}" if following else message)
 
     def first(self, name: str, action: str, headers: dict[str, str]) -> dict[str, Any]:
-        """POST. Raises CommandRefused, also where no gateway answers."""
+        """Send a POST. Raises CommandRefused, also if no gateway answers."""
         try:
             return self.request("POST", name, action, headers)
         except (httpx.TransportError, httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
@@ -85,8 +75,8 @@ class _GatewayClient:
             raise CommandRefused(f"{why}\n{self._cluster.without_gateway()}") from error
 
     def states(self, name: str, wait_s: float) -> Iterator[tuple[float, dict[str, Any]]]:
-        """Yield the gateway's state of a model each POLL_S for `wait_s`, with the seconds since the start. It waits for
-        a gateway that restarts meanwhile. Raises CommandRefused.
+        """Yield the gateway's state of a model every POLL_S for `wait_s`, with the seconds since the start. If the
+        gateway restarts meanwhile, the calls are repeated. Raises CommandRefused.
         """
         began_s = time.monotonic()
         while (since_s := time.monotonic() - began_s) < wait_s:
@@ -94,7 +84,7 @@ class _GatewayClient:
                 yield since_s, self.request("GET", name)
             except httpx.TransportError:
                 click.echo(f"{public_url(self.url)} does not answer, it is asked again", err=True)
-            time.sleep(POLL_S)  # the interval at which the gateway is asked
+            time.sleep(POLL_S)  # the interval between two requests to the gateway
 
 
 def _options(command: F) -> F:
@@ -115,18 +105,16 @@ def _options(command: F) -> F:
     return command
 
 
-def _residency_call(cluster: Cluster, pool: str, machine_profile: str, waits: bool, timeout_s: float) -> _ResidencyCall:
+def _lane_headers(pool: str, machine_profile: str) -> dict[str, str]:
     headers = {"x-sie-pool": pool, "x-sie-machine-profile": machine_profile}
-    return _ResidencyCall(
-        cluster, {name: value for name, value in headers.items() if value}, timeout_s if waits else None
-    )
+    return {name: value for name, value in headers.items() if value}
 
 
 @click.command()
 @click.argument("name", metavar="NAME")
 @_options
 @cluster_options(GATEWAY_URL)
-def load(cluster: Cluster, name: str, **how: Any) -> None:
+def load(cluster: Cluster, name: str, waits: bool, timeout_s: float, **target: str) -> None:
     """Have a worker load model NAME (or model:profile, or an alias) before its first request.
 
     Where the lane has no worker, one is asked for, and it loads the model when it has come; a gateway remembers that
@@ -135,22 +123,22 @@ def load(cluster: Cluster, name: str, **how: Any) -> None:
     \b
     sie models load BAAI/bge-m3 --wait
     """
-    request = _residency_call(cluster, **how)
+    headers = _lane_headers(**target)
     with _GatewayClient(cluster) as gateway:
-        reply = gateway.first(name, "/load", request.headers)
+        reply = gateway.first(name, "/load", headers)
         for lane in reply["lanes"]:
             _show_lane(lane)
-        if reply["state"] == "loaded" or request.wait_s is None:
+        if reply["state"] == "loaded" or not waits:
             return
         for model in dict.fromkeys(lane["model"] for lane in reply["lanes"] if lane["state"] != "loaded"):
-            _await_load(gateway, model, request.headers, request.wait_s)
+            _await_load(gateway, model, headers, timeout_s)
 
 
 def _await_load(gateway: _GatewayClient, model: str, headers: dict[str, str], wait_s: float) -> None:
     has_begun, last = False, ""
     for since_s, info in gateway.states(model, wait_s):
         has_begun = has_begun or info["state"] == "loading"
-        # the gateway tells of all lanes; only the same question again tells of the one that was asked for
+        # this state covers all lanes; only a repeated load request covers the requested lane
         if info["loaded"] and gateway.first(model, "/load", headers)["state"] == "loaded":
             click.echo(f"{model}: loaded by {', '.join(info['workers'])} after {since_s:.1f} s")
             return
@@ -163,7 +151,7 @@ def _await_load(gateway: _GatewayClient, model: str, headers: dict[str, str], wa
 
 
 def _progress(model: str, info: dict[str, Any], last: str) -> str:
-    """Print how far a load is, if that is not `last`."""
+    """Print the progress of a load if the line differs from `last`. Return the line."""
     line = f"{model}: {info['state']}"
     for download in info.get("downloads") or ():
         total = download["total_bytes"]
@@ -177,24 +165,24 @@ def _progress(model: str, info: dict[str, Any], last: str) -> str:
 @click.argument("name", metavar="NAME")
 @_options
 @cluster_options(GATEWAY_URL)
-def unload(cluster: Cluster, name: str, **how: Any) -> None:
+def unload(cluster: Cluster, name: str, waits: bool, timeout_s: float, **target: str) -> None:
     """Have the workers unload model NAME (or model:profile, or an alias).
 
     A worker finishes what it has in flight for the model first. The next request loads it again. It needs the scope
     admin.
     """
-    request = _residency_call(cluster, **how)
+    headers = _lane_headers(**target)
     with _GatewayClient(cluster) as gateway:
-        reply = gateway.first(name, "/unload", request.headers)
+        reply = gateway.first(name, "/unload", headers)
         if not reply["lanes"]:
             click.echo(f"{name}: no worker has it loaded")
             return
         for lane in reply["lanes"]:
             _show_lane(lane)
-        if request.wait_s is None:
+        if not waits:
             return
         for lane in reply["lanes"]:
-            _await_unload(gateway, lane, request.wait_s)
+            _await_unload(gateway, lane, timeout_s)
 
 
 def _await_unload(gateway: _GatewayClient, lane: dict[str, Any], wait_s: float) -> None:
@@ -209,16 +197,12 @@ def _await_unload(gateway: _GatewayClient, lane: dict[str, Any], wait_s: float) 
 
 
 def _show_lane(lane: dict[str, Any]) -> None:
-    """One line: the model, its lane, and what each worker there says."""
-    workers = ", ".join(_worker(worker) for worker in lane["workers"])
+    """Print one line: the model, its lane, and the state of each worker in the lane."""
+    workers = ", ".join(
+        f"{worker['worker']}: {worker['state']}" + (f", {worker['in_flight']} in flight" if worker["in_flight"] else "")
+        for worker in lane["workers"]
+    )
     click.echo(f"{lane['model']}: {lane['state']} in {lane['lane']}{f' ({workers})' if workers else ''}", err=True)
-
-
-def _worker(worker: dict[str, Any]) -> str:
-    line = f"{worker['worker']}: {worker['state']}"
-    if worker["in_flight"]:
-        line += f", {worker['in_flight']} in flight"
-    return line
 
 
 COMMANDS = (load, unload)

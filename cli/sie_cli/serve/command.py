@@ -1,4 +1,4 @@
-"""`sie serve`: the command. What it starts and stops is in `processes`."""
+"""`sie serve`: the command. `processes` starts and stops its processes."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import click
 
 from sie_cli import access
 from sie_cli.data_dir import DataDir, InUse, default_data_dir
+from sie_cli.models.lookup import look_up
 from sie_cli.options import SPARE, ManyOptions, flags_of, loaded, refuse, settings_options
 from sie_cli.serve.preflight import MachineNeeds, PortListener, faults
 from sie_cli.serve.processes import LocalCluster, ServePlan
@@ -72,8 +73,10 @@ FIRST = (
 @click.option(
     "--exit-with-parent", is_flag=True, help="End, drained, when the process that started this one ends (Linux)."
 )
+@click.argument("models", metavar="[MODEL]...", nargs=-1)
 @settings_options("gateway", "config", "sidecar", "adapter")
 def serve(
+    models: tuple[str, ...],
     host: str,
     port: int,
     data_dir: Path | None,
@@ -87,14 +90,17 @@ def serve(
     """Serve on this machine: broker, config service, gateway and workers, started, watched and drained by this one
     command.
 
+    A MODEL is loaded before the server is ready: a model of the catalogue, an id of the Hugging Face Hub, or a folder,
+    each with :PROFILE or without. What the catalogue lacks is added to the models folder, pinned to its present commit.
+
     \b
     sie serve                                   API on http://127.0.0.1:8080
-    sie serve --preload sentence-transformers/all-MiniLM-L6-v2
+    sie serve BAAI/bge-small-en-v1.5 ./my-model
     sie serve --nats-url nats://broker:4222     a broker of yours
     """
     if exit_with_parent and sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)
-    failpoints = values.pop("failpoints", None)  # they are its children's
+    failpoints = values.pop("failpoints", None)  # the failpoints are for the child processes
     loaded_settings = loaded(values, "standalone" if standalone else "queue")
     plan = ServePlan(
         host,
@@ -113,13 +119,13 @@ def serve(
         if standalone and gateways > 1:
             raise SettingError("--gateways", "--standalone is one process with one gateway")
         if port + gateways - 1 > 65535:
-            raise SettingError("--port", f"{gateways} gateways from {port} on pass the last port, 65535")
+            raise SettingError("--port", f"{gateways} gateways from {port} on need ports above the last one, 65535")
         with DataDir(plan.data_dir):
             if lacking := faults(_needs(plan)):
                 for fault in lacking:
                     click.echo(f"error: {fault}", err=True)
                 sys.exit(EXIT_BAD_SETTING)
-            sys.exit(asyncio.run(LocalCluster(plan).run()))
+            sys.exit(asyncio.run(LocalCluster(_with_models(plan, models)).run()))
     except InUse as error:
         owner = access.read(error.data_dir)
         refuse(InUse(error.data_dir, owner.gateway_url if owner is not None else ""))
@@ -127,9 +133,24 @@ def serve(
         refuse(error)
 
 
+def _with_models(plan: ServePlan, models: tuple[str, ...]) -> ServePlan:
+    """Return the plan with the models of the command line, which are loaded at the start. Raises CommandRefused."""
+    served = []
+    for spec in models:
+        model = look_up(plan.settings, spec)
+        if model.message:
+            click.echo(model.message, err=True)
+        served.append(model)
+    if not served:
+        return plan
+    preloads = dict.fromkeys([*(plan.settings.preload_models or ()), *(model.name for model in served)])
+    flags = {**plan.flags, "SIE_PRELOAD_MODELS": ",".join(preloads)}
+    return dataclasses.replace(plan, flags=flags, models=tuple(served))
+
+
 def _with_free_ports(loaded_settings: Loaded) -> Settings:
-    """The settings, with 0 (a free port) for metrics where nobody named one: on a laptop the documented ports are often
-    taken.
+    """Return the settings, with 0 (a free port) for metrics ports that the operator did not set: on a laptop the
+    documented ports are often taken.
     """
     assigned = [
         name
@@ -140,8 +161,8 @@ def _with_free_ports(loaded_settings: Loaded) -> Settings:
 
 
 def _needs(plan: ServePlan) -> MachineNeeds:
-    """Return the needs of this run on the machine. Ports without a number from the user are free: the search for them
-    comes later.
+    """Return what this run needs from the machine. Ports that the user did not set are left out, since free ones are
+    searched later.
     """
     settings = plan.settings
     listeners = [

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import re
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import msgspec
+from rich.cells import cell_len
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
 
 from sie_cli.display import counted, printable, size
-from sie_cli.top import trends
-from sie_cli.top.trends import HistoryTrend
 from sie_contracts.status import QueueInfo
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-    from rich.table import Table
-    from rich.text import Text
 
 STALE_S = 3.0  # frames come every second
 MIN_WIDTH = 30
@@ -120,7 +118,7 @@ class View:
     came_s: float = 0.0
     trouble: str = ""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
-    trend: deque[tuple[float, int | None]] = field(default_factory=lambda: deque(maxlen=trends.TREND))
+    trend: deque[tuple[float, int | None]] = field(default_factory=lambda: deque(maxlen=TREND))
 
     def add_frame(self, frame: StatusFrame, now_s: float) -> None:
         self.frame, self.came_s, self.trouble = frame, now_s, ""
@@ -139,10 +137,6 @@ class View:
 
 def picture(view: View, width: int, height: int, now_s: float) -> RenderableType:
     """The last frame as it fits into `width` columns and `height` lines; the tables share what the head leaves."""
-    from rich.cells import cell_len
-    from rich.console import Group
-    from rich.text import Text
-
     width = max(width, MIN_WIDTH)
     state, colour = view.state(now_s)
     head = Text.assemble(("sie top", "bold"), "  ", (state, colour), f"  {view.url}", no_wrap=True, overflow="ellipsis")
@@ -154,7 +148,7 @@ def picture(view: View, width: int, height: int, now_s: float) -> RenderableType
         if head.cell_len + len(text) <= width:
             head.append(text, "bright_black")
     lanes, of_models = lanes_of(frame), _queues_of_models(frame)
-    figures = [*_lines(_figures(frame, lanes), width), *trends.of_frames(view.trend, width), *_past(view.past, width)]
+    figures = [*_lines(_figures(frame, lanes), width), *of_frames(view.trend, width), *of_past(view.past, width)]
     active = sorted(
         (model for model in frame.models if model.state != "available" or of_models[model.name].messages),
         key=lambda model: (-of_models[model.name].messages, model.state != "loaded", model.name),
@@ -201,8 +195,6 @@ def picture(view: View, width: int, height: int, now_s: float) -> RenderableType
 
 def _reason(model: str, why: str) -> Text:
     """Format why a model could not be loaded, in one line."""
-    from rich.text import Text
-
     line = " ".join("".join(letter if letter.isprintable() else " " for letter in f"{model} failed: {why}").split())
     return Text(f"  {line}", "red", no_wrap=True, overflow="ellipsis")
 
@@ -237,17 +229,8 @@ def queued_in(frame: StatusFrame) -> int | None:
     return None if frame.queues is None else sum(queue.messages for queue in frame.queues)
 
 
-def _past(past: HistoryTrend | None, width: int) -> list[Text]:
-    if past is None:
-        return []
-    parts, trend = trends.of_past(past, width)
-    return [*_lines(parts, width), *trend]
-
-
 def _lines(parts: list[tuple[str, str]], width: int) -> list[Text]:
     """Parts two cells apart on as many lines as they need, none of them broken."""
-    from rich.text import Text
-
     lines = [Text(no_wrap=True, overflow="ellipsis")]
     for text, colour in parts:
         if lines[-1].cell_len and lines[-1].cell_len + 2 + len(text) > width:
@@ -258,8 +241,6 @@ def _lines(parts: list[tuple[str, str]], width: int) -> list[Text]:
 
 def _with_rest(table: Table, count: int, rest: int, noun: str) -> Iterable[RenderableType]:
     """A table of `count` rows of which the last `rest` are not in it."""
-    from rich.text import Text
-
     below = f"  {rest:,} {noun}" if rest > 0 else "" if count else "  none"
     return (table, Text(below, "bright_black")) if below else (table,)
 
@@ -314,8 +295,6 @@ def _aged(queued: Queued) -> str:
 
 def _table(first: int, *columns: tuple[str, bool]) -> Table:
     """Columns by title, each with whether it is a number. The first has `first` cells, which aligns the tables."""
-    from rich.table import Table
-
     table = Table(box=None, pad_edge=False, header_style="bold cyan")
     least = dict(enumerate(_CELLS, start=1))
     for number, (title, is_number) in enumerate(columns):
@@ -393,6 +372,103 @@ def _counting(name: str) -> list[tuple[str, int]]:
 
 def _plain(text: str) -> str:
     """Remove the markup of a terminal: names come from outside."""
-    from rich.markup import escape
-
     return escape(printable(text))
+
+
+TREND = 60  # frames, or minutes
+_LEAST_TREND = 10  # cells of a trend line: fewer say nothing
+_STEPS = "▁▂▃▄▅▆▇█"
+
+
+class TrendStep(msgspec.Struct, frozen=True):
+    """Step of a gateway's history over some seconds. `p50_ms`, `p99_ms`: by stage."""
+
+    at: int
+    requests: int
+    errors: dict[str, int] = {}
+    p50_ms: list[float] = []
+    p99_ms: list[float] = []
+
+
+class HistoryTrend(msgspec.Struct, frozen=True):
+    """Traffic that a gateway answered over the last hour, as `/v1/history` reports it. Steps without requests are left
+    out.
+    """
+
+    now: float
+    step_s: int
+    stages: list[str]
+    steps: list[TrendStep]
+
+
+def of_frames(trend: Iterable[tuple[float, int | None]], width: int) -> list[Text]:
+    """One line with a trend line of each figure, the newest frame at the right end. None before there are two frames,
+    and none where there is no room.
+    """
+    steps = list(trend)
+    if len(steps) < 2:
+        return []
+    parts: list[tuple[str, list[float | None]]] = [("req/s ", [rate for rate, _ in steps])]
+    if any(count is not None for _, count in steps):
+        parts.append(("queued ", [count for _, count in steps]))
+    words = sum(len(name) + len(_most(values)) for name, values in parts) + 2 * (len(parts) - 1)
+    cells = min(TREND, (width - words) // len(parts))
+    if cells < _LEAST_TREND:
+        return []
+    line = Text(no_wrap=True, overflow="ellipsis")
+    for number, (name, values) in enumerate(parts):
+        line.append("  " if number else "").append(name, "bright_black")
+        line.append(spark(values[-cells:]), "cyan").append(_most(values[-cells:]), "bright_black")
+    return [line]
+
+
+def of_past(past: HistoryTrend | None, width: int) -> list[Text]:
+    """Latency and errors of the last hour, and a trend line of latency, the newest minute at the right end. An empty
+    line where nothing was answered.
+    """
+    if past is None:
+        return []
+    if not past.steps or "total_time" not in past.stages:
+        return _lines([], width)
+    total = past.stages.index("total_time")
+    ran = [step for step in past.steps if len(step.p99_ms) > total]
+    errors: Counter[str] = Counter()
+    for step in past.steps:
+        errors.update(step.errors)
+    parts: list[tuple[str, str]] = []
+    if ran:
+        last = ran[-1]
+        parts.append((f"latency p50 {_ms(last.p50_ms[total])}  p99 {_ms(last.p99_ms[total])}", ""))
+    named = ", ".join(f"{printable(code)} {count:,}" for code, count in errors.most_common(3))
+    parts.append(
+        (f"{counted(errors.total(), 'error')} in an hour" + (f": {named}" if named else ""), "red" if errors else "")
+    )
+    lines = _lines(parts, width)
+    p99_ms = {step.at: step.p99_ms[total] for step in ran}
+    newest = int(past.now // past.step_s) * past.step_s
+    room = width - len("p99  max 999.9 s")
+    cells = min(TREND, 1 + (newest - past.steps[0].at) // past.step_s, room)
+    if ran and cells >= 2:
+        values = [p99_ms.get(newest - past.step_s * back) for back in reversed(range(cells))]
+        most = max((value for value in values if value is not None), default=0.0)
+        line = Text("p99 ", "bright_black", no_wrap=True, overflow="ellipsis")
+        lines.append(line.append(spark(values), "cyan").append(f" max {_ms(most)}", "bright_black"))
+    return lines
+
+
+def _ms(value: float) -> str:
+    return f"{value / 1000:.1f} s" if value >= 1000 else f"{value:.0f} ms" if value >= 10 else f"{value:.1f} ms"
+
+
+def _most(values: Iterable[float | None]) -> str:
+    """The largest, which a trend line's highest step stands for."""
+    most = max((value for value in values if value is not None), default=0)
+    return f" max {most:,}" if isinstance(most, int) else f" max {most:,.1f}"
+
+
+def spark(values: Iterable[float | None]) -> str:
+    """A character for each value, from 0 to the largest; a blank where a value is not known."""
+    samples = list(values)
+    most = max((value for value in samples if value is not None), default=0.0) or 1.0
+    top = len(_STEPS) - 1
+    return "".join(" " if value is None else _STEPS[min(top, math.ceil(value / most * top))] for value in samples)

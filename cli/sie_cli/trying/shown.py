@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import numpy as np
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
 
 from sie_cli.display import counted, printable
 from sie_cli.trying.asking import ModelAnswer, strongest
-from sie_cli.trying.bars import BAR, LabelledSpan, bar, colours, heat, marked, shares
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-    from rich.table import Table
-    from rich.text import Text
 
 NUMBERS = 4  # of a dense vector
 LINES = 20  # of a text that a model wrote
@@ -42,8 +40,6 @@ _FINER = ("load_ms", "fetch_ms", "preprocess_ms", "batch_wait_ms", "device_wait_
 
 def shown(answer: ModelAnswer, width: int, *, has_colours: bool) -> Iterator[RenderableType]:
     """The parts of the picture, from above."""
-    from rich.text import Text
-
     head = Text.assemble((printable(answer.info["name"]), "bold"), f"  {answer.verb}")
     yield head
     if answer.verb == "encode":
@@ -62,8 +58,6 @@ def shown(answer: ModelAnswer, width: int, *, has_colours: bool) -> Iterator[Ren
 
 
 def _encoded(answer: ModelAnswer, width: int) -> Iterator[RenderableType]:
-    from rich.text import Text
-
     labels = [source.label for source in answer.question.inputs]
     for name in answer.info["dims"]:
         rows = [(number, result) for number, result in enumerate(answer.results) if name in result.get("outputs", {})]
@@ -106,8 +100,6 @@ def _dense(rows: Sequence[tuple[int, Mapping[str, Any]]], labels: Sequence[str])
 
 def _cosines(vectors: Sequence[Any], numbers: Sequence[int], width: int) -> Iterator[RenderableType]:
     """The cosine of each pair, as many as the width has place for."""
-    from rich.text import Text
-
     some = max(2, min(len(vectors), (width - 4) // _CELL))
     matrix = np.stack([vector.astype(np.float64) for vector in vectors])
     lengths = np.linalg.norm(matrix, axis=1, keepdims=True)
@@ -125,8 +117,6 @@ def _cosines(vectors: Sequence[Any], numbers: Sequence[int], width: int) -> Iter
 
 
 def _sparse(answer: ModelAnswer, number: int, label: str, sparse: Mapping[str, Any]) -> Iterator[RenderableType]:
-    from rich.text import Text
-
     ids, weights = strongest(sparse)
     count = len(sparse["values"])
     yield Text(f"{number + 1}  {label}", no_wrap=True, overflow="ellipsis")
@@ -143,8 +133,6 @@ def _sparse(answer: ModelAnswer, number: int, label: str, sparse: Mapping[str, A
 
 
 def _scored(answer: ModelAnswer) -> Iterator[RenderableType]:
-    from rich.text import Text
-
     inputs = answer.question.inputs
     assert answer.question.query is not None
     yield Text.assemble(("query: ", "cyan"), answer.question.query.label)
@@ -167,8 +155,6 @@ def _scored(answer: ModelAnswer) -> Iterator[RenderableType]:
 
 
 def _extracted(answer: ModelAnswer, *, has_colours: bool) -> Iterator[RenderableType]:
-    from rich.text import Text
-
     labels = [entity["label"] for result in answer.results for entity in result.get("entities", ())]
     colour_of = colours([*answer.question.labels, *labels])
     for number, (source, result) in enumerate(zip(answer.question.inputs, answer.results, strict=True)):
@@ -196,8 +182,6 @@ def _extracted(answer: ModelAnswer, *, has_colours: bool) -> Iterator[Renderable
 
 def _tables(result: Mapping[str, Any], colour_of: Mapping[str, str]) -> Iterator[RenderableType]:
     """A table of each kind of what was found."""
-    from rich.text import Text
-
     if result["entities"]:
         table = _table("LABEL", "TEXT", "SCORE", "PLACE")
         for row in result["entities"]:
@@ -236,8 +220,6 @@ def _place(entity: Mapping[str, Any]) -> str:
 
 
 def _datum(name: str, value: object) -> Text:
-    from rich.text import Text
-
     head = (f"{name}: ", "cyan")
     if not isinstance(value, str):
         text = printable(msgspec.json.encode(value).decode())
@@ -253,8 +235,6 @@ def _datum(name: str, value: object) -> Text:
 
 def _table(*titles: str) -> Table:
     """Columns by title. Numbers stand at the right, bars have their cells, the text of an input takes what is left."""
-    from rich.table import Table
-
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in titles:
         is_number = title in ("#", "NORM", "TOKENS", "WEIGHT", "SCORE", "RANK", "MS")
@@ -272,8 +252,6 @@ def _table(*titles: str) -> Table:
 
 def _errors(answer: ModelAnswer, labels: Sequence[str]) -> Iterator[RenderableType]:
     """Build the lines of why inputs have no result."""
-    from rich.text import Text
-
     for result, label in zip(answer.results, labels, strict=True):
         if "error" in result:
             why = printable(f"{result['error'].get('code', '')}: {result['error'].get('message', '')}")
@@ -282,8 +260,6 @@ def _errors(answer: ModelAnswer, labels: Sequence[str]) -> Iterator[RenderableTy
 
 def _time(answer: ModelAnswer) -> Iterator[Text]:
     """Build the line of where the time went, and below it the notes about it."""
-    from rich.text import Text
-
     timing, usage = answer.shared["timing"], answer.shared["usage"]
     rest = timing["total_ms"] - timing["queue_ms"] - timing["inference_ms"]
     yield Text.assemble(
@@ -303,8 +279,6 @@ def _ms(value: float) -> str:
 
 def _explained(answer: ModelAnswer) -> Iterator[RenderableType]:
     """The stages of the request, and those of each chunk at its worker, each as a bar of the whole."""
-    from rich.text import Text
-
     timing = answer.shared["timing"]
     yield Text("")
     yield _stages([(name, timing[key]) for key, name in _STAGES.items()], timing["total_ms"])
@@ -326,3 +300,64 @@ def _stages(stages: Sequence[tuple[str, float]], total_ms: float) -> Table:
     for (name, value), colour in zip(stages, itertools.cycle(("cyan", "green", "magenta", "yellow"))):
         table.add_row(name, f"{value:.1f}", bar(value / total_ms if total_ms > 0 else 0.0, colour))
     return table
+
+
+BAR = 24  # cells
+_EIGHTHS = " ▏▎▍▌▋▊▉"
+_COLOURS = ("green", "magenta", "cyan", "yellow", "blue", "red")
+_COLD, _WARM = (24, 44, 92), (250, 204, 92)  # of a heat map
+
+
+def bar(share: float, colour: str = "cyan", cells: int = BAR) -> Text:
+    """A bar that fills this share of its cells. What is more than nothing is seen."""
+    eighths = max(0, min(cells * 8, round(share * cells * 8)))
+    if share > 0:
+        eighths = max(1, eighths)
+    full, rest = divmod(eighths, 8)
+    return Text("█" * full + (_EIGHTHS[rest] if rest else ""), colour)
+
+
+def shares(values: Sequence[float], least: float = 0.0, most: float | None = None) -> list[float]:
+    """Compute the place of each value between the ends of its scale, as 0 to 1. A value beyond an end moves it."""
+    low = min(least, *values) if values else least
+    high = max(values, default=0.0) if most is None else max(most, *values)
+    width = high - low
+    return [(value - low) / width if width > 0 else 0.0 for value in values]
+
+
+def heat(value: float) -> str:
+    """The style of a cell whose value is from -1, or 0, to 1."""
+    share = max(0.0, min(1.0, value))
+    red, green, blue = (round(cold + (warm - cold) * share) for cold, warm in zip(_COLD, _WARM, strict=True))
+    return f"{'black' if share > 0.45 else 'white'} on rgb({red},{green},{blue})"
+
+
+@dataclass(frozen=True)
+class LabelledSpan:
+    """A part of a text, in code points."""
+
+    start: int
+    end: int
+    label: str
+
+
+def colours(labels: Sequence[str]) -> dict[str, str]:
+    """A colour for each label, by the order in which they come."""
+    return {label: _COLOURS[number % len(_COLOURS)] for number, label in enumerate(dict.fromkeys(labels))}
+
+
+def marked(text: str, spans: Sequence[LabelledSpan], colour_of: dict[str, str], *, has_colours: bool) -> Text:
+    """A text with its spans in the colours of their labels; where there are no colours, in brackets."""
+    shown = printable(text, lines=True)
+    if has_colours:
+        styled = Text(shown)
+        for span in spans:
+            styled.stylize(f"black on {colour_of[span.label]}", span.start, span.end)
+        return styled
+    opened = [span.start for span in spans]
+    closed = [span.end for span in spans]
+    pieces = []
+    for place in range(len(shown) + 1):
+        pieces.append("]" * closed.count(place) + "[" * opened.count(place))
+        pieces.append(shown[place : place + 1])
+    return Text("".join(pieces))

@@ -1,4 +1,4 @@
-"""The interface to the message broker: what gateway, sidecar and config service need of it, as protocols.
+"""Protocols of the message broker, as gateway, sidecar and config service use it.
 
     Bus              send, request, subscribe: messages that are delivered at most once
     Queue            publish, pulls, counts, delete: messages that are stored in streams
@@ -6,14 +6,14 @@
     Store            buckets: replicated maps with revisions
     Broker           all of them, over one connection
 
-Code that uses the broker takes the narrowest of them.
+Code that uses the broker takes the narrowest protocol that it needs.
 
 Implementations: `nats` (NATS JetStream, for a cluster) and `memory` (inside one process, for `sie serve --standalone`
 and as a fake in tests that models ack wait, delays, delivery counts, limits and lost connections). One conformance
 suite, `tests/contract/broker`, runs against both.
 
-Delivery is at least once. After `ack_wait` a message is delivered again, to another holder, and an ack of the former
-holder still removes it. So each holder must fence itself (see the sidecar's `lease`).
+Delivery is at least once. After `ack_wait` the broker delivers a message again, to another holder. An ack of the first
+holder still removes the message. So each holder must fence itself (see the sidecar's leases).
 """
 
 from __future__ import annotations
@@ -29,31 +29,35 @@ _KEY = re.compile(r"[-/_=a-zA-Z0-9]+(\.[-/_=a-zA-Z0-9]+)*")
 
 
 class BrokerError(Exception):
-    """The broker refused, or could not be reached."""
+    """Error of a broker that refused an operation or could not be reached."""
 
 
 class BrokerUnavailable(BrokerError):
-    """No connection, or no answer in time. The operation may or may not have happened."""
+    """Error of a connection that is lost, or of an answer that did not come in time. The operation may or may not have
+    happened.
+    """
 
 
 class StreamFull(BrokerError):
-    """The stream, or its share for this subject, is at its limit. The new message is refused; no stored one is lost."""
+    """Error of a stream that is at its limit, in total or for this subject. The broker refuses the new message and
+    keeps all stored ones.
+    """
 
 
 class PayloadTooBig(BrokerError):
-    """The message is above the broker's `max_payload`, headers included. Nothing was sent."""
+    """Error of a message above the broker's `max_payload`, headers included. Nothing was sent."""
 
 
 class NotPermitted(BrokerUnavailable):
-    """The broker does not let this user publish there. Its permissions may be changed while processes run."""
+    """Error of a publish to a subject for which this user has no permission. Permissions may change at run time."""
 
 
 class NoResponder(BrokerError):
-    """Nobody listens on the subject of a request. The broker said so; it is not a time-out."""
+    """Error of a request on a subject that has no subscriber. The broker reports it at once; it is not a time-out."""
 
 
 class TopologyMismatch(BrokerError):
-    """A stream or consumer exists with other settings. `field` names the first that differs."""
+    """Error of a stream or consumer that exists with other settings. `field` names the first setting that differs."""
 
     def __init__(self, name: str, field: str, found: object, wanted: object) -> None:
         super().__init__(f"{name}: {field} is {found!r} at the broker, this process needs {wanted!r}")
@@ -61,7 +65,9 @@ class TopologyMismatch(BrokerError):
 
 
 class WrongRevision(BrokerError):
-    """A compare-and-set failed: a key was written after the given revision. Nothing of the batch was stored."""
+    """Error of a compare-and-set: a key has another revision than the write expected. Nothing of the batch was
+    stored.
+    """
 
 
 @dataclass(frozen=True)
@@ -75,7 +81,9 @@ class CoreMessage:
 
 @dataclass(frozen=True)
 class Published:
-    """The broker stores the message at `sequence`. `duplicate`: it was stored before, under the same message id."""
+    """Answer to a publish: the broker stores the message at `sequence`. `duplicate`: it had stored the message before,
+    under the same message id.
+    """
 
     sequence: int
     duplicate: bool = False
@@ -83,7 +91,9 @@ class Published:
 
 @dataclass(frozen=True)
 class StreamState:
-    """`created` changes when the stream was lost and created again. Counts include leased messages."""
+    """State of a stream. `created` changes when the stream was lost and created again. Counts include leased
+    messages.
+    """
 
     created: str
     messages: int
@@ -94,8 +104,8 @@ class StreamState:
 
 @dataclass(frozen=True)
 class ConsumerState:
-    """The state of a durable consumer. `delivered` counts deliveries since it was created; `waiting` messages are
-    neither leased nor removed.
+    """State of a durable consumer. `delivered` counts deliveries since the consumer was created. `waiting` counts
+    messages that are neither leased nor removed.
     """
 
     name: str
@@ -130,8 +140,8 @@ class Entry:
 
 @dataclass(frozen=True)
 class Write:
-    """One write of an atomic batch. `value` None removes the key. `expected` is the key's revision, 0 for "must not
-    exist", None for "any".
+    """A write of an atomic batch. A `value` of None removes the key. `expected` is the revision that the key must
+    have: 0 for a key that must not exist, None for any revision.
 
     Raises ValueError for a key that cannot be part of a subject, so that every implementation refuses the same keys.
     """
@@ -146,8 +156,8 @@ class Write:
 
 
 class Delivery(Protocol):
-    """A leased message. `sent_s` is the broker's wall clock when it was first stored. `pending` is the number of
-    messages that the consumer has not delivered yet.
+    """A leased message. `sent_s` is the broker's wall clock when the message was first stored. `pending` is the number
+    of messages that the consumer has not delivered yet.
 
     `reply` names this delivery to `Queue.release`, also after a restart of this process.
     """
@@ -162,16 +172,16 @@ class Delivery(Protocol):
     pending: int
 
     async def ack(self) -> None:
-        """The message is done: remove it."""
+        """Remove the message: its work is done."""
 
     async def nak(self, delay_s: float = 0.0) -> None:
-        """Deliver it again, to any holder, not before `delay_s`."""
+        """Deliver the message again, to any holder, after `delay_s` at the earliest."""
 
     async def in_progress(self) -> None:
-        """Restart its ack wait."""
+        """Restart the ack wait of the message."""
 
     async def term(self, reason: str) -> None:
-        """Never deliver it again; remove it."""
+        """Remove the message, so that it is never delivered again."""
 
 
 class Subscription(Protocol):
@@ -182,17 +192,17 @@ class Subscription(Protocol):
 class Pulls(Protocol):
     """The open pulls of one process on many consumers of a stream.
 
-    Every delivery arrives once, through the handler given at creation, which must not block. An open pull outlives its
-    expiry, a reconnect and a lost status: it is issued again until it is filled or `want` lowers it.
+    Every delivery arrives once, through the handler that was passed at creation. The handler must not block. After its
+    expiry, a reconnect or a lost status, an open pull is issued again, until it is filled or `want` lowers the credit.
     """
 
     def want(self, consumer: str, credit: int) -> None:
-        """Keep `credit` deliveries outstanding for `consumer`; each delivery uses one up. A lower credit takes effect
+        """Keep `credit` deliveries outstanding for `consumer`. Each delivery uses up one. A lower credit takes effect
         within 5 s.
         """
 
     def outstanding(self, consumer: str) -> int:
-        """Deliveries that the broker may still send for this consumer."""
+        """Return the number of deliveries that the broker may still send for this consumer."""
 
     async def stop(self) -> None:
         """Withdraw all pulls. Deliveries already on the wire reach the handler before this returns."""
@@ -204,45 +214,51 @@ class KeyValue(Protocol):
     async def get(self, key: str) -> Entry | None: ...
 
     async def entries(self, within: str = "") -> list[Entry]:
-        """All live keys, sorted. With `within`, only the keys below it ("model" gives "model.a", not "models.a")."""
+        """Return all live keys, sorted. With `within`, return only the keys below it ("model" covers "model.a", not
+        "models.a").
+        """
 
     async def since(self, revision: int) -> list[Entry]:
-        """The keys written after a revision, removed keys too, in order of their revisions. A key that was written
-        twice appears once, with its last value.
+        """Return the keys written after a revision, with removed keys, in order of their revisions. A key that was
+        written twice appears once, with its last value.
 
-        A replica of the broker may answer that has not applied the last writes.
+        The answer may come from a replica of the broker that has not applied the last writes.
         """
 
     async def write(self, writes: list[Write]) -> int:
-        """Write all or nothing; a key may appear once. Returns the bucket's last revision. Raises WrongRevision,
+        """Write all keys or none; a key may appear once. Returns the bucket's last revision. Raises WrongRevision,
         BrokerUnavailable.
         """
 
     async def purge(self, within: str) -> None:
-        """Remove the keys below `within` as if they had never been: watches and `since` do not report it."""
+        """Remove the keys below `within` as if they had never existed: watches and `since` do not report the
+        removal.
+        """
 
     async def epoch(self) -> str:
-        """`created:last revision`. Equal epochs mean equal contents, also if the bucket was lost and created again."""
+        """Return `created:last revision`. Equal epochs mean equal contents, also if the bucket was lost and created
+        again.
+        """
 
     async def reaches(self, revision: int) -> bool:
-        """Whether the leader still has a write at `revision` or after it. The last writes of a bucket may be gone: they
-        expired, or a file of the broker was damaged.
+        """Return whether the leader still has a write at `revision` or after it. The last writes of a bucket can
+        disappear: they expire, or a file of the broker is damaged.
         """
 
     async def watch(self, handler: Callable[[Entry], Awaitable[None]], after: int = 0) -> Subscription:
         """Call `handler` for each write after revision `after`, once, in order, across reconnects.
 
-        A write that a later write of the same key has replaced may be skipped: a bucket keeps the last one.
+        The watch may skip a write that a later write of the same key has replaced: a bucket keeps only the last one.
         """
 
 
 class Connection(Protocol):
-    """One connection. Operations wait for the broker at most their `timeout_s` and then raise BrokerUnavailable."""
+    """A connection to the broker. Operations wait at most their `timeout_s` and then raise BrokerUnavailable."""
 
     name: str
     max_payload: int
-    owns_streams: bool  # it asks no owner of streams for those that it makes
-    troubles: dict[str, str]  # why a bucket or stream cannot be used at present, by its name: for readiness
+    owns_streams: bool  # True: this process creates streams itself and asks no owner of streams
+    troubles: dict[str, str]  # name of a bucket or stream -> why it cannot be used at present; for readiness
 
     @property
     def connected(self) -> bool: ...
@@ -250,14 +266,14 @@ class Connection(Protocol):
     async def close(self) -> None: ...
 
     async def flush(self, timeout_s: float = 2.0) -> None:
-        """Return when the broker has received all that was sent."""
+        """Return when the broker has received every message that was sent."""
 
     def on_reconnect(self, handler: Callable[[], Awaitable[None]]) -> None:
         """Call `handler` after each re-established connection."""
 
 
 class Bus(Connection, Protocol):
-    """Messages that are delivered at most once, to those who listen now."""
+    """Messages that are delivered at most once, to the present subscribers."""
 
     async def send(self, subject: str, data: bytes, reply: str = "") -> None: ...
 
@@ -271,59 +287,60 @@ class Bus(Connection, Protocol):
         held_bytes: int | None = None,
         on_dropped: Callable[[str], None] | None = None,
     ) -> Subscription:
-        """The messages of one subscription are handled one after the other. An exception in `handler` is logged, and
-        the next message follows.
+        """Call `handler` for each message, one after the other. An exception in `handler` is logged, and the next
+        message follows.
 
         While `held_messages` messages or `held_bytes` bytes wait for `handler`, a new message is dropped, and
-        `on_dropped` is called with its subject. None: a limit that only a handler that blocks for long can reach.
+        `on_dropped` is called with its subject. None stands for a limit that only a handler that blocks for long can
+        reach.
         """
 
     async def request(self, subject: str, data: bytes, timeout_s: float) -> bytes:
-        """The first answer. Raises NoResponder at once, BrokerUnavailable at the time-out."""
+        """Return the first answer. Raises NoResponder at once, BrokerUnavailable at the time-out."""
 
 
 class Queue(Connection, Protocol):
     """Messages that are stored in streams and delivered at least once: what publishers and consumers need."""
 
     async def publish(self, subject: str, data: bytes, message_id: str, timeout_s: float = 2.0) -> Published:
-        """Store in the stream of `subject`, once per message id within the duplicate window. Raises StreamFull,
-        BrokerUnavailable.
+        """Store a message in the stream of `subject`, once per message id within the duplicate window. Raises
+        StreamFull, BrokerUnavailable.
         """
 
     def pulls(self, stream: str, handler: Callable[[Delivery], None]) -> Pulls: ...
 
     async def subject_counts(self, stream: str, subject_filter: str) -> dict[str, int]:
-        """Messages per subject, waiting and leased, with or without consumers."""
+        """Return the number of messages per subject, waiting and leased, with or without consumers."""
 
     async def stream_state(self, stream: str) -> StreamState: ...
 
     async def delete(self, stream: str, sequence: int) -> bool:
-        """Remove a message, waiting or leased. False if it does not exist any more."""
+        """Remove a message, waiting or leased. Returns False if it does not exist any more."""
 
     async def release(self, reply: str) -> None:
-        """Deliver a leased message again at once, as its `nak` would. No effect if it is settled. Raises ValueError for
-        a `reply` that names no delivery.
+        """Deliver a leased message again at once, as its `nak` would. A settled message is not affected. Raises
+        ValueError for a `reply` that names no delivery.
 
-        It is for the leases that an earlier process of the same holder left. If the lease has gone to another holder,
-        the message is then leased twice.
+        This is for the leases that an earlier process of the same holder left. If the lease has passed to another
+        holder, the message is then leased twice.
         """
 
     async def first_stored(self, stream: str, sequence: int = 0, subject: str = ">") -> StreamMessage | None:
-        """The first message at `sequence` or above whose subject matches `subject`, waiting or leased; None if there is
-        none.
+        """Return the first message at `sequence` or above whose subject matches `subject`, waiting or leased; None if
+        there is none.
         """
 
     async def server_time(self, stream: str) -> float:
-        """The wall clock, in seconds since 1970, of the server that stamps this stream's messages, read during this
-        call.
+        """Return the wall clock, in seconds since 1970, of the server that stamps the messages of this stream. The
+        server reads it during this call.
         """
 
     async def consumers(self, stream: str) -> list[str]:
-        """Names of all durable consumers."""
+        """Return the names of all durable consumers."""
 
     async def watch_consumers(self, stream: str, handler: Callable[[str, bool], Awaitable[None]]) -> Subscription:
-        """Call `handler(name, exists)` when a consumer of the stream is created or deleted from now on. A hint:
-        messages may be lost.
+        """Call `handler(name, exists)` when a consumer of the stream is created or deleted from now on. The calls are
+        hints: some may be lost.
         """
 
 
@@ -331,32 +348,34 @@ class Administration(Queue, Protocol):
     """A queue whose streams and consumers can be created, updated and deleted."""
 
     async def ensure_stream(self, spec: StreamSpec, *, owner: bool) -> StreamState:
-        """Ensure a stream. The owner creates it, or updates it from an older topology version; any other process
-        compares only. Raises TopologyMismatch.
+        """Ensure that a stream exists with these settings. The owner creates it, or updates it from an older topology
+        version. Any other process only compares the settings. Raises TopologyMismatch.
 
-        An update that could drop messages, because a subject holds nearly as many as its new limit, is refused until
-        they are done.
+        A new limit per subject that is lower is refused while a subject holds more messages than half of it: an update
+        to that limit could drop messages.
         """
 
     async def delete_stream(self, stream: str) -> bool:
-        """Delete it with its messages and consumers. False if there is none. Open pulls then deliver nothing, and acks
-        have no effect.
+        """Delete a stream with its messages and consumers. Returns False if there is none. Open pulls then deliver
+        nothing, and acks have no effect.
         """
 
     async def ensure_consumer(self, spec: ConsumerSpec) -> None:
-        """Create; if it exists compare, and update only from an older topology version. Raises TopologyMismatch."""
+        """Create a consumer. If it exists, compare the settings, and update them only from an older topology version.
+        Raises TopologyMismatch.
+        """
 
     async def delete_consumer(self, stream: str, name: str) -> bool:
-        """Delete a durable consumer. False if there is none. Its leased messages wait for its successor; acks of these
-        leases have no effect.
+        """Delete a durable consumer. Returns False if there is none. Its leased messages wait for the next consumer of
+        the same subject; acks of these leases have no effect.
         """
 
     async def consumer_states(self, stream: str) -> list[ConsumerState]:
-        """All durable consumers. Each state is read at its own moment."""
+        """Return the states of all durable consumers. Each state is read at its own moment."""
 
 
 class Store(Connection, Protocol):
-    """Buckets."""
+    """Access to buckets."""
 
     async def key_value(
         self,
@@ -369,10 +388,10 @@ class Store(Connection, Protocol):
     ) -> KeyValue:
         """Open a bucket; create it if it does not exist.
 
-        In a new bucket a key expires `max_age_s` after its last write (0: never), and a removed key is not known as
-        removed any more after `removed_age_s` (0: always). Watches do not report that.
+        `max_age_s` and `removed_age_s` apply to a new bucket. A key expires `max_age_s` after its last write (0:
+        never). The mark of a removed key expires after `removed_age_s` (0: never). Watches report neither.
         """
 
 
 class Broker(Bus, Administration, Store, Protocol):
-    """All of it, over one connection."""
+    """The operations of all protocols, over one connection."""

@@ -1,8 +1,8 @@
-"""The dead letters of a pool: work that was given up, whole, in a stream of its own.
+"""Dead letters of a pool: work that was given up, stored whole in its own stream.
 
     sidecar ──► DEAD_{pool} ──► Letters: read, find, remove
 
-Who reads a letter has the client's inputs. What is told of it to others is for its reader to choose.
+A reader of a letter has the client's inputs. The reader chooses what to show of them to other people.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from sie_broker import Queue, StreamMessage, StreamState
 from sie_contracts.wire import messages, topology
 from sie_contracts.wire.messages import DeadLetter, WorkItem
 
-SPAN = 16  # sequences that are read together on the way to older ones, and letters that are in memory then
+SPAN = 16  # sequences that `newest` reads together at first; at most this many letters are in memory at a time
 
 
 @dataclass(frozen=True)
 class DeadLetterEntry:
-    """A dead letter and its place in the stream. `item` is None for work that nobody can read."""
+    """A dead letter and its place in the stream. `item` is None for work that cannot be decoded."""
 
     sequence: int
     letter: DeadLetter
@@ -37,19 +37,19 @@ class DeadLetterEntry:
 
     @property
     def inputs(self) -> int | None:
-        """Number of inputs; None for work that cannot be read."""
+        """Return the number of inputs; None for work that cannot be decoded."""
         return (self.item.count or len(self.item.inputs)) if self.item else None
 
 
 def letter_stream(pool: str) -> str:
-    """The name of the stream that holds a pool's letters."""
+    """Return the name of the stream that holds a pool's letters."""
     return topology.dead_letter_stream(pool, storage="file", replicas=1).name
 
 
 class Letters:
-    """The dead letters of a pool, each read when it is asked for. Raises BrokerError.
+    """The dead letters of a pool. Each letter is read from the broker when a caller asks for it. Raises BrokerError.
 
-    A letter that this version cannot read is left out; `on_unreadable` is called with its sequence and the error.
+    A letter that this version cannot decode is left out; `on_unreadable` is called with its sequence and the error.
     """
 
     def __init__(
@@ -67,7 +67,9 @@ class Letters:
         return await self._queue.stream_state(self._stream)
 
     async def all(self, after: int = 0) -> AsyncGenerator[DeadLetterEntry, None]:
-        """Every letter above the sequence `after`, the oldest first, also those that are written meanwhile."""
+        """Yield every letter above the sequence `after`, oldest first, also letters that are written during the
+        reading.
+        """
         sequence = after + 1
         while (stored := await self._queue.first_stored(self._stream, sequence)) is not None:
             sequence = stored.sequence + 1
@@ -75,10 +77,11 @@ class Letters:
                 yield letter
 
     async def newest(self, before: int = 0) -> AsyncGenerator[DeadLetterEntry, None]:
-        """Every letter below the sequence `before`, or all of now without one, the newest first.
+        """Yield every letter below the sequence `before`, newest first. Without `before`, yield all present letters.
 
-        A broker finds the next stored message upwards only. So a span of sequences is read upwards and told downwards;
-        where letters were removed, the span is doubled until one is met, and halved again to come near it.
+        A broker finds the next stored message only upwards. So a span of sequences is read upwards and yielded
+        downwards. Where letters were removed, the span is doubled until it contains a letter, and then halved again to
+        come near that letter.
         """
         state = await self.state()
         high = min(state.last_sequence, before - 1) if before else state.last_sequence
@@ -104,7 +107,7 @@ class Letters:
             high = low - 1
 
     async def at(self, sequence: int) -> DeadLetterEntry | None:
-        """The letter at a place; None where there is none any more."""
+        """Return the letter at a sequence; None if it does not exist any more."""
         stored = await self._queue.first_stored(self._stream, sequence)
         return self._read(stored) if stored is not None and stored.sequence == sequence else None
 
@@ -113,7 +116,7 @@ class Letters:
         return [letter async for letter in self.all() if letter.letter.id.startswith(begin)]
 
     async def remove(self, letter: DeadLetterEntry) -> bool:
-        """Forget a letter, with the inputs in it. False if it does not exist any more."""
+        """Remove a letter, with the inputs in it. Returns False if it does not exist any more."""
         return await self._queue.delete(self._stream, letter.sequence)
 
     def _read(self, stored: StreamMessage) -> DeadLetterEntry | None:

@@ -1,4 +1,4 @@
-"""Calls that have nothing to do with each other, such as those for the streams of several pools."""
+"""Calls that do not depend on each other, for example for the streams of several pools."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ R = TypeVar("R")
 
 
 async def independently(calls: Iterable[Callable[[], Awaitable[R]]]) -> list[R]:
-    """Make one call after another. One that fails, such as that of a stream which is lost or has no leader, stops none
-    of the others. Returns what they returned. Raises the last BrokerError when all were made.
+    """Make one call after another. A call that fails, for example for a stream that is lost or has no leader, does not
+    stop the calls after it. Returns the results of the calls that succeeded. If a call failed, raises the last
+    BrokerError after all calls were made.
     """
     results: list[R] = []
     failure: BrokerError | None = None

@@ -1,10 +1,11 @@
-"""The owner of streams and buckets: the one process that a broker with users lets make and update them.
+"""The owner of streams and buckets: the only process that a broker with users lets create and update them.
 
     gateway, worker ──StreamRequest──► sie.streams.* ──► own ──► broker
 
-Permissions of NATS are for subjects. They cannot look into the settings of a stream, by which a stream takes what was
-said on any subject and says it again on any other: whoever may make one may do everything. So the owner writes the
-settings itself; of a request it takes a name, which it must know, and sizes.
+NATS permissions apply to subjects. They cannot check the settings of a stream. By its settings, a stream can copy
+messages from any subject and publish them on any other subject, so a user that may create streams may do everything. So
+the owner writes these settings itself. From a request it takes the name, which it must know, and the storage, replicas
+and limits.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from sie_contracts.wire.records import StreamRequest
 from sie_contracts.wire.topology import StreamSpec
 
 _logger = logging.getLogger("sie.broker")
-# buckets in which nothing expires, whoever asks for them first; those of keys are on disk
+# Buckets in which nothing expires, whichever process requests them first. The buckets of keys are always on disk.
 _KEYS = (topology.KEYS_BUCKET, topology.KEYS_COPY_BUCKET)
 _LASTING = (*_KEYS, topology.CATALOGUE_BUCKET, topology.CATALOGUE_COPY_BUCKET)
 
 
 def spec_of(request: StreamRequest) -> StreamSpec:
-    """The stream of work or dead letters that is asked for. Raises ValueError for any other name."""
+    """Return the stream of work or dead letters that a request names. Raises ValueError for any other name."""
     kind, _, pool = request.name.partition("_")
     if kind not in ("WORK", "DEAD") or topology.pool_name(pool) != pool:
         raise ValueError(f"{request.name[:70]!r} is no stream of SIE")
@@ -42,7 +43,7 @@ def spec_of(request: StreamRequest) -> StreamSpec:
 
 
 async def make(broker: Broker, request: StreamRequest) -> None:
-    """Make or update the stream or bucket. Raises ValueError, BrokerError."""
+    """Create or update the stream or bucket of a request. Raises ValueError, BrokerError."""
     if request.storage not in ("file", "memory"):
         raise ValueError(f"storage {request.storage[:70]!r}: expected file or memory")
     if request.version > topology.TOPOLOGY_VERSION:
@@ -63,18 +64,18 @@ async def make(broker: Broker, request: StreamRequest) -> None:
 
 
 async def own(broker: Broker) -> Subscription:
-    """Serve requests for streams over a connection that may make them. Of several owners one answers each request.
-    Raises BrokerError.
+    """Answer requests for streams, over a connection that may create them. With several owners, one of them answers
+    each request. Raises BrokerError.
     """
 
     async def answer(message: CoreMessage) -> None:
         try:
             request = records.decode_stream_request(message.data)
             if message.subject != topology.streams_subject(request.name):
-                raise ValueError(f"{request.name[:70]!r} is not asked for on {message.subject}")
+                raise ValueError(f"{request.name[:70]!r} must not be requested on {message.subject}")
             await make(broker, request)
-        except (ValueError, BrokerError) as error:  # ValueError: also what is no request
-            _logger.warning("a stream was not made: %s", error)
+        except (ValueError, BrokerError) as error:  # ValueError also covers data that cannot be decoded as a request
+            _logger.warning("a stream was not created: %s", error)
             await broker.send(message.reply, str(error).encode()[:1000])
         else:
             await broker.send(message.reply, b"")

@@ -1,20 +1,20 @@
 """Replicated records in key-value buckets: follow, decode, reopen, compare-and-set, and a leader's lease.
 
-    Bucket ──open, made if it is not there──► KeyValue
+    Bucket ──open, created if it does not exist──► KeyValue
     Record[T] ◄── read all, then watch ── bucket        owner.on_value(key, value, revision)
     Record[T].change(key, make) ── get, make, write at that revision ──► bucket
     LeaderLease ── a key that its holder writes again and again ──► bucket
 
-The broker restarts and loses a bucket that it kept in memory. The connection was lost, so the record is stale:
-`follow` opens the bucket, which makes it, sees by its epoch that it is another one, calls `on_lost`, reads all values
-and watches again. The owner keeps its last values until then.
+A broker that restarts loses the buckets that it kept in memory. The connection was lost, so the record is stale.
+`follow` then opens the bucket, which creates it, and sees by the epoch that it is a new bucket. It calls `on_lost`,
+reads all values and watches again. The owner keeps its last values until then.
 
-Two writers race. The later one gets WrongRevision and nothing of its batch is stored. `change` reads the value again
-and repeats, after a random pause that grows, MAX_ATTEMPTS times at most.
+When two writers race, the later one gets WrongRevision and nothing of its batch is stored. `change` reads the value
+again and repeats, after a random pause that grows, at most MAX_ATTEMPTS times.
 
-A watch falls silent. The broker client asks for the state of the bucket after two seconds of silence and reads again
-what it missed. If somebody else made the bucket anew meanwhile, its revisions begin again at 1: a watch that brings
-a revision that is not above the last one means a lost bucket, and the record is stale.
+When a watch falls silent, the broker client asks for the state of the bucket after two seconds and reads again the
+entries that it missed. If another process created the bucket again meanwhile, the revisions begin again at 1. So a
+revision that is not above the last one means a lost bucket, and the record becomes stale.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from sie_broker import BrokerError, Entry, KeyValue, PayloadTooBig, Store, Subsc
 from sie_contracts.wire import messages
 from sie_contracts.wire.topology import LEASES_BUCKET
 
-MAX_ATTEMPTS = 16  # of one change, while other writers are first
-FIRST_PAUSE_S, MAX_PAUSE_S = 0.002, 0.1  # upper bounds of the random pause before the next attempt
-LEASE_S = 30.0  # three rounds of a leader that renews every ten seconds
+MAX_ATTEMPTS = 16  # attempts at one change while other writers are first
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.002, 0.1  # seconds: upper bounds of the random pause before the next attempt
+LEASE_S = 30.0  # seconds: three rounds of a leader that renews every ten seconds
 RELEASED_AGE_S = 60.0
 T = TypeVar("T")
 R = TypeVar("R")
@@ -43,14 +43,14 @@ _logger = logging.getLogger("sie.broker")
 
 
 class UnreadableRecord(BrokerError):
-    """A stored value cannot be decoded. It is left as it is."""
+    """Error of a stored value that cannot be decoded. The value stays in the bucket."""
 
 
 async def retry_conflicts(attempt: Callable[[], Awaitable[R]], attempts: int | None = MAX_ATTEMPTS) -> R:
-    """Call `attempt` until it raises no WrongRevision, `attempts` times at most (None: the caller sets a time-out).
+    """Call `attempt` until it raises no WrongRevision, at most `attempts` times (None: the caller sets a time-out).
 
-    The random pause between two attempts is at most FIRST_PAUSE_S and doubles up to MAX_PAUSE_S, so that writers which
-    lost against each other do not meet again. Raises WrongRevision after the last attempt.
+    The random pause between two attempts is at most FIRST_PAUSE_S at first, and this bound doubles up to MAX_PAUSE_S,
+    so that competing writers do not collide again. Raises WrongRevision after the last attempt.
     """
     pause_s = FIRST_PAUSE_S
     for number in itertools.count(1):
@@ -65,10 +65,10 @@ async def retry_conflicts(attempt: Callable[[], Awaitable[R]], attempts: int | N
 
 
 class RecordBucket:
-    """A bucket by its name, opened when it is first used.
+    """A bucket by its name, opened at first use.
 
-    An operation that fails may mean that the broker lost the bucket: the next operation opens it again, which makes it
-    if it is not there.
+    An operation that fails may mean that the broker lost the bucket. The next operation then opens the bucket again,
+    which creates it if it does not exist.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class RecordBucket:
         max_age_s: float = 0.0,
         removed_age_s: float = 0.0,
     ) -> None:
-        """The rest as in `Store.key_value`: it counts where the bucket is made."""
+        """Store the settings of `Store.key_value`, which apply when the bucket is created."""
         self.broker = broker
         self.name = name
         self._storage = storage
@@ -125,7 +125,7 @@ class RecordBucket:
         return await self.use(lambda bucket: bucket.write(writes))
 
     async def use(self, operation: Callable[[KeyValue], Awaitable[R]]) -> R:
-        """The result of an operation on the open bucket. Raises BrokerError."""
+        """Return the result of an operation on the open bucket. Raises BrokerError."""
         bucket = self._opened or await self.open()
         with self.reporting():
             result = await operation(bucket)
@@ -134,10 +134,10 @@ class RecordBucket:
 
 
 class Record(Generic[T]):
-    """The values of a bucket, decoded, as they are and as they change. The owner keeps them.
+    """Reader and writer of the decoded values of a bucket. It reports present values and changes to its owner, which
+    keeps them.
 
-    `follow` belongs to one task, which calls it until it has worked and whenever `is_stale`. `change` may be called by
-    any.
+    One task calls `follow` until it has succeeded, and again whenever `is_stale` is True. Any task may call `change`.
     """
 
     def __init__(
@@ -151,16 +151,19 @@ class Record(Generic[T]):
         drops_unreadable: bool = False,
         wants: Callable[[str], bool] = lambda key: True,
     ) -> None:
-        """`decode` raises ValueError for what is no value, as msgspec does. Only values of keys that the owner `wants`
-        are decoded.
+        """Take the callbacks of the owner.
 
-        `on_value(key, value, revision)` is called for each value that is read, watched or changed here; None for a key
-        that was removed. A change may be there before the watch brings what was written earlier: the owner ignores a
-        revision below the one that it has of a key. `on_lost` is called before the values of a new bucket come: those
-        before, and their revisions, are void.
+        `decode` raises ValueError for bytes that are no value, as msgspec does. Only the values of keys for which
+        `wants` returns True are decoded.
 
-        `read` returns the first entries, and the revision from which on the watch brings what they lack; default: all
-        entries. `drops_unreadable`: an entry that cannot be decoded counts as removed; else its value before stays.
+        `on_value(key, value, revision)` is called for each value that is read, watched or changed here; the value is
+        None for a removed key. The call for a change may come before the watch brings earlier writes. So the owner
+        ignores a revision below the one that it has for the key. `on_lost` is called before the values of a new bucket
+        come: all earlier values and revisions are void.
+
+        `read` returns the first entries, and the revision after which the watch brings the missing ones; by default it
+        returns all entries. `drops_unreadable`: an entry that cannot be decoded counts as removed. Otherwise its
+        previous value stays.
         """
         self.bucket = bucket
         self.is_stale = True
@@ -171,16 +174,16 @@ class Record(Generic[T]):
         self._drops_unreadable = drops_unreadable
         self._wants = wants
         self._watch: Subscription | None = None
-        self._created = ""  # when the bucket that is followed was made
-        self._last = 0  # revision that the watch brought last
+        self._created = ""  # creation time of the bucket that is followed
+        self._last = 0  # last revision that the watch brought
         self._reconnects = 0
         self._closings = 0
 
     async def follow(self) -> bool:
         """Read all values and watch from there on, unless the same bucket is followed already.
 
-        Returns whether they were read: not if `close` was called meanwhile. Raises BrokerError; then the values before
-        stay.
+        Returns whether the values were read: False if the bucket was followed already, or if `close` was called
+        meanwhile. Raises BrokerError; the previous values then stay.
         """
         with self.bucket.reporting():
             is_read = await self._follow()
@@ -201,7 +204,8 @@ class Record(Generic[T]):
         self._on_lost()
         for entry in entries:
             self.take(entry)
-        # The revision is the leader's. The entries may come from a replica that is behind: the watch brings the rest.
+        # The revision comes from the leader, but the entries may come from a replica that is behind: the watch brings
+        # the rest.
         self._last = min(int(revision), after)
         watch = await bucket.watch(self._on_entry, self._last)
         if closings != self._closings:
@@ -212,7 +216,7 @@ class Record(Generic[T]):
         return True
 
     async def close(self) -> None:
-        """Stop the watch, also one that `follow` is about to open. The owner may follow again later."""
+        """Stop the watch, also a watch that `follow` is about to open. The owner may call `follow` again later."""
         self._closings += 1
         await self._end_watch()
 
@@ -236,15 +240,15 @@ class Record(Generic[T]):
         self.take(entry)
 
     def take(self, entry: Entry, on_value: Callable[[str, T | None, int], object] | None = None) -> None:
-        """Decode an entry that was read and give it to the owner, or to another `on_value`. One that cannot be decoded
-        is logged.
+        """Decode an entry and pass it to `on_value`, by default to the owner. An entry that cannot be decoded is
+        logged.
         """
         if not self._wants(entry.key):
             return
         try:
             value = None if entry.value is None else self._decode(entry)
         except ValueError as error:
-            outcome = "so it counts as removed" if self._drops_unreadable else "so its value before stays"
+            outcome = "so it counts as removed" if self._drops_unreadable else "so its previous value stays"
             _logger.error("%s: key %s cannot be read, %s: %s", self.bucket.name, entry.key, outcome, error)
             if not self._drops_unreadable:
                 return
@@ -258,10 +262,10 @@ class Record(Generic[T]):
             self.take(entry)
 
     async def change(self, key: str, make: Callable[[T | None], T | None]) -> T | None:
-        """Write what `make` returns for the present value (None: there is none), and return the value that stands.
+        """Write the value that `make` returns for the present value (None: there is none), and return the stored value.
 
-        `make` is called again when another writer was first. Nothing is written where it returns None or an equal
-        value. Raises BrokerError, UnreadableRecord, WrongRevision after MAX_ATTEMPTS, and what `make` raises.
+        `make` is called again when another writer was first. If it returns None or an equal value, nothing is written.
+        Raises BrokerError, UnreadableRecord, WrongRevision after MAX_ATTEMPTS, and any exception of `make`.
         """
 
         async def attempt() -> T | None:
@@ -291,18 +295,20 @@ async def _read_all(bucket: KeyValue) -> tuple[Sequence[Entry], int]:
 
 
 def leases_of(broker: Store, *, storage: str, replicas: int) -> RecordBucket:
-    """The bucket of all leases. Nobody follows it, so what was released is soon forgotten: each job has a lease."""
+    """Return the bucket of all leases. Each job has a lease, so the marks of released leases are removed after
+    RELEASED_AGE_S seconds. No process watches the bucket and needs them longer.
+    """
     return RecordBucket(broker, LEASES_BUCKET, storage=storage, replicas=replicas, removed_age_s=RELEASED_AGE_S)
 
 
 class LeaderLease:
     """Election of a leader among several processes, by a key that the leader renews.
 
-    For moments there may be two leaders or none, so what a leader does must stay right then.
+    For short times there may be two leaders or none, so the work of a leader must stay correct then.
 
-    No two clocks are compared. A process that is not the leader watches, on its own clock, how long the key stays as
-    it is, and takes it over by compare-and-set after `lease_s`. Source: the observed-time rule of client-go's leader
-    election.
+    The clocks of two processes are never compared. A process that is not the leader watches, on its own clock, how long
+    the key stays unchanged, and takes it over by compare-and-set after `lease_s` seconds. Source: the observed-time
+    rule of client-go's leader election.
     """
 
     def __init__(
@@ -313,7 +319,7 @@ class LeaderLease:
         self._holder = uuid.uuid4().hex.encode()
         self._lease_s = lease_s
         self._clock = clock
-        self._observed = (0, 0.0)  # the key's revision, and since when it has been that
+        self._observed = (0, 0.0)  # revision of the key, and the time at which this process first saw it
 
     async def acquire(self) -> bool:
         """Take the lease or renew it. Returns whether this process is the leader. Raises BrokerError."""
@@ -331,7 +337,9 @@ class LeaderLease:
         return True
 
     async def release(self) -> None:
-        """Leave the lease to others at once, if this process has it. Raises BrokerError."""
+        """Release the lease if this process holds it, so that another process can take it at once. Raises
+        BrokerError.
+        """
         entry = await self._bucket.get(self._key)
         if entry is not None and entry.value == self._holder:
             with contextlib.suppress(WrongRevision):  # another process took it over

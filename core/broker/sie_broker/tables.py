@@ -4,7 +4,7 @@
     key of the lane .p{n}    PlacementPart: its stamp, and the rows of models with crc32(model) % parts == n
 
 One write stores all changed parts and the lane's key, by compare-and-set on the lane's key. A reader joins the parts
-once it has those whose stamps the lane's key names; until then it keeps the former table.
+once it has every part whose stamp the lane's key names. Until then it keeps the former table.
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ from sie_broker import Entry, KeyValue, PayloadTooBig, Write
 from sie_contracts.wire import messages, records, topology
 from sie_contracts.wire.records import Placement, PlacementPart
 
-WHOLE_BYTES = (
-    64 << 10
-)  # larger tables are stored in parts: each worker of the lane reads the table every 5 s under load
+# Bytes of a table. A larger table is stored in parts, because each worker of the lane reads it every 5 s under load.
+WHOLE_BYTES = 64 << 10
 PART_BYTES = 32 << 10
 MAX_PARTS = 512
-SPARE_BYTES = 4 << 10  # below the broker's limit, for the headers of a message
+SPARE_BYTES = 4 << 10  # bytes below the broker's limit, for the headers of a message
 
 
 @dataclass(frozen=True)
@@ -39,22 +38,22 @@ class TableChange:
 
 @dataclass(frozen=True)
 class StoredPart:
-    """The value of a key of the bucket. `size`: as it is stored, bytes."""
+    """A decoded value of a key of the bucket. `size`: bytes of the stored value."""
 
     value: Placement | PlacementPart
     size: int
 
 
 def decode(entry: Entry) -> StoredPart:
-    """Raises ValueError for a value that is neither a table nor a part of one."""
+    """Decode the value of an entry. Raises ValueError for a value that is neither a table nor a part of one."""
     value = entry.value or b""
     is_part = topology.lane_key_of(entry.key) != entry.key
     return StoredPart(records.decode_placement_part(value) if is_part else records.decode_placement(value), len(value))
 
 
 async def read_lane(bucket: KeyValue, lane_key: str) -> tuple[list[Entry], int]:
-    """The entries of one lane, its own key last, and a revision: a watch from there on brings what they lack. Raises
-    BrokerError.
+    """Return the entries of one lane, its own key last, and a revision. A watch after that revision brings the missing
+    entries. Raises BrokerError.
     """
     head = await bucket.get(lane_key)
     if head is None:
@@ -65,19 +64,19 @@ async def read_lane(bucket: KeyValue, lane_key: str) -> tuple[list[Entry], int]:
         has_parts = False
     if not has_parts:
         return [head], head.revision
-    parts = await bucket.entries(lane_key)  # perhaps from a replica that is behind
+    parts = await bucket.entries(lane_key)  # the answer may come from a replica that is behind
     return [*parts, head], min(head.revision, max((part.revision for part in parts), default=0))
 
 
 class StoredTable:
-    """The table of one lane, as its bucket has it. `table` is None if there is none."""
+    """The table of one lane as its bucket has it. `table` is None if the bucket has no table."""
 
     def __init__(self, lane_key: str) -> None:
         self.key = lane_key
         self.forget()
 
     def forget(self) -> None:
-        """The contents of the bucket are not known any more."""
+        """Forget the table: the contents of the bucket are unknown from now on."""
         self.table: Placement | None = None
         self.revision = 0  # revision of the lane's key
         self._head: Placement | None = None
@@ -85,15 +84,17 @@ class StoredTable:
         self._sizes: dict[int, int] = {}
 
     def take(self, entry: Entry) -> bool:
-        """Put an entry that was read; see `put`. Raises ValueError; then the table stays as it was."""
+        """Apply an entry that was read; see `put`. Raises ValueError; the table then stays unchanged."""
         return self.put(entry.key, None if entry.value is None else decode(entry), entry.revision)
 
     def has(self, key: str) -> bool:
-        """Whether the key belongs to this table."""
+        """Return whether the key belongs to this table."""
         return key == self.key or topology.part_number(self.key, key) is not None
 
     def put(self, key: str, stored: StoredPart | None, revision: int) -> bool:
-        """Set the value of a key; None: it was removed, or cannot be read. Returns whether the table changed."""
+        """Set the value of a key. None means that the key was removed or that its value cannot be read. Returns whether
+        the table changed.
+        """
         number = topology.part_number(self.key, key)
         value = None if stored is None else stored.value
         if key == self.key:
@@ -125,7 +126,8 @@ class StoredTable:
             if (part := self._parts.get(number)) is not None and part.stamp == stamp
         ]
         if len(parts) < len(head.parts):
-            return False  # parts are missing that the lane's key names, or parts came before the key that names them
+            # a part that the lane's key names is missing, or newer parts came before the key that names them
+            return False
         hosts: dict[str, tuple[str, ...]] = {}
         raised_s: dict[str, float] = {}
         for part in parts:
@@ -135,9 +137,10 @@ class StoredTable:
         return True
 
     def change(self, table: Placement, max_payload: int) -> TableChange:
-        """The writes that make the bucket hold this table. They expect the revision that is known here.
+        """Return the writes that store this table in the bucket. They expect the revision that this object knows.
 
-        `max_payload`: the broker's limit of a message, bytes. Raises PayloadTooBig if the hosts of one model exceed it.
+        `max_payload`: the broker's limit for a message, in bytes. Raises PayloadTooBig if one message of the change
+        exceeds it.
         """
         change = self._change(table, max_payload)
         size, key = max((len(write.value or b""), write.key) for write in change.writes)
@@ -167,12 +170,12 @@ class StoredTable:
         return TableChange([*writes, Write(self.key, messages.encode(head), self.revision)], table, head, parts, sizes)
 
     def written(self, change: TableChange, revision: int) -> None:
-        """The change was stored."""
+        """Adopt a change that was stored at `revision`."""
         self.table, self._head, self.revision = change.table, change.head, revision
         self._parts, self._sizes = change.parts, change.sizes
 
     def _split(self, table: Placement, limit: int) -> tuple[dict[int, PlacementPart], dict[int, bytes]]:
-        """The parts of a table, and the encoded parts that differ from those in the bucket."""
+        """Split a table. Returns all parts, and the encoded parts that differ from the parts in the bucket."""
         before = self._head
         if before is not None and before.parts and self.table is not None and len(self._parts) == len(before.parts):
             parts, encoded = self._renewed(table, self.table)
@@ -192,7 +195,7 @@ class StoredTable:
         }
 
     def _renewed(self, table: Placement, before: Placement) -> tuple[dict[int, PlacementPart], dict[int, bytes]]:
-        """The parts as they are, with those made again that have a changed row."""
+        """Encode the parts that have a changed row. Returns all parts, and the encoded parts that changed."""
         changed = {model for model, hosts in table.hosts.items() if before.hosts.get(model) != hosts}
         changed |= before.hosts.keys() - table.hosts.keys()
         changed |= {model for model, _ in table.raised_s.items() ^ before.raised_s.items()}

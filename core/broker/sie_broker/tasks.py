@@ -1,4 +1,4 @@
-"""The tasks of a connection, and the callbacks of its users that they run."""
+"""Tasks of a connection, and the callbacks of its users that these tasks run."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ log = logging.getLogger("sie.broker")
 
 
 class OwnedTasks:
-    """The tasks of one connection, cancelled at its end. `crashed`: one of them ended with an error."""
+    """The tasks of one connection, cancelled at its end. `crashed` is True if one of them ended with an error."""
 
     def __init__(self, owner: str) -> None:
         self.crashed = False
         self._owner = owner
         self._running: set[asyncio.Task[None]] = set()
 
-    def start(self, work: Coroutine[Any, Any, None], what: str) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(work, name=f"{self._owner}: {what}")
+    def start(self, work: Coroutine[Any, Any, None], work_name: str) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work, name=f"{self._owner}: {work_name}")
         self._running.add(task)
         task.add_done_callback(self._ended)
         return task
@@ -40,16 +40,14 @@ class OwnedTasks:
 
 
 class ReconnectHandlers:
-    """The handlers that are called after a connection was re-established. `run` is the task that calls them, one by
-    one.
-    """
+    """Handlers that are called after each reconnect. The task `run` calls them one after the other."""
 
     def __init__(self) -> None:
         self._handlers: list[Callable[[], Awaitable[None]]] = []
         self._reconnected = asyncio.Event()
 
     def add(self, handler: Callable[[], Awaitable[None]]) -> bool:
-        """Returns whether it is the first handler: `run` must be started then."""
+        """Add a handler. Returns whether it is the first handler: the caller must then start `run`."""
         self._handlers.append(handler)
         return len(self._handlers) == 1
 
@@ -64,21 +62,28 @@ class ReconnectHandlers:
                 await guarded("a reconnect handler", handler())
 
 
-async def guarded(what: str, work: Awaitable[None]) -> None:
-    """Await a callback of a user. Its errors are logged, also a cancellation that came from inside it; an error of the
-    broker, which is no fault of the callback, as one line.
-    """
+async def guarded(work_name: str, work: Awaitable[None]) -> None:
+    """Await a callback of a user, and log its errors with `log_failure`."""
     try:
         await work
-    except asyncio.CancelledError:
+    except (asyncio.CancelledError, Exception) as error:  # noqa: BLE001  `log_failure` logs it
+        log_failure(work_name, error)
+
+
+def log_failure(work_name: str, error: BaseException) -> None:
+    """Log the error of a callback of a user, also a cancellation that came from inside the callback. An error of the
+    broker is no fault of the callback, so it is logged in one line. Raises the error if it is a cancellation of the
+    present task.
+    """
+    if isinstance(error, asyncio.CancelledError):
         task = asyncio.current_task()
         if task is None or task.cancelling():
-            raise
-        log.exception("%s was cancelled from inside", what)
-    except BrokerError as error:
-        log.warning("%s was not completed: %s", what, error)
-    except Exception:
-        log.exception("%s failed", what)
+            raise error
+        log.error("%s was cancelled from inside", work_name, exc_info=error)
+    elif isinstance(error, BrokerError):
+        log.warning("%s was not completed: %s", work_name, error)
+    else:
+        log.error("%s failed", work_name, exc_info=error)
 
 
 def expire(answer: asyncio.Future[Any], subject: str, timeout_s: float) -> None:

@@ -1,5 +1,3 @@
-"""Everything that crosses a process boundary of SIE: wire types, names, settings, errors, and the broker they travel
-on.
-"""
+"""Contracts between the processes of SIE: wire types, names, settings and errors."""
 
 __version__ = "0.1.0"

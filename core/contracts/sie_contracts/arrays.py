@@ -1,8 +1,8 @@
-"""numpy arrays on the wire: five-entry msgpack maps with bin keys, numpy's ext type of JavaScript clients, nested lists
-in JSON.
+"""Arrays of numpy on the wire: msgpack maps of five entries with bin keys, the ext type of JavaScript clients, nested
+lists in JSON.
 
-Only the dtypes listed here pass in either direction; object and structured arrays never do, so nothing here can execute
-code.
+Only the dtypes listed here pass in either direction. Object and structured arrays are refused, so that decoding can
+execute no code.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ VIEW_BYTES = 16 << 10
 
 
 def pack(array: Array) -> dict[bytes, Any]:
-    """The map of one array, for a msgpack encoder. C order, little endian. Raises ValueError for a dtype that clients
-    cannot read.
+    """Return the map of one array for a msgpack encoder, in C order and little endian. Raises ValueError for a dtype
+    that clients cannot read.
     """
     little = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
     if little.dtype.str not in EMITTED:
-        raise ValueError(f"dtype {array.dtype} does not travel; allowed: {', '.join(sorted(EMITTED))}")
-    # the encoder copies what it is given; a view of a small array costs more than a second copy of it
+        raise ValueError(f"dtype {array.dtype} cannot be sent; allowed: {', '.join(sorted(EMITTED))}")
+    # the encoder copies the bytes again; for a small array a view costs more than a second copy
     data = little.tobytes() if little.nbytes < VIEW_BYTES else little.reshape(-1).view(np.uint8).data
     return {b"nd": True, b"type": little.dtype.str, b"kind": b"", b"shape": list(array.shape), b"data": data}
 
 
 def packed(dtype: str, shape: Sequence[int], data: memoryview) -> dict[bytes, Any]:
-    """The map of an array whose bytes lie there already, C order and little endian. Raises ValueError as
-    `pack` does.
+    """Return the map of an array whose bytes exist already, in C order and little endian. Raises ValueError as `pack`
+    does.
     """
     if dtype not in EMITTED:
-        raise ValueError(f"dtype {dtype} does not travel; allowed: {', '.join(sorted(EMITTED))}")
+        raise ValueError(f"dtype {dtype} cannot be sent; allowed: {', '.join(sorted(EMITTED))}")
     return {b"nd": True, b"type": dtype, b"kind": b"", b"shape": shape, b"data": data}
 
 
@@ -88,15 +88,15 @@ def _array(dtype: Any, shape: Any, data: Any, allowed: frozenset[str]) -> Array:
         raise ValueError("array shape: expected a list of at most 4 non-negative integers")
     if not isinstance(data, bytes | memoryview | bytearray):
         raise ValueError("array data: expected bytes")
-    expected = math.prod(shape) * np.dtype(dtype).itemsize  # exact: a product in int64 can wrap round to a small one
+    expected = math.prod(shape) * np.dtype(dtype).itemsize  # exact: a product in int64 can overflow to a small number
     if len(data) != expected:
         raise ValueError(f"array data: got {len(data)} bytes, expected {expected} for its shape and type")
     return np.frombuffer(data, dtype=dtype).reshape(shape).copy()
 
 
 def multivector(value: Any) -> NDArray[np.float32]:
-    """A client's token matrix as float32 [rows, width]: an array, its map, or nested lists. Raises ValueError with what
-    does not fit.
+    """Convert a client's token matrix to float32 [rows, width]. The matrix is an array, its map, or nested lists.
+    Raises ValueError that says what does not fit.
     """
     array = unpack(value)
     if isinstance(array, list):
@@ -106,15 +106,15 @@ def multivector(value: Any) -> NDArray[np.float32]:
         raise ValueError(f"expected a matrix of numbers, got {got}")
     if array.ndim != 2 or not array.shape[1]:
         raise ValueError(f"expected a matrix [rows, width], got the shape {list(array.shape)}")
-    with np.errstate(over="ignore"):  # said below
+    with np.errstate(over="ignore"):  # the next check reports the overflow
         narrow = np.ascontiguousarray(array, dtype=np.float32)
     if not np.isfinite(narrow).all():
-        raise ValueError("expected finite numbers of float32, got NaN, infinity or more")
+        raise ValueError("expected finite numbers of float32, got NaN, infinity or a larger number")
     return narrow
 
 
 def _nested(rows: list[Any]) -> Array:
-    """Lists of numbers as float64; a row of another length, a string or a boolean is refused."""
+    """Convert lists of numbers to float64. Raises ValueError for a row of another length, a string or a boolean."""
     width = len(rows[0]) if rows and isinstance(rows[0], list) else 0
     for index, row in enumerate(rows):
         if not isinstance(row, list):
@@ -131,26 +131,26 @@ def _nested(rows: list[Any]) -> Array:
 
 
 def ext_hook(code: int, data: memoryview) -> Array:
-    """msgspec's hook for ext types: numpy arrays of JavaScript clients. Any other ext type is refused
-    with ValueError.
+    """Decode an ext type for msgspec: an array of numpy from a JavaScript client. Raises ValueError for any other ext
+    type.
     """
     dtype, axes, raw = _ext(code, data)
     return _array(dtype, axes, raw, _EXT_ACCEPTED)
 
 
 def _ext_map(code: int, data: memoryview) -> dict[bytes, Any]:
-    """The map of the array that an ext type is."""
+    """Return the map of the array in an ext type. Raises ValueError."""
     dtype, axes, raw = _ext(code, data)
     _array(dtype, axes, raw, _EXT_ACCEPTED)
     return {b"nd": True, b"type": dtype, b"kind": b"", b"shape": axes, b"data": raw}
 
 
 def _ext(code: int, data: memoryview) -> tuple[str, list[int], bytes]:
-    """dtype, shape and bytes of an array in numpy's ext type."""
+    """Return dtype, shape and bytes of an array in numpy's ext type. Raises ValueError."""
     if code != NUMPY_EXT:
         raise ValueError(f"msgpack ext type {code} is not accepted")
     parts = bytes(data).split(b"|", 2)
-    # the dtype itself may begin with a bar, as in "|i1": none of the accepted ones does
+    # a dtype may begin with a bar, as "|i1" does, but none of the accepted dtypes does
     if len(parts) != 3:
         raise ValueError("array ext: expected `dtype|shape|data`")
     dtype, shape, raw = parts
@@ -165,7 +165,8 @@ _DECODER = msgspec.msgpack.Decoder(ext_hook=_ext_map)
 
 
 def decode_msgpack(data: bytes) -> Any:
-    """Decode a client's msgpack body; arrays are maps there (see `unpack`), those of the ext type too.
+    """Decode a client's msgpack body. Arrays become maps, also arrays of the ext type (see `unpack`).
 
-    Raises ValueError, msgspec.DecodeError or RecursionError."""
+    Raises ValueError, msgspec.DecodeError or RecursionError.
+    """
     return _DECODER.decode(data)

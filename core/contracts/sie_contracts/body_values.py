@@ -1,25 +1,27 @@
-"""The values of a body, counted in its bytes before any object is made of them: a byte may become an object of 70.
+"""Count of the values of a body, from its bytes and before they are decoded: one byte may become an object of 70 bytes.
 
     JSON ──marks outside of strings──► count ◄──headers of lists and maps── msgpack     └ Excess
 
-What is malformed or cut off is counted up to there; the decoder says what is wrong with it.
+In a body that is malformed or cut off, the values before the fault are counted. The decoder reports the fault.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-MAX_VALUES = 1_000_000  # decoded in less than 0.1 s
+MAX_VALUES = 1_000_000  # values of a body; the decoder takes less than 0.1 s for them
 MAX_CONTAINERS = 250_000  # lists, maps and keys of maps
 MAX_NESTING = 64
-VALUE_BYTES = 80  # of a value in memory, on average, at most
+VALUE_BYTES = 80  # bytes of a decoded value in memory: upper bound of the mean
 
-_PIECE_BYTES = 256 << 10  # that are looked at before another thread has a turn
+_PIECE_BYTES = 256 << 10  # bytes that are counted before another thread has a turn
 _NO_MARK = bytes(set(range(256)) - set(b"{[,:"))
 
 
 class Excess(ValueError):
-    """Body above a limit of the decoder. The message names the limit, `reason` refines the error of a client."""
+    """Error of a body above a limit of the decoder. The message names the limit. `reason` is the reason in the client's
+    error.
+    """
 
     def __init__(self, message: str, reason: str) -> None:
         super().__init__(message)
@@ -27,16 +29,19 @@ class Excess(ValueError):
 
 
 def of_json(data: bytes) -> int:
-    """The number of values and keys, and not much more. Raises Excess."""
+    """Return the number of values and keys of a JSON body. Marks inside strings may be counted as well, unless the
+    count would exceed a limit. Raises Excess.
+    """
     pieces = (data[begin : begin + _PIECE_BYTES] for begin in range(0, len(data), _PIECE_BYTES))
     try:
-        return _count(piece.translate(None, _NO_MARK) for piece in pieces)  # also in strings, where most have few
+        # this also counts marks inside strings; most strings have few
+        return _count(piece.translate(None, _NO_MARK) for piece in pieces)
     except Excess:
         return _count(_marks(data))
 
 
 def _count(pieces: Iterable[bytes]) -> int:
-    """Count values by marks. A comma is before a value, any other mark is of a list, a map or a key."""
+    """Count values by marks. A comma precedes a value; every other mark belongs to a list, a map or a key."""
     values = containers = 0
     for marks in pieces:
         values += len(marks)
@@ -58,14 +63,14 @@ def _marks(data: bytes) -> Iterator[bytes]:
     """Yield the marks outside of strings."""
     in_string = False
     for piece in _pieces(data):
-        # each quote that is left begins or ends a string
+        # each remaining quote begins or ends a string
         parts = piece.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
         yield b"".join(parts[in_string::2]).translate(None, _NO_MARK)
         in_string ^= len(parts) % 2 == 0
 
 
 def _pieces(data: bytes) -> Iterator[bytes]:
-    """The data in pieces, no escape in two of them."""
+    """Yield the data in pieces, so that no piece ends inside an escape sequence."""
     begin = 0
     while begin < len(data):
         piece = data[begin : begin + _PIECE_BYTES]
@@ -75,7 +80,8 @@ def _pieces(data: bytes) -> Iterator[bytes]:
         begin += len(piece)
 
 
-# of msgpack, by the first byte of a value: its size, or the bytes of the length that follows, 0 for any other
+# msgpack, by the first byte of a value. _SIZES: bytes of the value, 0 if they vary. _LENGTHS: bytes of the length that
+# follows the first byte.
 _SIZES = [1] * 128 + [0] * 32 + [1 + length for length in range(32)] + [1, 0, 1, 1] + [0] * 60
 _SIZES[0xCA:0xD4] = 5, 9, 2, 3, 5, 9, 2, 3, 5, 9
 _SIZES[0xD4:0xD9] = 3, 4, 6, 10, 18
@@ -87,13 +93,16 @@ _LENGTHS = {
 }
 _EXTENSIONS = frozenset({0xC7, 0xC8, 0xC9})
 _ONE_BYTE = bytes(byte for byte, size in enumerate(_SIZES) if size == 1)
-_ALIKE = 8  # values of a list from which on it is worth a look whether all have one size
+_ALIKE = 8  # number of values in a list from which it pays to check whether all have the same size
 
 
 def of_msgpack(data: bytes) -> int:
-    """The number of values and keys. Raises Excess, also for what is nested deeper than MAX_NESTING."""
+    """Return the number of values and keys of a msgpack body. Raises Excess, also for nesting deeper than
+    MAX_NESTING.
+    """
     values = containers = at = 0
-    left, outer = 1, list[int]()  # values that come in the innermost container, and in those around it
+    # values that are still to come in the innermost container, and in the containers around it
+    left, outer = 1, list[int]()
     end = len(data)
     while True:
         while not left:
@@ -110,7 +119,7 @@ def of_msgpack(data: bytes) -> int:
             at += 1 + width + int.from_bytes(data[at + 1 : at + 1 + width], "big") + (first in _EXTENSIONS)
         else:
             count, begin = _children(data, first, at)
-            if count > end - begin:  # also of a byte that begins no value
+            if count > end - begin:  # this also ends the count at a byte that begins no value
                 return values
             values += count + 1
             containers += 1 + (count >> 1 if _is_map(first) else 0)
@@ -127,7 +136,9 @@ def _is_map(first: int) -> bool:
 
 
 def _children(data: bytes, first: int, at: int) -> tuple[int, int]:
-    """Read the number of values, keys included, of the list or map whose header is at `at`, and where they begin."""
+    """Return the number of values, keys included, of the list or map whose header is at `at`, and the offset of the
+    first.
+    """
     if first < 0xA0:
         return (first & 15) << _is_map(first), at + 1
     width = {0xDC: 2, 0xDE: 2, 0xDD: 4, 0xDF: 4}.get(first)
@@ -138,7 +149,9 @@ def _children(data: bytes, first: int, at: int) -> tuple[int, int]:
 
 
 def _behind_alike(data: bytes, begin: int, count: int) -> int:
-    """Return the end of `count` values, if all have the first byte of the first, or one byte; else `begin`."""
+    """Return the end of `count` values if all of them begin with the same byte, or if each of them is one byte.
+    Otherwise return `begin`.
+    """
     size = _SIZES[data[begin]]
     if not size or begin + count * size > len(data):
         return begin

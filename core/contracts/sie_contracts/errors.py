@@ -1,4 +1,4 @@
-"""The one error tree. HTTP bodies, SDK exceptions, metric labels and the documentation table are made from it.
+"""The only tree of errors. HTTP bodies, SDK exceptions, metric labels and the documentation table are made from it.
 
 SIEError
 ├── InvalidInput             400  INVALID_INPUT            the request can never succeed as written
@@ -32,7 +32,8 @@ SIEError
 ├── ShuttingDown             503  SHUTTING_DOWN
 └── GatewayTimeout           504  GATEWAY_TIMEOUT
 
-Messages name the offending path with the got and the expected value. They never hold input text.
+Messages name the path of the faulty field, the value that came and the value that was expected. They contain no input
+text.
 """
 
 from __future__ import annotations
@@ -88,13 +89,13 @@ class SIEError(Exception):
         _BY_CODE[cls.code] = cls
 
     def info(self) -> ErrorInfo:
-        """The wire form."""
+        """Return the error in its wire form."""
         return ErrorInfo(self.code, self.message, self.reason, self.param, self.retry_after_s, self.extras)
 
     @staticmethod
     def from_info(info: ErrorInfo) -> SIEError:
-        """The error that `info` describes; an unknown code, of a newer sender, becomes INTERNAL_ERROR with the code in
-        the text.
+        """Return the error that `info` describes. An unknown code, from a newer sender, becomes INTERNAL_ERROR with the
+        code in the message.
         """
         cls = _BY_CODE.get(info.code)
         if cls is None:
@@ -232,7 +233,8 @@ class AllItemsFailed(SIEError):
         super().__init__(message, **kwargs)
         if any(failure.retryable for failure in failures):
             self.retry_after_s = 5
-        if self.retry_after_s:  # also of one that comes from its wire form, where the failures are not told
+        # this also holds for an error that comes from its wire form, which has the time but no failures
+        if self.retry_after_s:
             self.status, self.retryable = 503, True
         elif failures and not any(failure.status >= 500 for failure in failures):
             self.status = 400
@@ -318,7 +320,7 @@ class GatewayTimeout(SIEError):
 
 
 def catalogue() -> list[type[SIEError]]:
-    """All leaves of the tree, in the order of the drawing."""
+    """Return all leaves of the tree, in the order of the drawing."""
     return list(_BY_CODE.values())
 
 
@@ -326,7 +328,7 @@ _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit
 
 
 def each_error() -> Iterator[SIEError]:
-    """An error of each code and status, and of each reason by which a client family has another status."""
+    """Yield an error of each code and status, and one of each reason for which a client family has another status."""
     for reason in ("empty_items", "too_many_items", "model_required", "unsupported_output"):
         yield InvalidInput("message", reason=reason)
     leaves = [leaf("message") for leaf in catalogue() if leaf is not AllItemsFailed]
@@ -335,7 +337,7 @@ def each_error() -> Iterator[SIEError]:
 
 
 def tei_type(error: SIEError) -> str:
-    """The name that Text Embeddings Inference has for an error of this kind."""
+    """Return the error type that Text Embeddings Inference has for this error."""
     if isinstance(error, QueueFull | ResourceExhausted | RateLimited):
         return "Overloaded"
     if error.retryable and error.status == 503:
@@ -346,11 +348,11 @@ def tei_type(error: SIEError) -> str:
 
 
 Facts = Literal["all", "code and message", "message", "code", "request id", "TEI's name"]
-"""What a member of an error's body holds: `all` is the map of everything that is known of the error."""
+"""Contents of a member of an error's body. `all` is the map of all facts of the error."""
 
 
 class Member(NamedTuple):
-    """A member of an error's body, what it holds, and the client that reads it there."""
+    """A member of an error's body, its contents, and the client that reads it there."""
 
     name: str
     holds: Facts
@@ -376,8 +378,8 @@ FAMILIES: dict[str, tuple[Member, ...]] = {
         _CODE,
     ),
 }
-"""The members of an error's body, by the family of its route. A fact stands twice only where two clients of one route
-look for it in two places. Where no route is known, as for an unknown path, the body is native.
+"""The members of an error's body, by the family of its route. A fact appears twice only if two clients of one route
+read it in two places. If no route is known, for example for an unknown path, the body is native.
 """
 _SPELLED = {"openai": str.lower}  # OpenAI's own codes are in lower case
 
@@ -385,8 +387,8 @@ _SPELLED = {"openai": str.lower}  # OpenAI's own codes are in lower case
 def envelope(
     error: SIEError, request_id: str, errors: list[dict[str, Any]] | None = None, family: str = "native"
 ) -> dict[str, Any]:
-    """The HTTP body of `error` at the routes of a client family: what its row of FAMILIES names, and `errors` of single
-    inputs.
+    """Return the HTTP body of `error` for a client family. It has the members that the row of FAMILIES names, and the
+    `errors` of single inputs.
     """
     code = _SPELLED.get(family, str)(error.code)
     kind = _TYPES.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")

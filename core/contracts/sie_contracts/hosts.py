@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 UNLIMITED = 1 << 30
 _LOAD_STEPS = 10  # workers whose planned use differs by less than a tenth count as equal
 _NEAR = 16
-Key = tuple[bool, int, int]  # no room, planned use in tenths, number of models
+Key = tuple[bool, int, int]  # (has no room, planned use in tenths, number of models)
 
 
 @dataclass(frozen=True)
@@ -50,13 +50,13 @@ class HostWorker:
 
 
 class Order:
-    """The workers in the order in which a model that none of them has loaded takes them: by room, planned use and
+    """The workers in the order in which a model takes them if none of them has loaded it: by room, planned use and
     number of models.
 
-    Workers that are equal in these are placed on a ring by hash. A model considers the _NEAR workers behind its own
-    hash (consistent hashing) and takes the first by a hash of both (rendezvous hashing). So each model has an order of
-    its own, which does not change when a worker joins or leaves, and the models of a lost worker are spread over
-    different workers.
+    Workers with equal keys are placed on a ring by hash. A model considers the _NEAR workers behind its own hash
+    (consistent hashing) and takes the one with the smallest hash of worker and model (rendezvous hashing). So each
+    model has its own order, which does not change when a worker joins or leaves. The models of a lost worker are spread
+    over different workers.
     """
 
     def __init__(self, workers: Iterable[HostWorker]) -> None:
@@ -70,7 +70,7 @@ class Order:
         self._sorted = sorted(self._rings)
 
     def moved(self, worker: HostWorker) -> None:
-        """Sort the worker in again: its key may have changed."""
+        """Move the worker to its new place in the order: its key may have changed."""
         before, key, entry = self._keys[worker.name], worker.key, (worker.lot, worker.name)
         if key == before:
             return
@@ -87,7 +87,9 @@ class Order:
             bisect.insort(self._sorted, key)
 
     def first(self, lot: int, excluded: set[str], *, only_free: bool) -> tuple[Key, str] | None:
-        """The first worker, for a model of this hash, that is not in `excluded`."""
+        """Return the key and the name of the first worker for a model of this hash that is not in `excluded`. Returns
+        None if there is none, with `only_free` also if no such worker has room.
+        """
         for key in self._sorted:
             if only_free and key[0]:
                 return None
@@ -101,7 +103,7 @@ class Order:
 
 
 def pair(lot: int, second_lot: int) -> int:
-    """A hash of two hashes (Fibonacci hashing)."""
+    """Return a hash of two hashes (Fibonacci hashing)."""
     return (lot ^ second_lot) * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
 
 

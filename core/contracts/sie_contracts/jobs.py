@@ -1,16 +1,16 @@
 """Jobs and files as gateways keep them in key-value buckets.
 
-    sie_jobs     job.{job} ─► JobRecord      what is asked and how far it is; written by its leader and by its owner
-                 file.{file} ─► FileRecord   what is known of an uploaded file, whose bytes lie in the payload store
+    sie_jobs     job.{job} ─► JobRecord      request and progress of a job; written by its leader and by its owner
+                 file.{file} ─► FileRecord   facts of an uploaded file, whose bytes are in the payload store
     sie_shards   {job}.{number} ─► ShardRecord   a part of the input that was answered, or that cannot be read
 
-The output of a shard is stored whole, and then its record is written. A leader that dies between the two leaves an
-output without a record, which the next leader finds. A part that cannot be read has a record and no output. The rules
-of evolution are those of `messages`.
+The output of a shard is stored whole, and then its record is written. A leader that dies between the two writes leaves
+an output without a record, which the next leader finds. A part that cannot be read has a record and no output. The
+rules of evolution are those of `messages`.
 
-Every gateway has all records of `sie_jobs` in memory, and reads them before it is ready. So a record is at most
-MAX_RECORD_BYTES: what a client sends is bounded when it is submitted, and what grows while a job runs is cut by
-`bounded`.
+Every gateway holds all records of `sie_jobs` in memory, and reads them before it is ready. So a record has at most
+MAX_RECORD_BYTES. The request of a client is checked when it is submitted. Texts that a job collects while it runs are
+cut by `bounded`.
 """
 
 from __future__ import annotations
@@ -24,22 +24,23 @@ from sie_contracts.api.jobs import ENDED, MAX_REQUEST_BYTES, JobRequest, JobStat
 from sie_contracts.errors import ErrorInfo, InvalidInput
 
 FileState = Literal["writing", "ready", "removing"]
-MAX_CODES = 20  # of errors that are counted apart; the rest is counted as OTHER
-MAX_BROKEN = 20  # parts of the input that are named
+MAX_CODES = 20  # error codes that are counted separately; the rest is counted as OTHER
+MAX_BROKEN = 20  # parts of the input that a record names as unreadable
 MAX_RECORD_BYTES = 64 << 10
-MAX_MESSAGE_BYTES, MAX_BROKEN_BYTES = 2048, 512  # of an error, of the name of a broken part with its error
-MAX_WORD_BYTES = 128  # of a code, a reason, a fingerprint
-MAX_SOURCE_BYTES = 4096  # of the name of an object with its rows; S3 has at most 1024
+# bytes of an error message; bytes of the name of a broken part with its error
+MAX_MESSAGE_BYTES, MAX_BROKEN_BYTES = 2048, 512
+MAX_WORD_BYTES = 128  # bytes of a code, a reason or a fingerprint
+MAX_SOURCE_BYTES = 4096  # bytes of the name of an object with its rows; the name of an object in S3 has at most 1024
 _CUT = "…".encode()
 T = TypeVar("T", bound="FileRecord | JobRecord | ShardRecord")
 
 
 class FileRecord(msgspec.Struct, frozen=True, omit_defaults=True, tag="file/1"):
-    """A file in the payload store. `owner`: the key of the credential that made it. Times are seconds since 1970;
-    `expires_s` 0: it is kept.
+    """A file in the payload store. `owner` is the key of the credential that created it. Times are seconds since 1970.
+    With `expires_s` 0 the file does not expire.
 
-    The record is there before the object and after it, so that no object is without a record: a file is `writing` until
-    its object is stored, and `removing` from then on until its object is gone. Neither is served.
+    The record is written before its object and removed after it, so that no object is without a record. A file is
+    `writing` until its object is stored, and `removing` until its object is deleted. Neither is served.
     """
 
     id: str
@@ -54,10 +55,10 @@ class FileRecord(msgspec.Struct, frozen=True, omit_defaults=True, tag="file/1"):
 
 
 class RowSpan(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A part of the input: rows `first` to `first + rows` of an object, which lie at `start` to `end`: bytes of a text
-    format, row groups of Parquet. Of images, `source` is the folder and `after` the name before the first one.
+    """A part of the input: rows `first` to `first + rows` of an object. They are at `start` to `end`: bytes of a text
+    format, row groups of Parquet. For images, `source` is the folder and `after` the name before the first image.
 
-    `tag` is the object's entity tag when the job was planned: an object that is another one now is refused.
+    `tag` is the entity tag that the object had when the job was planned. An object with another tag is refused.
     """
 
     source: str
@@ -68,19 +69,20 @@ class RowSpan(msgspec.Struct, frozen=True, omit_defaults=True):
     end: int = 0
     after: str = ""
     tag: str = ""
-    header: str = ""  # of CSV: its first line
+    header: str = ""  # first line of a CSV file
 
 
 class Unread(msgspec.Struct, frozen=True):
-    """An object of the input that cannot be read, and why."""
+    """An object of the input that cannot be read, with the error."""
 
     source: str
     error: ErrorInfo
 
 
 class Again(msgspec.Struct, frozen=True):
-    """Rows of a span that a job answers again: those that failed in each of these parts, one after the other. A part is
-    the job and the name of its part, empty where it had none and all rows count. `rows`: how many are left.
+    """Rows of a span that a retry answers again: the rows that failed in each of `parts`, the outputs of earlier jobs
+    in their order. A part is (id of the job, name of its part). The name is empty if the job had no part for the span;
+    all rows of the span then count as failed. `rows`: number of rows that failed in the last part.
     """
 
     parts: tuple[tuple[str, str], ...]
@@ -88,9 +90,9 @@ class Again(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True, omit_defaults=True, tag="plan/1"):
-    """All parts of the input, by number, and the objects that have none. Kept as one object in the payload store.
-    `again`, of a job that retries another one: what of each span it answers. `repeated`, of a batch: lines with an id
-    that a line before has.
+    """The parts of the input, by number, and the objects that cannot be read. The payload store keeps it as one object.
+    `again`: the rows of each span that a retry of another job answers. `repeated`: lines of a batch whose id an earlier
+    line has.
     """
 
     spans: tuple[RowSpan, ...]
@@ -100,13 +102,13 @@ class Plan(msgspec.Struct, frozen=True, omit_defaults=True, tag="plan/1"):
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """Rows to answer, by number."""
+        """Return the number of rows to answer, by part number."""
         return tuple(span.rows for span in self.again or self.spans)
 
 
 class ShardRecord(msgspec.Struct, frozen=True, omit_defaults=True, tag="shard/1"):
-    """A shard that was answered: its object `name`, and the digest of that. `error`: it cannot be read, and has no
-    object.
+    """A shard that was answered, with the `name` and the digest of its object. A shard with an `error` cannot be read
+    and has no object.
     """
 
     name: str
@@ -123,17 +125,18 @@ class ShardRecord(msgspec.Struct, frozen=True, omit_defaults=True, tag="shard/1"
 
 
 class JobRecord(msgspec.Struct, frozen=True, omit_defaults=True, tag="job/1"):
-    """A job. `request` of a job of ours, `batch` of one of OpenAI's.
+    """A job. A job of SIE has a `request`; a batch of OpenAI has a `batch`.
 
-    `owner`: the key of the credential whose turn, quota and permissions it has; `owner_name` as metrics name it.
-    `wanted`: run, pause or cancel, as its owner said last. `leader`: the gateway that runs it; it alone
-    writes progress and end. Empty: nobody runs it, or it has ended.
+    `owner`: key of the credential whose turn, quota and permissions the job uses; `owner_name`: its name in metrics.
+    `wanted`: the last command of the owner, run, pause or cancel. `leader`: the gateway that runs the job. Only the
+    leader writes progress and end. If it is empty, no gateway runs the job, or the job has ended.
 
-    `done`, `failed`, `reused`, `tokens`, `codes` are sums over shards with a record, and over what the leader has
-    answered of others, which a new leader answers again. `is_planned`: rows and shards are known.
+    `done`, `failed`, `reused`, `tokens`, `codes` are sums over the shards that have a record, and over the rows of
+    other shards that the leader has answered. A new leader answers the rows of these other shards again. `is_planned`:
+    rows and shards are known.
 
-    `lost`: leaders that ended without leaving the job to others, one after the other, since it had `peak_done` rows
-    done. `peak_done`: the largest value of `done` when a leader ended so.
+    `lost`: the leaders, in order, that ended without passing the job on, since `peak_done` rows were done. `peak_done`:
+    the largest value of `done` when a leader ended in this way.
     """
 
     id: str
@@ -144,8 +147,8 @@ class JobRecord(msgspec.Struct, frozen=True, omit_defaults=True, tag="job/1"):
     wanted: str = "run"
     request: JobRequest | None = None
     batch: BatchRequest | None = None
-    model: str = ""  # as it resolved, with its profile
-    lane: str = ""  # whose workers answer it
+    model: str = ""  # resolved name of the model, with its profile
+    lane: str = ""  # lane whose workers answer the job
     fingerprint: str = ""
     leader: str = ""
     lost: tuple[str, ...] = ()
@@ -164,13 +167,13 @@ class JobRecord(msgspec.Struct, frozen=True, omit_defaults=True, tag="job/1"):
     error: ErrorInfo | None = None
     trouble: ErrorInfo | None = None
     rows_per_s: float = 0.0
-    spread: float = 0.0  # of rows_per_s, relative
+    spread: float = 0.0  # relative spread of rows_per_s
     updated_s: float = 0.0
     started_s: float = 0.0
     finalizing_s: float = 0.0
     cancelling_s: float = 0.0
     ended_s: float = 0.0
-    output_file: str = ""  # of a batch
+    output_file: str = ""  # output file of a batch
     error_file: str = ""
     retry_of: str = ""
 
@@ -180,8 +183,8 @@ class JobRecord(msgspec.Struct, frozen=True, omit_defaults=True, tag="job/1"):
 
     @property
     def output_url(self) -> str:
-        """Address of the output: that of a retry lies beside the parts that it answers again. Empty where the output is
-        kept with the job.
+        """Return the address of the output; empty if the output is kept with the job. The output of a retry lies beside
+        the parts that it answers again.
         """
         url = self.request.output.url if self.request is not None else ""
         return f"{url.rstrip('/')}/retry-{self.id}/" if url and self.retry_of else url
@@ -195,8 +198,8 @@ encode = msgspec.msgpack.encode
 
 
 def bounded(record: T) -> T:
-    """The record with its texts as long as they may be: those that a job meets while it runs. Raises ValueError where
-    it has more than MAX_RECORD_BYTES then.
+    """Return the record with its texts cut to their limits: texts that a job collects while it runs. Raises ValueError
+    if the record still has more than MAX_RECORD_BYTES.
     """
     cut = record
     if isinstance(record, JobRecord):
@@ -223,14 +226,14 @@ def bounded(record: T) -> T:
 
 
 def cut_text(text: str, most: int) -> str:
-    """A text of at most so many bytes of UTF-8."""
+    """Return the text, cut to at most `most` bytes of UTF-8."""
     if len(text) * 4 <= most or len(data := text.encode()) <= most:
         return text
     return data[: most - len(_CUT)].decode(errors="ignore") + _CUT.decode()
 
 
 def _cut_error(info: ErrorInfo | None) -> ErrorInfo | None:
-    """An error without its extras, which no answer about a job has."""
+    """Return an error without its extras: replies about a job do not have them."""
     if info is None:
         return None
     code, reason, param = (cut_text(word, MAX_WORD_BYTES) for word in (info.code, info.reason, info.param))
@@ -238,12 +241,12 @@ def _cut_error(info: ErrorInfo | None) -> ErrorInfo | None:
 
 
 def _cut_codes(codes: dict[str, int]) -> dict[str, int]:
-    """Keep at most MAX_CODES codes and add up the rest."""
+    """Return the first MAX_CODES + 1 codes: the codes that are counted separately, and OTHER."""
     return {cut_text(code, MAX_WORD_BYTES): count for code, count in list(codes.items())[: MAX_CODES + 1]}
 
 
 def check_request(request: JobRequest | BatchRequest) -> None:
-    """Raises InvalidInput for a request that is larger than its record may hold, which names its largest field."""
+    """Raise InvalidInput for a request that is larger than its record may hold. The error names the largest field."""
     size = len(msgspec.msgpack.encode(request))
     if size <= MAX_REQUEST_BYTES:
         return

@@ -1,6 +1,6 @@
-"""Messages for a body that is not JSON: what is wrong, and where. They repeat no part of the body, which is input.
+"""Messages for a body that is not JSON: the fault and its place. They repeat no part of the body, because it is input.
 
-The decoder says where it stopped, except for a body that ends early or has half of a surrogate pair.
+The decoder reports where it stopped, except for a body that ends early or has half of a surrogate pair.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import re
 
 _AT = re.compile(r"\(byte (\d+)\)")
 _HIGH = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}")
-_ESCAPE_BYTES = 6  # of \uXXXX; the decoder refuses half of a pair behind it, or behind the escape that follows it
+_ESCAPE_BYTES = 6  # bytes of \uXXXX; the decoder stops after half of a pair, or after the escape that follows it
 _NO_NUMBERS = (b"-Infinity", b"Infinity", b"NaN")
 _MARKS = {b"\xef\xbb\xbf": "UTF-8", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
 
@@ -21,7 +21,7 @@ def fault_of(body: bytes, error: Exception) -> str:
     for mark, name in _MARKS.items():
         if body.startswith(mark):
             return f"the body begins with a byte order mark of {name}: send UTF-8 without one"
-    if isinstance(error, UnicodeDecodeError):  # its own place is that in a string
+    if isinstance(error, UnicodeDecodeError):  # the offset of this error counts from the begin of a string
         return f"the text is not valid UTF-8, {_place(body, _not_utf8(body))}"
     stopped = _AT.search(str(error))
     if "surrogate" in str(error) or (is_short := "truncated" in str(error)):
@@ -44,9 +44,9 @@ def fault_of(body: bytes, error: Exception) -> str:
 def _explained(body: bytes, at: int, says: str) -> str:
     """Explain the fault at the place where the decoder stopped."""
     if "trailing characters" in says:
-        at = max(0, at - 1)  # it has read the first of them
+        at = max(0, at - 1)  # the decoder has read the first of these characters
     for number in _NO_NUMBERS:
-        for begin in (at, at - 1):  # it stops behind a minus
+        for begin in (at, at - 1):  # the decoder stops after a minus sign
             if begin >= 0 and body.startswith(number, begin):
                 return f"{number.decode()} is no number in JSON, {_place(body, begin)}: send a number, or null"
     if body[at : at + 1] == b"'" or (at and body[at - 1 : at] == b"'"):
@@ -69,12 +69,12 @@ def _not_utf8(body: bytes) -> int:
         body.decode()
     except UnicodeDecodeError as wrong:
         return wrong.start
-    raise AssertionError("the decoder refused what is valid UTF-8")
+    raise AssertionError("the decoder refused valid UTF-8")
 
 
 def _lone_surrogate(body: bytes, stopped: int | None) -> int | None:
-    """The offset of the half of a surrogate pair at which the decoder stopped. Near the end of the body the decoder
-    gives no offset; then it is the last one.
+    """Return the offset of the half of a surrogate pair at which the decoder stopped. If it gave no offset, which
+    happens near the end of the body, return the offset of the last half.
     """
     if stopped is None:
         offsets = [half.start() for half in _HIGH.finditer(body, max(0, len(body) - 2 * _ESCAPE_BYTES))]

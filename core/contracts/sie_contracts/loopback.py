@@ -1,7 +1,7 @@
-"""Addresses of this machine. A proxy is another machine, to which they name itself, so none is used for them.
+"""Addresses of this machine. No proxy is used for them: a proxy on another machine would connect to itself.
 
 a client of httpx ──► direct(url, transport)    SIEClient and the commands of `sie`
-a process of `sie` ──► bypass_proxies(environ)  once, for the other libraries in it and in what it starts
+a process of `sie` ──► bypass_proxies(environ)  once, for the other libraries in it and in its child processes
 """
 
 from __future__ import annotations
@@ -13,31 +13,31 @@ from urllib.parse import urlsplit
 
 T = TypeVar("T")
 
-# no networks: httpx and the standard library take names and addresses alone
+# The list has no networks: httpx and the standard library accept only names and addresses.
 _HOSTS = ("localhost", "127.0.0.1", "::1")
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy", "ws_proxy", "wss_proxy", "grpc_proxy")
-_EXCEPTIONS = ("no_proxy", "NO_PROXY")  # which of them counts differs between libraries; gRPC reads the first alone
+_EXCEPTIONS = ("no_proxy", "NO_PROXY")  # libraries differ in which of them they read; gRPC reads only the first
 
 
 def is_loopback(host: str) -> bool:
-    """Whether `host`, a name or an address, is this machine's loopback interface."""
+    """Return whether `host`, a name or an address, is the loopback interface of this machine."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:  # a name
+    except ValueError:  # `host` is a name
         return False
 
 
 def is_local(url: str) -> bool:
-    """Whether the host of a URL is this machine's loopback interface."""
+    """Return whether the host of a URL is the loopback interface of this machine."""
     try:
         return is_loopback(urlsplit(url).hostname or "")
-    except ValueError:  # no URL
+    except ValueError:  # not a URL
         return False
 
 
 def direct(url: str, transport: Callable[..., T], **options: Any) -> T | None:
-    """A transport of httpx, made with `options`, for a server of this machine. None for any other: httpx then makes
-    its own transports, one for each proxy of the environment.
+    """Return a transport of httpx, made with `options`, for a server of this machine. Return None for any other server:
+    httpx then makes its own transports, one for each proxy of the environment.
     """
     return transport(**options) if is_local(url) else None
 
@@ -49,5 +49,5 @@ def bypass_proxies(environ: MutableMapping[str, str]) -> None:
     values = [environ.get(name, "") for name in _EXCEPTIONS]
     for name, value in zip(_EXCEPTIONS, values, strict=True):
         hosts = [host for host in (value or values[0] or values[1]).split(",") if host.strip()]
-        if hosts != ["*"]:  # of all hosts
+        if hosts != ["*"]:  # `*` covers all hosts
             environ[name] = ",".join(dict.fromkeys([*hosts, *_HOSTS]))

@@ -1,4 +1,4 @@
-"""Names as people type them: in another case, or misspelt. A look-up among ten thousand ids costs as much as among a
+"""Look-up of names that people type in another case or misspell. It costs as much among ten thousand ids as among a
 hundred.
 """
 
@@ -14,16 +14,16 @@ from itertools import accumulate
 
 MAX_COMPARED = 20  # ids that a name is compared with, if there are more than ALL_COMPARED; up to 0.1 ms each
 ALL_COMPARED = 150
-_MAX_PLACES = 2000  # where pieces of the name are found, for the choice of them
+_MAX_PLACES = 2000  # places of the name's pieces that are examined in the ids, to choose the ids to compare
 _PIECE = 3
 _LONG = 20
 _LONGEST = 256
-_LIKE = 0.7  # similarity from which a name counts, 1 is equal: one or two letters wrong, missing or exchanged
+_LIKE = 0.7  # least similarity of a suggestion (1: equal): one or two letters are wrong, missing or exchanged
 
 
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:
-    """The end of a message about an unknown field: "; did you mean `x`?" with the most similar candidate; empty if
-    none is similar.
+    """Return the end of a message about an unknown field: "; did you mean `x`?" with the most similar candidate.
+    Returns an empty string if no candidate is similar.
     """
     like = difflib.get_close_matches(name.casefold()[:_LONGEST], sorted(candidates), 1, _LIKE)
     return f"; did you mean `{like[0]}`?" if like else ""
@@ -41,7 +41,7 @@ _EXPECTED = re.compile(r"Expected `([^`]+)`(?:, got `([^`]+)`)?")
 
 
 def in_words(message: str) -> str:
-    """A message of msgspec about a type, in our wording: "expected a string or null, got a whole number"."""
+    """Translate a message of msgspec about a type into plain words: "expected a string or null, got a whole number"."""
     return _EXPECTED.sub(
         lambda match: f"expected {_kinds(match[1])}" + (f", got {_kinds(match[2])}" if match[2] else ""), message
     )
@@ -60,7 +60,7 @@ class NameIndex:
 
     @cached_property
     def _folded(self) -> dict[str, list[str]]:
-        """All ids by their case-folded form."""
+        """Return the ids by their case-folded form."""
         ids: dict[str, list[str]] = {}
         for name in self._ids:
             ids.setdefault(name.casefold(), []).append(name)
@@ -68,18 +68,18 @@ class NameIndex:
 
     @cached_property
     def _lines(self) -> tuple[str, list[str], list[int]]:
-        """The case-folded ids as lines of one text, as a list, and the offset of each in the text."""
+        """Return the case-folded ids as lines of one text, as a list, and the offset of each id in the text."""
         lines = list(self._folded)
         return "\n".join(lines), lines, [0, *accumulate(len(line) + 1 for line in lines)]
 
     def same(self, name: str) -> str | None:
-        """The only id that differs from `name` in case alone."""
+        """Return the only id that equals `name` apart from case; None if there is not exactly one."""
         ids = self._folded.get(name.casefold(), ())
         return ids[0] if len(ids) == 1 else None
 
     def near(self, name: str, count: int = 3, keep: Callable[[str], bool] = lambda _: True) -> list[str]:
-        """The ids that are most similar to `name`, best first, among those for which `keep` is true. `name` may lack
-        the organisation.
+        """Return the ids that are most similar to `name`, best first, among those for which `keep` returns True. `name`
+        may lack the organisation.
         """
         folded = name.casefold()[:_LONGEST]
         able = [line for line in self._alike(folded) if keep(self._folded[line][-1])]
@@ -89,11 +89,11 @@ class NameIndex:
         return [self._folded[hit][-1] for hit in dict.fromkeys(hits)][:count]
 
     def _alike(self, folded: str) -> list[str]:
-        """The ids that share the most of the rarest pieces of a name."""
+        """Return the ids that share the largest number of rare pieces with a name."""
         text, lines, starts = self._lines
         if len(lines) <= ALL_COMPARED:
             return lines
-        # of a long name every other piece is enough, and so on: each is looked for in all of the text
+        # every second piece is enough for a long name, or fewer: each piece is searched in the whole text
         step = 1 + len(folded) // _LONG
         pieces = {folded[at : at + _PIECE] for at in range(0, max(1, len(folded) - _PIECE + 1), step)}
         counts = sorted((places, piece) for piece in pieces if piece.strip() and (places := text.count(piece)))

@@ -9,18 +9,18 @@ import msgspec
 
 from sie_contracts.errors import ErrorInfo
 
-# a path from the root or the home: not the inside of a name (org/model), of a URL (s3://bucket/key) or of a phrase
-# (and/or)
+# A path from the root or the home folder. A part of a name (org/model), of a URL (s3://bucket/key) or of a phrase
+# (and/or) does not match.
 _PATH = re.compile(r"(?<![\w.~:/…-])(?:file://|~)?/[^\s:;,'\"()\[\]{}<>|]+")
 
 
 def without_paths(text: str) -> str:
-    """The text with `…/NAME` for each absolute path."""
+    """Return the text with `…/NAME` in place of each absolute path."""
     return _PATH.sub(lambda match: f"…/{match[0].rstrip('/').rpartition('/')[2]}", text)
 
 
 def public(error: ErrorInfo) -> ErrorInfo:
-    """The error as a client may see it."""
+    """Return the error in the form that a client may see."""
     extras: dict[str, Any] = {
         key: without_paths(value) if isinstance(value, str) else value for key, value in error.extras.items()
     }

@@ -18,15 +18,15 @@ from sie_contracts import arrays, body_values
 from sie_contracts.body_values import MAX_NESTING
 from sie_contracts.json_faults import fault_of
 
-SMALL_BYTES = 4096  # of what is decoded without a count
+SMALL_BYTES = 4096  # bytes of a body below which its values are not counted
 _CONTAINERS = frozenset({dict, list})
 _PLAIN = frozenset({dict, list, str, int, float, bool, type(None), bytes})
 _TEXT_KEYS = frozenset({str})
 
 
 class Malformed(ValueError):
-    """The bytes are no plain value, or too many: `reason` is that of the error of a client. The message repeats no
-    part of them.
+    """Error of bytes that are no plain value, or that hold too many values. `reason` is the reason in the client's
+    error. The message repeats no part of the bytes.
     """
 
     def __init__(self, message: str, reason: str = "malformed") -> None:
@@ -35,7 +35,9 @@ class Malformed(ValueError):
 
 
 def count(data: bytes, *, msgpack: bool) -> int:
-    """Count the values of the bytes, at most; 0 where they are too few to matter. Raises Malformed: too many."""
+    """Return the number of values of the bytes, rounded up; 0 for a body that is too small to matter. Raises Malformed
+    for too many values.
+    """
     if len(data) <= SMALL_BYTES:
         return 0
     try:
@@ -45,8 +47,8 @@ def count(data: bytes, *, msgpack: bool) -> int:
 
 
 def from_json(data: bytes, *, is_counted: bool = False) -> Any:
-    """Decode JSON. Raises Malformed: not JSON, invalid UTF-8, a lone surrogate, nested deeper than MAX_NESTING, too
-    many values. `is_counted`: `count` was called before.
+    """Decode JSON. Raises Malformed for bytes that are not JSON, invalid UTF-8, a lone surrogate, nesting deeper than
+    MAX_NESTING, and too many values. `is_counted`: `count` was called before.
     """
     if not is_counted:
         count(data, msgpack=False)
@@ -80,13 +82,13 @@ def _decoded(decode: Any, data: bytes, kind: str) -> Any:
 
 
 def _clean(error: Exception) -> str:
-    """The decoder's message, with offsets and kinds. A quoted fragment, which might be input, is cut off."""
+    """Return the decoder's message with offsets and types. A quoted fragment, which might be input, is cut off."""
     return str(error).split("'")[0].split('"')[0].strip()[:120]
 
 
 def _check(root: Any, *, is_json: bool) -> None:
-    """Check the nesting; of msgpack also types and keys. Types of long lists are compared in C, in a fifth of the time
-    of a test for each value.
+    """Check the nesting; for msgpack also types and keys. The types of a long list are compared in C, in a fifth of the
+    time of a test for each value.
     """
     level: list[Any] = [[root]]
     for _ in range(MAX_NESTING + 1):

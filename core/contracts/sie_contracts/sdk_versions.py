@@ -20,6 +20,8 @@ HEADER = "x-sie-sdk-version"
 OWN_HEADER = "x-sie-client-version"
 CONTRACT_VERSION = (0, 10)
 """The newest minor version of the public contract that this server speaks."""
+SERVER_VERSION = ".".join(map(str, CONTRACT_VERSION))
+"""The version that other clients are answered by."""
 _MINOR = re.compile(r"([0-9]{1,6})\.([0-9]{1,6})(?:\.([0-9]{1,6}))?")
 
 
@@ -27,11 +29,11 @@ _MINOR = re.compile(r"([0-9]{1,6})\.([0-9]{1,6})(?:\.([0-9]{1,6}))?")
 class Dialect:
     """Dialect of a range of client versions.
 
-    `holds`: whether a request waits in the gateway for a model that is not loaded. A client that repeats a request by
-    itself gives its last attempt only the rest of its budget, so it is answered at once.
-    `on_item_error`: what a failed input does where the request does not say.
-    `statuses`: by code. `codes`: under which code an error that may be retried is sent, by its own code; a client
-    that does not know a code gives up.
+    `holds`: whether a request waits in the gateway for a model that is not loaded. A client that repeats requests
+    itself gives its last attempt only the rest of its budget, so such a request is answered at once.
+    `on_item_error`: effect of a failed input if the request does not name one.
+    `statuses`: status of an error, by its code. `codes`: code under which an error that may be retried is sent, by its
+    own code; a client that does not know a code gives up.
     """
 
     holds: bool = True
@@ -40,7 +42,9 @@ class Dialect:
     codes: Mapping[str, str] = field(default_factory=dict)
 
     def spoken(self, error: SIEError) -> SIEError:
-        """`error` as these clients read it. The original code is the reason of an error with another code."""
+        """Return `error` in the form that these clients read. If its code is replaced and it has no reason, the
+        original code becomes the reason.
+        """
         code = self.codes.get(error.code, error.code) if error.retryable else error.code
         status = self.statuses.get(error.code)
         if code == error.code and status is None:
@@ -64,9 +68,9 @@ def _busy(code: str, *codes: str) -> dict[str, str]:
 
 
 DIALECTS: tuple[tuple[tuple[int, int, int], Dialect], ...] = (
-    # 202 means "not yet", and any 503 is repeated
+    # these clients read 202 as "not yet", and repeat a request after any 503
     ((0, 0, 0), Dialect(False, "fail", _FAILED | {"PROVISIONING": 202}, _MIXED)),
-    # 503 is repeated by its code
+    # these clients repeat a request after a 503 only for certain codes
     ((0, 6, 5), Dialect(False, "fail", _FAILED, _busy("PROVISIONING", "QUEUE_FULL", "QUEUE_UNAVAILABLE"))),
     ((0, 7, 3), Dialect(False, "fail", _FAILED, _busy("QUEUE_FULL", "QUEUE_UNAVAILABLE"))),
     ((0, 9, 0), Dialect(False, "fail", _FAILED, _busy("QUEUE_UNAVAILABLE"))),
@@ -79,22 +83,21 @@ def _parsed(version: str) -> tuple[int, int, int] | None:
     return None if match is None else (int(match[1]), int(match[2]), int(match[3] or 0))
 
 
-def dialect_of(headers: Mapping[str, str]) -> Dialect:
-    """The dialect of a client with these headers; the newest of a public SDK that does not know its own version."""
-    version = headers.get(HEADER)
-    if version is None:
-        return NATIVE
+def dialect_of(version: str) -> Dialect:
+    """The dialect of a public SDK of this version; the newest of one that does not know its own version."""
     number = _parsed(version)
     if number is None:
         return DIALECTS[-1][1]
     return next(dialect for first, dialect in reversed(DIALECTS) if first <= number)
 
 
-def server_version(headers: Mapping[str, str]) -> str:
-    """The version of the contract that a client with these headers is answered by: its own, at most ours.
+def server_version(version: str) -> str:
+    """The version of the contract that a public SDK of this version is answered by: its own, at most ours.
 
     A public SDK compares it with its own version, and warns where the two differ by more than one minor version.
     """
-    number = _parsed(headers.get(HEADER, ""))
-    major, minor = CONTRACT_VERSION if number is None else min(number[:2], CONTRACT_VERSION)
+    number = _parsed(version)
+    if number is None:
+        return SERVER_VERSION
+    major, minor = min(number[:2], CONTRACT_VERSION)
     return f"{major}.{minor}"

@@ -1,4 +1,4 @@
-"""Parts of the frames of /ws/cluster-status that gateways write and clients of ours read."""
+"""Parts of the frames of /ws/cluster-status. Gateways write them, and clients of SIE read them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import msgspec
 
 
 class QueueInfo(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Messages of a lane and priority in the queue, or of one `model` there, leased ones included, and the age of the
-    oldest.
+    """Messages of a lane and priority in the queue, or of one `model` there, with leased messages. `oldest_s` is the
+    age of the oldest message.
     """
 
     pool: str

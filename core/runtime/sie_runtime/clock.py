@@ -3,8 +3,8 @@
     8 requests for the time ──► the one with the shortest round trip ──► offset of our monotonic clock; half the round
     trip is its margin of error
 
-Method: Cristian, "Probabilistic clock synchronization" (1989). Our own wall clock is not used once the broker has
-answered.
+Method: Cristian, "Probabilistic clock synchronization" (1989). `now_s` does not use our own wall clock after the first
+answer of the broker.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ from sie_runtime.process import Trouble
 
 SAMPLES = 8
 EVERY_S = 30.0
-RETRY_S = 1.0  # between attempts while there is no first measurement
+RETRY_S = 1.0  # seconds between attempts until the first measurement has succeeded
 _logger = logging.getLogger("sie.clock")
 
 
 class ClockSample(NamedTuple):
-    """One request: our clock when it was sent and when the answer came, and the broker's time in the answer."""
+    """Times of one request for the broker's time: our clock at the send and at the answer, and the broker's time in the
+    answer.
+    """
 
     asked_s: float
     answered_s: float
@@ -35,8 +37,8 @@ class ClockSample(NamedTuple):
 
 
 def estimate(samples: Iterable[ClockSample]) -> tuple[float, float]:
-    """(broker time minus ours, margin of error), from the sample with the shortest round trip. `samples` is
-    not empty.
+    """Return the broker's time minus our clock, and the margin of error, both in seconds. They come from the sample
+    with the shortest round trip. `samples` is not empty.
     """
     best = min(samples, key=lambda sample: sample.answered_s - sample.asked_s)
     return best.broker_s - (best.asked_s + best.answered_s) / 2, (best.answered_s - best.asked_s) / 2
@@ -45,8 +47,8 @@ def estimate(samples: Iterable[ClockSample]) -> tuple[float, float]:
 class BrokerClock:
     """Broker time. One task runs `run`; any task of the process may call `now_s` and `margin_s`.
 
-    `stream`: the leader of this stream is asked, because it stamps the messages. Before the first answer `now_s` is the
-    wall clock of this machine and `margin_s` is infinite, so that nothing may be dropped by it.
+    `stream`: its leader is asked for the time, because the leader stamps the messages. Before the first answer `now_s`
+    is the wall clock of this machine, and `margin_s` is infinite, so that no message is dropped because of its age.
     """
 
     def __init__(self, queue: Queue, stream: str, clock: Callable[[], float] = time.monotonic) -> None:
@@ -59,7 +61,7 @@ class BrokerClock:
         queue.on_reconnect(self._reconnected)
 
     def now_s(self) -> float:
-        """Seconds since 1970 at the broker, within `margin_s`."""
+        """Return the broker's time in seconds since 1970, within `margin_s`."""
         return self._clock() + self._offset_s
 
     def ahead_s(self) -> float | None:
@@ -67,7 +69,9 @@ class BrokerClock:
         return None if math.isinf(self.margin_s) else time.time() - self.now_s()
 
     async def measure(self) -> None:
-        """Send SAMPLES requests. Raises BrokerError if none is answered; then the last measurement stays."""
+        """Send up to SAMPLES requests. Raises BrokerError if none is answered; then the last measurement stays in
+        use.
+        """
         samples: list[ClockSample] = []
         for _ in range(SAMPLES):
             asked_s = self._clock()
@@ -81,7 +85,7 @@ class BrokerClock:
         self._offset_s, self.margin_s = estimate(samples)
 
     async def begin(self) -> None:
-        """Measure once, for what goes by the broker's time from its start on. `run` tells of a failure."""
+        """Measure once, so that the broker's time is known from the start. A failure is not raised: `run` logs it."""
         with contextlib.suppress(BrokerError):
             await self.measure()
 

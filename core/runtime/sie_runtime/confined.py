@@ -1,5 +1,5 @@
-"""Confinement of a process that will read files of strangers: limits, and an end when its parent ends. It comes first
-in the process. Only the standard library.
+"""Confinement of a process that will read files of strangers: limits, no output, and an end when its parent ends. The
+process calls these functions before it reads the first file. Only the standard library is used.
 """
 
 from __future__ import annotations
@@ -16,27 +16,29 @@ _PR_SET_PDEATHSIG = 1
 
 
 def limit(memory_bytes: int) -> None:
-    """Bound the address space of this process, and have the kernel end it before others."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core holds what clients sent
-    if sys.platform.startswith("linux"):  # elsewhere the limit is refused or ignored
+    """Limit the address space of this process, and have the kernel kill it before other processes if memory runs
+    out.
+    """
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core dump would contain input of clients
+    if sys.platform.startswith("linux"):  # other systems refuse or ignore this limit
         resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
-        with contextlib.suppress(OSError):  # without memory the kernel ends this process first, not its parent
+        with contextlib.suppress(OSError):  # if memory runs out, the kernel kills this process and not its parent
             Path("/proc/self/oom_score_adj").write_text("1000")
 
 
 def die_with(parent: int) -> None:
-    """End when the thread that started this process ends. To be called before the first file: code that hangs does not
-    read the socket.
+    """End this process when the thread that started it ends. `parent` is the id of the parent process. Call it before
+    the first file is read: code that hangs on a file does not notice a closed socket.
     """
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the kernel was told
+    if os.getppid() != parent:  # the parent ended before the call of prctl
         os._exit(1)
 
 
 def silence() -> None:
-    """Silence the output of libraries. From now on this process reads what clients sent, and a library might quote
-    it.
+    """Send the output of libraries to /dev/null. From now on this process reads files of clients, and a library might
+    print parts of them.
     """
     null_file = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null_file, 1)

@@ -14,7 +14,7 @@ _logger = logging.getLogger("sie.broker")
 
 
 def because(text: str, broker: Connection) -> str:
-    """A reason of unreadiness, and what at the broker is its cause."""
+    """Return `text`, a reason why a process is not ready, followed by the problems at the broker that cause it."""
     causes = "; ".join(f"{name} cannot be used: {why}" for name, why in sorted(broker.troubles.items()))
     return f"{text}: {causes}" if causes else text
 
@@ -23,8 +23,8 @@ def because(text: str, broker: Connection) -> str:
 async def connected(
     url: str | None, name: str, stop: Stop, *, password: Secret | None, user: str = ""
 ) -> AsyncIterator[Broker | None]:
-    """The broker at `url`, closed at the end; None if the process is asked to stop before it is connected. Raises
-    SettingError if there is no URL.
+    """Connect to the broker at `url`, and close the connection at the end. Yields None if `stop` is requested before
+    the connection is made. Raises SettingError if `url` is None.
     """
     from sie_broker.nats import connect
 

@@ -1,5 +1,5 @@
-"""The control groups of this process: what a container, a pod or a unit of systemd leaves it of the machine. Both
-versions of the kernel's interface, and machines that have version 1 for some controllers beside version 2.
+"""Control groups of this process: the memory and the cores that a container, a pod or a systemd unit may use. Supports
+both versions of the kernel's interface, and machines that use version 1 for some controllers and version 2 for others.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from pathlib import Path
 
 _MOUNTS = Path("/sys/fs/cgroup")
 _OWN = Path("/proc/self/cgroup")
-_NO_LIMIT_BYTES = 1 << 60  # what version 1 calls no limit
+_NO_LIMIT_BYTES = 1 << 60  # version 1 writes this or more if there is no limit
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory of one group: the bytes of all of its processes, without those that the kernel gives back first, and its
-    limit.
+    """Memory of one group: its limit, and the bytes that its processes use without the file pages that the kernel frees
+    first.
     """
 
     used_bytes: int
@@ -25,7 +25,7 @@ class Memory:
 
 
 def memories() -> list[Memory]:
-    """Read the memory of the group of this process and of those around it, where they have a limit."""
+    """Read the memory of the group of this process and of its parent groups. Groups without a limit are left out."""
     groups = []
     for folder, version in _groups("memory"):
         limit, used, dropped = (
@@ -33,41 +33,39 @@ def memories() -> list[Memory]:
             if version == 2
             else ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
         )
-        with contextlib.suppress(OSError, ValueError):  # not one of this version, or "max"
+        with contextlib.suppress(OSError, ValueError):  # this version has no such file, or it says "max"
             limit_bytes = int((folder / limit).read_text())
             if limit_bytes >= _NO_LIMIT_BYTES:
                 continue
             counters = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-            # file pages that nobody used lately are counted as used, but are given back before anything fails
+            # inactive file pages are counted as used, but the kernel frees them before an allocation fails
             used_bytes = int((folder / used).read_text()) - int(counters.get(dropped, 0))
             groups.append(Memory(used_bytes, limit_bytes))
     return groups
 
 
 def memory_limit() -> int | None:
-    """The tightest, in bytes. None without one."""
+    """Return the smallest memory limit of these groups in bytes; None if no group has a limit."""
     return min((memory.limit_bytes for memory in memories()), default=None)
 
 
 def oom_kills() -> int:
-    """Return the number of processes of this group that the kernel killed because memory had ended. 0 where it does not
-    tell.
+    """Return how many processes of this group the kernel killed because memory ran out; 0 if the kernel does not count
+    them.
     """
     for folder, version in _groups("memory"):
         name = "memory.events" if version == 2 else "memory.oom_control"
-        with contextlib.suppress(OSError, ValueError):  # not one of this version
+        with contextlib.suppress(OSError, ValueError):  # this version has no such file
             counters = dict(line.split() for line in (folder / name).read_text().splitlines())
             return int(counters.get("oom_kill", 0))
     return 0
 
 
 def cores() -> float | None:
-    """Read how many of the machine's cores the quota of this group, or of one around it, leaves. None without a
-    quota.
-    """
+    """Return the smallest CPU quota of this group and its parent groups, in cores; None if no group has a quota."""
     quotas = []
     for folder, version in _groups("cpu"):
-        with contextlib.suppress(OSError, ValueError):  # not one of this version, or "max"
+        with contextlib.suppress(OSError, ValueError):  # this version has no such file, or it says "max"
             if version == 2:
                 quota, period = map(int, (folder / "cpu.max").read_text().split())
             else:
@@ -78,7 +76,7 @@ def cores() -> float | None:
 
 
 def _groups(controller: str) -> Iterator[tuple[Path, int]]:
-    """Folders from the group of this process up to the root, each with the version of its interface."""
+    """Yield the folders from the group of this process up to the root, each with the version of its interface."""
     try:
         lines = _OWN.read_text().splitlines()
     except OSError:
@@ -91,7 +89,7 @@ def _groups(controller: str) -> Iterator[tuple[Path, int]]:
             root, version = _MOUNTS / controller, 1
         else:
             continue
-        # in a container the root is its own group, and the path may be one of the host's
+        # in a container the root is the container's own group, and `path` may exist only on the host
         folder = root / path.strip("/")
         while True:
             yield folder, version

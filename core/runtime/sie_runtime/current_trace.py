@@ -15,7 +15,8 @@ _CONTEXT = re.compile(
 )
 _VERSION = "00"  # of the specification
 _SAMPLED = 1  # bit in the flags of a trace context
-_current: ContextVar[str | None] = ContextVar("sie_trace_id", default=None)
+# the sampled trace that this task works for, 32 hex digits, else None
+TRACE_ID: ContextVar[str | None] = ContextVar("sie_trace_id", default=None)
 
 
 def context_from_headers(traceparent: str, tracestate: str) -> Context:
@@ -45,9 +46,4 @@ def _flags(match: re.Match[str]) -> int:
 
 def set_current(context: Context) -> None:
     """Set the context of this task, and of the tasks that it starts, to that of a request."""
-    _current.set(trace_id_of(context.traceparent))
-
-
-def current_trace_id() -> str | None:
-    """The sampled trace that this task works for, 32 hex digits; else None."""
-    return _current.get()
+    TRACE_ID.set(trace_id_of(context.traceparent))

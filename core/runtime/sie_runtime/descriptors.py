@@ -6,7 +6,7 @@ import functools
 import resource
 
 MAX_FILES = 1 << 16
-SPARE_FILES = 256  # for everything but clients
+SPARE_FILES = 256  # descriptors kept free for everything except connections of clients
 
 
 def raise_limit() -> float:
@@ -23,5 +23,7 @@ def raise_limit() -> float:
 
 @functools.cache
 def max_connections() -> int:
-    """The maximum of client connections: the limit on open files, at most MAX_FILES, minus SPARE_FILES."""
+    """Return the maximum number of client connections: the limit on open files, at most MAX_FILES, minus
+    SPARE_FILES.
+    """
     return max(1, int(min(raise_limit(), MAX_FILES)) - SPARE_FILES)

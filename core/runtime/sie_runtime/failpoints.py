@@ -21,7 +21,7 @@ _logger = logging.getLogger("sie.failpoints")
 
 
 class FailpointError(Exception):
-    """An armed failpoint was reached."""
+    """Error that a failpoint with the action `error` raises."""
 
 
 def parse(spec: str) -> dict[str, tuple[str, int]]:

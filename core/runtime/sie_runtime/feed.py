@@ -6,8 +6,8 @@ deltas.
                               └── epoch differs ◄────┴── poll
 
 A snapshot is replaced as a whole and never edited, so one revision serves a request from start to end. A snapshot is
-not replaced by an older or empty one, or by one that cannot be read to the end. Then, and while the config service
-cannot be reached, the last good snapshot is used.
+not replaced by an older one, an empty one, or one that cannot be read to the end. In these cases, and while the config
+service cannot be reached, the last good snapshot stays in use.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from sie_contracts.wire import configs, topology
 from sie_contracts.wire.configs import ConfigDelta, ConfigEpoch, ConfigExport, ConfigModel, has_seen
 from sie_runtime.process import Stop, Trouble, retry
 
-READ_S = 30.0  # for one answer of the config service, of any size
-FIRST_RETRY_S = 0.5  # after a failure; doubles up to the poll interval
-SPREAD_S = 0.2  # upper bound of the random pause before readers ask after the same event
-_SLICE = 50  # entries parsed in one turn of the loop: about a millisecond
-_RESULTS = ("applied", "untrusted", "gap", "stale")  # of a delta that was decoded
+READ_S = 30.0  # time limit for one answer of the config service
+FIRST_RETRY_S = 0.5  # pause after the first failure; it doubles up to the poll interval
+SPREAD_S = 0.2  # upper bound of the random pause before a request: all readers see the same event
+_SLICE = 50  # entries parsed in one turn of the event loop: about 1 ms
+_RESULTS = ("applied", "untrusted", "gap", "stale")  # results of a delta that could be decoded
 _logger = logging.getLogger("sie.feed")
 
 
@@ -65,7 +65,7 @@ _epoch = msgspec.json.Decoder(ConfigEpoch)
 
 
 class ConfigUnavailable(Exception):
-    """The config service could not be reached, or did not answer with a catalogue that may replace the present one."""
+    """Error for a config service that cannot be reached, or whose answer may not replace the present catalogue."""
 
 
 class ConfigSource(Protocol):
@@ -77,7 +77,7 @@ class ConfigSource(Protocol):
 
 
 class HttpConfigSource:
-    """The config service over HTTP, with the read token. Raises ConfigUnavailable."""
+    """Source that reads the config service over HTTP, with the read token. Its methods raise ConfigUnavailable."""
 
     def __init__(self, url: str, token: Secret | None) -> None:
         headers = {"authorization": f"Bearer {token.reveal()}"} if token else {}
@@ -92,7 +92,7 @@ class HttpConfigSource:
             raise ConfigUnavailable(f"{self._url}{path}: {type(error).__name__}") from error
         if answer.status_code != 200:
             fix = (
-                ": SIE_CONFIG_READ_TOKEN of this process must be that of the config service"
+                ": SIE_CONFIG_READ_TOKEN of this process must equal that of the config service"
                 if answer.status_code in (401, 403)
                 else ""
             )
@@ -116,15 +116,16 @@ class HttpConfigSource:
 
 
 def config_source(url: str | None, token: Secret | None) -> ConfigSource | None:
-    """The config service at `url`; None if there is no URL."""
+    """Return a source for the config service at `url`; None if there is no URL."""
     return HttpConfigSource(url, token) if url else None
 
 
 async def snapshot(export: Export) -> Catalogue:
-    """The catalogue of an export, all or nothing. It gives other tasks of the loop their turns: ten thousand entries
-    take 0.2 s.
+    """Parse an export into a catalogue, all or nothing. Other tasks of the event loop run in between: ten thousand
+    entries take 0.2 s.
 
-    Raises ValidationFailed, which names the model, or msgspec.ValidationError, for an entry that is not valid.
+    Raises ValidationFailed, which names the model, for a model that is not valid, and msgspec.ValidationError for a
+    bundle that is not valid.
     """
     documents: dict[str, ModelEntry | Alias] = {}
     models: Sequence[ConfigModel | RawModel] = export.models
@@ -165,7 +166,7 @@ class CatalogueFeed:
         if initial is not None:
             self.first.set()
         self.deltas = dict.fromkeys(((kind, result) for kind in ("put", "removal") for result in _RESULTS), 0)
-        self.deltas["unknown", "invalid"] = 0  # by kind and result, since the start
+        self.deltas["unknown", "invalid"] = 0  # numbers of deltas by kind and result, since the start
         self._bus = bus
         self._source = source
         self._trusted = frozenset(trusted)
@@ -174,7 +175,7 @@ class CatalogueFeed:
         self._subject = topology.config_subject(bundle) if bundle else f"{topology.CONFIG_SUBJECT}.*"
         self._bundle = bundle
         self._listeners: list[Callable[[], None]] = []
-        self._is_rewound = False  # the store went back to an older epoch than this reader has
+        self._is_rewound = False  # True: the store went back to an older epoch than this reader has
         self._refresh = asyncio.Event()
         self._soon: asyncio.TimerHandle | None = None
         self._replaced = asyncio.Event()  # set and replaced at each new snapshot
@@ -182,20 +183,16 @@ class CatalogueFeed:
         self._trouble = Trouble(_logger, "the catalogue stays as it was")
 
     @property
-    def loaded(self) -> bool:
-        return self.first.is_set()
-
-    @property
     def is_behind(self) -> bool:
-        """Whether the last request to the config service failed."""
+        """Return whether the last request to the config service failed."""
         return self._trouble.lasting
 
     def on_change(self, listener: Callable[[], None]) -> None:
         self._listeners.append(listener)
 
     async def renewed(self, is_enough: Callable[[Catalogue], bool], timeout_s: float) -> bool:
-        """Read the catalogue now, and again until `is_enough` is true for it. Returns whether that was so within the
-        time-out.
+        """Read the catalogue again until `is_enough(catalogue)` is true, for at most `timeout_s`. Returns whether it is
+        true in the end. Nothing is read if it is true at once.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
@@ -205,7 +202,9 @@ class CatalogueFeed:
         return is_enough(self.catalogue)
 
     async def run(self, stop: Stop) -> None:
-        """Follow until `stop`. The first snapshot is fetched with retries. A later failure keeps the last good one."""
+        """Follow the catalogue until `stop`. The first snapshot is fetched with retries. After a later failure the last
+        good snapshot stays in use.
+        """
         self._subscription = await retry(
             lambda: self._bus.subscribe(self._subject, self._on_delta),
             errors=(BrokerError,),
@@ -240,15 +239,15 @@ class CatalogueFeed:
         self._ask_soon()
 
     def _ask_soon(self) -> None:
-        """Ask the config service soon, after a random pause: other readers ask for the same reason."""
+        """Read the epoch again soon, after a random pause, because other readers do the same at the same moment."""
         if self._soon is None or self._soon.when() <= asyncio.get_running_loop().time():
             self._soon = asyncio.get_running_loop().call_later(
                 SPREAD_S * secrets.randbelow(1000) / 1000, self._refresh.set
             )
 
     async def _is_late(self, source: ConfigSource) -> bool:
-        """Whether the catalogue must be read again. If no missed write concerned the bundle of this reader, only the
-        epoch is updated.
+        """Return whether the catalogue must be read again. If no missed write concerns the bundle of this reader, only
+        the epoch of its catalogue is updated.
         """
         before = self.catalogue.epoch
         state = await source.epoch()
@@ -276,11 +275,11 @@ class CatalogueFeed:
         return True
 
     def _refuse_older(self, told: str, before: str) -> None:
-        """Raise ConfigUnavailable if `told`, the epoch of the service, is older than `before`, the epoch of this reader
-        when it asked: the store has lost writes.
+        """Raise ConfigUnavailable if the store has lost writes: `told`, the epoch of the config service, is older than
+        `before`, the epoch of this reader at the time of the request.
 
-        Later writes to the store may get epochs that this reader knows with other contents, so it will then read the
-        whole catalogue.
+        Later writes to the store may get epochs that this reader knows with other contents. So the reader then reads
+        the whole catalogue.
         """
         if told != before and has_seen(before, told):
             self._is_rewound = True
@@ -307,7 +306,9 @@ class CatalogueFeed:
         self.deltas[kind, result] += 1
 
     def _apply(self, delta: ConfigDelta) -> str:
-        """Apply a delta and return what became of it, one of `_RESULTS`. Raises ValidationFailed."""
+        """Apply a delta and return its result, one of `_RESULTS`. Raises ValidationFailed for an entry that is not
+        valid.
+        """
         if delta.producer not in self._trusted:
             _logger.warning("a config delta of an untrusted producer was ignored")
             return "untrusted"
@@ -325,8 +326,8 @@ class CatalogueFeed:
 
 
 def read_folder(folder: Path) -> Mapping[str, ModelEntry]:
-    """All `*.yaml` entries below `folder`, by id. Raises ValidationFailed, which names the file and the path;
-    OSError.
+    """Read all `*.yaml` entries below `folder`, by id. Raises ValidationFailed, which names the file, for a file that
+    cannot be read or is not a valid entry; OSError if the folder cannot be listed.
     """
     import yaml
 
@@ -345,7 +346,7 @@ def read_folder(folder: Path) -> Mapping[str, ModelEntry]:
 
 
 def read_bundles(folder: Path) -> Mapping[str, BundleEntry]:
-    """All bundles of a folder, by id. Raises ValidationFailed for a file that is not a valid bundle."""
+    """Read all bundles of a folder, by id. Raises ValidationFailed for a file that is not a valid bundle."""
     import yaml
 
     bundles = (parse_bundle(yaml.safe_load(file.read_text("utf-8"))) for file in sorted(folder.glob("*.yaml")))
@@ -353,7 +354,7 @@ def read_bundles(folder: Path) -> Mapping[str, BundleEntry]:
 
 
 def packaged_catalogue() -> Catalogue:
-    """The catalogue of the distribution, for a process that has no config service."""
+    """Read the catalogue of the distribution, for a process that has no config service."""
     folder = packaged_folder()
     entries = read_folder(folder / "models")
     return Catalogue(entries, dict.fromkeys(entries, 0), read_bundles(folder / "bundles"), "packaged")

@@ -1,16 +1,17 @@
-"""Keys of clients, kept in the broker: what SIE_AUTH_MODE=token accepts beside the static tokens.
+"""Keys of clients, stored in the broker. With SIE_AUTH_MODE=token they are accepted, as the static tokens are.
 
     sie keys create ──► a record with its token's digest, in a bucket ──watch──► Keys in every gateway ──► `find`
     sie keys revoke ──► the same record, revoked ──────────┘                     and config service
                     └─► then the same in a second bucket, the copy ──watch──────┘
 
-A file of the broker that is damaged may lose keys, or bring back the record of a revoked key as it was before. So each
-record is in two buckets, and the stricter of the two counts. The copy is written after the bucket, and a record is
-removed from the copy first: whatever is in the copy alone was lost from the bucket.
+If a file of the broker is damaged, keys may be lost, or the record of a revoked key may come back as it was before the
+revocation. So each record is in two buckets, and the stricter of the two records counts. A write goes to the bucket
+before the copy. A removal goes to the copy before the bucket. So a record that only the copy has was lost from the
+bucket.
 
-A token is 256 random bits, and only its holder has it. It cannot be found from its digest by guessing, so the slow
-salted hashes that passwords need would cost milliseconds for each request and add no safety. While the broker cannot be
-reached, the last known keys stay valid. Every process judges the expiry of a key by the clock of the broker.
+A token is 256 random bits that only its holder has. Nobody can guess it from its digest. The slow salted hashes that
+passwords need would cost milliseconds for each request and add no safety. While the broker cannot be reached, the last
+known keys stay valid. Every process judges the expiry of a key by the clock of the broker.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ from sie_runtime.clock import BrokerClock
 from sie_runtime.process import Stop, Trouble
 
 TOKEN_BYTES = 32
-CHECK_S = 5.0  # between two checks whether the bucket is still the same one
+CHECK_S = 5.0  # seconds between two checks whether a bucket was deleted or made again
 RETRY_S = 0.5
-MAX_NAMED = 10  # keys in one line
+MAX_NAMED = 10  # keys that one log line names at most
 _logger = logging.getLogger("sie.keys")
 
 
 class KeyLimits(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Limits of one credential, beside the limits for all. 0: no limit of its own."""
+    """Limits of one credential, in addition to the general limits. 0: only the general limits apply."""
 
     body_bytes: int = 0
     items: int = 0
@@ -51,7 +52,7 @@ NO_LIMITS = KeyLimits()
 
 
 class Key(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """A key as the bucket stores it, under its id. Times are seconds since 1970, 0: never. `digest`: see
+    """A key as the bucket stores it, under its id. Times are in seconds since 1970; 0 means never. `digest`: see
     `digest_of`.
     """
 
@@ -65,7 +66,7 @@ class Key(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     limits: KeyLimits = NO_LIMITS
 
     def ended(self, now_s: float) -> str:
-        """Return why the key is not valid any more, in two words; empty while it is valid."""
+        """Return why the key is not valid any more, as the end of a sentence; empty while it is valid."""
         if self.revoked_s:
             return "was revoked"
         return "has expired" if self.expires_s and self.expires_s <= now_s else ""
@@ -74,7 +75,7 @@ class Key(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
 def create(
     name: str, scopes: tuple[str, ...], *, now_s: float, expires_s: float = 0.0, limits: KeyLimits = NO_LIMITS
 ) -> tuple[Key, str]:
-    """A new key, and its token. The token is stored nowhere, and the key contains no part of it."""
+    """Create a key and its token. The token is stored nowhere, and the key contains no part of it."""
     token = f"sie_{secrets.token_urlsafe(TOKEN_BYTES)}"
     key = Key(
         id=secrets.token_hex(6),
@@ -89,7 +90,7 @@ def create(
 
 
 def digest_of(token: str) -> str:
-    """SHA-256, in hex."""
+    """Return the SHA-256 of a token, in hex."""
     return hashlib.sha256(token.encode()).hexdigest()
 
 
@@ -98,8 +99,8 @@ def encode(key: Key) -> bytes:
 
 
 def decode(entry: Entry) -> Key:
-    """The key of an entry that has a value. Raises ValueError for a value that is not a key, or not the key
-    of this id.
+    """Return the key in an entry of the bucket. Raises ValueError for an entry without a value, a value that is not a
+    key, or a key with another id than the entry.
     """
     if entry.value is None:
         raise ValueError("it was removed")
@@ -110,7 +111,9 @@ def decode(entry: Entry) -> Key:
 
 
 def readable(entries: Iterable[Entry]) -> list[tuple[Key, int]]:
-    """The keys among entries, with their revisions. What is none is left out, as gateways leave it out."""
+    """Return the keys in `entries`, each with its revision. Entries that are not keys are logged and left out, as in
+    gateways.
+    """
     keys = []
     for entry in entries:
         try:
@@ -121,21 +124,23 @@ def readable(entries: Iterable[Entry]) -> list[tuple[Key, int]]:
 
 
 def stricter(one: Key | None, other: Key | None) -> Key | None:
-    """The record that counts, of the two that bucket and copy have: a revocation is never undone."""
+    """Return the record that counts, given the record of the bucket and that of its copy. A revoked record counts,
+    because a revocation is never undone.
+    """
     if one is None or other is None:
         return one or other
     return other if other.revoked_s and not one.revoked_s else one
 
 
 def bucket_of(broker: Store, replicas: int, name: str = topology.KEYS_BUCKET) -> RecordBucket:
-    """The bucket of keys, or its copy. It is always stored in files, so that a restart of the broker locks nobody
-    out.
+    """Return the bucket of keys, or its copy, by name. It is always stored in files, so that all keys stay valid after
+    a restart of the broker.
     """
     return RecordBucket(broker, name, storage="file", replicas=replicas)
 
 
 class KeyBuckets:
-    """The bucket of keys and its copy, as commands read and write them."""
+    """The bucket of keys and its copy, for commands that read and write both."""
 
     def __init__(self, bucket: KeyValue, copy: KeyValue) -> None:
         self.bucket = bucket
@@ -143,17 +148,21 @@ class KeyBuckets:
 
     @classmethod
     async def open(cls, broker: Store, replicas: int) -> KeyBuckets:
-        """Open both; each is created if it does not exist. Raises BrokerError."""
+        """Open the bucket and its copy; each is created if it does not exist. Raises BrokerError."""
         bucket = await bucket_of(broker, replicas).open()
         return cls(bucket, await bucket_of(broker, replicas, topology.KEYS_COPY_BUCKET).open())
 
     async def write(self, key: Key, revision: int) -> None:
-        """Write a record over the one at `revision` of the bucket, 0 for none. Raises WrongRevision."""
+        """Write a record, if the bucket has it at `revision`; 0: if the bucket does not have it. Raises
+        WrongRevision.
+        """
         await self.bucket.write([Write(key.id, encode(key), revision)])
         await self.copy.write([Write(key.id, encode(key), None)])
 
     async def read(self) -> list[tuple[Key, int]]:
-        """The keys as gateways take them, with their revisions in the bucket; 0 of one that only the copy has."""
+        """Read the keys as gateways use them, each with its revision in the bucket. The revision is 0 if only the copy
+        has the key.
+        """
         keys = {key.id: (key, 0) for key, _ in readable(await self.copy.entries())}
         for key, revision in readable(await self.bucket.entries()):
             before, _ = keys.get(key.id, (None, 0))
@@ -161,16 +170,16 @@ class KeyBuckets:
         return list(keys.values())
 
     async def remove(self, key_id: str, revision: int) -> None:
-        """Remove a record. Raises WrongRevision."""
+        """Remove a record from the copy and the bucket. Raises WrongRevision."""
         await self.copy.write([Write(key_id, None, None)])
         await self.bucket.write([Write(key_id, None, revision)])
 
 
 class Keys:
-    """All keys, as this process knows them.
+    """Keys that this process has read.
 
-    `loaded` is true once all keys were read. Before that an unknown token may be valid. If both buckets are lost, their
-    keys are lost too.
+    `loaded` is true once the bucket was read; its copy is not needed. Before that, a token that is not found may be
+    valid. If both buckets are lost, their keys are lost too.
     """
 
     def __init__(self, broker: Store, replicas: int, clock: BrokerClock) -> None:
@@ -178,7 +187,7 @@ class Keys:
         self._clock = clock
         self._by_id: dict[str, Key] = {}
         self._by_digest: dict[str, Key] = {}
-        self._sides: tuple[dict[str, Key], dict[str, Key]] = ({}, {})  # what the bucket has, and what its copy has
+        self._sides: tuple[dict[str, Key], dict[str, Key]] = ({}, {})  # records of the bucket, records of its copy
         names = (topology.KEYS_BUCKET, topology.KEYS_COPY_BUCKET)
         self._records = [
             Record(
@@ -192,7 +201,7 @@ class Keys:
         ]
 
     def find(self, token: str) -> Key | None:
-        """The key of a token, also one that is not valid any more.
+        """Return the key of a token, also a key that is not valid any more; None for an unknown token.
 
         The duration of the look-up by digest tells an attacker nothing, because nobody can choose the bits of a digest.
         The comparison after it takes constant time.
@@ -202,25 +211,25 @@ class Keys:
         return key if key is not None and hmac.compare_digest(key.digest, digest) else None
 
     def of_id(self, key_id: str) -> Key | None:
-        """A key by its id, also one that is not valid any more."""
+        """Return a key by its id, also a key that is not valid any more."""
         return self._by_id.get(key_id)
 
     def ended(self, key: Key) -> str:
         """Return why a key is not valid any more, by the clock of the broker; empty while it is valid. Raises NotReady
-        of one that expires while the broker's time is not known.
+        for a key with an expiry while the broker's time is not known.
         """
         if key.expires_s and math.isinf(self._clock.margin_s):
             raise NotReady("the time of the broker has not been read yet, by which keys expire")
         return key.ended(self._clock.now_s())
 
     def lost(self) -> list[Key]:
-        """The keys that the bucket lacks, or has as they were before they were revoked, while the copy has them."""
+        """Return the keys of the copy that the bucket lacks, or has without their revocation."""
         return lost_keys(*self._sides)
 
     async def run(self, stop: Stop) -> None:
-        """Follow the buckets until `stop`. Every CHECK_S it is checked whether they are still the same ones."""
-        troubles = [Trouble(_logger, f"keys stay as {record.bucket.name} had them") for record in self._records]
-        damage = Trouble(_logger, f"{topology.KEYS_BUCKET} is damaged, its copy serves")
+        """Follow the buckets until `stop`. Every CHECK_S this checks whether a bucket was deleted or made again."""
+        troubles = [Trouble(_logger, f"keys of {record.bucket.name} stay as they were") for record in self._records]
+        damage = Trouble(_logger, f"{topology.KEYS_BUCKET} is damaged, its copy is used")
         pause_s, before = 0.0, set[str]()
         try:
             while not await stop.wait_for(pause_s):
@@ -231,10 +240,10 @@ class Keys:
                         trouble.passed()
                     except BrokerError as error:
                         trouble.met(error)
-                # without its copy the bucket is enough
+                # the bucket alone is enough, its copy is not needed
                 self.loaded = self.loaded or not troubles[0].lasting
                 lost = self.lost()
-                if {key.id for key in lost} & before:  # in two looks: the two watches are not in step
+                if {key.id for key in lost} & before:  # lost in two checks in a row: the two watches are not in step
                     damage.met(damage_of(lost))
                 elif not lost:
                     damage.passed()
@@ -262,13 +271,13 @@ class Keys:
 
 
 def lost_keys(bucket: Mapping[str, Key], copy: Mapping[str, Key]) -> list[Key]:
-    """The keys of the copy that the bucket lacks, or has as they were before they were revoked."""
+    """Return the keys of the copy that the bucket lacks, or has without their revocation, oldest first."""
     lost = [key for key_id, key in copy.items() if stricter(bucket.get(key_id), key) is not bucket.get(key_id)]
     return sorted(lost, key=lambda key: key.created_s)
 
 
 def damage_of(lost: Sequence[Key]) -> str:
-    """One line that names the keys that were lost from the bucket."""
+    """Describe in one line the keys that the bucket has lost."""
     named = ", ".join(f"{key.id} {key.name}" for key in lost[:MAX_NAMED]) + (", ..." if len(lost) > MAX_NAMED else "")
     return (
         f"it lost {len(lost)} keys, which the copy {topology.KEYS_COPY_BUCKET} has ({named}): run `sie repair "

@@ -1,10 +1,10 @@
 """Metrics of a process, made from `metrics_table`: bounded label sets, families collected at a scrape, exemplars.
 
-    Maker.traffic ◄── met(name) ── each answered request
+    MetricMaker.traffic ◄── met(name) ── each answered request
          └──► after a scrape, at most every TURN_S: the busiest names get series of their own, and the series of names
          that are no longer among the busiest end
 
-A name is the first label of a metric: a model, a key.
+A name is the value of a metric's first label: a model or a key.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from typing import Any, Generic, TypeVar
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-from sie_runtime.current_trace import current_trace_id
+from sie_runtime.current_trace import TRACE_ID
 from sie_runtime.metrics_table import FOLDED, OTHER, TABLE, Kind, Metric, Process
 
 Labels = TypeVar("Labels", bound=tuple[str, ...])
 Child = TypeVar("Child", Counter, Gauge, Histogram)
 
-TURN_S = 60.0  # between two rankings of the busiest names
+TURN_S = 60.0  # seconds between two rankings of the busiest names
 HALF_LIFE_S = 600.0
 KEEPS = 2
 _FORGOTTEN = 0.01
-disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series for each counter and histogram, which nobody asks for
+disable_created_metrics()  # type: ignore[no-untyped-call]  # their additional series have no user
 
 
 class Fold:
-    """Bounds the label sets of one metric."""
+    """Limits the number of label sets of one metric."""
 
     def __init__(self, metric: Metric) -> None:
         self._labels = metric.labels
@@ -41,8 +41,9 @@ class Fold:
         self._folded: set[tuple[str, ...]] = set()
 
     def __call__(self, values: tuple[str, ...]) -> tuple[str, ...]:
-        """The label set under which these values are counted: themselves; with `other` in place of labels that may have
-        any value; in the last resort `other` in place of all.
+        """Return the label set under which `values` are counted. It is `values` while there is room. Without room,
+        `other` replaces the values of the labels in FOLDED. If there is no room for this set either, `other` replaces
+        all values.
         """
         if values in self._known or values in self._folded:
             return values
@@ -56,12 +57,12 @@ class Fold:
         return values
 
     def keep(self, present: Collection[Labels]) -> None:
-        """Forget all label sets but these, to make room."""
+        """Forget all label sets except `present`, to make room."""
         self._known.intersection_update(present)
         self._folded.clear()
 
     def forget(self, values: tuple[str, ...]) -> None:
-        """Forget this label set, to make room."""
+        """Forget one label set, to make room."""
         self._known.discard(values)
 
 
@@ -77,7 +78,7 @@ class Traffic:
         self._met[name] = self._met.get(name, 0.0) + 1.0
 
     def fade(self) -> bool:
-        """True once every TURN_S; then older traffic is reduced."""
+        """Reduce the weight of older traffic, at most once every TURN_S. Returns whether it was reduced now."""
         passed_s = self._clock() - self._faded_s
         if passed_s < TURN_S:
             return False
@@ -99,13 +100,15 @@ class Labelled(Generic[Child]):
         self._parent: Child = parent
         self._fold = Fold(metric)
         self._found: dict[tuple[str, ...], Child] = {}  # existing series: one look-up on the hot path
-        # of a metric with `each`: names (first labels) with series of their own, and how many label sets each has
+        # label sets by name (first label), for names with series of their own; only of a metric with `each`
         self._named: dict[str, int] = {}
-        self._waiting: set[str] = set()  # those that asked for one more series since the last turn
+        self._waiting: set[str] = set()  # names that needed one more series since the last turn
         self._room = self._most  # label sets left for names without a series
 
     def labels(self, *values: str) -> Child:
-        """The series of these values, in the order of the table, or the series in which they are counted."""
+        """Return the series of these label values, or the series in which they are counted. `values` are in the order
+        of the table.
+        """
         found = self._found.get(values)
         if found is None:
             folded = self._fold(self._admitted(values) if self._each else values)
@@ -128,9 +131,10 @@ class Labelled(Generic[Child]):
         return values
 
     def turn(self, traffic: Traffic) -> None:
-        """Give series of their own to the busiest of the names that have or want them. The other names lose theirs.
+        """Give series of their own to the busiest names, among those that have or need series. The other names lose
+        their series.
 
-        A name that has series keeps them until another one is KEEPS times as busy.
+        A name that has series keeps them until another name is KEEPS times as busy.
         """
         if not self._waiting:
             return
@@ -143,7 +147,7 @@ class Labelled(Generic[Child]):
             if room < needed:
                 break
             self._named[name] = before.get(name, 0)
-            more = self._each if name in before and name in self._waiting else 0  # for another endpoint of this name
+            more = self._each if name in before and name in self._waiting else 0  # for one more endpoint of the name
             room -= needed + min(more, room - needed)
         self._room = self._most - sum(max(sets, self._each) for sets in self._named.values())
         for values in [values for values in self._found if values[0] not in self._named and values[0] != OTHER]:
@@ -158,11 +162,12 @@ class Registry(CollectorRegistry):
 
     def __init__(self, on_scraped: Callable[[], None]) -> None:
         super().__init__()
-        self.scraped = on_scraped  # to be called once all of it was told to whoever keeps it
+        self.scraped = on_scraped  # call it after each scrape, when all metrics have been read
 
 
 class MetricMaker:
-    """Makes the metrics of one process in `registry`, each once. KeyError for a name that the table does not have.
+    """Makes the metrics of one process in `registry`, each once. Raises KeyError for a name that the table does not
+    have.
 
     `traffic` decides which names get series of their own.
     """
@@ -174,7 +179,9 @@ class MetricMaker:
         self._labelled: list[Labelled[Any]] = []
 
     def _turn(self) -> None:
-        """Runs right after a scrape, when the counts of series that end have been read."""
+        """Rank the names. This runs right after a scrape, when the last counts of the series that end have been
+        read.
+        """
         if self.traffic.fade():
             for each in self._labelled:
                 each.turn(self.traffic)
@@ -233,7 +240,9 @@ class Scrape:
         return family
 
     def counter(self, name: str, values: Mapping[Labels, float] | float) -> CounterMetricFamily:
-        """A counter that another object keeps. What was folded once stays folded, because a counter never falls."""
+        """Return a counter whose values another object keeps. Label sets that were folded once stay folded, because a
+        counter never falls.
+        """
         if not isinstance(values, Mapping):
             return CounterMetricFamily(name, self._table[name].text, value=float(values))
         metric = self._table[name]
@@ -252,14 +261,16 @@ def _folded(fold: Fold, values: Mapping[Labels, float]) -> dict[tuple[str, ...],
 
 
 def exemplar() -> dict[str, str] | None:
-    """The trace to attach to a latency that is observed now; None if there is no trace, or none that is sampled."""
-    trace_id = current_trace_id()
+    """Return the trace id to attach to a latency that is observed now; None if there is no trace or it is not
+    sampled.
+    """
+    trace_id = TRACE_ID.get()
     return {"trace_id": trace_id} if trace_id is not None else None
 
 
 def epoch_number(epoch: str) -> float:
-    """The part of a catalogue epoch that grows: an epoch is the creation time of the catalogue, and the sequence of its
-    last write.
+    """Return the growing part of a catalogue epoch, 0 if it has none. An epoch is the creation time of the catalogue
+    and the sequence number of its last write.
     """
     number = epoch.rpartition(":")[2]
     return float(number) if number.isdecimal() else 0.0

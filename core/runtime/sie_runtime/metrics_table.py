@@ -1,10 +1,11 @@
-"""Every metric of every process, declared once. Processes make theirs from this table; dashboards, alerts and
+"""Table of all metrics of all processes. Each process makes its metrics from this table; dashboards, alerts and
 docs/metrics.md are checked against it.
 
-`most` bounds the label sets of a metric, whatever is served: a process may be asked for ten thousand models. What has
-no room has `other` in the labels that FOLDED names, for which `rest` sets are kept free. Of a metric with `each` the
-busiest values of the first label have their names, so many sets each; of any other the sets that came first. All series
-of a process are at most MAX_SERIES together.
+`most` limits the number of label sets of a metric: a process may be asked for ten thousand models. A label set for
+which there is no room has `other` in the labels that FOLDED names; `rest` label sets are kept free for this. In a
+metric with `each`, the busiest values of the first label keep their names, and `each` label sets are reserved for each
+of these values. In any other metric the label sets that came first keep their names. All series of a process are at
+most MAX_SERIES together.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ _CHUNK_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1, 5, 15, 60)
 _COUNTS = (1, 2, 4, 8, 16, 64, 256, 1024)
 _SHARES = (0.1, 0.25, 0.5, 0.75, 0.9, 1)
 _AGREEMENT = (0, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.999, 0.9999)
-_ENDPOINTS = 24  # of a gateway
+_ENDPOINTS = 24  # routes of a gateway
 _CHUNK_ENDPOINTS = 6
 _BELOW = (
     "Requests refused before any route: `host` (SIE_ALLOWED_HOSTS), `origin` (a foreign page), `malformed` (not "
@@ -70,8 +71,8 @@ _BELOW = (
 
 @dataclass(frozen=True)
 class Metric:
-    """`name` is without the `_total` that a counter is exported with. A histogram's `buckets` are upper bounds without
-    the infinite one.
+    """Row of the table: a metric. `name` is without the `_total` that a counter is exported with. `buckets` are the
+    upper bounds of a histogram without the infinite one.
     """
 
     name: str
@@ -85,7 +86,7 @@ class Metric:
 
     @property
     def exported(self) -> tuple[str, ...]:
-        """The names of its series."""
+        """Return the names of the metric's series."""
         endings = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}[self.kind]
         return tuple(self.name + ending for ending in endings)
 

@@ -23,20 +23,20 @@ from typing import Any
 
 import msgspec
 
-from sie_runtime.current_trace import current_trace_id
+from sie_runtime.current_trace import TRACE_ID
 
 EXIT_BAD_SETTING = 2
 GC_THRESHOLDS = (20_000, 20, 20)
-# The event loop waits this long for the interpreter, several times in a request, while a thread counts or decodes a
-# body. Python's own 5 ms were most of the p99 of short requests beside large bodies.
+# The event loop waits up to this long for the interpreter lock, several times in a request, while a thread counts or
+# decodes a body. With Python's default of 5 ms this wait was most of the p99 of short requests beside large bodies.
 SWITCH_INTERVAL_S = 0.0005
-START_S = 30.0  # how long processes that start together may wait for each other
-QUIET_S = 10.0  # and how long each logs nothing about it: every start has such waits
+START_S = 30.0  # time that processes that start together may wait for each other
+QUIET_S = 10.0  # time for which such a wait is not logged, because every start has one
 _FIELDS = ("model", "request_id", "trace_id", "latency_ms")
 _TOLD = _FIELDS[:3]
 
 
-# their messages quote values
+# exceptions whose messages may quote values of clients
 QUOTING = (
     LookupError,
     ValueError,
@@ -71,17 +71,19 @@ def traceback_of(error: BaseException | None) -> str:
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
-    """The documented fields of a log line. A trace that is not given is that of the task that logs."""
+    """Return the documented fields of a log line. If the record has no trace, the trace of the task that logs is
+    used.
+    """
     attributes = record.__dict__
     fields = {name: attributes.get(name) for name in _FIELDS}
     if fields["trace_id"] is None:
-        fields["trace_id"] = current_trace_id()
+        fields["trace_id"] = TRACE_ID.get()
     return fields
 
 
 class _Plain(logging.Formatter):
-    """A log line for people. `extra` of the logging call is printed after the message, unless the message has it
-    already.
+    """Formatter of log lines for people. The model, the request id and the trace id are printed after the message, if
+    they are known.
     """
 
     def formatMessage(self, record: logging.LogRecord) -> str:
@@ -93,8 +95,8 @@ class _Plain(logging.Formatter):
 
 
 class _Json(_Plain):
-    """One JSON object per line, with the documented keys and no others. Values come from `extra={...}` of the logging
-    call.
+    """Formatter of log lines as JSON objects, one per line, with the documented keys and no others. Values come from
+    `extra={...}` of the logging call.
     """
 
     def format(self, record: logging.LogRecord) -> str:
@@ -121,12 +123,12 @@ def configure_logging(*, json: bool) -> None:
     plain.converter = time.gmtime
     handler.setFormatter(_Json() if json else plain)
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
-    for noisy in ("httpx", "httpcore", "httpx2", "httpcore2", "uvicorn"):  # clients log every URL, signed ones too
+    for noisy in ("httpx", "httpcore", "httpx2", "httpcore2", "uvicorn"):  # HTTP clients log every URL, signed or not
         logging.getLogger(noisy).setLevel(logging.WARNING)
 
 
 def own_stderr(*, json: bool) -> None:
-    """`configure_logging`, and route to it what Python itself would print: warnings, and uncaught exceptions, whose
+    """Call `configure_logging`, and log what Python itself would print: warnings, and uncaught exceptions, whose
     messages may quote a client.
     """
     configure_logging(json=json)
@@ -141,12 +143,12 @@ def _uncaught(what: str, kind: type[BaseException], error: BaseException | None,
 
 
 class Stop:
-    """The request to end. Every long-lived task waits on it, or is cancelled by its owner."""
+    """Request that the process ends. Every long-lived task waits for it, or is cancelled by its owner."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
         self._wakers: set[asyncio.Event] = set()
-        self._lame: asyncio.Event | None = None  # set: the lame-duck time is over
+        self._lame: asyncio.Event | None = None  # set when the lame-duck time is over
 
     def request(self) -> None:
         self._event.set()
@@ -161,7 +163,9 @@ class Stop:
         await self._event.wait()
 
     async def wait_for(self, seconds: float) -> bool:
-        """Wait at most `seconds`. Returns True if the end was requested meanwhile. The pause of every periodic task."""
+        """Wait at most `seconds`. Returns True if the end was requested meanwhile. Every periodic task uses it for its
+        pause.
+        """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._event.wait()
@@ -180,15 +184,15 @@ class Stop:
             self._lame = None
 
     def cut_short(self) -> bool:
-        """End the lame-duck time. False if there is none."""
+        """End the lame-duck time. Returns False if there is none."""
         if self._lame is None:
             return False
         self._lame.set()
         return True
 
     async def wait_woken(self, waker: asyncio.Event, seconds: float | None = None) -> bool:
-        """Wait as `wait_for`, but at most until `waker` is set, which is then cleared. Only one task may wait on a
-        waker.
+        """Wait at most `seconds`, until the end is requested or `waker` is set; then clear `waker`. Returns True if the
+        end was requested. Only one task may wait on a waker.
         """
         self._wakers.add(waker)
         try:
@@ -235,8 +239,8 @@ def run(main: Callable[[Stop], Coroutine[Any, Any, int]]) -> int:
 class Trouble:
     """Logs a repeated failure once, until it has passed.
 
-    `grace_s`: for this long the cause may be another process that is still starting. Nothing is logged for the first
-    QUIET_S of it; then it is logged at level info, and as a warning if it lasts longer.
+    `grace_s`: for this time the cause may be another process that is still starting. In the first QUIET_S of this time
+    nothing is logged. After that the failure is logged at level info, and after `grace_s` as a warning.
     """
 
     def __init__(
@@ -268,8 +272,8 @@ class Trouble:
 
 
 class Tasks:
-    """The long-lived tasks of a component. A task that ends with an exception is logged and ends the component through
-    `failed`.
+    """The long-lived tasks of a component. If a task ends with an exception, this is logged, `failed` becomes true, and
+    `on_failure` is called, which ends the component.
 
     There is no fire-and-forget: if a background task died silently, the component would look alive and do nothing.
     """
@@ -298,7 +302,7 @@ class Tasks:
         return len(self._tasks)
 
     async def settle(self, timeout_s: float) -> bool:
-        """Wait for all tasks to end by themselves. False if some still run at the time-out."""
+        """Wait for all tasks to end by themselves. Returns False if some still run at the time-out."""
         if not self._tasks:
             return True
         _, pending = await asyncio.wait(self._tasks, timeout=timeout_s)
@@ -319,10 +323,11 @@ async def retry(
     logger: logging.Logger,
     what: str,
 ) -> Any:
-    """Repeat until it works, or until the process is to stop (then None). Pauses double from 0.1 s to 5 s.
+    """Repeat `attempt` until it succeeds, and return its result; None if the process is to stop. Pauses double from 0.1
+    s to 5 s.
 
     A failure that lasts QUIET_S is logged once at level info, because processes that start together wait for each
-    other. One that lasts START_S is logged once as a warning.
+    other. A failure that lasts START_S is logged once as a warning.
     """
     delay_s, trouble = 0.1, Trouble(logger, what, START_S)
     while not stop.requested:

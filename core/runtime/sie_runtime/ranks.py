@@ -1,4 +1,4 @@
-"""Similarity of two orders."""
+"""Rank correlation of two lists of values."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import numpy as np
 
 
 def spearman(one: Any, two: Any) -> float | None:
-    """The correlation of ranks, ties at their mean; None where one side has no order."""
+    """Return the correlation of the ranks of two lists, None if all values of a list are equal. Equal values have the
+    mean of their ranks.
+    """
     a, b = (_ranks(each) for each in (one, two))
     spread = float(a.std() * b.std())
     return float(((a - a.mean()) * (b - b.mean())).mean()) / spread if spread > 0 else None

@@ -6,7 +6,7 @@ None`.
                                                                      └─► a batch, linked to the work in it ──► its
                                                                      forward pass
 
-The context travels as W3C writes it, in `Context`. `current_trace_id` is the one place from which logs and exemplars
+The context travels as W3C writes it, in `Context`. `TRACE_ID` is the one place from which logs and exemplars
 have the trace.
 """
 

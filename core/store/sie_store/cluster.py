@@ -1,7 +1,7 @@
-"""The cluster cache: the bucket of snapshots that all nodes share (SIE_CLUSTER_CACHE), for callers that block.
+"""Cluster cache: the bucket of snapshots that all nodes share (SIE_CLUSTER_CACHE), with methods that block.
 
     fetch: manifest ──► its files, in parts, by download.py ──► digests
-    push:  files that are not there yet ──► all listed again ──► manifest
+    push:  files that the bucket lacks ──► manifest ──► all files listed again
 
 A store writes an object as a whole or not at all, and all pushers write the same bytes for one commit, so they need no
 lock.
@@ -33,8 +33,8 @@ SETTING = "SIE_CLUSTER_CACHE"
 
 
 async def _wrong(source: BucketSource, files: list[RemoteFile], progress: FetchProgress) -> list[str]:
-    """The files whose digest differs from the manifest, a line for each. Nothing is kept of them. Raises FetchFailed,
-    StoreError.
+    """Read all files and return a line for each file whose digest differs from the manifest. The files are not stored.
+    Raises FetchFailed, StoreError.
     """
     reader = Reader(source, progress)
 
@@ -53,8 +53,8 @@ async def _wrong(source: BucketSource, files: list[RemoteFile], progress: FetchP
 
 
 class ClusterCache:
-    """The snapshots below `url`, s3:// or gs://. Raises SettingError. Every method blocks its thread and ends within
-    bounds of time.
+    """Snapshots below `url`, an s3:// or gs:// URL. Raises SettingError. Every method blocks its thread, for a limited
+    time.
     """
 
     def __init__(self, url: str, limits: DownloadLimits | None = None) -> None:
@@ -62,8 +62,8 @@ class ClusterCache:
         self._bucket = WeightBucket(url, object_stores.opened(url, SETTING), limits or DownloadLimits())
 
     def fetch(self, repository: str, revision: str) -> Fetch | None:
-        """Return how to fetch a snapshot into the local cache; None if the bucket has no complete one. Raises
-        FetchFailed, ManifestError.
+        """Return a function that fetches a snapshot into the local cache; None if the bucket has no complete snapshot.
+        Raises FetchFailed, ManifestError.
         """
         check_names(repository, revision)
         manifest, _ = self._run(self._bucket.manifest(repository, revision))
@@ -78,22 +78,25 @@ class ClusterCache:
         """Write the files of `manifest`, which are in `folder`, then the manifest. Files that the bucket has already
         are skipped, unless `force`.
 
-        Other files of the snapshot stay. Raises PushRefused, FetchFailed, ManifestError, OSError.
+        Files of the snapshot that only the bucket has stay there. Raises PushRefused, FetchFailed, ManifestError,
+        OSError.
         """
         encode(manifest)
         return self._run(Push(self._bucket, folder, manifest, progress).all(force=force))
 
     def listed(self) -> list[CommitState]:
-        """All snapshots, incomplete ones too, sorted by name. Raises FetchFailed."""
+        """Return all snapshots, also incomplete ones, sorted by name. Raises FetchFailed."""
         return self._run(self._bucket.listed())
 
     def stored(self, repository: str, revision: str) -> CommitState:
-        """One snapshot, as in `listed`. Raises FetchFailed, ManifestError."""
+        """Return one snapshot in the form of `listed`. Raises FetchFailed, ManifestError."""
         check_names(repository, revision)
         return self._run(self._bucket.stored(repository, revision))
 
     def verify(self, stored: CommitState, progress: FetchProgress) -> list[str]:
-        """List the faults of the files of a snapshot: each is read and digested, none is kept. Raises FetchFailed."""
+        """List the faults of the files of a snapshot. Each file is read and digested, but not stored. Raises
+        FetchFailed.
+        """
         if stored.manifest is None:
             return list(stored.wrong.values())
         source = BucketSource(self._bucket, stored.manifest, progress.what)
@@ -107,7 +110,9 @@ class ClusterCache:
         return self._run(self._bucket.removed(repository, revision))
 
     def _run(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """The result of `work`, in an event loop of its own. A StoreError becomes FetchFailed, with what to do."""
+        """Run `work` in a new event loop and return its result. A StoreError becomes FetchFailed, whose message says
+        what to do.
+        """
         try:
             return asyncio.run(work)
         except BucketMissing as error:

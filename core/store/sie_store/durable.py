@@ -20,7 +20,7 @@ def write(path: Path, data: bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Return when the folder's present names are on the disk. Raises OSError."""
+    """Wait until the present names of the files in a folder are on the disk. Raises OSError."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

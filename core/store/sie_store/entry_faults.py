@@ -1,8 +1,9 @@
-"""Contradictions of an entry and the files of its model: one check for the write of an entry and for its load.
+"""Contradictions between an entry and the files of its model: the same check for the write of an entry and for its
+load.
 
-    folder + entry ──fault──► None, or the field, what is wrong with it, and the way that works
+    folder + entry ──fault──► None, or the field with its fault and the fix
 
-Reads small JSON files alone, no weights. What those files do not say is left to the load.
+Only small JSON files are read, no weights. Faults that these files do not show are left to the load.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from sie_contracts.models import families
-from sie_contracts.models.entries import LoadOptions, ModelEntry
+from sie_contracts.models.entries import LoadOptions, ModelEntry, Pooling
 from sie_contracts.models.families import FAMILIES, TEXT_ENCODER
 from sie_store.folder_files import read_json, read_value
 
 MODEL_FILE = "config_sentence_transformers.json"
+# flags in older files of a Pooling module, and the names of the same poolings in newer files
 POOLING_NAMES = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -26,7 +28,9 @@ POOLING_NAMES = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
-# model types that number positions from the pad id on
+# names of entries for poolings that have another name in sentence-transformers
+ENTRY_NAMES: Mapping[str, Pooling] = {"lasttoken": "last", "weightedmean": "weighted"}
+# model types whose positions are numbered from the pad id on
 _NUMBERED_FROM_PAD = frozenset(
     {
         "camembert",
@@ -45,8 +49,8 @@ _ACCEPT = "load.accept_unproven: true has the entry serve it without proof of it
 
 @dataclass(frozen=True)
 class Fault:
-    """`loc`: the path of the field in the entry, as `$.run.pooling`. `message` names the field too, and ends with the
-    way that works.
+    """A contradiction. `loc`: the path of the field in the entry, as `$.run.pooling`. `message` names the field too,
+    and the fix if there is one.
     """
 
     loc: str
@@ -54,19 +58,21 @@ class Fault:
 
 
 def fault(folder: Path, entry: ModelEntry, load: LoadOptions) -> Fault | None:
-    """Return the fault that a load of `entry` from `folder` with these options would be refused for. None: these files
+    """Return the fault for which a load of `entry` from `folder` with these options would be refused; None if the files
     show no fault. Raises ModelLoadFailed for a file that cannot be read.
 
-    Pooling and prompts change which vectors a model gives, so `load.accept_unproven` overrides the files there. No
-    option overrides the number of positions: a longer text has none.
+    Pooling and prompts change the vectors of a model, so with `load.accept_unproven` those of the entry count, not
+    those of the files. No option changes the number of positions: a model cannot read a longer text.
     """
     overridden = None if load.accept_unproven else _prompt_fault(folder, entry) or _pooling_fault(folder, entry)
     return overridden or _length_fault(folder, entry)
 
 
 def _prompt_fault(folder: Path, entry: ModelEntry) -> Fault | None:
-    """An entry may say more than the model's files, never something else."""
-    is_encoder = families.row(entry.family).gives_vectors  # others have prompts for a request to name
+    """Return the fault of the entry's prompts, or None. An entry may add prompts to those of the files, but may not
+    change them.
+    """
+    is_encoder = families.row(entry.family).gives_vectors  # in other families a request names a prompt
     model = read_json(folder / MODEL_FILE) if is_encoder else {}
     stored = model.get("prompts") or {}
     sides = (("query", "query", "query_template"), ("document", "document", "doc_template"))
@@ -92,7 +98,7 @@ def _pooling_fault(folder: Path, entry: ModelEntry) -> Fault | None:
 
 def _length_fault(folder: Path, entry: ModelEntry) -> Fault | None:
     if entry.family not in FAMILIES or FAMILIES[entry.family].implementation != TEXT_ENCODER:
-        return None  # others cut texts themselves
+        return None  # other families cut texts themselves
     limit = positions(read_json(transformer_folder(folder) / "config.json"))
     if not limit or entry.max_tokens <= limit:
         return None
@@ -100,7 +106,9 @@ def _length_fault(folder: Path, entry: ModelEntry) -> Fault | None:
 
 
 def positions(config: Mapping[str, Any]) -> int:
-    """The tokens of the longest text by config.json of a transformer, special tokens included; 0: it does not say."""
+    """Return the number of tokens of the longest text, special tokens included, by config.json of a transformer; 0 if
+    the file does not say it.
+    """
     limit = config.get("max_position_embeddings")
     if not isinstance(limit, int):
         return 0
@@ -111,14 +119,14 @@ def positions(config: Mapping[str, Any]) -> int:
 
 
 def transformer_folder(folder: Path) -> Path:
-    """The folder of the first module of modules.json; the folder itself without one."""
+    """Return the folder of the first module in modules.json; `folder` itself if there is no such file."""
     modules = read_value(folder / "modules.json")
     return folder / modules[0]["path"] if modules else folder
 
 
 def stored_pooling(folder: Path) -> str:
-    """The pooling of the folder's Pooling module, by the names of entries or, of one that no entry may name, of its own
-    file. Empty without such a module.
+    """Return the pooling of the folder's Pooling module; empty without such a module. It has the name that entries use,
+    or the name in the module's file if entries have no such pooling.
     """
     for module in read_value(folder / "modules.json") or []:
         if module["type"].rpartition(".")[2] == "Pooling":
@@ -127,7 +135,7 @@ def stored_pooling(folder: Path) -> str:
 
 
 def pooling_name(config: Mapping[str, Any]) -> str:
-    """The pooling that the config.json of a Pooling module says; several are joined by `+`."""
+    """Return the pooling that the config.json of a Pooling module names; several poolings are joined by `+`."""
     modes = config.get("pooling_mode") or [mode for key, mode in POOLING_NAMES.items() if config.get(key)] or ["mean"]
     pooling = "+".join([modes] if isinstance(modes, str) else modes)
-    return {"lasttoken": "last", "weightedmean": "weighted"}.get(pooling, pooling)
+    return ENTRY_NAMES.get(pooling, pooling)

@@ -1,9 +1,9 @@
-"""Files in the payload store: written and read in pieces, so that one of any size takes little memory.
+"""Files in the payload store: written and read in pieces, so that a file of any size takes little memory.
 
     pieces ──put──► object files/{id} ──open, range──► bytes        remove ──► no object, and nothing of a killed writer
 
-An object is there whole or not at all: a store shows it when its writer has finished. No other object of the store is
-ever touched, and `PayloadStore.sweep` never touches these: their keys are no digests.
+An object is complete or absent: a store shows it when its writer has finished. Other objects of the store are never
+touched. `PayloadStore.sweep` never touches these objects, because their keys are not digests.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 FOLDER = "files"
-PART_BYTES = 8 << 20  # of an upload to a bucket: 10,000 parts of this size are 80 GB
+PART_BYTES = 8 << 20  # bytes of one part of an upload to a bucket: 10,000 parts of this size are 80 GB
 PARTS_AT_ONCE = 2
-PIECE_BYTES = 1 << 20  # that is read at once
-CALL_S = 30.0  # for an answer of the store, apart from uploads
+PIECE_BYTES = 1 << 20  # bytes that are read at once
+CALL_S = 30.0  # time limit for an answer of the store, except for uploads
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 class FileObjects:
-    """Objects by the ids of their files. Raises StoreError."""
+    """Objects of files, by the ids of the files. Every method raises StoreError."""
 
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
 
     async def put(self, file: str, pieces: AsyncIterator[bytes], timeout_s: float) -> None:
-        """Write an object, which replaces one that is there. Raises what `pieces` raises, StoreFull; then, and when
-        this call is cancelled, there is no new object.
+        """Write an object and replace an existing one. Raises the exceptions of `pieces`, and StoreFull. After an
+        exception, and if this call is cancelled, there is no new object.
         """
         import obstore
 
         async def checked() -> AsyncIterator[bytes]:
-            left = PARTS_AT_ONCE * PART_BYTES  # no more is in memory and not on the disk
+            left = PARTS_AT_ONCE * PART_BYTES  # bytes still to claim: an upload has at most this many in memory
             with object_stores.room(self._store, reserves=object_stores.FILES) as claim:
                 async for piece in pieces:
                     claim(min(len(piece), left))
@@ -54,14 +54,14 @@ class FileObjects:
         await object_stores.within(timeout_s, writing)
 
     async def open(self, file: str) -> AsyncIterator[bytes]:
-        """The bytes of an object, in pieces. Raises ObjectMissing before the first one."""
+        """Return the bytes of an object, in pieces. Raises ObjectMissing at once, before the first piece."""
         import obstore
 
         answer = await object_stores.within(CALL_S, obstore.get_async(self._store, _key(file)))
         return _pieces(aiter(answer.stream(PIECE_BYTES)))
 
     async def range(self, file: str, start: int, end: int) -> bytes:
-        """The bytes from `start` to `end` of an object, which has as many."""
+        """Read the bytes from `start` to before `end` of an object, which must have at least `end` bytes."""
         import obstore
 
         key = _key(file)
@@ -70,9 +70,9 @@ class FileObjects:
         )
 
     async def remove(self, file: str) -> None:
-        """Remove an object, if it is there, and what a killed writer of it left in a folder.
+        """Remove an object if it exists. In a folder this also removes the unfinished file of a killed writer.
 
-        A bucket has uploads that nobody finished until a rule of the bucket removes them.
+        In a bucket, unfinished uploads stay until a rule of the bucket removes them.
         """
         import obstore
         from obstore.store import LocalStore
@@ -81,7 +81,7 @@ class FileObjects:
         try:
             await object_stores.within(CALL_S, obstore.delete_async(self._store, key))
         except ObjectMissing:
-            pass  # as wanted; buckets say nothing here
+            pass  # the object is absent already; a bucket does not report this
         if isinstance(self._store, LocalStore):
             await asyncio.to_thread(_remove_unfinished, Path(str(self._store.prefix)) / key)
 
@@ -102,11 +102,11 @@ async def _pieces(stream: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
 
 
 def _remove_unfinished(path: Path) -> None:
-    """obstore writes `NAME#1` and renames it at the end (0.12)."""
+    """Remove the unfinished files of an object: obstore writes `NAME#1` and renames it at the end (0.12)."""
     for unfinished in path.parent.glob(f"{path.name}#*"):
         unfinished.unlink(missing_ok=True)
 
 
 def open_files(url: str | None, *, setting: str = "SIE_PAYLOAD_STORE_URL") -> FileObjects | None:
-    """The files at a URL in the form of SIE_PAYLOAD_STORE_URL; None without one. Raises SettingError."""
+    """Open the files at a URL in the form of SIE_PAYLOAD_STORE_URL; None without a URL. Raises SettingError."""
     return None if url is None else FileObjects(object_stores.opened(url, setting))

@@ -1,5 +1,5 @@
-"""The files of a model folder, as a stranger may have written them: what a library raises over one of them is told in a
-line with the name of that file, and configurations have the form and the size that models have.
+"""Files of a model folder, which a stranger may have written. An exception of a library becomes one line that names the
+file. Configurations must have the form and the size that models have.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from msgspec import Meta
 from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.models.load_errors import load_failed
 
-MAX_TEXT = 300  # characters of what a library says
-MAX_COUNT = 1_000  # layers, experts and the like, each of which is made
-MAX_SIZE = 1 << 24  # rows and columns of tables
+MAX_TEXT = 300  # characters of a library's message that are kept
+MAX_COUNT = 1_000  # layers, experts or blocks: more are refused, because each of them would be created
+MAX_SIZE = 1 << 24  # rows or columns of a table: more are refused
 _COUNTS, _SIZES = ("_layers", "_layer", "_experts", "_blocks"), ("_size", "_dim", "_embeddings", "_heads", "_labels")
 
 TRANSFORMER_FILES = tuple(
@@ -30,7 +30,7 @@ Size = Annotated[int, Meta(ge=1, le=MAX_SIZE)]
 
 
 class Config(msgspec.Struct):
-    """`config.json`, of which this adapter reads these by itself."""
+    """Fields of `config.json` that this code reads itself."""
 
     architectures: list[str] | None = None
     model_type: str | None = None
@@ -49,13 +49,13 @@ class Module(msgspec.Struct):
 
 
 class Sentences(msgspec.Struct):
-    """`sentence_bert_config.json`, or one of its older names."""
+    """Fields of `sentence_bert_config.json`, or of the file with the same fields for another model type."""
 
     max_seq_length: Annotated[int, Meta(ge=1)] | None = None
 
 
 class Prompts(msgspec.Struct):
-    """`config_sentence_transformers.json`."""
+    """Fields of `config_sentence_transformers.json`."""
 
     prompts: dict[str, str | None] | None = None
     default_prompt_name: str | None = None
@@ -64,7 +64,7 @@ class Prompts(msgspec.Struct):
 
 
 class TokenizerConfig(msgspec.Struct):
-    """`tokenizer_config.json`; without a limit transformers writes 10^30."""
+    """Fields of `tokenizer_config.json`. If there is no limit, transformers writes 10^30."""
 
     model_max_length: Annotated[float, Meta(ge=1)] | None = None
 
@@ -80,8 +80,8 @@ _FORMS: dict[str, Any] = {
 
 @contextmanager
 def reading(file: Path) -> Iterator[None]:
-    """Turn whatever is raised over `file` into ModelLoadFailed INCOMPATIBLE, which names it: libraries raise anything
-    over files of strangers.
+    """Turn every exception over `file` into ModelLoadFailed INCOMPATIBLE, which names the file: libraries raise any
+    exception over files of strangers.
     """
     try:
         yield
@@ -102,7 +102,7 @@ def line_of(error: Exception) -> str:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """A JSON map of the folder; empty if there is no such file. Raises ModelLoadFailed INCOMPATIBLE."""
+    """Read a JSON object from a file; empty if there is no such file. Raises ModelLoadFailed INCOMPATIBLE."""
     value = read_value(file)
     if value is None:
         return {}
@@ -112,8 +112,8 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def read_value(file: Path) -> Any:
-    """The value of a JSON file, in the form that its name promises; None if there is no such file. Raises
-    ModelLoadFailed INCOMPATIBLE.
+    """Read the value of a JSON file and check it against the form for the file's name; None if there is no such file.
+    Raises ModelLoadFailed INCOMPATIBLE.
     """
     if not file.is_symlink() and not file.exists():
         return None
@@ -137,8 +137,8 @@ def read_value(file: Path) -> Any:
 
 
 def _check_sizes(value: Any, path: str = "$") -> None:
-    """Raises ValueError for a number of layers or a size of a table that no model has: it would be made before the
-    weights are compared with it.
+    """Raise ValueError for a number of layers or a size of a table that no model has. A model of this size would be
+    created before it is compared with the weights.
     """
     if not isinstance(value, dict):
         return

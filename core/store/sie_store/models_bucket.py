@@ -1,8 +1,7 @@
-"""SIE_MODELS_DIR in a bucket: the interface of a models folder, on the objects below s3://bucket/prefix or
-gs://bucket/prefix.
+"""SIE_MODELS_DIR in a bucket: the objects below s3://bucket/prefix or gs://bucket/prefix are read like a models folder.
 
-    list ──► name, time, size and tag of every object that is a file of models ──► bodies of those that changed, some
-    at a time
+list ──► name, time, size and tag of every object that is a file of models ──► bodies of those that changed, some
+at a time
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ _T = TypeVar("_T")
 
 SETTING = "SIE_MODELS_DIR"
 READS_AT_ONCE = 16
-MAX_OBJECTS = 100_000  # below the prefix, files of models or not
+MAX_OBJECTS = 100_000  # objects below the prefix; also objects that are not files of models count
 
 
 class BucketFolder:
-    """The objects below `url`. Each call blocks its thread within bounds of time, and raises SettingError if the store
+    """Objects below `url`. Each call blocks its thread for a limited time, and raises SettingError if the store
     fails.
     """
 
@@ -35,8 +34,8 @@ class BucketFolder:
         self._store = object_stores.opened(url, SETTING)
 
     def look(self) -> dict[str, tuple[int, int, int]]:
-        """(time, size, a number from the tag) of each file of models, by its path below the prefix. Raises SettingError
-        if there is none.
+        """List the files of models by their paths below the prefix, each as (time of the last change in ns, size in
+        bytes, hash of the tag). Raises SettingError if there is none.
         """
         files = self._run(self._patience.asked(self._listed))
         if not files:
@@ -45,9 +44,7 @@ class BucketFolder:
         return files
 
     def read(self, paths: Collection[str], max_bytes: int) -> dict[str, bytes]:
-        """The present bodies of these files, by path, each with at most `max_bytes`. A file that was removed meanwhile
-        is left out.
-        """
+        """Read the first `max_bytes` of each of these files, by path. A file that was removed meanwhile is left out."""
         return self._run(self._bodies(paths, max_bytes))
 
     async def _listed(self) -> dict[str, tuple[int, int, int]]:
@@ -85,7 +82,7 @@ class BucketFolder:
         return bodies
 
     def _run(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """The result of `work`, in an event loop of its own."""
+        """Run `work` in a new event loop and return its result. Raises SettingError."""
         try:
             try:
                 return asyncio.run(work)

@@ -1,4 +1,4 @@
-"""The entries of the operator's own models folder, as a worker reads them. A file that cannot be read is skipped."""
+"""Entries of the operator's own models folder, as a worker reads them. A file that cannot be read is skipped."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def _packaged() -> tuple[ModelEntry, ...]:
 
 
 def examined(allowed: Allowed) -> str:
-    """A warning about the models folder; empty if only the operator can write there, or if SIE_MODEL_PATHS names it.
+    """Return a warning about the models folder; empty if only the operator can write there, or if SIE_MODEL_PATHS names
+    the folder.
 
     Raises SettingError for a folder in which every user may write, and for a ./models that no setting names and that
     belongs to another user.
@@ -64,13 +65,13 @@ def place_of(allowed: Allowed) -> str:
 
 
 def in_use(allowed: Allowed) -> str:
-    """Return the models folder or bucket, as `place_of`; empty if there is no such folder."""
+    """Return the models folder or bucket in the form of `place_of`; empty if there is no such folder."""
     place = place_of(allowed)
     return place if is_bucket(place) or Path(place).is_dir() else ""
 
 
 def own_entries(allowed: Allowed) -> Iterator[ModelEntry]:
-    """The models of the folder that can be read; none if others may write there."""
+    """Yield the models of the folder that can be read; none if `examined` refuses the folder."""
     for path, body in _bodies(allowed).items():
         try:
             document = parse_document(_decoded(body))
@@ -82,11 +83,11 @@ def own_entries(allowed: Allowed) -> Iterator[ModelEntry]:
 
 
 def _decoded(body: bytes) -> object:
-    """Raises ValueError."""
+    """Decode YAML. Raises ValueError."""
     import yaml
 
     try:
-        # libyaml's, ten times as fast, where PyYAML was built with it
+        # the loader of libyaml is ten times as fast; PyYAML has it if it was built with libyaml
         loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
         return loader(body).get_single_data()
     except yaml.YAMLError as error:

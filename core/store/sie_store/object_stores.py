@@ -1,7 +1,7 @@
 """Object stores by URL: opened in one way, each call bounded in time, and their errors as one set of classes.
 
 s3://bucket/prefix, gs://bucket/prefix, file:///path or a path ──opened──► ObjectStore ──within──► answer or error
-                                                                    └── Patience.asked: repeated, where that helps
+                                                                    └── RetryPolicy.asked: repeated, if that may help
 
 StoreError             no answer in time, or a failure that may pass
 ├── ObjectMissing      no such object
@@ -41,10 +41,10 @@ _T = TypeVar("_T")
 _logger = logging.getLogger("sie.store")
 
 MAX_PAUSE_S = 30.0
-RESERVE_SHARE, MAX_RESERVE_BYTES = 0.1, 256 << 20  # of a disk
-PAYLOADS, FILES = 1, 2  # reserves that each leaves free
+RESERVE_SHARE, MAX_RESERVE_BYTES = 0.1, 256 << 20  # share of a disk that is kept free, and its maximum
+PAYLOADS, FILES = 1, 2  # numbers of reserves that payloads and files leave free
 EXIT_PAUSE_S = 0.1
-_claimed: Counter[int] = Counter()  # bytes by file system that writers of this process have, disks perhaps not yet
+_claimed: Counter[int] = Counter()  # bytes by file system that writers of this process have claimed
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w{1,60})</Code>")
 _IN = re.compile(r" in [0-9.]+(ns|µs|ms|s)\b")
@@ -65,7 +65,7 @@ _REFUSED = frozenset(
         "TokenRefreshRequired",
     }
 )
-# asked where nothing else names credentials
+# hosts that are asked for credentials if no setting names any
 _INSTANCE = (
     "169.254.169.254",
     "169.254.170.2",
@@ -74,8 +74,8 @@ _INSTANCE = (
 
 
 class StoreError(Exception):
-    """The store refused, or did not answer in time. Another attempt may help, unless it is one of the subclasses.
-    `after_s`: how long the store asked to wait before it.
+    """Error of a store that refused a call or did not answer in time. Another attempt may help, unless the error is of
+    a subclass. `after_s`: seconds that the store asked to wait before another attempt.
     """
 
     def __init__(self, message: str, after_s: float = 0.0) -> None:
@@ -84,31 +84,31 @@ class StoreError(Exception):
 
 
 class ObjectMissing(StoreError):
-    """Absence of an object."""
+    """Error for an object that does not exist."""
 
 
 class BucketMissing(StoreError):
-    """Absence of a bucket."""
+    """Error for a bucket that does not exist."""
 
 
 class AccessRefused(StoreError):
-    """The credentials are missing, wrong, expired, or do not allow it."""
+    """Error for credentials that are missing, wrong, expired, or do not permit the call."""
 
 
 class RangeMissing(StoreError):
-    """The object ends before the requested range begins."""
+    """Error for a range that begins after the end of the object."""
 
 
 class WrittenMeanwhile(StoreError):
-    """Somebody else wrote the object since it was read."""
+    """Error for an object that another writer has written since it was read."""
 
 
 class StoreFull(StoreError):
-    """The disk of the store is full, or a quota of it is used up."""
+    """Error for a store whose disk is full or whose quota is used up."""
 
 
 def opened(url: str, setting: str) -> ObjectStore:
-    """The store at `url`; its keys are below the path of the URL. Raises SettingError, which names `setting`.
+    """Open the store at `url`; its keys are below the path of the URL. Raises SettingError, which names `setting`.
 
     A folder is created if it does not exist, with permissions for its owner alone. Buckets are not checked: they may be
     created later. Credentials and endpoint come from the usual AWS_ and GOOGLE_ variables, from files that these name,
@@ -122,8 +122,8 @@ def opened(url: str, setting: str) -> ObjectStore:
 
     where = store_url(url)
     limits: dict[str, Any] = {
-        # plain HTTP only where the operator's endpoint says so; options given here replace those of the environment
-        # (obstore 0.12)
+        # plain HTTP is used only if the operator's endpoint begins with http://; these options replace those of the
+        # environment (obstore 0.12)
         "client_options": {
             "allow_http": True,
             "connect_timeout": timedelta(seconds=5),
@@ -143,14 +143,14 @@ def opened(url: str, setting: str) -> ObjectStore:
 
 @contextmanager
 def room(store: ObjectStore, *, reserves: int) -> Iterator[Callable[[int], None]]:
-    """A function that claims bytes of a folder's file system before they are written there. A bucket has quotas of
-    its own.
+    """Yield a function that claims bytes of a folder's file system before they are written there. For a bucket the
+    function does nothing, because a bucket has its own quotas.
 
-    The queue may share that disk, and takes no work when it is full. So payloads leave it one reserve, and what waits
-    for no answer, such as files and outputs of jobs, leaves payloads another one. What other writers of this process
-    have claimed counts until they end: their bytes are perhaps not on the disk yet.
+    The queue may use the same disk, and accepts no work when the disk is full. So payloads leave one reserve free for
+    the queue. Files and outputs of jobs, for which no client waits, leave another reserve free for payloads. The claims
+    of other writers of this process count until these writers end: their bytes may not be on the disk yet.
 
-    Raises StoreFull where fewer than `reserves` would be left.
+    The function raises StoreFull if fewer than `reserves` reserves would stay free.
     """
     from obstore.store import LocalStore
 
@@ -177,13 +177,13 @@ def room(store: ObjectStore, *, reserves: int) -> Iterator[Callable[[int], None]
 
 def _let_threads_finish() -> None:
     """Let the threads of obstore finish at exit: they release Python objects a moment after an answer. If the
-    interpreter is being finalized then, the process is aborted (SIGABRT).
+    interpreter is being finalized at that time, the process is aborted (SIGABRT).
     """
     time.sleep(EXIT_PAUSE_S)
 
 
 async def within(timeout_s: float, work: Awaitable[_T]) -> _T:
-    """The result of `work`, a call of a store, within a time-out. Raises StoreError."""
+    """Await `work`, a call of a store, for at most `timeout_s`, and return its result. Raises StoreError."""
     from obstore.exceptions import BaseError
 
     try:
@@ -196,8 +196,8 @@ async def within(timeout_s: float, work: Awaitable[_T]) -> _T:
 
 
 async def first_bytes(store: ObjectStore, key: str, most: int) -> tuple[GetResult, bytes]:
-    """An object's first bytes, at most `most`, and what the store says of it. No more is read, however long the store
-    says that it is.
+    """Read the first bytes of an object, at most `most`. Returns the answer of the store, which has the metadata, and
+    the bytes. The rest is not read, whatever length the store states.
     """
     import obstore
 
@@ -211,8 +211,9 @@ async def first_bytes(store: ObjectStore, key: str, most: int) -> tuple[GetResul
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """Waiting times and attempts at a store. The pause before the second attempt is `pause_s`; each later one doubles,
-    or is what the store asked for; at most MAX_PAUSE_S. It has jitter, because many nodes may ask at once.
+    """Time limits and attempts for calls of a store. `stall_s`: time limit of one attempt. `tries`: number of attempts.
+    The pause before the second attempt is `pause_s`, and each later pause is twice as long. If the store asks for a
+    longer pause, that is used. The maximum is MAX_PAUSE_S. Pauses vary at random, because many nodes may retry at once.
     """
 
     stall_s: float = 30.0
@@ -220,13 +221,15 @@ class RetryPolicy:
     pause_s: float = 0.5
 
     async def asked(self, call: Callable[[], Awaitable[_T]], timeout_s: float | None = None) -> _T:
-        """The result of `call`, repeated where that may help; each attempt has `timeout_s` (default: stall_s). Raises
-        StoreError.
+        """Return the result of `call`, which is repeated if that may help. Each attempt may take `timeout_s`, by
+        default `stall_s`. Raises StoreError.
         """
         return await self.repeated(lambda: within(timeout_s or self.stall_s, call()))
 
     async def repeated(self, call: Callable[[], Awaitable[_T]]) -> _T:
-        """Repeat a call that bounds its own time and raises StoreError; see `asked`."""
+        """Return the result of `call`, which limits its own time and raises StoreError. It is repeated as in
+        `asked`.
+        """
         tries = 0
         while True:
             try:
@@ -237,7 +240,7 @@ class RetryPolicy:
 
     async def pause(self, error: StoreError, tries: int, what: str, at: int | None = None) -> None:
         """Wait before the next attempt, which asks for `what` from byte `at` on. Raises `error` after the last attempt,
-        and if another one cannot help.
+        or if another attempt cannot help.
         """
         if type(error) is not StoreError or tries >= self.tries:
             raise error
@@ -247,8 +250,8 @@ class RetryPolicy:
 
 
 def failure(error: Exception) -> StoreError:
-    """The StoreError for an exception of obstore. Its message never contains a credential: it has the status and code
-    of the store's own answer.
+    """Return the StoreError for an exception of obstore. Its message never contains a credential: it has the status and
+    code of the store's own answer.
     """
     from obstore.exceptions import (
         AlreadyExistsError,
@@ -272,7 +275,7 @@ def failure(error: Exception) -> StoreError:
     if _found(_OS_ERROR, text) in _FULL:
         return StoreFull("there is no room for it")
     if code == "InvalidRange" or status == "416":
-        return RangeMissing("the object is shorter than what was asked of it")
+        return RangeMissing("the object is shorter than the requested range")
     if (
         isinstance(error, PermissionDeniedError | UnauthenticatedError | PermissionError)
         or code in _REFUSED

@@ -2,9 +2,9 @@
 
     gateway: encoded Payload ──put──► key ──► WorkItem.payload ──► sidecar: get ──► digest checked ──► inputs
 
-A key is the digest of the bytes and the period in which they were written. A period is as long as the life of an
-object, so no writer can write a key again that is old enough to be removed: clean-up never removes what was just
-stored. No other object of the store is ever touched.
+A key is the digest of the bytes and the number of the period in which they were written. A period is as long as the
+life of an object. So a key that is old enough to be removed is never written again, and clean-up never removes bytes
+that were just stored. Other objects of the store are never touched.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ if TYPE_CHECKING:
 
 TRANSFERS_AT_ONCE = 8
 LISTED_AT_ONCE = 1000
-MAX_REMOVALS = 10_000  # of one round
+MAX_REMOVALS = 10_000  # payloads after whose removal a sweep ends
 _KEY = re.compile(r"([0-9a-f]{64})\.[0-9]+")
 _T = TypeVar("_T")
 
 
 class PayloadMissing(StoreError):
-    """Absence of an object, or contents that do not match its key. Another attempt does not help."""
+    """Error for a payload that does not exist or does not match its key. Another attempt does not help."""
 
 
 class PayloadStore:
-    """Objects by the digest of their bytes. Every call ends within its `timeout_s`, or raises StoreError."""
+    """Store of payloads, by the digest of their bytes. Every call ends within its `timeout_s`, or raises StoreError."""
 
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
         self._turns = asyncio.Semaphore(TRANSFERS_AT_ONCE)
 
     async def put(self, data: bytes, *, period: int, timeout_s: float) -> str:
-        """Store `data`; if it is there already, its age starts again. Returns its key."""
+        """Store `data`; if the store has it already, its age starts again. Returns its key."""
         import obstore
 
         async def stored() -> str:
@@ -58,7 +58,7 @@ class PayloadStore:
         return await _within(timeout_s, stored())
 
     async def size(self, key: str, timeout_s: float) -> int:
-        """Bytes of an object. Raises PayloadMissing, StoreError."""
+        """Return the number of bytes of an object. Raises PayloadMissing, StoreError."""
         import obstore
 
         _digest_of(key)
@@ -69,7 +69,7 @@ class PayloadStore:
         return await _within(timeout_s, looked_up())
 
     async def get(self, key: str, timeout_s: float) -> bytes:
-        """The bytes of an object, verified against its key. Raises PayloadMissing, StoreError."""
+        """Read an object and check its bytes against its key. Raises PayloadMissing, StoreError."""
         import obstore
 
         digest = _digest_of(key)
@@ -85,7 +85,9 @@ class PayloadStore:
         return await _within(timeout_s, read())
 
     async def sweep(self, *, older_than_s: float, now_s: float, timeout_s: float) -> int:
-        """Remove payloads last written before `now_s - older_than_s`, at most MAX_REMOVALS. Returns how many."""
+        """Remove payloads that were last written before `now_s - older_than_s`; stop when MAX_REMOVALS are removed.
+        Returns the number of removed payloads.
+        """
         import obstore
 
         async def swept() -> int:
@@ -122,7 +124,7 @@ async def _within(timeout_s: float, work: Coroutine[Any, Any, _T]) -> _T:
 
 
 def open_store(url: str | None, *, setting: str = "SIE_PAYLOAD_STORE_URL") -> PayloadStore | None:
-    """The store at a URL in the form of SIE_PAYLOAD_STORE_URL; None without one. Raises SettingError.
+    """Open the store at a URL in the form of SIE_PAYLOAD_STORE_URL; None without a URL. Raises SettingError.
 
     A folder is created if it does not exist, with permissions for its owner alone: it contains input of clients.
     Buckets are not checked: they may be created later.

@@ -1,10 +1,14 @@
-"""Admission: the order in which requests are let in, and the Retry-After of those that are refused.
+"""Admission: the order in which requests are let in, and the Retry-After of refused requests.
 
-    key ─► `grant`: what it may do ─► `window`: its share ─► `model_queue`: a place before the model, by `throughput`
+    key ─► `grant`: its scopes and quota ─► `window`: its share ─► `model_queue`: the expected wait
     ─► admitted, or 429 or 503 with a time from `retry_slots`
 
-Refusals for lack of room, by the class or function that raises them (`docs/errors.md` has the codes). Connections and
-websockets are bounded in `sie_runtime.http`, the store of large inputs refuses as QUEUE_UNAVAILABLE (`store_full`).
+The table has the refusals of the gateway for lack of room, by the class or function that raises them (`docs/errors.md`
+has the codes, `docs/security.md` has the limits under "What a client may hold"). Other modules refuse connections and
+websockets (`sie_runtime.http`), large inputs if their store is full (QUEUE_UNAVAILABLE with `store_full`,
+`streams/offload`), requests without a worker (PROVISIONING, MODEL_LOADING, `fleet/demand` and `fleet/lanes`) and
+reservations (`fleet/pool_rules`). A worker refuses for lack of its own room in the sidecar's `prepare/media_pool` and
+the adapter's `memory/oom`, `memory/residency`, `documents/parsers`.
 
     admission/admission.Admission   QUEUE_FULL          the wait, or the bytes that wait in this gateway
     admission/grant.Quotas          RATE_LIMITED        tokens of a key in a minute
@@ -12,8 +16,8 @@ websockets are bounded in `sie_runtime.http`, the store of large inputs refuses 
     admission/slots.KeySlots        RESOURCE_EXHAUSTED  uploads of all keys at once
     inference/handler.Inference     QUEUE_FULL          requests in progress
     inference/image_urls.ImageUrls  QUEUE_FULL          memory of fetched images
-    inference/inbox.ResultInbox     RESOURCE_EXHAUSTED  memory of results that come back
-    inference/intake.BodyReader     QUEUE_FULL          memory of bodies
+    inference/results.ResultInbox   RESOURCE_EXHAUSTED  memory of results that come back
+    inference/call.BodyReader       QUEUE_FULL          memory of bodies
     jobs/files._unavailable         RESOURCE_EXHAUSTED  space of the payload store for files
     jobs/records.OwnerUsage         RATE_LIMITED        jobs and files that are kept
     streams/publish.WorkQueue       QUEUE_FULL          messages of a work stream

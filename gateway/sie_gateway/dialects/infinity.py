@@ -1,8 +1,4 @@
-"""Routes that only Infinity has: `POST /classify`, the classes that a classifier gives each text, and who owns the
-models of `GET /models`.
-
-Its other routes are those of OpenAI and Jina.
-"""
+"""`POST /classify` of Infinity: the classes of each text. The other routes of Infinity are those of OpenAI and Jina."""
 
 from __future__ import annotations
 
@@ -12,16 +8,16 @@ from uuid import uuid4
 
 from sie_gateway.dialects import fields, tei
 from sie_gateway.dialects.selection import able
-from sie_gateway.inference import decoding, reply
-from sie_gateway.inference.call import Call, EncodedReply, InferRequest
+from sie_gateway.inference import reply
+from sie_gateway.inference.call import Call, EncodedReply, InferRequest, decode_body
 
 if TYPE_CHECKING:
     from sie_gateway.inference.handler import Inference
 
 
 async def classify(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
-    """`POST /classify`: all classes of each text, best first."""
-    body = await decoding.decode(call, raw)
+    """Answer `POST /classify` with all classes of each text, the best class first."""
+    body = await decode_body(call, raw)
     resolved = able(inference, call, "predict", body.get("model"))
     value = body.get("input")
     items = fields.items([value] if isinstance(value, str) else value, "input", inference.max_items(call))

@@ -1,17 +1,19 @@
-"""How an inference request is answered: from its route to its reply.
+"""Handling of an inference request, from its route to its reply.
 
-    answer: resolve name ─► read body ─► a client family's handler, which calls
+    answer: resolve name ─► read body ─► the handler of a client family, which calls
     run:    choose lane ─► merge options ─► Runner: check items ─► split ─► admit ─► publish ─► collect
 
-Everything before `publish` refuses at once, in the order of the contract, so no bad request ever causes a load.
+All checks come before `publish`, in the order of the contract, so that a bad request never causes a load.
 """
 
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from sie_contracts.errors import (
     CONFIG_CHANGED,
@@ -31,13 +33,13 @@ from sie_contracts.wire.heartbeats import Heartbeat
 from sie_contracts.wire.messages import Operation, Priority
 from sie_contracts.wire.topology import Lane
 from sie_gateway.admission.admission import Admission
-from sie_gateway.admission.retry_slots import AnswerPace
+from sie_gateway.admission.model_queue import AnswerPace
 from sie_gateway.fleet.capabilities import CAN, Able, any_model
 from sie_gateway.fleet.lanes import Fleet
 from sie_gateway.http.route_kinds import GatewayRoute
 from sie_gateway.inference import body as bodies
 from sie_gateway.inference.call import Call, EncodedReply, EntryChanged, InferRequest, route_key
-from sie_gateway.inference.image_urls import ImageUrls, links
+from sie_gateway.inference.image_urls import ImageUrls
 from sie_gateway.inference.reattach import Attachments, ClientGone
 from sie_gateway.inference.results import PlannedRequest, RequestResult
 from sie_gateway.inference.runner import Runner
@@ -45,13 +47,17 @@ from sie_gateway.inference.shadow import Shadows
 from sie_gateway.metrics import Metrics
 from sie_runtime.feed import CatalogueFeed
 
-MAX_ATTEMPTS = 4  # of a request whose model's entry changes on its way
-RENEWED_WITHIN_S = 1.0  # by then this gateway's catalogue has what a worker's has
+WATCH_AFTER_S = 1.0
+MAX_ATTEMPTS = 4  # attempts of a request if the entry of its model changes meanwhile
+RENEWED_WITHIN_S = 1.0  # seconds in which the gateway's catalogue gets the entry that a worker has
+_HUB_ID = re.compile(r"[a-zA-Z0-9][\w.-]*/[\w.-]+", re.ASCII)
 _NO_PARAMETERS = frozenset({"items", "inputs", "input", "query", "model"})
 
 
 class Inference:
-    """Answers inference requests. `shadows` copies some of them, `away` keeps those whose clients left for a while."""
+    """Answers inference requests. `shadows` copies some of them to a second model. `away` keeps the runs of clients
+    that have left, for a while.
+    """
 
     def __init__(
         self,
@@ -76,21 +82,25 @@ class Inference:
         self._plain: dict[tuple[str, Operation, str, Side], tuple[ModelEntry, RequestOptions]] = {}
         self.shadows = Shadows(lambda: feed.catalogue, fleet, admission, metrics, self.run)
         self.away: Attachments[EncodedReply] = Attachments()
+        self.watch_after_s = WATCH_AFTER_S
+        # runs whose clients are not watched yet, with their start times, the oldest first
+        self._unwatched: dict[asyncio.Task[Any], tuple[Call, float]] = {}
+        self._is_timed = False  # true if a call of `_watch` is scheduled
         self.in_progress = 0
         self._pace = AnswerPace()
-        self.idle = asyncio.Event()  # set while nothing is in progress
+        self.idle = asyncio.Event()  # set while no request is in progress
         self.idle.set()
 
     @property
     def catalogue(self) -> Catalogue:
         """The catalogue of models. Raises NotReady before it is loaded."""
-        if not self._feed.loaded:
+        if not self._feed.first.is_set():
             raise NotReady("the catalogue is not loaded yet")
         return self._feed.catalogue
 
     @property
     def max_concurrent(self) -> int:
-        """Requests that may be in progress at this gateway."""
+        """Most requests that may be in progress at this gateway."""
         return self._settings.max_concurrent_requests
 
     @property
@@ -99,24 +109,24 @@ class Inference:
         return self._settings.gateway_request_timeout
 
     def workers_of(self, bundle: str) -> list[Heartbeat]:
-        """The workers that live and serve a bundle."""
+        """Return the healthy workers that serve a bundle."""
         return [beat for beat in self._fleet.healthy() if beat.bundle == bundle]
 
     @property
     def default_models(self) -> Mapping[str, str]:
-        """The model that answers where a request names none, by capability."""
+        """Model by capability, for requests that name no model."""
         return self._default_models
 
     def max_items(self, call: Call) -> int:
-        """Inputs that a request may have: what its key may send, at most what anybody may."""
+        """Return the most inputs of a request: the limit of its key, but at most that of the gateway."""
         most = self._settings.max_items_per_request
         return min(most, call.grant.limits.items or most)
 
     def resolve(self, spec: str, call: Call | None = None, able: Able = any_model) -> Resolved:
-        """The model of a request, an alias' by who calls. A name that is unknown is told with those like it of models
-        that are `able`.
+        """Return the model that a request names. An alias is resolved by the key of the call. The error for an unknown
+        name suggests similar names of models that are `able`.
 
-        Raises NotReady before the catalogue is there, InvalidInput, ModelNotFound, BundleConflict.
+        Raises NotReady before the catalogue is loaded, InvalidInput, ModelNotFound, BundleConflict.
         """
         catalogue = self.catalogue
         if ".." in spec.split("/"):
@@ -125,11 +135,9 @@ class Inference:
             return catalogue.resolve(spec.removesuffix("/"), route_key(call) if catalogue.aliases else "")
         except ModelNotFound as error:
             if "suggestions" in error.extras:
-                like = catalogue.near(spec.partition("@")[0].partition(":")[0], able)
-                error.extras["suggestions"] = like
-                error.message += (
-                    f"; did you mean {' or '.join(like)}?" if like else "; GET /v1/models lists those that there are"
-                )
+                name = spec.rpartition(":/")[2].partition("@")[0].partition(":")[0]
+                error.extras["suggestions"] = like = catalogue.near(name, able)
+                error.message += _remedy(name, like)
             raise
 
     async def answer(
@@ -139,11 +147,11 @@ class Inference:
         read: Callable[[], Awaitable[bytes]],
         send: Callable[[EncodedReply], Awaitable[None]],
     ) -> None:
-        """`POST` of an inference route. A model that the path names comes first: an unknown one is refused before the
-        body is read.
+        """Answer `POST` of an inference route. A model in the path is resolved first, so an unknown one is refused
+        before the body is read.
 
-        The request counts as in progress from here until its reply is sent, which holds its results, and its budget
-        runs, so that slow uploads are bounded like everything else.
+        The request counts as in progress until its reply is sent, because its results are held until then. Its budget
+        also runs while the body is read, which limits slow uploads.
         """
         self._resolve(call, route)
         _check_remote(call.headers)
@@ -156,7 +164,9 @@ class Inference:
             self._enter(-1)
 
     async def answered(self, call: Call, route: InferenceRoute, raw: bytes) -> EncodedReply:
-        """The answer to a body that no connection sent, such as a line of a batch. Raises SIEError, FailedRequest."""
+        """Return the answer to a body that no connection sent, such as a line of a batch. Raises SIEError,
+        FailedRequest.
+        """
         call.body, call.shape = raw, route.shape
         self._resolve(call, route)
         call.budget_s = self.max_budget_s
@@ -168,18 +178,47 @@ class Inference:
 
     async def _answer(self, call: Call, route: InferenceRoute, read: Callable[[], Awaitable[bytes]]) -> EncodedReply:
         raw = call.body = await _within(read, call.budget_s)
-        detached = self.away.find(call, raw)
-        if detached is not None:
+        if self.away.count and (detached := self.away.find(call, raw)) is not None:
             return await detached.join(call, call.received_s + call.budget_s - time.perf_counter())
-        with self.away.attend(call, raw) as run:
-            run.answer = await self._handled(call, route, raw)
-        if run.left:
+        task = asyncio.current_task()
+        assert task is not None, "a request has a task of its own"
+        self._watch_later(task, call)
+        try:
+            answer = await self._handled(call, route, raw)
+        except BaseException as error:
+            if self._unwatched.pop(task, None) is None:
+                self.away.ended(task, error)
+            raise
+        if self._unwatched.pop(task, None) is None and self.away.ended(task, None, answer):
             raise ClientGone
-        return run.answer
+        return answer
+
+    def _watch_later(self, task: asyncio.Task[Any], call: Call) -> None:
+        """Schedule the watch of a run's client. It begins after `watch_after_s` to twice that time, if the run is still
+        in progress: a shorter run costs no task and no digest.
+        """
+        loop = asyncio.get_running_loop()
+        self._unwatched[task] = call, loop.time()
+        if not self._is_timed:
+            self._is_timed = True
+            loop.call_later(self.watch_after_s, self._watch)
+
+    def _watch(self) -> None:
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() - self.watch_after_s
+        for task, (call, began_s) in list(self._unwatched.items()):
+            if began_s > until_s:
+                break
+            del self._unwatched[task]
+            if call.receive is not None:
+                self.away.watch(task, call, call.body, call.receive)
+        self._is_timed = bool(self._unwatched)
+        if self._is_timed:
+            loop.call_later(self.watch_after_s, self._watch)
 
     async def _handled(self, call: Call, route: InferenceRoute, raw: bytes) -> EncodedReply:
-        """The route's answer by one entry of the model from start to end: anew, all of it, where that changed on the
-        way.
+        """Run the handler of the route with one entry of the model throughout. If the entry changes meanwhile, start
+        again.
         """
         while True:
             try:
@@ -194,7 +233,7 @@ class Inference:
             self._resolve(call, route)
 
     async def _renewed(self, entry: ModelEntry, timeout_s: float) -> None:
-        """Have the catalogue read again, until it has another entry of this model."""
+        """Read the catalogue again until it has another entry of this model."""
         await self._feed.renewed(lambda catalogue: catalogue.entries.get(entry.id) != entry, timeout_s)
 
     def _check_concurrency(self, call: Call) -> None:
@@ -211,20 +250,23 @@ class Inference:
         )
 
     def understand(self, call: Call, request: InferRequest) -> PlannedRequest:
-        """Merge the parameters and choose the lane. Raises SIEError: what is asked can never be done."""
+        """Merge the parameters and choose the lane. Raises SIEError if the request can never be done."""
         headers, resolved, call.infer_request = call.headers, request.resolved, request
-        lane = self.lane(headers, resolved)  # a pool that is not there comes before parameters that are wrong
-        self._urls.check(request.items, request.query)
+        lane = self.lane(headers, resolved)  # an unknown pool is reported before wrong parameters
+        if bodies.has_links(request.items, request.query):
+            self._urls.check(request.items, request.query)
         if request.run is None:
             strict = headers.get("x-sie-strict", "").lower() == "true"
             mode = _error_mode(call)
             resolved, options = self._options(resolved, request, mode, strict=strict)
-            if resolved is not request.resolved:  # another profile, which other workers may have loaded
+            if resolved is not request.resolved:  # another profile, which other workers may have
                 lane = self.lane(headers, resolved)
         else:
             options = RequestOptions(request.run)
-        if families.row(resolved.entry.family).ignores_text_beside_images and (
-            message := bodies.unread_texts(request.items, resolved.entry.id)
+        if (
+            bodies.has_images(request.items, None)
+            and families.row(resolved.entry.family).ignores_text_beside_images
+            and (message := bodies.unread_texts(request.items, resolved.entry.id))
         ):
             options = replace(options, warnings=(*options.warnings, *message))
         call.labels.update(machine_profile=lane.machine_profile, model=resolved.canonical)
@@ -239,40 +281,41 @@ class Inference:
         )
 
     async def run(self, call: Call, request: InferRequest) -> RequestResult:
-        """Have a model do what is asked, within the call's budget. Raises SIEError; what became of each input is in the
-        result.
+        """Run a request with its model, within the budget of the call. The result has the outcome of each input. Raises
+        SIEError.
         """
         return await self.execute(call, self.understand(call, request))
 
     async def execute(self, call: Call, request: PlannedRequest) -> RequestResult:
-        """Run a request that is planned already. Images at URLs are fetched."""
+        """Run a request that is planned already. Images at URLs are fetched first."""
         reads = "image" in request.resolved.entry.inputs and request.operation in ("encode", "score", "extract")
-        if not reads or not links(request.items, request.query):
+        if not reads or not bodies.has_links(request.items, request.query):
             return await self._execute(call, request)
         left_s = call.received_s + call.budget_s - time.perf_counter()
         items = [*request.items, *([request.query] if request.query else ())]
         async with self._urls.fetched(items, asyncio.get_running_loop().time() + left_s) as files:
             count = len(request.items)
             request = replace(request, items=tuple(files[:count]), query=files[count] if request.query else None)
-            if call.infer_request is not None:  # its copies are run with the same files
+            if call.infer_request is not None:  # shadow copies use the same files
                 call.infer_request = replace(call.infer_request, items=request.items, query=request.query)
             return await self._execute(call, request)
 
     async def _execute(self, call: Call, request: PlannedRequest) -> RequestResult:
         try:
             finished = await self._runner.run(call, request)
-        except QueueFull as error:  # the broker's own refusal knows no depth
+        except QueueFull as error:  # an error of the broker has no queue depth
             error.extras.setdefault("queue_depth", self._admission.queue_depth(request.lane))
             raise
         call.finished = finished
-        self.shadows.after(call, finished)
+        if request.resolved.alias:
+            self.shadows.after(call, finished)
         return finished
 
     def _options(
         self, resolved: Resolved, request: InferRequest, on_item_error: str, *, strict: bool
     ) -> tuple[Resolved, RequestOptions]:
-        """`run_options`; the outcome for a body without parameters is kept: it is that of every such body, and a tenth
-        of a request.
+        """Call `run_options`. The result for a body without parameters is cached: it is the same for all of them, and
+        takes a tenth of the time of a request.
         """
         body = request.parameters
         if any(
@@ -314,8 +357,8 @@ class Inference:
         raise InvalidInput("X-SIE-Priority: expected interactive or bulk", reason="schema", param="X-SIE-Priority")
 
     def lane(self, headers: Mapping[str, str], resolved: Resolved) -> Lane:
-        """The lane of a request with these headers. Raises InvalidInput, PoolNotFound, BundleConflict, NotFound,
-        Provisioning.
+        """Return the lane of a request with these headers. Raises InvalidInput, PoolNotFound, BundleConflict, NotFound,
+        NotProvisioned.
         """
         machine_profile = headers.get("x-sie-machine-profile", "").strip().lower()
         pool_header = headers.get("x-sie-pool", "").strip()
@@ -333,17 +376,27 @@ class Inference:
         return self._fleet.lane(resolved, pool=pool, machine_profile=machine_profile, known_pools=self._pools)
 
 
+def _remedy(name: str, like: list[str]) -> str:
+    """Return the end of a ModelNotFound message: similar names, and the command that adds a model of the hub."""
+    adds = f"`sie models add {name}` adds it if the Hugging Face Hub has it" if _HUB_ID.fullmatch(name) else ""
+    if like:
+        return f"; did you mean {' or '.join(like)}?{f' {adds}' if adds else ''}"
+    return f"; {adds or 'GET /v1/models lists those that there are'}"
+
+
 def _pool_name(value: str) -> str:
-    """The pool that a header names, the default one where it names none. Raises InvalidInput with reason pool_name."""
+    """Return the pool that a header names, or the default pool if the value is empty. Raises InvalidInput with reason
+    pool_name.
+    """
     try:
-        return topology.pool_name(value or "_default")
+        return topology.pool_name(value) if value else topology.DEFAULT_POOL
     except ValueError as error:
         raise InvalidInput(f"X-SIE-Pool: {error}", reason="pool_name", param="X-SIE-Pool") from error
 
 
 def _error_mode(call: Call) -> str:
-    """Mode of errors of single inputs, unless the body sets it: the header, else the dialect of the client. Raises
-    InvalidInput.
+    """Return the mode for errors of single inputs if the body sets none: from the header, else from the client's
+    dialect. Raises InvalidInput.
     """
     mode = call.headers.get("x-sie-on-item-error") or call.dialect.on_item_error
     if mode not in ("slot", "fail"):
@@ -352,7 +405,7 @@ def _error_mode(call: Call) -> str:
 
 
 def _check_remote(headers: Mapping[str, str]) -> None:
-    """Raise InvalidInput for a client that wants another server to answer: this one always answers by itself."""
+    """Raise InvalidInput if the client asks for another server to answer: this gateway always answers itself."""
     named = headers.get("x-sie-remote")
     if named is not None and named.strip().lower() != "forbid":
         raise InvalidInput("X-SIE-Remote: expected forbid", reason="schema", param="X-SIE-Remote")
@@ -371,6 +424,6 @@ Handler = Callable[[Inference, Call, bytes], Awaitable[EncodedReply]]
 
 @dataclass(frozen=True, kw_only=True)
 class InferenceRoute(GatewayRoute):
-    """A route whose handler asks a model."""
+    """Route whose handler runs a model."""
 
     handler: Handler

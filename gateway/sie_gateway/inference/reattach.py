@@ -1,21 +1,20 @@
-"""Clients that go away and come back. A run outlives its client for a while, and the same request again takes the
-client's place.
+"""Clients that leave and come back. A run goes on for a while after its client has left, and the same request again
+takes over the run.
 
     client leaves ──► the run goes on ──► the window ends: the run is cancelled, its work withdrawn, its permits given
     back
                           └─ the same body, path, token and headers again ──► waits for this run and gets its answer
 
-Only a run whose client is away can be joined: two clients that ask the same at once are two requests, each with its
-place among others. The answer of a run is bytes and headers that nobody changes; it is all that a client who joins gets
-of it. A client is watched from WATCH_AFTER_S on, twice that at most; a run that is over before costs no task, no timer
-and no digest.
+Only a run whose client is away can be joined. Two clients with the same request at the same time are two requests, each
+with its own place in the queue. The answer of a run is bytes and headers, which are never changed afterwards; a client
+that joins gets nothing else of the run. `Inference` watches a client only after its run has taken a while, so short
+runs never come here.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar
 
 from sie_contracts.errors import GatewayTimeout, ShuttingDown
@@ -23,11 +22,10 @@ from sie_runtime.failpoints import failpoint
 from sie_runtime.http.server import Receive
 from sie_runtime.process import Tasks
 
-REATTACH_WINDOW_S = 10.0  # contract 2.7
-WATCH_AFTER_S = 1.0
+REATTACH_WINDOW_S = 10.0  # seconds (contract 2.7)
 MAX_AWAY = 256
-MAX_AWAY_BYTES = 256 << 20  # of bodies
-# what makes a request another one, beside its path and body
+MAX_AWAY_BYTES = 256 << 20  # bytes of the bodies of these runs
+# headers that distinguish requests, beside path and body
 HEADERS = (
     "authorization",
     "content-type",
@@ -48,33 +46,33 @@ _logger = logging.getLogger("sie.gateway.attach")
 
 
 class ClientGone(Exception):
-    """Nobody is there to be answered."""
+    """Raised if the client has gone, so that no one reads an answer."""
 
 
 class Caller(Protocol):
-    """A client as its request describes it. `receive` None: a disconnect cannot be noticed."""
+    """Client as its request describes it. If `receive` is None, a disconnect cannot be noticed."""
 
     path: str
     headers: Any
     receive: Receive | None
 
     def follow(self, previous: Any) -> None:
-        """Be answered with the run of that one: what is told of it is told of this one too, and errors look alike."""
+        """Take over the run of an earlier caller: logs and errors are then those of that caller."""
 
 
 class Attachments(Generic[A]):
-    """The runs of a gateway whose clients are away. One that has no room here is cancelled when its client leaves."""
+    """Runs of a gateway whose clients are away. A run for which there is no room is cancelled when its client
+    leaves.
+    """
 
-    def __init__(self, *, window_s: float = REATTACH_WINDOW_S, watch_after_s: float = WATCH_AFTER_S) -> None:
+    def __init__(self, *, window_s: float = REATTACH_WINDOW_S) -> None:
         self.window_s = window_s
-        self.watch_after_s = watch_after_s
         self.joined = 0  # clients that came back, since the start
         self.abandoned = 0  # runs that were cancelled because their clients stayed away
+        self.count = 0  # runs that can be joined
         self.tasks = Tasks(_logger, lambda: None)
-        self._young: dict[Run[A], None] = {}  # whose clients are not watched yet, the oldest first
-        self._looking = False
+        self._watched: dict[asyncio.Task[Any], Run[A]] = {}  # by the task of each run
         self._away: dict[Identity, list[Run[A]]] = {}
-        self._count = 0
         self._bytes = 0
         self._closed = False
 
@@ -84,47 +82,27 @@ class Attachments(Generic[A]):
     def count_abandoned(self) -> None:
         self.abandoned += 1
 
-    def __len__(self) -> int:
-        return self._count
+    def watch(self, task: asyncio.Task[Any], caller: Caller, body: bytes, receive: Receive) -> None:
+        """Watch from now on if the client of a run leaves, which `receive` reports."""
+        self._watched[task] = Run(self, task, caller, body, receive)
 
-    def attend(self, caller: Caller, body: bytes) -> Run[A]:
-        """A run for this client, as a context: `answer` is set inside. Raises ClientGone at the end of one that was
-        given up.
+    def ended(self, task: asyncio.Task[Any], error: BaseException | None, answer: A | None = None) -> bool:
+        """Note the end of a run, watched or not. Return True if its own client had left. Raises ClientGone if the run
+        was cancelled because its client stayed away.
         """
-        return Run(self, caller, body)
-
-    def watch_later(self, run: Run[A]) -> None:
-        """Watch its client if it is still in progress after WATCH_AFTER_S."""
-        self._young[run] = None
-        if not self._looking:
-            self._looking = True
-            asyncio.get_running_loop().call_later(self.watch_after_s, self._check)
-
-    def ended(self, run: Run[A]) -> None:
-        self._young.pop(run, None)
-
-    def _check(self) -> None:
-        loop = asyncio.get_running_loop()
-        until_s = loop.time() - self.watch_after_s
-        while self._young and (oldest := next(iter(self._young))).began_s <= until_s:
-            del self._young[oldest]
-            oldest.watch()
-        self._looking = bool(self._young)
-        if self._looking:
-            loop.call_later(self.watch_after_s, self._check)
+        run = self._watched.pop(task, None)
+        return run is not None and run.end(error, answer)
 
     def find(self, caller: Caller, body: bytes) -> Run[A] | None:
-        """The oldest run of the same request whose client is away."""
-        if not self._count:
-            return None
+        """Return the oldest run of the same request whose client is away, or None."""
         return next((run for run in self._away.get(_identity(caller, body), ()) if run.body == body), None)
 
     def keep(self, run: Run[A]) -> bool:
-        """Make a run findable; false if there is no room."""
-        if self._closed or self._count >= MAX_AWAY or self._bytes + len(run.body) > MAX_AWAY_BYTES:
+        """Make a run findable. Return False if there is no room."""
+        if self._closed or self.count >= MAX_AWAY or self._bytes + len(run.body) > MAX_AWAY_BYTES:
             return False
         self._away.setdefault(_identity(run.caller, run.body), []).append(run)
-        self._count += 1
+        self.count += 1
         self._bytes += len(run.body)
         return True
 
@@ -134,12 +112,12 @@ class Attachments(Generic[A]):
         runs.remove(run)
         if not runs:
             del self._away[identity]
-        self._count -= 1
+        self.count -= 1
         self._bytes -= len(run.body)
 
     def close(self) -> None:
-        """Whoever is away will come back to another gateway: give up their runs, and those of all who leave from now
-        on.
+        """Cancel the runs of clients that are away, and from now on the run of each client that leaves: these clients
+        come back to another gateway.
         """
         self._closed = True
         for run in [run for runs in self._away.values() for run in runs]:
@@ -151,67 +129,60 @@ def _identity(caller: Caller, body: bytes) -> Identity:
 
 
 class Run(Generic[A]):
-    """One request in progress, run by the task that entered it."""
+    """Request in progress whose client is watched. `task` runs it."""
 
     __slots__ = (
         "_is_given_up",
         "_is_kept",
+        "_left",
         "_outcome",
         "_present",
         "_table",
         "_task",
         "_watcher",
         "_window",
-        "answer",
-        "began_s",
         "body",
         "caller",
-        "left",
     )
 
-    def __init__(self, table: Attachments[A], caller: Caller, body: bytes) -> None:
+    def __init__(
+        self, table: Attachments[A], task: asyncio.Task[Any], caller: Caller, body: bytes, receive: Receive
+    ) -> None:
         self.caller = caller
         self.body = body
-        self.answer: A | None = None
-        self.left = False  # whether its own client went away
-        self.began_s = 0.0
         self._table = table
+        self._task = task
+        self._left = False  # true after its own client has left
         self._present = 1
         self._is_kept = False
         self._is_given_up = False
-        self._task: asyncio.Task[Any] | None = None
         self._window: asyncio.TimerHandle | None = None
-        self._watcher: asyncio.Task[None] | None = None
-        self._outcome: asyncio.Future[A] | None = None  # made when its client leaves
+        self._outcome: asyncio.Future[A] | None = None  # created when its client leaves
+        self._watcher: asyncio.Task[None] | None = table.tasks.start(self._until_left(receive), "presence of a client")
 
-    def __enter__(self) -> Run[A]:
-        self._task = asyncio.current_task()
-        if self.caller.receive is not None:
-            self.began_s = asyncio.get_running_loop().time()
-            self._table.watch_later(self)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._table.ended(self)
+    def end(self, error: BaseException | None, answer: A | None) -> bool:
+        """Note the end of the run. Return True if its own client had left. Raises ClientGone if the run was cancelled
+        for that.
+        """
         if self._watcher is not None:
             self._watcher.cancel()
         if self._is_kept:
             self._unkeep()
         if self._outcome is not None:
-            self._settle(self._outcome, error)
-        # both end in an exception, whose traceback holds this run: the body would stay until a garbage collection
+            self._settle(self._outcome, error, answer)
+        # both end in an exception whose traceback holds this run; without this the body would stay in memory until a
+        # garbage collection
         self._watcher = self._outcome = None
         if self._is_given_up and isinstance(error, asyncio.CancelledError):
-            assert self._task is not None
             self._task.uncancel()
             raise ClientGone from error
+        return self._left
 
-    def _settle(self, outcome: asyncio.Future[A], error: BaseException | None) -> None:
+    @staticmethod
+    def _settle(outcome: asyncio.Future[A], error: BaseException | None, answer: A | None) -> None:
         if error is None:
-            assert self.answer is not None
-            outcome.set_result(self.answer)
+            assert answer is not None
+            outcome.set_result(answer)
             return
         ended = (
             error
@@ -219,20 +190,15 @@ class Run(Generic[A]):
             else ShuttingDown("this gateway is shutting down; another one takes the request")
         )
         outcome.set_exception(ended)
-        outcome.exception()  # read: there may be nobody to join
+        outcome.exception()  # marks the exception as retrieved, in case no client joins
 
-    def watch(self) -> None:
-        """Notice from now on when its client leaves."""
-        self._watcher = self._table.tasks.start(self._until_left(), "presence of a client")
-
-    async def _until_left(self) -> None:
-        assert self.caller.receive is not None
-        await disconnected(self.caller.receive)
-        self.left = True
+    async def _until_left(self, receive: Receive) -> None:
+        await disconnected(receive)
+        self._left = True
         self._leave()
 
     def _leave(self) -> None:
-        """One client less. Without any, the window begins."""
+        """Count one client less. If none is left, the window begins."""
         self._present -= 1
         if self._present:
             return
@@ -253,17 +219,16 @@ class Run(Generic[A]):
             self._window.cancel()
 
     def give_up(self) -> None:
-        """Nobody came back: cancel the run. What it holds is released on its way out, as at any other end."""
+        """Cancel the run because no client came back. Its resources are released as at any other end."""
         if self._is_kept:
             self._unkeep()
         self._is_given_up = True
         self._table.count_abandoned()
-        assert self._task is not None
         self._task.cancel()
 
     async def join(self, caller: Caller, timeout_s: float) -> A:
-        """Take the place of the client that left. Raises what the run raises, GatewayTimeout, and ClientGone if this
-        one leaves too.
+        """Wait for the run in the place of the client that left. Raises the exceptions of the run, GatewayTimeout, and
+        ClientGone if this client leaves too.
         """
         outcome = self._outcome
         assert outcome is not None
@@ -290,11 +255,11 @@ class Run(Generic[A]):
             if leaving is not None and leaving.done():
                 raise ClientGone
             raise GatewayTimeout("no result within what is left of the budget")
-        finally:  # the traceback of what is raised holds this frame
+        finally:  # the traceback of the exception holds this frame
             del outcome, waited, leaving
 
 
 async def disconnected(receive: Receive) -> None:
-    """Return when the client is gone. The whole body was read before."""
+    """Return when the client is gone. The whole body must have been read before."""
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -1,21 +1,22 @@
-"""Jobs: work on whole files that outlives a request, and the files that it reads and writes.
+"""Jobs: work on whole files that outlives a request, and the files that jobs read and write.
 
-    POST /v1/jobs, /v1/batches ──► JobService ──► JobLedger: a record in the broker ──► Keeper of every gateway
+    POST /v1/jobs, /v1/batches ──► JobService ──► JobLedger: a record in the broker ──► JobScheduler of every gateway
     JobScheduler: takes the lease of a job ──► JobRun: plan ─► shards ─► manifest
-    a shard: rows ─► equal ones once ─► cache ─► groups by length ─► Asking ─► one object, created once ─► its record
+    a shard: rows ─► equal rows once ─► cache ─► groups by length ─► JobClient ─► one object, created once ─► its record
 
-A shard's object has a name that follows from its number, and is only ever created, never replaced. So whichever
-gateway wrote it, and however often one died on the way, each row is in the output exactly once. The record of a shard
-is written after its object: a leader that finds the object without a record reads it and writes the record.
+The name of a shard's object follows from the number of the shard. The object is created once and never replaced. So
+each row is in the output exactly once, also if gateways died while they led the job. The record of a shard is written
+after its object: a leader that finds the object without a record reads it and writes the record.
 
-records.py, ledger.py    the buckets of jobs, files and shards
-files.py, form.py        files: bytes in the payload store, uploaded as forms
-service.py, results.py   what clients ask of jobs, and what they read of their output
-keeper.py, run.py        who leads a job; its life
-engine.py                what a job is made of
-native.py, lines.py      the two kinds: rows of data sets, requests in OpenAI's form
-envelope.py              the lines of these requests and of their answers
-values.py, asking.py     equal inputs once, groups; requests that wait for capacity
-cache.py                 answers that later jobs take over
-pace.py, windows.py      forecast, times of the day
+records.py, ledger.py        the buckets of jobs, files and shards
+files.py, file_routes.py     files: bytes in the payload store, uploaded as forms
+job_routes.py, service.py    the routes of jobs, and the operations behind them
+results.py                   the output of a job as its routes read it
+scheduler.py, run.py         the leader of a job; the life of a job: shards, retries, manifest
+engine.py, assembly.py       construction of one job; construction of the parts of a gateway
+native.py, lines.py          the two kinds of jobs: rows of data sets, requests in OpenAI's form
+envelope.py                  the lines of a batch: requests and replies
+values.py, client.py         equal inputs once, groups by length; requests that wait for capacity
+storage.py, cache.py         objects of one job; answers that later jobs use again
+pace.py                      rate and forecast of a job; the times of the day at which it works
 """

@@ -1,4 +1,4 @@
-"""The parts of a gateway that have to do with jobs and files, put together."""
+"""Construction of the parts of a gateway that serve jobs and files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from sie_store.files import open_files
 
 
 class JobParts(NamedTuple):
-    """Parts that handlers of routes use, and the tasks that run beside them."""
+    """Parts that the handlers of routes use, and parts that run as background tasks."""
 
     files: FileStore
     jobs: JobService
@@ -45,7 +45,7 @@ class JobParts(NamedTuple):
         tasks.start(self.sweeper.run(stop), "clean-up of jobs")
 
     def wanted_workers(self, lane: Lane, workers: int, now_s: float) -> int:
-        """Workers that keep the deadlines of all jobs of a lane."""
+        """Return how many workers the jobs of a lane need to end before their deadlines. `workers` serve it now."""
         name = str(lane)
         needed = (workers_needed(job, workers, now_s) for job in self.jobs.ledger if job.lane == name)
         return sum(count for count in needed if count is not None)
@@ -61,8 +61,9 @@ def assembled(
     quotas: Quotas,
     now_s: Callable[[], float],
 ) -> JobParts:
-    """`now_s`: seconds since 1970 at the broker, by which files and jobs expire: a gateway whose clock is ahead would
-    remove those of all. Raises SettingError.
+    """Build the parts from the settings. `now_s` returns seconds since 1970 by the broker's clock. Files and jobs
+    expire by it: a gateway whose own clock is ahead would remove files and jobs of all keys too early. Raises
+    SettingError.
     """
     url, replicas = settings.payload_store_url, settings.stream_replicas
     bucket = JobsBucket(broker, replicas)
@@ -71,7 +72,7 @@ def assembled(
     files = FileStore(bucket, open_files(url), LeaderLease(leases, "files"), _file_usage(settings), now_s)
     store = None if url is None else object_stores.opened(url, "SIE_PAYLOAD_STORE_URL")
 
-    def charge(grant: Grant) -> Charge:
+    def charge(grant: Grant) -> Charge | None:
         return quotas.charge(grant.key, grant.limits)
 
     engine = JobEngine(settings, inference, ledger, files, store, Credentials(grant_of_key, charge), route_of)

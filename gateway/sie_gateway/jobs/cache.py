@@ -1,16 +1,16 @@
-"""Answers of earlier jobs, in the payload store: a second run over a corpus computes only what changed.
+"""Cache of the answers of earlier jobs, in the payload store. A second run over a corpus computes only changed rows.
 
-    cache/{space}/{segment}    one object for each shard that computed something
+    cache/{space}/{segment}    one object for each shard that computed answers
     space: a digest of the owner, the model's fingerprint, the operation and the parameters
 
-A segment is only ever created whole:
+A segment is written whole, and never changed:
 
     number of values (8 bytes) | digests of inputs, sorted (16 each) | offsets of values (8 each, one more) | values
 
-Numbers are little-endian. A job reads the digests of all segments of its space when it begins, the newest first, at
-most MAX_ITEMS; values are read by whole segments, of which the last few stay in memory: rows of a corpus that changed
-little come in the order in which they were kept. What takes a processor for long is done in a thread: the event loop
-renews the leases of jobs meanwhile.
+Numbers are little-endian. When a job begins, it reads the digests of all segments of its space, the newest segment
+first, at most MAX_ITEMS digests. Values are read by whole segments, and the last SEGMENTS_KEPT segments stay in memory:
+rows of a corpus that changed little come in the order in which their values were stored. Long computations run in a
+thread, because the event loop must renew the leases of jobs meanwhile.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from obstore import ObjectMeta
     from obstore.store import ObjectStore
 
-MAX_ITEMS = 4_000_000  # whose digests a job keeps in memory, 24 bytes each
+MAX_ITEMS = 4_000_000  # digests that a job holds in memory, at 24 bytes each
 SEGMENTS_KEPT = 4
 SHORT_S, LONG_S = 10.0, 120.0
 DIGEST_BYTES, COUNT_BYTES = 16, 8
@@ -43,15 +43,15 @@ _logger = logging.getLogger("sie.gateway.jobs")
 
 
 def space_of(owner: str, fingerprint: str, operation: str, params: Mapping[str, Any]) -> str:
-    """Key of the space of answers that jobs may share. `owner`: the key of the job, so that no key learns
-    what another one sent; empty where all keys share their answers.
+    """Return the name of the space whose answers jobs with these arguments share. `owner` is the API key of the job, so
+    that no key learns the inputs of another key. It is empty if all keys share their answers.
     """
     key = msgspec.json.encode([owner, fingerprint, operation, params], order="sorted")
     return hashlib.sha256(key).hexdigest()[:32]
 
 
 class CacheSegment:
-    """The values of one object."""
+    """Reader of the values in the bytes of one segment."""
 
     def __init__(self, data: bytes) -> None:
         self._data = memoryview(data)
@@ -60,13 +60,13 @@ class CacheSegment:
         self._offsets = np.frombuffer(data, "<u8", count + 1, COUNT_BYTES + DIGEST_BYTES * count)
 
     def value(self, row: int) -> RowAnswer:
-        """Raises ValueError."""
+        """Return the value of a row. Raises ValueError if it cannot be decoded."""
         start, end = (self._values_at + int(offset) for offset in self._offsets[row : row + 2])
         return unpack(bytes(self._data[start:end]))
 
 
 def segment(values: Mapping[bytes, RowAnswer]) -> bytes:
-    """The bytes of a segment."""
+    """Encode values by their digests as a segment."""
     digests = sorted(values)
     packed = [pack(values[digest]) for digest in digests]
     offsets = np.concatenate([[0], np.cumsum([len(value) for value in packed])]).astype("<u8")
@@ -74,9 +74,9 @@ def segment(values: Mapping[bytes, RowAnswer]) -> bytes:
 
 
 class _KnownDigests(NamedTuple):
-    """The digests of all segments, sorted, in two halves whose order is that of bytes: numbers of the machine's own
-    byte order are sorted and searched many times faster than records. `segments` and `rows`: where the value of each
-    digest is.
+    """The digests of all segments, sorted. `high` and `low` are the two halves of each digest as numbers: numbers in
+    the machine's own byte order are sorted and searched many times faster than bytes. `segments` and `rows`: the
+    segment of each digest, and the row of its value there.
     """
 
     high: NDArray[np.uint64]
@@ -86,16 +86,18 @@ class _KnownDigests(NamedTuple):
 
     @classmethod
     def from_digests(cls, digests: Sequence[bytes]) -> _KnownDigests:
-        """`digests`: of each segment, one behind the other."""
+        """Sort the digests of all segments. `digests` has one item for each segment: its digests, concatenated."""
         counts = [len(digest) // DIGEST_BYTES for digest in digests]
         high, low = _halves(b"".join(digests))
         segments = np.repeat(np.arange(len(counts), dtype=np.uint32), counts)
         rows = np.concatenate([np.empty(0, np.uint32), *(np.arange(count, dtype=np.uint32) for count in counts)])
-        order = np.lexsort((low, high))  # of equal ones the first is that of the newest segment
+        order = np.lexsort((low, high))  # of equal digests, that of the newest segment is first
         return cls(high[order], low[order], segments[order], rows[order])
 
     def places(self, digests: Sequence[bytes]) -> dict[int, list[tuple[int, int]]]:
-        """By the number of a segment, of each digest that is there: its place, and the row of its value."""
+        """Look digests up. Return a list for each segment that has some of them: pairs of the index in `digests`, and
+        the row of the value.
+        """
         rows_by_segment: dict[int, list[tuple[int, int]]] = {}
         highs, lows = _halves(b"".join(digests))
         at = np.searchsorted(self.high, highs)
@@ -114,7 +116,9 @@ def _halves(digests: bytes) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
 
 
 def _values(segment: CacheSegment, rows: Sequence[tuple[int, int]], name: str) -> dict[int, RowAnswer]:
-    """Values of a segment by their places."""
+    """Read values of a segment. `rows`: pairs of the index of a digest, and the row of its value. Returns the values by
+    index.
+    """
     answers: dict[int, RowAnswer] = {}
     for place, row in rows:
         try:
@@ -125,7 +129,7 @@ def _values(segment: CacheSegment, rows: Sequence[tuple[int, int]], name: str) -
 
 
 class AnswerCache:
-    """Cache of one job. `open` reads the segments that exist."""
+    """Cache of one job. `open` reads the digests of the segments that exist."""
 
     def __init__(self, store: ObjectStore, space: str) -> None:
         self._store = store
@@ -157,7 +161,7 @@ class AnswerCache:
         self._known = await asyncio.to_thread(_KnownDigests.from_digests, digests)
 
     async def _rows(self, name: str) -> bytes:
-        """The digests of a segment; none of one that was removed meanwhile."""
+        """Return the digests of a segment, concatenated; no bytes if the segment was removed meanwhile."""
         import obstore
 
         try:
@@ -172,7 +176,9 @@ class AnswerCache:
         return len(self._known.high)
 
     async def find(self, digests: Sequence[bytes]) -> dict[int, RowAnswer]:
-        """Values by the place of their digest. What cannot be read is missing. Raises StoreError."""
+        """Return the known values by the index of their digest. A value that cannot be read is left out. Raises
+        StoreError.
+        """
         if not len(self) or not digests:
             return {}
         answers: dict[int, RowAnswer] = {}
@@ -197,7 +203,7 @@ class AnswerCache:
         return self._read[number]
 
     async def keep(self, name: str, values: Mapping[bytes, RowAnswer]) -> int:
-        """Keep values under a name that no other shard has. Returns how many bytes they take. Raises StoreError."""
+        """Store values as a segment under a name that no other shard has. Return its bytes. Raises StoreError."""
         import obstore
 
         if not values:
@@ -208,12 +214,14 @@ class AnswerCache:
                 claim(len(data))
                 await within(LONG_S, obstore.put_async(self._store, self._folder + name, data, mode="create"))
         except WrittenMeanwhile:
-            return 0  # by a leader before this one, of the same shard
+            return 0  # an earlier leader stored the values of the same shard
         return len(data)
 
 
 async def trim(store: ObjectStore, max_bytes: int) -> int:
-    """Remove the oldest segments of all spaces until they have `max_bytes`. Returns how many. Raises StoreError."""
+    """Remove the oldest segments of all spaces until the rest has at most `max_bytes`. Return how many were removed.
+    Raises StoreError.
+    """
     import obstore
 
     metas: list[ObjectMeta] = []

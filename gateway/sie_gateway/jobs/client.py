@@ -1,10 +1,10 @@
-"""A job asks its model: with patience where capacity is short, one input alone where it failed for a moment.
+"""Requests of a job to its model. They wait while there is no capacity. An input that failed is sent again alone.
 
     items ──► room (items in flight) ──► Inference.execute, bulk ──► outcome of each item
-                 └ no capacity now: wait as long as was said, then ask again, for as long as the job may take
+                 └ no capacity now: wait as long as the error says, then try again, without a limit of tries
 
-A job never gives work up because the cluster is busy, scaled to zero, or away. What ends it is a request that can
-never succeed, such as a model that is gone.
+A job never gives up because the cluster is busy, scaled to zero, or not reachable. It ends with an error only if a
+request can never succeed, for example because the model is gone.
 """
 
 from __future__ import annotations
@@ -36,15 +36,17 @@ from sie_gateway.inference.reply import Placed
 from sie_gateway.inference.results import FailedRequest, PlannedRequest
 from sie_runtime.http.server import uuid7
 
-ATTEMPTS = 3  # of an input that fails for a moment, such as by a lack of memory
+ATTEMPTS = 3  # attempts for an input whose error may pass, such as a lack of memory
 MAX_PAUSE_S = 30.0
 FIRST_ROOM, MAX_ROOM = 512, 8192  # items in flight
-ROOM_S = 4.0  # of work is in flight
+ROOM_S = 4.0  # seconds of work in flight
 _T = TypeVar("_T")
 
 
 class ItemsRefused(Exception):
-    """These items together, or one of them, can never be answered: the parameters are right, and others may be."""
+    """Raised if these items together, or one of them, can never be answered. The parameters are valid, and other items
+    may be answered.
+    """
 
     def __init__(self, error: SIEError) -> None:
         super().__init__(error.message)
@@ -52,7 +54,7 @@ class ItemsRefused(Exception):
 
 
 class Halted(Exception):
-    """Only people can change why the job does not go on, so it is paused. No error of a client: see `info`."""
+    """Raised if a job cannot go on until a person changes something. The record of the job gets `info` as its error."""
 
     def __init__(self, info: ErrorInfo) -> None:
         super().__init__(info.message)
@@ -61,16 +63,16 @@ class Halted(Exception):
 
 @dataclass(frozen=True)
 class JobIdentity:
-    """Identity that a job works for. `grant` looks the credential up as it is now, None where it is not valid any more;
-    `charge` opens what one call uses of its quota.
+    """Identity that a job works for. `grant` looks up the current grant of the credential; it returns None if the
+    credential is not valid any more. `charge` opens the charge of one call to its quota.
     """
 
     key: str
     grant: Callable[[str], Grant | None]
-    charge: Callable[[Grant], Charge]
+    charge: Callable[[Grant], Charge | None]
 
     def granted(self) -> Grant:
-        """Raises Halted where the credential is not valid any more."""
+        """Return the current grant. Raises Halted if the credential is not valid any more, or lacks the scope infer."""
         grant = self.grant(self.key)
         if grant is None or "infer" not in grant.scopes:
             message = "the key of this job is not valid any more, or lacks the scope infer"
@@ -79,8 +81,8 @@ class JobIdentity:
 
 
 class Room:
-    """How many items a job may have in flight: what its lane does in ROOM_S, so that workers never wait for it and
-    nothing of it waits for long. Items come in the order in which they asked.
+    """Limit of the items that a job has in flight: as many as its lane answers in ROOM_S. So workers never wait for the
+    job, and its items do not wait in the queue for long. Groups of items enter in the order of their calls.
     """
 
     def __init__(self) -> None:
@@ -89,20 +91,20 @@ class Room:
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     async def enter(self, count: int) -> None:
-        """Wait until there is room. One group always may run."""
+        """Wait until there is room for `count` items. If no item is in flight, a group of any size may enter."""
         entered = asyncio.get_running_loop().create_future()
         self._waiting.append((count, entered))
         self._admit()
         try:
             await entered
         except asyncio.CancelledError:
-            if not entered.cancelled():  # it was let in meanwhile
+            if not entered.cancelled():  # the group had entered before the task was cancelled
                 self._used -= count
             self._admit()
             raise
 
     def leave(self, count: int, seconds: float) -> None:
-        """`count` items are done, `seconds` after they entered."""
+        """Free the room of `count` items that are done, `seconds` after they entered, and adapt the limit."""
         rate = self._used / max(0.001, seconds)
         self._used -= count
         self.most = int(min(MAX_ROOM, max(FIRST_ROOM, 0.8 * self.most + 0.2 * rate * ROOM_S)))
@@ -120,9 +122,10 @@ class Room:
 
 
 class Throttle:
-    """At most `tokens_per_s` over time; 0: no limit. A request starts when those before it are paid for: by what inputs
-    of the job had so far until their tokens are known, by these from then on. `until_open`: returns when a request may
-    start. The turns wait for it too, so that those which were paid for meanwhile do not all start when it opens.
+    """Limit of the mean rate of a job, in tokens a second; 0 is no limit. Each request takes the time that its tokens
+    need at this rate, and the next request starts after this time. Until the tokens of a request are known, they are
+    estimated by the mean of earlier inputs. `until_open` returns when a request may start. Requests wait for it one by
+    one: if all had waited for their time before, all would start when it returns.
     """
 
     def __init__(
@@ -135,11 +138,11 @@ class Throttle:
         self._clock = clock
         self._until_open = until_open
         self._turn = asyncio.Lock()
-        self._free_s = 0.0  # when what was started is paid for
-        self._mean: float | None = None  # tokens of an input
+        self._free_s = 0.0  # time at which the next request may start
+        self._mean: float | None = None  # mean tokens of an input
 
     async def enter(self, count: int) -> float:
-        """Return when `count` inputs may start, with the tokens that they are expected to have."""
+        """Wait until `count` inputs may start. Return the tokens that they are expected to have."""
         if not self._rate:
             return 0.0
         async with self._turn:
@@ -152,7 +155,7 @@ class Throttle:
             return expected
 
     def settle(self, expected: float, count: int, tokens: int) -> None:
-        """So many were computed."""
+        """Replace the expected tokens of `count` inputs by the tokens that were computed for them."""
         if self._rate:
             self._free_s += (tokens - expected) / self._rate
             if tokens:
@@ -161,8 +164,9 @@ class Throttle:
 
 
 class JobClient:
-    """The requests of one job. `on_trouble` is called with the error that it waits for, None when that has passed.
-    `until_open` returns when the job may work: each request waits for it, however long it was in line before.
+    """Client for the requests of one job. It calls `on_trouble` with the error that makes the job wait, and with None
+    when the error has passed. `until_open` returns when the job may work: each request waits for it just before it is
+    sent.
     """
 
     def __init__(
@@ -183,15 +187,15 @@ class JobClient:
         self._on_trouble = on_trouble
 
     def call(self) -> Call:
-        """A call that no connection made. Raises Halted."""
+        """Create a call that belongs to no connection. Raises Halted."""
         grant = self._identity.granted()
         call = Call(uuid7(), time.perf_counter(), self._headers, grant=grant, charge=self._identity.charge(grant))
         call.budget_s = self.inference.max_budget_s
         return call
 
     async def patiently(self, attempt: Callable[[], Awaitable[_T]]) -> _T:
-        """The result of `attempt`, which is made again while it raises an error that may pass: ATTEMPTS times where the
-        memory of a worker did not suffice for its input. Raises SIEError, FailedRequest.
+        """Return the result of `attempt`. It is called again while it raises an error that may pass, but at most
+        ATTEMPTS times if a worker has too little memory for the input. Raises SIEError, FailedRequest.
         """
         tries, exhausted, pause_s, is_told = 0, 0, 0.0, False
         try:
@@ -227,7 +231,7 @@ class JobClient:
         items: Sequence[RequestItem],
         query: RequestItem | None = None,
     ) -> tuple[Call, PlannedRequest]:
-        """A request of the job, as one of a client is understood. Raises SIEError."""
+        """Plan a request of the job in the same way as a request of a client. Raises SIEError."""
         call = self.call()
         resolved = self.inference.resolve(spec, call)
         body = {"params": dict(params)} if params else {}
@@ -242,15 +246,15 @@ class JobClient:
         items: Sequence[RequestItem],
         query: RequestItem | None = None,
     ) -> list[Placed]:
-        """Outcome of each item: a value, or an error that asking again does not change. Raises SIEError for what
-        no item of the job can escape.
+        """Return the outcome of each item: a value, or an error that a retry does not change. Raises SIEError for an
+        error that every item of the job would get.
         """
         outcomes = await self._whole(spec, operation, params, items, query)
         for _ in range(ATTEMPTS - 1):
             again = [place for place, (_, outcome) in enumerate(outcomes) if _may_pass(outcome)]
             if not again:
                 break
-            for place in again:  # alone: it may be what the others failed by
+            for place in again:  # each item alone: one of them may have made the others fail
                 (outcomes[place],) = await self._whole(spec, operation, params, [items[place]], query)
         return outcomes
 
@@ -268,12 +272,13 @@ class JobClient:
                 outcomes = (await self.inference.execute(call, understood)).outcomes
                 for _, outcome in outcomes:
                     if isinstance(outcome, Failed) and outcome.error.code == ModelLoadFailed.code:
-                        raise SIEError.from_info(outcome.error)  # no fault of an input
+                        raise SIEError.from_info(outcome.error)  # the inputs did not cause it
                 return outcomes
             except (InvalidInput, PayloadTooLarge) as error:
                 raise ItemsRefused(error) from error
             finally:
-                call.charge.refund()  # of what did not run; what ran is settled
+                if call.charge is not None:
+                    call.charge.refund()  # for the items that did not run; the other items are settled
 
         await self.room.enter(len(items))
         began_s = time.perf_counter()
@@ -285,7 +290,7 @@ class JobClient:
                 return finished
             finally:
                 self._throttle.settle(expected, len(items), tokens)
-        except ItemsRefused as refused:  # by one of them, by their query, or more than fits together
+        except ItemsRefused as refused:  # because of one item, the query, or the size of all items together
             if len(items) == 1:
                 return [(WorkResult(uuid7(), 0, "", ()), Failed(refused.error.info()))]
         finally:
@@ -296,7 +301,9 @@ class JobClient:
 
 
 def _passes(error: SIEError) -> bool:
-    """Whether asking again may help. A worker tries a load again that failed by what may pass, such as its network."""
+    """Return whether a retry may succeed. A worker tries a load again if it failed for a reason that may pass, such as
+    the network.
+    """
     return error.retryable or (isinstance(error, ModelLoadFailed) and error.extras.get("permanent") is False)
 
 

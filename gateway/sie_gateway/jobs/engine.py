@@ -1,7 +1,7 @@
-"""Assembly of a job by its record: where it reads and writes, whom it asks, under whose name.
+"""Construction of a job from its record: its input and output places, its model, and its credential.
 
-JobRecord ──check──► refused before it is kept, or kept with its model pinned
-JobRecord ──work──► Native or Lines, for the gateway that leads it
+JobRecord ──check──► refused before it is stored, or stored with its model pinned
+JobRecord ──work──► NativeJob or BatchJob, for the gateway that leads it
 """
 
 from __future__ import annotations
@@ -39,18 +39,22 @@ if TYPE_CHECKING:
     from sie_gateway.inference.handler import InferenceRoute
 
 STORE = "SIE_PAYLOAD_STORE_URL"
-SINK_DTYPES = ("float32", "float16")  # numbers of others mean something only with a scale, or are packed bits
+SINK_DTYPES = ("float32", "float16")  # other dtypes are packed bits, or need a scale to be read
 
 
 class Credentials(NamedTuple):
-    """`grant` looks up the credential of a job as it is now, `charge` opens what a call uses of its quota."""
+    """Functions for the credential of a job: `grant` looks up its current grant, `charge` opens the charge of a call to
+    its quota.
+    """
 
     grant: Callable[[str], Grant | None]
-    charge: Callable[[Grant], Charge]
+    charge: Callable[[Grant], Charge | None]
 
 
 class JobEngine:
-    """`store`: the payload store, None without one. `route_of` finds the route that answers POST of a path."""
+    """Builder of jobs. `store`: the payload store, None without one. `route_of` finds the route that answers POST of a
+    path.
+    """
 
     def __init__(
         self,
@@ -70,11 +74,11 @@ class JobEngine:
         self._credentials = credentials
         self._route_of = route_of
 
-    # before a job is kept
+    # checks before a job is stored
 
     async def check(self, call: Call, job: JobRecord) -> JobRecord:
-        """The job with its model pinned: an alias is followed once, so that no job mixes two models. Raises SIEError
-        for one that could never run.
+        """Return the job with its model pinned: an alias is resolved once, so that no job mixes two models. Raises
+        SIEError for a job that could never run.
         """
         self.require_store()
         if job.batch is not None:
@@ -97,8 +101,8 @@ class JobEngine:
         return replace(job, model=understood.resolved.canonical, lane=str(understood.lane))
 
     def _pinned(self, call: Call, request: JobRequest) -> PlannedRequest:
-        """The model that answers, with its profile, and the lane. Raises SIEError, also for parameters that it does not
-        take.
+        """Plan a request of the job, with the model, its profile and the lane. Raises SIEError, also for parameters
+        that the model does not take.
         """
         resolved = self._inference.resolve(request.model, call)
         item = (
@@ -116,14 +120,14 @@ class JobEngine:
         if templates.reads_images(request.input) and "image" not in resolved.entry.inputs:
             message = f"input.text: expected a template, such as {{text}}; {resolved.entry.id} reads no images"
             raise InvalidInput(message, reason="schema", param="input.text")
-        # an option that no model has would be ignored in every row
+        # strict: without it, an unknown option would be ignored in every row
         headers = {**headers_of(request), "x-sie-strict": "true"}
         probe = Call(call.id, call.received_s, headers, grant=call.grant)
         return self._inference.understand(probe, infer_request)
 
     def _check_sink(self, request: JobRequest, understood: PlannedRequest) -> None:
-        """Whether the database can have what the job writes. Raises InvalidInput: a job would find out after it has
-        computed a shard.
+        """Check that the database can store the output of the job. Raises InvalidInput here, because the job itself
+        would fail only after it has computed a shard.
         """
         output, run = request.output, understood.options.run
 
@@ -141,20 +145,20 @@ class JobEngine:
         except CollectionRefused as error:
             raise refused("output.collection", str(error)) from error
         if request.operation != "encode":
-            raise refused("operation", f"a database gets vectors, which encode gives and {request.operation} does not")
+            raise refused("operation", f"a database stores vectors: encode returns them, {request.operation} does not")
         if "dense" not in run.outputs:
             outputs = ", ".join(run.outputs)
-            raise refused("params.output_types", f"a database gets dense vectors, and this job would have {outputs}")
+            raise refused("params.output_types", f"a database stores dense vectors, and this job has {outputs}")
         if run.dtype not in SINK_DTYPES:
             expected = " or ".join(SINK_DTYPES)
-            raise refused("params.output_dtype", f"a database gets {expected}, and this job would have {run.dtype}")
+            raise refused("params.output_dtype", f"a database stores {expected}, and this job has {run.dtype}")
         if columns_taken := opening.reserved(url.reveal()).intersection(request.input.keep):
             raise refused(
-                "input.keep", f"{min(columns_taken)!r} is the field in which the database has the ids of rows"
+                "input.keep", f"{min(columns_taken)!r} is the field in which the database stores the ids of rows"
             )
 
     def require_store(self) -> ObjectStore:
-        """Raises NotReady without a payload store."""
+        """Return the payload store. Raises NotReady without one."""
         if self._store is None:
             raise NotReady(f"jobs and files need a payload store: set {STORE}", reason="no_store", param=STORE)
         return self._store
@@ -167,7 +171,7 @@ class JobEngine:
     def _sinks(self) -> Mapping[str, Secret]:
         return dict(self._settings.jobs_sinks or ())
 
-    # of one that runs
+    # work of a job that runs
 
     def work(self, job: JobRecord, progress: JobProgress) -> JobWork:
         """Build the work of a job for its leader. Raises NotReady."""
@@ -178,7 +182,7 @@ class JobEngine:
         def trouble(error: SIEError | None) -> None:
             progress.trouble(None if error is None else ErrorInfo(error.code, error.message))
 
-        asking = JobClient(
+        client = JobClient(
             self._inference,
             identity,
             headers_of(request) if request is not None else {},
@@ -187,11 +191,11 @@ class JobEngine:
             request.tokens_per_s if request is not None else 0.0,
         )
         if request is None:
-            return BatchJob(workplace, job, asking, progress, self._route_of)
+            return BatchJob(workplace, job, client, progress, self._route_of)
         return NativeJob(
             workplace,
             job,
-            asking,
+            client,
             progress,
             self._places(job, request),
             cache_bytes=self._settings.jobs_cache_bytes,
@@ -203,7 +207,7 @@ class JobEngine:
         if request.input.url:
             source = Place.opened(request.input.url, self._urls)
         else:
-            # a file that is gone is named by its id, and its object is missing
+            # if the file is gone, its id takes the place of its name, and reading it fails
             name, digest = self._files.content(request.input.file) or (request.input.file, "")
             source = Place(store, "files/", request.input.file, name, digest)
         sink = None
@@ -219,22 +223,22 @@ class JobEngine:
         return Before(job, self.workplace(job), self.output(job), await self._ledger.shards(job.id))
 
     async def remove(self, job: JobRecord) -> None:
-        """Remove what a job keeps itself: its plan and parts. Raises StoreError."""
+        """Remove the objects of a job in the payload store: its plan and its parts. Raises StoreError."""
         await self.workplace(job).remove()
 
     def workplace(self, job: JobRecord) -> JobStorage:
-        """Storage of a job's plan and parts. Raises NotReady."""
+        """Return the storage of a job's plan and parts. Raises NotReady."""
         return JobStorage(self.require_store(), job.id, self._files)
 
     def output(self, job: JobRecord) -> Place:
-        """Output place of a job. Raises InvalidInput where that is not allowed any more."""
+        """Return the output place of a job. Raises InvalidInput if the place is not allowed any more."""
         if job.output_url:
             return Place.opened(job.output_url, self._urls, is_output=True)
         return Place(self.require_store(), f"jobs/{job.id}/output/")
 
 
 def headers_of(request: JobRequest) -> dict[str, str]:
-    """Options of a job that a client sends in headers."""
+    """Return the options of a job that a request of a client has as headers."""
     return {
         **({"x-sie-pool": request.pool} if request.pool else {}),
         **({"x-sie-machine-profile": request.machine_profile} if request.machine_profile else {}),

@@ -1,4 +1,4 @@
-"""The lines of batches in OpenAI's form: a file is cut into parts, a line is read, an answer is written. Pure.
+"""Lines of batches in OpenAI's form: cut a file into parts, read a line, write an answer. Nothing here does I/O.
 
 Source: the OpenAI API reference, section Batch: the objects "request input" and "request output".
 """
@@ -16,15 +16,15 @@ from sie_runtime.http.server import uuid7
 from sie_store.datasets.sizes import count_outside
 
 SHARD_LINES = 250
-# from which on a part has no further line: three of them and their answers are in memory
+# a part with this many bytes or inputs gets no further line: three parts and their answers are in memory at once
 SHARD_BYTES, SHARD_INPUTS = 4 << 20, 4096
 MAX_LINES = 50_000  # OpenAI's own limit
 MAX_LINE_BYTES = 64 << 20
-_NATIVE = ("/v1/encode", "/v1/score", "/v1/extract")  # whose model is in the path
+_NATIVE = ("/v1/encode", "/v1/score", "/v1/extract")  # endpoints with the model in the path
 
 
 class LineRequest(NamedTuple):
-    """Request of a line: `path` is that of the route, `body` its JSON."""
+    """Request of a line: `path` is the path of the route, `body` the JSON body."""
 
     custom_id: str
     path: str
@@ -32,7 +32,7 @@ class LineRequest(NamedTuple):
 
 
 class BatchRow(NamedTuple):
-    """A line of the output, without its newline. `code`: of its error, None for an answer."""
+    """A line of the output, without its newline. `code`: the code of an error, None for an answer."""
 
     text: bytes
     code: str | None
@@ -40,7 +40,7 @@ class BatchRow(NamedTuple):
 
 
 class _BatchLine(msgspec.Struct):
-    """A line whose values are not decoded: its body is decoded where it is answered, as that of a client is."""
+    """A line whose values are not decoded. Its body is decoded when it is answered, like the body of a client."""
 
     custom_id: msgspec.Raw = msgspec.Raw(b"")
     method: msgspec.Raw = msgspec.Raw(b"")
@@ -57,7 +57,7 @@ _decode_body = msgspec.json.Decoder(_BatchBody).decode
 
 
 class BadLine(Exception):
-    """A line that is no request."""
+    """Raised for a line that is no request."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
@@ -65,7 +65,8 @@ class BadLine(Exception):
 
 
 class BatchCut:
-    """Cuts a file into spans of lines, as its bytes pass, and finds lines with a custom_id of a line before.
+    """Cutter of a file into spans of lines, while its bytes arrive. It also finds lines that repeat the custom_id of an
+    earlier line.
 
     A line of white space is no request: `RowSpan.first` counts it, `RowSpan.rows` does not.
     """
@@ -73,16 +74,16 @@ class BatchCut:
     def __init__(self, file: str) -> None:
         self._file = file
         self._spans: list[RowSpan] = []
-        self._rest = b""  # of a line that is not complete
+        self._rest = b""  # bytes of a line that is not complete yet
         self._lines = self._first = 0
-        self._requests = self._rows = 0  # in the file, and in the span
-        self._inputs = 0  # of the requests of the span
-        self._start = self._end = 0  # bytes: of the span, and of the last complete line
+        self._requests = self._rows = 0  # requests in the file; requests in the span
+        self._inputs = 0  # upper bound of the inputs in the requests of the span
+        self._start = self._end = 0  # offsets in bytes: begin of the span; end of the last complete line
         self._seen: set[str] = set()
         self._repeated: list[int] = []
 
     def feed(self, piece: bytes) -> None:
-        """Raises InvalidInput."""
+        """Cut further bytes of the file. Raises InvalidInput."""
         lines = (self._rest + piece).split(b"\n")
         self._rest = lines.pop()
         for line in lines:
@@ -108,7 +109,7 @@ class BatchCut:
             )
             raise InvalidInput(message, reason="too_many_items", param="input_file_id")
         request = _lenient(line)
-        # more than the request has inputs, whatever its endpoint calls them
+        # the commas bound the number of inputs, under whichever name the endpoint has them
         self._inputs += 1 + count_outside(bytes(request.body), b",", SHARD_INPUTS)
         custom_id = _text(request.custom_id)
         if custom_id is not None and custom_id in self._seen:
@@ -122,7 +123,7 @@ class BatchCut:
         self._first, self._start, self._rows, self._inputs = self._lines, self._end, 0, 0
 
     def plan(self) -> Plan:
-        """Raises InvalidInput for a file without requests."""
+        """Return the plan of the whole file. Raises InvalidInput for a file without requests."""
         if self._rest:  # the last line has no newline
             self._line(self._rest, 0)
         self._cut()
@@ -132,13 +133,13 @@ class BatchCut:
 
 
 def requests_of(text: bytes, span: RowSpan) -> list[tuple[int, bytes]]:
-    """The requests of a span with the numbers of their lines in the file, from 0."""
+    """Return the requests of a span, each with the number of its line in the file, from 0."""
     lines = enumerate(text.split(b"\n"), span.first)
     return [(number, stripped) for number, line in lines if (stripped := line.strip())]
 
 
 def read(line: bytes, number: int, endpoint: str, *, is_repeated: bool) -> LineRequest:
-    """The request of a line. Raises BadLine."""
+    """Read the request of a line. Raises BadLine."""
     where = f"line {number + 1}"
     try:
         request = _decode(line)
@@ -150,7 +151,7 @@ def read(line: bytes, number: int, endpoint: str, *, is_repeated: bool) -> LineR
     if not custom_id:
         raise BadLine("missing_required_parameter", f"{where}: custom_id: expected a string")
     if is_repeated:
-        raise BadLine("duplicate_custom_id", f"{where}: custom_id: another line before has the same")
+        raise BadLine("duplicate_custom_id", f"{where}: custom_id: an earlier line has the same")
     if bytes(request.method) and _text(request.method) != "POST":
         raise BadLine("invalid_method", f"{where}: method: expected POST")
     if url is None or not (url == endpoint or url.startswith(f"{endpoint}/")):
@@ -167,7 +168,7 @@ def read(line: bytes, number: int, endpoint: str, *, is_repeated: bool) -> LineR
 
 
 def answer(custom_id: str, request_id: str, status: int, body: bytes, tokens: int = 0) -> BatchRow:
-    """Answer of a request: `body` is JSON."""
+    """Return the output line of a request that was answered. `body` is JSON."""
     head = orjson.dumps({"id": _new_id(), "custom_id": custom_id})
     response = orjson.dumps({"status_code": status, "request_id": request_id})
     text = head[:-1] + b',"response":' + response[:-1] + b',"body":' + body + b'},"error":null}'
@@ -175,23 +176,23 @@ def answer(custom_id: str, request_id: str, status: int, body: bytes, tokens: in
 
 
 def failure(custom_id: str | None, code: str, message: str) -> BatchRow:
-    """A request that was not answered."""
+    """Return the output line of a request that was not answered."""
     line = {"custom_id": custom_id, "response": None, "error": {"code": code, "message": message}}
     return BatchRow(orjson.dumps({"id": _new_id(), **line}), code)
 
 
 def written(text: bytes) -> list[BatchRow]:
-    """The rows of a part that is stored."""
+    """Return the rows in the text of a stored part."""
     return [_row(line) for line in text.split(b"\n") if line]
 
 
 def custom_id_of(line: bytes) -> str | None:
-    """The custom_id of a line, None where it has none."""
+    """Return the custom_id of a line, None if the line has none."""
     return _text(_lenient(line).custom_id)
 
 
 def _lenient(line: bytes) -> _BatchLine:
-    """Values of a line, empty where it is no request."""
+    """Return the values of a line; they are empty if the line is no request."""
     try:
         return _decode(line)
     except (ValueError, RecursionError):
@@ -199,7 +200,7 @@ def _lenient(line: bytes) -> _BatchLine:
 
 
 def _text(value: msgspec.Raw) -> str | None:
-    """A string, None for anything else, which is not decoded."""
+    """Decode a string. Returns None for other values, without decoding them."""
     try:
         return msgspec.json.decode(value, type=str) if bytes(memoryview(value)[:1]) == b'"' else None
     except ValueError:
@@ -223,7 +224,7 @@ def _row(line: bytes) -> BatchRow:
 
 
 def _code_of(status: int, body: Any) -> str:
-    """The code of an error, of whichever client family."""
+    """Return the code of an error in the format of any client family."""
     error = body.get("error", body) if isinstance(body, dict) else {}
     code = error.get("code") if isinstance(error, dict) else None
     return code if isinstance(code, str) and code else f"HTTP_{status}"

@@ -1,6 +1,6 @@
-"""A form with one file (multipart/form-data, RFC 7578), read as it arrives: nothing of the file is kept.
+"""Routes of files. A form with one file (multipart/form-data, RFC 7578) is read while it arrives, piece by piece.
 
-pieces of a body ──► Form.file() ──► pieces of the file      fields ──► Form.fields, all of them when `file` has ended
+pieces of a body ──► Form.file() ──► pieces of the file      fields ──► Form.fields, complete when `file` has ended
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ MAX_BOUNDARY_BYTES = 70  # RFC 2046, 5.1.1
 
 
 class Form:
-    """One form. Raises InvalidInput for what is none, for a second file and for a second value of a field; and what the
-    reading of the body raises.
+    """Reader of one form. Raises InvalidInput for a body that is no form, for a second file, and for a second value of
+    a field. Errors of `body` pass through.
     """
 
     def __init__(self, content_type: str, body: AsyncIterator[bytes]) -> None:
@@ -54,7 +54,7 @@ class Form:
         self._disposition = b""
         self._field = ""
         self._value = bytearray()
-        self._pieces: list[bytes] = []  # of the file, which are not taken yet
+        self._pieces: list[bytes] = []  # pieces of the file that `file` has not yielded yet
         self._parser = MultipartParser(
             boundary,
             {
@@ -70,12 +70,12 @@ class Form:
         )
 
     async def file(self) -> AsyncIterator[bytes]:
-        """The bytes of the file. When they have ended, the whole form has been read."""
+        """Yield the bytes of the file. After the last piece, the whole form has been read."""
         async for chunk in self._body:
             try:
                 self._parser.write(chunk)
             except FormParserError as error:
-                raise _malformed("it is no multipart/form-data with the boundary of its Content-Type") from error
+                raise _malformed("expected multipart/form-data with the boundary of the Content-Type") from error
             pieces, self._pieces = self._pieces, []
             for piece in pieces:
                 yield piece
@@ -105,15 +105,15 @@ class Form:
         self._field = _text(options.get(b"name", b""), "the name of a field")
         self._in_file = b"filename" in options
         if not self._field:
-            raise _malformed("a part of it has no name")
+            raise _malformed("a part of the form has no name")
         if self._field in self.fields or (self._in_file and self._has_file) or len(self.fields) >= MAX_FIELDS:
-            message = f"{self._field[:80]}: it is there twice, or the form has more than {MAX_FIELDS} fields"
+            message = f"{self._field[:80]}: the form has this field twice, or more than {MAX_FIELDS} fields"
             raise InvalidInput(message, reason="schema", param=self._field[:80])
         if not self._in_file:
             return
         if self._field != "file":
             raise InvalidInput(
-                f"{self._field[:80]}: expected no file but `file`", reason="schema", param=self._field[:80]
+                f"{self._field[:80]}: expected a file only in the field `file`", reason="schema", param=self._field[:80]
             )
         name = _text(options[b"filename"], "the name of the file")
         check_name(name)
@@ -148,7 +148,7 @@ def _malformed(why: str) -> InvalidInput:
 
 
 def check_name(name: str) -> None:
-    """Raises InvalidInput for what is no name of a file."""
+    """Check the name of a file. Raises InvalidInput."""
     if not 1 <= len(name) <= MAX_NAME_CHARS or not name.isprintable():
         message = f"file: expected a name of 1 to {MAX_NAME_CHARS} printable characters, got {len(name)} characters"
         raise InvalidInput(message, reason="schema", param="file")
@@ -158,14 +158,14 @@ PATH = "/v1/files"
 UPLOADED = ("batch", "jobs", "user_data")
 PURPOSES = (*UPLOADED, "batch_output")
 MAX_EXPIRES_S = 30 * 86400
-FORM_BYTES = 1 << 20  # of a form, beside its file; above what one read of a connection brings, so the file is counted
+FORM_BYTES = 1 << 20  # bytes of a form beside its file; more than one read, so that the limit of the file applies first
 UPLOAD_S = 1800.0
 _ANCHOR, _SECONDS = "expires_after[anchor]", "expires_after[seconds]"
 _FIELDS = ("file", "purpose", _ANCHOR, _SECONDS)
 
 
 async def upload(gateway: Gateway, request: Request) -> Response:
-    """Store a file: that of a form, or the whole body where the query names its purpose. Raises InvalidInput,
+    """Store a file. If the query has a purpose, the file is the whole body, else it is in a form. Raises InvalidInput,
     PayloadTooLarge, ResourceExhausted, NotReady, QueueUnavailable.
     """
     if "purpose" in request.query_params:
@@ -211,7 +211,7 @@ def _expires_after_s(form: Form) -> int:
 
 
 async def page(gateway: Gateway, request: Request) -> Response:
-    """A page of the list. Raises InvalidInput, NotReady."""
+    """Return a page of the list of files. Raises InvalidInput, NotReady."""
     query, grant = request.query_params, _call(request).grant
     purpose, order = query.get("purpose", ""), query.get("order", "desc")
     if purpose and purpose not in PURPOSES:
@@ -232,14 +232,14 @@ async def page(gateway: Gateway, request: Request) -> Response:
 
 
 async def show(gateway: Gateway, request: Request) -> Response:
-    """One file. Raises NotFound, NotReady, QueueUnavailable."""
+    """Return the description of one file. Raises NotFound, NotReady, QueueUnavailable."""
     return json_response(_shown(await _file_of(gateway, request)))
 
 
 async def content(gateway: Gateway, request: Request) -> Response:
-    """Its bytes. Raises NotFound, NotReady, QueueUnavailable."""
+    """Return the bytes of one file. Raises NotFound, NotReady, QueueUnavailable."""
     record = await _file_of(gateway, request)
-    # nobody's bytes are a page of this server
+    # a browser must not show an uploaded file as a page of this server
     headers = {
         "Content-Length": str(record.bytes),
         "Content-Disposition": "attachment",
@@ -251,7 +251,7 @@ async def content(gateway: Gateway, request: Request) -> Response:
 
 
 async def remove(gateway: Gateway, request: Request) -> Response:
-    """Delete one. Raises NotFound, NotReady, QueueUnavailable."""
+    """Delete one file. Raises NotFound, NotReady, QueueUnavailable."""
     record = await _file_of(gateway, request)
     await gateway.files.remove(record)
     return json_response(api.FileDeleted(id=record.id))

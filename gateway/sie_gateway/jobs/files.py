@@ -1,9 +1,9 @@
-"""Files: bytes in the payload store, and a record of each in the bucket of jobs.
+"""Files: bytes in the payload store, and a record of each file in the bucket of jobs.
 
     receive: record `writing` ──► object ──► record `ready`        remove: record `removing` ──► no object ──► no record
 
-A process that ends in between leaves a record that is not served. One gateway at a time removes what such records name,
-as it removes what has expired, so that no object is left for good.
+A process that ends between two steps leaves a record that is not served. One gateway at a time removes these records
+and their objects, as it removes expired files. So no object stays forever.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from sie_store.files import FileObjects
 from sie_store.object_stores import ObjectMissing, StoreError, StoreFull
 
 MAX_FILE_BYTES = 512 << 20
-UPLOADS_AT_ONCE, UPLOADS_OF_A_KEY = 16, 4  # each takes some parts of an upload in memory
-OUTPUTS_AT_ONCE = 4  # of batches, which never wait for uploads
+UPLOADS_AT_ONCE, UPLOADS_OF_A_KEY = 16, 4  # uploads of all keys; of one key. Each holds a few parts in memory
+OUTPUTS_AT_ONCE = 4  # outputs of batches that are written at once; they never wait for uploads
 WRITE_S = 3600.0
-ABANDONED_S = WRITE_S + 600.0  # then nobody writes it any more; clocks of gateways may differ by the rest
+ABANDONED_S = WRITE_S + 600.0  # after this time no gateway writes the file; clocks may differ by the 600 seconds
 CLEAN_S = 20.0
 _logger = logging.getLogger("sie.gateway.files")
 
 
 class FileDescription(NamedTuple):
-    """Description of a file beside its bytes. `expires_after_s` 0: it is kept."""
+    """Description of a file. With `expires_after_s` 0 the file does not expire."""
 
     name: str
     purpose: str
@@ -55,15 +55,15 @@ class Page(NamedTuple):
 
 
 def new_id() -> str:
-    """Ids grow with time."""
+    """Return a new id. A later id is larger."""
     return f"file-{uuid7().replace('-', '')}"
 
 
 class FileStore:
-    """The files of all owners. `wall_clock`: seconds since 1970.
+    """The files of all owners. `wall_clock` returns seconds since 1970.
 
-    Every method raises NotReady without a payload store, and while the records were not read; QueueUnavailable where
-    the broker or the store fails.
+    All methods but `content`, `clean` and `run` raise NotReady if there is no payload store, or while the records have
+    not been read. Those that call the broker or the store raise QueueUnavailable if it fails.
     """
 
     def __init__(
@@ -89,13 +89,13 @@ class FileStore:
         self._uploads = KeySlots(UPLOADS_AT_ONCE, UPLOADS_OF_A_KEY, "uploads")
         self._outputs = asyncio.Semaphore(OUTPUTS_AT_ONCE)
 
-    # what there is
+    # records of files
 
     async def find(self, file: str, owner: str, *, sees_all: bool = False) -> FileRecord:
-        """The record of a file of this owner; of any with `sees_all`. Raises NotFound."""
+        """Return the record of a file of this owner; with `sees_all`, of any owner. Raises NotFound."""
         self._required()
         record = self._records.get(file)
-        if record is None or record.state == "writing":  # perhaps another gateway has it since a moment
+        if record is None or record.state == "writing":  # another gateway may have just written it
             with _unavailable():
                 record = await self._records.refresh(file) if _is_id(file) else None
         if record is None or not self._is_served(record) or not (sees_all or record.owner == owner):
@@ -103,14 +103,16 @@ class FileStore:
         return record
 
     def content(self, file: str) -> tuple[str, str] | None:
-        """The name and the digest of a file; None where it is gone."""
+        """Return the name and the digest of a file; None if it is gone."""
         record = self._records.get(file)
         return None if record is None else (record.name, record.sha256)
 
     def page(
         self, owner: str, *, sees_all: bool = False, purpose: str = "", after: str = "", limit: int, newest_first: bool
     ) -> Page:
-        """At most `limit` files of this owner behind the id `after`, by the time of their making."""
+        """Return at most `limit` files of this owner, in the order of their creation, after the file with id `after`.
+        Raises InvalidInput.
+        """
         self._required()
         if after and not _is_id(after):
             raise InvalidInput("after: expected the id of a file", reason="schema", param="after")
@@ -132,19 +134,19 @@ class FileStore:
     def _is_expired(self, record: FileRecord) -> bool:
         return bool(record.expires_s) and record.expires_s <= self._wall_clock()
 
-    # what is in it
+    # bytes of files
 
     async def open(self, record: FileRecord) -> AsyncIterator[bytes]:
-        """The bytes of a file, in pieces. Raises NotFound before the first one."""
+        """Open a file and return its bytes in pieces. Raises NotFound before the first piece."""
         with _unavailable():
             return await self._required().open(record.id)
 
     async def range(self, record: FileRecord, start: int, end: int) -> bytes:
-        """The bytes from `start` to `end`. Raises NotFound."""
+        """Return the bytes of a file from `start` to `end`. Raises NotFound."""
         with _unavailable():
             return await self._required().range(record.id, start, end)
 
-    # making and removing
+    # creation and removal
 
     async def create(
         self,
@@ -156,8 +158,8 @@ class FileStore:
         expires_after_s: float = 0.0,
         file: str,
     ) -> FileRecord:
-        """Store an output. `file`: its id, of `new_id`, so that a writer that is repeated makes it once: where that
-        file is there already, its record is returned and `data` is not read.
+        """Store an output under the id `file`. If that file exists already, return its record without reading `data`:
+        so a writer that is repeated creates the file once.
         """
         if (existing := await self._refreshed(file)) is not None and existing.state == "ready":
             return existing
@@ -167,11 +169,12 @@ class FileStore:
             )
 
     async def receive(self, owner: str, data: AsyncIterator[bytes], about: Callable[[], FileDescription]) -> FileRecord:
-        """Store a file that a client sends, of which all is known when `data` has ended: then `about` is called.
+        """Store a file that a client sends. `about` is called after the end of `data`, when all fields of the form are
+        known.
 
-        Raises InvalidInput for an empty file, PayloadTooLarge, RateLimited for what a key may not have,
-        ResourceExhausted for a full store, and what `data` and `about` raise; then nothing of it is left. What a task
-        leaves that is cancelled is removed by `clean`.
+        Raises InvalidInput for an empty file, PayloadTooLarge, RateLimited above a limit of the key or of all keys,
+        ResourceExhausted for a full store, and the errors of `data` and `about`. After an error nothing of the file is
+        left. If the task is cancelled, `clean` removes the rest later.
         """
         with self._uploads.hold(owner):
             return await self._receive(owner, data, about, new_id(), bounded=True)
@@ -179,7 +182,9 @@ class FileStore:
     async def _receive(
         self, owner: str, data: AsyncIterator[bytes], about: Callable[[], FileDescription], file: str, *, bounded: bool
     ) -> FileRecord:
-        """`bounded`: it is refused where its owner, or all, have as much as may be. An output counts and is kept."""
+        """Write a file with its record. `bounded`: refuse it above the limits of its owner or of all owners. An output
+        is not bounded: it counts, but is never refused.
+        """
         objects = self._required()
         if bounded:
             self._usage.check(owner, RecordUse(1))
@@ -196,14 +201,14 @@ class FileStore:
                 stands = await self._records.change(
                     draft.id, lambda now: now if now is not None and now.state == "ready" else draft
                 )
-            if stands is not None and stands.state == "ready":  # by another writer of the same file
+            if stands is not None and stands.state == "ready":  # another gateway wrote the same file
                 return stands
             try:
                 with _unavailable():
                     return await self._write(objects, draft, _Read(data, self._max_bytes, grow), about)
             except Exception:
                 now = self._records.get(draft.id)
-                if now is None or now == draft:  # else somebody else writes this file
+                if now is None or now == draft:  # else another gateway writes this file
                     await self._forsake(draft.id)
                 raise
         finally:
@@ -212,7 +217,7 @@ class FileStore:
     def _charge(self, file: str, record: FileRecord | None) -> None:
         if record is None:
             self._usage.release(file)
-        elif record.state != "writing" or file not in self._usage:  # else its writer counts what has arrived
+        elif record.state != "writing" or file not in self._usage:  # else its writer counts the bytes
             self._usage.charge(file, record.owner, record.bytes)
 
     async def _write(
@@ -232,18 +237,18 @@ class FileStore:
             state="ready",
         )
         if await self._records.change(draft.id, lambda now: done if now is not None and now == draft else now) != done:
-            raise QueueUnavailable("the file took so long to write that it was given up")
+            raise QueueUnavailable("writing the file took too long, so its record was removed")
         return done
 
     async def _forsake(self, file: str) -> None:
-        """Remove what a write left that failed; later, where that fails too."""
+        """Remove a file. If the broker or the store fails, `clean` removes it later."""
         try:
             await self._erase(file)
         except (BrokerError, StoreError) as error:
-            _logger.warning("a file that was not completed is removed later: %s", error)
+            _logger.warning("a file could not be removed, so it is removed later: %s", error)
 
     async def remove(self, record: FileRecord) -> None:
-        """From now on it is not served. What cannot be removed at once is removed later."""
+        """Remove a file. It is not served any more, also if its bytes are removed later."""
         self._required()
         with _unavailable():
             await self._records.change(
@@ -252,7 +257,7 @@ class FileStore:
         await self._forsake(record.id)
 
     async def _erase(self, file: str) -> None:
-        """The object, then the record, so that no object is without one. Raises StoreError, BrokerError."""
+        """Remove the object, then the record, so that no object is without a record. Raises StoreError, BrokerError."""
         assert self._objects is not None, "there is no file without a store"
         await self._objects.remove(file)
         await self._records.remove(file)
@@ -260,8 +265,8 @@ class FileStore:
     # clean-up
 
     async def clean(self) -> int:
-        """Remove what has expired, what is half removed and what nobody writes any more, if this gateway is the one
-        that does. Returns how many. Raises BrokerError, StoreError.
+        """Remove expired files, half-removed files and abandoned writes, if this gateway holds the lease for it. Return
+        how many were removed. Raises BrokerError, StoreError.
         """
         due = [record for record in self._records.values() if self._is_due(record)]
         if self._objects is None or not due or not await self._lease.acquire():
@@ -287,11 +292,11 @@ class FileStore:
         while not await stop.wait_for(CLEAN_S * random.uniform(0.5, 1.0)):  # noqa: S311  no secret
             try:
                 if removed := await self.clean():
-                    _logger.info("%d files were removed that had expired, or were not completed", removed)
+                    _logger.info("removed %d files that had expired, were not completed, or were half removed", removed)
                 trouble.passed()
             except (BrokerError, StoreError) as error:
                 trouble.met(error)
-        with contextlib.suppress(BrokerError):  # then the lease lapses
+        with contextlib.suppress(BrokerError):  # without a release, the lease expires
             await self._lease.release()
 
     async def _refreshed(self, file: str) -> FileRecord | None:
@@ -310,13 +315,13 @@ class FileStore:
 
 
 def sees_all(grant: Grant) -> bool:
-    """Whether a credential sees the files and jobs of all others."""
+    """Return whether a credential sees the files of all owners."""
     return "admin" in grant.scopes
 
 
 class _Read:
-    """Counts and digests what is read. Raises InvalidInput for nothing, PayloadTooLarge for too much, and what `grow`
-    raises, which hears of each size.
+    """Reader of a file that counts and digests its bytes. `grow` is called with the size after each piece. Raises
+    InvalidInput for an empty file, PayloadTooLarge above `limit`, and the errors of `grow`.
     """
 
     def __init__(self, data: AsyncIterator[bytes], limit: int, grow: Callable[[int], None]) -> None:
@@ -328,12 +333,12 @@ class _Read:
         self._first = b""
 
     async def begin(self) -> None:
-        """Wait for the first bytes."""
+        """Wait for the first bytes. Raises InvalidInput if there are none."""
         while not self._first:
             try:
                 self._first = await anext(self._data)
             except StopAsyncIteration:
-                raise InvalidInput("file: it is empty", reason="schema", param="file") from None
+                raise InvalidInput("file: the file is empty", reason="schema", param="file") from None
 
     async def pieces(self) -> AsyncIterator[bytes]:
         yield self._counted(self._first)
@@ -356,7 +361,7 @@ def _is_id(file: str) -> bool:
 
 @contextlib.contextmanager
 def _unavailable() -> Iterator[None]:
-    """The errors of the broker and of the store, as clients see them."""
+    """Map the errors of the broker and of the store to errors for clients."""
     try:
         yield
     except BrokerError as error:

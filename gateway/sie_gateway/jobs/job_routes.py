@@ -1,9 +1,9 @@
-"""Jobs in the form of the public SDKs of SIE: what they submit as a job of ours, and a job as they read it.
+"""Routes of jobs and batches, and the conversion between the job format of the public SDKs of SIE and ours.
 
 {src, operation, model, field_map, options} ──► requested ──► JobRequest
                            JobInfo ──► as_public ──► {state, total_items, completed_items, ...}
 
-A field without a counterpart is refused by its name, with what to use.
+A field without a counterpart is refused. The error names the field and an alternative.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _STATES = {
     "completed": "succeeded",
     "expired": "failed",
 }
-"""States that these clients have under another name. They wait until one that they know as the end."""
+"""Names of job states in the public SDKs, where they differ. These SDKs poll until a state that they know as final."""
 
 
 class _FieldMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -52,7 +52,7 @@ class _FieldMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _SubmittedJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Fields that these clients send; `src` is `source` of their call."""
+    """Fields that the public SDKs send. The argument `source` of their call is sent as `src`."""
 
     model: str
     src: str = ""
@@ -68,12 +68,12 @@ class _SubmittedJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def is_public(body: Any) -> bool:
-    """Whether a body is a job in the form of the public SDKs."""
+    """Return whether a body is a job in the format of the public SDKs."""
     return isinstance(body, dict) and "input" not in body and not body.keys().isdisjoint(("src", "source", "items"))
 
 
 def requested(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The body of a job of ours. Raises InvalidInput, which names the field of the client."""
+    """Convert the body of a public SDK to that of a JobRequest. Raises InvalidInput with the field of the client."""
     for name, instead in _REFUSED.items():
         if name in body:
             raise _refused(name, instead)
@@ -86,7 +86,7 @@ def requested(body: Mapping[str, Any]) -> dict[str, Any]:
         raise _refused("execution", "expected run: a job begins at once, and nothing is planned without it")
     for name, named, place in (("connection", job.connection, src), ("sink_connection", job.sink_connection, job.sink)):
         if named and named != _authority(place):
-            raise _refused(name, "leave it out: SIE_JOBS_URLS and the gateway's own credentials allow places")
+            raise _refused(name, "leave it out: SIE_JOBS_URLS and the gateway's own credentials give access to places")
     params: dict[str, Any] = {"output_types": list(job.output_types)} if job.output_types else {}
     options = dict(job.options)
     input_map = _input(job, src, options)
@@ -103,7 +103,7 @@ def requested(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _input(job: _SubmittedJob, src: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Input of the job. Takes the query of a score out of `options`."""
+    """Return the input of the job. For a score, the query is removed from `options`."""
     fields = job.field_map
     if fields.input_type != "text":
         raise _refused("field_map.input_type", "expected text: a job reads the column of a text")
@@ -136,7 +136,7 @@ def _output(sink: str) -> dict[str, Any]:
 
 
 def as_public(info: api.JobInfo) -> dict[str, Any]:
-    """A job with the states and the counts that these clients read."""
+    """Return a job with the states and the counts that the public SDKs read."""
     fields: dict[str, Any] = msgspec.to_builtins(info)
     counts = info.counts
     return {
@@ -159,7 +159,7 @@ def _refused(field: str, message: str) -> InvalidInput:
 
 
 def _schema_fault(error: msgspec.DecodeError) -> InvalidInput:
-    """The refusal of a body, with the field that the decoder names: `$.a.b`, or a key of it."""
+    """Return the refusal of a body, with the field that the decoder names: a value at `$.a.b`, or a key of that map."""
     message, at, path = str(error).rpartition(" - at ")
     name, _, parent = path.rpartition(" in ")
     field = (parent or path).strip("`").removeprefix("$.")
@@ -178,12 +178,12 @@ def _call(request: Request) -> Call:
 
 
 async def _body(request: Request, kind: type[_T], form: Callable[[Any], Any] | None = None) -> _T:
-    """The body as a struct, `form` makes its fields of what was sent. Raises InvalidInput, which names the field."""
+    """Decode the body as a struct. `form` converts the decoded JSON first. Raises InvalidInput with the field."""
     try:
         if form is None:
             return msgspec.json.decode(await request.body(), type=kind)
         return msgspec.convert(form(msgspec.json.decode(await request.body())), kind)
-    except msgspec.DecodeError as error:  # says what was expected, and never what was sent
+    except msgspec.DecodeError as error:  # its message has the expected type, but no value of the body
         raise _schema_fault(error) from error
 
 
@@ -196,19 +196,19 @@ def _form(body: Any) -> Any:
 
 
 def _info_reply(request: Request, info: api.JobInfo, status: int = 200) -> Response:
-    """A job as the client reads it."""
+    """Return a job in the format of the client."""
     is_public = _call(request).dialect is not sdk_versions.NATIVE
     return json_response(as_public(info) if is_public else info, status)
 
 
 async def submit(gateway: Gateway, request: Request) -> Response:
-    """A new job. Raises SIEError."""
+    """Create a job. Raises SIEError."""
     job_request = await _body(request, api.JobRequest, _form)
     return _info_reply(request, await gateway.jobs.submit(_call(request), job_request), 201)
 
 
 async def page(gateway: Gateway, request: Request) -> Response:
-    """Raises InvalidInput, NotFound."""
+    """Return a page of the list of jobs. Raises InvalidInput, NotFound."""
     query, call = request.query_params, _call(request)
     jobs_page = gateway.jobs.page(call, _limit(request, 50, 1000), query.get("after", ""), query.get("state", ""))
     if call.dialect is sdk_versions.NATIVE:
@@ -217,45 +217,45 @@ async def page(gateway: Gateway, request: Request) -> Response:
 
 
 async def show(gateway: Gateway, request: Request) -> Response:
-    """Raises NotFound."""
+    """Return one job. Raises NotFound."""
     jobs = gateway.jobs
     return _info_reply(request, jobs.as_info(jobs.find(_call(request), request.path_params["job"])))
 
 
 async def pause(gateway: Gateway, request: Request) -> Response:
-    """Raises NotFound, ContentConflict, QueueUnavailable."""
+    """Pause a job. Raises NotFound, ContentConflict, QueueUnavailable."""
     return json_response(await gateway.jobs.want(_call(request), request.path_params["job"], "pause"))
 
 
 async def resume(gateway: Gateway, request: Request) -> Response:
-    """Raises NotFound, ContentConflict, QueueUnavailable."""
+    """Resume a job. Raises NotFound, ContentConflict, QueueUnavailable."""
     return json_response(await gateway.jobs.want(_call(request), request.path_params["job"], "run"))
 
 
 async def cancel(gateway: Gateway, request: Request) -> Response:
-    """Raises NotFound, ContentConflict, QueueUnavailable."""
+    """Cancel a job. Raises NotFound, ContentConflict, QueueUnavailable."""
     return _info_reply(request, await gateway.jobs.want(_call(request), request.path_params["job"], "cancel"))
 
 
 async def retry(gateway: Gateway, request: Request) -> Response:
-    """Raises NotFound, ContentConflict, QueueUnavailable."""
+    """Create a job over the failed rows of another job. Raises NotFound, ContentConflict, QueueUnavailable."""
     return json_response(await gateway.jobs.retry(_call(request), request.path_params["job"]), 201)
 
 
 async def delete(gateway: Gateway, request: Request) -> Response:
-    """Raises NotFound, ContentConflict, QueueUnavailable."""
+    """Delete a job that has ended. Raises NotFound, ContentConflict, QueueUnavailable."""
     return json_response(await gateway.jobs.delete(_call(request), request.path_params["job"]))
 
 
 async def manifest(gateway: Gateway, request: Request) -> Response:
-    """Raises InvalidInput, NotFound, QueueUnavailable."""
+    """Return a page of the manifest of a job. Raises InvalidInput, NotFound, QueueUnavailable."""
     job = gateway.jobs.find(_call(request), request.path_params["job"])
     after = int(number(request.query_params, "after", 0, 0, 1 << 31))
     return json_response(await gateway.results.manifest(job, after, _limit(request, 1000, 10_000)))
 
 
 async def part(gateway: Gateway, request: Request) -> Response:
-    """Raises NotFound, QueueUnavailable."""
+    """Return the bytes of a part of the output. Raises NotFound, QueueUnavailable."""
     job = gateway.jobs.find(_call(request), request.path_params["job"])
     data = await gateway.results.part(job, request.query_params.get("name", ""))
     headers = {"Content-Disposition": "attachment"}
@@ -263,7 +263,7 @@ async def part(gateway: Gateway, request: Request) -> Response:
 
 
 async def rows(gateway: Gateway, request: Request) -> Response:
-    """Raises InvalidInput, NotFound, QueueUnavailable."""
+    """Return a sample of answered rows. Raises InvalidInput, NotFound, QueueUnavailable."""
     job = gateway.jobs.find(_call(request), request.path_params["job"])
     only_failed = request.query_params.get("failed", "false") == "true"
     return json_response(await gateway.results.rows(job, _limit(request, 20, 1000), only_failed=only_failed))
@@ -273,33 +273,33 @@ async def rows(gateway: Gateway, request: Request) -> Response:
 
 
 async def submit_batch(gateway: Gateway, request: Request) -> Response:
-    """Raises SIEError."""
+    """Create a batch. Raises SIEError."""
     return json_response(await gateway.jobs.batch(_call(request), await _body(request, batches_api.BatchRequest)))
 
 
 async def batch_page(gateway: Gateway, request: Request) -> Response:
-    """Raises InvalidInput, NotFound."""
+    """Return a page of the list of batches. Raises InvalidInput, NotFound."""
     query = request.query_params
     return json_response(gateway.jobs.batch_page(_call(request), _limit(request, 20, 100), query.get("after", "")))
 
 
 async def show_batch(gateway: Gateway, request: Request) -> Response:
-    """Raises NotFound."""
+    """Return one batch. Raises NotFound."""
     jobs = gateway.jobs
     return json_response(jobs.batch_told(jobs.find_batch(_call(request), request.path_params["batch"])))
 
 
 async def cancel_batch(gateway: Gateway, request: Request) -> Response:
-    """Raises NotFound, ContentConflict, QueueUnavailable."""
+    """Cancel a batch. Raises NotFound, ContentConflict, QueueUnavailable."""
     return json_response(await gateway.jobs.cancel_batch(_call(request), request.path_params["batch"]))
 
 
 async def delete_batch(gateway: Gateway, request: Request) -> Response:
-    """Raises NotFound, ContentConflict, QueueUnavailable."""
+    """Delete a batch that has ended. Raises NotFound, ContentConflict, QueueUnavailable."""
     return json_response(await gateway.jobs.delete_batch(_call(request), request.path_params["batch"]))
 
 
-# rows
+# rows of the routing table
 
 _AFTER = Parameter("after", "query", str, "The id of the last one of the page before.")
 _STATE = Parameter("state", "query", api.JobState, "Only jobs in this state.")

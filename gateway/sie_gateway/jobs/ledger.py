@@ -20,9 +20,10 @@ from sie_runtime.metrics import Scrape
 
 
 class JobLedger:
-    """All jobs, as this gateway knows them. `bucket` is followed by its own task.
+    """The records of all jobs, as this gateway knows them. Another task keeps `bucket` up to date.
 
-    The record of a job that runs grows by less than 20 KiB, which counts in `usage` and ends no job.
+    The record of a running job grows by less than 20 KiB. These bytes count in `usage`, but no job ends because of
+    them.
     """
 
     def __init__(self, bucket: JobsBucket, broker: Store, replicas: int, usage: OwnerUsage) -> None:
@@ -32,18 +33,18 @@ class JobLedger:
         self._jobs.listeners.append(self._on_job)
         self._shards = RecordBucket(broker, topology.SHARDS_BUCKET, storage="file", replicas=replicas)
         self._listeners: dict[str, Callable[[JobRecord | None], None]] = {}
-        self.woken = asyncio.Event()  # set when a job changed; one task waits for it
+        self.woken = asyncio.Event()  # set when a job has changed; only one task waits for it
 
     def __iter__(self) -> Iterator[JobRecord]:
         return iter(list(self._jobs.values()))
 
     @property
     def is_read(self) -> bool:
-        """Whether all records are known."""
+        """Return whether all records have been read."""
         return self._bucket.is_read
 
     def find(self, job_id: str) -> JobRecord:
-        """Raises NotReady while the records are not read, NotFound."""
+        """Return a job. Raises NotReady while the records have not been read, NotFound."""
         self._bucket.require()
         job = self._jobs.get(job_id)
         if job is None:
@@ -51,17 +52,17 @@ class JobLedger:
         return job
 
     def listen(self, job_id: str, listener: Callable[[JobRecord | None], None] | None) -> None:
-        """Have `listener` called whenever this job changes, until it is None."""
+        """Set the listener that is called on each change of this job; None removes it."""
         if listener is None:
             self._listeners.pop(job_id, None)
         else:
             self._listeners[job_id] = listener
 
     async def create(self, job: JobRecord) -> JobRecord:
-        """Keep a new job. One with its id stays as it is and is returned. Raises RateLimited where there are as many as
-        may be, BrokerError.
+        """Store a new job. If a job with its id exists, it is returned unchanged. Raises RateLimited above a limit of
+        the owner or of all owners, BrokerError.
         """
-        if job.id not in self._usage:  # else the same submission is on its way
+        if job.id not in self._usage:  # else the same job exists, or is being stored
             size = len(records.encode(job))
             self._usage.check(job.owner, RecordUse(1, size))
             self._usage.charge(job.id, job.owner, size)
@@ -71,14 +72,14 @@ class JobLedger:
             self._charge(job.id, self._jobs.get(job.id))
 
     def require(self) -> None:
-        """Raises NotReady while the records are not read."""
+        """Raise NotReady while the records have not been read."""
         self._bucket.require()
 
     async def change(
         self, job_id: str, make: Callable[[JobRecord | None], JobRecord | None], *, created: bool = False
     ) -> JobRecord:
-        """Change a record as `Record.change` does. Raises BrokerError, NotFound for a job that is not there, unless it
-        is `created`.
+        """Change a record as `Record.change` does. Raises BrokerError, and NotFound if the job does not exist. With
+        `created`, a missing job is created instead.
         """
 
         def changed(before: JobRecord | None) -> JobRecord | None:
@@ -91,7 +92,7 @@ class JobLedger:
         return stands
 
     async def shards(self, job_id: str) -> dict[int, ShardRecord]:
-        """The shards of a job that are answered, by number. Raises BrokerError."""
+        """Read the records of a job's shards, by number. Raises BrokerError."""
         entries = await self._shards.use(lambda bucket: bucket.entries(job_id))
         return await asyncio.to_thread(
             lambda: {
@@ -102,7 +103,7 @@ class JobLedger:
         )
 
     async def keep_shard(self, job_id: str, number: int, shard: ShardRecord) -> bool:
-        """Note that a shard is answered. False where it was before. Raises BrokerError."""
+        """Store the record of a shard. Returns False if the shard has a record already. Raises BrokerError."""
         try:
             await self._shards.write([Write(f"{job_id}.{number}", records.encode(records.bounded(shard)), 0)])
         except WrongRevision:
@@ -110,7 +111,7 @@ class JobLedger:
         return True
 
     async def remove(self, job_id: str) -> None:
-        """Remove a job and its shards. What it wrote stays. Raises BrokerError."""
+        """Remove the records of a job and of its shards. Its output stays. Raises BrokerError."""
         await self._shards.use(lambda bucket: bucket.purge(job_id))
         await self._jobs.remove(job_id)
 
@@ -128,14 +129,14 @@ class JobLedger:
 
 
 class JobFigures(Collector):
-    """Counts of all jobs that are kept, whichever gateway leads them."""
+    """Counts of all stored jobs, also of jobs that other gateways lead."""
 
     def __init__(self, ledger: JobLedger) -> None:
         self._ledger = ledger
         self._scrape = Scrape("gateway")
 
     def collect(self) -> Iterator[Metric]:
-        """Samples for Prometheus."""
+        """Yield samples for Prometheus."""
         jobs = list(self._ledger)
         states = Counter(job.state for job in jobs)
         waiting = sum(max(0, (job.rows or 0) - job.done) for job in jobs if not job.ended)

@@ -1,9 +1,9 @@
-"""Batches in OpenAI's form: each line of a file is one request, each line of the output its answer.
+"""Batches in OpenAI's form: each line of a file is one request, and each line of the output is one answer.
 
     line ──► route of its url ──► Inference.answered, bulk ──► {"custom_id", "response", "error"}
     parts ──at the end──► a file of answers, a file of failures
 
-A batch that ends early keeps what was answered: see `Lines.finish`. The form of the lines is in envelope.py.
+A batch that ends early keeps its answers: see `BatchJob.finish`. The form of the lines is in envelope.py.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class BatchJob:
         self,
         workplace: JobStorage,
         job: JobRecord,
-        asking: JobClient,
+        client: JobClient,
         progress: JobProgress,
         route_of: Callable[[str], InferenceRoute | None],
     ) -> None:
@@ -47,14 +47,14 @@ class BatchJob:
         self._place = workplace
         self._job = job
         self._batch = job.batch
-        self._asking = asking
+        self._client = client
         self._progress = progress
         self._route_of = route_of
-        self._repeated: frozenset[int] = frozenset()  # lines with the custom_id of a line before
-        self._rows: dict[int, dict[int, BatchRow]] = {}  # of shards that are not stored: what is answered, by line
+        self._repeated: frozenset[int] = frozenset()  # lines with the custom_id of an earlier line
+        self._rows: dict[int, dict[int, BatchRow]] = {}  # rows of shards that are not stored yet, by line
 
     async def plan(self) -> Plan:
-        """See Work. Raises InvalidInput for a file without lines, or with too many."""
+        """See JobWork. Raises InvalidInput for a file without lines, or with too many lines."""
         plan = await self._place.plan() or await self._planned()
         self._repeated = frozenset(plan.repeated)
         return plan
@@ -66,7 +66,7 @@ class BatchJob:
         return await self._place.keep_plan(cut.plan())
 
     async def shard(self, number: int, span: RowSpan) -> ShardRecord:
-        """See Work."""
+        """See JobWork."""
         data = await self._place.existing(_part(number))
         if data is not None:
             return await asyncio.to_thread(_record, number, span, data)
@@ -75,7 +75,7 @@ class BatchJob:
         try:
             async with asyncio.TaskGroup() as tasks:
                 for place, line in requests:
-                    if place not in rows:  # else it was answered before the store refused them all
+                    if place not in rows:  # else an attempt before answered it, and the store then failed
                         tasks.create_task(self._line(number, place, line))
         except* (SIEError, Halted) as errors:
             raise errors.exceptions[0] from errors
@@ -89,10 +89,10 @@ class BatchJob:
         return await asyncio.to_thread(_record, number, span, stands, rows if stands is data else None)
 
     async def finish(self, job: JobRecord, state: str, shards: dict[int, ShardRecord]) -> dict[str, Any]:
-        """See Work: the parts become two files. An empty one is not made.
+        """Join the parts to two files, of answers and of failures. A file without lines is not created. See JobWork.
 
-        Of shards that are not stored yet, what is answered is stored first; of a batch that expired, an error for each
-        request that is left too.
+        The answers of shards that are not stored yet are stored first. For a batch that has expired, each request
+        without an answer gets an error.
         """
         plan = await (self.plan() if state == "expired" else self._place.plan())
         spans = plan.spans if plan is not None else ()
@@ -107,9 +107,9 @@ class BatchJob:
         return fields
 
     async def _left(self, number: int, span: RowSpan, state: str) -> ShardRecord | None:
-        """The record of a shard of a batch that ends early; None where nothing of it is answered."""
+        """Return the record of a shard whose batch ends early; None if it has no answers."""
         data = await self._place.existing(_part(number))
-        if data is not None:  # by a leader that died before it noted that
+        if data is not None:  # an earlier leader stored it, and died before it wrote the record
             return await asyncio.to_thread(_record, number, span, data)
         answered = self._rows.get(number, {})
         if state != "expired":
@@ -122,10 +122,10 @@ class BatchJob:
         return await self._stored(number, span, [answered.get(place) or _expired(line) for place, line in requests])
 
     async def close(self) -> None:
-        """See Work: nothing is open."""
+        """Close nothing: a batch has nothing open. See JobWork."""
 
     async def _lines(self, shards: dict[int, ShardRecord], *, failures: bool) -> AsyncIterator[bytes]:
-        """The answers, or the failures, in the order of their requests."""
+        """Yield the answers, or the failures, in the order of their requests."""
         for _, shard in sorted(shards.items()):
             expected = shard.failed if failures else shard.rows - shard.failed
             if shard.error is not None:
@@ -135,7 +135,7 @@ class BatchJob:
             elif expected:
                 data = await self._place.existing(shard.name)
                 if data is None:
-                    raise NotFound("a part of the output is not there any more")
+                    raise NotFound("a part of the output does not exist any more")
                 if expected < shard.rows:
                     data = await asyncio.to_thread(_some, data, failures=failures)
                 yield data
@@ -144,14 +144,14 @@ class BatchJob:
         return await self._place.files.find(self._batch.input_file_id, self._job.owner, sees_all=True)
 
     async def _text(self, span: RowSpan) -> bytes:
-        """The bytes of a span. Raises ShardBroken, StoreError."""
+        """Read the bytes of a span. Raises ShardBroken, StoreError."""
         try:
             return await self._place.files.range(await self._input(), span.start, span.end)
         except NotFound as error:
-            raise ShardBroken(ErrorInfo(error.code, "the input file is not there any more", "input_missing")) from error
+            raise ShardBroken(ErrorInfo(error.code, "the input file no longer exists", "input_missing")) from error
 
     async def _file(self, job: JobRecord, kind: str, data: AsyncIterator[bytes]) -> str:
-        # the same for every leader that comes this far, and grows with time as all ids of files do
+        # every leader computes the same id; it grows with time, as all ids of files do
         rest = uuid.uuid5(uuid.NAMESPACE_OID, f"{self._job.id} {kind}").hex[12:]
         file_id = f"file-{int(job.finalizing_s * 1000):012x}{rest}"
         name = f"{self._job.id}_{kind}.jsonl"
@@ -187,26 +187,27 @@ class BatchJob:
         calls: list[Call] = []
 
         async def attempt() -> EncodedReply:
-            call = self._asking.call()
+            call = self._client.call()
             calls.append(call)
             call.path, call.model = request.path, route_model(route, request.path)
             call.labels["endpoint"] = route.endpoint
             try:
-                return await self._asking.inference.answered(call, route, request.body)
+                return await self._client.inference.answered(call, route, request.body)
             finally:
-                call.charge.refund()
+                if call.charge is not None:
+                    call.charge.refund()
 
-        await self._asking.room.enter(1)
+        await self._client.room.enter(1)
         began_s = asyncio.get_running_loop().time()
         try:
-            answer = await self._asking.patiently(attempt)
+            answer = await self._client.patiently(attempt)
         except (SIEError, FailedRequest) as error:
             call = calls[-1]
             cause, errors = (error.error, error.errors) if isinstance(error, FailedRequest) else (error, None)
             status, body = call.shape(cause, call.id, errors)
             return envelope.answer(request.custom_id, call.id, status, orjson.dumps(body))
         finally:
-            self._asking.room.leave(1, asyncio.get_running_loop().time() - began_s)
+            self._client.room.leave(1, asyncio.get_running_loop().time() - began_s)
         call = calls[-1]
         text = answer.body if isinstance(answer.body, bytes) else b"".join(answer.body)
         tokens = call.finished.usage["total_tokens"] if call.finished is not None else 0
@@ -222,12 +223,12 @@ def _source(span: RowSpan) -> str:
 
 
 def _some(data: bytes, *, failures: bool) -> bytes:
-    """The answers of a part, or its failures."""
+    """Return the answers of a part, or its failures."""
     return b"".join(row.text + b"\n" for row in envelope.written(data) if (row.code is not None) == failures)
 
 
 def _record(number: int, span: RowSpan, data: bytes, answered: Sequence[BatchRow] | None = None) -> ShardRecord:
-    """`answered`: the rows that the data are; by default they are read."""
+    """Return the record of a stored shard. `answered`: the rows of `data`; without them, `data` is decoded."""
     rows = envelope.written(data) if answered is None else answered
     codes = Counter(row.code for row in rows if row.code is not None)
     return ShardRecord(
@@ -249,6 +250,6 @@ def _expired(line: bytes) -> BatchRow:
 
 
 def route_model(route: InferenceRoute, path: str) -> str | None:
-    """The model that a path names, None where the body names it."""
+    """Return the model in a path, None if the body names the model."""
     head, placeholder, _ = route.path.partition("{model:path}")
     return path[len(head) :] if placeholder else None

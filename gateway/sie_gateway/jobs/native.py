@@ -1,6 +1,6 @@
-"""The work of a job of ours: rows of files, answered by one model, in parts of Parquet, JSON Lines or NumPy.
+"""Native jobs: rows of files, answered by one model, in parts of Parquet, JSON Lines or NumPy.
 
-span ──rows──► inputs ──equal ones once──► cache ──► Values ──► Shard ──► part, created once ──► sink
+span ──rows──► inputs ──equal inputs once──► cache ──► RowValues ──► Shard ──► sink ──► part, created once
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ from sie_store.sinks.sink import (
     SinkUnsuitable,
 )
 
-UNTRIMMED = 0.1  # of what all answers may take: what one job keeps before it removes older ones
+UNTRIMMED = 0.1  # share of the cache's size limit that a job may store before it removes old segments
 REFUSALS = (AccessRefused, CollectionMismatch, CollectionMissing, CollectionRefused, RowsRefused, SinkUnsuitable)
 _logger = logging.getLogger("sie.gateway.jobs")
 
 
 class AnsweredShard(NamedTuple):
-    """A shard that is answered, until it is written. `data`: its part. `unsent`: what the database has to get yet."""
+    """A shard that is answered, but not written yet. `data`: its part. `unsent`: rows that the database lacks yet."""
 
     data: bytes
     unsent: SinkRows | None
 
 
 class Before(NamedTuple):
-    """A job that another one retries."""
+    """A job whose failed rows another job retries."""
 
     job: JobRecord
     workplace: JobStorage
@@ -61,7 +61,7 @@ class Before(NamedTuple):
 
 
 class JobPlaces(NamedTuple):
-    """Places where a job reads and writes. `before` finds a job by its id, for retries."""
+    """Places where a job reads and writes. `before` returns an earlier job by its id, for retries."""
 
     source: Place
     output: Place
@@ -70,15 +70,15 @@ class JobPlaces(NamedTuple):
 
 
 class NativeJob:
-    """`cache_bytes`: what all answers that are kept for later jobs may take. `shares_cache`: jobs of all keys take
-    them.
+    """The work of one job. `cache_bytes`: limit of the cache in bytes, over all jobs. `shares_cache`: jobs of all keys
+    share their cached answers.
     """
 
     def __init__(
         self,
         workplace: JobStorage,
         job: JobRecord,
-        asking: JobClient,
+        client: JobClient,
         progress: JobProgress,
         places: JobPlaces,
         *,
@@ -89,27 +89,27 @@ class NativeJob:
         self._workplace = workplace
         self._job = job
         self._request = job.request
-        self._asking = asking
+        self._client = client
         self._progress = progress
         self._places = places
         self._cache_bytes = cache_bytes if job.request.cache else 0
         self._cache_owner = "" if shares_cache else job.owner
         self._cache: AnswerCache | None = None
-        self._kept_bytes = 0  # for later jobs, since the last trim
+        self._kept_bytes = 0  # bytes written to the cache since the last trim
         self._opening = asyncio.Lock()
-        self._count = 0  # of parts
-        self._planned_rows: tuple[int, ...] = ()  # of each part
+        self._count = 0  # number of parts
+        self._planned_rows: tuple[int, ...] = ()  # rows of each part
         self._again: tuple[Again, ...] = ()
-        self._is_prepared = False  # the collection of the database
-        self._computed: dict[int, int] = {}  # inputs of a shard that a model answered
+        self._is_prepared = False  # whether the collection of the database is prepared
+        self._computed: dict[int, int] = {}  # by shard: number of inputs that the model answered
         self._preparing = asyncio.Lock()
-        self._unwritten: dict[int, AnsweredShard] = {}  # what the database or the store did not take yet
-        self._values = RowValues(asking, job.model, job.request.operation, job.request.params, job.fingerprint)
+        self._unwritten: dict[int, AnsweredShard] = {}  # by number: shards that the database or the store lacks
+        self._values = RowValues(client, job.model, job.request.operation, job.request.params, job.fingerprint)
 
     # the plan
 
     async def plan(self) -> Plan:
-        """See Work."""
+        """See JobWork."""
         plan = await self._workplace.plan()
         if plan is None:
             await shards.claim(self._places.output, _owner(self._job))
@@ -130,22 +130,22 @@ class NativeJob:
         return Plan(tuple(spans), tuple(unread))
 
     def _bounds(self) -> Bounds:
-        """Answer a shard. Raises SIEError, Halted."""
+        """Return the bounds of a shard. Raises SIEError, Halted."""
         request = self._request
-        if request.operation != "encode":  # a score or an extraction takes no more than its text
+        if request.operation != "encode":  # answers of other operations are no larger than their texts
             return Bounds(request.shard_rows, None)
         reads_images = templates.reads_images(request.input)
         item = RequestItem(None, modalities=("image",), images=(b"",)) if reads_images else RequestItem("")
-        _, understood = self._asking.understood(self._job.model, request.operation, request.params, [item])
+        _, understood = self._client.understood(self._job.model, request.operation, request.params, [item])
         fit = bounds(understood, has_images=reads_images or bool(request.input.image))
         return fit._replace(rows=min(fit.rows, request.shard_rows))
 
     async def _retried(self) -> Plan:
-        """The spans of another job in which rows failed."""
+        """Return a plan of the spans of another job in which rows failed."""
         before = await self._places.before(self._job.retry_of)
         plan = await before.workplace.plan()
         if plan is None:
-            raise NotFound("the job that is to be retried has no plan any more", param="job")
+            raise NotFound("the job to retry has no plan any more", param="job")
         failed = [number for number, shard in sorted(before.shards.items()) if shard.failed or shard.error is not None]
         again = []
         for number in failed:
@@ -156,7 +156,7 @@ class NativeJob:
         return Plan(tuple(plan.spans[number] for number in failed), again=tuple(again))
 
     async def _rows(self, number: int, span: RowSpan) -> list[InputRow]:
-        """The rows to answer. Raises InvalidInput, StoreError."""
+        """Read the rows of a span that this job answers. Raises InvalidInput, StoreError."""
         rows = await read(self._places.source, span, self._request.input)
         for job_id, part in self._again[number].parts if self._again else ():
             if part:
@@ -170,21 +170,21 @@ class NativeJob:
     # a shard
 
     async def shard(self, number: int, span: RowSpan) -> ShardRecord:
-        """See Work."""
+        """See JobWork."""
         name = parts.part_name(number, self._count, self._request.output.format)
         record = await shards.existing(self._places.output, name, self._request.output.format)
-        if record is not None:  # by a leader that died before it could note the shard
+        if record is not None:  # an earlier leader wrote the part, and died before it wrote the record
             self._values.check(record.fingerprint)
         if record is None or self._places.sink is not None:
             record = await self._answer_shard(number, name, span)
         if record.rows != self._planned_rows[number]:
             raise shards.in_use(
-                f"{name} is there with {record.rows} rows, where this job has {self._planned_rows[number]}"
+                f"{name} exists with {record.rows} rows, but in this job it has {self._planned_rows[number]}"
             )
         return msgspec.structs.replace(record, source=_named(span))
 
     async def _answer_shard(self, number: int, name: str, span: RowSpan) -> ShardRecord:
-        """Answer a shard, then send it to the database and write it. Another attempt goes on with what is left."""
+        """Answer a shard, then send it to the database and write it. A retry continues at the failed step."""
         answered = self._unwritten.get(number)
         if answered is None:
             answered = self._unwritten[number] = await self._answered(number, span)
@@ -212,7 +212,7 @@ class NativeJob:
         )
 
     async def _answers(self, number: int, rows: Sequence[InputRow]) -> tuple[list[RowAnswer], int]:
-        """The answer of each row, and how many were taken from an equal row or from the cache."""
+        """Return the answer to each row, and the number of answers taken from an equal row or from the cache."""
         places = [place for place, row in enumerate(rows) if row.fault is None]
         once = await asyncio.to_thread(
             lambda: unique([_input(rows[place], self._request.operation) for place in places])
@@ -256,17 +256,19 @@ class NativeJob:
         return [every[place] for place in range(len(once.inputs))]
 
     async def _keep(self, cache: AnswerCache, number: int, good: dict[bytes, RowAnswer]) -> None:
-        """Keep answers for later jobs. What is not kept is computed again then: this job goes on without."""
+        """Write answers to the cache for later jobs. If the store fails, this job goes on, and a later job computes the
+        answers again.
+        """
         try:
             self._kept_bytes += await cache.keep(f"{self._job.id}-{number:06}", good)
         except StoreError as error:
-            _logger.warning("job %s: answers of shard %s are not kept for later jobs: %s", self._job.id, number, error)
+            _logger.warning("job %s: answers of shard %s could not be cached: %s", self._job.id, number, error)
         if self._kept_bytes > self._cache_bytes * UNTRIMMED:
             await self._trim()
 
     async def _opened(self, once: Unique) -> AnswerCache | None:
-        """The answers of other jobs. They are found by the fingerprint of the model as it is now, which an answer
-        tells.
+        """Return the cache with the answers of other jobs, None without one. Its space depends on the current
+        fingerprint of the model. If that is not known yet, the first input is answered to learn it.
         """
         if not self._cache_bytes or not once.inputs:
             return None
@@ -274,7 +276,7 @@ class NativeJob:
             if self._cache is None:
                 if not self._values.fingerprint:
                     await self._values.answers_of(once.inputs[:1], lambda places, answers: None)
-                if not self._values.fingerprint:  # that input failed
+                if not self._values.fingerprint:  # the first input failed
                     return None
                 request = self._request
                 space = (self._cache_owner, self._values.fingerprint, request.operation, request.params)
@@ -284,8 +286,8 @@ class NativeJob:
         return self._cache
 
     async def _sent(self, rows: SinkRows) -> None:
-        """Write the vectors into the database. A collection that is not there any more is made once more. Raises Halted
-        for what the database refuses, StoreError.
+        """Write the vectors into the database. If the collection is missing, it is created again, once. Raises Halted
+        if the database refuses the rows, StoreError.
         """
         try:
             try:
@@ -308,14 +310,14 @@ class NativeJob:
         await sink.upsert(rows)
 
     async def close(self) -> None:
-        """See Work."""
+        """See JobWork."""
         if self._places.sink is not None:
             await self._places.sink.close()
 
     # the end
 
     async def finish(self, job: JobRecord, state: str, shards: dict[int, ShardRecord]) -> dict[str, Any]:
-        """See Work: the manifest names what there is."""
+        """Write the manifest of the shards that exist. See JobWork."""
         fields = dict[str, Any]()
         if not shards:
             return fields
@@ -327,23 +329,23 @@ class NativeJob:
         return fields
 
     async def _trim(self) -> None:
-        """Remove older answers. What a store does not remove now goes by a later trim."""
+        """Remove old segments of the cache. If the store fails, a later trim removes them."""
         self._kept_bytes = 0
         try:
             await caches.trim(self._workplace.store, self._cache_bytes)
         except StoreError as error:
-            _logger.warning("job %s: older answers are not removed: %s", self._job.id, error)
+            _logger.warning("job %s: old cached answers could not be removed: %s", self._job.id, error)
 
 
 def _owner(job: JobRecord) -> str:
-    """Note in the folder of a job's output. The id does not suffice: one that follows from an Idempotency-Key comes
-    again when the key is sent again after the job was forgotten.
+    """Return the mark of a job in the folder of its output. The id alone is not unique: an id that comes from an
+    Idempotency-Key is used again if a client sends the key again after the job was deleted.
     """
     return f"{job.id} {job.created_s!r}"
 
 
 def manifest(job: JobRecord, state: str, shards: dict[int, ShardRecord], unread: Sequence[Unread]) -> api.JobManifest:
-    """Description of a job's output by the records of its shards, with the parts that it lacks."""
+    """Describe a job's output by the records of its shards, with the parts of the input that could not be read."""
     assert job.request is not None
     good = [shards[number] for number in sorted(shards) if shards[number].error is None]
     return api.JobManifest(
@@ -371,7 +373,7 @@ def manifest(job: JobRecord, state: str, shards: dict[int, ShardRecord], unread:
 
 
 def _for_sink(rows: Sequence[InputRow], answers: Sequence[RowAnswer]) -> SinkRows | None:
-    """The rows that have a vector; None where there is none."""
+    """Return the rows that have a vector; None if there are none."""
     good = [place for place, answer in enumerate(answers) if answer.error is None]
     if not good:
         return None
@@ -380,7 +382,7 @@ def _for_sink(rows: Sequence[InputRow], answers: Sequence[RowAnswer]) -> SinkRow
 
 
 def _kinds(rows: Sequence[Mapping[str, Any]]) -> dict[str, Kind]:
-    """The columns that searches may filter by: those whose values have one plain type."""
+    """Return the columns by which searches may filter: their values have a single plain type."""
     kinds: dict[type, Kind] = {str: "keyword", bool: "bool", int: "integer", float: "float"}
     column_types = {name: {type(row.get(name)) for row in rows} - {type(None)} for name in rows[0]}
     return {
@@ -391,7 +393,7 @@ def _kinds(rows: Sequence[Mapping[str, Any]]) -> dict[str, Kind]:
 
 
 def _named(span: RowSpan) -> str:
-    """A span in words: rows are counted from 0."""
+    """Return the name of a span: its object and its rows, counted from 0."""
     return f"{span.source or span.after or 'images'}:{span.first}-{span.first + span.rows - 1}"
 
 

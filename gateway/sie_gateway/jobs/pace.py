@@ -1,4 +1,4 @@
-"""How fast a job goes, when it will be done, and how many workers would keep its deadline. Pure."""
+"""Rate of a job, forecast of its end, workers that its deadline needs, and its windows of the day. Nothing does I/O."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from sie_contracts.errors import InvalidInput
 from sie_contracts.jobs import JobRecord
 
 STEP_S = 5.0
-STEPS = 60  # of which the rate is known: five minutes
-MIN_S = 2 * STEP_S  # before a rate counts
+STEPS = 60  # steps over which the rate is measured: five minutes
+MIN_S = 2 * STEP_S  # seconds of progress before a rate is known
 MIN_SPREAD = 0.02
-MIN_LEFT_S = 300.0  # in which the rest of a late job is to be done: less would ask for workers that come too late
+MIN_LEFT_S = 300.0  # seconds planned for the rest of a late job: in less time, new workers could not even start
 
 
 class JobPace:
-    """Rows a second over the last minutes, and how much that varies."""
+    """Meter of a job's rows a second over the last minutes, and of their variation."""
 
     def __init__(self) -> None:
-        self._steps: deque[tuple[float, int]] = deque(maxlen=STEPS + 1)  # when, and rows done until then
+        self._steps: deque[tuple[float, int]] = deque(maxlen=STEPS + 1)  # time; rows done at that time
 
     def note(self, now_s: float, done: int) -> None:
-        """So many rows are done. A time in which nothing could run is left out by `rest`."""
+        """Record the number of rows that are done. `rest` leaves out a time in which the job cannot run."""
         if not self._steps or now_s - self._steps[-1][0] >= STEP_S:
             self._steps.append((now_s, done))
 
     def rest(self) -> None:
-        """Begin anew: the job does not run for a while."""
+        """Forget the steps so far, because the job does not run for a while."""
         self._steps.clear()
 
     @property
     def rate(self) -> float:
-        """Rows a second; 0 while nobody knows."""
+        """Return rows a second; 0 while the rate is not known."""
         if len(self._steps) < 2:
             return 0.0
         (begin_s, first), (end_s, last) = self._steps[0], self._steps[-1]
@@ -46,7 +46,7 @@ class JobPace:
 
     @property
     def spread(self) -> float:
-        """Standard error of the rate, as a part of it."""
+        """Return the standard error of the rate, divided by the rate; 1 while it is not known."""
         steps = list(self._steps)
         rates = [(b - a) / (t - s) for (s, a), (t, b) in itertools.pairwise(steps)]
         if len(rates) < 2 or not (mean := sum(rates) / len(rates)):
@@ -56,10 +56,10 @@ class JobPace:
 
 
 def forecast(job: JobRecord, workers: int, now_s: float) -> Forecast | None:
-    """When a job that runs will be done. None while its rows are not counted, or its rate is not known.
+    """Forecast the end of a running job. Returns None while its rows are not counted, or its rate is not known.
 
-    `plus_minus_s` is twice the standard error of the rate. The workers that a deadline needs are counted as if each
-    had the same part of today's rate.
+    `plus_minus_s` comes from twice the standard error of the rate. The number of workers that a deadline needs assumes
+    that each worker has the same share of the current rate.
     """
     if job.state != "running" or job.rows is None or job.rows_per_s <= 0:
         return None
@@ -75,8 +75,9 @@ def forecast(job: JobRecord, workers: int, now_s: float) -> Forecast | None:
 
 
 def workers_needed(job: JobRecord, workers: int, now_s: float) -> int | None:
-    """Workers that would have the job done by its deadline, or soon where it is late. None where it has no deadline, no
-    rate is known, or more workers would not help: it does not run, or it is held to a rate of tokens.
+    """Return how many workers finish the job by its deadline, or within MIN_LEFT_S if that is later. Returns None if
+    the job has no deadline, if its rate is not known, or if more workers would not help: it does not run, or has a
+    limit of tokens a second.
     """
     request = job.request
     if request is None or not request.deadline or request.tokens_per_s:
@@ -92,7 +93,7 @@ _WINDOW = re.compile(r"([01]\d|2[0-3]):[0-5]\d-([01]\d|2[0-3]):[0-5]\d")
 
 
 def zone(name: str) -> zoneinfo.ZoneInfo:
-    """A time zone of the IANA database. Raises InvalidInput."""
+    """Return a time zone of the IANA database. Raises InvalidInput."""
     try:
         return zoneinfo.ZoneInfo(name)
     except (zoneinfo.ZoneInfoNotFoundError, ValueError, OSError) as error:
@@ -101,7 +102,7 @@ def zone(name: str) -> zoneinfo.ZoneInfo:
 
 
 def check(windows: Sequence[str]) -> None:
-    """Raises InvalidInput."""
+    """Check the format of windows. Raises InvalidInput."""
     for number, window in enumerate(windows):
         if not _WINDOW.fullmatch(window):
             message = f"windows[{number}]: expected two times of the day, such as 22:00-06:00"
@@ -109,10 +110,10 @@ def check(windows: Sequence[str]) -> None:
 
 
 def opens_in_s(windows: Sequence[str], time_zone: str, now_s: float) -> float:
-    """Seconds until the job may work: 0 inside a window, and where it has none.
+    """Return the seconds until the job may work: 0 inside a window, and for a job without windows.
 
-    A window such as `22:00-06:00` begins and ends by the clocks of its zone, and goes past midnight where its end is
-    before its begin. Equal ends are a whole day. Raises InvalidInput for a zone that there is not.
+    A window such as `22:00-06:00` begins and ends by the local time of its zone. It goes past midnight if its end is
+    before its begin. Equal times mean a whole day. Raises InvalidInput for an unknown zone.
     """
     if not windows:
         return 0.0
@@ -130,7 +131,9 @@ def _minute(text: str) -> int:
 
 
 def _until(now: datetime, start: int) -> float:
-    """Seconds until the clock next shows this minute of the day. A change of clocks between is part of it."""
+    """Return the seconds until the local clock next shows this minute of the day. They include a change to or from
+    summer time.
+    """
     at = now.replace(hour=start // 60, minute=start % 60, second=0, microsecond=0)
     if at <= now:
         at += timedelta(days=1)

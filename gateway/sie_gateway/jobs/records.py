@@ -1,4 +1,4 @@
-"""Records of a bucket by the key that owns them: how many, how many bytes, and the bounds of one key and of all."""
+"""Records of jobs and files in the broker, with the number and the bytes that one key and all keys have, and limits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RETRY_S = 60
 
 
 class RecordUse(NamedTuple):
-    """Records, and their bytes."""
+    """Number of records, and bytes."""
 
     records: int = 0
     size: int = 0
@@ -29,24 +29,24 @@ class RecordUse(NamedTuple):
 
 
 class UseBound(NamedTuple):
-    """The largest use, with the settings that say so."""
+    """Limit of a use, with the names of the settings of its two values."""
 
     most: RecordUse
     settings: tuple[str, str]
 
 
 class OwnerUsage:
-    """Uses by owner, as this gateway knows them: records that are on their way count from their beginning, those of
-    another gateway when its watch has brought them. So each other gateway may exceed a bound by what it takes in this
-    time.
+    """Number and bytes of records by owner, as this gateway knows them. A record that this gateway writes counts from
+    the start of the write. A record of another gateway counts when the watch of the bucket has delivered it. So the
+    total may exceed a limit by the records that other gateways accept until then.
 
-    `kinds`: the names of records and bytes in a refusal; `remedy`: what makes room; `reason`: of the refusal.
+    `kinds`: the names of records and bytes in a refusal. `remedy`: advice in a refusal. `reason`: reason of the error.
     """
 
     def __init__(self, of_key: UseBound, in_all: UseBound, *, kinds: tuple[str, str], remedy: str, reason: str) -> None:
         self._of_key, self._in_all = of_key, in_all
         self._kinds, self._remedy, self._reason = kinds, remedy, reason
-        self._charges: dict[str, tuple[str, int]] = {}  # by record: its owner, bytes
+        self._charges: dict[str, tuple[str, int]] = {}  # by record: owner and bytes
         self._uses: dict[str, RecordUse] = {}  # by owner
         self._whole = RecordUse()
 
@@ -54,19 +54,19 @@ class OwnerUsage:
         return record_id in self._charges
 
     def charge(self, record_id: str, owner: str, size: int) -> None:
-        """Have a record count as so many bytes of this owner, in place of what it counted as before."""
+        """Count a record with `size` bytes for this owner, instead of its bytes so far."""
         self.release(record_id)
         self._charges[record_id] = (owner, size)
         self._add(owner, RecordUse(1, size))
 
     def release(self, record_id: str) -> None:
-        """Have a record count no longer."""
+        """Stop counting a record."""
         if (charge := self._charges.pop(record_id, None)) is not None:
             owner, size = charge
             self._add(owner, RecordUse(-1, -size))
 
     def check(self, owner: str, more: RecordUse) -> None:
-        """Raises RateLimited if `more` would exceed what this owner, or all owners, may have."""
+        """Check that `more` fits below the limits of this owner and of all owners. Raises RateLimited."""
         self._check(self._uses.get(owner, RecordUse()).plus(more), self._of_key, "this key has")
         self._check(self._whole.plus(more), self._in_all, "all keys together have")
 
@@ -83,8 +83,8 @@ class OwnerUsage:
             del self._uses[owner]
 
 
-REMOVED_AGE_S = 7 * 86_400.0  # a gateway that was without the broker for longer may show what was removed meanwhile
-LOOK_S = 0.5  # between two looks whether the record is stale, which cost the broker nothing
+REMOVED_AGE_S = 7 * 86_400.0  # seconds without the broker after which a gateway may show records removed meanwhile
+LOOK_S = 0.5  # seconds between two local checks whether the record is stale
 _Kept = FileRecord | JobRecord
 T = TypeVar("T", FileRecord, JobRecord)
 _decoder = msgspec.msgpack.Decoder(_Kept)
@@ -92,14 +92,14 @@ _logger = logging.getLogger("sie.gateway.jobs")
 
 
 class RecordValues(Mapping[str, T], Generic[T]):
-    """The records of one kind by id. `listeners` are called with an id and its record, None for one that is gone."""
+    """The records of one kind by id. `listeners` are called with an id and its record, None for a removed record."""
 
     def __init__(self, record: Record[_Kept], prefix: str) -> None:
         self.listeners: list[Callable[[str, T | None], None]] = []
         self._record = record
         self._prefix = prefix
         self._values: dict[str, T] = {}
-        self._revisions: dict[str, int] = {}  # also of what was removed here, until the watch has brought that
+        self._revisions: dict[str, int] = {}  # also of removed records, until the watch delivers their removal
 
     def __getitem__(self, id_: str) -> T:
         return self._values[id_]
@@ -121,12 +121,12 @@ class RecordValues(Mapping[str, T], Generic[T]):
         return cast("T | None", stands)
 
     async def refresh(self, id_: str) -> T | None:
-        """The record as the bucket has it now. Raises BrokerError."""
+        """Read a record from the bucket again. Raises BrokerError."""
         await self._record.refresh(self._prefix + id_)
         return self.get(id_)
 
     async def remove(self, id_: str) -> None:
-        """Remove a record, if it is there. Raises BrokerError."""
+        """Remove a record, if it exists. Raises BrokerError."""
 
         async def attempt() -> None:
             key, bucket = self._prefix + id_, self._record.bucket
@@ -137,14 +137,16 @@ class RecordValues(Mapping[str, T], Generic[T]):
         await retry_conflicts(attempt)
 
     def apply(self, id_: str, value: T | None, revision: int, *, is_ours: bool = False) -> None:
-        """Apply a value that the bucket has, or that was written to it (`is_ours`)."""
+        """Apply a value that the watch delivered, or that this gateway wrote (`is_ours`). None: the record was removed.
+        A revision older than the known one is ignored.
+        """
         if revision < self._revisions.get(id_, 0):
             return
         if value is not None:
             self._values[id_], self._revisions[id_] = value, revision
         else:
             self._values.pop(id_, None)
-            if is_ours:  # the watch still brings what was before
+            if is_ours:  # the watch may still deliver older revisions
                 self._revisions[id_] = revision
             else:
                 self._revisions.pop(id_, None)
@@ -152,7 +154,7 @@ class RecordValues(Mapping[str, T], Generic[T]):
             listener(id_, value)
 
     def clear(self) -> None:
-        """The bucket was lost."""
+        """Discard all records, because the bucket was lost."""
         removed = list(self._values)
         self._values.clear()
         self._revisions.clear()
@@ -162,12 +164,14 @@ class RecordValues(Mapping[str, T], Generic[T]):
 
 
 class JobsBucket:
-    """`run` belongs to one task; all else may be used by any. `files` and `jobs` are empty until the bucket was read:
-    see `require`.
+    """The bucket of jobs and files. One task calls `run`; any task may use the rest. `files` and `jobs` are empty until
+    the bucket has been read: see `require`.
     """
 
     def __init__(self, broker: Store, replicas: int) -> None:
-        """The bucket is always stored in files: what it names lies in a store that outlives the broker."""
+        """Create the reader of the bucket. The broker always stores the bucket in files, because the objects that it
+        names are in a store that outlives the broker.
+        """
         bucket = RecordBucket(
             broker, topology.JOBS_BUCKET, storage="file", replicas=replicas, removed_age_s=REMOVED_AGE_S
         )
@@ -177,22 +181,22 @@ class JobsBucket:
         self.jobs = RecordValues[JobRecord](self._record, "job.")
 
     async def follow(self) -> None:
-        """Make the bucket if it is not there, and read it. Raises BrokerError."""
+        """Create the bucket if it does not exist, read it and watch it. Raises BrokerError."""
         await self._record.follow()
         self.is_read = True
 
     def require(self) -> None:
-        """Raises NotReady while it is not known what the bucket has."""
+        """Raise NotReady while the bucket has not been read."""
         if not self.is_read:
             raise NotReady("the records of jobs and files have not been read from the broker yet")
 
     async def reconnected(self) -> None:
-        """To be given to `Connection.on_reconnect`."""
+        """Handle a new connection to the broker; a callback for `Connection.on_reconnect`."""
         await self._record.reconnected()
 
     async def run(self, stop: Stop) -> None:
-        """Follow the bucket until `stop`, also one that the broker lost and that is made anew."""
-        trouble = Trouble(_logger, "the records of jobs and files stay as they are for now")
+        """Follow the bucket until `stop`. If the broker lost the bucket, it is created again."""
+        trouble = Trouble(_logger, "the records of jobs and files are not updated for now")
         try:
             while not await stop.wait_for(LOOK_S):
                 if not self._record.is_stale:
@@ -218,10 +222,10 @@ class JobsBucket:
 
 
 def _decode(entry: Entry) -> _Kept:
-    """Raises ValueError for what is no record, or not that of its key."""
+    """Decode an entry. Raises ValueError if it is no record, or the record of another key."""
     if entry.value is None:
-        raise ValueError("it was removed")
+        raise ValueError("the record was removed")
     value: _Kept = _decoder.decode(entry.value)
     if entry.key != f"{'file' if isinstance(value, FileRecord) else 'job'}.{value.id}":
-        raise ValueError("it holds another id")
+        raise ValueError("the record has the id of another key")
     return value

@@ -1,4 +1,4 @@
-"""Results of a job for its owner: the list of its parts, the bytes of one, a sample of its rows."""
+"""Results of a job for its owner: the list of its parts, the bytes of one part, a sample of its rows."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from sie_gateway.jobs.service import broker_errors_mapped
 from sie_store.datasets import parts, shards
 from sie_store.object_stores import ObjectMissing, StoreError
 
-SAMPLED = 4  # parts of which a sample is taken, at most
+SAMPLED = 4  # parts that are read for a sample of rows, at most
 
 
 class JobResults:
-    """Results of all jobs. The right to read them was checked before."""
+    """Reader of the results of all jobs. Its callers check the permission to read a job."""
 
     def __init__(self, ledger: JobLedger, engine: JobEngine) -> None:
         self._ledger = ledger
         self._engine = engine
 
     async def manifest(self, job: JobRecord, after: int, limit: int) -> api.JobManifest:
-        """The parts after the first `after`, at most `limit`. Raises QueueUnavailable."""
+        """Return the manifest with at most `limit` parts, without the first `after` parts. Raises QueueUnavailable."""
         async with broker_errors_mapped():
             every = await self._ledger.shards(job.id)
             plan = await self._engine.workplace(job).plan()
@@ -47,18 +47,20 @@ class JobResults:
         )
 
     async def part(self, job: JobRecord, name: str) -> bytes:
-        """The bytes of a part that the job keeps itself. Raises NotFound, QueueUnavailable."""
+        """Return the bytes of a part in the payload store. Raises NotFound, also if the output is at another URL;
+        QueueUnavailable.
+        """
         assert job.request is not None
         if job.output_url:
             raise NotFound(f"the parts of this job are at {job.output_url}", param="name")
         async with broker_errors_mapped():
             every = await self._ledger.shards(job.id)
         if name not in {shard.name for shard in every.values() if shard.name}:
-            raise NotFound("the job has no such part; its manifest names all", param="name")
+            raise NotFound("the job has no such part; its manifest lists all parts", param="name")
         return await self._bytes(job, name)
 
     async def rows(self, job: JobRecord, limit: int, *, only_failed: bool) -> api.JobRows:
-        """Some rows that are answered, without their values. Raises QueueUnavailable."""
+        """Return at most `limit` answered rows, without their values. Raises QueueUnavailable."""
         assert job.request is not None
         async with broker_errors_mapped():
             every = await self._ledger.shards(job.id)
@@ -78,6 +80,6 @@ class JobResults:
         try:
             return await shards.bytes_of(self._engine.output(job), name)
         except ObjectMissing as error:
-            raise NotFound("the part is not there any more", param="name") from error
+            raise NotFound("the part does not exist any more", param="name") from error
         except StoreError as error:
-            raise QueueUnavailable(f"the store did not do it: {error}") from error
+            raise QueueUnavailable(f"the store failed: {error}") from error

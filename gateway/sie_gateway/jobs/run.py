@@ -1,16 +1,17 @@
-"""One job, run by its leader: planned once, its shards answered, its output completed.
+"""Run of one job by its leader: plan the input once, answer the shards, complete the output.
 
-    queued ─► planning ─► running ─► finalizing ─► completed, cancelled, expired; failed if nothing could be answered
-                 │           └── paused (asked, or something that only people can change) ─► queued
+    queued ─► planning ─► running ─► finalizing ─► completed, cancelled, expired; failed if no shard could be answered
+                 │           └── paused (by its owner, or by an error that only people can mend) ─► queued
                  └── failed (input that can never be read)
 
-A leader may die at any moment: the next one finds the plan and the records of the answered shards, and goes on. What
-the store or the broker refuses for a while is asked again for as long as it takes, and told as the job's trouble.
+A leader may die at any moment: the next leader reads the plan and the records of the answered shards, and goes on. If
+the store or the broker refuses an operation for a while, the leader tries it again without a limit. Meanwhile the
+record of the job has the error as its `trouble`.
 
-A job may also be what its leaders die of, and so may a fault that ends gateways while they lead it. The shards in the
-hands of a leader are among the SHARDS_AT_ONCE first that are not answered. Where a leader died, the next one answers
-these alone, one after the other. A death counts only if no more rows were done than at any death before it. A job is
-failed when MAX_LOST leaders in a row died so: over the first shard that is not answered, the plan, or the output.
+A job may also be the reason why its leaders die, for example by an input that takes all memory. A leader works on the
+first SHARDS_AT_ONCE shards without an answer. So after a death, the next leader answers these shards one by one. The
+count of deaths begins again if more rows are done than at any death before. A job fails after MAX_LOST deaths in a row,
+over the first shard without an answer, the plan, or the output.
 """
 
 from __future__ import annotations
@@ -36,21 +37,21 @@ from sie_gateway.jobs.pace import JobPace
 from sie_store.datasets.answers import most_frequent
 from sie_store.object_stores import AccessRefused, BucketMissing, StoreError
 
-SHARDS_AT_ONCE = 3  # one is read and one is written while another one is computed
-FLUSH_S = 1.0  # between two notes of progress
-FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0  # of what is asked again
+SHARDS_AT_ONCE = 3  # while one shard is computed, another one is read, and a third one is written
+FLUSH_S = 1.0  # seconds between two writes of the progress
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0  # seconds before the first retry; longest pause between retries
 MAX_LOST = 3
 LEADERS_LOST = "LEADERS_LOST"
-LAST_TRIES_S = 60.0  # for the output of a job that ends early, whose owner waits for its end
+LAST_TRIES_S = 60.0  # seconds of retries for the output of a job that ends early: its owner waits for the end
 OUTSIDE_WINDOW = "OUTSIDE_WINDOW"
-ENDS = {"cancel": "cancelled", "expired": "expired"}  # by what ended the work
+ENDS = {"cancel": "cancelled", "expired": "expired"}  # final state by the reason why the work was stopped
 _INTERNAL = ErrorInfo("INTERNAL_ERROR", "the gateway failed; its log has the details under the id of this job")
 _T = TypeVar("_T")
 _logger = logging.getLogger("sie.gateway.jobs")
 
 
 class ShardBroken(Exception):
-    """A part of the input cannot be read, now or later. The other parts are answered."""
+    """Raised if a part of the input can never be read. The other parts are still answered."""
 
     def __init__(self, info: ErrorInfo) -> None:
         super().__init__(info.message)
@@ -58,39 +59,39 @@ class ShardBroken(Exception):
 
 
 class Deadly(Exception):
-    """Error of a job whose remaining work ended the gateways that led it."""
+    """Raised if MAX_LOST leaders in a row have ended during the same work of a job."""
 
     def __init__(self, subject: str) -> None:
         message = (
             f"{MAX_LOST} gateways ended, one after the other, while they worked on {subject}. Submit the job without "
-            "it, or with fewer shard_rows, or give gateways more memory"
+            "this input, or with fewer shard_rows, or give gateways more memory"
         )
         super().__init__(message)
         self.info = ErrorInfo(LEADERS_LOST, message, reason="poison")
 
 
 class Replaced(Exception):
-    """This gateway does not lead the job any more, or nothing of it is left to do."""
+    """Raised if this gateway does not lead the job any more, or if the job has ended."""
 
 
 class JobProgress(Protocol):
-    """Progress that the work of a job reports to its run."""
+    """Receiver of the progress that the work of a job reports."""
 
     def rows(self, shard: int, done: int, failed: int) -> None:
-        """So many more rows of a shard are answered, and so many of these have an error."""
+        """Add `done` answered rows of a shard; `failed` of them have an error."""
 
     def trouble(self, error: ErrorInfo | None) -> None:
-        """The job waits for this; None: it goes on."""
+        """Set the error for which the job waits; None if it goes on."""
 
     async def until_open(self) -> None:
-        """Return when the job may work: see `windows`."""
+        """Return when the job may work, by the `windows` of its request."""
 
 
 class JobWork(Protocol):
     """Operations that differ between kinds of jobs."""
 
     async def plan(self) -> Plan:
-        """All parts of the input: stored if it was made before, else made and stored. Raises SIEError for input that
+        """Return the plan of the input. If no plan is stored, one is made and stored. Raises SIEError for input that
         can never be read, StoreError.
         """
 
@@ -98,17 +99,17 @@ class JobWork(Protocol):
         """Answer a part, store its answers, and return its record. Raises ShardBroken, SIEError, StoreError."""
 
     async def finish(self, job: JobRecord, state: str, shards: dict[int, ShardRecord]) -> dict[str, Any]:
-        """Complete the output, also of a job that ends early: shards that this completes are added to `shards`. Returns
-        fields of the record. Raises SIEError, StoreError.
+        """Complete the output, also of a job that ends early. Shards that are completed here are added to `shards`.
+        Returns fields for the record of the job. Raises SIEError, StoreError.
         """
 
     async def close(self) -> None:
-        """Close what is open."""
+        """Close connections that the work has opened."""
 
 
 class _ShardSums:
-    """Sums over the records of shards. Each record is looked at once: a job may have 100,000, and tells of them every
-    second.
+    """Sums over the records of shards. Each record is added only once, because a job may have 100,000 shards and
+    reports its progress every second.
     """
 
     def __init__(self, shards: dict[int, ShardRecord]) -> None:
@@ -120,7 +121,7 @@ class _ShardSums:
         self._seen = 0
 
     def add(self) -> None:
-        """Count the shards that were added."""
+        """Add the shards that are new since the last call."""
         for number, shard in itertools.islice(self.shards.items(), self._seen, None):
             self.rows += shard.rows
             self.failed += shard.failed
@@ -136,7 +137,7 @@ class _ShardSums:
 
 
 class JobRun:
-    """`work` makes the Work of a job. `now_s`: seconds since 1970 at the broker."""
+    """Run of one job. `work` builds the JobWork of a job. `now_s` returns seconds since 1970 by the broker's clock."""
 
     def __init__(
         self,
@@ -152,9 +153,9 @@ class JobRun:
         self._now_s = now_s
         self._job = job
         self._make = work
-        self._shards: dict[int, ShardRecord] | None = None  # answered ones, once they were read
+        self._shards: dict[int, ShardRecord] | None = None  # answered shards; None until they were read
         self._sums = _ShardSums({})
-        self._live: dict[int, tuple[int, int]] = {}  # rows and failures of shards that are being answered
+        self._live: dict[int, tuple[int, int]] = {}  # by shard in work: answered rows, failed rows
         self._unread: tuple[Unread, ...] = ()
         self._trouble: ErrorInfo | None = None
         self._is_ending = False  # this run writes the end of the job
@@ -162,7 +163,7 @@ class JobRun:
         self._changed = asyncio.Event()
 
     async def run(self) -> None:
-        """Until the job has ended, is paused, or this task is cancelled: then another leader goes on."""
+        """Run until the job has ended or is paused, or until this task is cancelled. Then another leader goes on."""
         self._ledger.listen(self._id, lambda job: self._changed.set())
         try:
             await self._claim()
@@ -172,7 +173,7 @@ class JobRun:
             finally:
                 flushing.cancel()
                 await asyncio.gather(flushing, return_exceptions=True)
-        except (BrokerError, NotFound, Replaced) as error:  # not found: it was forgotten meanwhile
+        except (BrokerError, NotFound, Replaced) as error:  # NotFound: the job was deleted meanwhile
             self._left(error)
         finally:
             self._ledger.listen(self._id, None)
@@ -189,12 +190,12 @@ class JobRun:
                 await self._end("failed", error=error.info())
         except (BrokerError, Replaced):
             raise
-        except Exception as error:  # noqa: BLE001  the root of a job: its owner must hear of it
+        except Exception as error:  # noqa: BLE001  the root of a job: its record must get the error
             info = self._cause(error)
             await (self._pause(info) if self._job.batch is None else self._end("failed", error=info))
 
     def _cause(self, error: Exception) -> ErrorInfo:
-        """Error as the owner sees it. The log has a fault of the gateway, which only its operators can mend."""
+        """Return the error for the record. An unexpected exception is logged, because only operators can mend it."""
         if isinstance(error, Halted):
             return error.info
         if isinstance(error, SIEError):
@@ -203,22 +204,22 @@ class JobRun:
         return _INTERNAL
 
     def _left(self, error: Exception) -> None:
-        """Its next leader, which may be this gateway, goes on."""
+        """Log that this run ends. The next leader, which may be this gateway, goes on."""
         _logger.warning("job %s is left for now: %s", self._id, error)
 
     # progress of the work
 
     def rows(self, shard: int, done: int, failed: int) -> None:
-        """See Progress."""
+        """See JobProgress."""
         before, failed_before = self._live.get(shard, (0, 0))
         self._live[shard] = before + done, failed_before + failed
 
     def trouble(self, error: ErrorInfo | None) -> None:
-        """See Progress."""
+        """See JobProgress."""
         self._trouble = error
 
     async def until_open(self) -> None:
-        """See Progress. A time in which it may not work is told as its trouble, and no part of its pace."""
+        """See JobProgress. Outside its windows a job has the trouble OUTSIDE_WINDOW, and its rate is not measured."""
         request = self._job.request
         while request is not None and (wait_s := pace.opens_in_s(request.windows, request.time_zone, self._now_s())):
             message = f"it works from {' and '.join(request.windows)} {request.time_zone}"
@@ -241,7 +242,7 @@ class JobRun:
             await self._end("failed", error=Deadly("its output" if self._job.finalizing_s else "its plan").info)
             return
         done = await self._patiently(lambda: self._ledger.shards(self._id))
-        # the leader before may have died before it noted the first one
+        # the previous leader may have died before it wrote the fingerprint to the record of the job
         fingerprint = next((shard.fingerprint for shard in done.values() if shard.fingerprint), self._job.fingerprint)
         self._job = replace(self._job, fingerprint=fingerprint)
         try:
@@ -273,7 +274,8 @@ class JobRun:
             await self._finish(work, "failed", error.info)
             return
         except Exception as error:
-            # what was answered is kept: a job may be resumed, such as when its model is back; nobody resumes a batch
+            # The answers are kept: the owner may resume a job, for example when its model is back. A batch cannot be
+            # resumed, so it ends with the answers that it has.
             if not self._job.is_planned or (isinstance(error, SIEError) and error.retryable):
                 raise
             if self._job.batch is None:
@@ -292,19 +294,19 @@ class JobRun:
 
     @property
     def _is_late(self) -> bool:
-        """Whether what is left is not to run any more. All is answered of a job that comes to its end."""
+        """Return whether the job has expired before all was answered. A finalizing job has answered all."""
         return expires_s(self._job) <= self._now_s() and self._job.state != "finalizing"
 
     @property
     def _state(self) -> JobState:
-        """Run a job that is planned. A leader that died may have come to its end."""
+        """Return the state of a planned job: finalizing if an earlier leader had begun to complete the output."""
         return "finalizing" if self._job.finalizing_s else "running"
 
     async def _worked(self, work: JobWork) -> None:
         plan, done = await self._read(work)
         if not plan.spans and plan.unread:
             raise SIEError.from_info(plan.unread[0].error)
-        # leaders may have died of the plan, and that is made now
+        # earlier leaders may have died while they made the plan; it exists now, so their deaths count no more
         lost = self._job.lost if self._job.is_planned else ()
         await self._note(
             state=self._state,
@@ -328,8 +330,8 @@ class JobRun:
             raise errors.exceptions[0] from errors
 
     async def _isolated(self, work: JobWork, plan: Plan, numbers: list[int], done: dict[int, ShardRecord]) -> None:
-        """Answer the shards that a leader may have died of, one after the other. Then the count of deaths begins again.
-        Each is noted: should this leader die of the next one, that is the first one that is not done.
+        """Answer one by one the shards that may have ended a leader. Then the count of deaths begins again. The
+        progress is written after each shard: if this leader dies, the cause is the first shard without a record.
         """
         for number in numbers:
             await self._answer(work, plan, iter((number,)), done)
@@ -337,7 +339,7 @@ class JobRun:
         await self._patiently(lambda: self._note(lost=()))
 
     async def _read(self, work: JobWork) -> tuple[Plan, dict[int, ShardRecord]]:
-        """The plan, and the shards that are answered."""
+        """Read the plan and the records of the answered shards."""
         plan = await self._patiently(work.plan)
         done = self._shards = await self._patiently(lambda: self._ledger.shards(self._id))
         self._unread = plan.unread
@@ -356,12 +358,12 @@ class JobRun:
             done[number] = shard
 
     async def _attempted(self, work: JobWork, number: int, span: RowSpan) -> ShardRecord:
-        self._live.pop(number, None)  # what an attempt before this one told
+        self._live.pop(number, None)  # progress of an earlier attempt
         return await work.shard(number, span)
 
     async def _until_told(self, work: Awaitable[None]) -> str:
-        """Do the work until it is done (empty), or the owner or the deadline says otherwise: `pause`, `cancel`,
-        `expired`.
+        """Do the work until it is done, or until the owner or the deadline stops it. Returns the reason of the stop,
+        `pause`, `cancel` or `expired`; an empty string if the work is done.
         """
         doing = asyncio.ensure_future(work)
         try:
@@ -369,7 +371,7 @@ class JobRun:
                 if self._job.wanted in ("pause", "cancel"):
                     return self._job.wanted
                 left_s = expires_s(self._job) - self._now_s()
-                if left_s <= 0 and self._job.state != "finalizing":  # then all is answered
+                if left_s <= 0 and self._job.state != "finalizing":  # a finalizing job has answered all
                     return "expired"
                 self._changed.clear()
                 changed = asyncio.ensure_future(self._changed.wait())
@@ -389,8 +391,8 @@ class JobRun:
             await asyncio.gather(doing, return_exceptions=True)
 
     async def _patiently(self, attempt: Callable[[], Awaitable[_T]], for_s: float = float("inf")) -> _T:
-        """The result of `attempt`, made again for as long as the store or the broker refuses. Where the next one would
-        begin later than `for_s` from now, raises what the last one raised.
+        """Return the result of `attempt`. It is called again while the store or the broker fails, for at most `for_s`
+        seconds. Then the last error is raised.
         """
         pause_s, met = FIRST_PAUSE_S, False
         last_s = time.monotonic() + for_s
@@ -427,16 +429,16 @@ class JobRun:
             if (state := (fields, self._trouble)) != before:
                 try:
                     await self._note(rows_per_s=self._pace.rate, spread=self._pace.spread)
-                except BrokerError as error:  # the next note tells more
-                    _logger.info("the progress of job %s could not be noted: %s", self._id, error)
+                except BrokerError as error:  # the next write has the newer progress
+                    _logger.info("the progress of job %s could not be written: %s", self._id, error)
                     continue
-                except (Replaced, NotFound) as error:  # the watch tells `_until_told` too
-                    _logger.info("the progress of job %s is not noted any more: %s", self._id, error)
+                except (Replaced, NotFound) as error:  # `_until_told` learns it from the watch
+                    _logger.info("the progress of job %s is not written any more: %s", self._id, error)
                     return
                 before = state
 
     def _progress_fields(self) -> dict[str, Any]:
-        """Progress by the record; nothing before that was read."""
+        """Return the fields of the record that hold the progress; none until the shards have been read."""
         if self._shards is None:
             return {}
         sums = self._sums = self._sums if self._sums.shards is self._shards else _ShardSums(self._shards)
@@ -456,8 +458,8 @@ class JobRun:
         }
 
     async def _claim(self) -> None:
-        """Be the leader that the record names. Raises Replaced where nothing is to do: what this gateway has of the
-        record may be old, and then it took the lease of a job that has ended. Raises BrokerError, NotFound.
+        """Write this gateway as the leader into the record. Raises Replaced if the job needs no leader: this gateway
+        may have an old record, and may have taken the lease of a job that has ended. Raises BrokerError, NotFound.
         """
 
         def claim(job: JobRecord | None) -> JobRecord:
@@ -468,18 +470,18 @@ class JobRun:
         self._require_lead(self._job)
 
     def _require_lead(self, job: JobRecord) -> None:
-        """Raises Replaced."""
+        """Check that this gateway leads the job. Raises Replaced."""
         if job.ended:
-            raise Replaced(f"it is {job.state}")
+            raise Replaced(f"the job is {job.state}")
         if job.leader != self._leader:
-            raise Replaced(f"another gateway leads it: {job.leader}" if job.leader else "nobody leads it now")
+            raise Replaced(f"another gateway leads the job: {job.leader}" if job.leader else "the job has no leader")
 
     async def _note(self, **fields: Any) -> None:
-        """Change the record. Raises Replaced, BrokerError, NotFound."""
+        """Change fields of the record. Raises Replaced, BrokerError, NotFound."""
         await self._change(lambda job: fields)
 
     async def _change(self, fields: Callable[[JobRecord], dict[str, Any]]) -> None:
-        """Change the record to these fields of it, and to what is told of progress. Raises as `_note`."""
+        """Change fields of the record, also those of the progress. Raises the errors of `_note`."""
         progress = self._progress_fields()
 
         def noted(job: JobRecord | None) -> JobRecord:
@@ -490,10 +492,10 @@ class JobRun:
         self._job = await self._ledger.change(self._id, noted)
 
     async def _pause(self, error: ErrorInfo | None, *, is_asked: bool = False) -> None:
-        """Leave the job to whoever resumes it. `is_asked`: by its owner.
+        """Pause the job until its owner resumes it. `is_asked`: the owner asked for the pause.
 
-        The owner may have said something else while the work was stopped: then that counts, and the next leader does
-        it.
+        If the owner has cancelled or resumed the job while the work was being stopped, the job is not paused. The next
+        leader then carries out that command.
         """
         self._trouble = None
 
@@ -505,12 +507,12 @@ class JobRun:
         await self._change(paused)
 
     async def _finish(self, work: JobWork, state: str, error: ErrorInfo | None = None) -> None:
-        """Complete the output of what was answered, then end. A job that is complete waits for its store; one that is
-        to end early does so for LAST_TRIES_S.
+        """Complete the output of the answered shards, then end the job. A completed job waits for its store without a
+        limit. A job that ends early waits for at most LAST_TRIES_S.
         """
         done: dict[int, ShardRecord] = {}
         if self._job.is_planned:
-            # a shard may have got its record in the moment in which the work was cancelled
+            # a shard may have got its record while the work was being cancelled
             done = await self._patiently(lambda: self._ledger.shards(self._id))
         broken = [shard.error for shard in done.values() if shard.error is not None]
         if state == "completed" and broken and len(broken) == len(done):
@@ -541,8 +543,8 @@ class JobRun:
 
 
 def claimed_by(job: JobRecord, leader: str) -> JobRecord:
-    """The record of a job that a gateway leads from now on. A leader that the record still has died; it is the first
-    one of a row where more rows were done than when any leader before it died.
+    """Return the record with `leader` as the new leader. If the record still has another leader, that leader has died,
+    and is added to `lost`. If more rows are done than at any death before, `lost` begins again with it.
     """
     if job.leader in ("", leader):
         return replace(job, leader=leader)
@@ -552,13 +554,15 @@ def claimed_by(job: JobRecord, leader: str) -> JobRecord:
 
 
 def left(job: JobRecord, leader: str) -> JobRecord:
-    """The record of a job that a leader leaves to others: it has not died, whoever thought so meanwhile."""
+    """Return the record of a job that `leader` passes on. It has not died, so it is also removed from `lost`, to which
+    another gateway may have added it.
+    """
     lost = tuple(name for name in job.lost if name != leader)
     return replace(job, leader="" if job.leader == leader else job.leader, lost=lost)
 
 
 def _has_shards(job: JobRecord) -> bool:
-    """Whether parts of the input are left to answer, as the record says."""
+    """Return whether shards are left to answer, by the counts of the record."""
     return job.is_planned and job.shards is not None and job.shards_done < job.shards
 
 
@@ -567,14 +571,14 @@ def _named(span: RowSpan) -> str:
 
 
 def broken_parts(shards: Mapping[int, ShardRecord], unread: Iterable[Unread]) -> list[str]:
-    """The parts of the input that could not be read, each with why: its message names it."""
+    """Return a message for each part of the input that could not be read. It names the part and the reason."""
     broken = [(shard.source, shard.error) for _, shard in sorted(shards.items()) if shard.error is not None]
     broken += [(part.source, part.error) for part in unread]
     return [error.message if source in error.message else f"{source}: {error.message}" for source, error in broken]
 
 
 def expires_s(job: JobRecord) -> float:
-    """When what has not run is not run any more; infinite where nothing says so."""
+    """Return the time at which a job expires; infinite for a job that does not expire."""
     if job.batch is not None:
         return job.created_s + window_s(job.batch.completion_window)
     request = job.request
@@ -582,12 +586,12 @@ def expires_s(job: JobRecord) -> float:
 
 
 def is_due(job: JobRecord, now_s: float) -> bool:
-    """Whether a leader has something to do for it. One that is paused expires too."""
+    """Return whether a job needs a leader. A paused job needs one only to be resumed, cancelled, or to expire."""
     return not job.ended and (job.state != "paused" or job.wanted != "pause" or expires_s(job) <= now_s)
 
 
 def window_s(text: str) -> float:
-    """Seconds of a completion window, such as 24h."""
+    """Return the seconds of a completion window, such as 24h."""
     return int(text[:-1]) * {"s": 1, "m": 60, "h": 3600, "d": 86_400}[text[-1]]
 
 
@@ -599,5 +603,5 @@ def _public_error(error: Exception) -> ErrorInfo:
     if isinstance(error, BucketMissing):
         return ErrorInfo("STORE_MISSING", str(error))
     if isinstance(error, StoreError):
-        return ErrorInfo("STORE_UNAVAILABLE", f"the store did not do it: {error}")
-    return ErrorInfo("QUEUE_UNAVAILABLE", f"the broker did not do it: {error}")
+        return ErrorInfo("STORE_UNAVAILABLE", f"the store failed: {error}")
+    return ErrorInfo("QUEUE_UNAVAILABLE", f"the broker failed: {error}")

@@ -1,7 +1,7 @@
-"""Assignment of jobs to gateways: one leader a job, by a lease; the oldest jobs first.
+"""Assignment of jobs to gateways: each job has one leader, by a lease. The oldest jobs get a leader first.
 
-A leader that dies is replaced after LEASE_S. For a moment two gateways may run one job: its output stays right, since
-objects and records of shards are created once (see the package).
+A leader that dies is replaced after LEASE_S. For a moment two gateways may run one job. The output stays correct,
+because objects and records of shards are created only once (see `__init__.py`).
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from sie_runtime.process import Stop, Trouble
 EVERY_S = 1.0
 LEASE_S = 6.0
 RENEW_S = 1.5
-FENCE_S = 0.75 * LEASE_S  # since the last renewal: then another gateway may soon be the leader
-LOOKS = 8  # jobs whose lease is asked for in one look
+FENCE_S = 0.75 * LEASE_S  # seconds after the last renewal at which a job is stopped: its lease may soon expire
+LOOKS = 8  # leases that are requested in one round
 _logger = logging.getLogger("sie.gateway.jobs")
 
 
 class _Running:
-    """A job that runs here, until its lease was not renewed for FENCE_S."""
+    """A job that runs here. It is cancelled if its lease was not renewed for FENCE_S."""
 
     def __init__(self, job_id: str, task: asyncio.Task[None], lease: LeaderLease) -> None:
         self.task = task
@@ -37,7 +37,7 @@ class _Running:
         self.renewed()
 
     def renewed(self) -> None:
-        """The lease holds from now on."""
+        """Set the times of the next renewal and of the fence, after the lease was acquired or renewed."""
         loop = asyncio.get_running_loop()
         self.renew_s = loop.time() + RENEW_S
         self.fence = loop.call_later(FENCE_S, self._left)
@@ -49,7 +49,7 @@ class _Running:
 
 
 class JobScheduler:
-    """Runs at most `at_once` jobs here. `run` belongs to one task."""
+    """Scheduler that runs at most `at_once` jobs on this gateway. One task calls `run`."""
 
     def __init__(
         self,
@@ -63,8 +63,8 @@ class JobScheduler:
         replicas: int,
         now_s: Callable[[], float],
     ) -> None:
-        """`storage` and `replicas`: of the bucket of leases, which other duties use too. `now_s`: seconds since 1970 at
-        the broker.
+        """Create the scheduler. `storage` and `replicas` belong to the bucket of leases, which other duties use too.
+        `now_s` returns seconds since 1970 by the broker's clock.
         """
         self._ledger = ledger
         self._leases = leases_of(broker, storage=storage, replicas=replicas)
@@ -72,14 +72,14 @@ class JobScheduler:
         self._work = work
         self._at_once = at_once
         self._now_s = now_s
-        # Of jobs that others run, the one first that was not looked at for longest: a lease is observed over time. It
-        # has at most as many as all other gateways run at once.
+        # Leases of jobs that other gateways run; the lease that was not checked for longest is the first. They are kept
+        # because a lease can only be seen to expire over time. There are as many as all other gateways run jobs.
         self._observed: dict[str, LeaderLease] = {}
         self._running: dict[str, _Running] = {}
 
     async def run(self, stop: Stop) -> None:
         """Run jobs until `stop`."""
-        trouble = Trouble(_logger, "jobs stand still")
+        trouble = Trouble(_logger, "jobs of this gateway make no progress")
         try:
             while not await stop.wait_woken(self._ledger.woken, EVERY_S):
                 try:
@@ -89,7 +89,7 @@ class JobScheduler:
                     trouble.passed()
                 except BrokerError as error:
                     trouble.met(error)
-                if await stop.wait_for(0.1):  # a burst of changes is one look
+                if await stop.wait_for(0.1):  # so a burst of changes causes one round only
                     break
         finally:
             await self._leave()
@@ -129,26 +129,26 @@ class JobScheduler:
                 free -= 1
 
     def _looked_at(self, waiting: dict[str, JobRecord]) -> list[JobRecord]:
-        """Jobs by age whose lease is requested in one round: half of them were seen to have another leader,
-        which may have died; the rest, the oldest first, nobody may lead. So neither keeps the other from its turn.
+        """Return the jobs whose lease is requested in this round. Half of them have had another leader in an earlier
+        round, which may have died. The others, the oldest first, may have no leader. So neither half blocks the other.
         """
         fresh = [job for job_id, job in waiting.items() if job_id not in self._observed]
         led = [waiting[job_id] for job_id in self._observed]
         return (led[: max(LOOKS // 2, LOOKS - len(fresh))] + fresh)[:LOOKS]
 
     async def _leave(self) -> None:
-        """Stop all, and leave their leases to others at once."""
+        """Stop all jobs of this gateway, and release their leases."""
         running, self._running = self._running, {}
         for entry in running.values():
             entry.fence.cancel()
             entry.task.cancel()
         await asyncio.gather(*(entry.task for entry in running.values()), return_exceptions=True)
         for job_id, entry in running.items():
-            with contextlib.suppress(BrokerError):  # then the lease lapses, and this gateway counts as one that died
+            with contextlib.suppress(BrokerError):  # then the lease expires, and this gateway counts as dead
                 await self._hand_over(job_id, entry)
 
     async def _hand_over(self, job_id: str, running: _Running) -> None:
-        """Leave a job to others, which has no task here any more. Raises BrokerError."""
+        """Pass on a job whose task has ended here: clear its leader, and release its lease. Raises BrokerError."""
 
         def handed(job: JobRecord | None) -> JobRecord:
             assert job is not None

@@ -1,4 +1,4 @@
-"""Operations of clients on jobs and batches: submit, look, pause, resume, cancel, retry, forget."""
+"""Operations of clients on jobs and batches: submit, list, show, pause, resume, cancel, retry, delete."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ _BATCH_STATES: dict[str, batches_api.BatchState] = {
 
 
 class JobService:
-    """`check` refuses a job that can never run, before it is kept, and returns what it resolved to; `workers` counts
-    those that serve a job; `remove` removes the objects that a job keeps itself; `content` gives the name and the
-    digest of a file, None of one that is gone.
+    """Operations on the jobs of all owners. `check` refuses a job that can never run before it is stored, and returns
+    the job with its model resolved. `workers` counts the workers that serve a job. `forget` removes the objects of a
+    job in the payload store. `content` returns the name and the digest of a file, None for a file that is gone.
     """
 
     def __init__(
@@ -72,7 +72,9 @@ class JobService:
     # jobs
 
     async def submit(self, call: Call, request: api.JobRequest, *, retry_of: str = "") -> api.JobInfo:
-        """Keep a job. The same Idempotency-Key gives the same job, also if its file was sent again. Raises SIEError."""
+        """Store a new job. If the Idempotency-Key was used before, return the job of that call, also if the client has
+        uploaded its file again. Raises SIEError.
+        """
         job_id = self._new_id(call, "job-")
         stands = self._existing(call, job_id)
         if stands is None:
@@ -82,7 +84,9 @@ class JobService:
         return self.as_info(stands)
 
     def _is_same(self, request: api.JobRequest, previous: api.JobRequest) -> bool:
-        """Whether both ask for the same of the same input: a client that lost its answer may send the file again."""
+        """Return whether two requests have the same fields and the same input. The ids of their files may differ: a
+        client that lost its answer may upload the file again.
+        """
         if request != previous and request.input.file and previous.input.file:
             content = self._content(request.input.file)
             if content is not None and content == self._content(previous.input.file):
@@ -90,19 +94,19 @@ class JobService:
         return request == previous
 
     def page(self, call: Call, limit: int, after: str, state: str = "") -> api.JobPage:
-        """Jobs of the caller, the newest first. Raises NotFound."""
+        """Return a page of the caller's jobs, the newest first. Raises NotFound."""
         jobs, more = self._page(call, limit, after, lambda job: job.request is not None and state in ("", job.state))
         return api.JobPage(data=[self.as_info(job) for job in jobs], next=jobs[-1].id if more else None)
 
     def find(self, call: Call, job_id: str) -> JobRecord:
-        """A job of the caller. Raises NotFound."""
+        """Return a job of the caller. Raises NotFound."""
         job = self.ledger.find(job_id)
         if not call.grant.owns(job.owner) or job.request is None:
             raise NotFound("there is no such job", param="job")
         return job
 
     async def want(self, call: Call, job_id: str, desired: str) -> api.JobInfo:
-        """Have a job run, pause or cancel. Raises NotFound, ContentConflict for one that has ended."""
+        """Set the wanted state of a job: run, pause or cancel. Raises NotFound, and ContentConflict if it has ended."""
         self.find(call, job_id)
 
         def changed(job: JobRecord | None) -> JobRecord:
@@ -111,7 +115,7 @@ class JobService:
                 raise ContentConflict(f"the job is {job.state}", param="job")
             if desired == "run" and job.state == "paused":
                 job = replace(job, state="queued", error=None)
-                if "admin" in call.grant.scopes:  # takes it over where its own key has ended
+                if "admin" in call.grant.scopes:  # an administrator takes the job over: its key may be gone
                     job = replace(job, owner=call.grant.key, owner_name=call.grant.name)
             cancelling_s = self._now_s() if desired == "cancel" else job.cancelling_s
             return replace(job, wanted=desired, cancelling_s=cancelling_s, updated_s=self._now_s())
@@ -120,16 +124,18 @@ class JobService:
             return self.as_info(await self.ledger.change(job_id, changed))
 
     async def retry(self, call: Call, job_id: str) -> api.JobInfo:
-        """A new job over the rows that failed. Raises NotFound, ContentConflict for one that runs, or without any."""
+        """Create a job over the failed rows of a job. Raises NotFound, and ContentConflict if that job has not ended or
+        has no failed row.
+        """
         job = self.find(call, job_id)
         if job.request is None or not job.ended:
-            raise ContentConflict(f"the job is {job.state}: only one that has ended can be retried", param="job")
+            raise ContentConflict(f"the job is {job.state}: only a job that has ended can be retried", param="job")
         if not job.failed:
             raise ContentConflict("no row of the job failed", param="job")
         return await self.submit(call, job.request, retry_of=job.id)
 
     async def delete(self, call: Call, job_id: str) -> api.JobDeleted:
-        """Forget a job. What it wrote elsewhere stays. Raises NotFound, ContentConflict."""
+        """Delete a job that has ended. Output outside of the payload store stays. Raises NotFound, ContentConflict."""
         job = self.find(call, job_id)
         if not job.ended:
             raise ContentConflict(f"the job is {job.state}: cancel it first", param="job")
@@ -137,13 +143,15 @@ class JobService:
         return api.JobDeleted(id=job_id)
 
     async def remove(self, job: JobRecord) -> None:
-        """Its objects, then its records, so that no object is without one. Raises QueueUnavailable."""
+        """Remove the objects of a job, then its records, so that no object is without a record. Raises
+        QueueUnavailable.
+        """
         async with broker_errors_mapped():
             await self._forget(job)
             await self.ledger.remove(job.id)
 
     def as_info(self, job: JobRecord) -> api.JobInfo:
-        """A job as the API has it."""
+        """Return a job in the format of the API."""
         assert job.request is not None
         return api.JobInfo(
             id=job.id,
@@ -179,7 +187,7 @@ class JobService:
     # batches
 
     async def batch(self, call: Call, request: batches_api.BatchRequest) -> batches_api.BatchObject:
-        """Keep a batch. Raises SIEError."""
+        """Store a new batch. Raises SIEError."""
         if request.endpoint not in batches_api.ENDPOINTS:
             endpoints = ", ".join(batches_api.ENDPOINTS)
             raise InvalidInput(f"endpoint: expected one of {endpoints}", reason="schema", param="endpoint")
@@ -192,26 +200,26 @@ class JobService:
         return self.batch_told(job)
 
     def batch_page(self, call: Call, limit: int, after: str) -> batches_api.BatchPage:
-        """Batches of the caller, the newest first. Raises NotFound."""
+        """Return a page of the caller's batches, the newest first. Raises NotFound."""
         jobs, more = self._page(call, limit, after, lambda job: job.batch is not None)
         data = [self.batch_told(job) for job in jobs]
         ends = (data[0].id, data[-1].id) if data else (None, None)
         return batches_api.BatchPage(data=data, has_more=more, first_id=ends[0], last_id=ends[1])
 
     def find_batch(self, call: Call, batch_id: str) -> JobRecord:
-        """A batch of the caller. Raises NotFound."""
+        """Return a batch of the caller. Raises NotFound."""
         job = self.ledger.find(batch_id)
         if not call.grant.owns(job.owner) or job.batch is None:
             raise NotFound("there is no such batch", param="batch")
         return job
 
     async def cancel_batch(self, call: Call, batch_id: str) -> batches_api.BatchObject:
-        """Raises NotFound, ContentConflict."""
+        """Cancel a batch. Raises NotFound, ContentConflict."""
         self.find_batch(call, batch_id)
         return self.batch_told(await self._cancelled(batch_id))
 
     async def delete_batch(self, call: Call, batch_id: str) -> batches_api.BatchDeleted:
-        """Forget a batch; its files stay. Raises NotFound, ContentConflict."""
+        """Delete a batch that has ended; its files stay. Raises NotFound, ContentConflict."""
         job = self.find_batch(call, batch_id)
         if not job.ended:
             raise ContentConflict(f"the batch is {self.batch_told(job).status}: cancel it first", param="batch")
@@ -229,7 +237,7 @@ class JobService:
             return await self.ledger.change(job_id, changed)
 
     def batch_told(self, job: JobRecord) -> batches_api.BatchObject:
-        """A batch as OpenAI's API has it."""
+        """Return a batch in the format of OpenAI's API."""
         assert job.batch is not None
         state = _BATCH_STATES[job.state]
         if job.wanted == "cancel" and not job.ended:
@@ -276,8 +284,8 @@ class JobService:
         return prefix + uuid.uuid5(uuid.NAMESPACE_OID, named).hex
 
     def _existing(self, call: Call, job_id: str) -> JobRecord | None:
-        """The job that an Idempotency-Key made before: it stands, also where a new one would be refused now, such as by
-        a file that has expired. Raises NotReady.
+        """Return the job that was created with the same Idempotency-Key, None without one. It is returned also if a new
+        job would be refused now, for example because its file has expired. Raises NotReady.
         """
         if not call.headers.get("idempotency-key"):
             return None
@@ -318,13 +326,13 @@ def _error(info: ErrorInfo | None) -> api.JobError | None:
 
 @contextlib.asynccontextmanager
 async def broker_errors_mapped() -> AsyncIterator[None]:
-    """Raises QueueUnavailable where the broker or the store fails."""
+    """Raise QueueUnavailable if the broker or the store fails."""
     try:
         yield
     except BrokerError as error:
-        raise QueueUnavailable(f"the broker did not do it: {error}") from error
+        raise QueueUnavailable(f"the broker failed: {error}") from error
     except StoreError as error:
-        raise QueueUnavailable(f"the payload store did not do it: {error}") from error
+        raise QueueUnavailable(f"the payload store failed: {error}") from error
 
 
 EVERY_S = 60.0
@@ -332,8 +340,8 @@ _logger = logging.getLogger("sie.gateway.jobs")
 
 
 class Sweeper:
-    """`keep_s`: how long a job stays after its end. `has_store`: without a payload store nothing is forgotten, since
-    what a job keeps there could not be removed.
+    """Task that deletes jobs `keep_s` seconds after their end. `has_store`: without a payload store no job is deleted,
+    because its objects could not be removed.
     """
 
     def __init__(
@@ -346,8 +354,8 @@ class Sweeper:
         self._has_store = has_store
 
     async def run(self, stop: Stop) -> None:
-        """Until `stop`."""
-        trouble = Trouble(_logger, "jobs that have ended stay for now")
+        """Delete jobs until `stop`."""
+        trouble = Trouble(_logger, "jobs that have ended are not deleted for now")
         while not await stop.wait_for(EVERY_S * random.uniform(0.5, 1.0)):  # noqa: S311  no secret
             try:
                 await self.sweep()
@@ -356,8 +364,8 @@ class Sweeper:
                 trouble.met(error)
 
     async def sweep(self) -> int:
-        """Forget what is due. Returns how many. Raises BrokerError, and SIEError for the first one that could not be
-        removed, when all others were tried.
+        """Delete the jobs that are due, if this gateway holds the lease for it. Return how many were deleted. Raises
+        BrokerError; SIEError if jobs could not be deleted, after all were tried.
         """
         if not self._has_store:
             return 0
@@ -372,7 +380,7 @@ class Sweeper:
                 refused.append(error)
         forgotten = len(due) - len(refused)
         if forgotten:
-            _logger.info("%d jobs that had ended were forgotten", forgotten)
+            _logger.info("deleted %d jobs that had ended", forgotten)
         if refused:
             raise refused[0]
         return forgotten

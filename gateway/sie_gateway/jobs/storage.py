@@ -13,7 +13,7 @@ from sie_store.object_stores import FILES, ObjectMissing, WrittenMeanwhile, room
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
-LONG_S = 120.0  # of a call of the store
+LONG_S = 120.0  # time limit of one call to the store, in seconds
 
 
 class JobStorage:
@@ -26,21 +26,23 @@ class JobStorage:
 
     @staticmethod
     def part(number: int, suffix: str) -> str:
-        """The name of a shard's object: it follows from its number, and all of a job sort in their order."""
+        """Return the name of a shard's object. The names of a job's shards sort in the order of their numbers."""
         return f"part-{number:06}.{suffix}"
 
     async def plan(self) -> Plan | None:
-        """The plan, if it was made. Raises StoreError."""
+        """Read the plan; None if there is none yet. Raises StoreError."""
         data = await self.existing("plan")
         return None if data is None else await asyncio.to_thread(records.decode_plan, data)
 
     async def keep_plan(self, plan: Plan) -> Plan:
-        """Keep the plan, unless another leader did: then that one counts. Returns what counts. Raises StoreError."""
+        """Store the plan. If another leader has stored a plan, that plan stays. Return the stored plan. Raises
+        StoreError.
+        """
         data = await self.put_once("plan", await asyncio.to_thread(records.encode, plan))
         return await asyncio.to_thread(records.decode_plan, data)
 
     async def existing(self, name: str) -> bytes | None:
-        """An object of this job; None if there is none. Raises StoreError."""
+        """Read an object of this job; None if it does not exist. Raises StoreError."""
         import obstore
 
         async def read() -> bytes:
@@ -52,7 +54,7 @@ class JobStorage:
             return None
 
     async def put_once(self, name: str, data: bytes) -> bytes:
-        """Store an object whole, unless it is there. Returns the one that is there then. Raises StoreError."""
+        """Store an object, unless it exists. Return the bytes of the stored object. Raises StoreError."""
         import obstore
 
         try:
@@ -61,7 +63,7 @@ class JobStorage:
                 await within(LONG_S, obstore.put_async(self.store, f"{self._prefix}/{name}", data, mode="create"))
         except WrittenMeanwhile:
             existing = await self.existing(name)
-            if existing is None:  # it was removed since
+            if existing is None:  # it was removed meanwhile
                 raise
             return existing
         return data

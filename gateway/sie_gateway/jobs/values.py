@@ -1,6 +1,6 @@
-"""Answers of rows, as a job keeps them until their shard is written: equal inputs are computed once.
+"""Answers to the rows of a shard. Equal inputs are computed once.
 
-inputs ──key──► unique inputs ──► cache ──► groups: by length, of one query ──► JobClient ──► Answer of each input
+inputs ──digest──► unique inputs ──► cache ──► groups by query and length ──► JobClient ──► RowAnswer of each input
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from sie_gateway.jobs.client import Halted, JobClient
 from sie_store.datasets.answers import RowAnswer
 
 MODEL_CHANGED = "MODEL_CHANGED"
-GROUP_ITEMS = 256  # of a request
-GROUP_BYTES = 256 << 10  # of texts; four bytes are a token, roughly
-GROUP_FILES = 16  # of items with files
-SHARD_BYTES = 256 << 20  # of the answers of a shard, as they are expected
-TEXT_TOKENS, IMAGE_TOKENS = 512, 1024  # of an input, as they are expected
-TOKEN_BYTES = 4  # of a text, roughly
+GROUP_ITEMS = 256  # items of a request, at most
+GROUP_BYTES = 256 << 10  # bytes of the texts of a request, at most; a token has about four bytes
+GROUP_FILES = 16  # files of a request, at most
+SHARD_BYTES = 256 << 20  # expected bytes of the answers of a shard, at most
+TEXT_TOKENS, IMAGE_TOKENS = 512, 1024  # expected tokens of a text; of an image
+TOKEN_BYTES = 4  # bytes of text for one token, roughly
 _SIZES = {"float32": 4, "float16": 2}
 
 
 class ModelInput(NamedTuple):
-    """Input that a row gives to the model. `query`: of a score."""
+    """Input of the model from one row. `query`: the query of a score."""
 
     item: RequestItem
     query: str | None = None
 
     @property
     def digest(self) -> bytes:
-        """16 bytes that no other input has (BLAKE2b)."""
+        """Return the BLAKE2b digest of the input, 16 bytes. Different inputs have different digests."""
         digest = hashlib.blake2b(digest_size=16)
         for part in (self.query, self.item.text):
             text = b"" if part is None else part.encode()
@@ -53,15 +53,16 @@ class ModelInput(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """Bounds of a shard: rows, and bytes of text, None without a bound of their own."""
+    """Limits of a shard: rows, and bytes of text. `text_bytes` is None without a limit."""
 
     rows: int
     text_bytes: int | None
 
 
 def bounds(understood: PlannedRequest, *, has_images: bool) -> Bounds:
-    """How large a shard may be so that its answers take about SHARD_BYTES: all are in memory until it is written, and
-    the vectors of its tokens take a hundred times as much as a text. Texts with many tokens are bounded by their bytes.
+    """Return the limits of a shard whose answers take about SHARD_BYTES. All answers are in memory until the shard is
+    written, and token vectors are about a hundred times as large as their text. So if the output has token vectors, the
+    bytes of the texts are limited too.
     """
     run, outputs = understood.options.run, understood.resolved.entry.outputs
     tokens = IMAGE_TOKENS if has_images else min(TEXT_TOKENS, understood.resolved.entry.max_tokens)
@@ -71,7 +72,7 @@ def bounds(understood: PlannedRequest, *, has_images: bool) -> Bounds:
         width = outputs.get(output, 0)
         if output == "multivector":
             of_token += width * size
-        elif output == "sparse":  # an index and a weight
+        elif output == "sparse":  # four bytes of an index and four of a weight for each token
             of_row += 8 * tokens
         elif run.muvera is not None:
             of_row += run.muvera.width(outputs.get("multivector", 0)) * size
@@ -83,18 +84,18 @@ def bounds(understood: PlannedRequest, *, has_images: bool) -> Bounds:
 
 
 class RowValues:
-    """Computes the values of inputs for one job. `spec`: the model, pinned to its profile."""
+    """The values of inputs of one job. `spec`: the model, pinned to its profile."""
 
     def __init__(
         self,
-        asking: JobClient,
+        client: JobClient,
         spec: str,
         operation: Operation,
         params: Mapping[str, Any],
         fingerprint: str,
     ) -> None:
-        """`fingerprint`: of all answers before, empty if there are none."""
-        self._asking = asking
+        """Take the `fingerprint` of all earlier answers of the job; it is empty if there are none."""
+        self._client = client
         self._spec = spec
         self._operation: Operation = operation
         self._params = params
@@ -103,8 +104,8 @@ class RowValues:
     async def answers_of(
         self, inputs: Sequence[ModelInput], on_done: Callable[[Sequence[int], Sequence[RowAnswer]], None]
     ) -> list[RowAnswer]:
-        """The answer to each input. `on_done` is called with places whose answers are there. Raises SIEError for what
-        no input can escape; Halted where the model is another one than before.
+        """Return the answer to each input. After each group, `on_done` is called with the indexes of its inputs and
+        their answers. Raises SIEError for an error that every input would get; Halted if the model has changed.
         """
         answers: list[RowAnswer | None] = [None] * len(inputs)
 
@@ -126,26 +127,26 @@ class RowValues:
     async def _compute(self, inputs: Sequence[ModelInput]) -> list[RowAnswer]:
         query = None if inputs[0].query is None else RequestItem(inputs[0].query)
         items = [entry.item for entry in inputs]
-        outcomes = await self._asking.outcomes(self._spec, self._operation, self._params, items, query)
+        outcomes = await self._client.outcomes(self._spec, self._operation, self._params, items, query)
         for result, outcome in outcomes:
             if isinstance(outcome, Ok):
                 self.check(result.fingerprint)
         return [value_of(placed) for placed in outcomes]
 
     def check(self, fingerprint: str) -> None:
-        """Raises Halted for another one than that of the answers before; the first one counts."""
+        """Check that the fingerprint equals that of the first answer of the job. Raises Halted."""
         if not self.fingerprint:
             self.fingerprint = fingerprint
         elif fingerprint and fingerprint != self.fingerprint:
             message = (
-                f"the model changed while the job ran: its answers are of fingerprint {self.fingerprint}, and those of "
-                f"now of {fingerprint}. Roll the model back and resume, or start another job"
+                f"the model changed while the job ran: earlier answers have fingerprint {self.fingerprint}, and new "
+                f"answers have {fingerprint}. Roll the model back and resume, or start another job"
             )
             raise Halted(ErrorInfo(MODEL_CHANGED, message))
 
 
 def value_of(placed: Placed) -> RowAnswer:
-    """An outcome without the message that it came in, which it would keep in memory."""
+    """Copy an outcome out of its message, so that the message does not stay in memory."""
     result, outcome = placed
     if isinstance(outcome, Failed):
         return RowAnswer(error=outcome.error)
@@ -155,8 +156,8 @@ def value_of(placed: Placed) -> RowAnswer:
 
 
 def grouped(inputs: Sequence[ModelInput]) -> list[list[int]]:
-    """Places of the inputs of each request: inputs of one query, and of similar length, the longest first. So batches
-    are full and need little filling, and no long text is left for the end.
+    """Group inputs into requests. Return the indexes of the inputs of each request. Inputs of a request have the same
+    query and similar lengths, the longest first. So batches need little padding, and no long text is left for the end.
     """
     by_query: dict[str | None, list[int]] = defaultdict(list)
     for place, entry in enumerate(inputs):
@@ -181,7 +182,7 @@ def grouped(inputs: Sequence[ModelInput]) -> list[list[int]]:
 
 
 class Unique(NamedTuple):
-    """Inputs without repetition, and for each row the place of its input."""
+    """Inputs without repetition, their digests, and for each row the index of its input."""
 
     inputs: list[ModelInput]
     digests: list[bytes]
@@ -189,7 +190,7 @@ class Unique(NamedTuple):
 
 
 def unique(inputs: Sequence[ModelInput]) -> Unique:
-    """Equal inputs once, in the order of their first occurrence."""
+    """Remove repeated inputs. The rest stay in the order of their first occurrence."""
     place_of: dict[bytes, int] = {}
     inputs_once: list[ModelInput] = []
     digests: list[bytes] = []
@@ -206,7 +207,7 @@ def unique(inputs: Sequence[ModelInput]) -> Unique:
 
 
 class PackedValue(msgspec.Struct, frozen=True, omit_defaults=True, array_like=True):
-    """A value as the cache keeps it. Only values without an error are kept."""
+    """A value in the format of the cache. Only values without an error are stored."""
 
     arrays: dict[str, tuple[str, tuple[int, ...], bytes]]
     score: float | None = None
@@ -219,13 +220,13 @@ _decode = msgspec.msgpack.Decoder(PackedValue).decode
 
 
 def pack(value: RowAnswer) -> bytes:
-    """A value as bytes."""
+    """Encode a value for the cache."""
     arrays = {name: (array.dtype.str, array.shape, array.tobytes()) for name, array in value.arrays.items()}
     return msgspec.msgpack.encode(PackedValue(arrays, value.score, value.data, value.tokens, value.truncated))
 
 
 def unpack(packed: bytes) -> RowAnswer:
-    """The value of these bytes. Raises ValueError."""
+    """Decode a value of the cache. Raises ValueError."""
     decoded = _decode(packed)
     arrays = {
         name: np.frombuffer(data, dtype=dtype).reshape(shape) for name, (dtype, shape, data) in decoded.arrays.items()

@@ -1,49 +1,354 @@
-"""Tokenised work items run: queued for the device, sent in batches, and answered; or queued again, where the model, its
-LoRA or the adapter went away meanwhile.
+"""Run of tokenised work items: they are queued for the device, sent in batches, and answered. They are queued again if
+the model, its LoRA or the adapter went away meanwhile.
 
     add ──► DeviceQueue ──► batch ──► adapter ──► answered
              ▲                          ├──► model evicted, adapter gone: loaded, then put back ──┐
              └──────────────────────────┼─────────────────────────────────────────────────────────┘
                                         ├──► LoRA evicted: loaded and run in its turn
                                         └──► adapter died with the batch: `isolate`
+
+`DeviceQueue` has the work that waits for the device and the work at the device, and decides which batch is sent next.
+
+    put ──► waiting ──► next (a batch, by `batch.next_batch`) ──► run ──► end
+       └──► writing ──► next (a work item) ──► run ──► end
+
+Work whose answer is written token by token waits in its own queue (`writing`) and uses no lane: the adapter puts the
+rows of all such work items together. It takes no credit from other work either.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Protocol
 
 from sie_contracts.errors import LoraLoading, ModelLoading
+from sie_contracts.models import costs
+from sie_contracts.settings import Settings
 from sie_contracts.wire import ipc
 from sie_contracts.wire.messages import BatchNote
+from sie_contracts.wire.trace_context import NONE, Context
 from sie_runtime.process import Tasks
-from sie_sidecar.batching.batch import Batch, WaitUntil
-from sie_sidecar.batching.sizing import Quantum
+from sie_sidecar.batching import batch as batches
+from sie_sidecar.batching.batch import Batch, BatchEntry, BatchKey, BatchLimits, Load, Waiting, WaitUntil
+from sie_sidecar.batching.sizing import DeviceForecast, Quantum, Rate
 from sie_sidecar.device import recording
-from sie_sidecar.device.device import DeviceQueue
-from sie_sidecar.device.in_flight import InFlight, cut, merge, runnable, unsettled
-from sie_sidecar.device.isolate import Isolate
-from sie_sidecar.device.link import AdapterGone
+from sie_sidecar.device.in_flight import InFlight, Inventory, changed, cut, merge, runnable, unsettled
+from sie_sidecar.device.link import AdapterGone, AdapterLink
 from sie_sidecar.metrics import SidecarMetrics
 from sie_sidecar.models.loading import Loading
+from sie_sidecar.prepare import rows
+from sie_sidecar.prepare.rows import BatchPart, WorkItemInput
+from sie_sidecar.results import spans
 from sie_sidecar.results.settle import Settle
+
+if TYPE_CHECKING:
+    from sie_runtime.spans import Span, Tracer
+
+WRITTEN_AT_ONCE = 16  # written work items at the adapter at a time; each has a connection
+WRITTEN_READY = 16  # written work items that may wait here; more are left to other workers
+_LONGEST_S = 86_400.0  # longest timer of the event loop
+
+
+class DeviceQueue:
+    """Tokenised work of one worker, and the batches at its adapter."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        worker_id: str,
+        limits: BatchLimits,
+        link: AdapterLink,
+        inventory: Inventory,
+        metrics: SidecarMetrics,
+        tracer: Tracer | None,
+        clock: Callable[[], float],
+    ) -> None:
+        self._pipeline_depth = settings.rust_pipeline_depth
+        self._most = min(settings.max_concurrent_batches, settings.pool_size)  # batches at the adapter
+        self._worker_id = worker_id
+        self.limits = limits
+        self.link = link
+        self._inventory = inventory
+        self._metrics = metrics
+        self._tracer = tracer
+        self.clock = clock
+        self.waiting: Waiting[InFlight] = Waiting()
+        self.writing: Waiting[InFlight] = Waiting()
+        self.wake = asyncio.Event()  # set when a change may decide which batch is sent next
+        self._ended = asyncio.Event()  # set when a batch has left the adapter
+        self.is_taken = False  # true while the device is reserved for an input that runs alone
+        self.sent = 0  # batches at the adapter that use lanes
+        # by id() of written work: set when no request waits for it any more
+        self._written: dict[int, asyncio.Event] = {}
+        self._writers: set[str] = set()  # consumers of written work
+        self.number = 0  # number of batches sent since the start
+        self.rate = Rate()
+        self._ahead = DeviceForecast()
+
+    @property
+    def lanes(self) -> int:
+        """Batches that can run at once."""
+        return self.link.description.lanes if self.link.description else 1
+
+    @property
+    def depth(self) -> int:
+        """Most batches at the adapter at once."""
+        ahead = self.lanes + self._pipeline_depth - 1
+        return min(ahead, self._most)
+
+    def capacity(self) -> tuple[int, int]:
+        """Return the most tokens and work items of one priority that this worker takes in: full batches that wait, and
+        the batches at the adapter.
+        """
+        full = batches.READY_PER_LANE * self.lanes + self.depth
+        return full * self.limits.cost, full * self.limits.requests
+
+    def room(self, bulk: bool) -> Load | None:
+        """Return the load ahead of the next work item of that priority; None while nothing can run. Interactive work
+        does not wait at the broker because of bulk work that is here.
+        """
+        if not self.link.connected:
+            return None
+        return Load(*self._inventory.load(bulk=bulk), self.lanes)
+
+    # waiting work
+
+    def job(self, flight: InFlight, arrived_s: float) -> BatchEntry[InFlight]:
+        """Return a tokenised work item as a job of the scheduler, and count its cost as waiting."""
+        assert flight.hosted is not None
+        item, ready = flight.item, flight.hosted.ready
+        padded = ready is not None and ready.loaded.attention.endswith(" padded")
+        key = BatchKey(
+            flight.hosted.name, item.revision, item.operation, item.options.pooling, item.options.lora, padded
+        )
+        cost = batch_cost = squares = media_bytes = 0
+        for row in runnable(flight)[0]:
+            cost += row.cost
+            batch_cost += row.batch_cost
+            squares += row.cost**2
+            media_bytes += row.media_bytes
+        self._inventory.count(flight, cost)
+        alone = flight.lease.delivery.delivered > 1
+        crossover = ready.loaded.crossover_tokens if ready is not None else 0
+        time_cost = costs.text_cost(cost, squares, crossover)
+        budget_s = item.budget_ms / 1000
+        bulk = item.priority == "bulk"
+        rows = ready.rows.get(item.operation) if ready is not None else None
+        writes = rows is not None and rows.writes
+        return BatchEntry(
+            key, batch_cost, arrived_s, flight, bulk, alone, flight.due_s, budget_s, time_cost, media_bytes, writes
+        )
+
+    def put(self, flight: InFlight, *, back: bool = False) -> None:
+        """Queue a tokenised work item after all others. `back`: its batch was lost, so it goes to its place in the
+        order of arrival.
+        """
+        job = self.job(flight, flight.received_s if back else self.clock())
+        flight.move("waiting", job)
+        line = self._line(job)
+        if job.writes:
+            self._inventory.count(flight, 0)
+            self._writers.add(flight.lease.delivery.consumer)
+        if back:
+            line.put_back(job)
+        else:
+            line.add(job)
+
+    def _line(self, job: BatchEntry[InFlight]) -> Waiting[InFlight]:
+        return self.writing if job.writes else self.waiting
+
+    def is_full_of(self, consumer: str) -> bool:
+        """Return True if no more work of this consumer should be pulled, because enough written work waits."""
+        return consumer in self._writers and len(self.writing) >= WRITTEN_READY
+
+    def withdraw(self, flight: InFlight) -> None:
+        """Remove a work item that must not run any more."""
+        if flight.job is not None:
+            self._line(flight.job).remove(flight.job)
+            flight.job = None
+
+    def abandon(self, flight: InFlight) -> bool:
+        """Make the adapter stop a written work item that no request waits for. Return False if it is not being
+        written.
+        """
+        if id(flight) not in self._written:
+            return False
+        self._written[id(flight)].set()
+        return True
+
+    def next(self, *, more_expected: bool) -> Batch[InFlight] | WaitUntil | None:
+        """Return the batch to send now, which then counts as sent, or the time until which to wait. Return None to wait
+        for a change.
+
+        `more_expected`: deliveries are on their way, or are being tokenised.
+        """
+        now_s, lanes, depth = self.clock(), self.lanes, self.depth
+        allowed = depth if self.link.connected and not self.is_taken else 0
+        device = batches.DeviceLoad(
+            self.sent, min(lanes, depth), allowed, more_expected, self._ahead.busy_s(now_s, lanes)
+        )
+        action = batches.next_batch(self.waiting, now_s, self.limits, device)
+        if not isinstance(action, Batch) and allowed and len(self._written) < WRITTEN_AT_ONCE:
+            single = replace(self.limits, requests=1)
+            device = batches.DeviceLoad(0, WRITTEN_AT_ONCE, WRITTEN_AT_ONCE, False)
+            action = batches.next_batch(self.writing, now_s, single, device) or action
+        if isinstance(action, Batch):
+            for job in action.jobs:
+                job.work.move("sealed")
+                self._inventory.count(job.work, 0)
+            self.begin(action)
+        return action
+
+    # batches at the adapter
+
+    def begin(self, batch: Batch[InFlight]) -> None:
+        """Count a batch as at the adapter, until `end`."""
+        if batch.writes:
+            flight = batch.jobs[0].work
+            abandoned = self._written[id(flight)] = asyncio.Event()
+            # an answer may take longer than its request waits: then its row makes room for others
+            asyncio.get_running_loop().call_later(
+                min(max(0.0, flight.deadline_s - self.clock()), _LONGEST_S), abandoned.set
+            )
+            return
+        self.sent += 1
+        self._ahead.sent(id(batch), self.waiting.seconds(batch), self.clock(), self.lanes)
+
+    def end(self, batch: Batch[InFlight]) -> None:
+        if batch.writes:
+            flight = batch.jobs[0].work
+            del self._written[id(flight)]
+            self._inventory.made_room(flight)
+        else:
+            self.sent -= 1
+            self._ahead.ended(id(batch), self.clock(), self.lanes)
+        self.note_sent()
+        self._ended.set()
+        self.wake.set()
+
+    def note_sent(self) -> None:
+        """Set the metric of batches at the adapter."""
+        self._metrics.batches.set(self.sent + len(self._written))
+
+    def ran(self, batch: Batch[InFlight], seconds: float) -> None:
+        """Note the time that a batch took on the device."""
+        self._line(batch.jobs[0]).ran(batch, seconds)
+
+    async def run(self, batch: Batch[InFlight], on_started: Callable[[], None]) -> tuple[ipc.BatchDone, BatchNote]:
+        """Run a batch at the adapter. `on_started` is called when the device begins with it. Raises AdapterGone,
+        SIEError.
+        """
+        self.number += 1
+        flights = [job.work for job in batch.jobs]
+        with spans.batch(self._tracer, flights) if self._tracer is not None else contextlib.nullcontext() as span:
+            frame, note = _frame(batch, f"{self._worker_id}-{self.number}", span)
+            done = await self.link.run_batch(frame, on_started, self._gone(batch))
+        if len(done.outcomes) != note.items:
+            raise RuntimeError(f"the adapter answered {note.items} inputs with {len(done.outcomes)} outcomes")
+        return done, note
+
+    def _gone(self, batch: Batch[InFlight]) -> asyncio.Event | None:
+        """Return the event that is set when no request waits for a written batch: it was abandoned, or its budget is
+        over. Other batches have none.
+        """
+        return self._written.get(id(batch.jobs[0].work))
+
+    def alone(self, flight: InFlight) -> Batch[InFlight]:
+        """Return a batch of this work item, which does not wait in the queue. Raises NotReady if its model has
+        changed.
+        """
+        if flight.is_outdated:
+            raise changed()
+        job = self.job(flight, flight.received_s)
+        self._inventory.count(flight, 0)
+        return Batch(job.key, (job,), job.cost)
+
+    async def take(self) -> None:
+        """Send no more batches until `give_back`. Return when nothing else is at the adapter."""
+        self.is_taken = True
+        while self.sent or self._written:
+            await self.next_end()
+
+    async def next_end(self) -> None:
+        """Return when a batch has left the adapter."""
+        self._ended.clear()
+        await self._ended.wait()
+
+    def give_back(self) -> None:
+        """Send batches again after `take`."""
+        if self.is_taken:
+            self.is_taken = False
+            self.wake.set()
+
+
+def _frame(batch: Batch[InFlight], name: str, span: Span | None) -> tuple[ipc.RunBatch, BatchNote]:
+    """Return the frame of a batch for the adapter, and the note about it. `span` is the span of the batch; without it
+    the batch belongs to the trace of its first work item.
+    """
+    parts = []
+    for job in batch.jobs:
+        item = job.work.item
+        run, chosen = runnable(job.work)
+        work = WorkItemInput([item.inputs[index] for index in chosen], item.query, item.options)
+        own = job.work.span
+        context = own.context if own is not None and own.is_recording else NONE
+        parts.append(BatchPart(run, work, context, item.asker))
+    first, key = batch.jobs[0].work, batch.key
+    ready = first.hosted.ready if first.hosted is not None else None
+    above = span or first.span
+    frame = rows.to_batch(
+        name,
+        key.residency,
+        first.item.operation,
+        first.layout,
+        parts,
+        pooling=key.pooling,
+        lora=key.lora,
+        context=above.context if above is not None else Context(first.item.traceparent, first.item.tracestate),
+        fingerprint=ready.loaded.fingerprint if ready is not None else "",
+    )
+    tokens = attention = 0
+    for part in parts:
+        for row in part.rows:
+            tokens += row.cost
+            attention += len(row.ids) ** 2
+    note = BatchNote(name, sum(len(part.work.inputs) for part in parts), len(parts), tokens, attention)
+    if span is not None:
+        spans.sealed(span, note, key.residency)
+    return frame, note
+
+
+class SuspectRuns(Protocol):
+    """Protocol of `Isolate`: runs inputs that may have ended an adapter one by one. `marked_models` are the models that
+    have suspects.
+    """
+
+    marked_models: Mapping[str, int]
+
+    def is_suspect(self, flight: InFlight) -> bool: ...
+
+    def add(self, flight: InFlight) -> None: ...
+
+    async def suspect(self, flights: Sequence[InFlight]) -> None: ...
 
 
 class Dispatch:
-    """Sends batches to the device. One task runs `run`; `work` keeps those of single batches."""
+    """Sends batches to the device. One task calls `run`; `work` keeps the tasks of single batches."""
 
     def __init__(
         self,
         device: DeviceQueue,
-        isolate: Isolate,
+        isolate: SuspectRuns,
         loading: Loading,
         settle: Settle,
         quantum: Quantum,
         metrics: SidecarMetrics,
         work: Tasks,
     ) -> None:
-        """`quantum` learns how long answers take."""
+        """`quantum` learns the time of answers."""
         self._device = device
         self._isolate = isolate
         self._loading = loading
@@ -54,20 +359,22 @@ class Dispatch:
         self._clock = device.clock
 
     def add(self, flight: InFlight) -> None:
-        """It is tokenised."""
+        """Queue a tokenised work item, or answer it if nothing of it can run."""
         if flight.settled:
             return
         if flight.refused is not None:
             self._settle.answer_all([flight], flight.refused)
         elif not runnable(flight)[0]:
             self._settle.answer(flight, merge(flight, ()))
-        elif self._isolate.is_suspect(flight):
+        elif flight.item.model in self._isolate.marked_models and self._isolate.is_suspect(flight):
             self._isolate.add(flight)
         else:
             self._device.put(flight)
 
     async def run(self, more_expected: Callable[[], bool]) -> None:
-        """Send batches until cancelled. `more_expected`: whether deliveries are on their way or being prepared."""
+        """Send batches until cancelled. `more_expected` returns True if deliveries are on their way or being
+        prepared.
+        """
         device = self._device
         while True:
             device.wake.clear()
@@ -81,8 +388,8 @@ class Dispatch:
                     await device.wake.wait()
 
     async def _run(self, batch: Batch[InFlight], *, in_turn: bool = False) -> bool:
-        """Run a batch and answer it, or have it run again. False if its LoRA was not there and it is the caller's
-        `in_turn`.
+        """Run a batch and answer it, or queue it to run again. Return False if its LoRA was not loaded and the caller
+        handles that (`in_turn`).
         """
         sent, batch = batch, self._fit(batch)
         if not batch.jobs:
@@ -115,9 +422,9 @@ class Dispatch:
                     self._answer(batch, done, note)
                 except AdapterGone as gone:
                     self._on_gone(flights, suspects=started and gone.died)
-                except ModelLoading:  # evicted since it was prepared
+                except ModelLoading:  # the model was evicted after the preparation
                     self._again(flights)
-                except LoraLoading:  # evicted for others since
+                except LoraLoading:  # the LoRA was evicted meanwhile for other LoRAs
                     if in_turn:
                         return False
                     self._work.start(self._run_in_turn(batch), "lora")
@@ -127,9 +434,13 @@ class Dispatch:
         return True
 
     def _fit(self, batch: Batch[InFlight]) -> Batch[InFlight]:
-        """Without what must not run: late or cancelled since it was prepared, or suspect by what was learnt since."""
+        """Return the batch without work that must not run: late or cancelled since its preparation, or suspect by
+        now.
+        """
         pending = self._settle.still_wanted([job.work for job in batch.jobs])
-        suspects = [flight for flight in pending if self._isolate.is_suspect(flight)]
+        suspects = []
+        if batch.jobs[0].work.item.model in self._isolate.marked_models:
+            suspects = [flight for flight in pending if self._isolate.is_suspect(flight)]
         for flight in suspects:
             self._isolate.add(flight)
         if len(pending) == len(batch.jobs) and not suspects:
@@ -140,7 +451,8 @@ class Dispatch:
     def _answer(self, batch: Batch[InFlight], done: ipc.BatchDone, note: BatchNote) -> None:
         device, hosted = self._device, batch.jobs[0].work.hosted
         device.ran(batch, (done.preprocess_ms + done.inference_ms + done.postprocess_ms) / 1000)
-        recording.ran(batch, note, done, device.lanes)
+        if recording.current is not None:
+            recording.current.ran(batch, note, done, device.lanes)
         view, start = memoryview(done.block), 0
         for job in batch.jobs:
             count = len(runnable(job.work)[1])
@@ -151,14 +463,14 @@ class Dispatch:
             fill = batch.cost / device.limits.cost
             hosted.filled(fill)
             self._metrics.ran(hosted.name, note, done, fill)
-        if batch.writes:  # an answer takes as long as it is: no reason to gather less
+        if batch.writes:  # a long answer takes long: its time is no reason to gather less
             return
         answered_s = self._clock()
         for job in batch.jobs:
             self._quantum.answered(answered_s - job.work.received_s, answered_s)
 
     async def _run_in_turn(self, batch: Batch[InFlight]) -> None:
-        """Load the LoRA of a batch again and run it before another one can take the place."""
+        """Load the LoRA of a batch again, and run the batch before another LoRA can take its place."""
         flights, lora = [job.work for job in batch.jobs], batch.key.lora
         hosted = flights[0].hosted
         assert hosted is not None
@@ -180,7 +492,7 @@ class Dispatch:
         self._device.wake.set()
 
     def _on_gone(self, flights: list[InFlight], *, suspects: bool) -> None:
-        """The adapter went away with this batch. If the device had it, its inputs are suspects."""
+        """Handle a batch with which the adapter went away. If the device had begun with it, its inputs are suspects."""
         for flight in flights:
             if flight.hosted is not None:
                 flight.hosted.mark_unloaded()

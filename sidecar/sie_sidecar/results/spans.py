@@ -1,7 +1,8 @@
-"""Spans of work at the worker: the work item with its stages, below its request, and the batch that it ran in.
+"""Spans of work at a worker that traces: the work item with its stages below the span of its request, and the batch
+that it ran in.
 
-A batch is below the first work item in it that is traced, and linked to all of them. The adapter tells of a batch what
-the device did, of each work item `inference` and `postprocess`.
+The span of a batch is below the first traced work item in it, and linked to all traced ones. The adapter adds to a
+batch the steps of the device, and to each work item `inference` and `postprocess`.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ import msgspec
 from sie_broker import Delivery
 from sie_contracts.errors import SIEError
 from sie_contracts.wire.messages import BatchNote, Failed, Outcome, Stages, WorkItem
-from sie_contracts.wire.trace_context import NONE, Context
+from sie_contracts.wire.trace_context import Context
 
 if TYPE_CHECKING:
     from sie_runtime.spans import Span, Tracer
     from sie_sidecar.device.in_flight import InFlight
 
-# the spans of a work item in their order, with the stage of a reply's timing that each counts for
+# spans of a work item in their order, each with the stage of a reply's timing that it counts for
 _PARTS = (
     ("fetch", "queue"),
     ("load", "queue"),
@@ -31,9 +32,9 @@ _PARTS = (
 )
 
 
-def of_work(tracer: Tracer | None, delivery: Delivery, item: WorkItem) -> Span | None:
-    """A span from its delivery on; None where nothing traces here, or nobody said for whom the work is."""
-    if tracer is None or not item.traceparent:
+def of_work(tracer: Tracer, delivery: Delivery, item: WorkItem) -> Span | None:
+    """Begin the span of a delivered work item. Return None if the message has no trace context."""
+    if not item.traceparent:
         return None
     own: dict[str, str | int] = {
         "sie.request_id": item.request,
@@ -47,10 +48,12 @@ def of_work(tracer: Tracer | None, delivery: Delivery, item: WorkItem) -> Span |
 
 
 @contextlib.contextmanager
-def batch(tracer: Tracer | None, jobs: Sequence[InFlight]) -> Iterator[Span | None]:
-    """A span for the batch of these, from here to its answer or its failure; None where none of them is traced."""
+def batch(tracer: Tracer, jobs: Sequence[InFlight]) -> Iterator[Span | None]:
+    """Yield a span for the batch of these work items, which ends with its answer or failure; None if none of them is
+    traced.
+    """
     traced = [flight.span for flight in jobs if flight.span is not None and flight.span.is_recording]
-    if tracer is None or not traced:
+    if not traced:
         yield None
         return
     span = tracer.begin("batch", traced[0].context, links=traced)
@@ -64,23 +67,15 @@ def batch(tracer: Tracer | None, jobs: Sequence[InFlight]) -> Iterator[Span | No
 
 
 def sealed(span: Span, note: BatchNote, model: str) -> None:
-    """Set the attributes of a batch that leaves for the adapter."""
+    """Set the attributes of a batch that is sent to the adapter."""
     values = {"items": note.items, "chunks": note.chunks, "tokens": note.tokens}
     span.set(
         {"sie.batch": note.id, "sie.model": model, **{f"sie.batch.{name}": value for name, value in values.items()}}
     )
 
 
-def context_of(flight: InFlight) -> Context:
-    """Context below which the adapter's spans of this work item belong; NONE where it is not sampled."""
-    return flight.span.context if flight.span is not None and flight.span.is_recording else NONE
-
-
-def settled(flight: InFlight, stages: Stages, outcomes: Sequence[Outcome], batch: str) -> None:
-    """Its outcome is known, and its stages are."""
-    span = flight.span
-    if span is None:
-        return
+def settled(span: Span, stages: Stages, outcomes: Sequence[Outcome], batch: str) -> None:
+    """End the span of a work item whose outcome and stages are known."""
     if span.is_recording:
         stage_times = msgspec.structs.asdict(stages)
         at_ns = span.ns_before(stages.worker_ms / 1000)

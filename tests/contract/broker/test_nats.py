@@ -20,7 +20,7 @@ from tcp_proxy import TcpProxy
 from sie_broker import BrokerUnavailable, Delivery, Entry, PayloadTooBig, Write
 from sie_broker.nats import NatsBroker, NatsDelivery, connect
 from sie_broker.nats.api import ConsumerInfo, consumer_config, version_of
-from sie_broker.nats.pulls import WORK_EXPIRES_S
+from sie_broker.nats.jetstream import WORK_EXPIRES_S
 
 
 async def connections(harness: NatsHarness) -> int:
@@ -178,7 +178,7 @@ async def test_a_watch_whose_reader_brings_nothing_looks_for_itself(
     await watch._pulls._subscription.unsubscribe()  # type: ignore[attr-defined]
     await bucket.write([Write("a", b"2")])
     assert (await box.fill(2, 6.0))[1].value == b"2"
-    assert "missed what came after revision 1" in caplog.text
+    assert "missed the entries after revision 1" in caplog.text
     await watch.stop()
 
 

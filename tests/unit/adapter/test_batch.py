@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sie_adapter.engine import item_results
-from sie_adapter.engine.batch import BatchRun
+from sie_adapter.engine.engine import BatchRun
 from sie_adapter.engine.engines import TORCH
 from sie_adapter.engine.item_results import ItemResults
 from sie_adapter.heads import Head, Reduced, Row, States
@@ -58,7 +58,7 @@ def heads() -> dict[str, Head]:
 class FakeLoras:
     """Knows `kept`; `acted` are those that passes ran with."""
 
-    kept: tuple[str, ...] = ("",)
+    kept: tuple[str, ...] = ()
     acted: list[str] = field(default_factory=list)
     now: str | None = None
 
@@ -94,6 +94,7 @@ class FakeEncoder:
     idf: bool = False
     query_length: int = 0
     precision: str = "float32"
+    loras_of_passes: list[str | None] = field(default_factory=list)
     loras: FakeLoras = field(default_factory=FakeLoras)
     passes: list[int] = field(default_factory=list)
     seen: list[PackedBatch] = field(default_factory=list)
@@ -121,7 +122,7 @@ class FakeEncoder:
     def forward(self, packed: PackedBatch) -> torch.Tensor:
         self.passes.append(len(packed.order))
         self.seen.append(packed)
-        assert self.loras.now is not None
+        self.loras_of_passes.append(self.loras.now)
         if len(packed.ids) > self.limit or HEAVY in packed.ids:
             raise self.error("DefaultCPUAllocator: can't allocate memory")
         states = torch.tensor([[float(token), 1.0, 2.0, 3.0] for token in packed.ids.tolist()])
@@ -512,9 +513,10 @@ def test_what_ran_out_of_memory_once_is_parted_before_the_next_pass(tmp_path: Pa
 
 def test_every_pass_runs_with_the_lora_of_the_batch() -> None:
     """Also the second one of an item that is tried alone."""
-    encoder = FakeEncoder(loras=FakeLoras(("", "a")))
+    encoder = FakeEncoder(loras=FakeLoras(("a",)))
     assert results(run([[1], [POISON]], encoder, lora="a")) == [[1, 1, 2, 3], "non_finite"]
     assert encoder.loras.acted == ["a", "a"]
+    assert set(encoder.loras_of_passes) == {"a"}
     with pytest.raises(LoraLoading):
         run([[1]], encoder, lora="b")
 

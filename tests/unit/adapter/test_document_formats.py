@@ -54,14 +54,14 @@ def test_the_format_of_a_document(data: bytes, said: str, expected: str) -> None
     [
         (b"", "", "undecodable: the document is empty"),
         (b"PK\x03\x04nonsense", "docx", "undecodable: the document is damaged"),
-        (archive(**{"a.txt": b"x"}), "docx", "undecodable: the archive is of no format that is read: pdf, docx"),
-        (archive(mimetype=b"application/epub+zip"), "", "undecodable: the archive is of no format that is read"),
+        (archive(**{"a.txt": b"x"}), "docx", "undecodable: the archive has no supported format, supported: pdf, docx"),
+        (archive(mimetype=b"application/epub+zip"), "", "undecodable: the archive has no supported format"),
         (b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1...", "doc", "undecodable: the document is of Office before 2007"),
         (b"{\\rtf1 x}", "rtf", "undecodable: the document is of RTF"),
         (b"<html></html>", "pdf", "undecodable: the document is said to be pdf, its content is not"),
         (b"words", "../../etc", "undecodable: the document is said to be of another format, its content is not"),
-        (b"\x89PNG\r\n\x1a\n", "", "undecodable: the content is of no format that is read, and no text in UTF-8"),
-        (b"a\0b", "csv", "undecodable: the content is of no format that is read, and no text in UTF-8"),
+        (b"\x89PNG\r\n\x1a\n", "", "undecodable: the content has no supported format and is not UTF-8 text"),
+        (b"a\0b", "csv", "undecodable: the content has no supported format and is not UTF-8 text"),
     ],
     ids=range(10),
 )

@@ -11,7 +11,7 @@ import torch
 from sie_adapter.engine.item_results import ItemResult, vectors
 from sie_adapter.heads import States
 from sie_adapter.heads.pooling import DenseHead, pool
-from sie_adapter.packed.packing import PackedBatch
+from sie_adapter.packed.packing import Items, PackedBatch, Positions, pack
 from sie_contracts.errors import InvalidInput
 from sie_contracts.models.entries import POOLINGS
 from sie_contracts.wire.messages import RunOptions
@@ -19,15 +19,15 @@ from sie_contracts.wire.messages import RunOptions
 LENGTHS = [1, 1, 4, 7, 7, 30]
 
 
-def packed(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, list[list[int]]]:
-    bounds = np.concatenate([[0], np.cumsum(LENGTHS)]).astype(np.int32)
-    hidden = torch.randn(int(bounds[-1]), 16, generator=torch.Generator().manual_seed(1)).to(dtype)
-    return hidden, torch.from_numpy(bounds), [[0, 2, 1], [2, 1, 4], [6, 2, 7], [20, 1, 30]]
+def states_of(dtype: torch.dtype) -> tuple[torch.Tensor, PackedBatch]:
+    lengths = np.array(LENGTHS)
+    items = Items(lengths, np.zeros(lengths.sum(), np.int32))
+    hidden = torch.randn(int(lengths.sum()), 16, generator=torch.Generator().manual_seed(1)).to(dtype)
+    return hidden, pack(items, np.arange(len(lengths)), Positions())
 
 
-def expected(hidden: torch.Tensor, bounds: torch.Tensor, pooling: str) -> np.ndarray:
-    states = hidden.double().numpy()
-    rows = [states[first:last] for first, last in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)]
+def expected(hidden: torch.Tensor, packed: PackedBatch, pooling: str) -> np.ndarray:
+    rows = np.split(hidden.double().numpy(), packed.bounds[1:-1])
     if pooling == "weighted":  # token i counts i times
         return np.stack([np.average(row, 0, np.arange(1, len(row) + 1)) for row in rows])
     return np.stack([{"cls": row[0], "last": row[-1], "mean": row.mean(0)}[pooling] for row in rows])
@@ -36,21 +36,21 @@ def expected(hidden: torch.Tensor, bounds: torch.Tensor, pooling: str) -> np.nda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("pooling", POOLINGS)
 def test_pooling_equals_numpy(pooling: str, dtype: torch.dtype) -> None:
-    hidden, bounds, groups = packed(dtype)
-    got = pool(hidden, bounds, groups, pooling)  # type: ignore[arg-type]
+    hidden, packed = states_of(dtype)
+    got = pool(hidden, packed, pooling)  # type: ignore[arg-type]
     assert got.dtype is torch.float32
-    np.testing.assert_allclose(got.numpy(), expected(hidden, bounds, pooling), atol=1e-6)
+    np.testing.assert_allclose(got.numpy(), expected(hidden, packed, pooling), atol=1e-6)
 
 
 def test_an_unknown_pooling_raises() -> None:
     with pytest.raises(AssertionError, match="max"):
-        pool(*packed(torch.float32), "max")  # type: ignore[arg-type]
+        pool(*states_of(torch.float32), "max")  # type: ignore[arg-type]
 
 
 def test_the_mean_of_cuda_is_the_same_number() -> None:
-    hidden, bounds, _ = packed(torch.float32)
-    got = torch.segment_reduce(hidden, "mean", offsets=bounds.long())
-    np.testing.assert_allclose(got.numpy(), expected(hidden, bounds, "mean"), atol=1e-6)
+    hidden, packed = states_of(torch.float32)
+    got = torch.segment_reduce(hidden, "mean", offsets=torch.from_numpy(packed.bounds).long())
+    np.testing.assert_allclose(got.numpy(), expected(hidden, packed, "mean"), atol=1e-6)
 
 
 @pytest.mark.parametrize("dimensions", [0, 4, 16])
@@ -75,26 +75,18 @@ def test_a_vector_that_is_not_finite_or_zero_is_named_and_its_mates_are_not() ->
 
 
 def states(queries: list[bool] | None = None, pooling: str = "") -> States:
-    hidden, bounds, groups = packed(torch.float32)
-    rows = np.array([[*group, group[2]] for group in groups])
-    nothing = np.zeros(0, np.int64)
-    return States(
-        hidden,
-        PackedBatch(nothing, nothing, bounds.numpy(), rows, np.arange(6)),
-        np.array(queries or [False] * 6),
-        pooling,
-    )
+    hidden, packed = states_of(torch.float32)
+    return States(hidden, packed, np.array(queries or [False] * 6), pooling)
 
 
 def test_a_dense_head_pools_what_is_asked_for_and_then_applies_its_layers() -> None:
     layer = torch.nn.Linear(16, 3).requires_grad_(False)
     head = DenseHead("mean", torch.nn.Sequential(layer), torch.device("cpu"))
     given = states()
-    bounds = torch.from_numpy(given.packed.bounds)
     chosen = np.array([1, 4])
     for own, name in (("", "mean"), ("cls", "cls"), ("weighted", "weighted")):
         reduced = head.reduce(replace(given, pooling=own), chosen)
-        pooled = torch.from_numpy(expected(given.hidden, bounds, name)[chosen]).float()
+        pooled = torch.from_numpy(expected(given.hidden, given.packed, name)[chosen]).float()
         torch.testing.assert_close(torch.stack(list(reduced.rows)), layer(pooled), atol=1e-5, rtol=0)
         assert reduced.usable.tolist() == [True, True]
 

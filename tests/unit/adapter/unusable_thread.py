@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from sie_adapter.engine.device_threads import DeviceJob, DeviceThreads
-from sie_adapter.memory.oom import OomRecovery, is_thread_unusable, on_new_thread, on_usable_thread
+from sie_adapter.memory.oom import OomRecovery, on_new_thread, on_usable_thread, thread_state
 from sie_adapter.packed.packing import Int64
 from sie_contracts.wire.ipc import BatchDone, Reply, RunBatch
 
@@ -52,7 +52,7 @@ def serve_on_one_thread() -> dict[str, object]:
     told: list[tuple[str, bool]] = []
 
     def execute(message: RunBatch) -> Reply:
-        before = is_thread_unusable()
+        before = thread_state.is_unusable
         told.append((spoil() if message.batch == "b0" else gelu(torch.randn(1, 40 + len(told), _WIDTH)), before))
         return BatchDone(message.batch, (), b"", 0.0)
 
@@ -80,8 +80,8 @@ def main() -> None:
             {
                 "device_thread": device_thread,
                 "refusal": refusal,
-                "unusable": is_thread_unusable(),
-                "new_thread": on_new_thread(is_thread_unusable),
+                "unusable": thread_state.is_unusable,
+                "new_thread": on_new_thread(lambda: thread_state.is_unusable),
                 "here": gelu(torch.randn(1, 30, _WIDTH)),
                 "results": list(results.values()),
                 "refused": refused,

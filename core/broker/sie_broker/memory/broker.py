@@ -1,4 +1,4 @@
-"""Buckets of the server in this process, the server as a whole, and its connections."""
+"""Buckets of the server in this process, the whole server, and its connections."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _HELD_ENTRIES = 4096
 class MemoryBucket:
     """The last entry of each key, in order of revision. A removed key stays as an entry without a value.
 
-    With a `max_age_s`, `age` removes older entries, and with a `removed_age_s` those that were removed longer ago; each
-    reader calls it first.
+    `age` removes entries that were written `max_age_s` ago or removed `removed_age_s` ago, unless these are 0. Each
+    reader calls `age` first.
     """
 
     def __init__(self, created: str, clock: Callable[[], float], max_age_s: float, removed_age_s: float) -> None:
@@ -130,8 +130,8 @@ class MemoryKeyValue:
 
 
 class MemoryWatch:
-    """Entries wait in order for one task, which runs only while there are some. Entries that were written while the
-    connection was lost are read when it is back.
+    """Watch of a bucket. Entries wait in order for one task, which runs only while entries wait. Entries that were
+    written while the connection was lost are read when the connection is back.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class MemoryWatch:
             self._run()
 
     def catch_up(self) -> None:
-        """Read the entries that were written without being queued here."""
+        """Read the entries that were written but not queued here."""
         if self._connection.live:
             self._held.extend(self._bucket.since(self._held[-1].revision if self._held else self._last))
             self._run()
@@ -190,7 +190,7 @@ class MemoryWatch:
 
 
 class MemoryStore(MemoryConnection):
-    """The protocol `Store`."""
+    """Implementation of the protocol `Store`."""
 
     _server: MemoryServer
 
@@ -212,7 +212,7 @@ class MemoryStore(MemoryConnection):
 
 
 class MemoryBroker(MemoryAdministration, MemoryStore):
-    """The protocol `Broker`. Made by `MemoryServer.connect`."""
+    """Implementation of the protocol `Broker`. `MemoryServer.connect` makes it."""
 
     _server: MemoryServer
 

@@ -1,4 +1,4 @@
-"""Connections to the server in this process, each of which can be lost and found again, and their core messages."""
+"""Connections to the server in this process, and their core messages. Each connection can be lost and restored."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ ADVISORY = "$JS.EVENT.ADVISORY.CONSUMER"
 class Exchange(StreamServer):
     """The streams, and the routing of core messages between the connections.
 
-    `lose_answers` is the number of coming publishes that are stored while their publisher gets BrokerUnavailable.
+    `lose_answers` counts coming publishes whose answer is lost: the message is stored, but its publisher gets
+    BrokerUnavailable.
     """
 
     def __init__(
@@ -43,15 +44,15 @@ class Exchange(StreamServer):
         self._turn = 0
 
     def loses_answer(self) -> bool:
-        """Whether the answer to this publish is one of those that get lost."""
+        """Return whether the answer to this publish is to be lost, and count it."""
         if not self.lose_answers:
             return False
         self.lose_answers -= 1
         return True
 
     def disconnect(self) -> None:
-        """Lose every connection, as when the broker dies: requests in flight fail, open pulls are gone, leases go
-        on.
+        """Lose every connection, as when the broker dies: requests in flight fail, and open pulls end. Leases
+        continue.
         """
         for connection in list(self._connections):
             connection.disconnect()
@@ -64,7 +65,7 @@ class Exchange(StreamServer):
         self._connections.discard(connection)
 
     def new_inbox(self) -> str:
-        """A subject for one answer."""
+        """Return a new subject for one answer."""
         self._tokens += 1
         return f"_INBOX.{self._tokens}"
 
@@ -89,7 +90,9 @@ class Exchange(StreamServer):
             self._exact.pop(listener.subject, None)
 
     def route(self, message: CoreMessage) -> int:
-        """Deliver to all listeners, and to one of each queue group. Returns the number of receivers."""
+        """Deliver a message to all listeners, and to one listener of each queue group. Returns the number of
+        receivers.
+        """
         inbox = self.inboxes.get(message.subject)
         if inbox is not None:
             if not inbox.done():
@@ -119,22 +122,22 @@ class Exchange(StreamServer):
 
 
 class Settlement(Protocol):
-    """A delivery whose ack waits for a connection."""
+    """A delivery whose ack waits until there is a connection."""
 
     def settle(self) -> None: ...
 
 
 class WatchReader(Protocol):
-    """A watch of a bucket, as its connection sees it."""
+    """A watch of a bucket, with the methods that its connection calls."""
 
     def catch_up(self) -> None:
-        """Read what was missed, once there is a connection again."""
+        """Read the entries that were missed; called when there is a connection again."""
 
     def abandon(self) -> None: ...
 
 
 class MemoryConnection:
-    """One connection to a server in this process. It can be lost and found again on its own."""
+    """A connection to a server in this process. It can be lost and restored alone."""
 
     def __init__(self, server: Exchange, name: str) -> None:
         self.name = name
@@ -156,7 +159,7 @@ class MemoryConnection:
 
     @property
     def live(self) -> bool:
-        """Return whether there is a connection. `connected` also says that none of its tasks crashed."""
+        """Return whether there is a connection. `connected` is False also if one of its tasks crashed."""
         return self._live
 
     @property
@@ -208,8 +211,8 @@ class MemoryConnection:
                 answer.set_exception(BrokerUnavailable(f"{self.name}: {reason}"))
 
     async def reach(self, timeout_s: float) -> float:
-        """Wait for a connection. Returns what is left of `timeout_s`; raises BrokerUnavailable when nothing is."""
-        # A round trip lets other tasks run: a caller that asks in a loop must not block them.
+        """Wait for a connection. Returns the rest of `timeout_s`. Raises BrokerUnavailable when that time is over."""
+        # Other tasks may run now, as during a round trip: a caller that asks in a loop must not block them.
         await asyncio.sleep(0)
         if self._live:
             return timeout_s
@@ -224,14 +227,16 @@ class MemoryConnection:
         return timeout_s - (time.monotonic() - start_s)
 
     def require(self) -> None:
-        """Raises BrokerUnavailable without a connection."""
+        """Raise BrokerUnavailable if there is no connection."""
         if not self._live:
             raise BrokerUnavailable(
                 f"{self.name}: {'the connection to the broker is closed' if self._closed else 'no connection'}"
             )
 
     def acknowledge(self, delivery: Settlement) -> None:
-        """Unlike other messages, an ack is kept while there is no connection: it is right whenever it arrives."""
+        """Settle a delivery now, or after the next reconnect. Unlike other messages, an ack is kept while there is no
+        connection: it stays correct whenever it arrives.
+        """
         if self._live:
             delivery.settle()
         elif self._closed:
@@ -240,8 +245,8 @@ class MemoryConnection:
             self._late_acks.append(delivery)
 
     def own(self, work: Coroutine[Any, Any, None], what: str) -> asyncio.Task[None]:
-        """Run `work` as a task of this connection, which is cancelled at close. If it crashes, the connection counts as
-        not connected.
+        """Run `work` as a task of this connection, which is cancelled at close. If the task crashes, the connection
+        counts as not connected.
         """
         return self._tasks.start(work, what)
 
@@ -258,7 +263,7 @@ class MemoryConnection:
 
 
 class MemoryBus(MemoryConnection):
-    """The protocol `Bus`."""
+    """Implementation of the protocol `Bus`."""
 
     async def send(self, subject: str, data: bytes, reply: str = "") -> None:
         self.require()
@@ -304,7 +309,7 @@ class MemoryBus(MemoryConnection):
 
 
 class Listener:
-    """A subscription. Its messages wait in order for one task, which runs only while there are some."""
+    """A subscription. Its messages wait in order for one task, which runs only while messages wait."""
 
     def __init__(
         self,

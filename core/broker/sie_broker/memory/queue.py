@@ -1,4 +1,4 @@
-"""The streams of the server in this process as a queue, and their administration."""
+"""The streams of the server in this process as a queue, and the administration of these streams."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _NEVER_UPDATED = {"storage", "subject"}
 
 
 class MemoryDelivery:
-    """A leased message. Each holder can settle it for good, also after its lease has gone to another one."""
+    """A leased message. A holder can settle the message also after its lease has passed to another holder."""
 
     __slots__ = (
         "_connection",
@@ -82,14 +82,16 @@ class MemoryDelivery:
             consumer.stream.remove(self.sequence)
 
     def _held(self) -> Consumer | None:
-        """The consumer, if it still exists and the message is not settled: later settlements have no effect."""
+        """Return the consumer; None if it no longer exists or the message is settled. A settlement then has no
+        effect.
+        """
         consumer = self._consumer
         is_registered = consumer.stream.consumers.get(self.consumer) is consumer
         return consumer if is_registered and self.sequence in consumer.delivered else None
 
 
 def parse_reply(reply: str) -> tuple[str, str, int]:
-    """The stream, the consumer and the sequence that a delivery's `reply` names. Raises ValueError."""
+    """Return the stream, the consumer and the sequence that the `reply` of a delivery names. Raises ValueError."""
     tokens = reply.split(".")
     if len(tokens) != 6 or tokens[:2] != ["$JS", "ACK"]:
         raise ValueError(f"{reply[:70]!r} names no delivery")
@@ -141,7 +143,7 @@ class MemoryPulls:
             log.exception("pulls on %s: the handler failed", self._stream)
 
     def attach(self, name: str) -> None:
-        """Join the consumer's line, if the consumer exists."""
+        """Add the credit of these pulls to the consumer's line, if the consumer exists."""
         entry = self._credits.get(name)
         stream = self._server.streams.get(self._stream)
         consumer = stream.consumers.get(name) if stream is not None else None
@@ -169,7 +171,7 @@ class MemoryPulls:
 
 
 class MemoryQueue(MemoryBus):
-    """The protocol `Queue`."""
+    """Implementation of the protocol `Queue`."""
 
     async def publish(self, subject: str, data: bytes, message_id: str, timeout_s: float = 2.0) -> Published:
         if not self._live:
@@ -239,7 +241,7 @@ class MemoryQueue(MemoryBus):
 
 
 class MemoryAdministration(MemoryQueue):
-    """The protocol `Administration`."""
+    """Implementation of the protocol `Administration`."""
 
     async def ensure_stream(self, spec: StreamSpec, *, owner: bool) -> StreamState:
         await self.reach(API_TIMEOUT_S)

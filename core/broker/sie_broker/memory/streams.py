@@ -1,5 +1,5 @@
-"""Streams and their consumers: which messages are stored, which are leased until when, and which consumer is served
-next.
+"""Streams and their consumers: the stored messages, the leases with their ends, and the order in which credits are
+served.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ _DELIVERIES_A_TURN = 64
 
 
 def matches(pattern: str, subject: str) -> bool:
-    """Does a subject fall under a pattern, where `*` is any one token and a final `>` is one or more?"""
+    """Return whether a subject matches a pattern. In the pattern, `*` stands for any one token and a final `>` for one
+    or more tokens.
+    """
     parts, tokens = pattern.split("."), subject.split(".")
     if parts[-1] == ">":
         parts.pop()
@@ -32,7 +34,7 @@ def matches(pattern: str, subject: str) -> bool:
 
 
 def overlap(one: str, other: str) -> bool:
-    """Is there a subject that falls under both patterns?"""
+    """Return whether a subject exists that matches both patterns."""
     left, right = one.split("."), other.split(".")
     for a, b in zip(left, right, strict=False):
         if ">" in (a, b):
@@ -43,7 +45,7 @@ def overlap(one: str, other: str) -> bool:
 
 
 class Timers:
-    """Callbacks by time of the server's clock. `run_due` runs them; one timer of the loop sees to that."""
+    """Callbacks that are due at times of the server's clock. `run_due` runs them; one timer of the loop calls it."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -86,10 +88,10 @@ class Message:
 
 
 class Puller(Protocol):
-    """Open pulls of one connection on the consumers of one stream, as the stream sees them."""
+    """Open pulls of one connection on the consumers of one stream, with the methods that the stream calls."""
 
     def attach(self, name: str) -> None:
-        """Join the line of this consumer, if there is credit for it."""
+        """Join the line of this consumer, if these pulls have credit for it."""
 
     def detach(self, name: str) -> None:
         """Leave the line of this consumer."""
@@ -101,11 +103,13 @@ class Puller(Protocol):
     def abandon(self) -> None: ...
 
     def take(self, consumer: Consumer, message: Message) -> None:
-        """Hand this leased message to the handler."""
+        """Hand this leased message to the handler of the pulls."""
 
 
 class DeliveryCredit:
-    """The deliveries that one connection still takes from one consumer. `queued`: it stands in the consumer's line."""
+    """Credit of one connection at one consumer: `left` is the number of deliveries that it still takes. `queued`: it
+    stands in the consumer's line.
+    """
 
     __slots__ = ("left", "pulls", "queued")
 
@@ -116,15 +120,15 @@ class DeliveryCredit:
 
 
 class Consumer:
-    """Each message that matches the filter is in one place: waiting, leased, or due again. Credits are served in
-    turns.
+    """A consumer. Each message that matches its filter is in one place: waiting, leased, or due again. The consumer
+    serves its credits in turns.
     """
 
     def __init__(self, spec: ConsumerSpec, stream: Stream) -> None:
         self.spec = spec
         self.stream = stream
         self.waiting: OrderedDict[int, None] = OrderedDict()
-        self.leases: OrderedDict[int, float] = OrderedDict()  # sequence -> end, in order of the end
+        self.leases: OrderedDict[int, float] = OrderedDict()  # sequence -> end of the lease, earliest end first
         self.again: dict[int, float] = {}
         self.again_order: list[tuple[float, int]] = []
         self.delivered: dict[int, int] = {}
@@ -139,7 +143,7 @@ class Consumer:
         )
 
     def drop(self, sequence: int) -> None:
-        """The message has left the stream."""
+        """Remove every trace of a message that has left the stream."""
         self.waiting.pop(sequence, None)
         self.delivered.pop(sequence, None)
         self.leases.pop(sequence, None)
@@ -161,7 +165,7 @@ class Consumer:
             self.leases.move_to_end(sequence)
 
     def next(self, now_s: float) -> Message | None:
-        """Lease the next message: what is due again before what never went out."""
+        """Lease the next message. Messages that are due again go before messages that were never delivered."""
         sequence = self._next_sequence(now_s)
         if sequence is None:
             return None
@@ -304,7 +308,7 @@ def _window_s(spec: StreamSpec) -> float:
 
 
 def normal(spec: StreamSpec, field: str) -> object:
-    """A setting as the broker keeps it: every way to say "no limit" is one."""
+    """Return a setting as the broker stores it: each value that means "no limit" becomes 0."""
     value = getattr(spec, field)
     if field == "duplicate_window_s":
         return _window_s(spec)
@@ -314,8 +318,8 @@ def normal(spec: StreamSpec, field: str) -> object:
 class StreamServer:
     """The streams that all connections share.
 
-    `clock` drives ack waits, delays, ages and windows. A test that gives its own clock calls `run_due` after it moved
-    it.
+    `clock` drives ack waits, delays, ages and windows. A test that passes its own clock calls `run_due` after each
+    change of that clock.
     """
 
     def __init__(
@@ -334,7 +338,7 @@ class StreamServer:
         self.timers.run_due()
 
     def stamp(self) -> str:
-        """A time that never repeats."""
+        """Return a creation time that never repeats."""
         self._stamps += 1
         return f"{self.wall_clock():.6f}-{self._stamps}"
 
@@ -370,7 +374,9 @@ class StreamServer:
         self._by_subject.clear()
 
     def lose_stream(self, name: str) -> None:
-        """Remove a stream with all messages and consumers, also as when a broker with memory storage restarts."""
+        """Remove a stream with all messages and consumers, as `delete_stream` does and as a restart of a broker with
+        memory storage does.
+        """
         stream = self.streams.pop(name)
         for consumer in list(stream.consumers):
             stream.remove_consumer(consumer)
@@ -379,12 +385,14 @@ class StreamServer:
             pulls.detach_all()
 
     def open_credits(self, consumer: Consumer) -> None:
-        """Pulls may have asked for credit before the consumer existed."""
+        """Add the credit of open pulls to a new consumer: pulls may have asked for credit before the consumer
+        existed.
+        """
         for pulls in self.pulls.get(consumer.spec.stream, ()):
             pulls.attach(consumer.spec.name)
 
     def serve(self, consumer: Consumer) -> None:
-        """Deliver on the next turn of the loop, when the caller is done."""
+        """Deliver messages of this consumer on the next turn of the loop, after the caller has finished."""
         if consumer.credits:
             if not self._dirty:
                 asyncio.get_running_loop().call_soon(self._deliver)

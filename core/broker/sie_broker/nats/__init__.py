@@ -6,8 +6,8 @@
 Every answer (publish ack, reply of a request, JetStream API) comes back on one inbox of the connection and is matched
 by its token. Deliveries come back on an inbox of their `Pulls`, which is renewed after each reconnect. So a pull of the
 former connection, which the broker may still hold, cannot be filled in addition to the pull that replaced it. No
-operation waits without a bound: what is in flight when the connection is lost fails at once, and what is started
-without a connection waits for the next one until its time-out.
+operation waits without a bound. An operation in flight fails at once when the connection is lost. An operation that
+starts without a connection waits for the next connection until its time-out.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sie_broker import Broker
+from sie_broker.nats.jetstream import PULL_EXPIRES_S, NatsDelivery
 from sie_broker.nats.keyvalue import NatsStore
-from sie_broker.nats.pulls import PULL_EXPIRES_S, NatsDelivery
 from sie_broker.nats.queue import NatsAdministration
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ __all__ = ["PULL_EXPIRES_S", "NatsBroker", "NatsDelivery", "connect"]
 
 
 class NatsBroker(NatsAdministration, NatsStore):
-    """The protocol `Broker`. Made by `connect`."""
+    """Implementation of the protocol `Broker`. `connect` makes it."""
 
 
 async def connect(
@@ -34,11 +34,12 @@ async def connect(
 ) -> Broker:
     """Connect to `url` (several servers of a cluster: joined by commas). The server lists the connection as `name`.
 
-    `password` is that of a user whom `url` names without one, or of `user`, who takes the place of that one.
+    `password` is the password of the user whom `url` names without one. With `user`, it is the password of `user`, and
+    both replace the credentials of `url`.
 
-    Raises BrokerUnavailable when no server accepts in time. Afterwards the connection is kept for ever: a lost one is
-    detected at once, or within 15 s if the peer is silent, and is tried again every 0.1 to 1 s. The credentials of
-    `url` appear in no log and no error.
+    Raises BrokerUnavailable when no server accepts in time. Afterwards the connection is kept for ever. A lost
+    connection is detected at once, or within 15 s if the peer is silent, and is tried again every 0.1 to 1 s. The
+    credentials of `url` appear in no log and no error.
     """
     broker = NatsBroker(name)
     await broker.open(url, timeout_s, password, user)

@@ -20,15 +20,15 @@ from sie_broker import (
 )
 from sie_contracts.wire.topology import ConsumerSpec, StreamSpec
 
-# Top-ups are pulls of their own: a few dozen per busy worker and consumer. The broker's default of 512 refuses the rest
-# of a large pool.
+# Pulls that may wait at a consumer. Each top-up is a separate pull: a few dozen per busy worker and consumer. The
+# broker's default of 512 would refuse pulls of a large pool.
 _MAX_WAITING_PULLS = 8192
 
 _VERSION_KEY = "sie.topology"
 _FULL = {10076, 10077}
 NO_STREAM, NO_CONSUMER, NO_MESSAGE = 10059, 10014, (10037, 10043, 10057)
 STREAM_EXISTS, CONSUMER_EXISTS = 10058, 10148
-CONSUMER_GONE = {NO_CONSUMER, 10149}  # what asks for one that is being deleted meets both
+CONSUMER_GONE = {NO_CONSUMER, 10149}  # a request about a consumer that is being deleted fails with one of these codes
 _WRONG_SEQUENCE, _BATCH_INCOMPLETE = {10071, 10164}, 10176
 _SPEC_FIELDS = {
     "max_age": "max_age_s",
@@ -38,7 +38,7 @@ _SPEC_FIELDS = {
     "ack_wait": "ack_wait_s",
     "filter_subject": "subject",
 }
-_NEVER_COMPARED = {"metadata", "mem_storage"}  # a consumer of an earlier topology keeps its files until it is given up
+_NEVER_COMPARED = {"metadata", "mem_storage"}  # a consumer of an earlier topology keeps its files until it is deleted
 # Some server versions accept an update to a filter that overlaps another one.
 NEVER_UPDATED = {
     "filter_subject",
@@ -46,7 +46,8 @@ NEVER_UPDATED = {
 }
 
 
-# By these a stream takes what was said elsewhere, or says elsewhere what it takes. Ours have none of them.
+# With these settings a stream copies messages from other streams or subjects, or publishes its messages again on other
+# subjects. Streams of SIE have none of them.
 _TO_ITSELF = dict.fromkeys(("republish", "mirror", "sources", "subject_transform"))
 
 
@@ -57,12 +58,6 @@ class ApiError(msgspec.Struct):
 
 
 class ApiReply(msgspec.Struct):
-    error: ApiError | None = None
-
-
-class Ack(msgspec.Struct):
-    seq: int = 0
-    duplicate: bool = False
     error: ApiError | None = None
 
 
@@ -80,7 +75,7 @@ class StreamInfo(msgspec.Struct):
     config: dict[str, Any]
     state: ApiState
     total: int = 0
-    ts: datetime | None = None  # of the answer, by the clock of the stream's leader
+    ts: datetime | None = None  # when the stream's leader answered, by its clock
 
 
 class Delivered(msgspec.Struct, frozen=True):
@@ -122,11 +117,8 @@ class StoredAnswer(msgspec.Struct):
     message: ApiMessage
 
 
-_decode_ack = msgspec.json.Decoder(Ack).decode
-
-
 class Refusal(BrokerError):
-    """The JetStream API refused a request. `number` is its error code."""
+    """Error of a request that the JetStream API refused. `number` is its error code."""
 
     def __init__(self, act: str, error: ApiError) -> None:
         super().__init__(f"{act}: {error.description} ({error.err_code})")
@@ -142,22 +134,6 @@ def error_of(act: str, error: ApiError) -> BrokerError:
     if error.code == 503 or error.err_code == _BATCH_INCOMPLETE:
         return BrokerUnavailable(f"{act}: {error.description}")
     return Refusal(act, error)
-
-
-def is_no_responder(answer: Any) -> bool:
-    return answer.headers is not None and not answer.data and answer.headers.get("Status") == "503"
-
-
-def publish_ack(subject: str, answer: Any) -> Ack:
-    if is_no_responder(answer):
-        raise BrokerUnavailable(f"no stream takes {subject}")
-    try:
-        ack = _decode_ack(answer.data)
-    except msgspec.DecodeError as error:
-        raise BrokerError(f"{subject}: the answer is not that of a stream: {error}") from error
-    if ack.error is not None:
-        raise error_of(subject, ack.error)
-    return ack
 
 
 def nanoseconds(seconds: float) -> int:
@@ -195,16 +171,18 @@ def consumer_config(spec: ConsumerSpec) -> dict[str, Any]:
         "max_deliver": -1,
         "max_ack_pending": -1,
         "max_waiting": _MAX_WAITING_PULLS,
-        # What it keeps are leases. In files each busy consumer writes them ten times a second, which costs the broker
-        # 10 times the CPU of the work itself at 200 consumers (bench/broker.py); without, a broker that dies delivers
-        # again what was leased.
+        # A consumer stores its leases. In files, each busy consumer writes them ten times a second, which costs the
+        # broker 10 times the CPU of the work itself at 200 consumers (bench/broker.py). Without files, a broker that
+        # dies delivers the leased messages again.
         "mem_storage": True,
         "metadata": {_VERSION_KEY: str(spec.version)},
     }
 
 
 def update_of(current: dict[str, Any], desired: dict[str, Any]) -> dict[str, Any]:
-    """The configuration that updates an existing stream or consumer: other settings, and foreign metadata, stay."""
+    """Return the configuration that updates an existing stream or consumer. Its other settings and foreign metadata
+    stay.
+    """
     config = {**current, **desired, "metadata": {**(current.get("metadata") or {}), **desired["metadata"]}}
     if "mem_storage" in desired:
         config["mem_storage"] = current.get("mem_storage", False)  # the broker refuses to change it
@@ -212,7 +190,7 @@ def update_of(current: dict[str, Any], desired: dict[str, Any]) -> dict[str, Any
 
 
 def bucket_config(name: str, bucket: str) -> dict[str, Any]:
-    """The settings that all buckets share, whatever their size and storage."""
+    """Return the settings that all buckets share. Size and storage are not among them."""
     return {
         "name": name,
         "subjects": [f"$KV.{bucket}.>"],
@@ -228,7 +206,7 @@ def bucket_config(name: str, bucket: str) -> dict[str, Any]:
 
 
 def differences(current: dict[str, Any], desired: dict[str, Any]) -> list[str]:
-    """The settings of `desired` that differ at the broker, which leaves out values that are zero."""
+    """Return the settings of `desired` that differ at the broker. The broker leaves out values that are zero."""
     return [
         name
         for name, value in desired.items()
@@ -237,12 +215,12 @@ def differences(current: dict[str, Any], desired: dict[str, Any]) -> list[str]:
 
 
 def difference(current: dict[str, Any], desired: dict[str, Any]) -> str | None:
-    """The first of `differences`."""
+    """Return the first of the `differences`; None if there is none."""
     return next(iter(differences(current, desired)), None)
 
 
 def version_of(config: dict[str, Any]) -> int:
-    """The topology version that created it; 0 if SIE did not create it."""
+    """Return the topology version that created or last updated the stream or consumer; 0 if SIE did not create it."""
     text = (config.get("metadata") or {}).get(_VERSION_KEY, "")
     return int(text) if text.isdigit() else 0
 

@@ -1,4 +1,6 @@
-"""One connection to a NATS server or cluster: how it is opened and kept, and how an answer finds its request."""
+"""Connection to a NATS server or cluster: its opening, its state, and the match of answers to requests. And core NATS,
+whose messages are delivered at most once (`NatsBus`).
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,18 @@ from nats.aio.client import Client
 from nats.errors import BadSubjectError, SlowConsumerError, UnexpectedEOF
 from nats.errors import Error as NatsError
 
-from sie_broker import BrokerError, BrokerUnavailable, NotPermitted, PayloadTooBig
+from sie_broker import (
+    BrokerError,
+    BrokerUnavailable,
+    CoreMessage,
+    NoResponder,
+    NotPermitted,
+    PayloadTooBig,
+    Subscription,
+)
+from sie_broker.limits import API_TIMEOUT_S, HELD_BYTES, HELD_MESSAGES, STOP_TIMEOUT_S
 from sie_broker.nats.transport import FIRST_RETRY_S, HANG_UP_S, Transport, inbox_prefix, split
-from sie_broker.tasks import OwnedTasks, ReconnectHandlers, expire
+from sie_broker.tasks import OwnedTasks, ReconnectHandlers, expire, log_failure
 
 if TYPE_CHECKING:
     from sie_contracts.settings import Secret
@@ -24,25 +35,28 @@ log = logging.getLogger("sie.broker")
 _CLOSE_TIMEOUT_S = 2.0
 _PERMISSION = re.compile(r"permissions violation for publish to \\?\"([^\"\\]+)", re.IGNORECASE)
 
-# A buffer above any burst between two turns of the loop; beyond it a publisher waits for the socket.
+# Bytes of the client's send buffer, above any burst between two turns of the loop. When the buffer is full, a publisher
+# waits for the socket.
 _SEND_BUFFER_BYTES = 64 << 20
 
 
 class PullInbox(Protocol):
-    """Open pulls, as their connection sees them. Their inbox ends with the connection it was made on."""
+    """Open pulls, with the methods that their connection calls. Their inbox ends with the connection on which it was
+    made.
+    """
 
     def abandon(self) -> None:
-        """The connection is closed: forget everything, send nothing."""
+        """Discard all pulls and send nothing: the connection is closed."""
 
     async def retire(self) -> None:
-        """The connection is lost: leave the inbox."""
+        """Leave the inbox: the connection is lost."""
 
     def wake(self) -> None:
-        """Resume, once there is a connection again."""
+        """Resume the pulls: there is a connection again."""
 
 
 class Answers:
-    """The requests in flight, by the token that ends their reply subject. All of them share one inbox."""
+    """The requests in flight, by the token that ends their reply subject. All requests share one inbox."""
 
     def __init__(self, inbox: str) -> None:
         self.inbox = inbox
@@ -51,7 +65,7 @@ class Answers:
         self._token = 0
 
     def expect(self, subject: str) -> tuple[str, asyncio.Future[Any]]:
-        """A new token, and the future of its answer. `forget` the token afterwards."""
+        """Return a new token and the future of its answer. The caller passes the token to `forget` afterwards."""
         self._token += 1
         token = str(self._token)
         answer = self._waiting[token] = asyncio.get_running_loop().create_future()
@@ -62,8 +76,8 @@ class Answers:
         del self._waiting[token], self._subjects[token]
 
     def refused(self, subject: str) -> bool:
-        """Fail the requests on a subject that this user may not publish to: nothing answers them. Returns whether there
-        were any.
+        """Fail the requests on a subject to which this user may not publish: they get no answer. Returns whether there
+        were requests on the subject.
         """
         tokens = [token for token, subscribed in self._subjects.items() if subscribed.lower() == subject.lower()]
         for token in tokens:
@@ -76,7 +90,8 @@ class Answers:
         skip = len(self.inbox)
         answer = self._waiting.get(message.subject[skip:])
         if answer is None and message.reply:
-            answer = self._waiting.get(message.reply[skip:])  # our own echo
+            # the echo that `flush` sends to the inbox has its token in the reply subject
+            answer = self._waiting.get(message.reply[skip:])
         if answer is not None and not answer.done():
             answer.set_result(message)
 
@@ -88,7 +103,7 @@ class Answers:
 
 
 class NatsConnection:
-    """One connection to a NATS server or cluster. `open` it before use."""
+    """A connection to a NATS server or cluster. `open` it before use."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -98,13 +113,14 @@ class NatsConnection:
         self._client: Any = Client()
         self._transport = Transport()
         self._client._transport = self._transport
-        self._opened = False  # ever
+        self._opened = False  # whether `open` has ever succeeded
         self._live = False
         self._closed = False
         self._up = asyncio.Event()
         self._failed_attempts = 0
         self._dropped = 0
-        self._droppers: dict[Any, Callable[[str], None]] = {}  # by subscription of the client
+        # subscription of the client -> callback for a dropped message
+        self._droppers: dict[Any, Callable[[str], None]] = {}
         self._answers = Answers("")
         self._inboxes: set[PullInbox] = set()
         self._reconnect_handlers = ReconnectHandlers()
@@ -113,7 +129,7 @@ class NatsConnection:
     # ---- opening and closing
 
     async def open(self, url: str, timeout_s: float, password: Secret | None = None, user: str = "") -> None:
-        """Connect, as `sie_broker.nats.connect` says."""
+        """Connect as `sie_broker.nats.connect` describes."""
         servers, credentials = split(url, password)
         if user and password is not None:
             credentials = {"user": user, "password": password.reveal()}
@@ -128,7 +144,8 @@ class NatsConnection:
             except (TimeoutError, NatsError, OSError) as error:
                 last = self._client.last_error
                 if reason is None or last or not isinstance(error, TimeoutError):
-                    reason = last or error  # an attempt that the deadline cuts short says less than the one before
+                    # keep the earlier error if the deadline cut this attempt short: it says more
+                    reason = last or error
                 await self._hang_up()
                 if loop.time() + FIRST_RETRY_S >= deadline_s:
                     where = ", ".join(servers)
@@ -145,8 +162,8 @@ class NatsConnection:
         self._up.set()
 
     async def _attempt(self, servers: list[str], credentials: dict[str, str]) -> None:
-        """Try each server once or twice. The client's own loop would go on for ever, also after a cancellation (nats-py
-        2.16).
+        """Connect once; the client tries each server once or twice. The client's own retry loop would never end, also
+        after a cancellation (nats-py 2.16).
         """
         self._client = Client()
         self._client._transport = self._transport = Transport()
@@ -175,7 +192,7 @@ class NatsConnection:
         )
 
     async def _hang_up(self) -> None:
-        """End the connection, by force if the peer does not read what is buffered."""
+        """End the connection. Abort the transport if the peer does not read the buffered bytes."""
         closing = asyncio.get_running_loop().create_task(self._client.close())
         await asyncio.wait({closing}, timeout=HANG_UP_S)
         self._transport.abort()
@@ -185,8 +202,8 @@ class NatsConnection:
         await self._transport.wait_closed()
 
     async def close(self) -> None:
-        """Send what is buffered, then end the connection and all its tasks. Open pulls and watches just end: `stop`
-        them before.
+        """Send the buffered messages, then end the connection and all its tasks. Open pulls and watches end without a
+        drain: call their `stop` before.
         """
         if self._live:
             try:
@@ -206,7 +223,7 @@ class NatsConnection:
 
     @property
     def live(self) -> bool:
-        """Return whether there is a connection. `connected` also says that none of its tasks crashed."""
+        """Return whether there is a connection. `connected` is False also if a task of the connection crashed."""
         return bool(self._live and self._client.is_connected)
 
     @property
@@ -215,7 +232,9 @@ class NatsConnection:
 
     @property
     def server(self) -> tuple[str, bool]:
-        """The version of the server, and whether it has JetStream, as it said when the connection was made."""
+        """Return the version of the server and whether it has JetStream, as the server reported when the connection was
+        made.
+        """
         info = self._client._server_info
         return str(info.get("version", "")), bool(info.get("jetstream"))
 
@@ -224,7 +243,7 @@ class NatsConnection:
             self.own(self._reconnect_handlers.run(), "reconnect handlers")
 
     async def reach(self, timeout_s: float) -> float:
-        """Wait for a connection. Returns what is left of `timeout_s`; raises BrokerUnavailable when nothing is."""
+        """Wait for a connection. Returns the rest of `timeout_s`. Raises BrokerUnavailable when that time is over."""
         loop = asyncio.get_running_loop()
         start_s = loop.time()
         if not self._closed:
@@ -238,13 +257,13 @@ class NatsConnection:
         return timeout_s - (loop.time() - start_s)
 
     def own(self, work: Coroutine[Any, Any, None], what: str) -> asyncio.Task[None]:
-        """Run `work` as a task of this connection, which is cancelled at close. If it crashes, the connection counts as
-        not connected.
+        """Run `work` as a task of this connection, which is cancelled at close. If the task crashes, the connection
+        counts as not connected.
         """
         return self._tasks.start(work, what)
 
     def attach(self, inbox: PullInbox) -> None:
-        """Tell these pulls when the connection is lost, back or closed, until `forget`."""
+        """Register pulls until `forget`. The connection calls their methods when it is lost, back or closed."""
         self._inboxes.add(inbox)
 
     def forget(self, inbox: PullInbox) -> None:
@@ -299,7 +318,7 @@ class NatsConnection:
         self._reconnect_handlers.reconnected()
 
     async def _on_closed(self) -> None:
-        if self._opened and not self._closed:  # else it is an attempt that failed, which `open` reports
+        if self._opened and not self._closed:  # `open` reports a failed attempt itself
             log.critical("%s: the connection is closed for good: %s", self.name, self._client.last_error)
             self._closed = True
             self._up.set()
@@ -307,12 +326,13 @@ class NatsConnection:
     # ---- messages and answers
 
     async def flush(self, timeout_s: float = 2.0) -> None:
-        # An echo instead of the client's own flush: one that times out there ends its reader (nats-py 2.16).
+        # Send an echo instead of the client's own flush: a flush that times out ends the client's reader (nats-py
+        # 2.16).
         await self.roundtrip(f"{self._answers.inbox}echo", b"", timeout_s)
 
     async def post(self, subject: str, data: bytes, reply: str = "", headers: dict[str, str] | None = None) -> None:
-        """Send over the present connection. Without one it raises BrokerUnavailable: nothing is kept for a later one,
-        when it may no longer be true.
+        """Send over the present connection. Raises BrokerUnavailable if there is none: a message is not kept for a
+        later connection, because it may be out of date then.
         """
         if not self._live:
             raise BrokerUnavailable(f"{self.name}: no connection to the broker")
@@ -325,7 +345,7 @@ class NatsConnection:
             raise BrokerUnavailable(f"{self.name}: {error}") from error
 
     async def acknowledge(self, reply: str) -> None:
-        """Send an ack. Unlike other messages, it is kept while there is no connection: it is right whenever it
+        """Send an ack. Unlike other messages, an ack is kept while there is no connection: it stays correct whenever it
         arrives.
         """
         if self._closed:
@@ -338,7 +358,7 @@ class NatsConnection:
     async def roundtrip(
         self, subject: str, data: bytes, timeout_s: float, headers: dict[str, str] | None = None
     ) -> Any:
-        """Send with a reply subject and return the first message that comes back, which may be a status. Raises
+        """Send with a reply subject and return the first message that comes back, which may be a status message. Raises
         BrokerUnavailable.
         """
         if not self._live:
@@ -355,9 +375,118 @@ class NatsConnection:
 
 
 def _check_size(limit: int, data: bytes, headers: dict[str, str] | None) -> None:
-    # The server ends the connection of a client that sends more, so such a message must never get there.
+    # The server closes the connection of a client that sends a larger message, so the message is refused here.
     size = len(data)
     if headers is not None:
         size += 12 + sum(len(key) + len(value.encode()) + 4 for key, value in headers.items())
     if size > limit:
         raise PayloadTooBig(f"a message of {size} bytes is above the broker's max_payload of {limit}")
+
+
+def is_no_responder(answer: Any) -> bool:
+    return answer.headers is not None and not answer.data and answer.headers.get("Status") == "503"
+
+
+def _pattern(subject: str) -> re.Pattern[str]:
+    """Return a pattern of the subjects that a subscription is for.
+
+    A user that may pull from a stream chooses the subject on which the deliveries arrive, and no permission checks that
+    choice. A delivery keeps the subject of its first publish. So the pattern separates deliveries from messages that
+    were published on a subject of this subscription.
+    """
+    wild = {"*": r"[^.]+", ">": ".+"}
+    return re.compile(r"\.".join(wild.get(part) or re.escape(part) for part in subject.split(".")))
+
+
+class NatsBus(NatsConnection):
+    """Implementation of the protocol `Bus`."""
+
+    async def send(self, subject: str, data: bytes, reply: str = "") -> None:
+        await self.post(subject, data, reply)
+
+    async def request(self, subject: str, data: bytes, timeout_s: float) -> bytes:
+        answer = await self.roundtrip(subject, data, timeout_s)
+        if is_no_responder(answer):
+            raise NoResponder(f"nobody listens on {subject}")
+        return bytes(answer.data)
+
+    async def subscribe(
+        self,
+        subject: str,
+        handler: Callable[[CoreMessage], Awaitable[None]],
+        queue: str = "",
+        *,
+        held_messages: int | None = None,
+        held_bytes: int | None = None,
+        on_dropped: Callable[[str], None] | None = None,
+    ) -> Subscription:
+        handler_name = f"{self.name}: the handler of {subject}"
+
+        pattern = _pattern(subject)
+
+        async def arrived(message: Any) -> None:
+            if pattern.fullmatch(message.subject) is None:
+                log.error(
+                    "%s: a delivery of %s arrived on %s and was dropped", self.name, message.subject[:200], subject
+                )
+                return
+            try:
+                await handler(CoreMessage(message.subject, message.data, message.reply))
+            except (asyncio.CancelledError, Exception) as error:  # noqa: BLE001  `log_failure` logs it
+                log_failure(handler_name, error)
+
+        await self.reach(API_TIMEOUT_S)
+        try:
+            subscription = await self._client.subscribe(
+                subject,
+                queue,
+                cb=arrived,
+                pending_msgs_limit=held_messages or HELD_MESSAGES,
+                pending_bytes_limit=held_bytes or HELD_BYTES,
+            )
+        except BadSubjectError:
+            raise ValueError(f"{subject!r} is not a subject") from None
+        except NatsError as error:
+            raise BrokerUnavailable(f"{self.name}: {error}") from error
+        if on_dropped is not None:
+            self._droppers[subscription] = on_dropped
+        try:
+            await self.flush()
+        except BrokerError:
+            await self.drain(subscription)
+            raise
+        return _NatsSubscription(self, subscription)
+
+    async def drain(self, subscription: Any) -> None:
+        """End a subscription of the client. Messages that the broker sent before it received the UNSUB are handled
+        first, for at most STOP_TIMEOUT_S seconds.
+        """
+        # At the time-out the task is not cancelled: the client does not survive a cancelled flush (nats-py 2.16).
+        self._droppers.pop(subscription, None)
+        task = self.own(self._drained(subscription), "drain")
+        await asyncio.wait({task}, timeout=STOP_TIMEOUT_S)
+        if not task.done():
+            log.warning("%s: a subscription was not drained within %s s", self.name, STOP_TIMEOUT_S)
+
+    async def _drained(self, subscription: Any) -> None:
+        # The client's own drain lets its PING overtake its UNSUB and drops the messages that arrive in between: under
+        # load, 4 messages of a credit of 16 (nats-py 2.16). So this UNSUB is sent first. The echo of `flush` comes back
+        # behind every message that the broker sent on the subscription.
+        try:
+            await self._client._send_unsubscribe(subscription._id)
+            await self.flush()
+        except BrokerUnavailable as error:
+            log.info("%s: a subscription ended because its connection was lost: %s", self.name, error)
+        try:
+            await subscription.drain()
+        except NatsError as error:
+            log.info("%s: a subscription had already ended: %s", self.name, error)
+
+
+class _NatsSubscription:
+    def __init__(self, bus: NatsBus, subscription: Any) -> None:
+        self._bus = bus
+        self._subscription = subscription
+
+    async def stop(self) -> None:
+        await self._bus.drain(self._subscription)

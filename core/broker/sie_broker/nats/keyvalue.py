@@ -1,4 +1,4 @@
-"""Buckets: a map with revisions, as a stream with one message per key, and the watches that read it in order."""
+"""Buckets: maps with revisions, stored as streams with one message per key. Watches read them in order."""
 
 from __future__ import annotations
 
@@ -19,10 +19,8 @@ from sie_broker.nats.api import (
     difference,
     mismatch,
     nanoseconds,
-    publish_ack,
 )
-from sie_broker.nats.jetstream import JetStream
-from sie_broker.nats.pulls import NatsDelivery
+from sie_broker.nats.jetstream import JetStream, NatsDelivery, publish_ack
 from sie_broker.nats.transport import FIRST_RETRY_S, MAX_RETRY_S
 from sie_broker.tasks import guarded
 from sie_contracts.wire.records import StreamRequest
@@ -32,20 +30,20 @@ log = logging.getLogger("sie.broker")
 
 _WATCH_CREDIT = 256
 _WATCH_KEPT_S = 30.0
-_WATCH_CHECK_S = 2.0  # silence after which a watch checks with one request that it missed nothing
+_WATCH_CHECK_S = 2.0  # seconds of silence after which a watch checks with one request that it missed nothing
 _NAME = str.maketrans(dict.fromkeys(". */\\>\t", "-"))
 
 
 class NatsKeyValue:
     """A bucket: the stream `KV_<bucket>` with one message per key. A removed key stays as a message that marks the
-    removal, for `removed_age_s` unless that is 0.
+    removal, for `removed_age_s` seconds, or for ever if that is 0.
     """
 
     def __init__(self, jetstream: JetStream, bucket: str, removed_age_s: float = 0.0) -> None:
         self._jetstream = jetstream
         self._removal = {"KV-Operation": "DEL"}
         if removed_age_s:
-            self._removal["Nats-TTL"] = f"{max(1, round(removed_age_s))}s"  # a broker refuses less than a second
+            self._removal["Nats-TTL"] = f"{max(1, round(removed_age_s))}s"  # a broker refuses a TTL below one second
         self._stream = f"KV_{bucket}"
         self._prefix = f"$KV.{bucket}."
 
@@ -54,7 +52,7 @@ class NatsKeyValue:
         return entry if entry is not None and entry.value is not None else None
 
     async def _last(self, key: str) -> Entry | None:
-        # Asked of the leader: a direct get may be answered by a replica that has not seen our own last write.
+        # Read from the leader: a replica that answers a direct get may lack the last write of this process.
         query = {"last_by_subj": self._prefix + key}
         stored = await self._jetstream.find(f"STREAM.MSG.GET.{self._stream}", query, StoredAnswer, *NO_MESSAGE)
         if stored is None:
@@ -70,7 +68,7 @@ class NatsKeyValue:
         return sorted(await self._read(revision + 1), key=lambda entry: entry.revision)
 
     async def _read(self, first: int, within: str = "") -> list[Entry]:
-        """All entries from revision `first` on, removed keys too."""
+        """Return all entries from revision `first` on, also the entries of removed keys."""
         entries: dict[str, Entry] = {}
         complete: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
 
@@ -99,7 +97,9 @@ class NatsKeyValue:
         return list(entries.values())
 
     async def _progress(self, complete: asyncio.Future[bool], entries: Mapping[str, Entry]) -> None:
-        """Wait until a read is complete. However large the bucket is: what ends it is that nothing comes."""
+        """Wait until a read is complete. The time is not limited, because a bucket may be large: the read fails only if
+        no entry arrives for API_TIMEOUT_S seconds. Raises BrokerUnavailable.
+        """
         before = -1
         while not complete.done():
             if len(entries) == before:
@@ -122,7 +122,7 @@ class NatsKeyValue:
             try:
                 return await self._commit(writes, expected)
             except WrongRevision:
-                # "Must not exist" holds for a removed key too, whose mark has a revision.
+                # A removed key also counts as a key that does not exist, but the mark of its removal has a revision.
                 marks = [await self._mark(write) for write in writes]
                 if marks == expected:
                     raise
@@ -176,7 +176,9 @@ class NatsKeyValue:
         return watch
 
     async def open_reader(self, first: int, within: str = "") -> tuple[str, int]:
-        """Make a consumer of its own that reads from revision `first`. Returns its name and how much it has to read."""
+        """Create a consumer that reads from revision `first`, for one reader. Returns its name and the number of
+        messages that it has to read.
+        """
         name = f"{self._jetstream.name}-{secrets.token_hex(6)}".translate(_NAME)
         config = {
             "name": name,
@@ -199,7 +201,7 @@ class NatsKeyValue:
             await self._jetstream.delete_consumer(self._stream, name)
         except BrokerError as error:
             log.info(
-                "%s: reader %s is left to the broker, which drops it after %s s: %s",
+                "%s: reader %s was not deleted; the broker drops it after %s s: %s",
                 self._stream,
                 name,
                 _WATCH_KEPT_S,
@@ -212,8 +214,8 @@ class NatsKeyValue:
 
 
 class _KeyValueWatch:
-    """Reads a bucket in order. Whenever something may have been missed, a new reader starts after the last revision
-    handled.
+    """Watch that reads a bucket in order. When entries may have been missed, a new reader starts after the last
+    revision that was handled.
     """
 
     def __init__(
@@ -233,7 +235,7 @@ class _KeyValueWatch:
         self._reader = ""
         self._read = 0
         self._checked = (0, 0)
-        self._held: deque[NatsDelivery] = deque()  # at most _WATCH_CREDIT
+        self._held: deque[NatsDelivery] = deque()  # at most _WATCH_CREDIT deliveries
         self._retry_s = 0.0
         self._stopping = False
         self._wake = asyncio.Event()
@@ -246,7 +248,8 @@ class _KeyValueWatch:
             self._last = 0  # the bucket was lost and created again: all entries are new
         self._reader, pending = await self._bucket.open_reader(self._last + 1)
         if not pending:
-            self._last = max(self._last, state.last_sequence)  # entries that expired are not missing
+            # entries up to this revision that were not read have expired: they are not missing
+            self._last = max(self._last, state.last_sequence)
         self._created = state.created
         self._read = 0
         self._retry_s = 0.0
@@ -294,7 +297,7 @@ class _KeyValueWatch:
                 await self._check()
 
     async def _woken(self) -> bool:
-        """Wait until there is something to do. False after a long silence."""
+        """Wait until there is work. Returns False after _WATCH_CHECK_S seconds of silence."""
         try:
             async with asyncio.timeout(_WATCH_CHECK_S):
                 await self._wake.wait()
@@ -304,15 +307,15 @@ class _KeyValueWatch:
         return True
 
     async def _check(self) -> None:
-        """Find a reader that lives and brings nothing: a broker that was killed may have kept pulls that it never
+        """Detect a reader that exists but brings no entries: a broker that was killed may have kept pulls that it never
         fills.
         """
         try:
             state = await self._jetstream.stream_state(self._stream)
             is_behind = state.created != self._created or state.last_sequence > self._last
             if is_behind and state.created == self._created and not await self._bucket.reaches(self._last + 1):
-                # expired, or lost with a damaged file: no reader will bring it
-                log.info("%s: what came after revision %d is gone", self._stream, self._last)
+                # these entries expired, or were lost with a damaged file: no reader will bring them
+                log.info("%s: the entries after revision %d do not exist any more", self._stream, self._last)
                 self._last, is_behind = state.last_sequence, False
         except BrokerError as error:
             log.info("a watch of %s could not be checked: %s", self._stream, error)
@@ -320,9 +323,9 @@ class _KeyValueWatch:
         if not is_behind:
             return
         if state.created != self._created or (not self._held and self._checked == (self._last, state.last_sequence)):
-            log.warning("a watch of %s missed what came after revision %d: reading again", self._stream, self._last)
-            await self._pulls.retire()  # perhaps its inbox receives nothing any more
-        # being behind for a moment is normal: only the same state twice is a fault
+            log.warning("a watch of %s missed the entries after revision %d: reading again", self._stream, self._last)
+            await self._pulls.retire()  # its inbox may receive nothing any more
+        # A watch may be behind for a moment. Only the same state at two checks is a fault.
         self._checked = (self._last, state.last_sequence)
 
     async def _reopen(self) -> None:
@@ -330,14 +333,14 @@ class _KeyValueWatch:
             await self.open()
         except BrokerError as error:
             if not self._retry_s:
-                log.warning("a watch of %s cannot go on yet: %s", self._stream, error)
+                log.warning("a watch of %s cannot continue yet: %s", self._stream, error)
             self._retry_s = min(MAX_RETRY_S, max(FIRST_RETRY_S, self._retry_s * 2))
             spread = 0.5 + secrets.randbelow(1000) / 1000
             asyncio.get_running_loop().call_later(self._retry_s * spread, self._wake.set)
 
 
 class NatsStore(JetStream):
-    """The protocol `Store`."""
+    """Implementation of the protocol `Store`."""
 
     async def key_value(
         self,

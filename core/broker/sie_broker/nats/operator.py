@@ -1,9 +1,9 @@
-"""Steps of operator commands at the broker: the present streams and consumers, how they differ from this version's, and
-the steps that change them.
+"""Steps of operator commands at the broker: the present streams and consumers, their differences from the topology of
+this version, and the steps that change them.
 
     look ──► Facts ──► plan (pure) ──► Steps ──► apply
 
-A step never loses a message: what cannot be changed in place, or not yet, is a refusal with its reason.
+A step never loses a message. A change that is not possible in place, or not yet, is a refusal with its reason.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ class FieldChange:
 
 @dataclass(frozen=True)
 class Step:
-    """A change of one stream or consumer. A step with `refuse` is not done: `reason` says why, and what to do."""
+    """A change of one stream or consumer. A step with the action `refuse` is not done: `reason` gives the cause and the
+    remedy.
+    """
 
     action: Literal["create", "update", "refuse"]
     kind: Literal["stream", "consumer"]
@@ -63,7 +65,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Facts:
-    """The state of a work stream. `info` is None if there is none."""
+    """State of a work stream. `info` is None if the stream does not exist."""
 
     info: StreamInfo | None
     consumers: list[ConsumerInfo]
@@ -71,7 +73,7 @@ class Facts:
 
 
 async def streams(broker: NatsAdministration) -> list[StreamInfo]:
-    """All streams of the account, by name. Raises BrokerError."""
+    """Return all streams of the account, sorted by name. Raises BrokerError."""
     return sorted(await broker.stream_infos(), key=lambda info: str(info.config.get("name", "")))
 
 
@@ -84,13 +86,13 @@ async def look(broker: NatsAdministration, stream: str) -> Facts:
 
 
 async def damage(broker: NatsBroker, info: StreamInfo) -> str:
-    """Return why the files of a stream must be damaged; empty without a sign of damage. Raises BrokerError."""
+    """Return the sign that the files of a stream are damaged; empty if there is none. Raises BrokerError."""
     name, state = str(info.config["name"]), info.state
     bucket = name.removeprefix("KV_")
     if bucket == name:
         if not state.messages or await broker.first_stored(name) is not None:
             return ""
-        later = await broker.stream_state(name)  # work may have been done meanwhile
+        later = await broker.stream_state(name)  # messages may have been removed meanwhile
         is_same = later.messages and later.first_sequence == state.first_seq
         return f"none of its {later.messages} messages can be read" if is_same else ""
     if state.num_subjects != state.messages:  # a bucket has one message for each key
@@ -103,7 +105,7 @@ async def damage(broker: NatsBroker, info: StreamInfo) -> str:
 
 
 async def salvage(broker: NatsBroker, stream: str) -> list[Entry]:
-    """The entries of a damaged bucket that can be read, in order of their revisions. Raises BrokerError."""
+    """Return the entries of a damaged bucket that can be read, in order of their revisions. Raises BrokerError."""
     bucket, prefix = stream.removeprefix("KV_"), f"$KV.{stream.removeprefix('KV_')}."
     entries: list[Entry] = []
     for subject in await broker.subject_counts(stream, ">"):
@@ -120,12 +122,14 @@ async def remake(broker: NatsBroker, info: StreamInfo) -> None:
     """Delete a stream and create it again, empty, with its configuration. Raises BrokerError."""
     name = str(info.config["name"])
     await broker.delete_stream(name)
-    # there again already where a process asked its owner for it meanwhile
+    # the stream exists already if another process had its owner create it meanwhile
     await broker.find(f"STREAM.CREATE.{name}", info.config, StreamInfo, STREAM_EXISTS)
 
 
 def plan(facts: Facts, spec: StreamSpec, ack_wait_s: float) -> list[Step]:
-    """The steps from the present state to that of this version, the stream first. Empty if nothing differs."""
+    """Return the steps from the present state to the topology of this version, the stream first. Empty if nothing
+    differs.
+    """
     if facts.info is None:
         return [Step("create", "stream", spec.name, spec.name, config=stream_config(spec))]
     steps = [*_stream_step(facts, facts.info, spec)]
@@ -161,7 +165,7 @@ def _consumer_step(info: ConsumerInfo, stream: str, ack_wait_s: float) -> Iterab
             "consumer",
             info.name,
             stream,
-            reason="not made by SIE: it takes work that no worker then gets; delete it",
+            reason="not created by SIE: it takes messages that no worker then receives; delete it",
         )
         return
     desired = consumer_config(spec)
@@ -170,7 +174,7 @@ def _consumer_step(info: ConsumerInfo, stream: str, ack_wait_s: float) -> Iterab
 
 
 def served_by(filter_subject: str, ack_wait_s: float) -> ConsumerSpec | None:
-    """The consumer that should have this filter; None if none should."""
+    """Return the consumer that should have this filter; None if no consumer should have it."""
     try:
         return consumer_of(f"{filter_subject[:-1]}x" if filter_subject.endswith(".*") else filter_subject, ack_wait_s)
     except ValueError:
@@ -219,14 +223,14 @@ def _newer(current: dict[str, Any]) -> str:
 def _fixed(changes: tuple[FieldChange, ...]) -> str:
     fixed = next((_FIXED[change.field] for change in changes if change.field in _FIXED), "")
     return (
-        f"{fixed} cannot be changed in place: let it run empty, delete it and start a gateway, which makes it anew"
+        f"{fixed} cannot be changed in place: let it run empty, delete it and start a gateway, which creates it again"
         if fixed
         else ""
     )
 
 
 async def apply(broker: NatsAdministration, step: Step) -> None:
-    """Do a step that is not refused. Raises BrokerError."""
+    """Apply a step whose action is not `refuse`. Raises BrokerError."""
     if step.kind == "stream":
         await broker.api(f"STREAM.{step.action.upper()}.{step.name}", step.config, StreamInfo)
         return

@@ -10,9 +10,6 @@ from sie_broker import (
     BrokerUnavailable,
     ConsumerState,
     CoreMessage,
-    Delivery,
-    Published,
-    Pulls,
     StreamMessage,
     StreamState,
     Subscription,
@@ -36,30 +33,20 @@ from sie_broker.nats.api import (
     consumer_state_of,
     difference,
     mismatch,
-    publish_ack,
     state_of,
     stream_config,
     update_of,
     version_of,
 )
-from sie_broker.nats.jetstream import JetStream
-from sie_broker.nats.pulls import WORK_EXPIRES_S, parse_reply
+from sie_broker.nats.jetstream import JetStream, parse_reply
 from sie_contracts.wire.records import StreamRequest
 from sie_contracts.wire.topology import ConsumerSpec, StreamSpec
 
-_ENSURE_ATTEMPTS = 10  # at a consumer that others delete meanwhile
+_ENSURE_ATTEMPTS = 10  # attempts to create a consumer that other processes delete meanwhile
 
 
 class NatsQueue(JetStream):
-    """The protocol `Queue`."""
-
-    async def publish(self, subject: str, data: bytes, message_id: str, timeout_s: float = 2.0) -> Published:
-        answer = await self.roundtrip(subject, data, timeout_s, {"Nats-Msg-Id": message_id})
-        ack = publish_ack(subject, answer)
-        return Published(ack.seq, ack.duplicate)
-
-    def pulls(self, stream: str, handler: Callable[[Delivery], None]) -> Pulls:
-        return self.open_pulls(stream, handler, expires_s=WORK_EXPIRES_S)
+    """Implementation of the protocol `Queue`, of which `JetStream` publishes and pulls."""
 
     async def subject_counts(self, stream: str, subject_filter: str) -> dict[str, int]:
         counts: dict[str, int] = {}
@@ -113,7 +100,7 @@ class NatsQueue(JetStream):
 
 
 class NatsAdministration(NatsQueue):
-    """The protocol `Administration`, and the infos that operator commands show."""
+    """Implementation of the protocol `Administration`, and the infos that operator commands show."""
 
     async def ensure_stream(self, spec: StreamSpec, *, owner: bool) -> StreamState:
         desired = stream_config(spec)
@@ -167,7 +154,7 @@ class NatsAdministration(NatsQueue):
         raise BrokerUnavailable(f"consumer {spec.name}: it was deleted {_ENSURE_ATTEMPTS} times while it was created")
 
     async def _ensure_consumer(self, spec: ConsumerSpec) -> None:
-        """Raises Refusal with one of CONSUMER_GONE if it is deleted meanwhile."""
+        """Create or update a consumer once. Raises Refusal with a code of CONSUMER_GONE if it is deleted meanwhile."""
         desired = consumer_config(spec)
         verb = f"CONSUMER.CREATE.{spec.stream}.{spec.name}.{spec.subject}"
         create = {"stream_name": spec.stream, "action": "create", "config": desired}
@@ -191,7 +178,7 @@ class NatsAdministration(NatsQueue):
         return [consumer_state_of(info) for info in await self.consumer_infos(stream)]
 
     async def consumer_infos(self, stream: str) -> list[ConsumerInfo]:
-        """All consumers of a stream, with their configurations."""
+        """Return all consumers of a stream, with their configurations."""
         infos: list[ConsumerInfo] = []
         while True:
             page = await self.api(f"CONSUMER.LIST.{stream}", {"offset": len(infos)}, Consumers)
@@ -200,7 +187,7 @@ class NatsAdministration(NatsQueue):
                 return infos
 
     async def stream_infos(self) -> list[StreamInfo]:
-        """All streams of the account, with their configurations."""
+        """Return all streams of the account, with their configurations."""
         infos: list[StreamInfo] = []
         while True:
             page = await self.api("STREAM.LIST", {"offset": len(infos)}, Streams)

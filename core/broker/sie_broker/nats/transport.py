@@ -24,14 +24,14 @@ _NO_TOKEN = re.compile(r"[^A-Za-z0-9_-]")
 
 
 class Transport(TcpTransport):  # type: ignore[misc]
-    """TCP that does not wait for a silent peer when it is closed: unsent bytes would hold the reconnect for minutes."""
+    """TCP transport whose close does not wait for a silent peer: unsent bytes would delay the reconnect for minutes."""
 
     def __bool__(self) -> bool:
-        # The client would replace a transport that is not connected yet by its own (nats-py 2.16).
+        # The client would replace a transport that is not connected yet by a transport of its own class (nats-py 2.16).
         return True
 
     async def connect(self, *arguments: Any, **options: Any) -> None:
-        self.abort()  # an attempt that failed half way is not closed by the client (nats-py 2.16)
+        self.abort()  # the client does not close an attempt that failed half way (nats-py 2.16)
         await super().connect(*arguments, **options)
 
     def abort(self) -> None:
@@ -41,7 +41,7 @@ class Transport(TcpTransport):  # type: ignore[misc]
     async def wait_closed(self) -> None:
         if self._io_writer is None:
             return
-        # In a task of its own: a cancelled wait would cancel it for everybody else (Python 3.11).
+        # This needs a separate task: a cancelled wait would cancel `wait_closed` for all other waiters (Python 3.11).
         closed = asyncio.get_running_loop().create_task(super().wait_closed())
         await asyncio.wait({closed}, timeout=HANG_UP_S)
         self.abort()
@@ -51,10 +51,10 @@ class Transport(TcpTransport):  # type: ignore[misc]
 
 
 def split(url: str, password: Secret | None = None) -> tuple[list[str], dict[str, str]]:
-    """Server addresses without credentials, and the credentials for all of them: the addresses that the broker
-    announces have none.
+    """Return the server addresses without credentials, and one set of credentials for all of them: the addresses that
+    the broker announces have no credentials.
 
-    `password` is that of a user whom the URL names without one. Without a password a single name is a token.
+    `password` is the password of a user whom the URL names without one. Without a password, a single name is a token.
     """
     servers: list[str] = []
     credentials: dict[str, str] = {}
@@ -78,10 +78,11 @@ def split(url: str, password: Secret | None = None) -> tuple[list[str], dict[str
 
 
 def inbox_prefix(credentials: Mapping[str, str]) -> str:
-    """The prefix of inboxes of a user: it contains the name, so that permissions of the server can keep other users
-    out.
+    """Return the inbox prefix of a user. It contains the user's name, so that permissions of the server can exclude
+    other users.
 
-    Bytes of the name that cannot be in a token of a subject become `-`. Without a user it is the client's own prefix.
+    A character of the name that is not allowed in a token of a subject becomes `-`. Without a user, the prefix is the
+    client's default.
     """
     user = _NO_TOKEN.sub("-", credentials.get("user", ""))
     return f"_INBOX.{user}" if user else "_INBOX"

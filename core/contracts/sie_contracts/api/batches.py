@@ -19,7 +19,9 @@ BatchState = Literal[
 
 
 class FileUpload(Struct, kw_only=True, frozen=True):
-    """The fields of the form of an upload. The file expires `seconds` after it was made; without that it is kept."""
+    """Fields of the form of an upload. The file expires `seconds` after it was created. Without `seconds` it does not
+    expire.
+    """
 
     file: Annotated[str, Meta(extra_json_schema={"format": "binary"})]
     purpose: Literal["batch", "jobs", "user_data"]
@@ -52,7 +54,7 @@ class FileObject(Struct, kw_only=True, frozen=True):
 
 
 class FilePage(Struct, kw_only=True):
-    """Files, the newest first unless the other order was asked for."""
+    """A page of files, newest first, or oldest first if the request asks for it."""
 
     EXAMPLE: ClassVar[Any] = {"object": "list", "data": [FileObject.EXAMPLE], "has_more": False}
 
@@ -64,7 +66,7 @@ class FilePage(Struct, kw_only=True):
 
 
 class FileDeleted(Struct, kw_only=True):
-    """A file that is gone."""
+    """Answer to the deletion of a file."""
 
     EXAMPLE: ClassVar[Any] = {"id": FileObject.EXAMPLE["id"], "object": "file", "deleted": True}
 
@@ -74,15 +76,15 @@ class FileDeleted(Struct, kw_only=True):
 
 
 class ExpiresAfter(Struct, kw_only=True, frozen=True):
-    """A file expires `seconds` after it was made."""
+    """Rule for the expiry of a file: it expires `seconds` after it was created."""
 
     anchor: Literal["created_at"]
     seconds: Annotated[int, Meta(ge=1, le=2_592_000)]
 
 
 class BatchRequest(Struct, kw_only=True, frozen=True):
-    """A batch: each line of the file is one request to `endpoint`, with its `custom_id` and `body`. Its output files
-    are kept unless `output_expires_after` is given.
+    """A batch: each line of the file is one request to `endpoint`, with its `custom_id` and `body`. Its output files do
+    not expire unless `output_expires_after` is set.
     """
 
     EXAMPLE: ClassVar[Any] = {
@@ -99,7 +101,7 @@ class BatchRequest(Struct, kw_only=True, frozen=True):
 
 
 class BatchError(Struct, kw_only=True, frozen=True):
-    """Why a batch failed as a whole."""
+    """Error that made a whole batch fail."""
 
     code: str
     message: str
@@ -108,7 +110,7 @@ class BatchError(Struct, kw_only=True, frozen=True):
 
 
 class BatchErrors(Struct, kw_only=True, frozen=True):
-    """A list of them."""
+    """Errors of a batch."""
 
     object: Literal["list"] = "list"
     data: list[BatchError]
@@ -205,7 +207,7 @@ class BatchPage(Struct, kw_only=True):
 
 
 class BatchDeleted(Struct, kw_only=True):
-    """A batch that is forgotten."""
+    """Answer to the deletion of a batch."""
 
     EXAMPLE: ClassVar[Any] = {"id": BatchObject.EXAMPLE["id"], "object": "batch", "deleted": True}
 

@@ -1,4 +1,4 @@
-"""The catalogue over HTTP, as gateways and the config service answer."""
+"""The catalogue over HTTP, in the form of gateways and of the config service."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _EPOCH = "2026-01-01T00:00:00Z:42"
 
 
 class ListedModel(Struct, kw_only=True):
-    """One model of the list; an alias has `alias`. `note`: why it is at this revision, where no person decided it."""
+    """A model of the list. An alias has `alias`. `note`: why the model is at this revision, if no person decided it."""
 
     model_id: str
     profiles: Texts = UNSET
@@ -22,7 +22,7 @@ class ListedModel(Struct, kw_only=True):
 
 
 class ConfigModels(Struct, kw_only=True):
-    """All models."""
+    """The models of the catalogue."""
 
     EXAMPLE: ClassVar[Any] = {"models": [{"model_id": MINI, "profiles": ["default"], "source": "catalogue"}]}
 
@@ -44,7 +44,7 @@ class ModelDocument(Struct, kw_only=True):
 
 
 class BundleStatus(Struct, kw_only=True):
-    """The workers of a bundle that serve the newest revision, and those that do not yet."""
+    """The workers of a bundle that serve the newest revision, and the workers that do not serve it yet."""
 
     bundle_id: str
     expected_bundle_config_hash: Text = UNSET
@@ -55,7 +55,7 @@ class BundleStatus(Struct, kw_only=True):
 
 
 class Follower(Struct, kw_only=True):
-    """Who follows the catalogue, and up to where. `revision` is null where it is not known."""
+    """A reader of the catalogue, and its epoch and revision. `revision` is null if it is not known."""
 
     id: str
     epoch: Text = UNSET
@@ -64,7 +64,7 @@ class Follower(Struct, kw_only=True):
 
 
 class WorkerFollower(Follower, kw_only=True):
-    """A worker with what it has loaded of the model."""
+    """A worker, with the copy of the model that it has loaded."""
 
     bundle: Text = UNSET
     state: Text = UNSET
@@ -72,7 +72,7 @@ class WorkerFollower(Follower, kw_only=True):
 
 
 class ModelRevisions(Struct, kw_only=True):
-    """Which gateways and workers serve which revision of a model."""
+    """Revisions of a model that gateways and workers serve."""
 
     EXAMPLE: ClassVar[Any] = {
         "model_id": MINI,
@@ -133,13 +133,13 @@ class ConfigBundle(_Bundle, kw_only=True):
 
 
 class ListedBundle(_Bundle, kw_only=True):
-    """A bundle of the list."""
+    """A bundle in the list."""
 
     bundle_id: str
 
 
 class ConfigBundles(Struct, kw_only=True):
-    """All bundles, in the order in which they are preferred."""
+    """The bundles, the preferred one first."""
 
     EXAMPLE: ClassVar[Any] = {"bundles": [{"bundle_id": "default", "priority": 0, "description": "All families"}]}
 
@@ -147,7 +147,7 @@ class ConfigBundles(Struct, kw_only=True):
 
 
 class Resolve(Struct, kw_only=True):
-    """A model's name, and the bundle that is meant."""
+    """A model's name, and the bundle that should serve it."""
 
     EXAMPLE: ClassVar[Any] = {"model": MINI}
 
@@ -174,11 +174,11 @@ class Resolution(Struct, kw_only=True):
     alias: Text = UNSET
 
 
-# at the config service alone
+# structs that only the config service uses
 
 
 class Revision(Struct, kw_only=True):
-    """One write of a model. `note`: why, where no person decided it; else empty."""
+    """A write of a model. `note`: why it was written, if no person decided it; otherwise empty."""
 
     revision: int
     created_at: str
@@ -210,7 +210,7 @@ class ModelHistory(Struct, kw_only=True):
 
 
 class Rollback(Struct, kw_only=True):
-    """The former revision to make the newest."""
+    """Request to make a former revision the newest."""
 
     EXAMPLE: ClassVar[Any] = {"revision": 1}
 
@@ -218,7 +218,7 @@ class Rollback(Struct, kw_only=True):
 
 
 class Written(Struct, kw_only=True):
-    """What a write did. `revision` is also its ETag. `unchanged`: the model was so already."""
+    """Result of a write. `revision` is also its ETag. `unchanged`: the model was the same before."""
 
     EXAMPLE: ClassVar[Any] = {
         "model_id": MINI,

@@ -12,8 +12,8 @@ State = Literal["answered", "failed", "waiting", "unavailable", "unreadable"]
 
 
 class Whoami(Struct, kw_only=True):
-    """What the caller's credential may do. `name`: how metrics name the credential, never a part of it; without one
-    `anonymous`, whose scopes are what nobody needs a token for. `auth_mode`: none, static or token.
+    """Scopes of the caller's credential. `name`: name of the credential in metrics, which contains no part of it.
+    Without a credential it is `anonymous`, with the scopes that need no token. `auth_mode`: none, static or token.
     """
 
     EXAMPLE: ClassVar[Any] = {"name": "static-1", "scopes": ["infer", "read", "pools"], "auth_mode": "static"}
@@ -26,9 +26,10 @@ class Whoami(Struct, kw_only=True):
 class DeadLetterInfo(Struct, kw_only=True):
     """A dead letter without its inputs.
 
-    `at` is when the work was given up, seconds since the epoch. `deliveries`: how often it went to a worker. `deaths`:
-    adapters that it ended. `workers`: the last that had it. Of work that nobody can read, `is_readable` is false, and
-    nothing is known of its request and model. `sequence` grows from one letter of a pool to the next.
+    `at`: time at which the work was given up, in seconds since 1970. `deliveries`: number of deliveries to workers.
+    `deaths`: number of adapters that the work ended. `workers`: the last workers that had it. If the work cannot be
+    decoded, `is_readable` is false, and its request and model are not known. `sequence` grows from one letter of a pool
+    to the next.
     """
 
     EXAMPLE: ClassVar[Any] = {
@@ -79,7 +80,7 @@ class DeadLetterInfo(Struct, kw_only=True):
 
 
 class DeadLetterCount(Struct, kw_only=True):
-    """How many have an error."""
+    """Number of letters with one error."""
 
     code: str
     reason: str
@@ -87,8 +88,9 @@ class DeadLetterCount(Struct, kw_only=True):
 
 
 class DeadLetterPage(Struct, kw_only=True):
-    """Dead letters of a pool, the newest first. `total`: all of the pool. `counts`: by error, over those that fit the
-    filter among the `examined` newest. `next`: the `before` of the next page; null at the end.
+    """Dead letters of a pool, newest first. `total`: number of all letters of the pool. `counts`: number of letters by
+    error, among the `examined` newest letters that fit the filter. `next`: value of `before` for the next page; null at
+    the end.
     """
 
     EXAMPLE: ClassVar[Any] = {
@@ -111,11 +113,12 @@ class DeadLetterPage(Struct, kw_only=True):
 
 
 class Replayed(Struct, kw_only=True):
-    """What came of a letter that was run again. Only one that was `answered` in full is removed.
+    """Result of a letter that was run again. A letter is removed only if all its inputs were answered.
 
-    `failed`: some inputs have no value, `errors` counts why. `waiting`: no answer in time; the work runs if a worker
-    comes within its budget, and nobody gets its result. `unavailable`: the broker refused, as for the pool of a
-    reservation that ended. `unreadable`: nobody can read the work, so nothing was published.
+    `answered`: all inputs have a value. `failed`: some inputs have no value; `errors` counts the reasons. `waiting`: no
+    answer came in time. The work still runs if a worker takes it within its budget, and its result is dropped.
+    `unavailable`: the broker refused the work, for example for the pool of a reservation that ended. `unreadable`: the
+    work cannot be decoded, so nothing was published.
     """
 
     EXAMPLE: ClassVar[Any] = {
@@ -134,7 +137,9 @@ class Replayed(Struct, kw_only=True):
 
 
 class ReplayedAll(Struct, kw_only=True):
-    """Several letters, the oldest first. `next`: the `after` with which to go on; null where no more fit."""
+    """Results of several letters, oldest first. `next`: value of `after` with which to continue; null if no more
+    letters fit.
+    """
 
     EXAMPLE: ClassVar[Any] = {"replayed": [Replayed.EXAMPLE], "next": None}
 
@@ -143,7 +148,9 @@ class ReplayedAll(Struct, kw_only=True):
 
 
 class Purged(Struct, kw_only=True):
-    """How many letters were removed for ever. `complete` is false where time ran out before all that fit were met."""
+    """Number of letters that were removed for ever. `complete` is false if the time ended before all letters that fit
+    were removed.
+    """
 
     EXAMPLE: ClassVar[Any] = {"removed": 1, "complete": True}
 

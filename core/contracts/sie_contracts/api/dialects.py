@@ -120,7 +120,7 @@ class EmbeddingsRequest(Struct, kw_only=True):
 
 
 class Embedding(Struct, kw_only=True):
-    """One vector: numbers, or base64 of their bytes."""
+    """A vector: numbers, or base64 of their bytes."""
 
     object: Text = UNSET
     index: Whole = UNSET
@@ -130,7 +130,7 @@ class Embedding(Struct, kw_only=True):
 
 
 class EmbeddingsReply(Reply, kw_only=True):
-    """A vector for each input, in their order."""
+    """Vectors of the inputs, in the order of the inputs."""
 
     EXAMPLE: ClassVar[Any] = {
         "object": "list",
@@ -147,7 +147,9 @@ class EmbeddingsReply(Reply, kw_only=True):
 
 
 class Document(Struct, kw_only=True):
-    """A document that is a map: a text, or an image (base64 or a data URI). With `rank_fields` it has those fields."""
+    """A document that is a map: a text, or an image (base64 or a data URI). With `rank_fields` it has the fields that
+    are named there.
+    """
 
     text: Text = UNSET
     image: Text = UNSET
@@ -176,14 +178,14 @@ class Rerank(Struct, kw_only=True):
 
 
 class Relevance(Struct, kw_only=True):
-    """The place of a document in the request, and its score."""
+    """Position of a document in the request, and its score."""
 
     index: Whole = UNSET
     relevance_score: Number = UNSET
 
 
 class RankedDocument(Relevance, kw_only=True):
-    """The same with the document, where it was asked for."""
+    """Position and score of a document. `document` is set if the request asks for it."""
 
     document: dict[str, Any] | str | UnsetType = UNSET
 
@@ -214,7 +216,7 @@ class CohereInput(Struct, kw_only=True):
 
 
 class EmbedV1(Struct, kw_only=True):
-    """Texts, images or inputs of several parts, as Cohere's first version has them."""
+    """Texts, images or inputs of several parts, in the form of the first version of Cohere's API."""
 
     EXAMPLE: ClassVar[Any] = {
         "model": MINI,
@@ -238,7 +240,7 @@ class EmbedV1(Struct, kw_only=True):
 
 
 class EmbedV2(EmbedV1, kw_only=True):
-    """Texts, images or inputs of several parts, as Cohere's second version has them."""
+    """Texts, images or inputs of several parts, in the form of the second version of Cohere's API."""
 
     model: str
     input_type: Literal["search_query", "search_document", "classification", "clustering", "image"]
@@ -250,7 +252,7 @@ EmbedV2Body = Annotated[EmbedV2, _needs_inputs]
 
 
 class ShownImage(Struct, kw_only=True):
-    """What the first bytes of an image file say of it."""
+    """Facts of an image, from the first bytes of its file."""
 
     width: Whole = UNSET
     height: Whole = UNSET
@@ -259,7 +261,7 @@ class ShownImage(Struct, kw_only=True):
 
 
 class Embedded(Struct, kw_only=True):
-    """Vectors by type; without a type in the request bare lists, in the first version."""
+    """Vectors by type. In the first version, lists of vectors if the request names no type."""
 
     EXAMPLE: ClassVar[Any] = {
         "id": "2b2c...",
@@ -311,7 +313,7 @@ CLASSES = [{"label": "joy", "score": 0.92}, {"label": "anger", "score": 0.08}]
 
 
 class Classified(Reply, kw_only=True):
-    """All classes of each text, best first."""
+    """Classes of each text, best first."""
 
     EXAMPLE: ClassVar[Any] = {
         "object": "classify",

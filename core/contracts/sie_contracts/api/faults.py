@@ -1,4 +1,4 @@
-"""Errors over HTTP: the envelope that every client family reads its part of."""
+"""Errors over HTTP: one envelope, of which each client family reads a part."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sie_contracts.errors import InvalidInput, envelope
 
 
 class ErrorDetail(Struct, kw_only=True):
-    """All that is known of an error."""
+    """All facts of an error."""
 
     code: str
     message: str
@@ -28,9 +28,9 @@ class _ShortDetail(Struct, kw_only=True):
 
 
 class Error(Struct, kw_only=True):
-    """What the client family of the route reads: `error` is a map of everything, a message at routes of Text Embeddings
-    Inference; `detail` is a map, a text where a body has `truncation`, as Voyage's client sends it. docs/errors.md has
-    a table.
+    """An error in the form that the client family of the route reads. `error` is a map of all facts; at routes of Text
+    Embeddings Inference it is a message. `detail` is a map; it is a text if the body has `truncation`, which Voyage's
+    client sends. docs/errors.md has a table.
     """
 
     EXAMPLE: ClassVar[Any] = envelope(
@@ -48,7 +48,7 @@ class Error(Struct, kw_only=True):
 
 
 class Provisioning(Struct, kw_only=True):
-    """Not yet: a worker is being started."""
+    """Answer for a request that cannot be served yet: a worker is being started."""
 
     status: Literal["provisioning"]
     gpu: str

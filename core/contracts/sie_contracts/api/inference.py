@@ -1,4 +1,4 @@
-"""`POST /v1/encode`, `/v1/score` and `/v1/extract`."""
+"""Bodies and replies of `POST /v1/encode`, `/v1/score` and `/v1/extract`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Medium = str | Media | UnsetType
 
 
 class Item(Struct, kw_only=True):
-    """One input. `id` and `metadata` come back with the result; media are base64 or data URIs (msgpack: or bytes)."""
+    """An input. `id` and `metadata` come back with the result. Media are base64 or data URIs, in msgpack also bytes."""
 
     id: str | UnsetType | None = UNSET
     text: str | UnsetType | None = UNSET
@@ -99,7 +99,7 @@ class ExtractParams(_Params, kw_only=True):
 
     labels: Texts = UNSET
     threshold: Annotated[
-        Number, Meta(description="The least score. A detector reads it in place of its own thresholds.")
+        Number, Meta(description="The least score, from 0 to 1. A detector reads it in place of its own thresholds.")
     ] = UNSET
     box_threshold: Annotated[Number, Meta(description="Grounding DINO: the least score of a box.")] = UNSET
     text_threshold: Annotated[Number, Meta(description="Grounding DINO: the least score of its label.")] = UNSET
@@ -152,7 +152,7 @@ class Extract(Struct, kw_only=True):
 
 # replies
 
-ITEM_USED = {"prompt_tokens": 3, "total_tokens": 3, "truncated": False}  # of examples
+ITEM_USED = {"prompt_tokens": 3, "total_tokens": 3, "truncated": False}  # usage of an input in the examples
 
 
 class RequestUsage(Usage, kw_only=True):
@@ -172,7 +172,7 @@ class ItemUsage(Struct, kw_only=True):
 
 
 class SlotError(Struct, kw_only=True):
-    """Why one input has no result."""
+    """Reason why an input has no result."""
 
     code: str
     message: str
@@ -189,7 +189,7 @@ class _Slot(Struct, kw_only=True):
 
 
 class Dense(Struct, kw_only=True):
-    """One vector, and what its codes are read with."""
+    """A vector. `scale` and `offset` convert the codes of an integer dtype."""
 
     dims: int
     dtype: str
@@ -209,7 +209,7 @@ class Sparse(Struct, kw_only=True):
 
 
 class Multivector(Struct, kw_only=True):
-    """A vector for each token, and what the codes of each are read with."""
+    """A vector for each token. `scale` and `offset` of a vector convert its codes of an integer dtype."""
 
     token_dims: int
     num_tokens: int
@@ -229,7 +229,7 @@ class EncodedItem(_Slot, kw_only=True):
 
 
 class ScoredItem(Struct, kw_only=True):
-    """The score of one input; null where it failed."""
+    """The score of one input; null if the input failed."""
 
     item_id: str
     score: float | None
@@ -240,7 +240,7 @@ class ScoredItem(Struct, kw_only=True):
 
 
 class Entity(Struct, kw_only=True):
-    """A part of a text, or text of an image. `start` and `end` count code points, and are null in text of an image.
+    """A part of a text, or text in an image. `start` and `end` count code points, and are null for text in an image.
     `bbox`: left, top, width and height in pixels of the upright image.
     """
 
@@ -277,7 +277,7 @@ class DetectedObject(Struct, kw_only=True):
 
 
 class ExtractedItem(_Slot, kw_only=True):
-    """What was found in one input. Lists are empty where nothing was."""
+    """Results of an extraction from one input. A list is empty if nothing was found."""
 
     entities: list[Entity]
     relations: list[Relation]
@@ -294,7 +294,7 @@ class _Native(Reply, kw_only=True):
 
 
 class Encoded(_Native, kw_only=True):
-    """The vectors of each input, in their order."""
+    """Vectors of the inputs, in the order of the inputs."""
 
     EXAMPLE: ClassVar[Any] = {
         "model": MINI,
@@ -320,7 +320,7 @@ class Scored(_Native, kw_only=True):
 
 
 class Extracted(_Native, kw_only=True):
-    """What was found in each input, in their order."""
+    """Results of the inputs, in the order of the inputs."""
 
     EXAMPLE: ClassVar[Any] = {
         "model": "urchade/gliner_small-v2.1",

@@ -1,7 +1,7 @@
-"""Jobs over HTTP: work on whole files that runs beside the requests of clients, and survives any process.
+"""Jobs over HTTP: work on whole files that runs beside the requests of clients and survives the end of any process.
 
-A job reads rows (JSON Lines, CSV, Parquet, or the images of a folder), asks one model, and writes one answer for each
-row, in files that are named by a manifest.
+A job reads rows (JSON Lines, CSV, Parquet, or the images of a folder), runs one model, and writes one answer for each
+row. A manifest names the files of the answers.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ JobState = Literal[
 ENDED: frozenset[JobState] = frozenset({"completed", "failed", "cancelled", "expired"})
 SHARD_ROWS = 10_000
 MAX_SHARD_ROWS = 100_000
-MAX_METADATA = 16  # as OpenAI has it
-MAX_KEEP = 100  # columns
+MAX_METADATA = 16  # entries; OpenAI has the same limit
+MAX_KEEP = 100  # columns of the input that the output may repeat
 MAX_WINDOWS = 16
-MAX_REQUEST_BYTES = 40 << 10  # of a job or a batch as its record has it: every gateway has all records in memory
+MAX_REQUEST_BYTES = 40 << 10  # bytes of a job or batch in its record; every gateway holds all records in memory
 
 _Column = Annotated[str, Meta(min_length=1, max_length=256)]
 _Window = Annotated[str, Meta(max_length=16)]
@@ -118,9 +118,9 @@ class JobCounts(Struct, kw_only=True, frozen=True, omit_defaults=False):
 
 
 class Forecast(Struct, kw_only=True, frozen=True):
-    """When a job will be done: at `done_at` give or take `plus_minus_s`, by `rows_per_s` of the last minutes.
-    `workers` serve its lane now; `workers_needed` of them would keep its deadline; None without one, and
-    where more workers would not help.
+    """Forecast of the end of a job: at `done_at`, give or take `plus_minus_s`, from `rows_per_s` of the last minutes.
+    `workers` serve its lane now. `workers_needed` of them would keep its deadline; null without a deadline, or if more
+    workers would not help.
     """
 
     done_at: float
@@ -131,7 +131,7 @@ class Forecast(Struct, kw_only=True, frozen=True):
 
 
 class JobError(Struct, kw_only=True, frozen=True, omit_defaults=True):
-    """Why a job ended, is paused, or cannot go on for now."""
+    """Reason why a job ended, is paused, or cannot continue now."""
 
     code: str
     message: str
@@ -141,9 +141,9 @@ class JobError(Struct, kw_only=True, frozen=True, omit_defaults=True):
 class JobInfo(Struct, kw_only=True, frozen=True):
     """A job. Times are seconds since 1970.
 
-    `trouble`: what it waits for, while it tries again by itself. `errors`: rows with an error, by its code. `broken`:
-    parts of the input that could not be read, at most 20. `fingerprint`: what the vectors were made with; a job never
-    mixes two.
+    `trouble`: why the job waits and tries again by itself. `errors`: number of rows with an error, by its code.
+    `broken`: parts of the input that could not be read, at most 20. `fingerprint`: fingerprint of the model that
+    computed the vectors; a job never mixes two.
     """
 
     EXAMPLE: ClassVar[Any] = {
@@ -191,7 +191,7 @@ class JobInfo(Struct, kw_only=True, frozen=True):
 
 
 class JobPage(Struct, kw_only=True):
-    """Jobs, the newest first. `next`: the `after` of the page that follows, None on the last one."""
+    """Jobs, newest first. `next`: value of `after` for the next page; null on the last page."""
 
     EXAMPLE: ClassVar[Any] = {"object": "list", "data": [JobInfo.EXAMPLE], "next": None}
 
@@ -212,7 +212,7 @@ class JobPart(Struct, kw_only=True, frozen=True):
 
 
 class JobManifest(Struct, kw_only=True, frozen=True):
-    """The output of a job, as `manifest.json` beside its files says it once the job has ended."""
+    """The output of a job. `manifest.json` beside its files has the same content once the job has ended."""
 
     EXAMPLE: ClassVar[Any] = {
         "job": JobInfo.EXAMPLE["id"],
@@ -250,7 +250,7 @@ class JobManifest(Struct, kw_only=True, frozen=True):
 
 
 class JobRow(Struct, kw_only=True, frozen=True):
-    """What became of a row, without its values."""
+    """State of a row, without its values."""
 
     id: str
     tokens: int
@@ -258,7 +258,7 @@ class JobRow(Struct, kw_only=True, frozen=True):
 
 
 class JobRows(Struct, kw_only=True, frozen=True):
-    """Some rows of a job that are answered."""
+    """Rows of a job that are answered, or some of them."""
 
     EXAMPLE: ClassVar[Any] = {"rows": [{"id": "a", "tokens": 12, "error": None}]}
 
@@ -266,7 +266,7 @@ class JobRows(Struct, kw_only=True, frozen=True):
 
 
 class JobDeleted(Struct, kw_only=True):
-    """A job that is forgotten."""
+    """Answer to the deletion of a job."""
 
     EXAMPLE: ClassVar[Any] = {"id": JobInfo.EXAMPLE["id"], "object": "job", "deleted": True}
 

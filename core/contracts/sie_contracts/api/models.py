@@ -38,7 +38,9 @@ class Engine(Struct, kw_only=True):
 
 
 class LoadError(Struct, kw_only=True):
-    """Why a worker could not load a model. `permanent`: the worker does not try again until the entry changes."""
+    """Reason why a worker could not load a model. `permanent`: the worker does not try again until the entry
+    changes.
+    """
 
     code: LoadErrorClass
     attempts: int
@@ -47,7 +49,7 @@ class LoadError(Struct, kw_only=True):
 
 
 class ModelHost(Struct, kw_only=True):
-    """A model on one worker. `memory_bytes` is 0 where it is not loaded, `load_s` where it never was."""
+    """A model on one worker. `memory_bytes` is 0 if it is not loaded, `load_s` is 0 if it never was."""
 
     worker: str
     state: ModelState
@@ -69,9 +71,9 @@ class ProfileInfo(Struct, kw_only=True):
 class Certificate(Struct, kw_only=True):
     """The checks that a loaded model passed. A load that fails one of them is refused.
 
-    `digests`: the files whose SHA-256 is that of the entry. `packed`: for each output, the worst cosine of the packed
-    path with the padded one. `golden`: the worst cosine with vectors of the public oracle; null where the entry has
-    none.
+    `digests`: the files whose SHA-256 equals the digest in the entry. `packed`: for each output, the worst cosine of
+    the packed path with the padded one. `golden`: the worst cosine with vectors of the public oracle; null if the entry
+    has no golden vectors.
     """
 
     digests: list[str]
@@ -81,18 +83,19 @@ class Certificate(Struct, kw_only=True):
 
 
 class AliasTarget(Struct, kw_only=True):
-    """A model that serves an alias. Its share of the keys is its share of all weights."""
+    """A model that serves an alias. Its share of the keys is its weight divided by the sum of all weights."""
 
     model: str
     weight: int
 
 
 class ShadowFigures(Struct, kw_only=True):
-    """What a gateway measured of a shadow since it started. Its metrics `sie_gateway_shadow_*` have the distributions.
+    """Measurements of a shadow at a gateway since the gateway started. The metrics `sie_gateway_shadow_*` have the
+    distributions.
 
-    `copies`: number of copies by how they ended. `cosine`: the mean cosine of a dense vector that was served and that
-    of its copy. `rank`: the mean Spearman correlation of the scores that were served and those of the copy. Times are
-    means. Null: nothing was compared.
+    `copies`: number of copies by their end. `cosine`: the mean cosine of a dense vector that was served and the vector
+    of its copy. `rank`: the mean Spearman correlation of the scores that were served and the scores of the copy. Times
+    are means. Null: nothing was compared.
     """
 
     copies: dict[str, int]
@@ -124,7 +127,7 @@ class ModelStats(Struct, kw_only=True):
 
 
 class ModelInfo(Struct, kw_only=True):
-    """One model, or one of its profiles, or an alias.
+    """A model, a profile of a model, or an alias.
 
     `prompts` lists the prompts by name, and `prompt_texts` has the text of each. `hosts`: each worker that knows the
     model, with its state there.
@@ -208,7 +211,9 @@ class ModelInfo(Struct, kw_only=True):
 
 
 class Models(Struct, kw_only=True):
-    """All models, twice: as clients of OpenAI and as our own read them. `total`, with a limit: how many there are."""
+    """The models in two forms: for clients of OpenAI and for clients of SIE. `total`: number of all models, for a
+    request with a limit.
+    """
 
     EXAMPLE: ClassVar[Any] = {"object": "list", "data": [ModelInfo.EXAMPLE], "models": [ModelInfo.EXAMPLE]}
 

@@ -13,13 +13,13 @@ from sie_contracts.api.shapes import MINI, Text, Texts, Whole
 
 TTL_S, MAX_TTL_S = 1200, 3600
 MAX_MINIMUM_WORKERS = 4
-MAX_GPUS = 4096  # of one machine profile: above any cluster
+MAX_GPUS = 4096  # workers of one machine profile in a reservation; no cluster has more
 MAX_PINNED = 64
 Count = Annotated[int, Meta(ge=1, le=MAX_GPUS)]
 
 
 class PoolRequest(Struct, kw_only=True):
-    """What a reservation asks for. `ttl_seconds`: how long it lives without being renewed."""
+    """Demand of a reservation. `ttl_seconds`: time after which it ends if it is not renewed."""
 
     EXAMPLE: ClassVar[Any] = {"name": "search", "gpus": {"l4": 1}, "ttl_seconds": TTL_S}
 
@@ -88,7 +88,7 @@ class Pool(Struct, kw_only=True):
 
 
 class Pools(Struct, kw_only=True):
-    """All pools."""
+    """Pools and reservations."""
 
     EXAMPLE: ClassVar[Any] = {"pools": [Pool.EXAMPLE]}
 
@@ -96,7 +96,7 @@ class Pools(Struct, kw_only=True):
 
 
 class PoolDeleted(Struct, kw_only=True):
-    """A reservation has ended."""
+    """Answer to the deletion of a reservation."""
 
     EXAMPLE: ClassVar[Any] = {"message": "Pool deleted"}
 
@@ -104,7 +104,7 @@ class PoolDeleted(Struct, kw_only=True):
 
 
 class PoolRenewed(Struct, kw_only=True):
-    """A lease was renewed. `expires_at` is null for a pool that has none."""
+    """Answer to the renewal of a lease. `expires_at` is null for a pool without a lease."""
 
     EXAMPLE: ClassVar[Any] = {"message": "Pool renewed", "expires_at": 1780001200.0}
 
@@ -113,7 +113,7 @@ class PoolRenewed(Struct, kw_only=True):
 
 
 class Assignment(Struct, kw_only=True):
-    """The pool that a worker is to serve."""
+    """Pool that a worker should serve."""
 
     EXAMPLE: ClassVar[Any] = {"worker": "w0", "pools": ["_default"]}
 
@@ -126,7 +126,7 @@ class Assignment(Struct, kw_only=True):
 
 
 class WorkerInfo(Struct, frozen=True):
-    """One worker. `gpu` is its machine profile, `url` null where it is known by its heartbeats."""
+    """A worker. `gpu` is its machine profile. `url` is null if the gateway knows the worker by its heartbeats."""
 
     name: str
     url: str | None
@@ -144,8 +144,8 @@ class WorkerInfo(Struct, frozen=True):
 
 
 class ModelSummary(Struct, frozen=True):
-    """One model of the catalogue, over all healthy workers and all its loaded copies. `gpu_types` of the workers that
-    know it.
+    """A model of the catalogue: sums over all healthy workers and all its loaded copies. `gpu_types`: GPU types of the
+    workers that know it.
     """
 
     name: str
@@ -167,7 +167,7 @@ class ClusterInfo(Struct, frozen=True):
 
 
 class Health(Struct, kw_only=True):
-    """What is in use, and who serves. `healthy` where a worker is."""
+    """Configuration and workers of a gateway. The status is `healthy` if at least one worker is healthy."""
 
     EXAMPLE: ClassVar[Any] = {
         "status": "healthy",
@@ -239,7 +239,7 @@ class LaneFigures(Struct, kw_only=True):
 
 
 class Readiness(Struct, kw_only=True):
-    """Whether a process can serve. `healthy_workers` of a gateway."""
+    """Answer to a readiness probe. Only a gateway has `healthy_workers`."""
 
     EXAMPLE: ClassVar[Any] = {"status": "ready", "healthy_workers": 1}
 

@@ -12,7 +12,7 @@ ResidencyState = Literal["loaded", "loading", "provisioning", "unloading", "avai
 
 
 class WorkerResidency(Struct, kw_only=True):
-    """A worker that is concerned. `state`: what it last reported."""
+    """A worker that loads or unloads the model. `state`: the state in its last report."""
 
     worker: str
     state: Literal["available", "loading", "loaded", "unloading", "failed"]
@@ -20,7 +20,7 @@ class WorkerResidency(Struct, kw_only=True):
 
 
 class LaneResidency(Struct, kw_only=True):
-    """A model in a lane. provisioning: the lane has no worker yet."""
+    """A model in a lane. In state `provisioning` the lane has no worker yet."""
 
     model: str
     lane: Annotated[str, Meta(description="pool.machine_profile.bundle")]
@@ -29,8 +29,8 @@ class LaneResidency(Struct, kw_only=True):
 
 
 class ModelResidency(Struct, kw_only=True):
-    """What becomes of a model, or of each model of an alias; `GET /v1/models/{model}` shows the progress. `state`: of
-    the lane that is farthest from what was asked for.
+    """Progress of a load or unload of a model, or of each model of an alias. `GET /v1/models/{model}` shows it later.
+    `state`: state of the lane that is farthest from the requested state.
     """
 
     EXAMPLE: ClassVar[Any] = {

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, UnsetType
 
-# Fields that may be absent.
+# types of fields that may be absent
 Text = str | UnsetType
 Flag = bool | UnsetType
 Whole = int | UnsetType
@@ -22,18 +22,20 @@ Timing = Annotated[dict[str, float], Meta(description="Milliseconds of each stag
 
 TIMES = {"queue_time": 0.6, "preprocess_time": 0.2, "inference_time": 4.1, "total_time": 5.3}
 USED = {"prompt_tokens": 3, "total_tokens": 3, "truncated_items": []}
-SHARED: dict[str, Any] = {"timing": TIMES, "usage": USED, "fingerprint": "b1946ac9"}  # of examples
+SHARED: dict[str, Any] = {"timing": TIMES, "usage": USED, "fingerprint": "b1946ac9"}  # fields of the examples
 MINI = "sentence-transformers/all-MiniLM-L6-v2"
 
 
 def one_of(*types: Any) -> Meta:
-    """For `Annotated[Any, ...]`: a value has one of these types. msgspec itself takes one list and one struct."""
+    """Return the schema for `Annotated[Any, ...]` whose value has one of these types. A union of msgspec itself takes
+    only one list and one struct.
+    """
     schemas, components = msgspec.json.schema_components(types)
     return Meta(extra_json_schema={"anyOf": [_inlined(schema, components) for schema in schemas]})
 
 
 def needs_one_of(*names: str) -> Meta:
-    """For `Annotated[a struct, ...]`: one of these fields has to be there."""
+    """Return the schema for `Annotated[a struct, ...]` in which one of these fields must be set."""
     return Meta(extra_json_schema={"anyOf": [{"required": [name]} for name in names]})
 
 
@@ -58,7 +60,7 @@ class Usage(msgspec.Struct, kw_only=True):
 
 
 class Reply(msgspec.Struct, kw_only=True):
-    """What every reply of inference may tell beside its result."""
+    """Fields that every reply of inference may have beside its result."""
 
     model: Text = msgspec.UNSET
     usage: Usage | msgspec.UnsetType = msgspec.UNSET

@@ -90,7 +90,7 @@ class TeiTokenize(Struct, kw_only=True):
 
 
 class TeiToken(Struct, kw_only=True):
-    """A token, and where it begins and ends in the bytes of the text; null for a special token."""
+    """A token, with its begin and end in the bytes of the text; both are null for a special token."""
 
     id: int
     text: str
@@ -121,7 +121,7 @@ class TeiRerank(_Truncated, kw_only=True):
 
 
 class TeiRank(Struct, kw_only=True):
-    """The place of a text in the request, its score and, where it was asked for, the text."""
+    """Position of a text in the request, its score, and the text if the request asks for it."""
 
     index: Whole = UNSET
     score: Number = UNSET
@@ -129,7 +129,7 @@ class TeiRank(Struct, kw_only=True):
 
 
 class TeiInfo(Struct, kw_only=True):
-    """What serves a model."""
+    """Facts of a served model and of the server."""
 
     EXAMPLE: ClassVar[Any] = {
         "model_id": MINI,

@@ -23,8 +23,8 @@ class ClusterCounts(Struct, kw_only=True):
 
 
 class ClusterView(Struct, kw_only=True):
-    """The state of the cluster in brief. Workers that are not healthy and models that are in use come first. `queues`
-    is null where the broker was not read. `failures`: why a model that is listed could not be loaded.
+    """State of the cluster in brief. Workers that are not healthy and models that are in use come first. `queues` is
+    null if the broker was not read. `failures`: why a listed model could not be loaded.
     """
 
     EXAMPLE: ClassVar[Any] = {
@@ -47,9 +47,9 @@ class ClusterView(Struct, kw_only=True):
 
 
 class PlacedModel(Struct, kw_only=True):
-    """A model of a lane and its hosts. `state`: of each host, as it reports. `tokens_per_s`: what they take in for it.
-    `waiting`, `oldest_s`: messages in the queue, leased ones included. `raised_s`: seconds since it last got one more
-    host.
+    """A model of a lane and its hosts. `hosts`: state of each host, as the host reports it. `tokens_per_s`: tokens of
+    the model that its hosts take in. `waiting`, `oldest_s`: messages in the queue, leased ones included. `raised_s`:
+    seconds since the model last got one more host.
     """
 
     model: str
@@ -62,8 +62,8 @@ class PlacedModel(Struct, kw_only=True):
 
 
 class PlacedLane(Struct, kw_only=True):
-    """The placement table of a lane. `age_s`: seconds since it was written. `workers`: healthy ones. `models`: how many
-    the table has; at most 50 are `shown`, those with work first.
+    """The placement table of a lane. `age_s`: seconds since it was written. `workers`: number of healthy workers.
+    `models`: number of models in the table. `shown` has at most 50 of them, models with work first.
     """
 
     lane: str
@@ -74,7 +74,7 @@ class PlacedLane(Struct, kw_only=True):
 
 
 class PlacementView(Struct, kw_only=True):
-    """Which workers host which models."""
+    """Hosts of the models of each lane."""
 
     EXAMPLE: ClassVar[Any] = {
         "lanes": [
@@ -102,14 +102,14 @@ class PlacementView(Struct, kw_only=True):
 
 
 class DoctorFinding(Struct, kw_only=True):
-    """What is wrong, and what mends it."""
+    """A fault, and its fix."""
 
     wrong: str
     fix: str
 
 
 class DoctorCheck(Struct, kw_only=True):
-    """One check. `absent`: there is nothing to look at. `blind`: it could not look, and `says` why."""
+    """A check. `absent`: there is nothing to check. `blind`: the check could not run, and `says` has the reason."""
 
     check: str
     state: Literal["fine", "wrong", "absent", "blind"]
@@ -118,7 +118,7 @@ class DoctorCheck(Struct, kw_only=True):
 
 
 class DoctorReport(Struct, kw_only=True):
-    """What `sie doctor` finds from the machine of this gateway, with its settings."""
+    """Result of `sie doctor` on the machine of this gateway, with the gateway's settings."""
 
     EXAMPLE: ClassVar[Any] = {
         "status": "fine",
@@ -130,8 +130,8 @@ class DoctorReport(Struct, kw_only=True):
 
 
 class HistoryStep(Struct, kw_only=True):
-    """Some seconds from `at` on, seconds since the epoch. Latency is that of requests that ran, in the order of
-    `stages`, at most a fifth too high.
+    """A time step that begins at `at`, in seconds since 1970. Latencies are those of requests that ran, in the order of
+    `stages`. They are at most a fifth too high.
     """
 
     at: int
@@ -142,7 +142,7 @@ class HistoryStep(Struct, kw_only=True):
 
 
 class History(Struct, kw_only=True):
-    """What a gateway answered over the last hour. Steps in which nothing was answered are left out."""
+    """Answers of a gateway in the last hour. Steps without an answer are left out."""
 
     EXAMPLE: ClassVar[Any] = {
         "now": 1790000000.0,
@@ -160,7 +160,7 @@ class History(Struct, kw_only=True):
 
 
 class RequestChunk(Struct, kw_only=True):
-    """One message of a request, and where its time went at the worker."""
+    """A message of a request, with its times at the worker."""
 
     worker: str
     chunk: int
@@ -169,8 +169,8 @@ class RequestChunk(Struct, kw_only=True):
 
 
 class SlowRequest(Struct, kw_only=True):
-    """A request without its inputs. What only a request that ran has is missing from others, `message` from those
-    without an error.
+    """A request without its inputs. A request that did not run lacks some fields. `message` is set only for an
+    error.
     """
 
     EXAMPLE: ClassVar[Any] = {
@@ -208,7 +208,7 @@ class SlowRequest(Struct, kw_only=True):
 
 
 class SlowRequests(Struct, kw_only=True):
-    """The requests of the last hour that a gateway keeps."""
+    """Requests of the last hour that a gateway keeps."""
 
     EXAMPLE: ClassVar[Any] = {"requests": [SlowRequest.EXAMPLE]}
 
@@ -225,7 +225,7 @@ class LogLine(Struct, kw_only=True):
 
 
 class RequestLog(Struct, kw_only=True):
-    """The lines of a gateway's log that belong to a request, of its last 5,000 such lines."""
+    """Lines of a gateway's log that belong to a request, among the last 5,000 lines that belong to requests."""
 
     EXAMPLE: ClassVar[Any] = {
         "lines": [

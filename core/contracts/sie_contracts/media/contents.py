@@ -1,5 +1,5 @@
-"""Keys of inputs whose text must stay private: the digest of all that decides what runs for an input. Marks of poison
-have it as their key.
+"""Keys of inputs whose text must stay private. A key is a digest of everything that decides the computation of an
+input. Poison marks are stored under these keys.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ _encode = msgspec.msgpack.Encoder(order="deterministic").encode
 
 
 def content_keys(item: WorkItem) -> list[str]:
-    """Compute for each input of a work item the digest of all that decides what runs: model, revision, operation,
-    input, query, options.
+    """Return a digest for each input of a work item, over model, profile, revision, operation, input, query and
+    options.
     """
     common = hashlib.sha256(
         _encode((item.model, item.profile, item.revision, item.operation, item.query, item.options))

@@ -1,6 +1,6 @@
-"""Files of documents on their way to a model that parses them, and what they cost. Pure: nothing here opens a file.
+"""Document files for a model that parses them, and their cost. Pure: no function here opens a file.
 
-item ──gateway──► Document ──sidecar: size, cost──► batch ──adapter: format by content──► a process that parses it
+item ──gateway──► DocumentFile ──sidecar: size, cost──► batch ──adapter: format by content──► a process that parses it
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ import msgspec
 
 from sie_contracts.media.media import fault
 
-MAX_BYTES = 64 << 20  # of one file: two fit into a frame to an adapter
+MAX_BYTES = 64 << 20  # bytes of one file: half of the largest frame to an adapter
 MIN_TOKENS = 256
-BYTES_PER_TOKEN = 64  # a megabyte takes about as long as a full batch of texts
+BYTES_PER_TOKEN = 64  # bytes of a file per token of cost: a megabyte takes about as long as a full batch of texts
 
 
 class DocumentFile(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A file as the client sent it. `format`: what the client says that it is, read where its content does not say
-    it.
+    """A file as the client sent it. `format` is the format that the client names. It is used if the content does not
+    show the format.
     """
 
     data: bytes
@@ -30,11 +30,13 @@ class DocumentLimits(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def cost(size: int) -> int:
-    """Compute the cost of a file of `size` bytes, in tokens. Its number of pages is known once it is parsed."""
+    """Return the cost of a file of `size` bytes, in tokens. The number of pages is not known before the file is
+    parsed.
+    """
     return max(MIN_TOKENS, size // BYTES_PER_TOKEN)
 
 
 def check(limits: DocumentLimits, size: int) -> None:
-    """Raises the fault of a file of so many bytes."""
+    """Raise the fault of a file of `size` bytes if it is too large."""
     if size > limits.max_bytes:
         raise fault("too_large", f"the document has {size} bytes, at most {limits.max_bytes} are read")

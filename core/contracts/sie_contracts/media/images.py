@@ -1,9 +1,9 @@
-"""Recipe of a model for images, to pixels: `Recipe` travels from the adapter to the sidecar, with the sizes that it
-leads to. Pure: nothing here opens a file.
+"""Preparation of images for a model, from the file to pixels. The adapter sends a `Recipe` to the sidecar. The
+functions here compute the sizes that result from it. Pure: no function here opens a file.
 
     header ──► check ──► decode ──► upright RGB ──► each size of `resizes` in turn ──► crop or pad to `pixels_of`
 
-Sizes are, to the pixel, those of the image processors of transformers 5.23 that work on Pillow
+The sizes are equal, to the pixel, to those of the image processors of transformers 5.23 that work on Pillow
 (`...ImageProcessorPil`). The arithmetic on uint8 after that, `Normalisation`, is done on the device.
 """
 
@@ -17,9 +17,10 @@ import msgspec
 
 from sie_contracts.media.media import fault
 
-MAX_ASPECT = 200  # longer edge by shorter edge
+MAX_ASPECT = 200  # largest ratio of the longer edge to the shorter edge
 MAX_DECODED_PIXELS = 100_000_000
-MAX_RESIZED_PIXELS = 64_000_000  # of each size on the way: a strip grows when its shorter edge gets its size
+# pixels of each size that `resizes` gives: a strip grows when its shorter edge gets its size
+MAX_RESIZED_PIXELS = 64_000_000
 MAX_RESULT_BYTES = 3 * MAX_RESIZED_PIXELS
 
 Kind = Literal["squash", "crop", "blocks", "fit", "bounded", "page"]
@@ -37,15 +38,16 @@ class Size(NamedTuple):
 class Recipe(msgspec.Struct, frozen=True, omit_defaults=True):
     """Preparation of an upright RGB image. Each kind uses the fields in its line, all of them at least 1.
 
-        squash   height width                       that size; the aspect is lost
-        crop     height width shorter               the shorter edge gets its size; then the middle
+        squash   height width                    resize to that size; the aspect ratio is lost
+        crop     height width shorter            resize the shorter edge to `shorter`; then take the middle
         blocks   multiple min_pixels max_pixels  edges are multiples, their product is between the bounds
-        fit      longest multiple                   never larger than `longest`; then edges are raised to multiples
-        bounded  shorter longest                    the shorter edge gets its size, or the longer one its bound
-        page     height width                       as large as fits; then `fill` around it
+        fit      longest multiple                shrink to `longest` at most; then raise edges to multiples
+        bounded  shorter longest                 resize the shorter edge to `shorter`, or the longer one to `longest`
+        page     height width                    resize as large as fits; then add `fill` around it
 
-    `raised`, of blocks: whether an image with an edge below `multiple` is enlarged before its size is computed, and how
-    its other edge is rounded. `tokens`: what one image costs; of blocks, `block_tokens` more for each of them.
+    `raised`, for blocks: whether an image with an edge below `multiple` is enlarged before its size is computed, and
+    how its other edge is rounded. `tokens`: cost of one image, in tokens. `block_tokens`: additional cost of each
+    block.
     """
 
     kind: Kind = "squash"
@@ -85,11 +87,11 @@ _NEEDS: Mapping[Kind, tuple[str, ...]] = {
 
 
 class ImageTokens(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The ids that stand for an image in a row: `before`, `count` times `token`, `after`. A `count` of 0: as many as
-    the image has blocks.
+    """The token ids that stand for an image in a row: `before`, then `token` repeated `count` times, then `after`. With
+    a `count` of 0, `token` is repeated once for each block of the image.
 
-    They are the whole row of an input with one image, whose text is not read. With `beside_text` they stand in the
-    prompt of an input, before its text, those of each of its images.
+    Without `beside_text`, these ids are the whole row of an input with one image; the text of the input is not read.
+    With `beside_text`, the ids of all images of an input stand in its prompt, before its text.
     """
 
     token: int
@@ -117,7 +119,9 @@ class Normalisation(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def check(recipe: Recipe, size: Size) -> None:
-    """Raises the fault of an image of this size, upright or not yet, which is known from its header."""
+    """Raise the fault of an image whose size, upright or not yet, is outside the limits. The size comes from the
+    header.
+    """
     height, width = size
     if min(size) < 1:
         raise fault("undecodable", f"the image is {width} x {height} pixels")
@@ -143,34 +147,34 @@ def check(recipe: Recipe, size: Size) -> None:
 
 
 def resizes(recipe: Recipe, size: Size) -> tuple[Size, ...]:
-    """The sizes to which an upright image is resized, one after the other."""
+    """Return the sizes to which an upright image is resized, one after the other."""
     return _RESIZES[recipe.kind](recipe, size)
 
 
 def pixels_of(recipe: Recipe, size: Size) -> Size:
-    """The size that an upright image has for the model."""
+    """Return the size that an upright image has for the model."""
     if recipe.kind in ("crop", "page"):
         return Size(recipe.height, recipe.width)
     return resizes(recipe, size)[-1]
 
 
 def grid_of(recipe: Recipe, pixels: Size) -> Size:
-    """Count the blocks of an image of that size for the model."""
+    """Return the rows and columns of blocks of an image that has the size `pixels` for the model."""
     return Size(pixels.height // recipe.multiple, pixels.width // recipe.multiple)
 
 
 def has_one_size(recipe: Recipe) -> bool:
-    """Whether all images have the same size for the model."""
+    """Return whether all images have the same size for the model."""
     return recipe.kind in ("squash", "crop", "page")
 
 
 def max_blocks(recipe: Recipe) -> int:
-    """Return the most blocks of one image; 0 where it has none."""
+    """Return the largest number of blocks of one image; 0 if images have no blocks."""
     return recipe.max_pixels // recipe.multiple**2 if recipe.kind == "blocks" else 0
 
 
 def cost(recipe: Recipe, pixels: Size) -> int:
-    """Compute the cost of an image of that size for the model, in tokens."""
+    """Return the cost, in tokens, of an image that has the size `pixels` for the model."""
     if not recipe.block_tokens:
         return recipe.tokens
     rows, columns = grid_of(recipe, pixels)
@@ -253,11 +257,12 @@ _RESIZES: Mapping[Kind, Callable[[Recipe, Size], tuple[Size, ...]]] = {
 
 
 class UnknownProcessor(ValueError):
-    """A preprocessor_config.json asks for what no recipe does; the message says what."""
+    """Error of a preprocessor_config.json that needs a step which no recipe has. The message names the step."""
 
 
 _CLIP_MEAN, _CLIP_STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
-_FILTERS: tuple[Filter, ...] = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")  # by Pillow's numbers
+# the index of a filter is Pillow's number of it
+_FILTERS: tuple[Filter, ...] = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
 _COMMON = {
     "do_resize": True,
     "do_rescale": True,
@@ -270,8 +275,8 @@ _COMMON = {
 
 
 def from_processor(config: Mapping[str, Any]) -> Recipe:
-    """The recipe of a checkpoint's preprocessor_config.json: what the image processor that it names does up to uint8
-    pixels. Raises UnknownProcessor.
+    """Return the recipe of a checkpoint's preprocessor_config.json. It does the same as the image processor that the
+    file names, up to uint8 pixels. Raises UnknownProcessor.
     """
     settings = _completed(config)
     if not settings["do_resize"]:
@@ -289,7 +294,7 @@ def from_processor(config: Mapping[str, Any]) -> Recipe:
 
 
 def _name(config: Mapping[str, Any]) -> str:
-    """The class that the file names, without the suffix of one of its implementations."""
+    """Return the class that the file names, without the suffix of its implementation. Raises UnknownProcessor."""
     name = config.get("image_processor_type") or config.get("feature_extractor_type") or ""
     plain = str(name).removesuffix("Fast").removesuffix("Pil").replace("FeatureExtractor", "ImageProcessor")
     if plain not in _PROCESSORS:
@@ -314,7 +319,9 @@ def _channels(settings: Mapping[str, Any], key: str) -> tuple[float, float, floa
 
 
 def _sides(settings: Mapping[str, Any], key: str, *, square: bool) -> dict[str, int]:
-    """The map that a size stands for; a single number is a square or the shorter edge."""
+    """Return the map of edges that a size stands for. A single number is a square or the shorter edge. Raises
+    UnknownProcessor.
+    """
     value = settings.get(key)
     if isinstance(value, int):
         value = {"height": value, "width": value} if square else {"shortest_edge": value}
@@ -329,32 +336,36 @@ def _sides(settings: Mapping[str, Any], key: str, *, square: bool) -> dict[str, 
 
 
 def _fixed(settings: Mapping[str, Any]) -> Recipe:
-    """CLIP and SigLIP, and what is built from them: one size for all images."""
+    """Return the recipe of CLIP, SigLIP and models that are built from them: one size for all images."""
     for key in ("do_pad", "use_square_size"):
         if settings.get(key):
-            raise UnknownProcessor(f"{key} is true, which no recipe does")
+            raise UnknownProcessor(f"{key} is true, which no recipe supports")
     size = _sides(settings, "size", square=bool(settings.get("default_to_square")))
     crop = _sides(settings, "crop_size", square=True) if settings["do_center_crop"] else None
     if crop is not None and crop.keys() != {"height", "width"}:
         raise UnknownProcessor(f"crop_size has {', '.join(sorted(crop))}, expected height and width")
     if size.keys() == {"height", "width"}:
         if crop not in (None, size):
-            raise UnknownProcessor(f"images are resized to {size} and then cropped to {crop}, which no recipe does")
+            raise UnknownProcessor(f"images are resized to {size} and then cropped to {crop}, which no recipe supports")
         return Recipe("squash", size["height"], size["width"])
     if size.keys() == {"shortest_edge"} and crop is not None:
         return Recipe("crop", crop["height"], crop["width"], size["shortest_edge"])
     lacks = ", without do_center_crop" if crop is None else ""
-    raise UnknownProcessor(f"size has {', '.join(sorted(size))}{lacks}: images would get sizes of their own")
+    raise UnknownProcessor(f"size has {', '.join(sorted(size))}{lacks}: images would get different sizes")
 
 
 def _smart(settings: Mapping[str, Any], raised: Raised, frames: int) -> Recipe:
-    """Towers that take images of any size, in blocks of merged patches. The bounds count the pixels of all frames."""
+    """Return the recipe of towers that take images of any size, in blocks of merged patches. The bounds count the
+    pixels of all frames.
+    """
     bounds = settings.get("size")
     size = dict(bounds) if isinstance(bounds, Mapping) else {}
     least = settings.get("min_pixels") or size.get("shortest_edge")
     most = settings.get("max_pixels") or size.get("longest_edge")
     if not isinstance(least, int) or not isinstance(most, int):
-        raise UnknownProcessor("neither size nor min_pixels and max_pixels bound the pixels: classes differ in them")
+        raise UnknownProcessor(
+            "neither size nor min_pixels and max_pixels bound the pixels, and classes have different defaults"
+        )
     if least % frames or most % frames:
         raise UnknownProcessor(f"the bounds {least} and {most} are no multiples of {frames} frames")
     unit = int(settings["patch_size"]) * int(settings["merge_size"])
@@ -375,7 +386,7 @@ def _glm(settings: Mapping[str, Any]) -> Recipe:
 
 def _pixtral(settings: Mapping[str, Any]) -> Recipe:
     if settings.get("do_center_crop"):
-        raise UnknownProcessor("do_center_crop is true, which no recipe does after fitting")
+        raise UnknownProcessor("do_center_crop is true, which no recipe supports after fitting")
     size, patch = _sides(settings, "size", square=True), _sides(settings, "patch_size", square=True)
     if size.keys() == {"height", "width"} and size["height"] == size["width"]:
         size = {"longest_edge": size["height"]}
@@ -388,7 +399,7 @@ def _pixtral(settings: Mapping[str, Any]) -> Recipe:
 
 def _grounding_dino(settings: Mapping[str, Any]) -> Recipe:
     if settings.get("pad_size"):
-        raise UnknownProcessor("pad_size is set, which no recipe does")
+        raise UnknownProcessor("pad_size is set, which no recipe supports")
     size = _sides(settings, "size", square=False)
     if isinstance(settings["size"], int):
         size["longest_edge"] = int(settings["max_size"])
@@ -400,9 +411,9 @@ def _grounding_dino(settings: Mapping[str, Any]) -> Recipe:
 def _donut(settings: Mapping[str, Any]) -> Recipe:
     for key, expected in (("do_thumbnail", True), ("do_pad", True), ("do_align_long_axis", False)):
         if bool(settings[key]) != expected:
-            raise UnknownProcessor(f"{key} is {str(not expected).lower()}, which no recipe does")
+            raise UnknownProcessor(f"{key} is {str(not expected).lower()}, which no recipe supports")
     page_size = settings["size"]
-    if isinstance(page_size, list | tuple):  # width first, in these files alone
+    if isinstance(page_size, list | tuple):  # only these files have the width first
         page_size = list(reversed(page_size))
     size = _sides({"size": page_size}, "size", square=True)
     if size.keys() != {"height", "width"}:
@@ -414,7 +425,7 @@ _HALF = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
 _IMAGENET = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}
 _PATCHES = {"patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}
 _BILINEAR = {"resample": _FILTERS.index("bilinear")}
-# by the class that a file names: how its settings are read, and its own defaults
+# class that a file names -> function that reads its settings, and the defaults of the class
 _PROCESSORS: Mapping[str, tuple[Callable[[Mapping[str, Any]], Recipe], Mapping[str, Any]]] = {
     "CLIPImageProcessor": (_fixed, {"size": {"shortest_edge": 224}, "crop_size": 224, "do_center_crop": True}),
     "SiglipImageProcessor": (_fixed, {"size": {"height": 224, "width": 224}, "do_center_crop": False, **_HALF}),

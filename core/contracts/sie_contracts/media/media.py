@@ -1,4 +1,4 @@
-"""Errors of a file that cannot be used, whatever kind of file it is."""
+"""Errors of media files that cannot be used, for files of any kind."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Cause = Literal["too_large", "undecodable", "aspect", "timeout"]
 
 
 def fault(cause: Cause, message: str) -> InvalidInput:
-    """The error of a file that cannot be used; its message begins with the cause."""
+    """Return the error of a file that cannot be used. Its message begins with the cause."""
     return InvalidInput(f"{cause}: {message}", reason="invalid_media")
 
 

@@ -1,10 +1,10 @@
-"""Recipe of a model for sounds, from the file to the model's values: `SoundRecipe` travels from the adapter to the
-sidecar. Pure: nothing here opens a file.
+"""Preparation of sounds for a model, from the file to features. The adapter sends a `SoundRecipe` to the sidecar. Pure:
+no function here opens a file.
 
     header ──► check ──► decode ──► one channel ──► the model's rate ──► its length ──► mel spectrogram
 
-The numbers are those of the feature extractors of transformers 5.23. Where a library takes a part of a long sound at
-random, the middle of what it may take is taken here: one sound has one result.
+The numbers are those of the feature extractors of transformers 5.23. If the library takes a random part of a long
+sound, the recipe takes the middle of the possible range instead, so that one sound has one result.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import msgspec
 from sie_contracts.media.media import fault
 
 MAX_SECONDS = 600
-MAX_SAMPLES = 64_000_000  # of all channels of a file
-RATES = (1_000, 384_000)  # of files, in Hz
-MAX_FEATURE_BYTES = 64 << 20  # of what is made of one sound
+MAX_SAMPLES = 64_000_000  # samples of a file, in all its channels
+RATES = (1_000, 384_000)  # lowest and highest sample rate of a file, in Hz
+MAX_FEATURE_BYTES = 64 << 20  # bytes of the features of one sound
 
 Filling = Literal["repeatpad", "repeat", "pad"]
 Scale = Literal["htk", "slaney"]
@@ -28,7 +28,7 @@ Levels = Literal["decibels", "relative"]
 
 
 class Shape(NamedTuple):
-    """Shape of the features of a sound: pictures of the spectrum, frames of each, bins of each frame."""
+    """Shape of the features of a sound: views of its spectrum, frames of each view, bins of each frame."""
 
     views: int
     frames: int
@@ -36,7 +36,7 @@ class Shape(NamedTuple):
 
 
 class SoundHeader(NamedTuple):
-    """Header of a sound file: `frames` samples of each channel, `rate` of them a second."""
+    """Header of a sound file: `frames` samples of each channel, at `rate` samples per second."""
 
     frames: int
     rate: int
@@ -48,15 +48,17 @@ class SoundHeader(NamedTuple):
 
 
 class SoundRecipe(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Preparation of a sound of one channel. The model reads `window` samples, `rate` of them a second, as a
-    spectrogram with a frame for each `hop` samples, each of `fft` of them, in `bins` bands from `low` to `high` Hz.
+    """Preparation of a sound of one channel. The model reads `window` samples, at `rate` samples per second, as a
+    spectrogram. It has a frame for each `hop` samples. Each frame covers `fft` samples, in `bins` bands from `low` to
+    `high` Hz.
 
-    `filling`: a shorter sound is repeated as often as it fits whole and then padded with silence, repeated to the full
-    length, or padded. Of a longer one the middle is read; with `whole`, all of it, window after window; with
-    `fused`, four views: the whole of it, shrunk, and a part of each third. `fused` gives a shorter sound four times.
-    `scale`: of the bands, those of slaney have one area. `levels`: powers in decibels, or relative to the loudest of
-    the sound: powers of ten, 8 at most below it, plus 4, divided by 4, without the frame after the last sample.
-    `chunk`: so many samples cost as much as a token.
+    `filling` is for a sound that is shorter than the window. repeatpad repeats it as often as it fits whole, and then
+    pads it with silence. repeat repeats it to the full length. pad only pads it. Of a longer sound, the middle is read.
+    With `whole`, all of it is read, window after window. With `fused`, four views are read: the whole sound, shrunk,
+    and a part of each third. `fused` reads a shorter sound four times. `scale`: scale of the bands; with slaney they
+    have equal area. `levels`: powers in decibels, or relative to the loudest power of the sound. A relative power is
+    log10 of the power, at least the largest log10 - 8; then 4 is added, and the sum is divided by 4. The frame after
+    the last sample is dropped. `chunk`: number of samples that cost as much as one token.
     """
 
     rate: int
@@ -86,12 +88,12 @@ class SoundRecipe(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def tokens(self) -> int:
-        """Cost of a sound that is no longer than the window: the samples that the model reads, in chunks."""
+        """Return the cost of a sound that is no longer than the window: the samples that the model reads, in chunks."""
         return -(-self.window // self.chunk)
 
     @property
     def shape(self) -> Shape:
-        """Shape of the features of a sound that is no longer than the window."""
+        """Return the shape of the features of a sound that is no longer than the window."""
         return self._shape_of(self.window)
 
     @property
@@ -102,18 +104,18 @@ class SoundRecipe(msgspec.Struct, frozen=True, omit_defaults=True):
         return Shape(4 if self.fused else 1, samples // self.hop + (self.levels == "decibels"), self.bins)
 
     def can_make(self, shape: Shape) -> bool:
-        """Whether there is a sound whose features have this shape."""
+        """Return whether there is a sound whose features have this shape."""
         shortest, longest = self.shape, self._largest
         is_alike = shape._replace(frames=shortest.frames) == shortest
         return is_alike and shortest.frames <= shape.frames <= longest.frames
 
     def cost(self, shape: Shape) -> int:
-        """Compute the cost of a sound with features of this shape, in tokens."""
+        """Return the cost of a sound with features of this shape, in tokens."""
         return -(-shape.frames * self.hop // self.chunk) if self.whole else self.tokens
 
 
 def check(header: SoundHeader) -> None:
-    """Raises the fault of a sound that is longer than is read, which is known from its header."""
+    """Raise the fault of a sound whose header has a rate, a length or a number of channels outside the limits."""
     frames, rate, channels = header
     if not RATES[0] <= rate <= RATES[1]:
         raise fault("undecodable", f"the sound has {rate} samples a second, {RATES[0]} to {RATES[1]} are read")
@@ -128,7 +130,7 @@ def check(header: SoundHeader) -> None:
 
 
 class UnknownExtractor(ValueError):
-    """A preprocessor_config.json asks for what no recipe does; the message says what."""
+    """Error of a preprocessor_config.json that needs a step which no recipe has. The message names the step."""
 
 
 _CLAP: Mapping[str, Any] = {
@@ -142,12 +144,13 @@ _CLAP: Mapping[str, Any] = {
     "truncation": "fusion",
     "padding": "repeatpad",
 }
-FUSED_BINS = 64  # to which the library shrinks the whole of a long sound, whatever the number of bands
+# bands to which the library shrinks a whole long sound, also if the model has another number of bands
+FUSED_BINS = 64
 
 
 def from_extractor(config: Mapping[str, Any], *, positions: int) -> SoundRecipe:
-    """The recipe of a checkpoint's preprocessor_config.json for a model that makes so many positions of what it reads.
-    Raises UnknownExtractor.
+    """Return the recipe of a checkpoint's preprocessor_config.json, for a model that makes `positions` positions of one
+    window. Raises UnknownExtractor.
     """
     name = str(config.get("feature_extractor_type") or "not named")
     if name not in _EXTRACTORS:
@@ -193,8 +196,8 @@ _WHISPER_HIGH = 8000.0
 
 
 def _whisper(config: Mapping[str, Any], positions: int) -> SoundRecipe:
-    """Source: transformers, WhisperFeatureExtractor. It gives all frames of a sound that is longer than the window if
-    it is told not to cut it.
+    """Return the recipe of Whisper. Source: transformers, WhisperFeatureExtractor. Without truncation, it returns all
+    frames of a sound that is longer than the window.
     """
     settings = {**_WHISPER, **_WHISPER_FIXED, **{key: value for key, value in config.items() if value is not None}}
     if changed := [name for name, value in _WHISPER_FIXED.items() if settings[name] != value]:

@@ -11,8 +11,8 @@ _FIX = "name one target and give the other as `shadow`, or make a new index and 
 
 
 def resolve_all(catalogue: Catalogue, spec: str) -> tuple[Resolved, ...]:
-    """All models that a name may resolve to; for an alias its targets, the heaviest first. Raises ModelNotFound,
-    BundleConflict.
+    """Return all models to which a name may resolve. For an alias, these are its targets, the heaviest first. Raises
+    ModelNotFound, BundleConflict.
     """
     resolved = catalogue.resolve(spec)
     targets = (
@@ -96,8 +96,8 @@ def _check_alike(targets: list[Resolved], catalogue: Catalogue) -> None:
 
 
 def _numbers(resolved: Resolved, catalogue: Catalogue) -> dict[str, str]:
-    """`Resolved.numbers` for each profile that a request through the alias may name: any profile, if the target names
-    none.
+    """Return `Resolved.numbers` for each profile that a request through the alias may name. The request may name any
+    profile if the target names none.
     """
     names = resolved.entry.profiles if resolved.profile == "default" else ()
     return {
@@ -111,11 +111,13 @@ def _verbs(resolved: Resolved) -> str:
 
 
 def changes_vectors(before: Alias, after: Alias, catalogue: Catalogue) -> bool:
-    """Whether an index that was built through `before` can, or may, not be searched through `after`."""
+    """Return whether an index that was built through `before` cannot be searched through `after`, or possibly
+    cannot.
+    """
     try:
         former = {_target(catalogue, before, target.model, "$").numbers for target in before.alias}
         targets = [_target(catalogue, after, target.model, "$") for target in after.alias]
-    except ValidationFailed:  # the vectors of a target that does not exist any more are not known
+    except ValidationFailed:  # the vectors of a removed target are not known
         return True
     return any(
         "encode" in target.entry.tasks and (not target.numbers or {target.numbers} != former) for target in targets

@@ -1,12 +1,13 @@
-"""Aliases: names that stand for models. What an alias holds, how a key chooses a target, and which aliases are refused.
+"""Aliases: names that stand for models. The structs of an alias, the choice of a target by a key, and the checks of a
+document.
 
     {id: search, alias: BAAI/bge-m3@<commit>}                           one target; a write replaces it
     {id: search, alias: [{model: A, weight: 90}, {model: B, weight: 10}]}     each key keeps its target
     {id: search, alias: A, shadow: {model: B, share: 0.1}}              B gets copies of requests and answers none
 
 An alias is a document of the catalogue, like a model: it is written, kept, rolled back, exported and broadcast in the
-same way. Its id differs from all ids of models. A target names a model by id, and the revision and profile if it is to
-be pinned; it never names an alias.
+same way. Its id differs from all ids of models. A target names a model by id. A revision and a profile pin the target.
+A target never names an alias.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ _OF_MODELS = frozenset({"weights", "family", "outputs", "max_tokens"})  # fields
 
 
 class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A model with a `weight`: its share of the keys is its share of all weights. `model[@revision][:profile]`."""
+    """A model with a `weight`. Its share of the keys is its weight divided by the sum of all weights. `model` has the
+    form `id[@revision][:profile]`.
+    """
 
     model: str
     weight: int = 1
@@ -52,17 +55,17 @@ class Alias(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
 
     @property
     def models(self) -> tuple[str, ...]:
-        """All models that it names, the shadow included, as it writes them."""
+        """Return all models that the alias names, with the shadow, as the document writes them."""
         return (*(target.model for target in self.alias), *(() if self.shadow is None else (self.shadow.model,)))
 
     @property
     def heaviest(self) -> Target:
-        """The target with the largest weight, the first of equals. It is used where a request has no key."""
+        """Return the target with the largest weight, the first of equals. It is used for a request without a key."""
         return max(self.alias, key=lambda target: target.weight)
 
 
 def is_alias(raw: object) -> TypeGuard[Mapping[str, Any]]:
-    """Whether a decoded document is an alias."""
+    """Return whether a decoded document is an alias."""
     return isinstance(raw, Mapping) and "alias" in raw
 
 
@@ -116,16 +119,17 @@ def _named(value: Any) -> Any:
 
 
 def _key_name(model: str) -> str:
-    """The name of a target for the hash of keys: without its revision, so that a new revision moves no key."""
+    """Return the name of a target for the hash of keys. It has no revision, so that a new revision moves no key."""
     name, at, tail = model.partition("@")
     return name + (":" + tail.partition(":")[2] if at and ":" in tail else "")
 
 
 def choose(alias: Alias, key: str) -> Target:
-    """The target of a key: the same one on every gateway; over many keys, in proportion to the weights.
+    """Return the target of a key. All gateways return the same one. Over many keys, targets are chosen in proportion to
+    their weights.
 
     Weighted rendezvous hashing: if the weight of a target rises, it wins keys and loses none. The hash includes the
-    alias, so that a key's place differs from alias to alias.
+    alias, so that one key has different places in different aliases.
     """
     if len(alias.alias) == 1:
         return alias.alias[0]
@@ -137,19 +141,21 @@ def choose(alias: Alias, key: str) -> Target:
 
 
 def _uniform(*parts: str) -> float:
-    """A number above 0 and below 1 from a hash of the parts. Each part is hashed with its length, so that parts cannot
-    be confused.
+    """Return a number above 0 and below 1 from a hash of the parts. Each part is hashed with its length, so that parts
+    cannot be confused.
     """
     digest = hashlib.blake2b(digest_size=_HASH_BYTES)
     for part in parts:
         data = part.encode()
         digest.update(len(data).to_bytes(4, "big") + data)
-    # 53 bits, the precision of a float: of 64 bits the largest values would round to 1, and log(1) is 0
+    # 53 bits is the precision of a float. With 64 bits, the largest values would round to 1, and log(1) is 0.
     return ((int.from_bytes(digest.digest(), "big") >> 11) + 0.5) / (1 << 53)
 
 
 def model_of(spec: str) -> str:
-    """The case-folded id that a target names, without bundle, revision, profile. Ids contain neither `@` nor `:`."""
+    """Return the case-folded id that a target names, without bundle, revision and profile. Ids contain neither `@` nor
+    `:`.
+    """
     name = spec.partition(":/")[2] or spec
     return name.partition("@")[0].partition(":")[0].casefold()
 

@@ -15,17 +15,17 @@ from sie_contracts.models.families import FAMILIES
 from sie_contracts.names import in_words
 
 DEFAULT = "default"
-BUILT_IN = "built-in"  # in `families`: every row of the table of families that needs no environment of its own
-BUNDLE_ID = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")  # as SIE_BUNDLE takes it
+BUILT_IN = "built-in"  # in `families`, this stands for every row of FAMILIES that needs no separate environment
+BUNDLE_ID = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")  # the form that SIE_BUNDLE accepts
 _REQUIREMENT = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?\s*(\[[^\]]*\])?\s*([<>=!~(;].*)?$")
 
 
 class BundleEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Packages that the workers of one image have installed, and the families that they can serve.
 
-    `requires` are requirements in the form of PEP 508; an adapter that lacks one refuses to start. `families`: the
-    families that it serves; empty means all, those of other packages too. If several bundles can serve a model, the one
-    with the lowest `priority` is used.
+    `requires` are requirements in the form of PEP 508; an adapter that lacks one refuses to start. `families` are the
+    families that the bundle serves; empty means all families, also those of other packages. If several bundles can
+    serve a model, the one with the lowest `priority` is used.
     """
 
     id: str
@@ -72,15 +72,15 @@ def _invalid(loc: str, message: str) -> ValidationFailed:
 
 
 def ordered(bundles: Mapping[str, BundleEntry]) -> list[BundleEntry]:
-    """All bundles, the preferred one first."""
+    """Return all bundles, the preferred one first."""
     return sorted(bundles.values(), key=lambda bundle: (bundle.priority, bundle.id))
 
 
 def serving(bundles: Mapping[str, BundleEntry], family: str, named: str = "") -> tuple[str, ...]:
-    """The bundles that can serve a model of `family`, the preferred one first. A model that names a bundle is served by
-    that one only.
+    """Return the bundles that can serve a model of `family`, the preferred one first. If the model names a bundle, only
+    that bundle may serve it.
     """
-    if not bundles:  # a catalogue without bundles, such as that of a single model
+    if not bundles:  # a catalogue without bundles, for example of a single model
         return (named or DEFAULT,)
     return tuple(bundle.id for bundle in ordered(bundles) if bundle.serves(family) and named in ("", bundle.id))
 
@@ -102,7 +102,7 @@ def lacking(bundles: Mapping[str, BundleEntry], family: str, named: str = "") ->
 
 
 def conflict(model: str, able: tuple[str, ...], requested: str, why: str) -> BundleConflict:
-    """The error for a model that the `requested` bundle does not serve, or that no bundle serves."""
+    """Return the error for a model that the `requested` bundle does not serve, or that no bundle serves."""
     if able:
         message = (
             f"bundle {requested[:100]!r} does not serve {model}; {' and '.join(able)} can: name one of these, or none"

@@ -1,10 +1,10 @@
-"""Catalogue of all that can be served: models, profiles and bundles, and how the name of a model is resolved.
+"""Catalogue of models, profiles and bundles, and the resolution of a model's name.
 
     "[bundle:/]model[@revision][:profile]" ──► Catalogue.resolve ──► Resolved (entry, profile, residency)
                                                    └ an alias: by the target of the request's key
 
-Pure functions of immutable data: the resolution for one request never changes that for another. `options` says what the
-parameters of a request mean for a resolved model.
+The functions are pure and the data is immutable: the resolution for one request never changes the resolution for
+another request. `options` interprets the parameters of a request for a resolved model.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _Value = TypeVar("_Value")
 
 
 def packaged_folder() -> Path:
-    """The catalogue that ships with the distribution: a folder of the package when installed, of the root in a
-    checkout.
+    """Return the folder of the catalogue that ships with the distribution. It is in the package if that is installed,
+    and at the root in a checkout.
     """
     installed = Path(__file__).parents[1] / "catalog"
     return installed if installed.is_dir() else Path(__file__).parents[4] / "catalog"
@@ -47,7 +47,7 @@ class Resolved:
     residency: str
     requested: str  # the name as the client wrote it, without the bundle prefix: replies echo it
     alias: str = ""  # the alias that the client named, if any
-    bundles: tuple[str, ...] = ()  # that can serve it, the preferred one first
+    bundles: tuple[str, ...] = ()  # bundles that can serve it, the preferred one first
 
     @property
     def bundle(self) -> str:
@@ -59,11 +59,11 @@ class Resolved:
 
     @property
     def numbers(self) -> str:
-        """A digest that two entries share if they compute the same numbers from a text on the same device, whatever
-        their ids are. Empty if the entry does not say which weights it has.
+        """Return a digest that two entries share if they compute the same numbers from a text on the same device, also
+        with different ids. It is empty if the entry does not say which weights it has.
         """
         weights = self.entry.weights
-        if weights.path:  # only digests say what is in a folder
+        if weights.path:  # only digests identify the contents of a folder
             weights = msgspec.structs.replace(weights, revision="", package="")
         if not (weights.revision or weights.package or weights.digests):
             return ""
@@ -72,9 +72,9 @@ class Resolved:
 
 @dataclass(frozen=True)
 class Catalogue:
-    """An immutable snapshot. A request is served by one snapshot from start to end.
+    """An immutable snapshot of the catalogue. One snapshot serves a request from start to end.
 
-    `revisions`: revision by id. `epoch`: `created:number` of the last write, as the config service counts.
+    `revisions`: revision by id. `epoch`: `created:number` of the last write, in the count of the config service.
     """
 
     entries: Mapping[str, ModelEntry] = field(default_factory=dict)
@@ -82,7 +82,7 @@ class Catalogue:
     bundles: Mapping[str, BundleEntry] = field(default_factory=dict)
     epoch: str = ""
     aliases: Mapping[str, Alias] = field(default_factory=dict)
-    # by id, the number of the write that made the present revision, as epochs count
+    # id -> number, in the count of epochs, of the write that made the present revision
     written: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
@@ -94,13 +94,13 @@ class Catalogue:
         epoch: str,
         written: Mapping[str, int] | None = None,
     ) -> Catalogue:
-        """A snapshot of documents by id."""
+        """Return a snapshot of these documents, given by id."""
         entries = {name: document for name, document in documents.items() if isinstance(document, ModelEntry)}
         aliases = {name: document for name, document in documents.items() if isinstance(document, Alias)}
         return cls(entries, revisions, bundles, epoch, aliases, written or {})
 
     def with_model(self, model: str, entry: ModelEntry | Alias | None, revision: int, epoch: str) -> Catalogue:
-        """A new snapshot with one write applied."""
+        """Return a new snapshot with one write applied."""
         number = epoch.rpartition(":")[2]
         new = Catalogue(
             _with(self.entries, model, entry if isinstance(entry, ModelEntry) else None),
@@ -116,14 +116,14 @@ class Catalogue:
         return new
 
     def at(self, epoch: str) -> Catalogue:
-        """The same contents at a later epoch."""
+        """Return a snapshot with the same contents at a later epoch."""
         new = replace(self, epoch=epoch)
         new.__dict__["_names"], new.__dict__["_serving"] = self._names, self._serving
         return new
 
     def since(self, model: str) -> str:
-        """The epoch of the write that made the present revision of a model; the epoch of the snapshot if that write is
-        not known.
+        """Return the epoch of the write that made the present revision of a model. If that write is not known, return
+        the epoch of the snapshot.
         """
         number = self.written.get(model)
         return self.epoch if number is None else f"{self.epoch.rpartition(':')[0]}:{number}"
@@ -133,12 +133,12 @@ class Catalogue:
         return NameIndex((*self.entries, *self.aliases))
 
     def find(self, name: str) -> ModelEntry | None:
-        """The entry with this id. If none has it exactly, the only entry whose id differs in case alone."""
+        """Return the entry with this id. If there is none, return the only entry whose id differs only in case."""
         return self.entries.get(name) or self.entries.get(self._names.same(name) or "")
 
     def near(self, name: str, able: Callable[[ModelEntry], bool] = lambda _: True) -> list[str]:
-        """The ids that are most similar to `name`, best first. `name` may lack the organisation. Only models for which
-        `able` is true, and aliases of such models, are listed.
+        """Return the ids that are most similar to `name`, best first. `name` may lack the organisation. Only models for
+        which `able` returns True are listed, and aliases of these models.
         """
 
         def keep(name: str) -> bool:
@@ -148,8 +148,8 @@ class Catalogue:
         return self._names.near(name, keep=keep)
 
     def resolve(self, spec: str, key: str = "", *, follow: bool = True) -> Resolved:
-        """Resolve `[bundle:/]model[@revision][:profile]`. Unless `follow` is false, the name may be an alias: then
-        `key` chooses its target. Raises ModelNotFound, BundleConflict.
+        """Resolve `[bundle:/]model[@revision][:profile]`. If `follow` is true, the name may be an alias, and `key`
+        chooses the target. Raises ModelNotFound, BundleConflict.
         """
         bundle, separator, rest = spec.partition(":/")
         if not separator:
@@ -165,7 +165,7 @@ class Catalogue:
         return self._in_bundle(self.resolve_profile(entry, profile, rest), bundle)
 
     def bundles_of(self, entry: ModelEntry) -> tuple[str, ...]:
-        """The bundles that can serve a model, the preferred one first."""
+        """Return the bundles that can serve a model, the preferred one first."""
         key = entry.family, entry.bundle
         if key not in self._serving:
             self._serving[key] = bundling.serving(self.bundles, *key)
@@ -173,11 +173,15 @@ class Catalogue:
 
     @functools.cached_property
     def _serving(self) -> dict[tuple[str, str], tuple[str, ...]]:
-        """Results of `bundles_of` by family and by the bundle that an entry names: each request asks for one."""
+        """Cache of the results of `bundles_of`, by family and by the bundle that an entry names: each request needs
+        one.
+        """
         return {}
 
     def _in_bundle(self, resolved: Resolved, bundle: str) -> Resolved:
-        """Choose the bundles: `bundle`, or all that can serve the model. Raises BundleConflict."""
+        """Set the bundles of the resolution: `bundle`, or all bundles that can serve the model. Raises
+        BundleConflict.
+        """
         if resolved.bundles and not bundle:
             return resolved
         entry, able = resolved.entry, self.bundles_of(resolved.entry)
@@ -187,14 +191,14 @@ class Catalogue:
         return replace(resolved, bundles=(bundle,) if bundle else able)
 
     def find_alias(self, name: str) -> Alias | None:
-        """The alias with this id, found as `find` finds an entry."""
+        """Return the alias with this id. The id is compared as in `find`."""
         return self.aliases.get(name) or self.aliases.get(self._names.same(name) or "")
 
     def _through_alias(self, rest: str, key: str) -> Resolved | None:
-        """Resolve `alias[@revision][:profile]`; None if there is no such alias.
+        """Resolve `alias[@revision][:profile]`. Returns None if the alias does not exist.
 
-        A revision that is named beside the alias must be that of its target. A profile must be that of the target; if
-        the target names none, it may be any profile of the target. Raises ModelNotFound.
+        A revision after the name of the alias must be the revision of its target. A profile must be the profile of the
+        target; if the target names none, it may be any profile of the target. Raises ModelNotFound.
         """
         name, _, profile = rest.partition(":")
         name, _, revision = name.partition("@")
@@ -222,7 +226,7 @@ class Catalogue:
         return replace(resolved, requested=rest, alias=alias.id)
 
     def _match(self, name: str) -> ModelEntry | None:
-        """The entry of `model[@revision]`; None if there is none or if it has another revision."""
+        """Return the entry of `model[@revision]`; None if it does not exist or has another revision."""
         model, at, revision = name.partition("@")
         entry = self.find(model)
         return None if entry is not None and at and revision != entry.revision else entry
@@ -254,7 +258,7 @@ class Catalogue:
 
 
 def _with(mapping: Mapping[str, _Value], key: str, value: _Value | None) -> Mapping[str, _Value]:
-    """The map with a key changed, or removed if `value` is None; the map itself if nothing changes."""
+    """Return the map with a key changed, or removed if `value` is None. Return the map itself if nothing changes."""
     if value is None and key not in mapping:
         return mapping
     new = dict(mapping)
@@ -271,7 +275,9 @@ def _no_revision(entry: ModelEntry, revision: str) -> ModelNotFound:
 
 
 def _layered(entry: ModelEntry, profile: str) -> tuple[RunDefaults, LoadOptions]:
-    """The model's options, overlaid by those of the profile that this one extends, then by those of the profile."""
+    """Return the model's options, overlaid with the options of the profile that this profile extends, then with the
+    options of this profile.
+    """
     run, load = entry.run, entry.load
     variant = entry.profiles.get(profile)
     if variant is None:
@@ -290,8 +296,8 @@ def _overlay(base: RunDefaults, layer: RunDefaults) -> RunDefaults:
 
 
 def _overlay_load(base: LoadOptions, layer: LoadOptions | None) -> LoadOptions:
-    """Overlay key by key. A layer can set a flag and cannot clear it. `causal` has three values, so that a layer can
-    set it to false.
+    """Overlay load options key by key. A layer can set a flag and cannot clear it. `causal` has three values, so that a
+    layer can set it to false.
     """
     if layer is None:
         return base
@@ -302,8 +308,8 @@ def _overlay_load(base: LoadOptions, layer: LoadOptions | None) -> LoadOptions:
 
 
 def profile_fingerprint(loaded: str, entry: ModelEntry, profile: str) -> str:
-    """The fingerprint of answers of one profile: `loaded`, that of the loaded model, combined with the run options that
-    the profile changes.
+    """Return the fingerprint of the answers of one profile. It combines `loaded`, the fingerprint of the loaded model,
+    with the run options that the profile changes.
     """
     run = Catalogue.resolve_profile(entry, profile, entry.id).run
     if run == entry.run:
@@ -312,7 +318,7 @@ def profile_fingerprint(loaded: str, entry: ModelEntry, profile: str) -> str:
 
 
 def fingerprint(entry: ModelEntry, load: LoadOptions, precision: str, engine: str = "torch") -> str:
-    """A digest of everything that changes the numbers of a model: weights, pooling, prompts, precision, engine,
+    """Return a digest of everything that changes the numbers of a model: weights, pooling, prompts, precision, engine,
     normalisation and truncation.
     """
     facts: dict[str, object] = {
@@ -323,10 +329,10 @@ def fingerprint(entry: ModelEntry, load: LoadOptions, precision: str, engine: st
         "outputs": entry.outputs,
         "prompts": entry.prompts,
         "run": entry.run,
-        "load": msgspec.structs.replace(load, engine=None),  # which one runs counts, not who asked for it
+        "load": msgspec.structs.replace(load, engine=None),  # only the engine that runs counts, not where it was chosen
         "precision": precision,
     }
-    # what has no value is left out, and so is torch, so that fingerprints of existing indexes do not change
+    # Fields without a value are left out, and so is the engine torch: fingerprints of existing indexes must not change.
     if engine != "torch":
         facts["engine"] = engine
     if entry.default_prompt_name:
@@ -339,5 +345,5 @@ def fingerprint(entry: ModelEntry, load: LoadOptions, precision: str, engine: st
         facts["digests"] = entry.weights.digests
     weights = entry.weights
     if weights.unpinned and not weights.digests and not weights.path and weights.hub != entry.id:
-        facts["hub"] = weights.hub  # nothing else says which weights these are
+        facts["hub"] = weights.hub  # only the name of the hub repository identifies these weights
     return hashlib.sha256(msgspec.json.encode(facts, order="sorted")).hexdigest()[:16]

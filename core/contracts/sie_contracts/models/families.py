@@ -1,12 +1,12 @@
-"""Model families: one row says what gateway, sidecar, adapter and CLI have to know of a family.
+"""Model families: one row has the facts of a family that gateway, sidecar, adapter and CLI need.
 
     family of an entry ──► row ──► parameters, LoRA, labels (gateway)
                                    class, files, tokens around a text (adapter)
 
-To add one: a file with its class in `sie_adapter/families`, and a row here (docs/families.md).
+To add a family, write a file with its class in `sie_adapter/families` and a row here (docs/families.md).
 
-A family of another package has no row: the entry point `sie.adapters` names its class, it checks its own parameters,
-and any file of its folder may be read.
+A family of another package has no row. The entry point `sie.adapters` names its class, the family checks its own
+parameters, and any file of its folder may be read.
 """
 
 from collections.abc import Mapping
@@ -18,10 +18,11 @@ TEXT_ENCODER = "sie_adapter.families.text_encoder:TextEncoder"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """`implementation`: `module:class` in the adapter, imported when a model of the family is first loaded.
+    """Facts of a family. `implementation`: `module:class` in the adapter, imported when a model of the family is first
+    loaded.
     `parameters`: the options that only this family reads.
-    `config_file`: the file that makes a folder one of its models, beside weights.
-    `transformers_class`: the class of transformers that is made from the folder.
+    `config_file`: the file that shows, beside weights, that a folder holds a model of the family.
+    `transformers_class`: the class of transformers that loads the folder.
     """
 
     implementation: str
@@ -29,20 +30,20 @@ class Family:
     config_file: str = "config.json"
     transformers_class: str = "AutoModel"
     gives_vectors: bool = False  # dense, sparse or multivector, from which scores are computed as well
-    ignores_text_beside_images: bool = False  # or beside a sound: of an input that has both, only these are read
+    ignores_text_beside_images: bool = False  # also beside a sound: if an input has both, its text is not read
     reads_answer: bool = False  # the score is the probability of the next token: a decoder
     takes_lora: bool = False
-    needs_labels: bool = False  # in each request
-    needs_instruction: bool = False  # in each extraction: what the texts are read for
-    reads_mentions: bool = False  # `metadata.entities` of an item, between which it looks for relations
-    has_row_per_label: bool = False  # an input is as many sequences as there are labels
-    ends_instruction: bool = False  # with a full stop, if it ends without a mark
-    reads_first_token: bool = False  # so the tokenizer has to put one before each text
-    separates_pairs: bool = False  # so the tokenizer has to put a token between two texts
+    needs_labels: bool = False  # each request must name labels
+    needs_instruction: bool = False  # each extraction must have an instruction: the query that the texts are read for
+    reads_mentions: bool = False  # it looks for relations between the `metadata.entities` of an item
+    has_row_per_label: bool = False  # an input becomes one sequence for each label
+    ends_instruction: bool = False  # it adds a full stop to an instruction that ends without punctuation
+    reads_first_token: bool = False  # the tokenizer must put a token before each text
+    separates_pairs: bool = False  # the tokenizer must put a token between two texts
     has_pickled_weights: bool = False  # pytorch_model.bin, read by torch's loader of plain tensors
-    names_backbones: bool = False  # by repository in `config_file`, whose files belong to the model
+    names_backbones: bool = False  # `config_file` names repositories of backbones, whose files belong to the model
     extra: str = (
-        ""  # of the distribution, for an environment of its own, so `built-in` of a bundle leaves the family out
+        ""  # extra of the distribution, for a separate environment; `built-in` of a bundle leaves the family out
     )
     is_package: bool = False  # a model is the installed package that `weights.package` names
 
@@ -178,7 +179,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         ),
     }
 )
-FOREIGN = Family(implementation="")  # of another package
+FOREIGN = Family(implementation="")  # row of a family of another package
 
 
 def row(family: str) -> Family:

@@ -1,10 +1,11 @@
-"""Placement of models on workers. The table is kept between planning steps, and a step places only what has changed.
+"""Placement of models on workers. The table is kept between planning steps. A step places only the models whose inputs
+have changed.
 
     workers, wanted hosts, the table before ──► changed models ──settle(demand)──► keep live hosts ─► adopt ─► fill ─►
     relieve
 
-With W workers and M models, a table from scratch takes O((W + M) log W), and a step without a change O(W + M) of array
-operations. No clock, no I/O, no randomness: gateways that compute from equal inputs write equal tables.
+With W workers and M models, a table from scratch takes O((W + M) log W), and a step without a change takes O(W + M)
+array operations. No clock, no I/O, no randomness: gateways that compute from equal inputs write equal tables.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from numpy.typing import NDArray
 from sie_contracts.hosts import UNLIMITED, Holdings, HostWorker, Order, lot_of, pair
 
 HOT = 0.8  # planned use of a worker above which a model is moved off it
-MOVE_GAIN = 0.1  # of a worker: a move must lower the higher planned use of the two workers by this much
-PAUSE_EVERY = 16  # models
+MOVE_GAIN = 0.1  # share of a worker's time: a move must lower the higher planned use of the two workers by this much
+PAUSE_EVERY = 16  # models between two calls of `pause`
 _FIRST_MODELS = 64
 
 
 @dataclass(slots=True, eq=False)
 class _ModelHosts:
-    """The hosts of one model. A host in `leaving` still serves, beside `target_count` hosts, until these have the
-    model.
+    """The hosts of one model. A host in `leaving` still serves, beside `target_count` hosts, until these hosts have the
+    model loaded.
     """
 
     model: str
@@ -37,14 +38,14 @@ class _ModelHosts:
     before: tuple[str, ...] = ()  # the hosts in the stored table
 
     def table(self) -> tuple[str, ...]:
-        """The row of the table: hosts that have the model loaded come first."""
+        """Return the row of the table. Hosts that have the model loaded come first."""
         hosts = tuple(
             worker.name for worker in sorted(self.hosts, key=lambda worker: self.model not in worker.holdings.loaded)
         )
         return (self.leaving, *hosts) if self.leaving else hosts
 
     def is_loaded(self, hosts: Iterable[HostWorker]) -> bool:
-        """Check that each of `hosts` has loaded it."""
+        """Return whether each of `hosts` has loaded the model."""
         return all(self.model in worker.holdings.loaded for worker in hosts)
 
     def takes(self, name: str) -> bool:
@@ -54,44 +55,45 @@ class _ModelHosts:
 class Layout:
     """The placement table of one lane and its inputs. Not safe for use by two threads at once.
 
-    Rules: a model keeps its live hosts. Then, by falling demand, models without a host adopt workers that have them
-    loaded. Then missing hosts are filled in, by (room, planned use, residency, number of models, consistent hash). A
+    Rules: a model keeps its live hosts. Then, by falling demand, models without a host adopt workers that have or load
+    them. Then missing hosts are filled in, by (room, planned use, residency, number of models, consistent hash). A
     model that is not loaded moves off a worker with more models than slots if another worker has room. At most one
-    model per call moves off a hot worker; the host that it leaves stays in the table, before the new hosts, until
-    all of these have it loaded. Hosts that have the model loaded come first.
+    model per call moves off a hot worker. The host that it leaves stays in the table, before the new hosts, until all
+    new hosts have it loaded. Hosts that have the model loaded come first.
 
     So a lost worker moves only its own models, and equal inputs move nothing while no worker is hot. If a table must
     have fewer hosts than before, the caller cuts it.
     """
 
     def __init__(self, pause: Callable[[], None] = lambda: None) -> None:
-        """`pause` is called between parts of a long `settle`."""
+        """Create an empty table. `pause` is called between parts of a long `settle`."""
         self.rows: dict[str, _ModelHosts] = {}
         self.workers: dict[str, HostWorker] = {}
-        self._hosts: dict[int, HostWorker] = {}  # by index
-        self._share = np.zeros(_FIRST_MODELS)  # demand on one host of a model, in workers
-        self.having: dict[str, set[str]] = {}  # by model: workers that have or load it
+        self._hosts: dict[int, HostWorker] = {}  # index of a worker -> worker
+        self._share = np.zeros(_FIRST_MODELS)  # index of a model -> demand on one of its hosts, in workers
+        self.having: dict[str, set[str]] = {}  # model -> workers that have or load it
         self.loading: set[str] = set()  # workers that load a model now
-        self.indices: dict[str, int] = {}  # by model: its index in arrays; 0 means none
-        self.names = [""]  # names by index
+        self.indices: dict[str, int] = {}  # model -> its index in arrays; index 0 stands for no model
+        self.names = [""]  # index of a model -> its name
         self._pause = pause
         self._refused: dict[str, set[str]] = {}
         self._dirty: set[str] = set()
-        self._unsettled: set[str] = set()  # checked in each step: a host leaves, is missing, or refused the model
+        # models that each step checks: a host leaves, is missing, or refused the model
+        self._unsettled: set[str] = set()
         self._overfull: set[str] = set()
         self._free_models: list[int] = []
         self._free_workers: list[int] = []
         self._target_counts = np.ones(_FIRST_MODELS)
-        self._first = np.zeros(_FIRST_MODELS, np.intp)  # by model index: its first host
+        self._first = np.zeros(_FIRST_MODELS, np.intp)  # index of a model -> index of its first host
         self._several: set[str] = set()  # models with more than one host
         self._order: Order | None = None  # set during `settle`
 
     # ---- inputs
 
     def set_worker(self, name: str, holdings: Holdings, slots: int) -> set[str]:
-        """Set the state of a live worker. `slots`: how many models fit at once; 0: no bound.
+        """Set the state of a live worker. `slots`: number of models that fit at once; 0: no limit.
 
-        Returns the models whose state on this worker changed: has it, loads it, or refused it.
+        Returns the models whose state on this worker changed: loaded, loading or refused.
         """
         worker = self.workers.get(name)
         if worker is None:
@@ -119,7 +121,7 @@ class Layout:
         return changed
 
     def drop_worker(self, name: str) -> set[str]:
-        """Remove a worker that is not live any more. Returns as `set_worker`."""
+        """Remove a worker that is not live any more. Returns the same as `set_worker`."""
         changed = self.set_worker(name, Holdings(), 0)
         worker = self.workers.pop(name)
         del self._hosts[worker.index]
@@ -132,7 +134,7 @@ class Layout:
         return changed
 
     def set_model(self, model: str, count: int) -> None:
-        """Set how many hosts a model is to have, at least 1."""
+        """Set the number of hosts that a model needs, at least 1."""
         row = self.rows.get(model)
         if row is None:
             index = self._free_models.pop() if self._free_models else len(self.rows) + 1
@@ -150,7 +152,7 @@ class Layout:
             self._dirty.add(model)
 
     def set_before(self, model: str, hosts: tuple[str, ...]) -> None:
-        """Set the hosts that the stored table has for a model: another gateway wrote them, or they are to be cut."""
+        """Set the hosts that the stored table has for a model, after another gateway wrote them or to cut them."""
         row = self.rows[model]
         row.before = hosts
         self._dirty.add(model)
@@ -166,13 +168,13 @@ class Layout:
 
     @property
     def size(self) -> int:
-        """The length of arrays by model."""
+        """Return the length of arrays that are indexed by model."""
         return len(self._target_counts)
 
     # ---- the table
 
     def settle(self, demand: NDArray[np.float64]) -> dict[str, tuple[str, ...]]:
-        """Place what has changed. Returns the hosts of each model whose row changed.
+        """Place the models whose inputs have changed. Returns the hosts of each model whose row changed.
 
         `demand`: float64, shape (size,), by index of the model, in workers (1.0 keeps one worker busy).
         """
@@ -194,7 +196,7 @@ class Layout:
         return self._changes(touched)
 
     def _is_movable(self, use: NDArray[np.float64]) -> bool:
-        """Whether moving a model off the busiest worker could help."""
+        """Return whether moving a model off the busiest worker could help."""
         most = use.max()
         if most <= HOT:
             return False
@@ -243,7 +245,7 @@ class Layout:
         return min(row.target_count, len(self.workers))
 
     def _use(self) -> NDArray[np.float64]:
-        """Planned use by worker index. Rounded, so that the result does not depend on the order of the sum."""
+        """Return the planned use by worker index. It is rounded, so that it does not depend on the order of the sum."""
         size = len(self.workers) + len(self._free_workers) + 1
         use = np.bincount(self._first, self._share, size)
         for model in self._several:
@@ -296,7 +298,7 @@ class Layout:
             self._order.moved(worker)
 
     def _keep(self, row: _ModelHosts) -> None:
-        """A model keeps its live hosts, except those that refused it while another worker did not."""
+        """Keep the live hosts of a model, except hosts that refused it while another worker did not."""
         live = [self.workers[name] for name in row.before if name in self.workers]
         refused = self._refused.get(row.model, set())
         able = [worker for worker in live if worker.name not in refused]
@@ -311,15 +313,16 @@ class Layout:
         self._assign(row, live[: row.target_count])
 
     def _adopt(self, row: _ModelHosts) -> None:
-        """A model without a host takes the workers that have it loaded."""
+        """Give a model without a host to workers that have it loaded, or else load it."""
         having = [self.workers[name] for name in self.having.get(row.model, ())]
         having.sort(key=lambda worker: (row.model not in worker.holdings.loaded, worker.use, worker.name))
         for worker in having[: row.target_count]:
             self._add(row, worker)
 
     def _best(self, row: _ModelHosts, *, only_free: bool) -> HostWorker | None:
-        """The next host: a worker that did not refuse the model, with room for it, low planned use, the model loaded
-        and few other models; ties are broken by hash.
+        """Return the next host: a worker that did not refuse the model, with room for it, low planned use, the model
+        loaded and few other models. Ties are broken by hash. A worker that refused the model comes last, and only
+        without `only_free`.
         """
         if self._order is None:
             self._order = Order(self.workers.values())
@@ -342,8 +345,8 @@ class Layout:
         return min(left, key=lambda worker: (worker.key, pair(lot, worker.lot), worker.name), default=None)
 
     def _relieve_full(self, demand: NDArray[np.float64], touched: set[str]) -> None:
-        """Move models that are not loaded, those with the lowest demand first, from workers with more models than slots
-        to workers with room.
+        """Move models that are not loaded, lowest demand first, from workers with more models than slots to workers
+        with room.
         """
         if not self._overfull:
             return
@@ -405,5 +408,5 @@ def _note(index: dict[str, set[str]], model: str, name: str, *, is_in: bool) -> 
 
 
 def _reversed(name: str) -> tuple[int, ...]:
-    """A sort key that orders names from last to first."""
+    """Return a sort key that orders names from last to first."""
     return (*(-ord(char) for char in name), 1)

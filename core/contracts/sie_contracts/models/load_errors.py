@@ -10,27 +10,29 @@ LoadErrorClass = Literal["GATED", "NOT_FOUND", "DEPENDENCY", "INCOMPATIBLE", "CE
 
 
 def load_failed(error_class: LoadErrorClass, message: str) -> ModelLoadFailed:
-    """A load failure with its error class, which decides when the cluster tries again."""
+    """Return a load failure with its error class, which decides when the cluster tries again."""
     return ModelLoadFailed(message, extras={"error_class": error_class})
 
 
 def lora_failed(name: str, cause: str) -> LoraLoadFailed:
-    """A failure to load a LoRA that is not the fault of the client. The name of the LoRA may be input of a client."""
+    """Return a failure to load a LoRA that is not the fault of the client. The name of the LoRA may be input of a
+    client.
+    """
     return LoraLoadFailed(_lora_message(name, cause), extras={"lora_id": name[:200]})
 
 
 def lora_rejected(name: str, cause: str) -> LoraLoadFailed:
-    """A LoRA that this model can never take."""
+    """Return the error for a LoRA that this model can never take."""
     return LoraLoadFailed(_lora_message(name, cause), reason="lora_rejected", extras={"lora_id": name[:200]})
 
 
 def lora_not_found(name: str, cause: str) -> LoraLoadFailed:
-    """A LoRA that is nowhere where one is looked for."""
+    """Return the error for a LoRA that is in none of the places where LoRAs are searched."""
     return LoraLoadFailed(_lora_message(name, cause), reason="lora_not_found", extras={"lora_id": name[:200]})
 
 
 def lora_of_entry(error: LoraLoadFailed) -> LoraLoadFailed:
-    """The failure of a LoRA that the model's entry names: no fault of the client's."""
+    """Return the failure of a LoRA that the model's entry names. It is not the fault of the client."""
     return LoraLoadFailed(error.message, extras=error.extras)
 
 

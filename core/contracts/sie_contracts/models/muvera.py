@@ -12,14 +12,15 @@ import msgspec
 from sie_contracts.errors import InvalidInput
 
 MAX_WIDTH = 1 << 20  # values of one result: 4 MiB of float32
-MAX_CELLS = 1 << 23  # values of one item before the final projection, whose matrix has an index for each
+MAX_CELLS = 1 << 23  # values of one item before the final projection, whose matrix has an index for each value
 
 _WHOLE = {
     "num_repetitions": (1, 128),
     "num_simhash_projections": (0, 10),
-    "projection_dim": (1, 1024),  # of a token in one repetition: longer ones would outgrow memory with the tokens
+    # values of a token in one repetition: with longer tokens, memory would grow too fast with their number
+    "projection_dim": (1, 1024),
     "final_projection_dim": (1, MAX_WIDTH),
-    "seed": (0, (1 << 53) - 1),  # what every JSON reader keeps exactly
+    "seed": (0, (1 << 53) - 1),  # every JSON reader keeps whole numbers up to this exactly
 }
 _NULLABLE = {"projection_dim", "final_projection_dim"}
 
@@ -28,8 +29,8 @@ class Muvera(msgspec.Struct, frozen=True):
     """Parameters of a fixed dimensional encoding. Source: "MUVERA: Multi-Vector Retrieval via Fixed Dimensional
     Encodings", section 2.
 
-    Each of `num_repetitions` cuts space into 2 ** `num_simhash_projections` partitions. `projection_dim` None keeps the
-    tokens' own width, `final_projection_dim` None keeps all cells.
+    Each of the `num_repetitions` repetitions cuts space into 2 ** `num_simhash_projections` partitions. With
+    `projection_dim` None the tokens keep their width. With `final_projection_dim` None all cells are kept.
     """
 
     num_repetitions: int = 40
@@ -42,16 +43,16 @@ class Muvera(msgspec.Struct, frozen=True):
 
     @property
     def partitions(self) -> int:
-        """Partitions of one repetition."""
+        """Return the number of partitions of one repetition."""
         return 1 << self.num_simhash_projections
 
     def cells(self, dim: int) -> int:
-        """Values of one item before the final projection, for tokens of width `dim`."""
+        """Return the number of values of one item before the final projection, for tokens of width `dim`."""
         return self.num_repetitions * self.partitions * (self.projection_dim or dim)
 
     def width(self, dim: int, path: str = "muvera") -> int:
-        """Values of one result, for tokens of width `dim`. Raises InvalidInput above MAX_WIDTH, or MAX_CELLS before the
-        projection.
+        """Return the number of values of one result, for tokens of width `dim`. Raises InvalidInput above MAX_WIDTH,
+        and above MAX_CELLS before the projection.
         """
         cells = self.cells(dim)
         if cells > MAX_CELLS:
@@ -63,11 +64,11 @@ class Muvera(msgspec.Struct, frozen=True):
 
 
 def parse(raw: Mapping[str, Any] | Literal[True], defaults: Muvera | None, path: str) -> Muvera:
-    """`defaults` (the contract's, if None) with the keys of `raw` over them.
+    """Return `defaults` (`Muvera()` if None), overlaid with the keys of `raw`.
 
     Null unsets a key, except that it means "none" for the two projections. Raises InvalidInput with the path of an
-    unknown key, a value of the wrong type or out of range, or of `raw` itself if the result would be too wide for any
-    token width.
+    unknown key, or of a value of the wrong type or out of range. If the result would be too wide for any token width,
+    the error has the path of `raw` itself.
     """
     if raw is not True and not isinstance(raw, Mapping):
         raise _bad(path, "true, false, null or a map", _got(raw))
@@ -92,7 +93,7 @@ def parse(raw: Mapping[str, Any] | Literal[True], defaults: Muvera | None, path:
 
 def _whole(path: str, value: object, name: str) -> int:
     low, high = _WHOLE[name]
-    if isinstance(value, float) and value.is_integer():  # how some clients write whole numbers
+    if isinstance(value, float) and value.is_integer():  # some clients write whole numbers as floats
         value = int(value)
     if type(value) is not int or not low <= value <= high:
         raise _bad(path, f"a whole number from {low} to {high}{' or null' if name in _NULLABLE else ''}", _got(value))
@@ -106,7 +107,9 @@ def _boolean(path: str, value: object) -> bool:
 
 
 def _got(value: object) -> str:
-    """Numbers as they are, anything that may hold a client's text by its type."""
+    """Describe a value for an error message. Numbers are shown. A value that may hold a client's text is named by its
+    type.
+    """
     if value is None or isinstance(value, bool | int | float):
         return "null" if value is None else repr(value)
     return {"dict": "a map", "list": "a list"}.get(type(value).__name__, type(value).__name__)

@@ -14,7 +14,7 @@ import msgspec
 from sie_contracts.errors import InvalidInput
 from sie_contracts.wire.messages import Truncate
 
-# what a score of a model with several outputs is computed from
+# score mode -> outputs from which a model with several outputs computes the score
 SCORE_MODES = {
     "dense": ("dense",),
     "sparse": ("sparse",),
@@ -24,7 +24,7 @@ SCORE_MODES = {
 MAX_HYPOTHESIS = 1000  # characters
 MAX_TASK = 100  # characters
 MAX_NEW_TOKENS = 1 << 20
-MAX_OWN_BYTES = 64 << 10  # of an option that only a family outside this project knows
+MAX_OWN_BYTES = 64 << 10  # bytes of an option of a family outside this project
 
 
 def bad(path: str, value: object, expected: str, reason: str = "schema") -> InvalidInput:
@@ -32,8 +32,8 @@ def bad(path: str, value: object, expected: str, reason: str = "schema") -> Inva
 
 
 def describe(value: object) -> str:
-    """A value for an error message: numbers and booleans as they are; of anything that may hold a client's text only
-    the type.
+    """Describe a value for an error message. Numbers and booleans are shown. A value that may hold a client's text is
+    named by its type.
     """
     if value is None or isinstance(value, bool | int | float):
         return "null" if value is None else repr(value)
@@ -80,6 +80,11 @@ def number(path: str, value: Any) -> float:
     )
 
 
+def check_fraction(path: str, value: Any) -> None:
+    if not 0 <= number(path, value) <= 1:
+        raise bad(path, value, "a number from 0 to 1")
+
+
 def weights(path: str, value: Any) -> dict[str, float]:
     names = ("dense", "sparse", "colbert")
     if not isinstance(value, dict) or not set(value) <= set(names) or not any(value.values()):
@@ -110,7 +115,7 @@ def language(path: str, value: Any) -> str:
 
 
 def any_value(path: str, value: Any) -> Any:
-    """An option that its own family checks. Raises InvalidInput if it cannot be sent to the worker."""
+    """Return an option that its own family checks. Raises InvalidInput if it cannot be sent to the worker."""
     try:
         size = len(msgspec.msgpack.encode(value))
     except (OverflowError, TypeError, UnicodeEncodeError) as error:
@@ -134,14 +139,13 @@ def truncate(path: str, value: Any, *, default: Truncate) -> Truncate:
     raise bad(path, value, "one of END, START, NONE")
 
 
-# the options of families by name
+# the least scores, which are probabilities unless a family returns raw scores
+THRESHOLDS = frozenset(
+    {"threshold", "box_threshold", "text_threshold", "score_threshold", "prune_threshold", "highlight_threshold"}
+)
+# name of an option of a family -> check of its value
 CHECKS: dict[str, Callable[[str, Any], Any]] = {
-    "threshold": number,
-    "box_threshold": number,
-    "text_threshold": number,
-    "score_threshold": number,
-    "prune_threshold": number,
-    "highlight_threshold": number,
+    **dict.fromkeys(THRESHOLDS, number),
     "top_k": lambda path, value: integer(path, value, "a whole number from 1 to 1000", 1, 1000),
     "task": task,
     "language": language,

@@ -28,9 +28,11 @@ from sie_contracts.models.muvera import Muvera
 from sie_contracts.models.option_values import (
     CHECKS,
     SCORE_MODES,
+    THRESHOLDS,
     any_value,
     bad,
     boolean,
+    check_fraction,
     integer,
     one_of,
     text,
@@ -46,7 +48,7 @@ MAX_PROMPT = 1 << 20
 MAX_LORA = 1000
 Side = Literal["document", ""]
 DTYPES: tuple[str, ...] = get_args(Dtype)
-TOKEN_STATES = "tokens"  # noqa: S105 - the output of a dense encoder that no request names: see `unpooled`
+TOKEN_STATES = "tokens"  # noqa: S105 - output of a dense encoder that no request can name: see `unpooled`
 _EVERYWHERE = frozenset(
     {
         "profile",
@@ -64,7 +66,7 @@ _EVERYWHERE = frozenset(
         "doc_template",
     }
 )
-# Parameters after which the fingerprint of an answer is still that of the profile.
+# Parameters that do not change the fingerprint of an answer from that of the profile, each with the reason.
 NEUTRAL: Mapping[str, str] = {
     "profile": "the fingerprint is that of the profile which was chosen",
     "lora_id": "the fingerprint covers the files of a LoRA, whatever name it has",
@@ -95,14 +97,14 @@ _QUERY_KINDS = {"query", "search_query"}
 
 
 class _Parameters:
-    """Parameters of a request, from the four levels at which a client may write them; null and [] mean unset, except
-    that a null prompt_name means no prompt.
+    """Parameters of a request, from the four levels at which a client may write them. Null and [] mean unset. A null
+    prompt_name means no prompt.
     """
 
     def __init__(self, body: Mapping[str, Any], side: Side) -> None:
         params = _mapping(body, "params", "params")
         self._side = side
-        self.levels: list[tuple[str, Mapping[str, Any]]] = [  # first comes first
+        self.levels: list[tuple[str, Mapping[str, Any]]] = [  # a level takes precedence over the levels after it
             ("params.", params),
             ("", body),
             ("params.options.", _mapping(params, "options", "params.options")),
@@ -116,33 +118,35 @@ class _Parameters:
         }
 
     def get(self, name: str) -> tuple[str, Any]:
-        """The path of a parameter and its value, None if it is unset."""
+        """Return the path of a parameter and its value. The value is None if the parameter is unset."""
         return self._found.get(name) or (name, None)
 
     def is_set(self, *names: str) -> bool:
-        """Whether any of `names` is set."""
+        """Return whether any of `names` is set."""
         return any(name in self._found for name in names)
 
     def drop(self, *names: str) -> None:
-        """Leave parameters unset, whatever the request says."""
+        """Unset parameters that the request may have set."""
         for name in names:
             self._found.pop(name, None)
 
     def side(self, defaults: RunDefaults) -> Side | None:
-        """The side of texts for which nothing names a side or a prompt, None where something does."""
+        """Return the side of the texts if neither the request nor the defaults name a side or a prompt; otherwise
+        None.
+        """
         is_named = self.is_set("is_query", "input_type", "prompt_name") or defaults.is_query is not None
         return None if is_named else self._side
 
     def has_others(self, names: Collection[str]) -> bool:
-        """Whether any is set that is not of `names`."""
+        """Return whether a parameter outside `names` is set."""
         return not self._found.keys() <= _TOP_LEVEL.union(names)
 
     def only(self, names: Collection[str]) -> _Parameters:
-        """The parameters of `names` alone."""
+        """Return only the parameters in `names`."""
         return _Parameters({name: value for name, (_, value) in self._found.items() if name in names}, self._side)
 
     def unused(self, used: frozenset[str]) -> Iterator[tuple[str, str]]:
-        """The paths of parameters that have no meaning for this model on this route, each with a suggestion."""
+        """Yield the paths of parameters that have no meaning for this model on this route, each with a suggestion."""
         for prefix, level in self.levels:
             options = used if prefix.endswith("options.") else used | _TOP_LEVEL
             for name in level:
@@ -151,7 +155,7 @@ class _Parameters:
                     yield prefix + shown, "" if name in FIELDS else did_you_mean(shown, options)
 
     def foreign(self) -> frozenset[str]:
-        """All names that no route knows."""
+        """Return all names that no route knows."""
         return frozenset(str(name) for _, level in self.levels for name in level) - _KNOWN
 
 
@@ -166,7 +170,7 @@ def _mapping(parent: Mapping[str, Any], name: str, path: str) -> Mapping[str, An
 
 @dataclass(frozen=True)
 class RequestOptions:
-    """The outcome of merging: what the model runs, and how the reply is shaped."""
+    """Result of the merge: the options that the model runs with, and the form of the reply."""
 
     run: RunOptions
     on_item_error: str = "slot"
@@ -184,9 +188,10 @@ def run_options(
     side: Side = "document",
 ) -> tuple[Resolved, RequestOptions]:
     """Merge the request's parameters over the profile's and the model's, and check each against the entry.
-    `on_item_error` counts where the request has none, `side` for texts whose side no parameter names.
+    `on_item_error` applies if the request has none. `side` applies to texts whose side no parameter names.
 
-    Returns the resolution with the profile that `options.profile` may have chosen. Raises InvalidInput naming the path.
+    Returns the resolution, with the profile that the parameter `profile` may have chosen. Raises InvalidInput that
+    names the path.
     """
     request = _Parameters(body, side)
     resolved = _chosen_profile(resolved, *request.get("profile"))
@@ -211,7 +216,7 @@ def run_options(
         run = altered(usual, **{name: getattr(run, name) for name in RunOptions.__struct_fields__})
     on_error = one_of(*request.get("on_item_error"), choices={"slot": "slot", "fail": "fail"}, default=on_item_error)
     timing = one_of(*request.get("timing"), choices={"request": "request", "items": "items"}, default="request")
-    if operation == "extract":  # no family follows a schema
+    if operation == "extract":  # no family supports a schema
         used -= {"output_schema"}
     unused = list(itertools.islice(request.unused(used), MAX_WARNINGS))
     if unused and strict:
@@ -231,8 +236,8 @@ def run_options(
 def _merged(
     entry: ModelEntry, defaults: RunDefaults, request: _Parameters, operation: Operation, names: frozenset[str]
 ) -> RunOptions:
-    """`names`: the parameters that only this family reads."""
-    parameters = _family_parameters(defaults, request, names)
+    """Merge all parameters. `names` are the parameters that only this family reads."""
+    parameters = _family_parameters(entry, defaults, request, names)
     common: dict[str, Any] = {
         "truncate": truncate(*request.get("truncate"), default=defaults.truncate or "END"),
         "max_tokens": _max_tokens(entry, *request.get("max_seq_length")),
@@ -245,12 +250,14 @@ def _merged(
 
 
 def _neutral(entry: ModelEntry) -> frozenset[str]:
-    """The parameters of NEUTRAL, and the instruction of a model for which it is the query."""
+    """Return the parameters of NEUTRAL. For a model whose query is its instruction, add `instruction`."""
     return frozenset(NEUTRAL) | (frozenset({"instruction"}) if families.row(entry.family).needs_instruction else set())
 
 
 def altered(usual: RunOptions, **changes: Any) -> RunOptions:
-    """`usual` with these fields. Where one differs, the answers have another fingerprint (`RunOptions.variant`)."""
+    """Return `usual` with these fields changed. If one of them differs, the answers have another fingerprint
+    (`RunOptions.variant`).
+    """
     differing = {name: value for name, value in changes.items() if value != getattr(usual, name)}
     if not differing:
         return usual
@@ -259,7 +266,9 @@ def altered(usual: RunOptions, **changes: Any) -> RunOptions:
 
 
 def prompt_template(entry: ModelEntry, path: str, name: Any) -> str:
-    """The template of a prompt that a request names at `path`. Raises InvalidInput for a name that the model lacks."""
+    """Return the template of a prompt that a request names at `path`. Raises InvalidInput for a name that the model
+    lacks.
+    """
     prompts = templates(entry)
     if not isinstance(name, str) or name not in prompts:
         expected = (
@@ -272,8 +281,8 @@ def prompt_template(entry: ModelEntry, path: str, name: Any) -> str:
 
 
 def unpooled(entry: ModelEntry, run: RunOptions) -> RunOptions:
-    """`run` with the last hidden state of each token in place of its outputs. Raises InvalidInput if the model gives
-    none.
+    """Return `run` with the last hidden state of each token as its only output. Raises InvalidInput if the model gives
+    no hidden states.
     """
     if not families.row(entry.family).gives_vectors or "dense" not in entry.outputs:
         message = f"{entry.id} gives no embeddings of tokens, only dense text encoders do"
@@ -284,20 +293,20 @@ def unpooled(entry: ModelEntry, run: RunOptions) -> RunOptions:
 
 
 def counting(run: RunOptions) -> RunOptions:
-    """Options of a tokenize that counts the tokens of inputs that `run` would encode: with the prompt, before
-    truncation.
+    """Return the options of a tokenize that counts the tokens of inputs that `run` would encode: with the prompt,
+    before truncation.
     """
     return RunOptions(outputs=(), prefix=run.prefix, suffix=run.suffix, parameters={"count": True})
 
 
 def tokenizing(prefix: str = "", suffix: str = "", *, add_special_tokens: bool = True) -> RunOptions:
-    """Options of a tokenize that returns the tokens of prefix + text + suffix."""
+    """Return the options of a tokenize that returns the tokens of prefix + text + suffix."""
     parameters: dict[str, Any] = {} if add_special_tokens else {"add_special_tokens": False}
     return RunOptions(outputs=(), prefix=prefix, suffix=suffix, parameters=parameters)
 
 
 def decoding(*, skip_special_tokens: bool = True) -> RunOptions:
-    """Options of a decode."""
+    """Return the options of a decode."""
     return RunOptions(outputs=(), parameters={} if skip_special_tokens else {"skip_special_tokens": False})
 
 
@@ -328,7 +337,9 @@ def _encode(
 
 
 def _takes_instruction(entry: ModelEntry, defaults: RunDefaults, operation: Operation) -> bool:
-    """Whether an instruction of a request has a meaning: an empty one of the profile says that none has."""
+    """Return whether an instruction of a request has an effect. An empty instruction of the profile means that none
+    has.
+    """
     if defaults.instruction == "":
         return False
     if operation != "score" or entry.family not in FAMILIES or FAMILIES[entry.family].gives_vectors:
@@ -341,7 +352,7 @@ def _score(
 ) -> dict[str, Any]:
     if entry.pair:
         instruction = _instruction(entry, defaults, request)
-        # a piece for the instruction alone has no meaning without one
+        # without an instruction, a piece that has only the instruction is left out
         pieces = [piece for piece in entry.pair if instruction or "{instruction}" not in piece or _FIELD.search(piece)]
         return {"outputs": (), "pieces": tuple(_cut(piece, instruction) for piece in pieces)}
     if not families.row(entry.family).gives_vectors:
@@ -385,18 +396,25 @@ def _extract(
     return {"outputs": (), "labels": tuple(labels or ()), "threshold": parameters.get("threshold")}
 
 
-def _family_parameters(defaults: RunDefaults, request: _Parameters, names: frozenset[str]) -> dict[str, Any]:
-    """The options `names`, which only this family reads. A family of another package checks its own."""
+def _family_parameters(
+    entry: ModelEntry, defaults: RunDefaults, request: _Parameters, names: frozenset[str]
+) -> dict[str, Any]:
+    """Return the options `names`, which only this family reads. A family of another package checks its own options."""
     parameters = dict(defaults.parameters or {})
     for name in names:
         path, value = request.get(name)
         if value is not None:
             parameters[name] = CHECKS[name](path, value) if name in CHECKS else any_value(path, value)
+    if entry.family in FAMILIES and not parameters.get("raw_scores"):
+        for name in names & THRESHOLDS:
+            path, value = request.get(name)
+            if value is not None:
+                check_fraction(path, value)
     return parameters
 
 
 def _cut(piece: str, instruction: str) -> tuple[str, ...]:
-    """A piece of a pair template as literal text, then in turn a field and literal text, so that braces in an
+    """Split a piece of a pair template into literal text, then in turn a field and literal text. So braces in an
     instruction have no meaning.
     """
     parts = _FIELD.split(piece)
@@ -521,7 +539,7 @@ def _instruction(entry: ModelEntry, defaults: RunDefaults, request: _Parameters)
 
 
 def _template(entry: ModelEntry, defaults: RunDefaults, request: _Parameters, *, is_query: bool) -> str:
-    """The model's template of the prompt that the request names, else of the side that its texts are on."""
+    """Return the model's template of the prompt that the request names, or else of the side of its texts."""
     if request.is_set("prompt_name"):
         path, name = request.get("prompt_name")
         return "{text}" if name is None else prompt_template(entry, path, name)
@@ -532,7 +550,7 @@ def _template(entry: ModelEntry, defaults: RunDefaults, request: _Parameters, *,
 
 
 def _is_prompted_unasked(entry: ModelEntry, defaults: RunDefaults, request: _Parameters) -> bool:
-    """Whether texts have a document prompt that neither the request nor the model's library asks for."""
+    """Return whether texts get a document prompt that neither the request nor the model's library asks for."""
     if request.side(defaults) != "document" or request.is_set("doc_template"):
         return False
     prompts = templates(entry)
@@ -548,10 +566,10 @@ def _prompt(
     is_query: bool,
     instructed: bool = True,
 ) -> tuple[str, str]:
-    """The prompt before and after the text, by the request's own template, else by `template`. A bare one puts the
-    instruction before the text, if the text is `instructed`.
+    """Return the prompt before and after the text. It comes from the request's own template, or else from `template`.
+    If the template is only `{text}` and the text is `instructed`, the instruction is put before the text.
 
-    The template is split at its own `{text}` first, so braces of a client have no meaning.
+    The template is split at its own `{text}` first, so that braces of a client have no meaning.
     """
     path, own = request.get("query_template" if is_query else "doc_template")
     template = text(path, own) or template

@@ -3,8 +3,8 @@
     a file with sie_id ──► translated ──► Translation: an entry, and the fields that have no counterpart
                                └ ValidationFailed: the field for which no family here has a counterpart
 
-Such a file names a class of the public server for each profile. The class decides the family. What the file does not
-say is taken from the entry that the catalogue has of the same model.
+A model file names a class of the public server for each profile. The class decides the family. Values that the file
+lacks are taken from the entry that the catalogue has of the same model.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from sie_contracts.names import in_words
 
 @dataclass(frozen=True)
 class _Kind:
-    """Counterpart of a class of the public server. `extracts`: the outputs of its task `extract`. `is_complete`:
-    whether a file says enough for an entry; else the prompts come from the entry that the catalogue has.
+    """Counterpart of a class of the public server. `extracts`: the outputs of its task `extract`. `is_complete`: the
+    file has all values of an entry. Otherwise the prompts come from the entry of the catalogue.
     """
 
     family: str
@@ -96,7 +96,7 @@ _KINDS: Mapping[str, _Kind] = {
     "StablebridgePrunerAdapter": _Kind("pruner", ("entities",)),
 }
 
-# Options with a counterpart: the part of an entry and its field there.
+# option that has a counterpart -> part of an entry, and the field there
 _LOADTIME = {
     "append_eos": ("load", "append_eos"),
     "causal": ("load", "causal"),
@@ -152,7 +152,7 @@ _PAIRS = {
         _TURN,
     ),
 }
-"""The pieces of a pair by the name that files have for them."""
+"""Pieces of a pair template, by the name of the input format in a file."""
 
 
 class _Dim(msgspec.Struct, frozen=True):
@@ -198,7 +198,7 @@ class _Model(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Translation:
-    """An entry as it is written, and the fields of the file that it ignores, each with the reason."""
+    """An entry in the form of a document, and the fields of the file that are ignored, each with the reason."""
 
     entry: dict[str, Any]
     ignored: tuple[str, ...] = ()
@@ -217,14 +217,14 @@ class _Draft:
 
 
 def is_public(raw: Any) -> bool:
-    """Whether a document is a model file of the public SIE."""
+    """Return whether a document is a model file of the public SIE."""
     return isinstance(raw, dict) and "id" not in raw and ("sie_id" in raw or "hf_id" in raw)
 
 
 def translated(raw: Mapping[str, Any], present: Mapping[str, Any] | None = None) -> Translation:
-    """The entry that a model file means. `present`: the entry that the catalogue has of the same model.
+    """Translate a model file into an entry. `present` is the entry that the catalogue has of the same model.
 
-    Raises ValidationFailed for a model that no family here computes, and for a file that says too little.
+    Raises ValidationFailed for a model that no family here computes, and for a file that lacks necessary values.
     """
     try:
         model = msgspec.convert(raw, _Model)
@@ -260,7 +260,7 @@ class _Translator:
             if name != base and (profile := self._profile(name, kind, own, outputs)) is not None:
                 profiles[name] = profile
         self._ignored |= own.ignored
-        if own.run.get("normalize"):  # which is the default
+        if own.run.get("normalize"):  # true is the default
             del own.run["normalize"]
         parts = {name: part for name in ("load", "run", "head", "prompts") if (part := getattr(own, name))}
         entry: dict[str, Any] = {
@@ -281,7 +281,7 @@ class _Translator:
         return Translation({**entry, **rest}, tuple(f"{path}: {why}" for path, why in self._ignored.items()))
 
     def _kind(self, profile: str) -> _Kind:
-        """Return the counterpart of the class of a profile."""
+        """Return the counterpart of the class of a profile. Raises ValidationFailed."""
         loc = f"$.profiles.{profile}.adapter_path"
         name = (self._flat(profile).adapter_path or "").rpartition(":")[2]
         if not name:
@@ -300,7 +300,9 @@ class _Translator:
         return kind
 
     def _flat(self, name: str) -> _PublicProfile:
-        """A profile with what it takes from another one: its options replace those of the other one as a whole."""
+        """Return a profile with the values that it inherits from another profile. If it has options of its own, they
+        replace the inherited options as a whole.
+        """
         profile = self._model.profiles[name]
         parent = self._model.profiles.get(profile.extends or "")
         if parent is None:
@@ -315,7 +317,7 @@ class _Translator:
         )
 
     def _name_unread(self) -> None:
-        """Name the fields that no entry has."""
+        """List the fields that no entry has as ignored."""
         for name, value in self._raw.items():
             if name not in _Model.__struct_fields__ and value:
                 self._ignored[str(name)] = _WHY.get(str(name), _NOTHING)
@@ -357,7 +359,8 @@ class _Translator:
         if widths and not families.row(kind.family).gives_vectors:
             raise _refused("$.tasks.encode", f"a {kind.family} gives no vectors")
         found = dict(widths)
-        if tasks.score is not None and widths.keys() != {"multivector"}:  # which is scored by MaxSim in any case
+        # a model with multivectors alone is scored by MaxSim in any case
+        if tasks.score is not None and widths.keys() != {"multivector"}:
             found["score"] = 0
         if tasks.extract is not None:
             found |= dict.fromkeys(kind.extracts, 0)
@@ -370,7 +373,9 @@ class _Translator:
     def _max_tokens(self) -> int:
         found = self._model.max_sequence_length or self._present.get("max_tokens")
         if not isinstance(found, int):
-            raise _refused("$.max_sequence_length", "expected how many tokens a text may have, which the model decides")
+            raise _refused(
+                "$.max_sequence_length", "expected the maximum number of tokens of a text, which depends on the model"
+            )
         return found
 
     def _profile(self, name: str, kind: _Kind, own: _Draft, outputs: Mapping[str, int]) -> dict[str, Any] | None:
@@ -435,7 +440,7 @@ class _Translator:
 
     @staticmethod
     def _is_clear(option: str, value: Any, outputs: Mapping[str, int]) -> bool:
-        """Whether an option says only what the entry says elsewhere."""
+        """Return whether an option adds nothing to the values of the entry."""
         return (option == "pooling" and "dense" not in outputs) or (
             option == "token_dim" and value == outputs.get("multivector")
         )
@@ -467,14 +472,14 @@ class _Translator:
 
 
 def _overlaid(below: Any, above: Any) -> Any:
-    """`above` over `below`, map by map."""
+    """Return `above` overlaid on `below`, map by map."""
     if not (isinstance(below, Mapping) and isinstance(above, Mapping)):
         return above
     return {**below, **{key: _overlaid(below.get(key), value) for key, value in above.items()}}
 
 
 def _beside(own: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of `other` that are not so in `own`."""
+    """Return the keys of `other` whose values differ from those in `own`."""
     return {key: value for key, value in other.items() if own.get(key) != value}
 
 

@@ -1,13 +1,12 @@
-"""Trust in a catalogue entry: the code and the paths that it may make a worker run and read. The operator decides it,
-never the author of an entry.
-
+"""Trust in a catalogue entry: the code that it may make a worker run, and the paths that it may make a worker read. The
+operator decides about trust, never the author of an entry.
     claims(entry)  code: load.trust_remote_code, weights.package, a family of another distribution
                    path: weights.path, golden and run.lora that name a path of the file system
     allowed        claims of entries of the package and of SIE_MODELS_DIR; code by SIE_ALLOW_REMOTE_CODE; paths below
                    the models folder or a folder of SIE_MODEL_PATHS
 
 The config service checks each write over HTTP. An adapter checks each entry before it loads it, by its own settings and
-its own file system: what comes over the broker may have been written by anybody who could reach the broker.
+its own file system: anybody who can reach the broker may have written an entry that comes over the broker.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from sie_contracts.models.bundles import BundleEntry
 from sie_contracts.models.entries import ModelEntry
 
 USUAL = "./models"
-MAX_FILES = 10_000  # of a folder of weights that is looked through for links
+MAX_FILES = 10_000  # files of a folder of weights that is searched for links
 
 
 @dataclass(frozen=True)
 class Claim:
-    """One thing that an entry asks for. `value` is a path, or the code that would run. `loc` is the field; claims that
-    differ in it alone are equal.
+    """A permission that an entry needs. `value` is a path, or the code that would run. `loc` is the field. Claims that
+    differ only in `loc` are equal.
     """
 
     kind: Literal["code", "path"]
@@ -46,7 +45,7 @@ class TrustRefusal:
 
 
 def claims(entry: ModelEntry, families: Iterable[str]) -> list[Claim]:
-    """List the claims of an entry that need permission. `families` are those of the distribution itself."""
+    """List the claims of an entry that need permission. `families` are the families of this distribution."""
     weights = entry.weights
     source = weights.path or weights.package or f"{weights.hub}@{weights.revision}"
     claimed = []
@@ -69,7 +68,7 @@ def claims(entry: ModelEntry, families: Iterable[str]) -> list[Claim]:
 
 
 def is_place(lora: str) -> bool:
-    """Whether the name of a LoRA is a path; otherwise it is a hub repository."""
+    """Return whether the name of a LoRA is a path. Otherwise it is a hub repository."""
     return lora.startswith(("/", ".", "~"))
 
 
@@ -94,21 +93,21 @@ class Allowed:
 
 
 class Trust:
-    """The claims that are allowed: by the settings of this process, and by `own`, the entries of the package and of the
-    operator's folder.
+    """Decision on the claims of entries. The settings of this process may allow a claim. A claim is also allowed if an
+    entry of `own` has it: the entries of the package and of the operator's folder.
     """
 
     def __init__(
         self, allowed: Allowed, bundles: Iterable[BundleEntry], own: Callable[[], Iterable[ModelEntry]]
     ) -> None:
-        """`bundles`: those of the distribution; their families count as its own."""
+        """Store the settings. `bundles` are those of this distribution; their families count as its own."""
         self._allowed = allowed
         self._families = frozenset(family for bundle in bundles for family in bundle.families)
         self._own = own
 
     def refused(self, entry: ModelEntry, *, is_here: bool) -> TrustRefusal | None:
         """Return why the entry is refused; None if it is allowed. `is_here`: its files are on this machine, and are
-        searched for links that lead out.
+        searched for links that lead out of the allowed folders.
         """
         wanting = [claim for claim in claims(entry, self._families) if not self._is_allowed(claim, is_here=is_here)]
         if not wanting:
@@ -130,8 +129,8 @@ def is_bucket(url: str) -> bool:
 
 
 def is_below(path: str, folders: Iterable[str], *, is_here: bool) -> bool:
-    """Whether a path is in one of the folders once all links are resolved. If it `is_here`, each file below it must be,
-    too.
+    """Return whether a path is in one of the folders after all links are resolved. With `is_here`, each file below the
+    path must be in one of them, too.
     """
     roots = [folder.rstrip("/") + "/" for folder in folders]
 

@@ -1,11 +1,11 @@
-"""Every setting of every process: name, type, bounds, default, meaning, readers. Nothing else in SIE reads the
+"""Settings of all processes: name, type, bounds, default, meaning, readers. No other code of SIE reads the
 environment.
 
     flag > environment > machine-profile default > documented default
 
-The table has a class for each of its GROUPS; `Settings` is their sum. `load` is called once per process. A bad value
-raises SettingError, which names the variable and ends the process with status 2. Nothing is written back to the
-environment. One setting is one field, one variable and one flag (`SIE_MAX_BATCH_COST` is `--max-batch-cost`).
+The table has a class for each of its GROUPS; `Settings` inherits from all of them. `load` is called once per process. A
+bad value raises SettingError, which names the variable and ends the process with status 2. Nothing is written back to
+the environment. One setting is one field, one variable and one flag (`SIE_MAX_BATCH_COST` is `--max-batch-cost`).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
+from sie_contracts import client_environment
 from sie_contracts.settings.batching import BatchingSettings
 from sie_contracts.settings.cluster import ClusterSettings
 from sie_contracts.settings.models import EngineSettings, ModelSettings, WeightSettings
@@ -86,12 +87,12 @@ class Settings(
 
     @property
     def profile(self) -> str:
-        """The machine profile in force."""
+        """Return the machine profile that applies."""
         return self.machine_profile or self.gpu_type or self.pool
 
     @property
     def pool_size(self) -> int:
-        """Connections to the adapter for batches."""
+        """Return the number of connections to the adapter for batches."""
         return self.ipc_pool_size or self.max_concurrent_batches
 
     @property
@@ -100,7 +101,7 @@ class Settings(
 
     @property
     def tracing(self) -> Tracing:
-        """All that tracing reads."""
+        """Return the settings that tracing reads."""
         protocol = self.otel_exporter_otlp_traces_protocol or self.otel_exporter_otlp_protocol
         endpoint = self.otel_exporter_otlp_traces_endpoint or self.otel_exporter_otlp_endpoint
         if protocol == "http/protobuf":
@@ -122,11 +123,11 @@ class Settings(
         return f"Settings({', '.join(f'{row.field}={shown(row, getattr(self, row.field))}' for row in ROWS)})"
 
 
-# Measured values that beat a documented default on one kind of machine. The documented default itself stays. cpu: 4,096
-# tokens keep a lane busy for some 0.2 s, and more would only lengthen the wait for it; 12 messages of one short text
-# each leave a forward pass dominated by its fixed cost (bench/results/overhead.md). An adapter on a CPU has a lane for
-# each core: as many batches as the lanes take, and SIE_RUST_PIPELINE_DEPTH, bound those there, where the documented 4
-# would leave cores idle.
+# Measured values that are better than a documented default on one kind of machine. The documented default itself stays.
+# cpu: 4,096 tokens keep a lane busy for about 0.2 s. More tokens would only lengthen the wait for the lane. With 12
+# messages of one short text each, the fixed cost dominates a forward pass (bench/results/overhead.md). An adapter on a
+# CPU has a lane for each core. The lanes and SIE_RUST_PIPELINE_DEPTH limit the batches there, so the limit of
+# SIE_MAX_CONCURRENT_BATCHES is high: the documented 4 would leave cores idle.
 MACHINE_PROFILE_DEFAULTS: Mapping[str, Mapping[str, str]] = {
     "cpu": {
         "SIE_MAX_BATCH_COST": "4096",
@@ -139,7 +140,7 @@ MACHINE_PROFILE_DEFAULTS: Mapping[str, Mapping[str, str]] = {
 
 @dataclass(frozen=True)
 class Loaded:
-    """Settings with where each value came from, and what the operator should be told at start."""
+    """Settings, the source of each value, and warnings for the operator at start."""
 
     settings: Settings
     sources: Mapping[str, str]
@@ -173,7 +174,7 @@ def load(
     _complete_tracing(values, sources, environ)
     profile = values["machine_profile"] or values["gpu_type"] or values["pool"]
     if profile not in MACHINE_PROFILE_DEFAULTS and sources["SIE_GPU_COUNT"] != "default" and values["gpu_count"] == 0:
-        profile = "cpu"  # under a name of the operator's
+        profile = "cpu"  # the operator gave a machine without GPUs another name
     for name, raw in MACHINE_PROFILE_DEFAULTS.get(profile, {}).items():
         if sources[name] == "default":
             values[BY_NAME[name].field], sources[name] = BY_NAME[name].read(raw), f"machine profile {profile}"
@@ -185,7 +186,7 @@ def load(
 
 
 def _complete_tracing(values: dict[str, Any], sources: dict[str, str], environ: Mapping[str, str]) -> None:
-    """Complete OpenTelemetry's settings from its other variables."""
+    """Complete the tracing settings from other variables of OpenTelemetry."""
     if sources["OTEL_SERVICE_NAME"] == "default":
         attributes = dict(
             part.strip().partition("=")[::2] for part in environ.get("OTEL_RESOURCE_ATTRIBUTES", "").split(",")
@@ -214,7 +215,7 @@ def _warnings(sources: Mapping[str, str], environ: Mapping[str, str], mode: Mode
     warnings = [
         f"{name} is set, but no such setting exists"
         for name in sorted(environ)
-        if name.startswith("SIE_") and name not in BY_NAME
+        if name.startswith("SIE_") and name not in BY_NAME and name not in client_environment.NAMES
     ]
     for row in ROWS:
         if sources[row.name] not in ("flag", "environment"):
@@ -229,6 +230,8 @@ def _warnings(sources: Mapping[str, str], environ: Mapping[str, str], mode: Mode
 
 
 def default_worker_id() -> str:
-    """The host name, which is the pod's name in Kubernetes; a UUID where it says nothing."""
+    """Return the host name, which is the pod's name in Kubernetes. Return a UUID if the host name is empty or
+    `localhost`.
+    """
     name = re.sub(r"[^a-z0-9._-]", "-", socket.gethostname().lower()).strip("-._")[:63]
     return name if name and name != "localhost" else str(uuid.uuid4())

@@ -1,4 +1,4 @@
-"""One row of the table of settings, and how its values are read and shown."""
+"""Rows of the table of settings. Values are read and shown here."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COMPONENTS = ("gateway", "config", "sidecar", "adapter")
 
 
 class SettingError(Exception):
-    """A variable holds what it must not. `name` is the variable; the message never repeats a secret."""
+    """Error of a variable with an invalid value. `name` is the variable. The message never repeats a secret."""
 
     def __init__(self, name: str, message: str) -> None:
         super().__init__(f"{name}: {message}")
@@ -23,8 +23,8 @@ class SettingError(Exception):
 
 @dataclass(frozen=True)
 class SettingRow:
-    """Definition of one setting. `expected` completes "expected ..."; `waits_for` names the capability that will read
-    it.
+    """Definition of one setting. `expected` completes "expected ..."; `waits_for` names a future capability that will
+    read the setting.
     """
 
     name: str
@@ -37,12 +37,12 @@ class SettingRow:
     mode: Mode | None = None
     secret: bool = False
     waits_for: str = ""
-    heading: str = ""  # under which documents and --help show it
+    heading: str = ""  # heading of the setting in documents and in --help
 
     @property
     def is_standard(self) -> bool:
-        """Whether OpenTelemetry defines the variable: a value of it that means nothing here is ignored with a warning,
-        as its specification says, since what sets it for many programs does not know this one.
+        """Return whether OpenTelemetry defines the variable. A value that SIE does not support is then ignored with a
+        warning, as the specification of OpenTelemetry says: the variable may be set for many programs together.
         """
         return self.name.startswith("OTEL_")
 
@@ -51,7 +51,9 @@ class SettingRow:
         return "--" + self.name.removeprefix("SIE_").lower().replace("_", "-")
 
     def read(self, raw: str) -> Any:
-        """The value of a flag or variable. Empty means unset where unset is the default, and is an error elsewhere."""
+        """Return the value of a flag or variable. Empty means unset if unset is the default; otherwise it is an error.
+        Raises SettingError.
+        """
         text = raw.strip()
         if not text and self.default is None:
             return None
@@ -60,7 +62,8 @@ class SettingRow:
         try:
             return self.parse(text)
         except ValueError as error:
-            hidden = self.secret or "@" in text  # a URL may hold a password, and the parser's own message a part of it
+            # a URL may hold a password, and the parser's message may repeat a part of it
+            hidden = self.secret or "@" in text
             got = "***" if hidden else repr(text[:100])
             detail = f" ({error})" if str(error) and not hidden else ""
             raise SettingError(self.name, f"got {got}, expected {self.expected}{detail}") from error
@@ -83,7 +86,7 @@ def row(
 
 
 def shown(row: SettingRow, value: Any) -> str:
-    """A value as operators may see it: secrets as stars, URLs without credentials."""
+    """Return a value in the form that operators may see: secrets as stars, URLs without credentials."""
     if value is None:
         return "(unset)"
     if row.secret:
@@ -98,7 +101,7 @@ def shown(row: SettingRow, value: Any) -> str:
 
 
 def public_url(url: str) -> str:
-    """The URLs of a comma-separated list without user names and passwords."""
+    """Return the URLs of a comma-separated list without user names and passwords."""
     shown_urls = []
     for part in url.split(","):
         pieces = urlsplit(part.strip())

@@ -10,8 +10,9 @@ from sie_contracts.settings.values import BOOL, COLLECTOR, PROTOCOL, TEXT, choic
 
 @dataclass(frozen=True)
 class Tracing:
-    """Origin and destination of spans. `exporters` of otlp and console; `protocol` and `endpoint` are those of otlp;
-    `rate` is that of the sampler traceidratio; `propagates`: whether a client's trace context is taken up.
+    """Settings of spans: their source and their destination. `exporters` may be otlp and console. `protocol` and
+    `endpoint` belong to otlp. `rate` belongs to the sampler traceidratio. `propagates`: whether the trace context of a
+    client is used.
     """
 
     enabled: bool

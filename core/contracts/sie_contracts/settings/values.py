@@ -1,4 +1,4 @@
-"""The types of setting values: what text each accepts, and what it becomes."""
+"""Types of setting values: the text that each type accepts, and the value of that text."""
 
 from __future__ import annotations
 
@@ -14,13 +14,11 @@ from urllib.parse import unquote, urlsplit
 from sie_contracts.wire.topology import pool_name
 
 Parse = Callable[[str], Any]
-Kind = tuple[str, Parse]  # what completes "expected ...", and the parser, which raises ValueError
+Kind = tuple[str, Parse]  # (text after "expected", parser that raises ValueError)
 
 
 class Secret:
-    """A string that does not print. Compare with `matches`, which takes the same time for every wrong value of a
-    length.
-    """
+    """A string that is never printed. `matches` compares it, in the same time for every wrong value of one length."""
 
     __slots__ = ("_value",)
 
@@ -113,7 +111,8 @@ def _list_of(text: str) -> tuple[str, ...]:
     return values
 
 
-_ORIGIN = re.compile(r"https?://([a-z0-9_-]+(\.[a-z0-9_-]+)*|\[[0-9a-f:]+\])(:\d{1,5})?")  # as browsers send it
+# the form in which browsers send an origin
+_ORIGIN = re.compile(r"https?://([a-z0-9_-]+(\.[a-z0-9_-]+)*|\[[0-9a-f:]+\])(:\d{1,5})?")
 _HOST = re.compile(r"\*|(\*\.)?[a-z0-9_-]+(\.[a-z0-9_-]+)*(:\d{1,5})?|\[[0-9a-f:.]+\](:\d{1,5})?", re.IGNORECASE)
 
 
@@ -131,7 +130,7 @@ def _secret(text: str) -> Secret:
 
 
 def password(text: str) -> Secret:
-    """Read a password as it is, with the spaces around it: a comparison does not know that they mean nothing."""
+    """Read a password unchanged, with the spaces around it: they are part of the password."""
     return Secret(text)
 
 
@@ -145,7 +144,7 @@ def _url(*schemes: str) -> Kind:
             pieces = urlsplit(part.strip())
             if pieces.scheme not in schemes or not pieces.netloc:
                 raise ValueError
-            _ = pieces.port  # raises ValueError out of range
+            _ = pieces.port  # raises ValueError for a port out of range
         return text
 
     return "a URL of the form " + " or ".join(f"{scheme}://..." for scheme in schemes), parse
@@ -163,7 +162,7 @@ class StoreUrl:
 
 
 def store_url(text: str) -> StoreUrl:
-    """`s3://bucket/prefix`, `gs://bucket/prefix`, `file:///path` or a path. Raises ValueError."""
+    """Parse `s3://bucket/prefix`, `gs://bucket/prefix`, `file:///path` or a path. Raises ValueError."""
     pieces = urlsplit(text)
     if not pieces.scheme and text.strip():
         return StoreUrl("file", "", os.path.abspath(text))
@@ -193,12 +192,12 @@ def _stores(text: str) -> tuple[str, ...]:
 
 
 def _sinks(text: str) -> tuple[tuple[str, Secret], ...]:
-    """Names of databases with their URLs, which may hold passwords."""
+    """Parse names of databases with their URLs, which may hold passwords. Raises ValueError."""
     sinks: dict[str, Secret] = {}
     for part in _list_of(text):
         name, equals, url = part.partition("=")
         pieces = urlsplit(url)
-        _ = pieces.port  # raises ValueError out of range
+        _ = pieces.port  # raises ValueError for a port out of range
         if not equals or not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", name) or name in sinks:
             raise ValueError
         if not pieces.scheme or not pieces.hostname:

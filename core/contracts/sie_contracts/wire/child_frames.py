@@ -1,6 +1,6 @@
-"""Between a process and a child of it that reads files of strangers, over a pair of sockets: frames of `u32 big-endian
-length + msgpack`, one job and one answer at a time. The child says `Hello` once it is ready. What it says is data of a
-process that may have been taken over by a file: it is checked, never executed.
+"""Frames between a process and its child that reads untrusted files, over a pair of sockets: `u32 big-endian length +
+msgpack`, one job and one answer at a time. The child sends `Hello` when it is ready. A malicious file may have taken
+over the child, so its messages are checked as data and never executed.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ A = TypeVar("A")
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """The child has done its imports and has its limits."""
+    """Message of a child that has done its imports and has its limits."""
 
     pid: int
 
 
 class Unusable(msgspec.Struct, frozen=True, tag=True):
-    """`what` is for the client. `raised`: the type of the exception, for the log."""
+    """Answer to a job whose file cannot be used. `what` is the text for the client. `raised` is the type of the
+    exception, for the log.
+    """
 
     number: int
     cause: Cause
@@ -35,23 +37,25 @@ class Unusable(msgspec.Struct, frozen=True, tag=True):
 
 
 class ChildFrames(Generic[J, A]):
-    """Codec for one kind of child. `jobs` and `answers` are the types that may come, or a union of them."""
+    """Codec for one kind of child. `jobs` and `answers` are the types that may come, each a type or a union of
+    types.
+    """
 
     def __init__(self, jobs: Any, answers: Any) -> None:
         self._jobs: msgspec.msgpack.Decoder[J] = msgspec.msgpack.Decoder(jobs)
         self._answers: msgspec.msgpack.Decoder[A] = msgspec.msgpack.Decoder(answers)
 
     def frame(self, message: J | A) -> tuple[bytes, bytes]:
-        """Header and body: together they would be one more copy of a file."""
+        """Return header and body of a frame separately: joining them would copy a file once more."""
         body = _encode(message)
         return _HEADER.pack(len(body)), body
 
     def job(self, body: bytes | bytearray) -> J:
-        """Raises msgspec.DecodeError."""
+        """Decode a job. Raises msgspec.DecodeError."""
         return self._jobs.decode(body)
 
     def answer(self, body: bytes | bytearray) -> A:
-        """Raises msgspec.DecodeError; a text that is not UTF-8 is one too."""
+        """Decode an answer. Raises msgspec.DecodeError, also for a text that is not UTF-8."""
         try:
             return self._answers.decode(body)
         except (UnicodeDecodeError, RecursionError) as error:

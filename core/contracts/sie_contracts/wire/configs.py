@@ -1,12 +1,12 @@
-"""The catalogue on its way from the config service to its readers.
+"""Messages and replies that carry the catalogue from the config service to its readers.
 
     config service ──ConfigDelta, over NATS──────────────────► gateways, sidecars
                    ──ConfigExport, ConfigEpoch, over HTTP────► gateways, sidecars
                    ──replies of /v1/configs, also by gateways──► clients
 
 The rules of evolution of the structs are those of `messages`. The config service and every gateway answer the reads of
-`/v1/configs` with the functions here, so that both replies are equal. A document is JSON, or YAML where `Accept` asks
-for it. `config_shape` is the shape of an error of these routes.
+`/v1/configs` with the functions here, so that both replies are equal. A document is JSON, or YAML if `Accept` asks for
+it. `config_shape` gives the form of an error of these routes.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _YAMLS = frozenset({YAML, "application/yaml", "text/yaml", "text/x-yaml"})
 
 
 class ConfigDelta(msgspec.Struct, frozen=True, omit_defaults=True, tag="delta/1"):
-    """One committed write of the catalogue. `entry` is null for a removal.
+    """A committed write of the catalogue. `entry` is null for a removal.
 
-    A reader applies it only at the epoch `previous`. A reader that follows one bundle may also be at an earlier epoch,
-    down to `since`, the epoch of the previous write that concerned the bundle (empty: `previous`).
+    A reader applies the delta only at the epoch `previous`. A reader that follows one bundle may also be at an earlier
+    epoch, down to `since`, the epoch of the previous write that concerned the bundle (empty: `previous`).
     """
 
     producer: str
@@ -46,7 +46,7 @@ class ConfigDelta(msgspec.Struct, frozen=True, omit_defaults=True, tag="delta/1"
 
 
 class ConfigModel(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One entry of an export. `written`: the number, as epochs count, of the write that made this revision (0: not
+    """An entry of an export. `written`: number, in the count of epochs, of the write that made this revision (0: not
     known).
     """
 
@@ -59,8 +59,8 @@ class ConfigModel(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ConfigEpoch(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The present epoch of the catalogue. `bundles`: the epoch of the last write that concerned each bundle, where it
-    is known.
+    """The present epoch of the catalogue. `bundles`: epoch of the last write that concerned each bundle, if it is
+    known.
     """
 
     epoch: str
@@ -70,7 +70,7 @@ class ConfigEpoch(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ConfigExport(msgspec.Struct, frozen=True, omit_defaults=False):
-    """The whole catalogue at one epoch. `bundle_config_hashes`: of the models of each bundle."""
+    """The whole catalogue at one epoch. `bundle_config_hashes`: hash of the models of each bundle."""
 
     epoch: str
     models: tuple[ConfigModel, ...]
@@ -84,8 +84,8 @@ decode_delta = msgspec.msgpack.Decoder(ConfigDelta).decode
 
 
 def negotiated(accept: str, default: str) -> str:
-    """JSON or YAML: the one to which `Accept` gives the highest weight, the first of equals; `default` if it names
-    neither.
+    """Return the content type, JSON or YAML, to which `Accept` gives the highest weight, the first of equals. Return
+    `default` if it names neither.
     """
     best, chosen = 0.0, default
     for part in accept.split(","):
@@ -108,7 +108,7 @@ def _weight(parameters: str) -> float:
 
 
 def rendered(document: Any, content_type: str) -> bytes:
-    """A document of builtins as JSON or YAML."""
+    """Encode a document of builtins as JSON or YAML."""
     if content_type == JSON:
         return msgspec.json.encode(document)
     import yaml
@@ -117,8 +117,8 @@ def rendered(document: Any, content_type: str) -> bytes:
 
 
 def listed(model: str, document: Mapping[str, Any], source: str, note: str = "") -> dict[str, Any]:
-    """One row of the list of models. The row of an alias also has its targets; `note` is why a model is at this
-    revision, where no person decided it.
+    """Return a row of the list of models. The row of an alias also has its targets. `note` says why a model is at this
+    revision if no person decided it.
     """
     named = {"alias": document["alias"]} if "alias" in document else {}
     if note:
@@ -127,14 +127,14 @@ def listed(model: str, document: Mapping[str, Any], source: str, note: str = "")
 
 
 def bundle_of(bundles: Mapping[str, BundleEntry], name: str) -> dict[str, Any]:
-    """A bundle as a document. Raises NotFound."""
+    """Return a bundle as a document. Raises NotFound."""
     if name not in bundles:
         raise NotFound(f"no bundle named {name[:100]!r}; there are {', '.join(sorted(bundles))}", param="id")
     return {"id": name, **_bundle(bundles[name])}
 
 
 def bundle_list(bundles: Mapping[str, BundleEntry]) -> dict[str, Any]:
-    """All bundles, in the order in which they are preferred."""
+    """Return all bundles, the preferred one first."""
     return {"bundles": [{"bundle_id": bundle.id, **_bundle(bundle)} for bundle in bundling.ordered(bundles)]}
 
 
@@ -160,8 +160,8 @@ def resolution(catalogue: Catalogue, raw: bytes) -> dict[str, Any]:
         field = unknown_fields[0][:60]
         if suggestion := did_you_mean(field, ("model", "bundle")):
             raise InvalidInput(f"{field}: no such field{suggestion}", reason="schema", param=field)
-        # it may be content, which no error repeats
-        raise InvalidInput("body: expected model and bundle, got another field too", reason="schema", param="body")
+        # the name of the field may be content of the client, which no error repeats
+        raise InvalidInput("body: expected only model and bundle, got another field", reason="schema", param="body")
     model, bundle = body.get("model"), body.get("bundle")
     if not isinstance(model, str) or not model:
         raise InvalidInput(f"model: expected a name, got {type(model).__name__}", reason="schema", param="model")
@@ -171,7 +171,9 @@ def resolution(catalogue: Catalogue, raw: bytes) -> dict[str, Any]:
         )
     named, separator, _ = model.partition(":/")
     if bundle and separator and named != bundle:
-        raise InvalidInput("bundle: expected the one that model names, got another", reason="schema", param="bundle")
+        raise InvalidInput(
+            "bundle: expected the bundle that model names, got another bundle", reason="schema", param="bundle"
+        )
     resolved = catalogue.resolve(f"{bundle}:/{model}" if bundle and not separator else model)
     entry = resolved.entry
     return {
@@ -185,18 +187,18 @@ def resolution(catalogue: Catalogue, raw: bytes) -> dict[str, Any]:
 
 
 def digest(facts: Any) -> str:
-    """A hash of the facts, 16 hex digits. Equal facts have equal hashes."""
+    """Return a hash of the facts, 16 hex digits. Equal facts have equal hashes."""
     return hashlib.sha256(msgspec.json.encode(facts, order="sorted")).hexdigest()[:16]
 
 
 def bundle_hash(revisions: Mapping[str, int]) -> str:
-    """A hash of the models of a bundle, from their revisions."""
+    """Return a hash of the models of a bundle, from their revisions."""
     return digest(revisions)
 
 
 def has_seen(epoch: str, required: str) -> bool:
-    """Whether a reader at `epoch` has every write up to `required`. Epochs of different buckets cannot be compared:
-    False.
+    """Return whether a reader at `epoch` has every write up to `required`. Return False for epochs of different
+    buckets, which cannot be compared.
     """
     created, _, last = epoch.rpartition(":")
     required_created, _, required_last = required.rpartition(":")
@@ -215,12 +217,12 @@ def model_status(
     revision_at: Callable[[str], int | None],
     source: str,
 ) -> dict[str, Any]:
-    """Report the gateways (epoch by id) and the workers that serve each revision of a model. Its present revision was
-    made at the epoch `since`.
+    """Report the gateways (epoch by id) and the workers that serve each revision of a model. The write at the epoch
+    `since` made its present revision.
 
-    `bundles`: those that can serve it, each with its hash and its workers; None for an alias, which only gateways have.
-    A bundle without workers counts as acknowledged: a worker that starts reads the present catalogue. `revision_at`
-    gives the revision at an epoch; None if it is not known here.
+    `bundles`: the bundles that can serve the model, each with its hash and its workers; None for an alias, which only
+    gateways have. A bundle without workers counts as acknowledged: a worker that starts reads the present catalogue.
+    `revision_at` returns the revision at an epoch; None if it is not known here.
     """
 
     def reader(name: str, reader_epoch: str) -> dict[str, Any]:
@@ -275,6 +277,6 @@ def _copy(beat: Heartbeat, model: str) -> dict[str, str]:
 
 
 def config_shape(error: SIEError, request_id: str, errors: list[dict[str, Any]] | None) -> tuple[int, dict[str, Any]]:
-    """The error envelope, with `detail.error` for older clients of this API."""
+    """Return the status and the error envelope, with `detail.error` for older clients of this API."""
     body = envelope(error, request_id, error.extras.get("errors", errors))
     return error.status, {**body, "detail": {**body["detail"], "error": error.code.lower()}}

@@ -1,4 +1,4 @@
-"""Reports of an adapter on its device beside its models: parts of `ipc.Description`."""
+"""Reports of an adapter about its device: parts of `ipc.Description`."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ class Shortages(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class TowerUse(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Images for which the output of a tower was needed since the process started: `hits` had one that was kept, or
-    that another thread made; `misses` were read. `held_bytes`: of the outputs that are kept.
+    """Counts of images for which the output of a tower was needed since the process started. `hits`: the output was
+    kept, or another thread was computing it. `misses`: the output was computed. `held_bytes`: bytes of the outputs that
+    are kept.
     """
 
     hits: int = 0
@@ -33,11 +34,11 @@ class RanBatch(msgspec.Struct, frozen=True, omit_defaults=True):
     """Sizes and times of a batch that the adapter ran.
 
     `number` counts the batches of this process, from 1. `ended`: wall time, seconds since 1970. `rows`: sequences on
-    the device, of `inputs` inputs of `items` work items. `tokens`: cost of the rows without what the model fills them
-    up with; `longest`: that of the longest row; `attention`: the sum of squared lengths. `wait_ms`: in this process,
-    before a lane took the batch. `padding`, `inference_ms` and `postprocess_ms` as in BatchDone. `failed`: inputs whose
-    outcome is an error; all of them if the whole batch was refused. `memory_bytes`: in use on the device after the
-    batch.
+    the device, from `inputs` inputs of `items` work items. `tokens`: cost of the rows, without the tokens with which
+    the model fills them up; `longest`: cost of the longest row; `attention`: sum of squared lengths. `wait_ms`: time in
+    this process before a lane took the batch. `padding`, `inference_ms` and `postprocess_ms` as in BatchDone. `failed`:
+    number of inputs whose outcome is an error; all inputs if the whole batch was refused. `memory_bytes`: device memory
+    in use after the batch.
     """
 
     number: int

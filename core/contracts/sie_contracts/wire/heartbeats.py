@@ -21,8 +21,8 @@ class Fetched(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ServedPrecision(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The precision in which a loaded model computes. `requested`: what its entry or profile asks for, else the
-    worker's default. `reason`: why `served` differs; empty if it does not.
+    """The precision in which a loaded model computes. `requested`: the precision that its entry or profile names, or
+    else the worker's default. `reason`: why `served` differs; empty if it does not.
     """
 
     served: str
@@ -31,19 +31,19 @@ class ServedPrecision(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ServedEngine(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Engine that computes the hidden states of a loaded model. `reason`: why it is this one."""
+    """Engine that computes the hidden states of a loaded model. `reason`: why this engine was chosen."""
 
     served: str
     reason: str = ""
 
 
 class ModelStatus(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One model on one worker. `load_s`: duration of its last load. `oldest_s`: age of the oldest work in flight for
-    it. `cost_rate`: tokens a second that the worker took in for it lately. `fetched`: progress while its weights are
-    downloaded. `crossover_tokens`: the text length at which attention takes as long as everything else (see `costs`; 0:
-    not known). `image_tokens`: what an image costs at most, and `image_vectors`, how many token vectors it has (0: not
-    known, or none). `revision`: of the entry that the state is of; `loaded_revision`: of the copy that was loaded last
-    (0: none was, or nobody knows).
+    """State of a model on a worker. `load_s`: duration of its last load. `oldest_s`: age of its oldest work in flight.
+    `cost_rate`: tokens per second of the model that the worker took in recently. `fetched`: progress while its weights
+    are downloaded. `crossover_tokens`: the text length at which attention takes as long as everything else (see
+    `costs`; 0: not known). `image_tokens`: largest cost of an image; `image_vectors`: number of token vectors of an
+    image (0: not known, or none). `revision`: revision of the entry that has this state. `loaded_revision`: revision of
+    the copy that was loaded last (0: no copy was loaded, or it is not known).
     """
 
     model: str
@@ -67,17 +67,18 @@ class ModelStatus(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True, tag="heartbeat/1"):
-    """The state of a worker, as it announces it. `ready` is false while its adapter does not answer. `leaving`: it
-    drains.
+    """The state of a worker, as it announces it. `ready` is false while its adapter does not answer. `leaving`: the
+    worker drains.
 
-    Capacity: `slots` is how many models of the usual size fit (0: not known). `rate`: tokens a second while the device
-    is busy (0: not measured yet). `held_cost`: tokens in flight. `credit_cost` and `credit_items`: upper bounds of
-    tokens and messages in flight (0: not announced). `batch_cost`: upper bound of tokens in a batch. `pipeline`: upper
-    bound of batches at the adapter.
+    Capacity: `slots` is the number of models of usual size that fit (0: not known). `rate`: tokens per second while the
+    device is busy (0: not measured yet). `held_cost`: tokens in flight. `credit_cost` and `credit_items`: upper bounds
+    of tokens and messages in flight (0: not announced). `batch_cost`: upper bound of tokens in a batch. `pipeline`:
+    upper bound of batches at the adapter.
 
-    `pool` is the pool that the worker pulls from now. `own_pool` is its own pool, if it asks which pool to serve;
-    empty: it serves `pool` whatever is assigned. `clock_ahead_s`: its wall clock minus the broker's, as measured (None:
-    not known). `listens`: it hears its subject of assignments, so that nobody there means that it is gone.
+    `pool` is the pool from which the worker pulls now. `own_pool` is its own pool, if it asks which pool to serve. If
+    it is empty, the worker serves `pool` with any assignment. `clock_ahead_s`: its wall clock minus the broker's, as
+    measured (None: not known). `listens`: the worker subscribes to its subject of assignments. A subject without a
+    subscriber then means that the worker is gone.
     """
 
     worker: str
@@ -119,7 +120,7 @@ class LaneTraffic(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Turn(msgspec.Struct, frozen=True, array_like=True):
-    """A promise to a client whose request was refused: it may come again in `due_s` seconds with a request of `cost`
+    """A promise to a client whose request was refused: in `due_s` seconds the client may send a request of `cost`
     tokens. `client` is a digest.
     """
 
@@ -129,10 +130,11 @@ class Turn(msgspec.Struct, frozen=True, array_like=True):
 
 
 class QueuedWork(msgspec.Struct, frozen=True, array_like=True):
-    """One model (`residency`) at one priority of a lane, as a gateway sees it.
+    """Work of one model (`residency`) at one priority of a lane, at one gateway.
 
-    `tokens`: of this gateway, in the queue. `rate`: tokens a second of this gateway that leave the queue (0: not
-    known). `turns`: promised since the last announcement. `claimed`: clients whose turn came.
+    `tokens`: tokens of this gateway in the queue. `rate`: tokens of this gateway that leave the queue per second (0:
+    not known). `turns`: turns that were promised since the last announcement. `claimed`: clients that have claimed
+    their turn.
     """
 
     pool: str
@@ -147,11 +149,11 @@ class QueuedWork(msgspec.Struct, frozen=True, array_like=True):
 
 
 class GatewayBeat(msgspec.Struct, frozen=True, omit_defaults=True, tag="gateway/1"):
-    """The state of a gateway, as it announces it to all gateways each second.
+    """State of a gateway, which it announces to all gateways each second.
 
-    `traffic` by lane and priority: `pool.machine profile.bundle.priority`. `qps`: inference requests answered per
-    second lately. `config_epoch`: of the catalogue that it serves. `queued`: its work in the queue; announced only
-    while there are other gateways, then five times a second.
+    `traffic` is keyed by lane and priority: `pool.machine profile.bundle.priority`. `qps`: inference requests answered
+    per second recently. `config_epoch`: epoch of the catalogue that the gateway serves. `queued`: its work in the
+    queue. It is announced only while there are other gateways, and then five times a second.
     """
 
     gateway: str

@@ -1,13 +1,14 @@
-"""Sidecar to adapter, over a Unix socket: frames of `u32 big-endian length + msgpack`.
+"""Protocol between sidecar and adapter, over a Unix socket: frames of `u32 big-endian length + msgpack`.
 
-A batch connection carries one `RunBatch` at a time: the sidecar sends it, the adapter answers `BatchStarted` when the
-device takes the batch and `BatchDone` (or `Refused`) at its end; or one `EnsureReady` or `EnsureLora`, which lasts as
-long as the load; or a `Ping` that permits to unload models. The control connection carries the short questions, one
-question and one answer at a time, so that a health check never queues behind a large frame or a load.
+A batch connection carries one request at a time. The sidecar sends a `RunBatch`. The adapter answers `BatchStarted`
+when the device takes the batch and `BatchDone` (or `Refused`) at its end. Or the connection carries an `EnsureReady` or
+`EnsureLora`, which lasts as long as the load, or a `Ping` that permits unloading models. The control connection carries
+the short requests, one request and one answer at a time, so that a health check never queues behind a large frame or a
+load.
 
 The sidecar decides which models may be unloaded, and in what order: `may_drop` of a request names them. The adapter
-decides when, takes the first one first, and names in `dropped` of its reply those that were. It keeps neither list: a
-model that no request names stays loaded.
+decides when. It unloads the first model first, and names the unloaded models in `dropped` of its reply. The adapter
+keeps neither list: a model that no request names stays loaded.
 
 Token ids, given vectors, pixels, features and results travel as one block of bytes each. `lengths` and `ids` are
 little-endian int32, `features` are float32, `types` and `pixels` are uint8.
@@ -31,8 +32,8 @@ from sie_contracts.wire.heartbeats import Fetched
 from sie_contracts.wire.messages import Mention, Operation, Outcome, RunOptions
 
 MAX_FRAME_BYTES = 1 << 30
-MAX_REQUEST_BYTES = 128 << 20  # what an adapter reads: 32 million token ids
-FRAME_TIMEOUT_S = 30.0  # from the first byte of a frame to its last
+MAX_REQUEST_BYTES = 128 << 20  # largest frame that an adapter reads: 32 million token ids
+FRAME_TIMEOUT_S = 30.0  # seconds from the first byte of a frame to its last
 PROTOCOL = 3
 IMAGE_KEY_BYTES = 16
 
@@ -40,11 +41,13 @@ _HEADER = struct.Struct(">I")
 
 
 class FrameError(Exception):
-    """The peer closed the connection inside a frame, stalled inside a frame, or sent a message of another protocol."""
+    """Error of a peer that closed the connection inside a frame, stalled inside a frame, or sent a message of another
+    protocol.
+    """
 
 
 class Ping(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Health check. Answered by Pong, from the adapter's own account of its inference threads.
+    """Health check. Answered by Pong, from the adapter's record of its inference threads.
 
     `may_drop`: models that may be unloaded now if memory is above the threshold.
     """
@@ -53,15 +56,15 @@ class Ping(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class Describe(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Asks for the process, its device and its models. Answered by Description."""
+    """Request for the state of the process, its device and its models. Answered by Description."""
 
 
 class EnsureReady(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Load this model unless it is loaded. Answered by Ready, or by Refused with MODEL_LOAD_FAILED. Loads run beside
     inference.
 
-    `entry` is the catalogue entry that the adapter must serve: it keeps no catalogue of its own. `may_drop`: models
-    that may be unloaded to make room.
+    `entry` is the catalogue entry that the adapter must serve: the adapter has no catalogue. `may_drop`: models that
+    may be unloaded to make room.
     """
 
     model: str
@@ -82,7 +85,7 @@ class EnsureLora(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class Release(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Unload. Answered by Done, also if the model was not loaded."""
+    """Unload this model. Answered by Done, also if the model was not loaded."""
 
     model: str
 
@@ -91,7 +94,7 @@ Layout = Literal["text", "pair", "pieces", "sides", "hypotheses", "spans", "pass
 
 
 class Side(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The form of the token ids of a query or of a document. A number 0 means the model's own.
+    """The form of the token ids of a query or of a document. A `limit` of 0 means the model's own limit.
 
     `marker` is inserted after the first special token. `limit` counts tokens, with the marker and all special tokens.
     `expanded` is the number of tokens to which the device fills a row up; it is part of the row's cost. If `special` is
@@ -109,20 +112,21 @@ class Rows(msgspec.Struct, frozen=True, omit_defaults=True):
 
         text        prefix + text + suffix, a row for each input
         pair        (query, text) as the tokenizer's own template joins them; the text is cut
-        pieces      the pieces of the template, tokenised one by one and joined; the one with the document is cut
+        pieces      the pieces of the template, tokenised one by one and joined; the piece with the document is cut
         sides       a row for the query, then a row for each input: the device scores each input against the query
         hypotheses  a row (text, hypothesis) for each label of each input; the text is cut
         spans       as text, with the texts and the offsets of each token in its text
         passages    a row (instruction, text) for each input, with offsets as spans; the text is cut
-        raw         the texts are sent as they are; the ids only count their cost
+        raw         the texts are sent unchanged; the ids only count their cost
 
-    `tokens`: an input may be token ids. `pairs`: an input may be two texts, joined as a pair. `vectors`: the width of
-    multivectors that an input may have in place of a text; 0: none may. `images`: how the images of an input become
-    pixels; None: an input may have none. `image_tokens`: the ids that stand for them; None: such a row has none, and an
-    input may have several images. `writes`: the answer is made beside the batches of other models, token by token or by
-    processes of the model's own: a batch may take minutes, holds no lane of the device, and ends when nobody waits.
-    `empty`: stands for an input without a text and images. `sounds`: how the sound of an input becomes features; None:
-    an input may have none. `documents`: the same of a document, of a layout raw: its file goes to the adapter as it is.
+    `tokens`: an input may be token ids. `pairs`: an input may be two texts, joined as a pair. `vectors`: width of the
+    multivectors that an input may have in place of a text; 0: an input may have none. `images`: recipe for the images
+    of an input; None: an input may have none. `image_tokens`: the ids that stand for an image; None: a row with an
+    image has no ids, and an input may have several images. `writes`: the answer is generated beside the batches of
+    other models, token by token or by processes of the model. A batch may take minutes, holds no lane of the device,
+    and ends when no client waits for it. `empty`: text for an input without a text and images. `sounds`: recipe for the
+    sound of an input; None: an input may have none. `documents`: limits of the document of an input with layout raw;
+    its file goes to the adapter unchanged; None: an input may have none.
     """
 
     layout: Layout = "text"
@@ -142,8 +146,8 @@ class Rows(msgspec.Struct, frozen=True, omit_defaults=True):
 class Group(msgspec.Struct, frozen=True, omit_defaults=True):
     """The rows `start` to `stop` of a batch. They belong to one work item, and its `options` shape the answers.
 
-    Outputs never split a batch. `inputs` is the number of outcomes of the group; -1: one for each row. `traceparent`
-    and `tracestate` are those of the work item, if it is traced.
+    Work items with different outputs may share a batch. `inputs` is the number of outcomes of the group; -1: one for
+    each row. `traceparent` and `tracestate` are those of the work item, if it is traced.
     """
 
     start: int
@@ -159,24 +163,25 @@ class Group(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class RunBatch(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """One forward pass. `lengths`: int32 [rows]; `ids`: int32 [sum of lengths]; `types`: uint8 [sum of lengths] or
-    empty. All in the order of the rows.
+    """A forward pass. `lengths`: int32 [rows]. `ids`: int32 [sum of lengths]. `types`: uint8 [sum of lengths] or
+    empty. All are in the order of the rows.
 
     `texts` are set for the layouts raw, spans and passages, one for each row. `offsets` are set for spans and passages:
-    int32 [sum of lengths, 2], first and end code point of each token, -1 for special tokens and those of the
-    instruction. `given`: int32 [rows]; a row that brings its own vectors has no ids, and `given` is the number of its
-    vectors in `vectors` (float32, all of one width); -1 for other rows. Both are empty if no row brings vectors.
-    `images`: int32 [images, 5], of each image its row, the height and the width of its pixels, and those of the
-    submitted image, upright; in the order of the rows. `pixels`: RGB, uint8 [height, width, 3]. `mentions`: those of
-    each row, of a layout raw; empty if no row has any. `sounds`: int32 [sounds, 4], of each sound its row and the shape
-    of its features. `features`: float32 [views, frames, bins]. `documents`: those of each row, as `mentions`.
-    `image_keys`: IMAGE_KEY_BYTES for each image; equal ones are those of equal pixels of one asker, and what was made
-    of one serves the other; zeros: of an image that serves no other; empty: all are such.
+    int32 [sum of lengths, 2], first and end code point of each token, -1 for special tokens and for tokens of the
+    instruction. `given`: int32 [rows]. A row that brings its own vectors has no ids, and `given` is the number of its
+    vectors in `vectors` (float32, all of one width); `given` is -1 for other rows. Both are empty if no row brings
+    vectors. `images`: int32 [images, 5], in the order of the rows: row of the image, height and width of its pixels,
+    height and width of the submitted image, upright. `pixels`: RGB, uint8 [height, width, 3] of each image. `mentions`:
+    the mentions of each row, for the layout raw; empty if no row has any. `sounds`: int32 [sounds, 4]: row of the
+    sound, and the shape of its features. `features`: float32 [views, frames, bins] of each sound. `documents`: the
+    document of each row, for the layout raw; empty if no row has any. `image_keys`: IMAGE_KEY_BYTES for each image.
+    Images of one client with equal pixels have equal keys, and an output for one of them serves the others. The output
+    for an image whose key is zeros serves no other image. If `image_keys` is empty, all keys are zeros.
 
     `pooling` empty means the model's own. Two work items share a batch only if model, revision, operation, pooling and
-    LoRA are equal. `fingerprint` is that of the loaded copy for which the batch was made; a copy with another
-    fingerprint refuses it as not loaded; empty: any copy. `traceparent` and `tracestate` are those of the batch.
-    `may_drop`: models that may be unloaded if memory runs out, or is above the threshold after the batch.
+    LoRA are equal. `fingerprint` is that of the loaded copy for which the batch was made. A copy with another
+    fingerprint refuses the batch as not loaded; empty: any copy. `traceparent` and `tracestate` are those of the batch.
+    `may_drop`: models that may be unloaded if memory runs out, or if it is above the threshold after the batch.
     """
 
     batch: str
@@ -206,13 +211,16 @@ class RunBatch(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
-    """Nobody waits any more for the batch that was sent on this connection. Never answered: the batch itself has its
-    reply as always, a refusal if this came in time. Only a model that `writes` is interrupted.
+    """Notice that no client waits any more for the batch that was sent on this connection. It is never answered. The
+    batch itself has its reply as always, a refusal if the notice came in time. Only a model that `writes` is
+    interrupted.
     """
 
 
 class ApplyConfig(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """The entry of a model changed, or was removed (None). Answered by Done once the adapter serves the new one."""
+    """Notice that the entry of a model changed, or was removed (None). Answered by Done once the adapter serves the new
+    entry.
+    """
 
     model: str
     entry: dict[str, Any] | None = None
@@ -223,7 +231,7 @@ class Drain(msgspec.Struct, frozen=True, tag=True):
 
 
 class Pong(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """`busy_s`: age of the running batch, 0 when idle; it grows while the device hangs.
+    """Answer to a Ping. `busy_s`: age of the running batch, 0 when idle; it grows while the device hangs.
 
     `dropped`: models that were unloaded. `fetching`: progress of the downloads of weights to this node, by the id of
     their entry.
@@ -237,13 +245,13 @@ class Pong(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class LoadedModel(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A resident model, as resolved on this device. `idle_s`: since its last use. `memory_bytes`: of its weights.
-    `peak_bytes`: the largest measured memory of its activations.
+    """A resident model, as resolved on this device. `idle_s`: seconds since its last use. `memory_bytes`: bytes of its
+    weights. `peak_bytes`: the largest measured memory of its activations.
 
-    `requested_precision`: what its entry asks for, else the default. `precision_reason`: why `precision` differs; empty
-    if it does not. `crossover_tokens`: the text length at which attention takes as long as everything else (see
-    `costs`); 0: time is proportional to tokens, or the length is not known. `engine` computes its hidden states, for
-    `engine_reason`.
+    `requested_precision`: the precision that its entry names, or else the default. `precision_reason`: why `precision`
+    differs; empty if it does not. `crossover_tokens`: the text length at which attention takes as long as everything
+    else (see `costs`); 0: time is proportional to tokens, or the length is not known. `engine` computes its hidden
+    states; `engine_reason` says why.
     """
 
     model: str
@@ -263,8 +271,8 @@ class LoadedModel(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Description(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """The process and its device. `utilization_percent`: how busy the device is, with any process; None if it cannot be
-    measured.
+    """Answer to Describe: the process and its device. `utilization_percent`: load of the device by all processes; None
+    if it cannot be measured.
 
     `threshold_percent`: memory use above which models are evicted. `batches`: the last batches, the newest last; None
     unless the adapter was started to keep them.
@@ -287,8 +295,8 @@ class Description(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """The model is resident. `tokenizer` is the serialised fast tokenizer (tokenizer.json), so the sidecar needs no
-    weights folder.
+    """Answer to EnsureReady: the model is resident. `tokenizer` is the serialised fast tokenizer (tokenizer.json), so
+    the sidecar needs no weights folder.
 
     `max_tokens` includes special tokens. `rows` has an entry for each operation that the model serves. `dropped`:
     models that were unloaded to make room.
@@ -303,17 +311,18 @@ class Ready(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class BatchStarted(msgspec.Struct, frozen=True, tag=True):
-    """The device takes this batch now. If the adapter dies, one of its inputs may be the cause."""
+    """Notice that the device takes this batch now. If the adapter dies, an input of the batch may be the cause."""
 
     batch: str
 
 
 class BatchDone(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """One outcome per input, group by group. Slices point into `block`; those of consecutive inputs are consecutive.
+    """Outcomes of a batch, one for each input, group by group. Slices point into `block`; those of consecutive inputs
+    are consecutive.
 
-    `inference_ms`: the forward pass. `postprocess_ms`: the epilogues and the copy to the host. `padding`: positions
-    that were computed beside the tokens. `preprocess_ms`: tokenising, for a family that does it in the adapter.
-    `dropped`: models that were unloaded. `engine` computed the hidden states.
+    `inference_ms`: time of the forward pass. `postprocess_ms`: time of the epilogues and of the copy to the host.
+    `padding`: positions that were computed in addition to the tokens. `preprocess_ms`: time of tokenising, for a family
+    that tokenises in the adapter. `dropped`: models that were unloaded. `engine` computed the hidden states.
     """
 
     batch: str
@@ -328,13 +337,15 @@ class BatchDone(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class Done(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Success. `digest`: SHA-256, in hex, of the files of the LoRA that was asked for."""
+    """Answer to a request that succeeded. `digest`: SHA-256, in hex, of the files of the requested LoRA."""
 
     digest: str = ""
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """The whole request failed. `batch` is set if it was a batch. `dropped`: models that were unloaded nevertheless."""
+    """Answer to a request that failed as a whole. `batch` is set if the request was a batch. `dropped`: models that
+    were unloaded nevertheless.
+    """
 
     error: ErrorInfo
     batch: str = ""
@@ -350,15 +361,15 @@ _replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 
 
 def frame(message: Request | Reply, cap: int = MAX_FRAME_BYTES) -> bytes:
-    """The bytes of one frame. Raises FrameError if it would pass the cap."""
+    """Return the bytes of one frame. Raises FrameError if they are more than `cap`."""
     body = _encode(message)
     if len(body) > cap:
-        raise FrameError(f"a frame of {len(body)} bytes passes the limit of {cap}")
+        raise FrameError(f"a frame of {len(body)} bytes exceeds the limit of {cap}")
     return _HEADER.pack(len(body)) + body
 
 
 def request(body: bytes) -> Request:
-    """Decode what a sidecar sent. Raises FrameError."""
+    """Decode a request of a sidecar. Raises FrameError."""
     try:
         return _requests.decode(body)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
@@ -366,7 +377,7 @@ def request(body: bytes) -> Request:
 
 
 def reply(body: bytes) -> Reply:
-    """Decode what an adapter sent. Raises FrameError."""
+    """Decode a reply of an adapter. Raises FrameError."""
     try:
         return _replies.decode(body)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
@@ -376,14 +387,14 @@ def reply(body: bytes) -> Reply:
 def _length(header: bytes | bytearray, cap: int) -> int:
     (length,) = _HEADER.unpack(header)
     if length > cap:
-        raise FrameError(f"a frame of {length} bytes passes the limit of {cap}")
+        raise FrameError(f"a frame of {length} bytes exceeds the limit of {cap}")
     return int(length)
 
 
 async def read_frame(reader: asyncio.StreamReader, cap: int = MAX_FRAME_BYTES) -> bytes:
-    """The body of the next frame; waits for its first byte without bound, for the rest at most FRAME_TIMEOUT_S.
+    """Return the body of the next frame. Wait for its first byte without a limit, for the rest at most FRAME_TIMEOUT_S.
 
-    Raises EOFError when the peer closed between frames, FrameError otherwise.
+    Raises EOFError if the peer closed the connection between frames, FrameError otherwise.
     """
     try:
         first = await reader.readexactly(1)
@@ -400,7 +411,9 @@ async def read_frame(reader: asyncio.StreamReader, cap: int = MAX_FRAME_BYTES) -
 
 
 def receive_frame(connection: socket.socket, cap: int = MAX_FRAME_BYTES) -> bytearray:
-    """`read_frame` on a blocking socket. Memory grows with what arrives, never with what a header promises."""
+    """Read a frame as `read_frame` does, from a blocking socket. Memory grows with the bytes that arrive, never with
+    the length that a header promises.
+    """
     connection.settimeout(None)
     header = bytearray(connection.recv(4))
     if not header:

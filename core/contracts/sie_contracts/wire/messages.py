@@ -1,7 +1,7 @@
 """The messages of a request over NATS: work items, their results, and dead letters.
 
-What processes announce about themselves is in `heartbeats`, values of key-value buckets are in `records`, the catalogue
-is in `configs`. All of them follow the same rules of evolution: a new field has a default, no field changes its type or
+Announcements of processes are in `heartbeats`, values of key-value buckets are in `records`, the catalogue is in
+`configs`. All of them follow the same rules of evolution: a new field has a default, no field changes its type or
 meaning, no field is renamed, and readers ignore fields that they do not know.
 """
 
@@ -25,8 +25,7 @@ PRIORITIES: tuple[Priority, ...] = get_args(Priority)
 Operation = Literal["encode", "score", "extract", "tokenize", "decode"]
 Truncate = Literal["END", "START", "NONE"]
 TOKEN_ID_BYTES = 5  # upper bound for one id in a message
-MENTION_BYTES = 16  # upper bound for one mention in a message beside its label
-
+MENTION_BYTES = 16  # upper bound for one mention in a message, without its label
 
 PIECE_CHARS = 256 << 10  # of a text that become bytes before another thread has a turn: less than 1 ms
 
@@ -42,8 +41,8 @@ def utf8_bytes(text: str) -> int:
 
 
 class Vectors(msgspec.Struct, frozen=True, array_like=True):
-    """A multivector: `rows` vectors of `width` numbers in `data`, little-endian float32, C order. None of them is NaN
-    or infinite.
+    """A multivector: `rows` vectors of `width` numbers in `data`, little-endian float32, C order. No number is NaN or
+    infinite.
     """
 
     rows: int
@@ -58,12 +57,12 @@ class Vectors(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def fits(self) -> bool:
-        """Whether `data` has the length that `rows` and `width` say."""
+        """Return whether `data` has the length that follows from `rows` and `width`."""
         return self.rows >= 0 and self.width > 0 and len(self.data) == 4 * self.rows * self.width
 
 
 class Mention(msgspec.Struct, frozen=True, array_like=True):
-    """A place in a text that a client says is of a kind: code points `start` to `end`, none of them beyond the text."""
+    """A place in a text to which a client gave a label: code points `start` to `end`, none of them beyond the text."""
 
     label: str
     start: int
@@ -71,13 +70,13 @@ class Mention(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Input(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One input of a request. Exactly the fields that the operation needs are set.
+    """An input of a request. Only the fields that the operation needs are set.
 
     `tokens`: ids of the model's own tokenizer, in place of a text. `pair`: the second text of a pair that is
     classified. `vectors`: the multivector of the text, from which a score or a MUVERA encoding is computed; if it is
-    set, the text is not read. `images`: files of images, each as the client sent it: base64 is decoded, nothing else is
-    changed. `mentions`: between which a model of relations looks for them. `audio`: the file of a sound, as images are
-    given; `document`: that of a document. A worker that does not know `vectors`, `images`, `audio` or `document` reads
+    set, the text is not read. `images`: image files as the client sent them; base64 is decoded, nothing else is
+    changed. `mentions`: a model of relations looks for relations between them. `audio`: a sound file, and `document`: a
+    document file, as the client sent them. A worker that does not know `vectors`, `images`, `audio` or `document` reads
     an empty text, so workers are upgraded before gateways.
     """
 
@@ -92,7 +91,7 @@ class Input(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the input takes in a message; the encoding adds a few more."""
+        """Return the bytes that the input takes in a message; the encoding adds a few more."""
         size = utf8_bytes(self.text) if self.text else 0
         if self.tokens is not None:
             size += TOKEN_ID_BYTES * len(self.tokens)
@@ -106,20 +105,21 @@ class Input(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def least_bytes(self) -> int:
-        """Bytes that the input takes in a message at least, which costs no look at its text."""
+        """Return the least bytes that the input takes in a message, without a look at its text."""
         size = len(self.text or "") + len(self.pair or "") + sum(map(len, self.images))
         return size + len(self.audio) + (len(self.document.data) if self.document else 0)
 
 
 class RunOptions(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Options of a request for a model: the result of all precedence rules, which every path executes identically.
+    """Options with which a model runs a request: the result of all precedence rules, which every path executes
+    identically.
 
     `prefix` and `suffix` are the prompt around a text, `query_prefix` and `query_suffix` the prompt around the query
-    that the text is scored against. `pieces` is the template of a pair, for models that have one: each piece is literal
-    text, then in turn a field (`query` or `document`) and literal text. `dimensions` and `max_tokens` 0 mean the
-    model's own. `document_tokens` is the most that is read of a document that is scored; 0: all that fits. `parameters`
-    are options of one family, with their JSON types. `variant`: a digest of the options that a request has otherwise
-    than its profile, which the fingerprint of the answer covers; empty if none.
+    against which the text is scored. `pieces` is the template of a pair, for models that have one: each piece is
+    literal text, then in turn a field (`query` or `document`) and literal text. `dimensions` and `max_tokens` 0 mean
+    the model's own. `document_tokens`: the largest number of tokens that are read of a scored document; 0: as many as
+    fit. `parameters` are options of one family, with their JSON types. `variant`: digest of the options in which a
+    request differs from its profile. The fingerprint of the answer covers it. It is empty if no option differs.
     """
 
     outputs: tuple[str, ...] = ("dense",)
@@ -148,14 +148,14 @@ class RunOptions(msgspec.Struct, frozen=True, omit_defaults=True):
 class WorkItem(msgspec.Struct, frozen=True, omit_defaults=True, tag="work/1"):
     """A chunk of a request: consecutive inputs that one worker answers together.
 
-    `first` is the position of `inputs[0]` in the request. `query` is what the inputs are scored against. `reply` is the
-    inbox of the gateway: the worker sends the result there as a request, and it is delivered once the gateway confirms
-    it. `budget_ms` counts from the broker's timestamp of the message. `endpoint` is the route's name in the worker's
-    metrics; if empty, the operation's. `traceparent` and `tracestate` are those of the request.
+    `first` is the position of `inputs[0]` in the request. The inputs are scored against `query`. `reply` is the inbox
+    of the gateway: the worker sends the result there as a request, and the result is delivered once the gateway
+    confirms it. `budget_ms` counts from the broker's timestamp of the message. `endpoint` is the route's name in the
+    worker's metrics; if empty, the operation's. `traceparent` and `tracestate` are those of the request.
 
     A chunk that is too large for a message keeps its inputs and query in the payload store, under the key `payload`;
-    `count` is then the number of inputs. `asker`: the credential of its client, as metrics name it; what a worker keeps
-    of an image serves the same asker alone; empty: nothing is kept.
+    `count` is then the number of inputs. `asker`: name of the client's credential in metrics. A worker reuses
+    cached data of an image only for the same asker. If `asker` is empty, no data is cached.
     """
 
     request: str
@@ -203,7 +203,8 @@ class Ok(msgspec.Struct, frozen=True, omit_defaults=True, tag="ok"):
     Names of arrays: `dense`, `multivector`, `tokens` (the last hidden state of each token), `sparse.indices` and
     `sparse.values`; integer dtypes also have `<name>.scale` and `<name>.offset`. `data` of tokenize has the lists
     `ids`, `texts`, `special`, `starts` and `stops` (byte offsets in the UTF-8 of the prompted text, None for special
-    tokens); `data` of decode has `text`. `tokens` counts what ran, after truncation, special tokens included.
+    tokens); `data` of decode has `text`. `tokens` counts the tokens that ran, after truncation, with special
+    tokens.
     """
 
     outputs: dict[str, ArraySlice]
@@ -215,7 +216,7 @@ class Ok(msgspec.Struct, frozen=True, omit_defaults=True, tag="ok"):
 
 
 class Failed(msgspec.Struct, frozen=True, omit_defaults=True, tag="failed"):
-    """A typed error in place of a value."""
+    """Error of an input, in place of a value."""
 
     error: ErrorInfo
 
@@ -241,8 +242,9 @@ class Stages(msgspec.Struct, frozen=True, omit_defaults=True):
 class BatchNote(msgspec.Struct, frozen=True, omit_defaults=True):
     """The batch that a chunk ran in, for `explain` and for tests of batch independence.
 
-    `padding`: positions that were computed beside the tokens. `swapped`: another model was closed to new work so that
-    this one could be loaded. `engine` computed the hidden states; empty if nothing ran.
+        `padding`: positions that were computed in addition to the tokens. `swapped`
+    : another model was closed to new work so that
+        this one could be loaded. `engine` computed the hidden states; empty if nothing ran.
     """
 
     id: str = ""
@@ -257,7 +259,7 @@ class BatchNote(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class WorkResult(msgspec.Struct, frozen=True, omit_defaults=True, tag="result/1"):
-    """One outcome per input of a chunk, in order. `block` holds all arrays; slices point into it."""
+    """Outcomes of a chunk, one for each input, in order. `block` holds all arrays; slices point into it."""
 
     request: str
     chunk: int
@@ -273,7 +275,7 @@ class WorkResult(msgspec.Struct, frozen=True, omit_defaults=True, tag="result/1"
 
 class Fragment(msgspec.Struct, frozen=True, omit_defaults=True, tag="fragment/1"):
     """Part `index` of `count` of an encoded WorkResult that is too large for one message. `digest` is the SHA-256 of
-    the whole, in hex.
+    the whole WorkResult, in hex.
     """
 
     request: str
@@ -286,8 +288,8 @@ class Fragment(msgspec.Struct, frozen=True, omit_defaults=True, tag="fragment/1"
 
 
 class CancelRequests(msgspec.Struct, frozen=True, omit_defaults=True, tag="cancel/1"):
-    """Nobody waits for these requests any more. This is a hint: a worker that misses it runs work whose result is
-    dropped.
+    """Notice that no client waits for these requests any more. It is a hint: a worker that misses it runs work whose
+    result is dropped.
     """
 
     requests: tuple[str, ...]
@@ -297,8 +299,8 @@ ResidencyAction = Literal["load", "unload"]
 
 
 class Residency(msgspec.Struct, frozen=True, omit_defaults=True, tag="residency/1"):
-    """An operator wants a model loaded or unloaded on the worker that reads this. `model`: a model or model:profile, as
-    heartbeats name it. A lost message changes nothing: heartbeats report the state.
+    """Request of an operator to load or unload a model on the worker that reads this. `model`: a model or
+    model:profile, in the form of heartbeats. A lost message changes no state, and heartbeats report the state.
     """
 
     action: ResidencyAction
@@ -308,8 +310,8 @@ class Residency(msgspec.Struct, frozen=True, omit_defaults=True, tag="residency/
 class Confirmation(msgspec.Struct, frozen=True, omit_defaults=True, tag="confirm/1"):
     """The gateway's answer to a result.
 
-    `taken`; `duplicate` of a result that was taken before; `unknown`: the gateway does not know the request any more;
-    `part`: a fragment was kept, and the others are awaited.
+    `taken`: the result was accepted. `duplicate`: a result of the same chunk was accepted before. `unknown`: the
+    gateway does not know the request any more. `part`: a fragment was stored, and the other fragments are awaited.
     """
 
     verdict: Literal["taken", "duplicate", "unknown", "part"]

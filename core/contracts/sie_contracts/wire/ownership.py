@@ -1,4 +1,4 @@
-"""Whether a folder can be trusted: who can write there decides what runs and what is read."""
+"""Trust in a folder: a user who can write there decides what runs and what is read."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def distrusted(folder: Path) -> str:
 
 
 def is_open(folder: Path) -> bool:
-    """Whether the mode lets every user write there. A mounted ConfigMap or image has such a mode although nobody can
-    write. Raises OSError.
+    """Return whether every user can write to the folder: its mode allows it, and its file system is not read-only. A
+    mounted ConfigMap or image has such a mode on a read-only file system. Raises OSError.
     """
     return bool(folder.stat().st_mode & stat.S_IWOTH) and not os.statvfs(folder).f_flag & os.ST_RDONLY

@@ -2,7 +2,7 @@
 
     demand, rate, age ──replicas──► hosts wanted per model ──► `layout`: which workers these are
 
-A model is a residency: what a worker loads as one. No clock, no I/O, no randomness.
+A model here is a residency: the copy that a worker loads. No clock, no I/O, no randomness.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-USED = 0.7  # share of a worker's rate that is planned with: the rest absorbs bursts
-LOWER_AFTER_S = 60.0  # a shorter drop in demand lowers no count
+USED = 0.7  # share of a worker's rate that the plan uses: the rest absorbs bursts
+LOWER_AFTER_S = 60.0  # seconds; a shorter drop in demand lowers no count
 
 
 @dataclass(frozen=True)
 class Replicas:
-    """Number of hosts that a model is to have. `raised_s`: when the count was last raised. `below_s`: since when fewer
-    would be enough; None if they are not.
+    """Number of hosts that a model needs. `raised_s`: time of the last raise of the count. `below_s`: time since which
+    fewer hosts would be enough; None if they are not.
     """
 
     count: int
@@ -37,14 +37,14 @@ def replicas(
     adopt_after_s: float,
     load_s: float,
 ) -> Replicas:
-    """Compute the number of hosts that a model is to have.
+    """Return the number of hosts that a model needs.
 
     `demand`: tokens a second that arrive for it. `rate`: tokens a second of one busy worker, 0 if not known. `age_s`:
     age of its oldest waiting work. `all_resident`: whether every host has it loaded. `load_s`: duration of a load.
 
-    The count is `demand` / (0.7 `rate`), at least 1 and at most `most`; it is raised to that at once. It is raised by
+    The count is `demand` / (0.7 `rate`), at least 1 and at most `most`. It rises to this value at once. It is raised by
     one more if work waits longer than `adopt_after_s` although all hosts have the model loaded, and the last raise was
-    longer ago than a load takes. It is lowered by one after each 60 s in which fewer would be enough.
+    longer ago than a load takes. It is lowered by one after each 60 s in which fewer hosts would be enough.
     """
     planned = USED * rate
     needed = 1

@@ -1,7 +1,7 @@
-"""Values that gateways and workers keep in key-value buckets of NATS: demand, placement and reservations. And the
-request for such a bucket, or for a stream of work.
+"""Values that gateways and workers keep in key-value buckets of NATS: demand, placement and reservations. The request
+for a new bucket or work stream is here, too.
 
-The rules of evolution are those of `messages`. `sie_broker.record` follows such values and changes them.
+The rules of evolution are those of `messages`. `sie_broker.record` follows these values and changes them.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from sie_contracts.wire.topology import DUPLICATE_WINDOW_S
 
 
 class StreamRequest(msgspec.Struct, frozen=True, omit_defaults=True, tag="stream-request/1"):
-    """A request to the owner of streams: make this one, or bring it up to `version`. Its name says what it holds and
-    takes; nothing else of the request does, so nobody can have a stream made that takes what is another's.
+    """A request to the owner of streams: create this stream or bucket, or update it to `version`. Its name alone
+    decides what it holds and which subjects it takes. So no process can request a stream that takes messages of another
+    process.
 
-    The sizes are those of `topology.StreamSpec`. `removed_age_s`: of a bucket.
+    The sizes are those of `topology.StreamSpec`. `removed_age_s` is for a bucket.
     """
 
     name: str
@@ -30,8 +31,8 @@ class StreamRequest(msgspec.Struct, frozen=True, omit_defaults=True, tag="stream
 
 
 class Demand(msgspec.Struct, frozen=True, omit_defaults=True, tag="demand/1"):
-    """A request needed a lane that had no ready worker. The record counts until DEMAND_LIFE_S after `at_s`, the
-    broker's time.
+    """Record of a request that needed a lane without a ready worker. It counts until DEMAND_LIFE_S seconds after
+    `at_s`, in the broker's time.
     """
 
     at_s: float
@@ -39,7 +40,7 @@ class Demand(msgspec.Struct, frozen=True, omit_defaults=True, tag="demand/1"):
 
 class Placement(msgspec.Struct, frozen=True, omit_defaults=True, tag="placement/1"):
     """Placement of the models of a lane: worker ids by model id. `at_s`: the broker's time of the last planning step.
-    `raised_s`: when each model last got one more host.
+    `raised_s`: time at which each model last got one more host.
 
     A large table is stored in parts: `parts` are their stamps, and `hosts` is empty.
     """
@@ -59,8 +60,8 @@ class PlacementPart(msgspec.Struct, frozen=True, omit_defaults=True, tag="placem
 
 
 class ReservationSpec(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Demand of a reservation: a minimum of GPUs of each machine profile, and a minimum of workers in all
-    (`minimum_worker_count`), of `bundle` if it names one. Its lease lasts `ttl_seconds`.
+    """Demand of a reservation: a minimum of GPUs of each machine profile, and a minimum of workers in total
+    (`minimum_worker_count`). If it names a `bundle`, the workers must have this bundle. Its lease lasts `ttl_seconds`.
     """
 
     name: str
@@ -74,7 +75,7 @@ class ReservationSpec(msgspec.Struct, frozen=True, omit_defaults=True):
 
 class Reservation(msgspec.Struct, frozen=True, omit_defaults=True):
     """A reservation with its lease. Times are the broker's. `takes_last`: it may take the last worker of a bundle from
-    the default pool. `owner`: the key of the credential that made it.
+    the default pool. `owner`: key of the credential that created it.
     """
 
     spec: ReservationSpec
@@ -89,7 +90,9 @@ class Reservation(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Reservations(msgspec.Struct, frozen=True, omit_defaults=True, tag="reservations/1"):
-    """All reservations by name, and by name the end of those that have ended, until their streams are removed."""
+    """Reservations by name. `ended`: the end of each reservation that has ended, by name, until its stream is
+    removed.
+    """
 
     pools: dict[str, Reservation] = {}
     ended: dict[str, float] = {}

@@ -1,8 +1,8 @@
-"""Names and settings of every subject, stream, consumer and bucket. The gateway creates consumers and has streams
-created and updated (`sie_broker.owner`); other processes verify them.
+"""Names and settings of every subject, stream, consumer and bucket. The gateway creates consumers,
+and the owner of streams (`sie_broker.owner`) creates and updates streams for it. Other processes verify them.
 
-One durable consumer per (machine profile, bundle, priority, model), on one work-queue stream per pool. Once a stream
-has its maximum of such consumers, further models share hashed slots:
+Each (machine profile, bundle, priority, model) has one durable consumer, on one work-queue stream per pool. Once a
+stream has its maximum of these consumers, further models share hashed slots:
 
     sie.work.{pool}.{machine profile}.{bundle}.{priority}.{model}
         a model's own subject, and its consumer's filter
@@ -10,8 +10,9 @@ has its maximum of such consumers, further models share hashed slots:
     sie.work.{pool}.{machine profile}.{bundle}.{priority}._s{slot}.*        the filter of the slot's consumer
 
 Filters are disjoint by construction: tokens are injective, none begins with `_s`, and the two forms differ in length.
-So messages of one model may be under both forms at the same time, each with its own consumer, and every subject says
-which consumer serves it (`consumer_of`). No name is ever decoded into a model: the id is read from the payload.
+So messages of one model may be under both forms at the same time, each form with its own consumer. Every subject
+determines the consumer that serves it (`consumer_of`). No name is ever decoded into a model: the id is read from the
+payload.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Literal
 TOPOLOGY_VERSION = 3
 
 CATALOGUE_BUCKET = "sie_catalogue"
-CATALOGUE_COPY_BUCKET = "sie_catalogue_copy"  # what was written over the API, which no file has
+CATALOGUE_COPY_BUCKET = "sie_catalogue_copy"  # copy of the documents that were written over the API, which no file has
 PLACEMENT_BUCKET = "sie_placement"
 POISON_BUCKET = "sie_poison"
 DEMAND_BUCKET = "sie_demand"
@@ -57,38 +58,43 @@ HEALTH_SUBJECT = "sie.health"
 GATEWAY_SUBJECT = "sie.gateway"
 ASSIGNED_SUBJECT = "sie.assigned"
 RESIDENCY_SUBJECT = "sie.residency"
-STREAMS_SUBJECT = "sie.streams"  # what is below it: `streams_subject`
+STREAMS_SUBJECT = "sie.streams"  # `streams_subject` adds the last token
 CONFIG_SUBJECT = "sie.config.models"
+DEFAULT_POOL = "_default"
 DUPLICATE_WINDOW_S = 120.0
-# Of work: a publisher keeps trying for 10 s, and the broker keeps a quarter of a KiB for each message of the window.
+# A shorter window is enough for work: a publisher keeps trying for 10 s. The broker keeps a quarter of a KiB for each
+# message of the window.
 WORK_DUPLICATE_WINDOW_S = 30.0
 
 _PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-")
 _POOL = re.compile(r"[A-Za-z0-9_-]{1,63}")
-_MAX_NAME = 180  # a durable's name is a folder name at the broker: 255 bytes less its own prefixes
-_MAX_LABEL = 48  # of a machine profile or bundle in it, so that the prefix of a name is never cut
+# characters; the name of a durable is a folder name at the broker, of 255 bytes less the broker's own prefixes
+_MAX_NAME = 180
+_MAX_LABEL = 48  # characters of a machine profile or bundle in a name, so that the prefix of the name is never cut
 _DIGEST = re.compile(r"_z[0-9a-f]{32}")
 
-SLOTS = 16  # for each lane and priority
+SLOTS = 16  # slots of each lane and priority
 OWN_CONSUMERS = 4096
-# each is a Raft group, which costs its brokers heartbeats and files also when it is idle
+# a replicated consumer is a Raft group, which costs its brokers heartbeats and files also when it is idle
 OWN_CONSUMERS_REPLICATED = 256
 _USUAL_MESSAGE_BYTES = 16 << 10  # a chunk of SIE_CHUNK_COST tokens at four bytes each
 _MIN_RESERVATION_BYTES = 1 << 20
-_MIN_PER_SUBJECT = 4096  # above the messages that one request can be
+_MIN_PER_SUBJECT = 4096  # more messages than one request can become
 
 
 @functools.lru_cache(1 << 15)
 def token(name: str) -> str:
-    """An injective encoding of any non-empty string into letters, digits, `-` and `_xx` (the UTF-8 bytes in hex)."""
+    """Encode a non-empty string, injectively, into letters, digits, `-` and `_xx` (the UTF-8 bytes in hex). Raises
+    ValueError for an empty string.
+    """
     if not name:
         raise ValueError("an empty name has no token")
     return "".join(char if char in _PLAIN else "".join(f"_{byte:02x}" for byte in char.encode()) for char in name)
 
 
 def _bounded(name: str, most: int = _MAX_NAME) -> str:
-    """Bound a name to `most` characters: a longer token is cut and ends in `_z` and a digest of the whole, which no
-    other token has.
+    """Cut a name to at most `most` characters. A longer name ends in `_z` and a digest of the whole name, so that it
+    equals no other token.
 
     Idempotent: a bounded token that is bounded again to fewer characters keeps the digest.
     """
@@ -99,13 +105,13 @@ def _bounded(name: str, most: int = _MAX_NAME) -> str:
 
 
 def pool_name(name: str) -> str:
-    """The canonical name of a pool: lower case; `default` is an alias of `_default`. Raises ValueError for a name that
-    cannot be part of a subject.
+    """Return the canonical name of a pool: lower case; `default` is an alias of `_default`. Raises ValueError for a
+    name that cannot be part of a subject.
     """
     if not _POOL.fullmatch(name):
         raise ValueError(f"pool {name[:70]!r}: expected 1 to 63 letters, digits, _ or -")
     lowered = name.lower()
-    return "_default" if lowered == "default" else lowered
+    return DEFAULT_POOL if lowered == "default" else lowered
 
 
 def stream_name(pool: str) -> str:
@@ -114,8 +120,8 @@ def stream_name(pool: str) -> str:
 
 @dataclass(frozen=True)
 class StreamSpec:
-    """A work queue: a message is removed when it is acknowledged, and a full stream refuses new ones. With retention
-    `limits` messages stay, and a full stream drops the oldest.
+    """Settings of a stream. With retention `workqueue`, a message is removed when it is acknowledged, and a full stream
+    refuses new messages. With retention `limits`, messages stay, and a full stream drops the oldest ones.
 
     `max_per_subject` bounds the backlog of each model separately (0: no bound). A broker drops messages above a new
     lower limit, so the limit is lowered only while there is room.
@@ -160,7 +166,7 @@ class Lane:
         return f"{self.pool}.{self.machine_profile}.{self.bundle}"
 
     def consumer_prefix(self) -> str:
-        """The prefix of the names of all consumers of this lane and of no other lane."""
+        """Return the prefix of the names of all consumers of this lane. No consumer of another lane has it."""
         return _prefix(token(self.machine_profile), token(self.bundle))
 
 
@@ -180,14 +186,14 @@ def work_stream(
 
 
 def reservation_bytes(queue_bytes: int) -> int:
-    """The size of the stream of a reservation, where a pool of its own has `queue_bytes`. A broker reserves the whole
-    size at once, and there may be 64 reservations.
+    """Return the size in bytes of the stream of a reservation, if the stream of a pool has `queue_bytes`. A broker
+    reserves the whole size at once, and there may be 64 reservations.
     """
     return max(_MIN_RESERVATION_BYTES, queue_bytes // 16)
 
 
 def pool_of(subject: str) -> str:
-    """The pool of a work subject. Raises ValueError for another subject."""
+    """Return the pool of a work subject. Raises ValueError for another subject."""
     tokens = subject.split(".", 3)
     if len(tokens) < 4 or tokens[:2] != ["sie", "work"]:
         raise ValueError(f"{subject!r} is no subject of work")
@@ -197,10 +203,10 @@ def pool_of(subject: str) -> str:
 def dead_letter_stream(
     pool: str, *, storage: str, replicas: int, queue_bytes: int = 4 * DEAD_LETTER_BYTES
 ) -> StreamSpec:
-    """The dead letters of a pool: the last ones, for DEAD_LETTER_AGE_S.
+    """Return the stream of the dead letters of a pool. It keeps the last letters, for DEAD_LETTER_AGE_S seconds.
 
     Its size is a quarter of the queue's, at most DEAD_LETTER_BYTES: a broker reserves the whole size at once, and
-    refuses what its disk does not have.
+    refuses a size that its disk does not have.
     """
     most = min(DEAD_LETTER_BYTES, queue_bytes // 4)
     return StreamSpec(
@@ -213,35 +219,35 @@ def dead_letter_subject(pool: str) -> str:
 
 
 def cancel_subject(pool: str) -> str:
-    """The subject on which a gateway says that nobody waits for a request any more."""
+    """Return the subject on which a gateway announces that no client waits for a request any more."""
     return f"sie.cancel.{pool}"
 
 
 def per_subject_limit(max_bytes: int) -> int:
-    """The maximum of messages of one model and priority: a quarter of the stream in messages of usual size, so that one
-    model with a full backlog leaves room for others.
+    """Return the maximum number of messages of one model and priority: a quarter of the stream in messages of usual
+    size, so that one model with a full backlog leaves room for others.
     """
     return max(_MIN_PER_SUBJECT, max_bytes // 4 // _USUAL_MESSAGE_BYTES)
 
 
 def own_consumers(replicas: int) -> int:
-    """The maximum of models of a stream that have a consumer of their own; the others share slots."""
+    """Return the maximum number of models of a stream that have their own consumers; the other models share slots."""
     return OWN_CONSUMERS_REPLICATED if replicas > 1 else OWN_CONSUMERS
 
 
 def work_subject(lane: Lane, priority: str, model: str) -> str:
-    """The model's own subject."""
+    """Return the model's own subject."""
     return f"{_lane_subject(lane, priority)}.{model_token(model)}"
 
 
 def model_token(model: str) -> str:
-    """The last token of all subjects of a model and of no other model."""
+    """Return the last token of all subjects of a model. No other model has it."""
     return _bounded(token(model))
 
 
 def slot_subject(lane: Lane, priority: str, model: str) -> str:
-    """The subject of a model that shares its consumer. The slot follows from the model alone, so every publisher takes
-    the same one.
+    """Return the subject of a model that shares its consumer. The slot depends only on the model, so every publisher
+    uses the same slot.
     """
     name = model_token(model)
     slot = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big") % SLOTS
@@ -253,17 +259,17 @@ def _lane_subject(lane: Lane, priority: str) -> str:
 
 
 def work_consumer(lane: Lane, priority: str, model: str, ack_wait_s: float) -> ConsumerSpec:
-    """The model's own consumer."""
+    """Return the model's own consumer."""
     return consumer_of(work_subject(lane, priority, model), ack_wait_s)
 
 
 def slot_consumer(lane: Lane, priority: str, model: str, ack_wait_s: float) -> ConsumerSpec:
-    """The consumer that the model shares with all others of its slot."""
+    """Return the consumer that the model shares with all other models of its slot."""
     return consumer_of(slot_subject(lane, priority, model), ack_wait_s)
 
 
 def consumer_of(subject: str, ack_wait_s: float) -> ConsumerSpec:
-    """The consumer that serves a work subject. Raises ValueError for another subject."""
+    """Return the consumer that serves a work subject. Raises ValueError for another subject."""
     tokens = subject.split(".")
     if len(tokens) not in (7, 8) or tokens[:2] != ["sie", "work"] or (len(tokens) == 8) != tokens[6].startswith("_s"):
         raise ValueError(f"{subject!r} is no subject of work")
@@ -276,7 +282,9 @@ def consumer_of(subject: str, ack_wait_s: float) -> ConsumerSpec:
 
 
 def is_slot(consumer: str) -> bool:
-    """Whether a consumer serves a slot: the token behind its priority begins with `_s`, which no model's token does."""
+    """Return whether a consumer serves a slot. The token after its priority then begins with `_s`, which no model's
+    token does.
+    """
     return "___s" in consumer
 
 
@@ -289,19 +297,20 @@ def health_subject(worker: str) -> str:
 
 
 def assigned_subject(worker: str) -> str:
-    """The subject on which a worker hears that its pool may have changed: a hint to ask at once. A request there finds
-    out whether the worker is connected: the broker says so at once if it is not, and the worker answers nothing.
+    """Return the subject on which a worker learns that its pool may have changed: a hint to ask at once. A request on
+    it checks whether the worker is connected. The broker reports at once if the worker is not; the worker never
+    answers.
     """
     return f"{ASSIGNED_SUBJECT}.{token(worker)}"
 
 
 def residency_subject(worker: str) -> str:
-    """The subject on which a worker hears that an operator wants a model loaded or unloaded there."""
+    """Return the subject on which a worker receives requests of operators to load or unload a model."""
     return f"{RESIDENCY_SUBJECT}.{token(worker)}"
 
 
 def streams_subject(stream: str) -> str:
-    """The subject on which the owner of streams is asked for one: workers may ask for buckets alone."""
+    """Return the subject of requests to the owner of streams. Workers may send requests only for buckets."""
     return f"{STREAMS_SUBJECT}.{'bucket' if stream.startswith('KV_') else 'queue'}"
 
 
@@ -311,28 +320,28 @@ def gateway_subject(gateway: str) -> str:
 
 @functools.lru_cache(1024)
 def lane_filter(lane: Lane, priority: str = "") -> str:
-    """All work of a lane, or of one priority of it."""
+    """Return the subject filter of all work of a lane, or of one priority of it."""
     subject = f"sie.work.{lane.pool}.{token(lane.machine_profile)}.{token(lane.bundle)}"
     return f"{subject}.{priority}.>" if priority else f"{subject}.>"
 
 
 @functools.lru_cache(1024)
 def lane_key(lane: Lane) -> str:
-    """The lane as a key of a bucket."""
+    """Return the key of a lane in a bucket."""
     return f"{lane.pool}.{token(lane.machine_profile)}.{token(lane.bundle)}"
 
 
 def part_key(lane_key: str, number: int) -> str:
-    """The key of a part of the value of a lane's key."""
+    """Return the key of a part of the value of a lane's key."""
     return f"{lane_key}.p{number}"
 
 
 def lane_key_of(key: str) -> str:
-    """The lane's key of a key: the key itself, or the key of which it is a part."""
+    """Return the lane's key for a key of its value or of a part of its value."""
     return ".".join(key.split(".", 3)[:3])
 
 
 def part_number(lane_key: str, key: str) -> int | None:
-    """The number of the part that a key holds; None if it is a key of another lane, or no part."""
+    """Return the number of the part that a key holds; None if it is a key of another lane, or no part."""
     number = key.removeprefix(f"{lane_key}.p")
     return int(number) if number != key and number.isdecimal() else None

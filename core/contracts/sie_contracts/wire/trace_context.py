@@ -1,4 +1,4 @@
-"""The W3C trace context that goes with a request, as text: through headers, work items and batches."""
+"""W3C trace context of a request, as text in headers, work items and batches."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 
 class Context(NamedTuple):
-    """Context of a trace for a span of another process: the headers `traceparent` and `tracestate`. Empty: there is
-    none.
+    """Context of a trace for a span of another process: the headers `traceparent` and `tracestate`. Both are empty if
+    there is no trace.
     """
 
     traceparent: str = ""

@@ -1,1 +1,3 @@
-"""HTTP servers of every process: bounds on slow and large requests, origins, routes and their OpenAPI document."""
+"""HTTP server of every process: limits on slow and large requests, checks of origins, routes and their OpenAPI
+document.
+"""

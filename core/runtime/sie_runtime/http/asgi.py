@@ -26,17 +26,22 @@ Body = bytes | Iterable[bytes | memoryview]
 
 MAX_ID_CHARS = 128
 _NO_FRAMES = "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-FIRST_BYTE = "sie.first_byte_s"  # of a scope: when the first byte of its request came, by perf_counter
+REQUEST_ID = "sie.request_id"  # of a scope: the id of its request, made when that came
+TRACE_ID = "sie.trace_id"  # of a scope: the trace of its request, set by an application that traces
+INCOMPRESSIBLE = "sie.incompressible"  # key of an ASGI scope: the reply is numbers, gzip is not worth its time
+FIRST_BYTE = "sie.first_byte_s"  # key of an ASGI scope: when the first byte of its request came, by perf_counter
 SECURITY_HEADERS = (
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
     (b"content-security-policy", f"default-src 'none'; {_NO_FRAMES}".encode()),
 )
+_VERSION = __version__.encode()
+_SDK_VERSION = sdk_versions.HEADER.encode()
 _INLINE = re.compile(rb"<script>(.*?)</script>", re.DOTALL)
 
 
 def uuid7() -> str:
-    """A time-ordered UUID (RFC 9562, version 7), as text."""
+    """Return a time-ordered UUID (RFC 9562, version 7), as text."""
     chance = secrets.randbits(74)
     value = (
         (time.time_ns() // 1_000_000 << 80)
@@ -49,13 +54,41 @@ def uuid7() -> str:
     return f"{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"
 
 
-def refusal(error: SIEError) -> tuple[bytes, dict[str, str]]:
-    """Body and headers of an error that is refused before it reaches an application."""
-    request_id = uuid7()
+def common_headers(scope: Scope, headers: Iterable[tuple[bytes, bytes]] = ()) -> list[tuple[bytes, bytes]]:
+    """The headers of a reply with those that every reply has, probes, preflights and refusals included: ids, trace,
+    versions, and the rules for browsers. Those that `headers` has of its own stay. Names are in lower case.
+
+    The id that a client sent is returned if it has at most MAX_ID_CHARS, all printable.
+    """
+    request_id = client_id = scope[REQUEST_ID].encode()
+    server_version = sdk_versions.SERVER_VERSION
+    sent_ids = []
+    for name, value in scope["headers"]:
+        if name == b"x-request-id":
+            sent_ids.append(value)
+        elif name == _SDK_VERSION:
+            server_version = sdk_versions.server_version(value.decode("latin-1"))
+    if sent_ids:
+        sent_id = b", ".join(sent_ids)  # several lines are one value (RFC 9110)
+        if 0 < len(sent_id) <= MAX_ID_CHARS and sent_id.isascii() and sent_id.decode().isprintable():
+            client_id = sent_id
+    trace_id = scope.get(TRACE_ID)
+    merged = list(headers)
+    names = [name for name, _ in merged]
+    common = (
+        *(((b"x-trace-id", trace_id.encode()),) if trace_id else ()),
+        (b"x-sie-request-id", request_id),
+        (b"x-request-id", client_id),
+        (b"x-sie-version", _VERSION),
+        (b"x-sie-server-version", server_version.encode()),
+        *SECURITY_HEADERS,
+    )
+    return [*merged, *(pair for pair in common if pair[0] not in names)]
+
+
+def refusal(error: SIEError, request_id: str) -> tuple[bytes, dict[str, str]]:
+    """Return the body and the headers of the reply to a request that is refused before it reaches an application."""
     headers = {
-        "X-SIE-Request-ID": request_id,
-        "X-Request-ID": request_id,
-        "X-SIE-Version": __version__,
         "X-SIE-Error-Code": error.code,
         "x-should-retry": "true" if error.retryable else "false",
     }
@@ -64,18 +97,9 @@ def refusal(error: SIEError) -> tuple[bytes, dict[str, str]]:
     return msgspec.json.encode(envelope(error, request_id)), headers
 
 
-def secured(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    """The headers of a response with SECURITY_HEADERS, as far as it has none of its own by these names. Names are in
-    lower case.
-    """
-    merged = list(headers)
-    names = [name for name, _ in merged]
-    return [*merged, *(pair for pair in SECURITY_HEADERS if pair[0] not in names)]
-
-
 def documented(send: Send, elsewhere: str = "") -> Send:
-    """`send` for the page that shows the OpenAPI document: it may load and run what is its own, and what is from the
-    origins `elsewhere`. Its inline scripts are named by their digests.
+    """Return a `send` for the page that shows the OpenAPI document. The page gets a Content-Security-Policy: it may
+    load and run files of this server and of the origins `elsewhere`. Its inline scripts are permitted by their digests.
     """
     start: MutableMapping[str, Any] = {}
 
@@ -101,8 +125,8 @@ def documented(send: Send, elsewhere: str = "") -> Send:
 
 
 def headers_of(scope: Scope) -> dict[str, str]:
-    """The headers of a request by lower-case name. A header that was sent in several lines is one value, joined as RFC
-    9110 says.
+    """Return the headers of a request by lower-case name. The values of a header that was sent several times are joined
+    by commas, as RFC 9110 says.
     """
     headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
     if len(headers) < len(scope["headers"]):
@@ -113,22 +137,6 @@ def headers_of(scope: Scope) -> dict[str, str]:
     return headers
 
 
-def common_headers(headers: Mapping[str, str], request_id: str, trace_id: str | None) -> list[tuple[bytes, bytes]]:
-    """Headers of each reply of an application: ids, trace and versions. Probes, preflights and refusals of the protocol
-    have headers of their own. The id that a client sent is returned if it has at most MAX_ID_CHARS, all
-    printable.
-    """
-    given = headers.get("x-request-id", "")
-    client_id = given if 0 < len(given) <= MAX_ID_CHARS and given.isascii() and given.isprintable() else request_id
-    return [
-        *([(b"x-trace-id", trace_id.encode())] if trace_id else []),
-        (b"x-sie-request-id", request_id.encode()),
-        (b"x-request-id", client_id.encode()),
-        (b"x-sie-version", __version__.encode()),
-        (b"x-sie-server-version", sdk_versions.server_version(headers).encode()),
-    ]
-
-
 async def reply(
     send: Send,
     status: int,
@@ -136,8 +144,8 @@ async def reply(
     content_type: str = "text/plain; charset=utf-8",
     extra: Mapping[str, str] | None = None,
 ) -> None:
-    """Send one response. A body in pieces is sent piece by piece: the next one is made when the client has room for it
-    and other tasks had a turn.
+    """Send one response. A body in pieces is sent piece by piece: the next piece is made when the connection has room
+    for it and other tasks have run.
     """
     headers = [(b"content-type", content_type.encode())]
     if isinstance(body, bytes):
@@ -152,15 +160,15 @@ async def reply(
     await send({"type": "http.response.body", "body": body if isinstance(body, bytes) else b""})
 
 
-async def refuse(send: Send, error: SIEError) -> None:
-    """One error as the whole response."""
-    body, headers = refusal(error)
+async def refuse(scope: Scope, send: Send, error: SIEError) -> None:
+    """Send an error as the whole response."""
+    body, headers = refusal(error, scope[REQUEST_ID])
     await reply(send, error.status, body, "application/json", headers)
 
 
-async def refuse_upgrade(send: Send, error: SIEError) -> None:
+async def refuse_upgrade(scope: Scope, send: Send, error: SIEError) -> None:
     """Answer the handshake of a websocket with an error as a plain HTTP response."""
-    body = msgspec.json.encode(envelope(error, ""))
+    body = msgspec.json.encode(envelope(error, scope[REQUEST_ID]))
     headers = [
         (b"content-type", b"application/json"),
         (b"content-length", b"%d" % len(body)),

@@ -11,48 +11,31 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping
 from typing import Any
 
 from sie_contracts.errors import InvalidInput, UnsupportedMediaType
-from sie_runtime.http.asgi import App, Receive, Scope, Send, headers_of
+from sie_runtime.http.asgi import Receive, Scope, Send, headers_of
 
-GZIP_OVER = 4096  # bytes: the headers of a short reply are as long as what it would save
-INLINE_BYTES = 64 << 10  # which take some 2 ms; what is larger is done beside the event loop
+GZIP_OVER = 4096  # bytes of a reply: gzip saves a shorter one no more than the headers of the reply take
+INLINE_BYTES = 64 << 10  # bytes handled in about 2 ms; more bytes are handled in a thread
 PIECE_BYTES = 1 << 20
-MAX_MEMBERS = 1 << 14  # of one body: each costs some 10 us, also without content
+MAX_MEMBERS = 1 << 14  # gzip members of one body: each takes about 10 us, even if it is empty
 LEVEL = 1
-INCOMPRESSIBLE = "sie.incompressible"  # of a scope: its reply is numbers, which cost more time than they save
 _GZIP = 16 + zlib.MAX_WBITS
-_HEAD = b"\x1f\x8b"  # with which each member begins (RFC 1952)
+_HEAD = b"\x1f\x8b"  # first bytes of each gzip member (RFC 1952)
 _BODILESS = frozenset({"GET", "HEAD", "OPTIONS"})
-_UNSPECIFIC = frozenset({"", "text/plain", "application/octet-stream", "application/x-www-form-urlencoded"})
 _TEXTUAL = ("json", "yaml", "xml", "javascript", "openmetrics-text")
 
 
 # requests
 
 
-def check_type(headers: Mapping[str, str], media: Sequence[str]) -> None:
-    """Raises UnsupportedMediaType for a Content-Type that names another format than `media`.
-
-    What clients send who name none passes, such as the type of forms, which is curl's for every body.
-    """
-    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind in _UNSPECIFIC:
-        return
-    formats = {name.rpartition("/")[2].removeprefix("x-") for name in media}
-    # application/x-msgpack, application/vnd.api+json
-    if kind.rpartition("/")[2].rpartition("+")[2].removeprefix("x-").removeprefix("vnd.") not in formats:
-        raise UnsupportedMediaType(
-            f"Content-Type: expected {' or '.join(media)}", reason="content_type", param="Content-Type"
-        )
-
-
 def decoded(method: str, headers: Mapping[str, str], receive: Receive) -> Receive:
-    """`receive` of the plain bytes of a body that may be gzipped.
+    """Return a `receive` that gives the decompressed bytes of a body, which may be gzipped.
 
-    Raises UnsupportedMediaType for another coding, and while it is read InvalidInput for what is no gzip.
+    Raises UnsupportedMediaType for a coding other than gzip. The returned function raises InvalidInput for a body that
+    is not gzip.
     """
     named = (name.strip() for name in headers.get("content-encoding", "").lower().split(","))
     codings = [name for name in named if name not in ("", "identity")]
@@ -66,17 +49,17 @@ def decoded(method: str, headers: Mapping[str, str], receive: Receive) -> Receiv
 
 
 class _Gunzipped:
-    """The messages of a gzipped body, plain."""
+    """ASGI messages of a gzipped body, with its bytes decompressed."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
         self._inflating = zlib.decompressobj(_GZIP)
         self._members = 1
-        self._pending = b""  # what was received and is not decompressed yet
+        self._pending = b""  # received bytes that are not decompressed yet
         self._is_last = self._is_complete = False
 
     async def receive(self) -> MutableMapping[str, Any]:
-        """The next message."""
+        """Return the next message."""
         if self._is_complete:
             return await self._receive()
         if not self._pending and not self._is_last:
@@ -94,7 +77,9 @@ class _Gunzipped:
         return {"type": "http.request", "body": piece, "more_body": not self._is_complete}
 
     def _inflate(self, most: int, *, members: int) -> bytes:
-        """Inflate at most so many bytes, of so many members. The rest of the input is pending."""
+        """Decompress at most `most` bytes, and begin at most `members` new gzip members. The rest of the input stays in
+        `_pending`.
+        """
         plain = b""
         try:
             while self._pending and len(plain) < most:
@@ -123,7 +108,7 @@ def _corrupt(why: str) -> InvalidInput:
 
 
 def accepts_gzip(accepted: str) -> bool:
-    """Whether an Accept-Encoding takes gzip (RFC 9110, 12.5.3)."""
+    """Return whether an Accept-Encoding header accepts gzip (RFC 9110, 12.5.3)."""
     weights: dict[str, float] = {}
     for each in accepted.lower().split(","):
         name, *parameters = (part.strip() for part in each.split(";"))
@@ -131,25 +116,14 @@ def accepts_gzip(accepted: str) -> bool:
         try:
             weights["gzip" if name == "x-gzip" else name] = float(weight)
         except ValueError:
-            weights[name] = 0.0  # no weight that can be read
+            weights[name] = 0.0  # a weight that cannot be read refuses the coding
     return 0.0 < weights.get("gzip", weights.get("*", 0.0)) <= 1.0
 
 
-class Compressed:
-    """`app`, with its replies gzipped where their clients accept that and it pays."""
-
-    def __init__(self, app: App) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
-        if scope["type"] == "http":
-            send = _CompressedReply(scope, send).send
-        await self._app(scope, receive, send)
-
-
-class _CompressedReply:
-    """One reply. Its head waits for the first piece of its body, which says how long it is."""
+class CompressedReply:
+    """One reply, gzipped where its client accepts that and it pays. Its head waits for the first piece of its body,
+    which says how long it is.
+    """
 
     def __init__(self, scope: Scope, send: Send) -> None:
         self._scope = scope
@@ -161,7 +135,7 @@ class _CompressedReply:
         """Send a message of the application."""
         if message["type"] == "http.response.start":
             headers = dict(message.get("headers", ()))
-            if _is_text(headers.get(b"content-type", b"")) and not self._scope.get(INCOMPRESSIBLE):
+            if _is_text(headers.get(b"content-type", b"")):
                 self._start = {**message, "headers": _varying(message["headers"])}
                 return
         elif message["type"] == "http.response.body":
@@ -183,7 +157,9 @@ class _CompressedReply:
         await self._send(message)
 
     def _pays(self, start: MutableMapping[str, Any], size: int, *, is_last: bool) -> bool:
-        """A strong ETag names exact bytes, so what has one is sent as it is, and so is what is coded or in parts."""
+        """Return whether to compress the reply. A strong ETag names exact bytes, so a reply with an ETag is not
+        compressed. A reply that has a coding already, or is a part (206), is not compressed either.
+        """
         names = {name for name, _ in start["headers"]}
         return (
             (size > GZIP_OVER or not is_last)
@@ -208,6 +184,6 @@ def _is_text(content_type: bytes) -> bool:
 
 
 def _varying(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    """The headers, with Accept-Encoding in their Vary."""
+    """Return the headers with Accept-Encoding added to Vary."""
     varies = [value for name, value in headers if name == b"vary"]
     return [*(pair for pair in headers if pair[0] != b"vary"), (b"vary", b", ".join([*varies, b"Accept-Encoding"]))]

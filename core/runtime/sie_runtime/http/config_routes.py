@@ -1,5 +1,5 @@
-"""The routes of the catalogue. The config service serves all of them, a gateway only the reads. Each binds its handlers
-by name.
+"""Routes of the catalogue. The config service serves all of them, a gateway only the reads. Each of these processes
+binds its own handlers to the routes.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ CONFIG_ROUTES: tuple[Route, ...] = (
 
 
 def bound(handlers: Mapping[tuple[str, str], Any], endpoint: str = "") -> tuple[Route, ...]:
-    """The routes with their handlers, by (method, endpoint). A route without a handler is known but not served.
-    `endpoint`: the name of all of them in the metrics of this process.
+    """Return the routes with `handlers`, which are by (method, endpoint). A route without a handler is known but not
+    served. `endpoint`: the name of all these routes in the metrics of this process; by default each has its own name.
 
     Raises ValueError for a handler without a route.
     """

@@ -28,10 +28,10 @@ _ERROR_HEADERS: Schema = {
     },
 }
 Statuses = Mapping[int, Sequence[str]]
-"""The statuses that errors have, each with the codes of those errors."""
+"""HTTP statuses of errors, each with the codes of the errors that have it."""
 Errors = Callable[[Route], Statuses]
 Shape = Callable[[SIEError, str, None], tuple[int, dict[str, Any]]]
-"""The status and the body of an error, as `sie_gateway.inference.call.ErrorShape`."""
+"""Function that returns the status and the body of an error, as `sie_gateway.inference.call.ErrorShape`."""
 
 
 class Schemas:
@@ -42,14 +42,14 @@ class Schemas:
         self._schemas = {repr(each): schema for each, schema in zip(types, schemas, strict=True)}
 
     def of(self, wanted: Any) -> Schema:
-        """The schema of a type, or of a tuple of types of which a value has one."""
+        """Return the schema of a type. For a tuple of types the schema accepts a value of any of them."""
         if isinstance(wanted, tuple):
             return {"anyOf": [self._schemas[repr(each)] for each in wanted]}
         return self._schemas[repr(wanted)]
 
 
 def statuses(*shapes: Shape) -> Statuses:
-    """The statuses that errors have in the given shapes."""
+    """Return the HTTP statuses that errors have in the given shapes, each with the codes of its errors."""
     codes_of_status: dict[int, dict[str, None]] = {}
     for error in each_error():
         for shape in shapes:
@@ -72,7 +72,9 @@ def _types(routes: Sequence[Route], placeholders: Mapping[str, Parameter]) -> li
 def document(
     routes: Sequence[Route], placeholders: Mapping[str, Parameter], errors: Errors, *, about: Mapping[str, Any]
 ) -> Schema:
-    """The document. `about` is its head, as FastAPI makes it. `placeholders` describes the placeholders of paths."""
+    """Build the OpenAPI document of the served routes. `about` is its head, as FastAPI makes it. `placeholders`
+    describes the placeholders of paths.
+    """
     served = [route for route in routes if route.served]
     schemas = Schemas(_types(served, placeholders))
     for shape in {route.errors for route in served if route.errors is not None}:

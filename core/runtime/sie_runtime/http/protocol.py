@@ -8,15 +8,29 @@
 A head, chunk headers and trailers included, may have MAX_HEAD_BYTES and must be complete within HEAD_S. A body must
 come at least at the rate of its server, except while the server does not read it, and a response must be read at that
 rate. A request that never reaches an application is answered in the common error envelope.
+
+`Guarded`: host names that a listener answers to, and web pages that may make it act. A browser sends any request that a
+page asks for, to any address that it can reach: a form of a foreign page to this machine, or a request to a host name
+that was re-pointed to this machine (DNS rebinding). The browser says where a request comes from, and a page cannot
+change that:
+
+    Host ──► a name of this listener? ──► changes or computes? ──► Origin, Sec-Fetch-Site: its own page, or no page at
+    all? ──► application
+
+Reads by GET and HEAD need no check of the origin: CORS headers are sent to the pages of SIE_CORS_ORIGINS alone, so no
+other page sees the answer of another origin.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import ipaddress
 import os
 import re
 import select
+import socket
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,21 +39,36 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from sie_contracts.errors import GatewayTimeout, InternalFailure, InvalidInput, QueueFull, SIEError
+from sie_contracts.errors import GatewayTimeout, InternalFailure, InvalidInput, PermissionDenied, QueueFull, SIEError
+from sie_contracts.loopback import is_loopback
 from sie_runtime.descriptors import max_connections
-from sie_runtime.http.asgi import FIRST_BYTE, SECURITY_HEADERS, refusal, refuse, secured
+from sie_runtime.http.asgi import (
+    FIRST_BYTE,
+    INCOMPRESSIBLE,
+    REQUEST_ID,
+    App,
+    Receive,
+    Scope,
+    Send,
+    common_headers,
+    refusal,
+    refuse,
+    refuse_upgrade,
+    uuid7,
+)
+from sie_runtime.http.coding import CompressedReply
 from sie_runtime.http.refusals import Refusals
 
-MAX_HEAD_BYTES = 64 << 10  # of a request line with headers and trailers
+MAX_HEAD_BYTES = 64 << 10  # bytes of a request line with its headers and trailers
 HEAD_S = 10.0
-MIN_RATE = 4096  # bytes a second of a body
-RATE_S = 15.0  # over which the rate of a body is measured
-SLICE_BYTES = 16 << 10  # of a chunked body that are read at once: in one of a long chunk header there is no body
+MIN_RATE = 4096  # bytes of a body per second
+RATE_S = 15.0  # period over which the rate of a body is measured
+SLICE_BYTES = 16 << 10  # bytes of a chunked body parsed at once, so that a slice of a long chunk header has no body
 WRITE_S = 60.0
-LINGER_S = 5.0  # for a client that still sends to read its response; a reset would discard the response
-HALF_CLOSED_S = 1.0  # age of a request at which a half-closed client is tested
-MIN_ASK_S, MAX_ASK_S = 0.001, 1.0  # between checks for the result of that test
-MAX_PIPELINED = 128  # requests sent before earlier ones were answered
+LINGER_S = 5.0  # time for a client that still sends to read its response: a reset would discard it
+HALF_CLOSED_S = 1.0  # age of a request at which a test begins whether a half-closed client still reads
+MIN_ASK_S, MAX_ASK_S = 0.001, 1.0  # seconds between checks for the result of this test
+MAX_PIPELINED = 128  # requests that a client may send before earlier ones were answered
 _FRAMING = frozenset((b"connection", b"transfer-encoding", b"upgrade"))
 _NO_NAME = re.compile(rb"[^a-z0-9-]")
 _CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
@@ -47,7 +76,7 @@ _HEAD_TOO_LARGE = f"the head of this request, its trailers included, is larger t
 
 
 def _head(status: int, headers: Sequence[tuple[bytes, bytes]]) -> tuple[bytes, int] | None:
-    """The bytes of a head and the length of its body; None for a head that uvicorn has to handle itself."""
+    """Return the bytes of a head and the length of its body; None for a head that uvicorn has to handle itself."""
     header_values = dict(headers)
     length = header_values.get(b"content-length", b"")
     if not length.isdigit() or not _FRAMING.isdisjoint(header_values) or _NO_NAME.search(b"".join(header_values)):
@@ -59,8 +88,8 @@ def _head(status: int, headers: Sequence[tuple[bytes, bytes]]) -> tuple[bytes, i
 
 
 class SharedState(ServerState):
-    """State that the connections of a server share. `min_rate`: bytes a second of a body and of what is read of a
-    response. `leaving`: each response is the last of its connection.
+    """State that the connections of a server share. `min_rate`: bytes per second at which a client must send a body and
+    read a response. `leaving`: each response is the last of its connection.
     """
 
     def __init__(self, refusals: Refusals | None = None, min_rate: int = MIN_RATE) -> None:
@@ -74,8 +103,8 @@ class SharedState(ServerState):
 
 
 class _Outlet:
-    """The transport as the response to one request sees it. Its `close` waits until a client that still sends has read
-    what was written.
+    """Transport that a response to one request uses. If the client still sends, `close` waits until the client has read
+    the response.
     """
 
     __slots__ = ("close", "is_closing", "write")
@@ -87,22 +116,31 @@ class _Outlet:
 
 
 class _Cycle(RequestResponseCycle):
-    """Sends a response of known length in one write. uvicorn writes the head and then the body: 20 us of the 335 of a
-    request (bench/results/queue.md).
+    """Sends a response of known length in one write. uvicorn writes the head and then the body, which takes 20 us of
+    the 335 us of a request (bench/results/queue.md).
 
     Other responses (no length, HEAD, a connection that closes, unusual headers) are left to uvicorn.
     """
 
     server_state: SharedState
+    scope: Any
     _begun: tuple[bytes, int] | None = None
+    _compressed: CompressedReply | None = None
 
     async def send_500_response(self) -> None:
-        await refuse(self.send, InternalFailure("the server failed; its log has the details"))
+        await refuse(self.scope, self.write, InternalFailure("the server failed; its log has the details"))
 
     async def send(self, message: Any) -> None:
+        """Send a message of the application."""
+        if self._compressed is None and not self.response_started and not self.scope.get(INCOMPRESSIBLE):
+            self._compressed = CompressedReply(self.scope, self.write)
+        await (self.write if self._compressed is None else self._compressed.send)(message)
+
+    async def write(self, message: Any) -> None:
+        """Send a message as it is, with the headers that every reply has."""
         if not self.response_started:
             if message["type"] == "http.response.start":
-                message = {**message, "headers": secured(message.get("headers", ()))}
+                message = {**message, "headers": common_headers(self.scope, message.get("headers", ()))}
             if self.more_body or self.server_state.leaving:
                 self.keep_alive = False  # uvicorn then sends `connection: close`
             if message["type"] == "http.response.start" and self.keep_alive and self.scope["method"] != "HEAD":
@@ -132,38 +170,38 @@ class _Cycle(RequestResponseCycle):
         await super().send(message)
 
     def abandon(self) -> None:
-        """No client is there any more."""
+        """Mark the client as disconnected."""
         self.disconnected = True
         self.message_event.set()
 
 
 class Protocol(HttpToolsProtocol):
-    """uvicorn's protocol with bounds on what a client may leave open. It also replaces uvicorn's cycle by `_Cycle`, for
-    which uvicorn has no option.
+    """uvicorn's protocol with limits on slow, unfinished and large requests. It also replaces uvicorn's cycle by
+    `_Cycle`, for which uvicorn has no option.
 
-    A request whose head arrives in one piece needs no timer.
+    A head that arrives in one piece needs no timer.
     """
 
     server_state: SharedState
     cycle: _Cycle
     _in_head = False
-    _head_bytes = 0  # of an incomplete head, without the piece in which it began
+    _head_bytes = 0  # bytes of an incomplete head, without the piece in which it began
     _piece_bytes = 0
     _is_chunked = False
-    _has_body = False  # whether the last piece had bytes of a body
-    _idle_bytes = 0  # since the last bytes of a body: chunk headers and trailers
-    _body_bytes = 0  # of the bodies of this connection
-    _was_paused = False  # whether the server did not read for a while since the rate was measured last
-    _trailer_bytes = 0  # trailers and the head before them; 0 while there is no trailer
+    _has_body = False  # True: the last piece had bytes of a body
+    _idle_bytes = 0  # bytes of chunk headers and trailers since the last bytes of a body
+    _body_bytes = 0  # bytes of all bodies of this connection
+    _was_paused = False  # True: the server has paused reading since the rate was last measured
+    _trailer_bytes = 0  # bytes of trailers and of the head before them; 0 without a trailer
     _begun_s = 0.0
     _why = ""
-    _is_resuming = False  # whether a new parser reads the framing of a request whose head is known
+    _is_resuming = False  # True: a new parser reads the framing of a request whose head is known
     _is_lingering = False
     _is_asked = False
     _head_timer: asyncio.TimerHandle | None = None
     _body_timer: asyncio.TimerHandle | None = None
     _write_timer: asyncio.TimerHandle | None = None
-    _last_timer: asyncio.TimerHandle | None = None  # of a connection that ends: lingering, or half closed
+    _last_timer: asyncio.TimerHandle | None = None  # timer of a connection that lingers or is half closed
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -189,7 +227,7 @@ class Protocol(HttpToolsProtocol):
             begin = end
 
     def _read(self, data: bytes) -> bool:
-        """Read a piece of what has arrived. False where nothing behind it can be read."""
+        """Parse a piece of the input. Returns False if the input after it must not be parsed."""
         if self._is_lingering:
             return False
         self._unset_keepalive_if_required()
@@ -223,10 +261,11 @@ class Protocol(HttpToolsProtocol):
         return True
 
     def _ignore_upgrade(self, rest: bytes) -> bool:
-        """Read on in HTTP/1.1 after a head that offers a protocol which is not served (RFC 9110, 7.8). As `_read`.
+        """Continue in HTTP/1.1 after a head that offers a protocol which is not served (RFC 9110, 7.8). Returns the
+        same as `_read`.
 
-        The parser ends at such a head and skips its body. A new one begins where that one ended: it reads a head with
-        the framing of the request, of which nothing is told, and then `rest`.
+        The parser stops at such a head and skips its body. So a new parser continues from there: it reads a head with
+        the framing of the request, during which callbacks do nothing, and then `rest`.
         """
         framing = [pair for pair in self.headers if pair[0] in (b"content-length", b"transfer-encoding")]
         self.parser = httptools.HttpRequestParser(self)
@@ -250,6 +289,7 @@ class Protocol(HttpToolsProtocol):
             return
         super().on_message_begin()
         self.scope[FIRST_BYTE] = time.perf_counter()  # type: ignore[literal-required]
+        self.scope[REQUEST_ID] = uuid7()  # type: ignore[literal-required]
         self._in_head, self._head_bytes, self._begun_s = True, -self._piece_bytes, self.loop.time()
         self._idle_bytes = self._trailer_bytes = 0
         if len(self.pipeline) >= MAX_PIPELINED:
@@ -272,8 +312,8 @@ class Protocol(HttpToolsProtocol):
             return
         self._head_done()
         if (
-            self._piece_bytes > MAX_HEAD_BYTES or self._head_bytes >= 0  # it came in several pieces
-        ) and self._head_size() > MAX_HEAD_BYTES:  # else it cannot be
+            self._piece_bytes > MAX_HEAD_BYTES or self._head_bytes >= 0  # the head came in several pieces
+        ) and self._head_size() > MAX_HEAD_BYTES:  # a smaller head in one piece is never too large
             self._stop(_HEAD_TOO_LARGE)
         self._is_chunked = any(name == b"transfer-encoding" for name, _ in self.headers)
         super().on_headers_complete()
@@ -291,7 +331,7 @@ class Protocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         has_body = any(name in (b"content-length", b"transfer-encoding") for name, _ in self.headers)
         if has_body and self.parser.should_upgrade():
-            return  # the body was not read yet
+            return  # the body is not read yet
         if self._body_timer is not None:
             self._body_timer.cancel()
             self._body_timer = None
@@ -319,7 +359,7 @@ class Protocol(HttpToolsProtocol):
         self._body_timer = self.loop.call_later(RATE_S, self._body_late, self._body_bytes)
 
     def _body_late(self, before_bytes: int) -> None:
-        """Look whether the body of a request came too slowly for a while."""
+        """Refuse a request if its body came slower than the minimum rate in the last RATE_S."""
         self._body_timer = None
         cycle = self.cycle
         if self._is_lingering or not cycle.more_body:
@@ -338,7 +378,7 @@ class Protocol(HttpToolsProtocol):
         self._refuse(InvalidInput(f"the head of this request was not complete within {HEAD_S:g} s", reason="malformed"))
 
     def _rest(self) -> None:
-        """No request is open now."""
+        """Start the keep-alive timer, because no request is open now."""
         if self.timeout_keep_alive_task is None and not self.transport.is_closing():
             self.timeout_keep_alive_task = self.loop.call_later(
                 self.timeout_keep_alive, self.timeout_keep_alive_handler
@@ -346,7 +386,7 @@ class Protocol(HttpToolsProtocol):
 
     def _refuse(self, error: SIEError, reason: str = "malformed") -> None:
         """Answer a request that cannot be read, and close. If an earlier request is still being answered, nothing is
-        sent: the client would take the refusal for that answer.
+        sent: the client would take the refusal for the answer to the earlier request.
         """
         self.server_state.refusals.note(reason, error.message)
         self._head_done()
@@ -357,9 +397,11 @@ class Protocol(HttpToolsProtocol):
             cycle.keep_alive = False
             return
         if cycle is None or cycle.response_complete or not cycle.response_started:
-            body, headers = refusal(error)
-            lines = [f"{name.lower()}: {value}\r\n".encode() for name, value in headers.items()]
-            lines += [b"%b: %b\r\n" % pair for pair in SECURITY_HEADERS]
+            scope: Any = cycle.scope if cycle is not None and not cycle.response_complete else {"headers": ()}
+            scope.setdefault(REQUEST_ID, uuid7())
+            body, own = refusal(error, scope[REQUEST_ID])
+            headers = [(name.lower().encode(), value.encode()) for name, value in own.items()]
+            lines = [b"%b: %b\r\n" % pair for pair in common_headers(scope, headers)]
             lines += [
                 b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body),
                 body,
@@ -370,7 +412,7 @@ class Protocol(HttpToolsProtocol):
             cycle.abandon()
 
     def _end(self) -> None:
-        """Close after a response."""
+        """Close the connection after a response; if the client still sends, linger."""
         if self.cycle.more_body:
             self._linger()
         else:
@@ -387,10 +429,12 @@ class Protocol(HttpToolsProtocol):
         self._last_timer = self.loop.call_later(LINGER_S, self.transport.close)
 
     def eof_received(self) -> bool | None:  # type: ignore[override]
-        """The client sends no more. It may still read or be gone: both look the same here."""
+        """Handle the end of the client's input. The client may still read, or it may be gone: both look the same
+        here.
+        """
         cycle = self.cycle
         if self._is_lingering or cycle is None or cycle.response_complete or cycle.more_body:
-            return None  # closes the connection
+            return None  # None closes the connection
         self._head_done()
         cycle.keep_alive = False
         if cycle.scope["http_version"] == "1.1":  # older versions have no interim responses
@@ -409,25 +453,27 @@ class Protocol(HttpToolsProtocol):
             return
         descriptor: int = self.transport.get_extra_info("socket").fileno()
         if not self._is_asked and not self.pipeline and not self.transport.get_write_buffer_size():
-            with contextlib.suppress(OSError):  # of a broken connection, which `poll` below finds
-                # at once: a client that is gone may be back in a moment
+            with contextlib.suppress(OSError):  # the connection may be broken: `poll` below finds that
+                # written to the socket at once: a client that is gone may reconnect in a moment
                 os.write(descriptor, b"HTTP/1.1 100 Continue\r\n\r\n")
             self._is_asked = True
         poll = select.poll()
-        poll.register(descriptor, 0)  # only errors and resets
+        poll.register(descriptor, 0)  # 0: report only errors and resets
         if poll.poll(0):
             self.transport.abort()
             return
         self._last_timer = self.loop.call_later(next_s, self._ask, min(2 * next_s, MAX_ASK_S))
 
     def shutdown(self) -> None:
-        """uvicorn's, but input that has arrived is read first: its client believes that it was accepted."""
+        """Shut down as uvicorn does, but not while input that has arrived is still unread: its client assumes that the
+        request was accepted.
+        """
         if not self._is_lingering and not self.arriving:
             super().shutdown()
 
     @property
     def arriving(self) -> bool:
-        """Whether a request has arrived that was not begun, or whose head is not complete."""
+        """Return whether a request has arrived that was not begun, or whose head is not complete."""
         if (
             self.transport.is_closing()
             or self._is_lingering
@@ -458,3 +504,133 @@ class Protocol(HttpToolsProtocol):
         else:
             self.server_state.refusals.note("unread", "a response that its client did not read")
             self.transport.abort()
+
+
+_READING = frozenset({"GET", "HEAD", "OPTIONS"})
+_FOREIGN_SITES = frozenset({b"cross-site", b"same-site"})
+_CLUSTER_NAMES = (".svc", ".cluster.local")  # public DNS has no such names, so no web page has such a host
+_ANY = "*"
+
+
+class HostNames:
+    """Host names of a listener. `allowed`: SIE_ALLOWED_HOSTS. If it is None, every name is allowed, but on loopback
+    only the names of loopback and of this machine.
+    """
+
+    def __init__(self, address: str, allowed: Sequence[str] | None, cors_origins: Sequence[str] = ()) -> None:
+        """Take SIE_CORS_ORIGINS as `cors_origins`: pages of these origins have the same rights as pages of this
+        server.
+        """
+        self._origins = frozenset(origin.encode("latin-1") for origin in cors_origins)
+        self._is_loopback = is_loopback(address)
+        self._address = address
+        self._allowed = [name.strip().lower() for name in allowed or ()]
+        self._is_any = _ANY in self._allowed or (allowed is None and not self._is_loopback)
+        self.has = functools.lru_cache(1024)(self._has)
+
+    def _has(self, host: bytes) -> bool:
+        """Return whether `host` is a name of the listener. `host`: the Host header, with or without a port."""
+        name, port = parts(host.decode("latin-1").lower())
+        return self._is_any or self._is_own(name) or any(matches(each, name, port) for each in self._allowed)
+
+    def _is_own(self, name: str) -> bool:
+        """Return whether a name is allowed without a setting. Foreign DNS cannot point such a name to this machine."""
+        if name in (self._address, "localhost") or name.endswith(".localhost"):
+            return True
+        if self._is_loopback:
+            return is_loopback(name) or name == socket.gethostname().lower()
+        return _is_address(name) or "." not in name or name.endswith(_CLUSTER_NAMES)
+
+    def is_own_page(self, origin: bytes, host: bytes) -> bool:
+        """Return whether a page of `origin` may change or compute something. Its host must be the host of the request
+        or an allowed host, or SIE_CORS_ORIGINS must list the origin.
+        """
+        if origin in self._origins:
+            return True
+        scheme, _, page_host = origin.decode("latin-1").lower().partition("://")
+        if scheme not in ("http", "https"):
+            return False
+        if page_host == host.decode("latin-1").lower():
+            return True
+        name, port = parts(page_host)
+        return any(matches(each, name, port) for each in self._allowed if each != _ANY)
+
+    def check(self, scope: Scope) -> None:
+        """Raise PermissionDenied for a foreign host name or a foreign page."""
+        host, origins, site = b"", [], b""
+        for name, value in scope["headers"]:
+            if name == b"host" and value:
+                host = value
+                if not self.has(value):
+                    raise PermissionDenied(
+                        "Host: not a name of this server; SIE_ALLOWED_HOSTS lists the names that it has beside its own",
+                        reason="host",
+                        param="Host",
+                    )
+            elif name == b"origin":
+                origins.append(value)
+            elif name == b"sec-fetch-site":
+                site = value
+        if scope["type"] == "http" and scope["method"] in _READING:
+            return
+        if not all(self.is_own_page(origin, host) for origin in origins):
+            raise PermissionDenied(
+                "Origin: a page of another origin may change and compute nothing here; SIE_CORS_ORIGINS lists the "
+                "origins whose pages may, SIE_ALLOWED_HOSTS the other names of this server",
+                reason="origin",
+                param="Origin",
+            )
+        if not origins and site in _FOREIGN_SITES:
+            raise PermissionDenied(
+                "Sec-Fetch-Site: a page of another site may change and compute nothing here", reason="origin"
+            )
+
+
+class Guarded:
+    """Passes requests to `app` if they name this listener and do not come from a foreign page."""
+
+    def __init__(self, app: App, names: HostNames, refusals: Refusals) -> None:
+        self.app = app
+        self._names = names
+        self._refusals = refusals
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] not in ("http", "websocket"):
+            return
+        try:
+            self._names.check(scope)
+        except SIEError as error:
+            self._refusals.note(error.reason, error.message)
+            scope[INCOMPRESSIBLE] = True
+            await (refuse if scope["type"] == "http" else refuse_upgrade)(scope, send, error)
+            return
+        await self.app(scope, receive, send)
+
+
+def parts(host: str) -> tuple[str, str]:
+    """Split a Host header into name and port; the port may be missing. Brackets of an IPv6 address and a dot at the end
+    of a name are removed.
+    """
+    if host.startswith("["):
+        name, _, rest = host[1:].partition("]")
+        return name, rest.removeprefix(":")
+    name, _, port = host.partition(":")
+    return name.removesuffix("."), port
+
+
+def matches(allowed: str, name: str, port: str) -> bool:
+    """Return whether `allowed`, an entry of a list, matches a host. `*.example.com` matches every name below
+    example.com. The port is compared if the entry has one.
+    """
+    allowed_name, wanted_port = parts(allowed)
+    if wanted_port and wanted_port != port:
+        return False
+    return name.endswith(allowed_name[1:]) if allowed_name.startswith("*.") else name == allowed_name
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True

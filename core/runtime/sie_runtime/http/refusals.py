@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 
-TELL_S = 10.0  # between log lines about refused requests
+TELL_S = 10.0  # seconds between two log lines about refused requests
 # reasons for which a request is refused before it reaches an application
 REFUSED = (
     "host",

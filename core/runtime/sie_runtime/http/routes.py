@@ -2,8 +2,8 @@
 
     method, path ──Table──► Route ──► its scope, handler, label in metrics, body and replies (`openapi`)
 
-`{name}` in a path is one segment, `{name:path}` is the rest of the path, slashes included. Literal segments after it
-are matched first.
+`{name}` in a path stands for one segment, `{name:path}` for the rest of the path, slashes included. If several paths
+match, the path with the longest literal parts is used.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from msgspec import Struct
 
 from sie_contracts.api.faults import Error
+from sie_contracts.errors import UnsupportedMediaType
 
 SCOPES = ("infer", "read", "metrics", "pools", "config", "admin")
 OPEN = ""  # in place of a scope: no token is ever needed
@@ -26,10 +27,11 @@ JSON, YAML = "application/json", "application/x-yaml"
 MSGPACK, RAW, ARROW = "application/msgpack", "application/octet-stream", "application/vnd.apache.arrow.stream"
 FORM = "multipart/form-data"
 TEXT, HTML = "text/plain", "text/html"
+_UNSPECIFIC = frozenset({"", "text/plain", "application/octet-stream", "application/x-www-form-urlencoded"})
 _SLASHES = re.compile("//+")
 _USUAL_PATH = 256
-_LIKE = 0.8  # similarity from which a path counts
-_LIKE_PARTS = 3  # segments that are compared
+_LIKE = 0.8  # lowest similarity at which two paths count as similar, from 0 to 1
+_LIKE_PARTS = 3  # segments of a path that are compared
 _LIKE_PART = 32  # characters of a segment that are compared
 
 
@@ -45,8 +47,8 @@ class Parameter(NamedTuple):
 
 
 class Content(NamedTuple):
-    """A body or a reply. `type` is a type that msgspec supports, or a tuple of several. `example` is its `EXAMPLE` by
-    default. `media`: its media types.
+    """A body or a reply. `type` is a type that msgspec supports, or a tuple of several. `example`: by default the
+    attribute `EXAMPLE` of the type. `media`: its media types.
     """
 
     type: Any = None
@@ -57,7 +59,7 @@ class Content(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Route:
-    """One method of one path. `endpoint` is its name in metrics and logs, `tag` its section of the document.
+    """A method of a path. `endpoint` is its name in metrics and logs, `tag` its section of the OpenAPI document.
 
     `reader`: SIE_CONFIG_READ_TOKEN is enough. `served`: False for a route that the config service serves and a gateway
     does not (405). `errors`: the shape of all its errors; None for a probe, whose refusal is one of `replies`. Each
@@ -83,13 +85,15 @@ R = TypeVar("R", bound=Route)
 
 
 class Match(NamedTuple, Generic[R]):
-    """The routes of a path by method, empty if there is no such path; and the value of its placeholder."""
+    """Result of a look-up by path: the routes of the path by method, empty if there is no such path, and the value of
+    its placeholder.
+    """
 
     methods: Mapping[str, R]
     parameters: Mapping[str, str]
 
     def route(self, method: str) -> R | None:
-        """The route of a method. HEAD is treated as GET."""
+        """Return the route of a method. HEAD is treated as GET."""
         return self.methods.get("GET" if method == "HEAD" else method)
 
 
@@ -141,7 +145,7 @@ class Table(Generic[R]):
             yield _Pattern(head, tail, name, bool(is_rest), methods)
 
     def match(self, path: str) -> Match[R]:
-        """The routes of a path. One final slash is ignored."""
+        """Return the routes of a path. One final slash is ignored."""
         return (self._remembered if len(path) <= _USUAL_PATH else self._look)(path)
 
     def _look(self, path: str) -> Match[R]:
@@ -152,10 +156,11 @@ class Table(Generic[R]):
         return next((found for pattern in self._patterns if (found := pattern.match(path)) is not None), Match({}, {}))
 
     def near(self, path: str) -> str:
-        """The served route that an unknown path may mean, as `/v1/encode/{model}`; empty if none is similar.
+        """Return the path of a served route that is similar to an unknown path, as `/v1/encode/{model}`; empty if none
+        is similar.
 
-        The segments before a placeholder are compared with the beginning of the path: the path as it is, below `/v1`,
-        and with one `/v1` removed if it has two.
+        The segments of a route before its placeholder are compared with the beginning of the path. The path is compared
+        as it is, with `/v1` in front, and, if it begins with two `/v1`, with one of them removed.
         """
         parts = [part[:_LIKE_PART] for part in path.split("/", _LIKE_PARTS + 1)[1:] if part]
         begins = [parts, ["v1", *parts], parts[1:] if parts[:2] == ["v1", "v1"] else []]
@@ -168,8 +173,8 @@ class Table(Generic[R]):
 
 
 def plain_path(path: str, raw_path: bytes = b"") -> str:
-    """Return the path of a request with one slash where it has several, and none at its end. Authorisation and handlers
-    both see this one. An escaped slash in `raw_path` belongs to a name, so such a path stays as it is.
+    """Return the path of a request with one slash in place of several, and without a slash at its end. Authorisation
+    and handlers both see this path. An escaped slash in `raw_path` belongs to a name, so such a path is not changed.
     """
     if b"%2f" in raw_path.lower():
         return path
@@ -179,5 +184,22 @@ def plain_path(path: str, raw_path: bytes = b"") -> str:
 
 
 def bearer(authorization: str) -> str:
-    """The token of an Authorization header, with or without its scheme."""
+    """Return the token of an Authorization header, with or without its scheme."""
     return (authorization[7:] if authorization[:7].lower() == "bearer " else authorization).strip()
+
+
+def check_type(headers: Mapping[str, str], media: Sequence[str]) -> None:
+    """Raise UnsupportedMediaType for a Content-Type that names another format than `media`.
+
+    Types of _UNSPECIFIC pass, because clients send them without choosing a type: curl sends the type of forms with
+    every body.
+    """
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind in _UNSPECIFIC:
+        return
+    formats = {name.rpartition("/")[2].removeprefix("x-") for name in media}
+    # for example application/x-msgpack and application/vnd.api+json
+    if kind.rpartition("/")[2].rpartition("+")[2].removeprefix("x-").removeprefix("vnd.") not in formats:
+        raise UnsupportedMediaType(
+            f"Content-Type: expected {' or '.join(media)}", reason="content_type", param="Content-Type"
+        )

@@ -1,7 +1,7 @@
 """uvicorn inside a process that binds the port, handles the signals and decides when the server ends; and the probes
 that every process has.
 
-    request ──► Protocol, which bounds a connection ──► Names, which refuses other sites' pages ──► the application
+    request ──► Protocol, which limits a connection ──► Guarded, which refuses other sites' pages ──► the application
     leave ──► each response is the last of its connection ──► hang_up: idle connections are closed ──► stop
 """
 
@@ -27,16 +27,13 @@ from sie_runtime.http.asgi import (
     Receive,
     Scope,
     Send,
-    common_headers,
     headers_of,
     refusal,
     refuse,
     reply,
     uuid7,
 )
-from sie_runtime.http.coding import Compressed
-from sie_runtime.http.origins import Guarded, HostNames
-from sie_runtime.http.protocol import HEAD_S, MAX_HEAD_BYTES, MIN_RATE, Protocol, SharedState
+from sie_runtime.http.protocol import HEAD_S, MAX_HEAD_BYTES, MIN_RATE, Guarded, HostNames, Protocol, SharedState
 from sie_runtime.http.refusals import Refusals
 from sie_runtime.metrics import Registry
 
@@ -51,7 +48,6 @@ __all__ = [
     "Receive",
     "Scope",
     "Send",
-    "common_headers",
     "headers_of",
     "probes",
     "refusal",
@@ -61,15 +57,15 @@ __all__ = [
     "uuid7",
 ]
 
-WEBSOCKET_MESSAGE_BYTES = 4096  # of a message from a peer; it is not read
+WEBSOCKET_MESSAGE_BYTES = 4096  # bytes of a message from a client at most; messages are discarded
 KEEP_ALIVE_S = 120  # above the idle time-out of common load balancers, so that they close first
 STOP_S = 5.0
-MAX_TURNS = 100  # of the event loop, for requests that arrive while connections are closed
+MAX_TURNS = 100  # turns of the event loop that `hang_up` leaves to requests that have arrived
 
 
 class _Server(uvicorn.Server):
-    """One that ends when `end` is called. uvicorn looks ten times a second whether it should, and renews a header that
-    is not sent here.
+    """uvicorn server that ends when `end` is called. uvicorn's own loop would check ten times a second whether to end,
+    and renew the Date header, which is not sent here.
     """
 
     def __init__(self, config: uvicorn.Config, state: SharedState) -> None:
@@ -85,7 +81,7 @@ class _Server(uvicorn.Server):
         await self._ending.wait()
 
     def end(self, within_s: float) -> None:
-        """Stop listening; cancel what still runs after `within_s`, rounded up to seconds."""
+        """Stop listening. Requests that still run after `within_s`, rounded up to seconds, are cancelled."""
         self.config.timeout_graceful_shutdown = math.ceil(within_s)
         self._ending.set()
 
@@ -107,10 +103,11 @@ class HttpServer:
         refused: Callable[[str], object] | None = None,
         min_rate: int = MIN_RATE,
     ) -> None:
-        """`websockets`: the websocket protocol; without it an upgrade is refused. `allowed_hosts`: see `HostNames`.
-        Pages of `cors_origins` may act.
-        `refused` is called with the reason of each request that is refused before an application sees it, one of
-        `refusals.REFUSED`. `min_rate`: see `SharedState`.
+        """Bind the port. Raises SettingError, which names `setting`, if the port cannot be bound.
+
+        `websockets`: the websocket protocol; without it an offer of an upgrade is ignored. `allowed_hosts` and
+        `cors_origins`: see `HostNames`. `refused` is called with the reason of each request that is refused before an
+        application sees it, one of `refusals.REFUSED`. `min_rate`: see `SharedState`.
         """
         try:
             self._socket = _listen(host, port)
@@ -119,7 +116,7 @@ class HttpServer:
         self.port: int = self._socket.getsockname()[1]
         refusals = Refusals(refused)
         config = uvicorn.Config(
-            Guarded(Compressed(app), HostNames(host, allowed_hosts, cors_origins), refusals),
+            Guarded(app, HostNames(host, allowed_hosts, cors_origins), refusals),
             interface="asgi3",
             loop="none",
             http=Protocol,
@@ -143,11 +140,11 @@ class HttpServer:
         self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]), name=f"http:{self.port}")
 
     def leave(self) -> None:
-        """Mark each response from now on as the last of its connection. Nothing else changes."""
+        """Make each response from now on the last of its connection. Nothing else changes."""
         self._state.leave()
 
     async def hang_up(self) -> None:
-        """`leave`, and close idle connections; websockets are told that this server goes away. A request that has
+        """Call `leave`, close idle connections, and tell websockets that this server goes away. A request that has
         arrived is begun before this returns; a request that was begun is answered; new connections are still accepted.
         """
         self.leave()
@@ -188,7 +185,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def accepts_json(accept: str) -> bool:
-    """Whether an Accept header names JSON itself. A wildcard does not count: curl sends one, and people read its
+    """Return whether an Accept header names JSON itself. A wildcard does not count: curl sends one, and people read its
     output.
     """
     for part in accept.lower().split(","):
@@ -199,8 +196,8 @@ def accepts_json(accept: str) -> bool:
 
 
 def scrape(registry: Registry, accept: str) -> tuple[bytes, str]:
-    """The metrics and their content type: text, or OpenMetrics if `accept` asks for it. Prometheus does, and finds
-    exemplars there.
+    """Return the metrics and their content type: text, or OpenMetrics if `accept` asks for it. Prometheus asks for
+    OpenMetrics, which has exemplars.
     """
     encode, content_type = choose_encoder(accept)
     text = encode(registry)
@@ -211,9 +208,10 @@ def scrape(registry: Registry, accept: str) -> tuple[bytes, str]:
 def probes(
     not_ready: Callable[[], str | None], registry: Registry | None, healthy_workers: Callable[[], int] | None = None
 ) -> App:
-    """`/healthz`, `/readyz` and, with a registry, `/metrics`. `not_ready` gives the reason, or None when ready.
+    """Return an application with `/healthz`, `/livez`, `/ping`, `/readyz` and, with a registry, `/metrics`. `not_ready`
+    returns the reason why the process is not ready, or None.
 
-    `/readyz` answers in JSON if JSON is accepted. The reply of a gateway has `healthy_workers`.
+    `/readyz` answers in JSON if the Accept header names JSON. The reply of a gateway has `healthy_workers`.
     """
 
     async def readyz(scope: Scope, send: Send) -> None:
@@ -241,6 +239,6 @@ def probes(
             text, content_type = scrape(registry, headers_of(scope).get("accept", ""))
             await reply(send, 200, text, content_type)
         else:
-            await refuse(send, NotFound("no such path"))
+            await refuse(scope, send, NotFound("no such path"))
 
     return app

@@ -21,22 +21,31 @@ from typing import Any
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from sie_contracts.errors import ResourceExhausted
-from sie_runtime.http.asgi import Receive, Scope, Send
+from sie_runtime.http.asgi import REQUEST_ID, Receive, Scope, Send, common_headers, uuid7
 
 PATIENCE_S = 10.0
+_HANDSHAKES = frozenset({"websocket.accept", "websocket.http.response.start"})
 GOING_AWAY, TRY_AGAIN_LATER = 1001, 1013  # RFC 6455, and IANA's registry of close codes
 _logger = logging.getLogger("sie.websocket")
 
 
 class WebSocketProtocol(WebSocketsSansIOProtocol):
-    """uvicorn's, with two differences: a server that ends says so (close code 1001), and an application can disconnect
-    a client.
+    """uvicorn's, with three differences: a server that ends says so (close code 1001), an application can disconnect
+    a client, and a handshake is answered with the headers that every reply has.
     """
+
+    scope: Any
 
     async def run_asgi(self) -> None:
         extensions: dict[str, Any] = self.scope["extensions"]
         extensions["abort"] = self.transport.abort
+        self.scope[REQUEST_ID] = uuid7()
         await super().run_asgi()
+
+    async def send(self, message: Any) -> None:
+        if message["type"] in _HANDSHAKES:
+            message = {**message, "headers": common_headers(self.scope, message.get("headers", ()))}
+        await super().send(message)
 
     def shutdown(self) -> None:
         if not self.handshake_complete or self.close_sent:
@@ -54,7 +63,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
 
 
 class Seats:
-    """Bounds on open websockets: `most` in all, and a quarter of them for one address and for one key."""
+    """Limits on open websockets: `most` in total, and a quarter of `most` for one address and for one key."""
 
     def __init__(self, most: int, where: str) -> None:
         self._most = most
@@ -65,7 +74,7 @@ class Seats:
 
     @contextlib.contextmanager
     def seat(self, scope: Scope, key: str = "") -> Iterator[None]:
-        """Held by one websocket of a client. `key` names its credential, if any. Raises ResourceExhausted."""
+        """Hold a seat for one websocket of a client. `key` names its credential, if any. Raises ResourceExhausted."""
         if self.taken >= self._most:
             raise ResourceExhausted(f"{self._most} websockets are open, the limit of this {self._where}")
         holders = [holder for holder in (_network((scope.get("client") or ("",))[0]), key and f"key {key}") if holder]
@@ -84,8 +93,8 @@ class Seats:
 
 
 def _network(address: str) -> str:
-    """An address as one client counts: of IPv6 the first 64 bits, which one host owns; all of loopback is one
-    client.
+    """Return the part of an address that counts as one client: the first 64 bits of an IPv6 address, which one host
+    owns, or an IPv4 address. All loopback addresses count as one client.
     """
     try:
         ip = ipaddress.ip_address(address.partition("%")[0])
@@ -102,8 +111,8 @@ class ViewerFrames:
     """Frames of one kind, sent to each viewer at most once in `interval_s`. One frame is made for all viewers."""
 
     def __init__(self, make: Callable[[], str | None], interval_s: float, *, patience_s: float = PATIENCE_S) -> None:
-        """`make` returns the present frame; a frame equal to the last one is not sent. None: there are no more frames,
-        and the connection is closed with 1013, try again later.
+        """Take `make`, which returns the present frame. The object that was sent last is not sent again. None means
+        that there are no more frames: the connection is closed with code 1013, try again later.
         """
         self._make = make
         self._interval_s = interval_s

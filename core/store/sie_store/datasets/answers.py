@@ -1,4 +1,4 @@
-"""The answers to the rows of a span, as columns: what a part of the output holds, in any format.
+"""Answers to the rows of a span, as columns: the contents of a part of the output in any format.
 
 Columns are those of the API: `dense` with `dense_scale` and `dense_offset` of integers, `sparse_indices` and
 `sparse_values`, `multivector` with its scale and offset of each vector, `score`, and the lists of an extraction. A row
@@ -22,7 +22,7 @@ from sie_store.datasets.rows import InputRow
 
 Array = NDArray[Any]
 EXTRACTED = ("entities", "relations", "classifications", "objects", "data")
-OTHER = "OTHER"  # errors beyond the codes that are counted apart
+OTHER = "OTHER"  # the code under which the errors with the least frequent codes are counted together
 
 
 class About(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -41,7 +41,9 @@ class About(msgspec.Struct, frozen=True, omit_defaults=True):
 
 @dataclass(frozen=True)
 class RowAnswer:
-    """The answer to one row. `arrays` by the names of `messages.Ok`: `dense`, `dense.scale`, `sparse.indices`, ..."""
+    """The answer to one row. The keys of `arrays` are the names of `messages.Ok`: `dense`, `dense.scale`,
+    `sparse.indices`, ...
+    """
 
     error: ErrorInfo | None = None
     tokens: int = 0
@@ -53,9 +55,9 @@ class RowAnswer:
 
 @dataclass(frozen=True)
 class Shard:
-    """Answers in the order of the rows. `dense`: [rows, width], zeros where a row has an error. `ragged`: outputs of
-    which each row has another number, by column, None where a row has none. `numbers`: float32 [rows], by column, NaN
-    where a row has none.
+    """Answers in the order of the rows. `dense`: [rows, width], with zeros for a row with an error. `ragged`: by
+    column, an array of any length for each row, None for a row without one. `numbers`: by column, float32 [rows], NaN
+    for a row without a number.
     """
 
     about: About
@@ -75,7 +77,7 @@ class Shard:
 
 
 def shard_of(about: About, rows: Sequence[InputRow], answers: Sequence[RowAnswer], keep: Sequence[str] = ()) -> Shard:
-    """The shard of a span. Raises ValueError where vectors of its rows have different widths or types."""
+    """Build the shard of a span. Raises ValueError if vectors of its rows have different widths or types."""
     errors = [answer.error for answer in answers]
     tokens = np.array([answer.tokens for answer in answers], np.int32)
     about = msgspec.structs.replace(
@@ -111,12 +113,12 @@ def shard_of(about: About, rows: Sequence[InputRow], answers: Sequence[RowAnswer
 
 
 def counted(codes: Iterable[str]) -> dict[str, int]:
-    """Count each code: the most frequent MAX_CODES by their names, the rest together as OTHER."""
+    """Count each code: the most frequent MAX_CODES by their names, and the rest together as OTHER."""
     return most_frequent(Counter(codes))
 
 
 def most_frequent(counts: Counter[str]) -> dict[str, int]:
-    """The most frequent MAX_CODES by their names, and the rest together as OTHER."""
+    """Return the counts of the most frequent MAX_CODES, and the sum of the rest as OTHER."""
     ordered = counts.most_common()
     frequent = dict(ordered[:MAX_CODES])
     if rest := sum(count for _, count in ordered[MAX_CODES:]):
@@ -128,7 +130,7 @@ _kept = msgspec.json.Encoder(enc_hook=str)
 
 
 def kept_json(value: Any) -> bytes:
-    """A value of a kept column or of an extraction as JSON: bytes as base64, a time in ISO 8601."""
+    """Encode a value of a kept column or of an extraction as JSON: bytes as base64, a time in ISO 8601."""
     return _kept.encode(value)
 
 

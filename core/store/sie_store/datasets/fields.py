@@ -1,5 +1,5 @@
-"""The fields of one row of CSV (RFC 4180). The csv module bounds fields to 128 KiB for the whole process, and guesses
-where quotes do not match.
+"""Fields of one row of CSV (RFC 4180). Python's csv module is not used: it limits fields to 128 KiB for the whole
+process, and guesses if quotes do not match.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ _FIELD = re.compile(r'(?:"([^"]*(?:""[^"]*)*)"|([^"\r\n,]*))(,|$)')
 
 
 def fields(row: bytes, most: int | None = None) -> tuple[str, ...] | None:
-    """None for a row with a quote in the wrong place, or that is not UTF-8. Of a row with more than `most` fields, one
-    more than that.
+    """Split a row into its fields; None if a quote or a carriage return is in the wrong place, or if the row is not
+    UTF-8. For a row with more than `most` fields, `most` + 1 fields are returned.
     """
     try:
         text = row.decode("utf-8")

@@ -1,7 +1,7 @@
-"""Parquet: the footer says how many rows lie where, and a span reads its own columns and row groups alone.
+"""Parquet: the footer says where the rows are, and a span reads only its own columns and row groups.
 
-Rows of a span are numbered in the whole object. Its `start` and `end` are the row groups in which they lie: whole
-groups, or one group of which it is a part. Where a group begins is in the footer, which the reader has anyway.
+Rows of a span are numbered in the whole object. Its `start` and `end` are the row groups in which the rows are: a span
+has whole groups, or a part of one group. The footer says at which row a group begins; the reader reads it anyway.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
     from pyarrow import Array, RecordBatch
     from pyarrow.parquet import ParquetFile
 
-BUFFER_BYTES = 8 << 20  # of each column chunk that is being read
+BUFFER_BYTES = 8 << 20  # bytes of the buffer for each column chunk that is being read
 BATCH_ROWS = 1024
 MAX_DENSE_VALUES = (
-    8_000_000  # of a column of lists in a row group where a value has less than a byte: one row is decoded whole
+    8_000_000  # values of a list column in a row group, if a value has less than a byte: one row is decoded as a whole
 )
 MAX_FOOTER_BYTES = 64 << 20
 
 
 class ParquetGroup(NamedTuple):
-    """A row group: its rows, and the bytes and values of the columns that are read once they are decoded."""
+    """A row group: its number of rows, and the decoded bytes and the values of the columns that are read."""
 
     rows: int
     size: int
@@ -45,8 +45,8 @@ def malformed(source: str) -> InvalidInput:
 
 
 def _opened(place: Place, what: ObjectEntry, compact: Collection[str] = ()) -> ParquetFile:
-    """A file whose values of the columns `compact` stay in their dictionaries where it has such. Raises InvalidInput,
-    StoreError.
+    """Open a Parquet file. Values of the columns `compact` stay in their dictionaries, if they have dictionaries.
+    Raises InvalidInput, StoreError.
     """
     import pyarrow as pa
     from pyarrow.parquet import ParquetFile
@@ -78,8 +78,8 @@ def _opened(place: Place, what: ObjectEntry, compact: Collection[str] = ()) -> P
 
 
 def footer(place: Place, what: ObjectEntry, names: Collection[str]) -> Footer:
-    """The footer of an object; sizes are those of the columns `names`. For a thread. Raises InvalidInput,
-    StoreError.
+    """Read the footer of an object; sizes are those of the columns `names`. It blocks, so it runs in a thread. Raises
+    InvalidInput, StoreError.
     """
     import pyarrow as pa
 
@@ -106,8 +106,8 @@ def footer(place: Place, what: ObjectEntry, names: Collection[str]) -> Footer:
 
 
 def _check_dense(source: str, path: str, values: int, size: int) -> None:
-    """Raises InvalidInput for a column of lists that repeats a value so often that one row may take any memory: a row
-    is decoded as a whole, and only then it is known how many of the values are its own.
+    """Raise InvalidInput for a column of lists that repeats a value so often that one row may take any amount of
+    memory. A row is decoded as a whole, and only then its number of values is known.
     """
     if values > max(MAX_DENSE_VALUES, size):
         raise InvalidInput(
@@ -119,8 +119,8 @@ def _check_dense(source: str, path: str, values: int, size: int) -> None:
 
 
 def cuts(groups: Sequence[ParquetGroup], max_rows: int, max_bytes: int) -> Iterator[Cut]:
-    """Spans of whole row groups, as many as fit; a larger group is split evenly by rows. Their values are at most half
-    of what a span may have: rows of a group have different numbers of them.
+    """Yield spans of whole row groups, as many groups as fit; a larger group is split evenly by rows. Spans are planned
+    for half of the values that a span may have, because rows of a group have different numbers of values.
     """
     most = ParquetGroup(max_rows, max_bytes, MAX_SPAN_VALUES // 2)
     first = row = start = 0
@@ -147,7 +147,9 @@ def cuts(groups: Sequence[ParquetGroup], max_rows: int, max_bytes: int) -> Itera
 
 
 def read(place: Place, what: ObjectEntry, cut: Cut, names: Sequence[str], size: SpanSize) -> Iterator[dict[str, Any]]:
-    """The columns `names` of the rows of a span. For a thread. Raises InvalidInput, StoreError."""
+    """Read the columns `names` of the rows of a span. It blocks, so it runs in a thread. Raises InvalidInput,
+    StoreError.
+    """
     import pyarrow as pa
 
     with _opened(place, what, names) as file:
@@ -184,7 +186,7 @@ def read(place: Place, what: ObjectEntry, cut: Cut, names: Sequence[str], size: 
 
 
 def _values(array: Array) -> int:
-    """Count the objects that the values of an array are."""
+    """Count the Python objects that the values of an array become."""
     import pyarrow as pa
 
     if isinstance(array, pa.DictionaryArray) or not pa.types.is_nested(array.type):
@@ -193,7 +195,7 @@ def _values(array: Array) -> int:
 
 
 def _decoded_bytes(array: Array) -> int:
-    """Compute the bytes of the values of an array once each stands for itself."""
+    """Compute the bytes that the values of an array take without dictionaries."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -216,7 +218,7 @@ def _children(array: Array) -> list[Array]:
 
 
 def _micros(batch: RecordBatch) -> RecordBatch:
-    """Times in microseconds: Python has no finer ones."""
+    """Convert times in nanoseconds to microseconds: Python has no finer times."""
     import pyarrow as pa
 
     for at, column in enumerate(batch.schema):

@@ -11,22 +11,24 @@ SUFFIXES: dict[str, InputFormat] = {
     ".parquet": "parquet",
     **dict.fromkeys((".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff"), "images"),
 }
-MANIFEST = "manifest.json"  # of an output, which may be the input of another job
+MANIFEST = "manifest.json"  # name of an output's manifest; the output may be the input of another job
 _PACKED = (".gz", ".zst", ".bz2", ".xz", ".lz4", ".snappy", ".zip", ".tar", ".tgz")
 
 
 def format_of(name: str) -> InputFormat | None:
-    """Return the format by the suffix of the name."""
+    """Return the format for the suffix of a name; None for an unknown suffix."""
     base = name.rpartition("/")[2].lower()
     return SUFFIXES.get(base[base.rfind(".") :]) if "." in base else None
 
 
 def is_packed(name: str) -> bool:
-    """Whether it is a compressed file or an archive, which no job reads."""
+    """Return whether a name is that of a compressed file or an archive, which no job reads."""
     return name.lower().endswith(_PACKED)
 
 
 def is_hidden(name: str) -> bool:
-    """Whether a name below a folder is not one of data: hidden ones, markers of other programs, folders, a manifest."""
+    """Return whether an object below a folder is not data: a hidden file, a marker of another program, a folder or a
+    manifest.
+    """
     segments = name.split("/")
     return any(not segment or segment[0] in "._" for segment in segments) or segments[-1] == MANIFEST

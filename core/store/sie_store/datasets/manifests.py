@@ -13,8 +13,8 @@ _PATIENCE = RetryPolicy()
 
 
 async def write(place: Place, manifest: JobManifest, patience: RetryPolicy = _PATIENCE) -> None:
-    """Replaces one that is there: a leader that died after this step is followed by one that takes it again. Raises
-    StoreError.
+    """Write the manifest and replace an existing one: if a leader dies after this step, the next leader repeats the
+    step. Raises StoreError.
     """
     import obstore
 
@@ -25,7 +25,7 @@ async def write(place: Place, manifest: JobManifest, patience: RetryPolicy = _PA
 
 
 async def read(place: Place, patience: RetryPolicy = _PATIENCE) -> JobManifest | None:
-    """None if there is none. Raises StoreError."""
+    """Read the manifest; None if there is none. Raises StoreError."""
     import obstore
 
     key = place.folder + MANIFEST

@@ -1,5 +1,5 @@
-"""Bytes of objects: a range of one version of an object, streamed in pieces that go on after a failure, or read at any
-position by a library that wants a file.
+"""Bytes of one version of an object: a range that is streamed in pieces and resumed after a failure, or reads at any
+position for a library that needs a file.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ READ_AHEAD_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class ObjectEntry:
-    """An object: what spans call it, its size, and its tag, which is another one for another version."""
+    """An object: its name in spans, its size in bytes, and its tag, which is different for each version."""
 
     source: str
     size: int
@@ -30,8 +30,8 @@ class ObjectEntry:
 
 
 def tag_of(place: Place, meta: ObjectMeta) -> str:
-    """Return the tag that no other version of the object has: its digest where that is known, else the tag that the
-    store promises. A folder of the disk has its size and its time: its own tag has the inode too, which a copy of the
+    """Return a tag that no other version of the object has: its digest if it is known, else the tag of the store. For a
+    folder on the disk the tag is the size and the time: the tag of obstore contains the inode, which a copy of the
     folder changes.
     """
     own = None if place.root is not None else meta.get("e_tag")
@@ -62,8 +62,9 @@ async def found(place: Place, source: str, patience: RetryPolicy) -> ObjectEntry
 
 
 async def pieces(place: Place, what: ObjectEntry, start: int, end: int, patience: RetryPolicy) -> AsyncIterator[bytes]:
-    """Bytes `start` to `end`, all of one version: that of the tag, or without a tag the one that is there at first.
-    After a failure it asks for the rest. Raises InvalidInput (reasons input_missing, input_changed), StoreError.
+    """Yield the bytes from `start` to before `end`, all of one version: the version with the tag of `what`, or, without
+    a tag, the version of the first answer. After a failure the rest is requested again. Raises InvalidInput (reasons
+    input_missing, input_changed), StoreError.
     """
     import obstore
 
@@ -87,7 +88,7 @@ async def pieces(place: Place, what: ObjectEntry, start: int, end: int, patience
         except ObjectMissing as error:
             raise missing(what.source) from error
         except StoreError as error:
-            # a range beyond the end of a shorter object has an error of its own in each store
+            # each store has another error for a range beyond the end of a shorter object
             if (now := await found(place, what.source, patience)).tag != (tag or now.tag):
                 raise changed(what.source) from error
             tries += 1
@@ -102,13 +103,13 @@ async def _next(stream: AsyncIterator[Any]) -> bytes | None:
 async def whole(
     place: Place, what: ObjectEntry, patience: RetryPolicy, start: int = 0, end: int | None = None
 ) -> bytes:
-    """Read the bytes `start` to `end` at once; by default the whole object. See `pieces`."""
+    """Read the bytes from `start` to before `end` at once; by default the whole object. See `pieces`."""
     return b"".join([piece async for piece in pieces(place, what, start, what.size if end is None else end, patience)])
 
 
 class RangeFile(io.RawIOBase):
-    """An object as a file, for a thread: each read is a request for a range, with a read-ahead. Raises StoreError and
-    InvalidInput (reason input_changed).
+    """A file-like reader of an object, for a thread: each read is a request for a range, with a read-ahead. Raises
+    StoreError and InvalidInput (reason input_changed).
     """
 
     def __init__(self, place: Place, what: ObjectEntry) -> None:

@@ -1,10 +1,10 @@
-"""A shard as a file of the output, and what such a file says of itself.
+"""Encoding of a shard as a file of the output, and reading of the head of such a file.
 
 parquet  one row for each row; outputs of a failed row are null. The metadata of the file has About as JSON, key `sie`.
 jsonl    one object for each row, with the same names; outputs of a failed row are absent. Each row has the fingerprint.
 npy      an uncompressed `.npz`: an array for each column. `dense` is [rows, width] with zeros where `failed` is true.
-         A column NAME of which each row has another number is `NAME` with all of them and `NAME_rows`, the positions
-         in it at which rows begin and the last one ends. Texts, kept columns and extractions are in the member
+         A column NAME of arrays of any length is `NAME`, the arrays of all rows joined, and `NAME_rows`, the position
+         in it at which each row begins, and its end. Texts, kept columns and extractions are in the member
          `rows.jsonl`, About in the member `about.json`, both as bytes: nothing in the file is a pickle.
 """
 
@@ -30,24 +30,26 @@ _PIECE_ROWS = 256
 
 
 class PartFault(ValueError):
-    """The bytes are no part of an output."""
+    """Error for bytes that are not a part of an output."""
 
 
 def part_name(number: int, count: int, format: OutputFormat) -> str:
-    """The name of the part `number` (from 0) of `count`."""
+    """Return the name of the part `number` (from 0) of `count`."""
     digits = max(MIN_DIGITS, len(str(count - 1)))
     return f"part-{number:0{digits}d}{SUFFIX[format]}"
 
 
 def encode(shard: Shard, format: OutputFormat) -> bytes:
-    """The file of a shard. The same shard gives the same bytes in each process of a version."""
+    """Encode a shard as a file. The same shard gives the same bytes in each process of a version."""
     if format == "parquet":
         return tables.encode(shard)
     return b"".join(_lines(shard, has_arrays=True)) if format == "jsonl" else _npz(shard)
 
 
 def inspect(data: bytes, format: OutputFormat) -> About:
-    """Read the head of a part; JSON Lines has no job, number and model in it. Raises PartFault."""
+    """Read the head of a part; a part in JSON Lines does not have the job, the number and the model. Raises
+    PartFault.
+    """
     if format == "parquet":
         try:
             return tables.inspect(data)
@@ -98,7 +100,7 @@ def _arrays(shard: Shard, at: int) -> dict[str, Any]:
 
 
 def _exact(array: Array) -> Array:
-    """float16 as float64, whose shortest digits are its exact value."""
+    """Convert float16 to float64, whose shortest digits are the exact value."""
     return np.ascontiguousarray(array, np.float64 if array.dtype == np.float16 else None)
 
 

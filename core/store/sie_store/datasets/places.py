@@ -25,11 +25,12 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f\\]")
 
 @dataclass(frozen=True)
 class Place:
-    """One object of a store, or all objects below a folder.
+    """Object of a store, or all objects below a folder.
 
-    `folder`: the key of the folder, empty or with a `/` at its end. `name`: the one object; empty: all below the
-    folder. `label`: what the one object is called in spans and ids, by default its name. `digest`: of the one object,
-    where it is known and never changes. `root`: the folder on the disk, which no symbolic link may lead out of.
+    `folder`: the key of the folder, empty or with a `/` at its end. `name`: the name of the object; empty for all
+    objects below the folder. `label`: the name of the object in spans and ids, by default `name`. `digest`: the digest
+    of the object, if it is known and never changes. `root`: the folder on the disk, which no symbolic link may lead out
+    of.
     """
 
     store: ObjectStore
@@ -41,8 +42,8 @@ class Place:
 
     @classmethod
     def opened(cls, url: str, allowed: tuple[str, ...], *, is_output: bool = False) -> Place:
-        """The place that a client names. An output is a folder. Raises InvalidInput for what is not allowed, and
-        NotReady where the store of an allowed URL cannot be opened.
+        """Open the place that a client names. An output is a folder. Raises InvalidInput for a URL that is not allowed,
+        and NotReady if the store of an allowed URL cannot be opened.
         """
         param = "output.url" if is_output else "input.url"
         try:
@@ -73,16 +74,16 @@ class Place:
         return not self.name
 
     def key(self, source: str) -> str:
-        """The key in the store of an object that spans call `source`."""
+        """Return the key in the store of the object that has the name `source` in spans."""
         return self.folder + (self.name or source)
 
     def below(self, folder: str) -> Place:
-        """A folder of this folder."""
+        """Return the place of a folder below this folder."""
         return Place(self.store, f"{self.folder}{folder}/", root=self.root)
 
     async def check(self, key: str) -> None:
-        """Raises InvalidInput where a symbolic link leads out of the place. Whoever may make links there while a file
-        is being opened has to be trusted.
+        """Raise InvalidInput if a symbolic link leads out of the place. Users who can make links there while a file is
+        being opened must be trusted.
         """
         if self.root is not None and not await asyncio.to_thread(_is_inside, self.root, key):
             raise InvalidInput(
@@ -91,7 +92,7 @@ class Place:
 
 
 def _check_segments(url: str, where: StoreUrl, param: str) -> None:
-    # as it was written: the parser resolves the segments of a path on the disk
+    # the path as the client wrote it: the parser resolves the segments of a path on the disk
     written = url if where.scheme == "file" and not url.lower().startswith("file:") else unquote(urlsplit(url).path)
     if _CONTROL.search(written):
         raise InvalidInput(f"{param}: control characters and \\ are not allowed", reason="not_allowed", param=param)
@@ -103,7 +104,7 @@ def _check_segments(url: str, where: StoreUrl, param: str) -> None:
 
 
 def _below(where: StoreUrl, allowed: StoreUrl) -> str | None:
-    """The path below the allowed place, empty for that place itself; None outside of it."""
+    """Return the path below the allowed place, empty for that place itself; None outside of it."""
     if (where.scheme, where.bucket) != (allowed.scheme, allowed.bucket):
         return None
     if where.path == allowed.path:

@@ -1,11 +1,11 @@
-"""The plan of a job: its input as spans of rows, each of which is read by itself.
+"""The plan of a job: its input as spans of rows. Each span can be read without the others.
 
     folder ──listed──► objects by name ──┬─ jsonl, csv ── bytes pass once ──────┐
                                          ├─ parquet ───── the footer alone ─────┼──► spans of an object, or Broken
                                          └─ images ────── names, a run of them ─┘
 
-An object that cannot be read is one entry of the plan and does not stop the others. Only a store that does not answer
-does.
+An object that cannot be read is one entry of the plan and does not stop the plan. Only a store that does not answer
+stops it.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from sie_store.datasets.scan import BOM, Cut, Cutter, Scanner
 from sie_store.datasets.templates import columns, reads_images
 from sie_store.object_stores import RetryPolicy, within
 
-MAX_OBJECTS = 1_000_000  # whose names are in memory while they are sorted
-MAX_SPANS = 100_000  # of a job: each is a record, and all are in memory
-TOO_MANY = "too_many_items"  # a reason
+MAX_OBJECTS = 1_000_000  # objects below a folder: their names are in memory while they are sorted
+MAX_SPANS = 100_000  # spans of a job: each is a record, and all are in memory
+TOO_MANY = "too_many_items"  # reason of an error
 MAX_HEADER_BYTES = 64 << 10
-SPAN_BYTES = 32 << 20  # of the text of a span, unless one row has more
-MAX_SPAN_BYTES = 64 << 20  # of such a row, and of the images of a span
+SPAN_BYTES = 32 << 20  # bytes of the text of a span, unless one row has more
+MAX_SPAN_BYTES = 64 << 20  # bytes of a row that is a span by itself, and of the images of a span
 MAX_COLUMNS_SHOWN = 50
 SAMPLE_ROWS, SAMPLE_BYTES = 1000, 1 << 20
 LISTED_AT_ONCE = 1000
@@ -46,7 +46,7 @@ _PATIENCE = RetryPolicy()
 
 @dataclass(frozen=True)
 class Broken:
-    """An object that cannot be planned."""
+    """An object that cannot be planned, with the error."""
 
     source: str
     error: ErrorInfo
@@ -63,10 +63,10 @@ async def plan(
     *,
     text_bytes: int | None = None,
 ) -> AsyncIterator[Planned]:
-    """The spans of each object in the order of their names, as soon as they are known: of at most `shard_rows` rows and
-    `text_bytes` bytes, unless one row has more. A job whose objects are all
-    broken has nothing to do; the first error is why. Raises InvalidInput where there is nothing to read at all or
-    where there are more than MAX_SPANS, and StoreError.
+    """Yield the spans of each object, in the order of the names of the objects, as soon as they are known. A span has
+    at most `shard_rows` rows and `text_bytes` bytes, unless one row has more. If all objects of a job are broken, the
+    first error says why there is nothing to do. Raises InvalidInput if there is nothing to read or if there are more
+    than MAX_SPANS spans, and StoreError.
     """
     count = 0
     rows = min(shard_rows, sizes.MAX_SPAN_VALUES // (1 + len(columns(source))))
@@ -115,7 +115,7 @@ async def _each(place: Place, source: JobInput, most: _Most, patience: RetryPoli
 
 
 async def inputs(place: Place, source: JobInput, patience: RetryPolicy = _PATIENCE) -> list[ObjectEntry]:
-    """The objects that a job reads, by name. Raises InvalidInput, StoreError."""
+    """List the objects that a job reads, by name. Raises InvalidInput, StoreError."""
     if not place.is_folder:
         return [await found(place, place.label or place.name, patience)]
     if reads_images(source):
@@ -136,8 +136,8 @@ async def images(place: Place, patience: RetryPolicy, after: str = "", most: int
 async def _listed(
     place: Place, is_wanted: Callable[[str], bool], patience: RetryPolicy, after: str = "", most: int | None = None
 ) -> list[ObjectEntry]:
-    """The objects below a folder by name; with `most`, the first ones after the name `after`. Raises InvalidInput where
-    there are more than MAX_OBJECTS, and StoreError.
+    """List the objects below a folder by name; with `most`, only the first `most` after the name `after`. Raises
+    InvalidInput if there are more than MAX_OBJECTS, and StoreError.
     """
     return await patience.repeated(lambda: _listed_once(place, is_wanted, patience.stall_s, after, most))
 
@@ -165,7 +165,7 @@ async def _listed_once(
         if most is None and len(objects) > limit:
             raise InvalidInput(f"input.url: more than {limit} objects", reason=TOO_MANY, param="input.url")
         if most is not None and len(objects) >= limit + LISTED_AT_ONCE:
-            # buckets answer in the order of names, folders of the disk in any
+            # buckets list objects in the order of names, folders on the disk in any order
             objects = heapq.nsmallest(limit, objects, key=_name)
             if place.root is None:
                 break
@@ -201,7 +201,7 @@ async def _planned(
             return [_span(what, kind, cut) for cut in cuts]
         return await _scanned(place, what, kind, names, most, patience)
     except InvalidInput as error:
-        if error.reason == TOO_MANY:  # of the job, and no fault of the object
+        if error.reason == TOO_MANY:  # an error of the job, not of the object
             raise
         return Broken(name, error.info())
 
@@ -240,7 +240,7 @@ async def _scanned(
             _check_columns(
                 what.source, {name: why for name, why in names.items() if why != "input.keep"}, sample.columns
             )
-        # rows behind the sample may have more values than those in it
+        # rows after the sample may have more values than the rows in it
         most = most._replace(rows=max(1, min(most.rows, sizes.MAX_SPAN_VALUES // 2 // max(1, sample.values))))
     spans: list[RowSpan] = []
     scanner = Scanner(is_quoted=kind == "csv", at=begin)
@@ -259,9 +259,9 @@ async def _scanned(
 
 
 class _JsonSample(NamedTuple):
-    """The first rows of an object of JSON. Its objects have no common columns, and a column of the job that none of the
-    first ones has is named wrong: a job of which every row fails is no answer. `values`: the most that a row has in the
-    columns of the job.
+    """The first rows of an object in JSON Lines. Its rows need not have the same columns. But if none of these rows has
+    a column of the job, the name of the column is probably wrong: the object is refused, or every row would fail.
+    `values`: the largest number of values that a row has in the columns of the job.
     """
 
     columns: list[str]
@@ -271,11 +271,11 @@ class _JsonSample(NamedTuple):
     def of(cls, data: bytes, names: Collection[str], *, is_whole: bool) -> _JsonSample:
         lines = data.split(b"\n")
         if not is_whole:
-            lines.pop()  # it goes on
+            lines.pop()  # the last line is incomplete
         names_of_columns: dict[str, None] = {}
         most = 0
         for line in lines[:SAMPLE_ROWS]:
-            with contextlib.suppress(ValueError, RecursionError):  # a fault of its own row
+            with contextlib.suppress(ValueError, RecursionError):  # an invalid row fails later, by itself
                 row = sizes.columns_of(line)
                 names_of_columns |= dict.fromkeys(row)
                 most = max(most, sum(sizes.values_of(row[name]) for name in names if name in row))
@@ -283,7 +283,7 @@ class _JsonSample(NamedTuple):
 
 
 async def _header(place: Place, what: ObjectEntry, begin: int, patience: RetryPolicy) -> tuple[str, int]:
-    """The first row of a CSV, and where the next one begins."""
+    """Read the first row of a CSV. Returns it and the position at which the next row begins."""
     head = await whole(place, what, patience, begin, min(what.size, begin + MAX_HEADER_BYTES))
     scanner = Scanner(is_quoted=True, at=begin)
     rows = [*scanner.feed(head), *([scanner.end()] if begin + len(head) == what.size else [])]
@@ -301,7 +301,7 @@ async def _header(place: Place, what: ObjectEntry, begin: int, patience: RetryPo
 
 
 def _runs(files: list[ObjectEntry], shard_rows: int) -> Iterable[RowSpan]:
-    """Runs of images in the order of their names."""
+    """Yield runs of images in the order of their names."""
     first, after = 0, ""
     run: list[ObjectEntry] = []
     size = 0
@@ -316,7 +316,7 @@ def _runs(files: list[ObjectEntry], shard_rows: int) -> Iterable[RowSpan]:
 
 
 def tag_of_run(run: Iterable[ObjectEntry]) -> str:
-    """Names and tags of images as one."""
+    """Return one digest of the names and tags of images."""
     digest = hashlib.sha256()
     for image in run:
         digest.update(f"{image.source}\0{image.tag}\0".encode())

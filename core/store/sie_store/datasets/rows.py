@@ -1,4 +1,4 @@
-"""The rows of a span: its own bytes are read, and each row gives what the model is asked, or a fault.
+"""Rows of a span: only the bytes of the span are read, and each row gives the inputs for the model, or a fault.
 
 span ──► bytes of its lines | columns of its row groups | files of its images ──► columns ──templates──► Row
 """
@@ -28,7 +28,7 @@ from sie_store.datasets.sizes import SpanSize
 from sie_store.datasets.templates import ColumnFault, columns, plain, templates
 from sie_store.object_stores import RetryPolicy
 
-MAX_ID = 1024  # characters
+MAX_ID = 1024  # characters of the id of a row
 IMAGES_AT_ONCE = 8
 _PATIENCE = RetryPolicy()
 _Columns = Mapping[str, Any] | ErrorInfo
@@ -36,7 +36,7 @@ _Columns = Mapping[str, Any] | ErrorInfo
 
 @dataclass(frozen=True)
 class InputRow:
-    """A row of the input. With a `fault` it is not asked of any model."""
+    """A row of the input. A row with a `fault` is not sent to a model."""
 
     id: str
     text: str | None = None
@@ -48,8 +48,8 @@ class InputRow:
 
 
 async def read(place: Place, span: RowSpan, source: JobInput, patience: RetryPolicy = _PATIENCE) -> list[InputRow]:
-    """The rows of a span, as many as it says, in their order. Raises InvalidInput (reasons input_missing,
-    input_changed, malformed), StoreError.
+    """Read the rows of a span in their order; their number is that of the span. Raises InvalidInput (reasons
+    input_missing, input_changed, malformed), StoreError.
     """
     if span.format == "images":
         return await _images(place, span, patience)
@@ -71,7 +71,7 @@ async def read(place: Place, span: RowSpan, source: JobInput, patience: RetryPol
 
 
 def _parsed(data: bytes, span: RowSpan, names: Sequence[str], size: SpanSize) -> Iterator[_Columns]:
-    """The columns of each row, one row at a time."""
+    """Yield the columns of each row."""
     lines = rows_of(data, is_quoted=span.format == "csv")
     if len(lines) != span.rows:
         raise changed(span.source)
@@ -93,13 +93,13 @@ def _json(line: bytes, names: Sequence[str], size: SpanSize) -> _Columns:
             values += sizes.values_of(raw[name])
             if values > sizes.MAX_ROW_VALUES:
                 return _fault("too_large", f"column {name!r}: the row has more than {sizes.MAX_ROW_VALUES} values")
-        size.add(values - len(read), 0)  # beside those that any row has
+        size.add(values - len(read), 0)  # without the one value that each column has in any row
         return {name: sizes.decoded(raw[name]) for name in read}
     except sizes.TooManyValues as error:
         return _fault("too_large", str(error))
     except msgspec.ValidationError:
         return _fault("malformed", "the line is no JSON object")
-    except (ValueError, RecursionError):  # what the decoder says may repeat a part of the row
+    except (ValueError, RecursionError):  # the message of the decoder may repeat a part of the row
         return _fault("malformed", "the line is no valid JSON")
 
 
@@ -125,7 +125,7 @@ class _RowMaker:
         self._templates = templates(source)
 
     def all(self, rows: Iterable[_Columns], size: SpanSize) -> list[InputRow]:
-        """The rows of a span. Raises InvalidInput where they are too large together."""
+        """Make the rows of a span. Raises InvalidInput if they are too large together."""
         complete = []
         for at, read_columns in enumerate(rows):
             row = self(at, read_columns)
@@ -174,13 +174,15 @@ class _RowMaker:
 
 
 def _bytes_of(row: InputRow) -> int:
-    """Compute the bytes that the texts of a row take; its lists and maps are counted by their values."""
+    """Compute the bytes that the texts and images of a row take; its lists and maps are counted by their values."""
     texts = (row.text, row.query, row.document, *row.images, *row.kept.values())
     return sum(sys.getsizeof(text) for text in texts if isinstance(text, str | bytes))
 
 
 def _image(value: Any, column: str) -> bytes:
-    """The file of an image: bytes, a map with `bytes` as Hugging Face's data sets have it, or base64."""
+    """Return the file of an image: the value is bytes, a map with `bytes` as in Hugging Face's data sets, or base64.
+    Raises ColumnFault.
+    """
     if isinstance(value, dict):
         value = value.get("bytes")
     if isinstance(value, bytes) and value:
@@ -192,7 +194,7 @@ def _image(value: Any, column: str) -> bytes:
                 if data := base64.b64decode(rest, validate=True):
                     return data
             except (binascii.Error, ValueError):
-                pass  # said below
+                pass  # ColumnFault is raised below
     raise ColumnFault(f"column {column!r} has no image file: expected bytes, a map with bytes, or base64")
 
 
@@ -212,7 +214,7 @@ async def _images(place: Place, span: RowSpan, patience: RetryPolicy) -> list[In
             )
         async with turns:
             try:
-                # a listing may have other tags than an answer (Google's emulator), so that of the run is compared above
+                # a listing may have other tags than an answer (Google's emulator), so the run's tag is compared above
                 return InputRow(what.source, images=(await whole(place, replace(what, tag=""), patience),))
             except InvalidInput as error:
                 if error.reason == "not_allowed":

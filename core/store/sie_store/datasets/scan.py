@@ -1,9 +1,9 @@
-"""Rows of JSON Lines and of CSV by the positions of their bytes: nothing is decoded, memory is that of one piece.
+"""Rows of JSON Lines and of CSV by the positions of their bytes: nothing is decoded, and only one piece is in memory.
 
     pieces of any size ──Scanner──► (start, end) of each row ──Cutter──► spans of rows
 
-A row ends at a line feed; in CSV (RFC 4180) at one with an even number of quotes before it. A line of nothing but
-spaces, tabs and carriage returns is no row.
+A row ends at a line feed. In CSV (RFC 4180) it ends at a line feed with an even number of quotes before it. A line of
+only spaces, tabs and carriage returns is not a row.
 """
 
 from __future__ import annotations
@@ -16,28 +16,30 @@ from numpy.typing import NDArray
 
 Offsets = NDArray[np.int64]
 BOM = b"\xef\xbb\xbf"
-STEP_BYTES = 1 << 20  # scanned at once: the positions in a step of short lines take eight times as much
+STEP_BYTES = 1 << 20  # bytes scanned at once: the positions of short lines take eight times as many bytes
 _LINE_FEED, _QUOTE = 10, 34
 _BLANK = np.zeros(256, bool)
 _BLANK[[9, 10, 13, 32]] = True
 
 
 class Scanner:
-    """Finds rows while the bytes of a text pass. `at`: the position of the next byte."""
+    """Finds rows in the bytes of a text, piece by piece. `at`: the position of the next byte."""
 
     def __init__(self, *, is_quoted: bool, at: int = 0) -> None:
         self._is_quoted = is_quoted
         self._at = self._start = at
-        self._is_odd = 0  # quotes so far
-        self._has_content = False  # the line that is not complete
+        self._is_odd = 0  # 1: the number of quotes so far is odd
+        self._has_content = False  # True: the incomplete line has content
 
     def feed(self, piece: bytes) -> Iterator[tuple[Offsets, Offsets]]:
-        """Starts and ends of the rows that the piece completes. An end is the position after the line feed."""
+        """Yield the starts and ends of the rows that the piece completes. An end is the position after the line
+        feed.
+        """
         for first in range(0, len(piece), STEP_BYTES):
             yield self._step(np.frombuffer(piece, np.uint8, min(STEP_BYTES, len(piece) - first), first))
 
     def end(self) -> tuple[Offsets, Offsets]:
-        """The last row, if it has no line feed."""
+        """Return the start and the end of the last row if it has no line feed; otherwise empty arrays."""
         count = int(self._has_content)
         return np.full(count, self._start, np.int64), np.full(count, self._at, np.int64)
 
@@ -56,7 +58,7 @@ class Scanner:
             return feeds, feeds
         firsts = np.concatenate((feeds[:1] * 0, feeds[:-1] + 1))
         has_content = ~_BLANK[data[firsts]]
-        if not has_content.all():  # looked at in full only where a line begins with a blank
+        if not has_content.all():  # whole lines are tested only if a line begins with a blank
             has_content = np.logical_or.reduceat(~_BLANK[data[: feeds[-1] + 1]], firsts)
         has_content[0] |= self._has_content
         starts, ends = firsts + self._at, feeds + (self._at + 1)
@@ -68,7 +70,7 @@ class Scanner:
 
 
 def rows_of(data: bytes, *, is_quoted: bool) -> list[bytes]:
-    """The rows of a text, without their line ends."""
+    """Return the rows of a text without their line ends."""
     scanner = Scanner(is_quoted=is_quoted)
     bounds = [*scanner.feed(data), scanner.end()]
     return [
@@ -79,7 +81,9 @@ def rows_of(data: bytes, *, is_quoted: bool) -> list[bytes]:
 
 
 class Cut(NamedTuple):
-    """Rows `first` to `first + rows`, whose bytes are `start` to `end`."""
+    """Rows `first` to before `first + rows` of an object. `start` and `end` are the positions of their bytes, or, in
+    Parquet, the numbers of their row groups.
+    """
 
     first: int
     rows: int
@@ -88,8 +92,8 @@ class Cut(NamedTuple):
 
 
 class Cutter:
-    """Makes spans of rows while these are found: at most `max_rows`, and at most `max_bytes` unless one row alone has
-    more.
+    """Makes spans of rows while the rows are found. A span has at most `max_rows` rows, and at most `max_bytes` bytes
+    unless one row alone has more.
     """
 
     def __init__(self, max_rows: int, max_bytes: int) -> None:
@@ -97,7 +101,7 @@ class Cutter:
         self._first = self._rows = self._start = 0
 
     def feed(self, starts: Offsets, ends: Offsets) -> Iterator[Cut]:
-        """The spans that the next rows complete."""
+        """Yield the spans that the next rows complete."""
         at, count = 0, len(starts)
         while at < count:
             if not self._rows:
@@ -110,7 +114,7 @@ class Cutter:
                 yield from self.end(int(starts[at]))
 
     def end(self, end: int) -> Iterator[Cut]:
-        """The span that ends here, if it has rows."""
+        """Yield the span that ends at the position `end`, if it has rows."""
         if self._rows:
             yield Cut(self._first, self._rows, self._start, end)
         self._first += self._rows

@@ -1,7 +1,8 @@
-"""Parts of an output in a store: each is written once, whoever writes it, and what is there already is taken over.
+"""Parts of an output in a store. Each part is written once, even if several processes write it; a part that exists
+already is used.
 
-shard ──encode──► bytes ──put, create only──┬─► written ──────────────────────► ShardRecord
-                                            └─► is there: read, inspected ──► ShardRecord of what is there
+    shard ──encode──► bytes ──put, create only──┬─► written ──────────────────────► ShardRecord
+                                                └─► exists: read, inspected ──────► ShardRecord of the existing part
 """
 
 from __future__ import annotations
@@ -22,18 +23,20 @@ from sie_store.datasets.places import Place
 from sie_store.object_stores import FILES, ObjectMissing, RetryPolicy, StoreError, WrittenMeanwhile, room, within
 
 PUT_S = 300.0
-OWNER = ".sie-job"  # whose output the folder holds
+OWNER = ".sie-job"  # name of the object that says which job owns the output folder
 _PATIENCE = RetryPolicy()
 
 
 class PartDamaged(StoreError):
-    """Object in the place of a part that is no part. Another attempt helps once somebody has moved it."""
+    """Error for an object that has the name of a part but is not a part. Another attempt helps after somebody has moved
+    the object.
+    """
 
 
 async def claim(place: Place, owner: str, patience: RetryPolicy = _PATIENCE) -> None:
-    """Have a folder for one job alone: parts of another one would be taken for its own. `owner`: what all leaders of
-    the job know, and no other job. Raises InvalidInput (reason output_in_use) where it has another owner,
-    or parts without one; StoreError.
+    """Reserve a folder for one job, because parts of another job would be taken for its own. `owner`: a text that all
+    leaders of the job know, and no other job. Raises InvalidInput (reason output_in_use) if the folder has another
+    owner, or parts without an owner; StoreError.
     """
     import obstore
 
@@ -49,19 +52,19 @@ async def claim(place: Place, owner: str, patience: RetryPolicy = _PATIENCE) -> 
             )
             try:
                 await patience.repeated(lambda: within(PUT_S, put()))
-            except WrittenMeanwhile:  # by a leader before this one, or by another job
+            except WrittenMeanwhile:  # an earlier leader or another job has written it
                 await claim(place, owner, patience)
             return
     raise in_use("this folder holds the output of another job")
 
 
 def in_use(why: str) -> InvalidInput:
-    """The refusal of a folder that is not the job's."""
+    """Return the error for an output folder that the job may not use."""
     return InvalidInput(f"output.url: {why}; name another folder", reason="output_in_use", param="output.url")
 
 
 async def _has_parts(place: Place, patience: RetryPolicy) -> bool:
-    """Whether a manifest or a part lies in the folder."""
+    """Return whether the folder has a manifest or a part."""
     import obstore
 
     async def looked() -> bool:
@@ -77,7 +80,9 @@ async def _has_parts(place: Place, patience: RetryPolicy) -> bool:
 async def put_once(
     place: Place, name: str, data: bytes, format: OutputFormat, patience: RetryPolicy = _PATIENCE
 ) -> ShardRecord:
-    """The record of the part `name`, which is `data` unless there is a part already. Raises PartDamaged, StoreError."""
+    """Write `data` as the part `name`, unless the part exists. Returns the record of the part that the store has.
+    Raises PartDamaged, StoreError.
+    """
     import obstore
 
     record = await asyncio.to_thread(_record, name, data, format)
@@ -90,7 +95,7 @@ async def put_once(
                 lambda: within(PUT_S, obstore.put_async(place.store, key, data, mode="create", use_multipart=False))
             )
     except WrittenMeanwhile as error:
-        # by another leader, or by this one: its answer may have been lost
+        # another leader has written it, or this one, and the first answer was lost
         there = await existing(place, name, format, patience)
         if there is None:
             raise StoreError("the part was written and removed meanwhile") from error
@@ -103,7 +108,7 @@ async def put_once(
 async def existing(
     place: Place, name: str, format: OutputFormat, patience: RetryPolicy = _PATIENCE
 ) -> ShardRecord | None:
-    """The record of the part that is there, None if there is none. Raises PartDamaged, StoreError."""
+    """Return the record of an existing part; None if the part does not exist. Raises PartDamaged, StoreError."""
     key = place.folder + name
     try:
         data = await bytes_of(place, name, patience)
@@ -119,7 +124,7 @@ async def existing(
 
 
 async def bytes_of(place: Place, name: str, patience: RetryPolicy = _PATIENCE) -> bytes:
-    """The part `name`. Raises ObjectMissing, StoreError."""
+    """Read the part `name`. Raises ObjectMissing, StoreError."""
     import obstore
 
     key = place.folder + name
@@ -147,7 +152,9 @@ def _record(name: str, data: bytes, format: OutputFormat) -> ShardRecord:
 
 
 def _kept_on_disk(path: Path) -> None:
-    """A record says that the part is there, also after a loss of power."""
+    """Sync a part to the disk, because its record says that it exists, also after a loss of power. Raises
+    StoreError.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY)
         try:

@@ -1,6 +1,6 @@
 """Sizes of the rows of a span in memory: values and bytes are counted before objects are made of them.
 
-A gateway has at most three spans of each of its jobs in memory. A few bytes of a file may name millions of values:
+A gateway has at most three spans of each of its jobs in memory. A few bytes of a file may stand for millions of values:
 `[{},{},…]` in JSON, or a column of Parquet that repeats one value.
 """
 
@@ -14,16 +14,16 @@ import msgspec
 from sie_contracts.errors import InvalidInput
 from sie_contracts.jobs import RowSpan
 
-MAX_ROW_VALUES = 100_000  # of the columns of a row that a job reads: lists, maps and what they hold
-MAX_SPAN_VALUES = 1_000_000  # some 100 bytes each
-MAX_DECODED_BYTES = 128 << 20  # of the texts, images and kept columns of a span
-MAX_KEYS = 100_000  # of a row of JSON, also those of columns that are not read
+MAX_ROW_VALUES = 100_000  # values in the columns of a row that a job reads: lists, maps and their contents
+MAX_SPAN_VALUES = 1_000_000  # values of a span, about 100 bytes each
+MAX_DECODED_BYTES = 128 << 20  # bytes of the texts, images and kept columns of a span
+MAX_KEYS = 100_000  # keys of a row of JSON, also in columns that are not read
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.S)
 _keys = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 class TooManyValues(ValueError):
-    """A row has more than it may."""
+    """Error for a row with too many keys."""
 
 
 class SpanSize:
@@ -34,7 +34,7 @@ class SpanSize:
         self._values = self._bytes = 0
 
     def add(self, values: int, size: int) -> None:
-        """Count what is about to be made. Raises InvalidInput for more than a span may have."""
+        """Add values and bytes that are about to be made. Raises InvalidInput if the span has more than it may."""
         self._values += values
         self._bytes += size
         for have, most, kind in (
@@ -52,34 +52,38 @@ class SpanSize:
 
 
 def columns_of(line: bytes) -> dict[str, msgspec.Raw]:
-    """The columns of a row of JSON, not decoded. Raises ValueError for what is no object, TooManyValues."""
+    """Return the columns of a row of JSON, not decoded. Raises ValueError for a row that is not an object,
+    TooManyValues.
+    """
     if _count(line, b":", MAX_KEYS) > MAX_KEYS:
         raise TooManyValues(f"the row has more than {MAX_KEYS} keys")
     return _keys(line)
 
 
 def values_of(value: bytes | msgspec.Raw) -> int:
-    """Count the values of some JSON, itself and all that is in it: at least as many as that. Above MAX_ROW_VALUES it is
-    any number above.
+    """Count the values in JSON: the value itself and all values in it. The result may be too high, but not too low.
+    Above MAX_ROW_VALUES it may be any higher number.
     """
     text = bytes(value)
     return 1 if text[:1] not in (b"[", b"{") else 1 + _count(text, b",:[{", MAX_ROW_VALUES)
 
 
 def decoded(value: msgspec.Raw) -> Any:
-    """Raises ValueError, RecursionError."""
+    """Decode a value. Raises ValueError, RecursionError."""
     return msgspec.json.decode(value)
 
 
 def _count(text: bytes, marks: bytes, most: int) -> int:
-    """Count the bytes `marks` in the text; where that is more than `most`, as `count_outside`."""
+    """Count the bytes `marks` in the text. If there are more than `most`, count only those outside of strings, as
+    `count_outside`.
+    """
     total = sum(text.count(marks[at : at + 1]) for at in range(len(marks)))
     return total if total <= most else count_outside(text, marks, most)
 
 
 def count_outside(text: bytes, marks: bytes, most: int) -> int:
-    """Count the bytes `marks` in some JSON outside of strings; any number above `most` where it is more. The loop over
-    strings is no single call, in which no other thread would run.
+    """Count the bytes `marks` outside of strings in JSON. If there are more than `most`, the result is any number above
+    `most`. This is a loop over strings, because no other thread could run during a single call.
     """
     total = at = 0
     for string in _STRING.finditer(text):

@@ -12,12 +12,12 @@ from sie_store.datasets.answers import About, Array, Shard, kept_json
 if TYPE_CHECKING:
     import pyarrow as pa
 
-KEY = b"sie"  # of the metadata
+KEY = b"sie"  # key of About in the metadata of the file
 ROWS_OF_GROUP = 10_000
 
 
 def encode(shard: Shard) -> bytes:
-    """The bytes of the file."""
+    """Encode a shard as a Parquet file."""
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -39,7 +39,7 @@ def encode(shard: Shard) -> bytes:
     table = pa.table(columns).replace_schema_metadata({KEY: msgspec.json.encode(shard.about)})
     sink = pa.BufferOutputStream()
     texts = ["id", *shard.kept, *shard.extracted]
-    # dictionaries and statistics of vectors cost time and serve nobody
+    # dictionaries and statistics of vectors would cost time, and no reader needs them
     parquet.write_table(
         table,
         sink,
@@ -54,19 +54,19 @@ def encode(shard: Shard) -> bytes:
 
 
 def inspect(data: bytes) -> About:
-    """Raises ValueError, OSError."""
+    """Read the head of a part. Raises ValueError, OSError."""
     import pyarrow as pa
     from pyarrow import parquet
 
     metadata = parquet.read_metadata(pa.BufferReader(data))
     about = msgspec.json.decode((metadata.metadata or {}).get(KEY, b""), type=About)
     if metadata.num_rows != about.rows:
-        raise ValueError("the rows are not those of the metadata")
+        raise ValueError("the number of rows differs from that in the metadata")
     return about
 
 
 def outcomes(data: bytes) -> list[tuple[str, int, dict[str, str] | None]]:
-    """The id, the tokens and the error of each row. Raises ValueError, OSError."""
+    """Read the id, the tokens and the error of each row. Raises ValueError, OSError."""
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -75,8 +75,8 @@ def outcomes(data: bytes) -> list[tuple[str, int, dict[str, str] | None]]:
 
 
 def _inferred(values: list[Any]) -> pa.Array:
-    """Build an array of the type that the values have; JSON where they have several. Without values its type is null,
-    which schemas of other parts are unified with: their values may have any type.
+    """Build an array of the type that the values have, or of JSON if they have several types. An array without values
+    has the type null, which can be unified with any type that the column has in other parts.
     """
     import pyarrow as pa
 
@@ -88,7 +88,9 @@ def _inferred(values: list[Any]) -> pa.Array:
 
 
 def _has_map(kind: pa.DataType) -> bool:
-    """Whether there is a map in it: maps of rows have different keys, and an empty one has no form in Parquet."""
+    """Return whether a type contains a map. Maps of rows have different keys, and Parquet has no form for an empty
+    map.
+    """
     import pyarrow as pa
 
     return bool(pa.types.is_struct(kind) or (pa.types.is_list(kind) and _has_map(kind.value_type)))
@@ -101,7 +103,7 @@ def _as_json(values: list[Any]) -> pa.Array:
 
 
 def _fixed(matrix: Array, absent: Array | None = None) -> pa.Array:
-    """[rows, width] as a column of lists of a fixed length."""
+    """Build a column of lists of a fixed length from a matrix [rows, width]. `absent`: the rows that are null."""
     import pyarrow as pa
 
     flat = pa.array(np.ascontiguousarray(matrix).reshape(-1))
@@ -110,7 +112,7 @@ def _fixed(matrix: Array, absent: Array | None = None) -> pa.Array:
 
 
 def _lists(arrays: list[Array | None]) -> pa.Array:
-    """Arrays of different lengths, each [n] or [n, width]."""
+    """Build a column of lists from arrays of different lengths, each [n] or [n, width]."""
     import pyarrow as pa
 
     flat = np.concatenate([array for array in arrays if array is not None])

@@ -1,6 +1,6 @@
-"""Texts of a row: templates over its columns, and what a job's input has to say for an operation.
+"""Texts of a row: templates over its columns, and a check that the input of a job fits an operation.
 
-A template has columns in braces, `{title}: {body}`; `{{` and `}}` are braces. It is parsed here and never given to
+A template has columns in braces, `{title}: {body}`; `{{` and `}}` are braces. It is parsed here and never passed to
 `str.format`, which would reach attributes.
 """
 
@@ -27,22 +27,22 @@ ANSWER_COLUMNS = frozenset(
 )
 
 
-MAX_REPEATS = 4  # of a column in a template: some bytes of a template must not make gigabytes of a row
+MAX_REPEATS = 4  # times that a template may name a column: a short template must not make gigabytes of a row
 
 
 class ColumnFault(ValueError):
-    """A value that cannot be part of a text. The message never has the value."""
+    """Error for a value that cannot be part of a text. The message never has the value."""
 
 
 @dataclass(frozen=True)
 class Template:
-    """Literal texts, each followed by the value of a column, except after the last one."""
+    """A parsed template. `pieces`: literal texts, each with the column whose value follows it, or None."""
 
     pieces: tuple[tuple[str, str | None], ...]
 
     @classmethod
     def parsed(cls, text: str, param: str) -> Template:
-        """Raises InvalidInput."""
+        """Parse a template. `param` names it in errors. Raises InvalidInput."""
         try:
             parts = list(string.Formatter().parse(text))
         except ValueError as error:
@@ -65,13 +65,13 @@ class Template:
         return list(dict.fromkeys(name for _, name in self.pieces if name is not None))
 
     def text(self, row: Mapping[str, Any]) -> str:
-        """Raises ColumnFault."""
+        """Build the text of a row. Raises ColumnFault."""
         return "".join(literal if name is None else literal + plain(row, name) for literal, name in self.pieces)
 
 
 def plain(row: Mapping[str, Any], column: str) -> str:
-    """The value of a column as a text: a string as it is, a number or a boolean as JSON has it, a time in ISO 8601.
-    Raises ColumnFault.
+    """Return the value of a column as a text: a string as it is, a number or a boolean as JSON has it, a time in ISO
+    8601. Raises ColumnFault.
     """
     value = row.get(column)
     if value is None or (isinstance(value, float) and math.isnan(value)):
@@ -93,13 +93,13 @@ def _kind(value: Any) -> str:
 
 
 def templates(source: JobInput) -> dict[str, Template]:
-    """The templates that are given, by their names. Raises InvalidInput."""
+    """Parse the templates of an input, by their names; empty ones are left out. Raises InvalidInput."""
     texts = {"text": source.text, "query": source.query, "document": source.document}
     return {name: Template.parsed(text, f"input.{name}") for name, text in texts.items() if text}
 
 
 def columns(source: JobInput) -> dict[str, str]:
-    """The columns that are read, each with the parameter that names it. Raises InvalidInput."""
+    """Return the columns that a job reads, each with the parameter that names it. Raises InvalidInput."""
     params: dict[str, str] = {}
     for name, template in templates(source).items():
         for column in template.columns:
@@ -113,12 +113,14 @@ def columns(source: JobInput) -> dict[str, str]:
 
 
 def reads_images(source: JobInput) -> bool:
-    """Whether each row is the file of an image."""
+    """Return whether each row is the file of an image."""
     return source.format == "images" or not (source.format or source.text or source.image or source.query)
 
 
 def check(source: JobInput, operation: str) -> None:
-    """Whether the input says all that the operation needs, and nothing else. Raises InvalidInput."""
+    """Raise InvalidInput if the input lacks a field that the operation needs, or has a field that the operation does
+    not read.
+    """
     if bool(source.file) == bool(source.url):
         raise InvalidInput("input: expected exactly one of file and url", param="input")
     parsed = templates(source)

@@ -1,4 +1,4 @@
-"""Sinks by URL.
+"""Sinks of jobs, opened by URL.
 
 qdrant://[api-key@]host:port     Qdrant over HTTP
 qdrants://[api-key@]host:port    Qdrant over HTTPS
@@ -17,7 +17,9 @@ QDRANT_PORT = 6333
 
 
 def opened(url: str, setting: str, patience: RetryPolicy = PATIENCE) -> Sink:
-    """The database at `url`; nothing is asked of it yet. Raises SettingError, which names `setting` and never `url`."""
+    """Return the sink for the database at `url`, without a connection yet. Raises SettingError, which names `setting`
+    and never `url`.
+    """
     try:
         pieces = urlsplit(url)
         port = pieces.port
@@ -43,5 +45,5 @@ def opened(url: str, setting: str, patience: RetryPolicy = PATIENCE) -> Sink:
 
 
 def reserved(url: str) -> frozenset[str]:
-    """Fields of payloads that the database at `url` needs for itself."""
+    """Return the names of payload fields that the database at `url` needs for itself."""
     return frozenset({ROW_ID} if url.partition("://")[0] in ("qdrant", "qdrants") else ())

@@ -2,8 +2,8 @@
 
     rows ──binary COPY──► temporary table ──INSERT ... ON CONFLICT DO UPDATE──► table, all in one transaction
 
-The distance belongs to a query (`<=>` is the cosine distance) and to an index, which only the operator creates: it
-takes much longer to keep one up to date than to build it after a job.
+The table itself has no distance: each query names one (`<=>` is the cosine distance), and each index has one. Only the
+operator creates an index, because it takes much longer to keep an index up to date than to build it after a job.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from sie_store.sinks.sink import (
     encoded,
 )
 
-RACES = ("23505", "42P07", "42710")  # what a writer gets that creates a table, or its type, beside another one
+RACES = ("23505", "42P07", "42710")  # SQLSTATEs if two writers create the same table or type at once
 MAX_DIMS = 16_000
 COPY_ROWS = 500
 CONNECT_S = 10.0
-BYTES_PER_S = 1 << 20  # a slower database is not waited for
+BYTES_PER_S = 1 << 20  # lowest rate at which a database must take rows
 _STATE = re.compile(r"[0-9A-Z]{5}")
-_NUL = re.compile(r"(?<!\\)((?:\\\\)*)\\u0000")  # of JSON: an escape behind an even number of backslashes
+_NUL = re.compile(r"(?<!\\)((?:\\\\)*)\\u0000")  # NUL in JSON: its escape, after an even number of backslashes
 _SCHEMA_OF_EXTENSION = """
 SELECT n.nspname FROM pg_extension e JOIN pg_namespace n ON n.oid = e.extnamespace WHERE e.extname = 'vector'
 """
@@ -51,17 +51,21 @@ WHERE a.attrelid = to_regclass($1) AND a.attnum > 0 AND NOT a.attisdropped
 
 
 class PgvectorSink:
-    """A call has a connection of its own: it writes thousands of rows, and no connection that broke is kept."""
+    """Sink in PostgreSQL with pgvector. Each call opens a connection and closes it: a call writes thousands of rows,
+    and a broken connection is never used again.
+    """
 
     def __init__(self, url: str, patience: RetryPolicy) -> None:
         self._url = url
         self._patience = patience
         self._dims = 0
-        self._table = ""  # with its schema, quoted
+        self._table = ""  # name of the table with its schema, quoted
         self._extension = ""  # the schema of the type `vector`
 
     async def prepare(self, collection: str, dims: int, kinds: Mapping[str, Kind]) -> None:
-        """`kinds` are not used: jsonb has the types of its values, and an index is the operator's."""
+        """Create the table or check it. `kinds` are not used: jsonb has the types of its values, and only the operator
+        creates an index.
+        """
         checked_name(collection)
         if not 1 <= dims <= MAX_DIMS:
             raise SinkUnsuitable(f"a vector has {dims} numbers, where pgvector takes at most {MAX_DIMS}")
@@ -80,7 +84,7 @@ class PgvectorSink:
             await self._done(functools.partial(self._written, records=records), bound_s)
 
     async def close(self) -> None:
-        """Release nothing: there is no resource."""
+        """Do nothing: no connection is open between calls."""
 
     async def _written(self, connection: Any, records: list[tuple[str, bytes, str]]) -> None:
         await connection.set_type_codec("vector", schema=self._extension, encoder=bytes, decoder=bytes, format="binary")
@@ -92,7 +96,7 @@ class PgvectorSink:
             await connection.copy_records_to_table(
                 "sie_rows", schema_name="pg_temp", records=records[start : start + COPY_ROWS]
             )
-        # in one order everywhere, so that two writers of the same rows do not wait for each other in a circle
+        # all writers use the order of ids, so that two writers of the same rows cannot deadlock
         await connection.execute(
             f"INSERT INTO {self._table} (id, embedding, payload) "  # noqa: S608  quoted, and checked by prepare
             "SELECT id, embedding, payload FROM pg_temp.sie_rows ORDER BY id "
@@ -100,14 +104,14 @@ class PgvectorSink:
         )
 
     async def _done(self, work: Callable[[Any], Awaitable[Any]], bound_s: float) -> Any:
-        """The result of `work` in a transaction of its own, repeated where that may help."""
+        """Run `work` in one transaction and return its result. The transaction is repeated if that may help."""
         return await self._patience.repeated(functools.partial(self._once, work, bound_s))
 
     async def _once(self, work: Callable[[Any], Awaitable[Any]], bound_s: float) -> Any:
         try:
             async with asyncio.timeout(bound_s), self._connection() as connection:
                 await connection.execute("BEGIN")
-                # of the server's own, which would go on with a statement whose client is gone
+                # time-out at the server, which would otherwise continue a statement whose client is gone
                 await connection.execute(f"SET LOCAL statement_timeout = {int(bound_s * 1000)}")
                 result = await work(connection)
                 await connection.execute("COMMIT")
@@ -123,18 +127,20 @@ class PgvectorSink:
 
     @contextlib.asynccontextmanager
     async def _connection(self) -> AsyncIterator[Any]:
-        # without prepared statements that outlive a transaction, which a pooler before the server may not keep
+        # no cached prepared statements: a pooler in front of the server may not keep them after a transaction
         connection = await asyncpg.connect(self._url, timeout=CONNECT_S, statement_cache_size=0)
         try:
             yield connection
             await connection.close()
         finally:
-            # which rolls back, and asks nothing of a server that may not answer
+            # `terminate` rolls back, and sends no request to a server that may not answer
             connection.terminate()
 
 
 async def _prepared(connection: Any, collection: str, dims: int) -> tuple[str, str]:
-    """The schema of the extension, and that of the table, which are created where they are missing."""
+    """Create the extension and the table if they are missing, and check the table. Returns the schema of the extension
+    and the schema of the table.
+    """
     extension = await connection.fetchval(_SCHEMA_OF_EXTENSION)
     if extension is None:
         try:
@@ -167,8 +173,8 @@ async def _prepared(connection: Any, collection: str, dims: int) -> tuple[str, s
 
 
 def _records(rows: SinkRows) -> list[tuple[str, bytes, str]]:
-    """Rows as COPY takes them: a vector is its dimensions, two bytes of nothing, and its numbers; all big-endian.
-    PostgreSQL has no character NUL: U+FFFD takes its place in payloads.
+    """Encode rows for binary COPY. A vector is its number of dimensions, two zero bytes, and its float32 numbers; all
+    big-endian. PostgreSQL cannot store the character NUL, so U+FFFD replaces it in payloads. Raises RowsRefused.
     """
     head = struct.pack(">HH", rows.vectors.shape[1], 0)
     encoded_rows = []
@@ -186,12 +192,12 @@ def _records(rows: SinkRows) -> list[tuple[str, bytes, str]]:
 
 
 def _quoted(name: str) -> str:
-    """An identifier."""
+    """Return a name as a quoted SQL identifier."""
     return '"' + name.replace('"', '""') + '"'
 
 
 def _failure(error: asyncpg.PostgresError) -> StoreError:
-    """The error for one of PostgreSQL. Its text is not quoted: it quotes rows."""
+    """Return the StoreError for an error of PostgreSQL. The text of the error is left out, because it quotes rows."""
     state = error.sqlstate if _STATE.fullmatch(error.sqlstate or "") else "no SQLSTATE"
     error_name = f"{type(error).__name__}, {state}"
     if state[:2] == "28" or state == "42501":
@@ -203,7 +209,7 @@ def _failure(error: asyncpg.PostgresError) -> StoreError:
     if state in ("42P01", "3F000"):
         return CollectionMissing(f"PostgreSQL has no such table ({error_name})")
     if state[:2] == "42":
-        return CollectionMismatch(f"the table is another one now ({error_name})")
+        return CollectionMismatch(f"the table was changed meanwhile ({error_name})")
     if state[:2] in ("22", "23", "54"):
         return RowsRefused(f"PostgreSQL refuses the rows ({error_name})")
     return StoreError(f"PostgreSQL answers with an error ({error_name})")

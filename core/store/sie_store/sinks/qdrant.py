@@ -5,7 +5,8 @@
     PUT /collections/{name}/index?wait=true    index a field of payloads
     PUT /collections/{name}/points?wait=true   replace points
 
-Qdrant takes only UUIDs and integers as ids of points: a point has the UUID of its row's id, and the id in its payload.
+Qdrant accepts only UUIDs and integers as ids of points. So the id of a point is a UUID that is computed from the row's
+id, and the row's id is in the payload.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ from sie_store.sinks.sink import (
 DISTANCE = "Cosine"
 DISTANCES = (DISTANCE, "Dot", "Euclid", "Manhattan")
 MAX_DIMS = 65_536
-ANSWER_BYTES = 4 << 20  # what is asked for is a collection with the fields of its payloads
-BODY_BYTES = 8 << 20  # Qdrant takes 32 MiB, unless its operator changed that
+ANSWER_BYTES = 4 << 20  # limit of a reply: the largest is a collection with the fields of its payloads
+BODY_BYTES = 8 << 20  # of a request body: Qdrant's default limit is 32 MiB
 
 
 def point_id(row_id: str) -> str:
-    """The id of the point of a row."""
+    """Return the id of the point for a row: a UUID that is computed from the row's id."""
     return str(uuid.uuid5(uuid.NAMESPACE_URL, row_id))
 
 
@@ -85,7 +86,7 @@ class QdrantSink:
         assert self._collection, "prepare comes first"
         bodies = self._bodies(rows.latest(self._dims))
         path = f"/collections/{self._collection}/points?wait=true"
-        # encoding takes a processor for as long as some requests to a model do: the event loop goes on meanwhile
+        # encoding takes as long as some requests to a model: it runs in a thread, so that the event loop goes on
         while body := await asyncio.to_thread(next, bodies, b""):
             await self._asked("PUT", path, body, completed=True)
 
@@ -93,7 +94,7 @@ class QdrantSink:
         await self._client.aclose()
 
     def _bodies(self, rows: SinkRows) -> Iterator[bytes]:
-        """Requests of some BODY_BYTES; a larger row has one of its own."""
+        """Yield request bodies with points of at most `body_bytes`. A row that is larger has its own body."""
         points: list[bytes] = []
         size = 0
         for number, (row_id, vector, payload) in enumerate(zip(rows.ids, rows.vectors, rows.payloads, strict=True)):
@@ -118,8 +119,9 @@ class QdrantSink:
         exists: bool = False,
         completed: bool = False,
     ) -> Any:
-        """The result of a request, repeated where that may help. `missing`: None for a collection that is not there.
-        `exists`: None for one that is there already. `completed`: Qdrant has to say that it has applied the rows.
+        """Send a request and return its result. The request is repeated if that may help. `missing`: return None if the
+        collection does not exist. `exists`: return None if the collection exists already. `completed`: Qdrant has to
+        confirm that it has applied the rows.
         """
         ask = functools.partial(self._once, method, path, content, completed)
         try:
@@ -151,7 +153,9 @@ class QdrantSink:
 
 
 async def _body(response: httpx.Response) -> bytes:
-    """Read a body as it was sent: a compressed one, which was not asked for, is no JSON. Raises SinkUnsuitable."""
+    """Read a body without decompressing it: compression was not requested, and a compressed body is refused as it is
+    not JSON. Raises SinkUnsuitable.
+    """
     data = bytearray()
     async for piece in response.aiter_raw():
         data += piece
@@ -168,11 +172,11 @@ def _result(body: bytes) -> Any:
 
 
 class _Exists(StoreError):
-    """The collection was created meanwhile."""
+    """Error for a collection that exists already."""
 
 
 def _refusal(response: httpx.Response, rows: bool) -> StoreError:
-    """The error for a status. Bodies are not quoted: they quote rows."""
+    """Return the error for an HTTP status. The body of the reply is left out, because it quotes rows."""
     status = response.status_code
     if status in (401, 403):
         return AccessRefused(f"Qdrant refuses the API key (status {status})")

@@ -1,7 +1,7 @@
-"""The interface of a vector database that rows are written to, and what its implementations share.
+"""Interface of the vector databases that jobs write to, and the code that its implementations share.
 
     rows ──SinkRows.latest──► rows with distinct ids ──Sink.upsert──► database
-                                                          └── Patience: repeated while the database is away
+                                                          └── RetryPolicy: repeated while the database is away
 
 StoreError                another attempt may help
 ├── AccessRefused         the credentials are missing or wrong, or do not allow it
@@ -30,41 +30,43 @@ from sie_store.object_stores import RetryPolicy, StoreError
 Kind = Literal["keyword", "integer", "float", "bool"]
 # the pauses of ten attempts add up to two minutes: a database that is restarted or fails over is back by then
 PATIENCE = RetryPolicy(stall_s=60.0, tries=10)
-ROW_ID = "_id"  # of a payload in Qdrant: the id of its row
+ROW_ID = "_id"  # field of a payload in Qdrant: the id of its row
 # a name of PostgreSQL has 63 bytes at most, and a longer one would be cut
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,62}")
 
 
 class SinkUnsuitable(StoreError):
-    """The server cannot keep such vectors."""
+    """Error for a server that cannot keep these vectors."""
 
 
 class CollectionRefused(StoreError):
-    """The database cannot have a collection of this name, or with these fields."""
+    """Error for a collection that the database cannot have under this name or with these fields."""
 
 
 class CollectionMismatch(StoreError):
-    """The collection exists with other dimensions, with another distance, or in another shape."""
+    """Error for a collection that exists with other dimensions, with another distance, or in another shape."""
 
 
 class CollectionMissing(StoreError):
-    """The collection was there when it was prepared, and is not there now."""
+    """Error for a collection that was removed after `prepare`."""
 
 
 class RowsRefused(StoreError):
-    """The database cannot keep these rows."""
+    """Error for rows that the database cannot keep."""
 
 
 @dataclass(frozen=True)
 class SinkRows:
-    """Rows to write. `vectors`: [n, dimensions] float32. `payloads`: values that JSON has."""
+    """Rows to write. `vectors`: [n, dimensions] float32. `payloads`: maps whose values JSON can represent."""
 
     ids: Sequence[str]
     vectors: NDArray[np.float32]
     payloads: Sequence[Mapping[str, Any]]
 
     def latest(self, dims: int) -> SinkRows:
-        """The last row of each id, in the order of the rows. Raises RowsRefused for rows that no database can keep."""
+        """Return the last row of each id, in the order of the rows. Raises RowsRefused for rows that no database can
+        keep.
+        """
         count = len(self.ids)
         if self.vectors.shape != (count, dims) or len(self.payloads) != count:
             raise RowsRefused(
@@ -84,30 +86,34 @@ class SinkRows:
 
 
 class Sink(Protocol):
-    """A vector database. Methods repeat what may pass, each attempt within a bound, and raise StoreError."""
+    """A vector database. Its methods repeat a call that may succeed later, limit the time of each attempt, and raise
+    StoreError.
+    """
 
     async def prepare(self, collection: str, dims: int, kinds: Mapping[str, Kind]) -> None:
-        """Create the collection for vectors of `dims` numbers under cosine distance, or check the one that exists.
-        Later calls of `upsert` write to it. `kinds`: fields of payloads that searches filter by; a database that has to
-        know them indexes them.
+        """Create the collection for vectors of `dims` numbers under cosine distance, or check the collection that
+        exists. Later calls of `upsert` write to it. `kinds`: fields of payloads by which searches filter; the sink
+        creates an index for them if its database needs one.
         """
 
     async def upsert(self, rows: SinkRows) -> None:
-        """Write rows durably. A row replaces the one of the same id, so that a call may be repeated at any time."""
+        """Write rows durably. A row replaces the stored row with the same id, so that a call may be repeated at any
+        time.
+        """
 
     async def close(self) -> None:
         """Release connections."""
 
 
 def checked_name(collection: str) -> str:
-    """The name of a collection. Raises CollectionRefused."""
+    """Return `collection` if it is a valid name of a collection. Raises CollectionRefused."""
     if not _NAME.fullmatch(collection):
         raise CollectionRefused("a collection is named by 1 to 63 letters, digits, hyphens and underscores")
     return collection
 
 
 def encoded(value: Any, number: int) -> bytes:
-    """A value of row `number` as JSON. Raises RowsRefused."""
+    """Encode a value of row `number` as JSON. Raises RowsRefused."""
     try:
         return msgspec.json.encode(value)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:

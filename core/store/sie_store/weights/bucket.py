@@ -1,5 +1,5 @@
-"""The snapshots of weights in a bucket. Every call is a coroutine that ends within bounds of time and raises StoreError
-or FetchFailed.
+"""Snapshots of weights in a bucket. Every call is a coroutine that takes a limited time and raises StoreError or
+FetchFailed.
 
     models--org--name/COMMIT/path/of/a/file      the files, as in the local cache
     models--org--name/COMMIT/sie-manifest.json   written last: a snapshot without it is not complete
@@ -24,20 +24,20 @@ if TYPE_CHECKING:
     from obstore import GetOptions, PutMode, UpdateVersion
     from obstore.store import ObjectStore
 
-MAX_OBJECTS = 100_000  # of one snapshot
-GLANCE_S, GLANCES = 10.0, 3  # for a manifest
+MAX_OBJECTS = 100_000  # objects of one snapshot
+GLANCE_S, GLANCES = 10.0, 3  # time limit and attempts to read a manifest
 _FOLDER = re.compile(r"models--(.+)")
 
 
 def place(repository: str, revision: str) -> str:
-    """The prefix of the objects of a snapshot."""
+    """Return the prefix of the objects of a snapshot."""
     return f"models--{repository.replace('/', '--')}/{revision}"
 
 
 @dataclass(frozen=True)
 class CommitState:
-    """The state of one commit in the bucket. `wrong`: what is wrong with it, a line each; a missing manifest is one of
-    them.
+    """State of one commit in the bucket. `wrong`: its faults, one line each, by the name of the file; a missing
+    manifest is a fault too.
 
     `sizes`: bytes of every object by its name, except the manifest.
     """
@@ -54,16 +54,16 @@ class CommitState:
 
 
 class WeightBucket:
-    """A bucket of snapshots. Its coroutines end within bounds of time and raise StoreError or FetchFailed."""
+    """A bucket of snapshots. Its coroutines take a limited time and raise StoreError or FetchFailed."""
 
     def __init__(self, url: str, store: ObjectStore, limits: DownloadLimits) -> None:
         self.url, self.store, self.limits = url, store, limits
-        # the load of a model that is not on the disk waits for this before it tries the next source
+        # the load of a model that is not on the disk waits for the manifest before it tries the next source
         self._glance = RetryPolicy(min(limits.stall_s, GLANCE_S), min(limits.tries, GLANCES), limits.pause_s)
 
     async def manifest(self, repository: str, revision: str) -> tuple[Manifest | None, PutMode]:
-        """The manifest of a snapshot, None if it is not complete; and how to write another one unless somebody else did
-        so meanwhile.
+        """Read the manifest of a snapshot; None if the snapshot is not complete. Also returns the mode of a write that
+        replaces this manifest: the write fails if another writer has replaced it meanwhile.
         """
         key, snapshot = f"{place(repository, revision)}/{MANIFEST}", f"{repository}@{revision}"
 
@@ -94,7 +94,7 @@ class WeightBucket:
         return manifest, version
 
     async def sizes(self, repository: str, revision: str) -> dict[str, int]:
-        """The bytes of every object of a snapshot by its name, except the manifest."""
+        """Return the bytes of every object of a snapshot by its name, except the manifest."""
         import obstore
 
         prefix = place(repository, revision)
@@ -111,7 +111,7 @@ class WeightBucket:
         return await self.limits.asked(listed)
 
     async def below(self, prefix: str | None) -> list[str]:
-        """The names of folders below `prefix`."""
+        """Return the names of the folders below `prefix`."""
         import obstore
 
         listing = await self.limits.asked(lambda: obstore.list_with_delimiter_async(self.store, prefix=prefix))
@@ -161,7 +161,7 @@ class WeightBucket:
 
 
 class BucketSource:
-    """The files of a manifest, as a source of the download engine."""
+    """Files of a manifest, as a source of the download engine."""
 
     def __init__(self, bucket: WeightBucket, manifest: Manifest, what: str) -> None:
         self._bucket, self._manifest, self.what = bucket, manifest, what
@@ -190,7 +190,9 @@ class BucketSource:
         return self._broken(f"{file.path} does not have the SHA-256 of the manifest")
 
     def _broken(self, wrong: str) -> FetchFailed:
-        """The bucket does not hold what its manifest says. A push can repair it, so the load is tried again."""
+        """Return the failure of a bucket whose files differ from the manifest. A push can repair the bucket, so the
+        load is tried again.
+        """
         return FetchFailed(
             "NETWORK", f"{self.what} is damaged there, {wrong}: `sie weights push --force` writes it again"
         )

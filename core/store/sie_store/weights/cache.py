@@ -1,11 +1,11 @@
 """The local cache: snapshots of weights on this node's disk, laid out as HF_HOME so that other programs find them too.
 
     hub/models--org--name/snapshots/COMMIT/     a snapshot: complete with a manifest, or as the hub's own client left it
-    hub/models--org--name/partial/COMMIT/       what a fetch has so far; the next fetch resumes there
+    hub/models--org--name/partial/COMMIT/       files of an unfinished fetch; the next fetch resumes there
     hub/.locks/models--org--name/COMMIT.fetch   exclusive lock of the one process of the node that fetches the snapshot;
                                                 it contains the progress
     hub/.locks/models--org--name/COMMIT.use     shared lock of processes that load, hold or fetch the snapshot;
-                                                exclusive lock of one that removes it. Its mtime: the last use
+                                                exclusive lock of a process that removes it. Its mtime is the last use
 
 A fetch fills the partial folder. The manifest is written last, and then the folder is renamed into place.
 """
@@ -47,7 +47,7 @@ from sie_store.weights.selection import LORA_FILES, Wanted, common
 _logger = logging.getLogger("sie.store")
 
 POLL_S = 0.2
-STALLED_S = 180.0  # of a fetch by another process without progress: its own time-outs are shorter
+STALLED_S = 180.0  # time without progress after which another process's fetch has failed: its time-outs are shorter
 REMOVAL_S = 60.0
 FULL = (errno.ENOSPC, errno.EDQUOT)
 REMOVED = ".removed"
@@ -69,7 +69,7 @@ class Fetch(Protocol):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One complete snapshot of the cache, as `listed` found it. `used_s`: time of its last use, seconds since 1970."""
+    """Complete snapshot of the cache, as `listed` found it. `used_s`: time of its last use, seconds since 1970."""
 
     folder: Path
     manifest: Manifest
@@ -78,8 +78,8 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Candidate:
-    """Something that may be removed from the disk. `used_s`: time of its last use, seconds since 1970. `is_partial`:
-    only the partial folder of a fetch.
+    """A snapshot or a partial folder that may be removed from the disk. `used_s`: time of its last use, seconds since
+    1970. `is_partial`: only the partial folder of a fetch is removed.
     """
 
     repository: str
@@ -90,10 +90,11 @@ class Candidate:
 
 
 class LocalCache:
-    """The snapshots below `folder`. Every method may be called from any thread, and by any number of processes at once.
+    """Snapshots below `folder`. Every method may be called from any thread, and by any number of processes at once.
 
-    `room` is called before a fetch: it makes room on the disk for so many bytes, and raises FetchFailed if it cannot.
-    `relieve` removes snapshots while the disk is above its threshold, and returns whether it is below it.
+    `room` is called before a fetch with a number of bytes: it frees this space on the disk, and raises FetchFailed if
+    it cannot. `relieve` removes snapshots while the disk is above its threshold, and returns whether the disk is below
+    the threshold then.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -103,14 +104,14 @@ class LocalCache:
         self.relieve: Callable[[], bool] = lambda: True
 
     def place(self, repository: str, revision: str) -> Path:
-        """The folder of a snapshot, whether it exists or not. Raises ManifestError for invalid names."""
+        """Return the folder of a snapshot, whether it exists or not. Raises ManifestError for invalid names."""
         check_names(repository, revision)
         return self._of(repository) / "snapshots" / revision
 
     def find(self, repository: str, revision: str, wanted: Wanted | None = None) -> Path | None:
-        """The folder of a snapshot that has all `wanted` files, by its manifest or by the listing of the hub's own
-        client. Without `wanted`: all files that were wanted when it was fetched. None if a file is missing, or if there
-        is neither manifest nor listing. Raises ManifestError.
+        """Return the folder of a snapshot that has all `wanted` files, by its manifest or by the listing of the hub's
+        own client. Without `wanted` it must have all files that were wanted when it was fetched. Returns None if a file
+        is missing, or if there is neither manifest nor listing. Raises ManifestError.
         """
         folder = self.place(repository, revision)
         manifest = self.manifest(repository, revision)
@@ -122,8 +123,8 @@ class LocalCache:
         return folder if is_whole else None
 
     def flaw(self, repository: str, revision: str) -> str:
-        """Evidence that a snapshot without manifest and listing is not complete; empty if there is none. Raises
-        ManifestError.
+        """Return the evidence that a snapshot is not complete; empty if there is none. Files are compared with the
+        manifest, or with each other if there is no manifest. Raises ManifestError.
         """
         folder, manifest = self.place(repository, revision), self.manifest(repository, revision)
         if manifest is None:
@@ -131,12 +132,14 @@ class LocalCache:
         return "; ".join(verify(folder, manifest, digests=False))
 
     def log_name(self, repository: str, revision: str) -> str:
-        """The name of a snapshot for logs. The name of a LoRA may be input of a client."""
+        """Return the name of a snapshot for logs. The name of a LoRA is left out, because it may be input of a
+        client.
+        """
         return "a LoRA" if (self.place(repository, revision) / LORA_FILES[0]).exists() else f"{repository}@{revision}"
 
     def manifest(self, repository: str, revision: str) -> Manifest | None:
-        """The manifest of a snapshot; None if there is none, or if it belongs to another snapshot. The files are not
-        checked.
+        """Read the manifest of a snapshot; None if there is none, or if it belongs to another snapshot. The files are
+        not checked.
         """
         try:
             manifest = decode((self.place(repository, revision) / MANIFEST).read_bytes())
@@ -148,7 +151,8 @@ class LocalCache:
         return manifest if (manifest.repository, manifest.revision) == (repository, revision) else None
 
     def lease(self, repository: str, revision: str) -> Lock:
-        """A lease on a snapshot: nobody removes it until the lease is closed. The snapshot need not exist yet.
+        """Take a lease on a snapshot: no process removes the snapshot until the lease is closed. The snapshot need not
+        exist yet.
 
         Raises FetchFailed if another process is removing it and does not finish, or if the disk has no room for the
         lease.
@@ -163,7 +167,7 @@ class LocalCache:
         while (lock := self._with_room(tried, f"the lease on {repository}@{revision}")) is None:
             if time.monotonic() > deadline_s:
                 raise FetchFailed(
-                    "NETWORK", f"{repository}@{revision} is being removed from the local cache for {REMOVAL_S:g} s"
+                    "NETWORK", f"{repository}@{revision}: its removal from the cache takes more than {REMOVAL_S:g} s"
                 )
             time.sleep(POLL_S)
         return lock
@@ -178,10 +182,11 @@ class LocalCache:
         wanted: Wanted | None = None,
         progress: FetchProgress | None = None,
     ) -> Path:
-        """The folder of a snapshot, fetched if it is not there. One process of the node fetches; the others wait and
-        find it afterwards.
+        """Return the folder of a snapshot; fetch the snapshot if it is missing. One process of the node fetches it; the
+        other processes wait and find it afterwards.
 
-        `what` names it in logs and errors. Raises FetchFailed. A caller that needs it to stay must hold a lease before.
+        `what` names the snapshot in logs and errors. Raises FetchFailed. A caller that goes on using the snapshot must
+        hold a lease before the call.
         """
         progress = progress or FetchProgress(what)
 
@@ -204,10 +209,10 @@ class LocalCache:
             return self._with_room(fetched, what)
 
     def _with_room(self, act: Callable[[], T], what: str) -> T:
-        """The result of `act`. If the disk is full, room is made and `act` is called once more: even a lock or a folder
-        needs a block.
+        """Call `act` and return its result. If the disk is full, space is freed and `act` is called once more: even a
+        lock or a folder needs a block.
 
-        `what` names it in errors. Raises FetchFailed.
+        `what` names the action in errors. Raises FetchFailed.
         """
         try:
             try:
@@ -221,7 +226,7 @@ class LocalCache:
             raise _disk_failed(what, self.folder, error) from error
 
     def listed(self) -> list[Snapshot]:
-        """All snapshots with a manifest whose files are there, sorted by name."""
+        """List all snapshots that have a manifest and all its files, sorted by name."""
         return [
             snapshot
             for snapshot in self._with_manifest()
@@ -229,7 +234,7 @@ class LocalCache:
         ]
 
     def _with_manifest(self) -> list[Snapshot]:
-        """`listed`, and also snapshots whose files are missing or cut off."""
+        """List all snapshots with a manifest, also those whose files are missing or cut off."""
         snapshots = []
         for path in sorted(self.hub.glob(f"models--*/snapshots/*/{MANIFEST}")):
             try:
@@ -241,8 +246,8 @@ class LocalCache:
         return snapshots
 
     def used_s(self, repository: str, revision: str) -> float:
-        """Return when a use of the snapshot last began or ended, seconds since 1970; if it was never used, when it was
-        made; 0 if it does not exist.
+        """Return when a use of the snapshot last began or ended, in seconds since 1970; if it was never used, when it
+        was made; 0 if it does not exist.
         """
         for path in (self._lock_file(repository, revision, "use"), self.place(repository, revision)):
             with contextlib.suppress(OSError):
@@ -250,14 +255,14 @@ class LocalCache:
         return 0.0
 
     def remove(self, repository: str, revision: str) -> bool:
-        """Remove a snapshot and its partial folder, unless a process uses it. Returns whether it was removed. Raises
-        OSError.
+        """Remove a snapshot and its partial folder, unless a process uses the snapshot. Returns whether it was removed.
+        Raises OSError.
         """
         return self.discard(Candidate(repository, revision, 0.0, is_partial=False))
 
     def candidates(self) -> list[Candidate]:
-        """List the snapshots and partial folders that may be removed to make room, least recently used first. Snapshots
-        are those that SIE fetched, complete or not. None of them is in use now.
+        """List the snapshots and partial folders that may be removed to make room, least recently used first. Only
+        snapshots that SIE fetched are listed, complete or not. None of them is in use now.
         """
         going = []
         for snapshot in self._with_manifest():
@@ -274,7 +279,7 @@ class LocalCache:
                 path.parents[1].name.removeprefix("models--").replace("--", "/"),
                 path.name.removesuffix(REMOVED),
             )
-            with contextlib.suppress(ManifestError, FileNotFoundError):  # not of SIE, or a fetch began meanwhile
+            with contextlib.suppress(ManifestError, FileNotFoundError):  # the folder is not SIE's, or was moved
                 check_names(repository, revision)
                 if not self._is_used(repository, revision):
                     used_s = self.used_s(repository, revision)
@@ -291,11 +296,11 @@ class LocalCache:
 
     def _is_used(self, repository: str, revision: str) -> bool:
         path = self._lock_file(repository, revision, "use")
-        if not path.exists():  # to create it would look like a use
+        if not path.exists():  # creating the file would look like a use
             return False
         try:
             lock = taken(path, shared=False)
-        except PermissionError:  # another user's, which nothing tells of
+        except PermissionError:  # a file of another user may be locked
             return True
         if lock is None:
             return True
@@ -303,7 +308,9 @@ class LocalCache:
         return False
 
     def discard(self, candidate: Candidate) -> bool:
-        """Remove a candidate, unless a process uses or fetches it. Returns whether it was removed. Raises OSError."""
+        """Remove a candidate, unless a process uses or fetches its snapshot. Returns whether it was removed. Raises
+        OSError.
+        """
         repository, revision = candidate.repository, candidate.revision
         lock = taken(self._lock_file(repository, revision, "use"), shared=False)
         if lock is None:
@@ -315,17 +322,17 @@ class LocalCache:
                 shutil.rmtree(removed)
             if place.exists() and not candidate.is_partial:
                 partial.mkdir(parents=True, exist_ok=True)
-                os.rename(place, removed)  # atomic: half a snapshot must not be found
+                os.rename(place, removed)  # atomic: no process may find half a snapshot
             for folder in (removed, partial / revision):
                 if folder.exists():
                     shutil.rmtree(folder)
         return True
 
     def outstanding_bytes(self) -> int:
-        """Bytes that all fetches of this node, in any process, have still to write."""
+        """Return the bytes that all fetches of this node, in any process, still have to write."""
         due = 0
         for path in self.hub.glob(".locks/*/*.fetch"):
-            with contextlib.suppress(PermissionError):  # another user's, which nothing tells of
+            with contextlib.suppress(PermissionError):  # a file of another user cannot be read
                 lock = taken(path, shared=False)
                 if lock is None:
                     noted = _noted(path.read_bytes())
@@ -342,8 +349,8 @@ class LocalCache:
 
     @contextlib.contextmanager
     def _sole_fetch(self, repository: str, revision: str, what: str, progress: FetchProgress) -> Iterator[Lock]:
-        """The lock of the one process that fetches. While another process holds it, wait and follow its progress.
-        Raises FetchFailed if that makes no progress for STALLED_S.
+        """Hold the lock of the one process that fetches a snapshot. While another process holds it, wait and follow its
+        progress. Raises FetchFailed if the other process makes no progress for STALLED_S.
         """
         path = self._lock_file(repository, revision, "fetch")
         last, last_s, is_logged = b"", time.monotonic(), False
@@ -364,8 +371,8 @@ class LocalCache:
             yield lock
 
     def _merged(self, repository: str, revision: str, manifest: Manifest) -> Manifest:
-        """The manifest of what was fetched together with what was there. If some files are not from SIE, the snapshot
-        counts as found (`origin`).
+        """Merge the manifest of the fetched files with that of the existing snapshot. If the existing snapshot has no
+        manifest, its files are not from SIE, and the result has the origin `found`.
         """
         place, before = self.place(repository, revision), self.manifest(repository, revision)
         if before is None:
@@ -378,7 +385,7 @@ class LocalCache:
 
     def _publish(self, partial: Path, place: Path, manifest: Manifest) -> None:
         (partial / MANIFEST).unlink(missing_ok=True)
-        if place.exists():  # it may be in use: none of its files is removed
+        if place.exists():  # the snapshot may be in use: none of its files is removed
             for name in manifest.files:
                 source, target = partial / name, place / name
                 if source.exists() and not (target.exists() and os.path.samefile(source, target)):
@@ -398,7 +405,9 @@ class LocalCache:
 
 
 def _disk_failed(what: str, folder: Path, error: OSError) -> FetchFailed:
-    """The failure of a write. A full disk may be tried again later; a folder without write permission may not."""
+    """Return the failure of a write. A full disk may be tried again later; a folder without write permission may
+    not.
+    """
     if error.errno in FULL:
         return FetchFailed(
             "NETWORK", f"{what} could not be written: no space is left on the disk of {folder}; make room there"
@@ -416,7 +425,7 @@ def _note(lock: Lock, fetched: Fetched) -> None:
 
 
 def _bytes_in(folder: Path) -> int:
-    """Bytes of all files below a folder. Raises FileNotFoundError if one is removed meanwhile."""
+    """Count the bytes of all files below a folder. Raises FileNotFoundError if one is removed meanwhile."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
@@ -428,7 +437,7 @@ def _has_size(path: Path, size: int) -> bool:
 
 
 def _noted(note: bytes) -> Fetched:
-    """The progress that the fetching process noted; an empty one while the note is being written."""
+    """Decode the progress that the fetching process wrote into its lock; it is empty while it is being written."""
     try:
         _, done_bytes, total_bytes, bytes_per_s, _ = json.loads(note)
         return Fetched(int(done_bytes), int(total_bytes), float(bytes_per_s))

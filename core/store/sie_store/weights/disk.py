@@ -1,10 +1,10 @@
 """Room for weights on a disk that is nearly full. Least recently used snapshots are evicted before a fetch begins, and
-also while the process serves (`DiskWatch`), because others fill the disk too.
+also while the process serves (`DiskWatch`), because other programs fill the disk too.
 
-Only what SIE put there is removed: snapshots whose manifest it wrote, and partial folders of fetches that no process
-continues. What the hub's own client, or anybody else, put into the same cache stays. A snapshot that a process of this
-node loads, holds or fetches is never removed: the process holds a lease (`LocalCache.lease`), and a removal needs that
-there is none.
+Only data of SIE is removed: snapshots whose manifest SIE wrote, and partial folders of fetches that no process
+continues. Files that the hub's own client, or anybody else, put into the same cache stay. A snapshot that a process of
+this node loads, holds or fetches is never removed: the process holds a lease (`LocalCache.lease`), and a removal is not
+possible during a lease.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from sie_store.weights.manifest import FetchFailed
 
 _logger = logging.getLogger("sie.store")
 _POLL_S = 0.2
-LOOK_S = 30.0  # between two checks of the disk while the process serves
-SPARE_BYTES = 16 << 20  # file systems need some of their own
+LOOK_S = 30.0  # seconds between two checks of the disk while the process serves
+SPARE_BYTES = 16 << 20  # a file system needs some bytes for itself
 
 
 class DiskUsage(NamedTuple):
@@ -41,8 +41,8 @@ Probe = Callable[[Path], DiskUsage]
 
 
 def usage(folder: Path, limit_bytes: int | None = None) -> DiskUsage:
-    """The usage of the file system of `folder`, or of the one that will hold it. With a limit: of so many bytes for
-    what is below `folder`.
+    """Return the usage of the file system that has `folder`, or that will have it. With `limit_bytes`, only the files
+    below `folder` count as used, and they may have at most `limit_bytes`.
     """
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     disk = shutil.disk_usage(there)
@@ -62,11 +62,11 @@ def _size(path: str) -> int:
 
 
 def limited(folder: Path, threshold_percent: float | None, probe: Probe = usage) -> LocalCache:
-    """The local cache in `folder`. It evicts snapshots while its disk is above `threshold_percent`
+    """Return the local cache in `folder`. It evicts snapshots while its disk is above `threshold_percent`
     (SIE_DISK_PRESSURE_THRESHOLD_PERCENT).
 
-    None: nothing is removed (SIE_DISK_CACHE_ENABLED is off). In both cases a fetch that does not fit is refused before
-    it begins.
+    If `threshold_percent` is None, nothing is removed (SIE_DISK_CACHE_ENABLED is off). In both cases a fetch that does
+    not fit is refused before it begins.
     """
     cache = LocalCache(folder)
     cache.room = functools.partial(make_room, cache, threshold_percent, probe)
@@ -76,9 +76,9 @@ def limited(folder: Path, threshold_percent: float | None, probe: Probe = usage)
 
 
 def make_room(cache: LocalCache, threshold_percent: float | None, probe: Probe, needed_bytes: int) -> None:
-    """Evict snapshots until the disk stays below the threshold with `needed_bytes` more and what other fetches of this
-    node have still to write, or until nothing may be removed any more. Raises FetchFailed, and removes nothing, if the
-    bytes would not fit even then.
+    """Evict snapshots until the disk has room below the threshold for `needed_bytes` and for the bytes that other
+    fetches of this node still have to write, or until nothing more may be removed. Raises FetchFailed if the bytes do
+    not fit. If they would not fit after all evictions, nothing is removed.
     """
     with _sole_removal(cache):
         going = cache.candidates() if threshold_percent is not None else []
@@ -94,7 +94,7 @@ def make_room(cache: LocalCache, threshold_percent: float | None, probe: Probe, 
             used, free = probe(cache.folder)
             return 100 * (used + needed) > threshold_percent * (used + free) or needed + SPARE_BYTES > free
 
-        _remove_while(is_above, cache, going, f"with what is to come the disk would be above {threshold_percent:g} %")
+        _remove_while(is_above, cache, going, f"with the new files the disk would be above {threshold_percent:g} %")
         if is_above():
             _logger.warning(
                 "the disk of %s stays above %g %%: nothing else there may be removed", cache.folder, threshold_percent
@@ -104,8 +104,8 @@ def make_room(cache: LocalCache, threshold_percent: float | None, probe: Probe, 
 
 
 def relieve(cache: LocalCache, threshold_percent: float, probe: Probe) -> bool:
-    """Evict snapshots while the disk is above the threshold and some may be removed. Returns whether it is below it
-    now.
+    """Evict snapshots while the disk is above the threshold and some may be removed. Returns whether the disk is below
+    the threshold now.
     """
 
     def is_above() -> bool:
@@ -119,8 +119,8 @@ def relieve(cache: LocalCache, threshold_percent: float, probe: Probe) -> bool:
 
 
 class DiskWatch:
-    """A thread that calls `look` every LOOK_S until it is closed. `look` returns whether all is well; when that changes
-    to False, a warning is logged.
+    """A thread that calls `look` every LOOK_S until it is closed. `look` returns whether the disk is below its
+    threshold; when the result changes to False, a warning is logged.
     """
 
     def __init__(self, look: Callable[[], bool], folder: Path) -> None:
@@ -162,9 +162,9 @@ def _remove_while(is_above: Callable[[], bool], cache: LocalCache, going: list[C
 def _removed(cache: LocalCache, candidate: Candidate) -> bool:
     try:
         return cache.discard(candidate)
-    except OSError as error:  # another user's: the next one may go
+    except OSError as error:  # it belongs to another user; the next candidate may be removable
         name = cache.log_name(candidate.repository, candidate.revision)
-        why = error.strerror or type(error).__name__  # without the path, which contains the name
+        why = error.strerror or type(error).__name__  # the path is left out, because it contains the name
         _logger.warning("%s could not be removed from the local cache: %s", name, why)
         return False
 
@@ -172,8 +172,8 @@ def _removed(cache: LocalCache, candidate: Candidate) -> bool:
 def _no_room(
     cache: LocalCache, threshold_percent: float | None, needed_bytes: int, others_bytes: int, free: int
 ) -> FetchFailed:
-    """A failure of a class that is tried again later, when there may be room. `others_bytes`: the part of
-    `needed_bytes` that other fetches need.
+    """Return the failure of a fetch for which there is no room. Its class is tried again later, when there may be room.
+    `others_bytes`: the part of `needed_bytes` that other fetches need.
     """
     shared = f" ({others_bytes / 2**20:.1f} of them by other fetches)" if others_bytes else ""
     needs = (
@@ -182,12 +182,12 @@ def _no_room(
     )
     if threshold_percent is None:
         return FetchFailed("NETWORK", f"{needs}; make room there, or set SIE_DISK_CACHE_ENABLED=true")
-    return FetchFailed("NETWORK", f"{needs}, and what may be removed there is too little; make room there")
+    return FetchFailed("NETWORK", f"{needs}, and not enough files there may be removed; make room there")
 
 
 def _sole_removal(cache: LocalCache) -> Lock:
-    """The lock for one removing process of the node at a time: two would remove twice as much. If its holder hangs, if
-    its file belongs to another user or if there is no room for it, room is made without the lock.
+    """Take the lock for one removing process of the node at a time, because two would remove twice as much. If its
+    holder hangs, or if the lock cannot be written, space is freed without the lock.
     """
     deadline_s = time.monotonic() + REMOVAL_S
     try:
@@ -196,6 +196,6 @@ def _sole_removal(cache: LocalCache) -> Lock:
                 return Lock(None)
             time.sleep(_POLL_S)
     except OSError as error:
-        _logger.warning("room is made in %s without a lock: %s", cache.folder, error)
+        _logger.warning("space is freed in %s without a lock: %s", cache.folder, error)
         return Lock(None)
     return lock

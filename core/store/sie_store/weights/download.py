@@ -1,11 +1,11 @@
-"""The download engine: the files of a snapshot into a folder, each resumed where an earlier attempt ended.
+"""Download engine: fetches the files of a snapshot into a folder. Each file is resumed where an earlier attempt ended.
 
-    files ──► those that are there already are checked ──► the others are read on from the length of their part ──►
+    files ──► those that exist already are checked ──► the others are read on from the length of their part ──►
     appended and digested ──► renamed when the digest is right
 
 A file grows only at its end, under its name + PART, so its length is its progress. The next attempt continues there, in
-whichever process. A `Source` returns ranges of one file: the hub (`hub.py`) or a bucket (`bucket.py`). After a failure
-that may pass, the rest is requested again from the byte where the answer ended.
+any process. A `Source` returns ranges of one file: the hub (`hub.py`) or a bucket (`bucket.py`). After a failure that
+may pass, the rest is requested again from the byte where the answer ended.
 """
 
 from __future__ import annotations
@@ -33,16 +33,17 @@ Piece = bytes | bytearray
 
 FILES_AT_ONCE = 8
 PIECE_BYTES = 1 << 18
-MIN_BYTES = 1 << 14  # of an answer in `stall_s`, and of one after which the count of tries begins again
-MAX_WAITING_BYTES = 1 << 20  # of one file, which arrived while earlier bytes are being written
+MIN_BYTES = 1 << 14  # bytes that an answer must bring in `stall_s`; as many bytes reset the count of tries
+MAX_WAITING_BYTES = 1 << 20  # bytes of one file that may wait while earlier bytes are being written
 ROUNDS = 2  # a file with a wrong digest is read once more from its start: its part on the disk may be damaged
 
 
 @dataclass(frozen=True)
 class DownloadLimits(RetryPolicy):
-    """Limits of one download. `stall_s`: the longest wait for the next MIN_BYTES. `tries` counts answers that brought
-    fewer. One answer brings `part_bytes`; `parts_at_once` parts of all files are read ahead and kept in memory. With 0,
-    one answer brings the rest of a file, which is written as it arrives.
+    """Limits of one download. `stall_s`: the longest wait for the next MIN_BYTES. `tries` counts the answers in a row
+    that brought fewer bytes. `part_bytes`: bytes of one request. `parts_at_once`: parts of all files that are read
+    ahead and kept in memory. If `part_bytes` is 0, one request asks for the rest of a file, which is written as it
+    arrives.
     """
 
     part_bytes: int = 8 << 20
@@ -51,8 +52,8 @@ class DownloadLimits(RetryPolicy):
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file of a snapshot. `size` is in bytes. `sha256` and `blob` (the digest that git gives a file) are in hex, and
-    empty if the source does not tell them.
+    """A file of a snapshot. `size` is in bytes. `sha256` and `blob` (the digest that git gives a file) are in hex; a
+    digest is empty if the source does not have it.
     """
 
     path: str
@@ -62,19 +63,19 @@ class RemoteFile:
 
 
 class Source(Protocol):
-    """The place of the files of one snapshot. `what` names the snapshot in logs and errors."""
+    """Source of the files of one snapshot. `what` names the snapshot in logs and errors."""
 
     what: str
     limits: DownloadLimits
 
     def answer(self, file: RemoteFile, start: int, end: int) -> AsyncGenerator[Piece, None]:
-        """The bytes from `start` to before `end`, or the first of them. Raises StoreError for a failure that may pass,
-        and FetchFailed.
+        """Yield the bytes from `start` to before `end`, or the first of these bytes. Raises StoreError for a failure
+        that may pass, and FetchFailed.
         """
         ...
 
     def damaged(self, file: RemoteFile) -> FetchFailed:
-        """The failure of a file whose digest is wrong in every round."""
+        """Return the failure of a file whose digest is wrong in every round."""
         ...
 
 
@@ -86,14 +87,16 @@ class Reader:
         self._turns = asyncio.Semaphore(source.limits.parts_at_once)
 
     async def read(self, file: RemoteFile, start: int = 0) -> AsyncGenerator[Piece, None]:
-        """The bytes of a file from `start` on, in order. Raises FetchFailed, StoreError."""
+        """Yield the bytes of a file from `start` on, in order. Raises FetchFailed, StoreError."""
         pieces = self._parts(file, start) if self._limits.part_bytes else self._resumed(file, start, file.size)
         async with contextlib.aclosing(pieces):
             async for piece in pieces:
                 yield piece
 
     async def _parts(self, file: RemoteFile, start: int) -> AsyncGenerator[Piece, None]:
-        """The parts of a file, of which some are read ahead. A part counts as read ahead until it is taken."""
+        """Yield the parts of a file; some parts are read ahead. A part counts as read ahead until the caller takes
+        it.
+        """
         step = self._limits.part_bytes
         starts = iter(range(start, file.size, step))
         ahead = deque[asyncio.Task[bytearray]]()
@@ -116,7 +119,7 @@ class Reader:
         return data
 
     async def _resumed(self, file: RemoteFile, start: int, end: int) -> AsyncGenerator[Piece, None]:
-        """The bytes from `start` to before `end`; after an answer that ended early the rest is requested again."""
+        """Yield the bytes from `start` to before `end`. If an answer ends early, the rest is requested again."""
         at, tries = start, 0
         while at < end:
             before = at
@@ -137,8 +140,8 @@ class Reader:
 
 
 async def _brisk(answer: AsyncGenerator[Piece, None], stall_s: float) -> AsyncGenerator[Piece, None]:
-    """The pieces of an answer. Raises StoreError if it brings less than MIN_BYTES in `stall_s`; time that the caller
-    takes does not count.
+    """Yield the pieces of an answer. Raises StoreError if the answer brings less than MIN_BYTES in `stall_s`; time that
+    the caller takes does not count.
     """
     waited_s, brought = 0.0, 0
     async with contextlib.aclosing(answer):
@@ -157,7 +160,7 @@ async def _brisk(answer: AsyncGenerator[Piece, None], stall_s: float) -> AsyncGe
 
 
 class Digests:
-    """The digests of the bytes of a file that were added so far."""
+    """Digests of the bytes of a file that were added so far."""
 
     def __init__(self, file: RemoteFile) -> None:
         self._file, self._bytes = file, 0
@@ -171,7 +174,7 @@ class Digests:
             self._blob.update(data)
 
     def add_file(self, path: Path, progress: FetchProgress) -> int:
-        """Add the contents of a file. Returns its bytes. Raises OSError."""
+        """Add the contents of a file. Returns its number of bytes. Raises OSError."""
         with path.open("rb") as opened:
             while piece := opened.read(PIECE_BYTES):
                 self.add(piece)
@@ -183,20 +186,22 @@ class Digests:
         return self._sha256.hexdigest()
 
     def fact(self) -> FileFact | None:
-        """Size and digest of the file; None if they differ from what its source says."""
+        """Return size and digest of the file; None if they differ from those of its source."""
         is_right = self._file.sha256 in ("", self.sha256) and self._file.blob in ("", self._blob.hexdigest())
         return FileFact(self._bytes, self.sha256) if is_right and self._bytes == self._file.size else None
 
 
 class SnapshotDownload:
-    """The files of one snapshot into `folder`, a partial one of the local cache."""
+    """Download of the files of one snapshot into `folder`, a partial folder of the local cache."""
 
     def __init__(self, source: Source, folder: Path, progress: FetchProgress) -> None:
         self._source, self._folder, self._progress = source, folder, progress
         self._reader = Reader(source, progress)
 
     async def all(self, files: Sequence[RemoteFile]) -> dict[str, FileFact]:
-        """Bring every file. Returns size and digest of each, by its path. Raises FetchFailed, StoreError, OSError."""
+        """Fetch every file. Returns size and digest of each file, by its path. Raises FetchFailed, StoreError,
+        OSError.
+        """
         present = await each_file(lambda file: asyncio.to_thread(self._present, file), files)
         missing = [file for file in files if present[file.path] is None]
         total, lacking = (sum(file.size for file in some) for some in (files, missing))
@@ -206,8 +211,9 @@ class SnapshotDownload:
         return {path: fact or fetched[path] for path, fact in present.items()}
 
     def _present(self, file: RemoteFile) -> FileFact | None:
-        """A correct file that is there under its final name. A wrong one is removed, and so is a part that is too long.
-        Neither is written into: the file may be a hard link to somebody's file.
+        """Return size and digest of a correct file that exists under its final name, else None. A wrong file is
+        removed, and so is a part that is too long. Neither is written into, because it may be a hard link to somebody's
+        file.
         """
         path, part = self._folder / file.path, self._part(file)
         if path.exists():
@@ -238,7 +244,7 @@ class SnapshotDownload:
                 await asyncio.to_thread(_complete, part, self._folder / file.path)
                 return fact
             _logger.warning(
-                "%s: %s does not have the digest that its source names, it is fetched again",
+                "%s: %s does not have the digest that its source names; it is fetched again",
                 self._source.what,
                 file.path,
             )
@@ -247,7 +253,7 @@ class SnapshotDownload:
         raise self._source.damaged(file)
 
     def _begun(self, part: Path, digests: Digests) -> int:
-        """The bytes of a file that are there already; they are added to `digests`."""
+        """Add the bytes of a file that exist already to `digests`. Returns their number."""
         part.parent.mkdir(parents=True, exist_ok=True)
         part.touch()
         return digests.add_file(part, self._progress)
@@ -257,7 +263,7 @@ class SnapshotDownload:
 
 
 class _Appending:
-    """Appends pieces to the part of a file, in a thread. Pieces that come during one write are written together."""
+    """Appends pieces to the part of a file, in a thread. Pieces that arrive during one write are written together."""
 
     def __init__(self, part: Path, digests: Digests) -> None:
         self._part, self._digests = part, digests
@@ -265,7 +271,9 @@ class _Appending:
         self._writing: asyncio.Task[None] | None = None
 
     async def add(self, piece: Piece) -> None:
-        """Append a piece. Returns when few pieces wait. Raises OSError, also for an earlier piece."""
+        """Append a piece. Waits for the write if MAX_WAITING_BYTES or more are not written. Raises OSError, also for an
+        earlier piece.
+        """
         self._waiting += piece
         if self._writing is not None and self._writing.done():
             self._writing.result()
@@ -276,7 +284,7 @@ class _Appending:
             await self._writing
 
     async def end(self) -> None:
-        """Returns when everything is written. Raises OSError."""
+        """Wait until everything is written. Raises OSError."""
         if self._writing is not None:
             await self._writing
 
@@ -294,7 +302,9 @@ class _Appending:
 
 
 async def each_file(call: Callable[[RemoteFile], Awaitable[_T]], files: Sequence[RemoteFile]) -> dict[str, _T]:
-    """The result of `call` for each file, by its path; some files at a time. The first failure cancels the others."""
+    """Return the result of `call` for each file, by its path. FILES_AT_ONCE calls run at a time. The first failure
+    cancels the other calls.
+    """
     turns = asyncio.Semaphore(FILES_AT_ONCE)
 
     async def one(file: RemoteFile) -> _T:

@@ -1,5 +1,5 @@
-"""Whether a snapshot that SIE did not put into the cache is complete. The hub's own client may have put it there, in
-this or an older version, or somebody copied it.
+"""Checks whether a snapshot that SIE did not put into the cache is complete. The hub's own client may have put it
+there, in this or an older version, or somebody copied it.
 
     is_listed_whole   by the listing that the hub's client keeps of a commit (trees/COMMIT.json): every file is there,
                       with its size
@@ -15,8 +15,8 @@ import msgspec
 from sie_store.weights.selection import Wanted
 
 _HEADER_BYTES = 8
-_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
-# what the decoder raises for bad syntax, UTF-8, depth
+_MAX_HEADER_BYTES = 100_000_000  # limit of the safetensors format
+# exceptions of the decoder for bad syntax, bad UTF-8 and too deep nesting
 _NO_JSON = (
     msgspec.DecodeError,
     UnicodeDecodeError,
@@ -26,7 +26,9 @@ _NO_FILES = ("Normalize",)  # modules of sentence-transformers that have no fold
 
 
 def is_listed_whole(cache: Path, repository: str, revision: str, wanted: Wanted) -> bool:
-    """Whether the snapshot has all `wanted` files, by the listing of the hub's client. `cache`: the folder `hub`."""
+    """Return whether the snapshot has all `wanted` files, by the listing of the hub's client. `cache`: the folder
+    `hub`.
+    """
     from huggingface_hub import get_cached_repo_tree
     from huggingface_hub.errors import CachedRepoTreeNotFoundError
 
@@ -40,7 +42,7 @@ def is_listed_whole(cache: Path, repository: str, revision: str, wanted: Wanted)
 
 
 def contradiction(cache: Path, repository: str, revision: str) -> str:
-    """Evidence that a snapshot without a listing is not complete; empty if there is none."""
+    """Return the evidence that a snapshot without a listing is not complete; empty if there is none."""
     folder = _folder(cache, repository) / "snapshots" / revision
     if not folder.is_dir():
         return "it is not there"
@@ -63,7 +65,9 @@ def contradiction(cache: Path, repository: str, revision: str) -> str:
 
 
 def _missing(path: Path, stored: object) -> str:
-    """The first file or folder that an index of shards or a list of modules names and that is missing."""
+    """Return the first missing file or folder that an index of shards or a list of modules names; empty if none is
+    missing.
+    """
     named: list[str] = []
     if (
         path.name.endswith(".safetensors.index.json")
@@ -80,7 +84,9 @@ def _missing(path: Path, stored: object) -> str:
 
 
 def _wrong_with(path: Path) -> str:
-    """Check the length of a safetensors file: its header says where its last tensor ends."""
+    """Return the fault of a safetensors file; empty if its length is right. Its header says where its last tensor
+    ends.
+    """
     try:
         size = path.stat().st_size
         with path.open("rb") as file:

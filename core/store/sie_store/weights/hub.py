@@ -2,8 +2,8 @@
 
     listing ──► files that are wanted ──► download.py ──► manifest
 
-The hub's own client starts a file again when its process ended (huggingface_hub 2.4) and reads any answer to its end,
-so only its sessions and its errors are used.
+The hub's own client downloads a file from the start if its process ended (huggingface_hub 2.4), and reads any answer to
+its end. So only its sessions and its errors are used.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from sie_store.weights.selection import Wanted, of_lora
 
 _T = TypeVar("_T")
 
-# One answer brings the rest of a file: the hub counts requests, and redirects each of them to an address that it signs.
+# One request asks for the rest of a file: the hub limits the number of requests, and redirects each to a signed URL.
 LIMITS = DownloadLimits(tries=3, part_bytes=0)
-LISTING_S = 30.0  # for one listing
-MAX_LORA_BYTES = 4 << 30  # a client may name any: it must not cost the disk its models
+LISTING_S = 30.0  # time limit for one listing
+MAX_LORA_BYTES = 4 << 30  # a client may name any LoRA: its files must not take the disk space of models
 
 
 class _Lfs(msgspec.Struct):
@@ -52,18 +52,18 @@ class _Listing(msgspec.Struct):
     siblings: tuple[_Sibling, ...] = ()
 
 
-# made at import: two threads that use a type first at the same time end the process
+# made at import: if two threads use a type for the first time at the same time, the process crashes
 _listings = msgspec.json.Decoder(_Listing)
 
 
 def hub_fetch(repository: str, revision: str, wanted: Wanted) -> Fetch:
-    """The fetch of the `wanted` files of a commit, for `LocalCache.obtain`."""
+    """Return the function that fetches the `wanted` files of a commit, for `LocalCache.obtain`."""
     return functools.partial(_fetch, repository, revision, wanted)
 
 
 def commit_of(repository: str, revision: str | None = None, *, what: str = "") -> str:
-    """The present commit of a branch or tag; without one, of the main branch. `what` names it in logs and errors.
-    Raises FetchFailed.
+    """Return the present commit of a branch or tag; without `revision`, of the main branch. `what` names it in logs and
+    errors. Raises FetchFailed.
     """
     what = what or (f"{repository}@{revision}" if revision else repository)
 
@@ -107,8 +107,8 @@ async def _fetched(repository: str, revision: str, wanted: Wanted, folder: Path,
 
 
 async def _listing(session: Any, repository: str, revision: str | None) -> _Listing:
-    """The commit of a revision and its files. Raises StoreError, also for an answer that is no listing: a page of a
-    proxy, or one without an end.
+    """Read the listing of a revision: its commit and its files. Raises StoreError, also for an answer that is not a
+    listing, such as a page of a proxy or an endless answer.
     """
     from huggingface_hub import constants
 
@@ -128,8 +128,8 @@ async def _listing(session: Any, repository: str, revision: str | None) -> _List
 
 
 async def _file(session: Any, url: str, sibling: _Sibling, what: str) -> RemoteFile:
-    """A file of the listing. If a mirror leaves its size out, the headers of the file are asked. A large file has a
-    SHA-256, any other the digest of a git blob; a mirror may give neither.
+    """Describe a file of the listing. If a mirror leaves out the size, it is read from the headers of the file. A large
+    file has a SHA-256, any other file the digest of a git blob; a mirror may give neither.
     """
     name = sibling.rfilename
     if sibling.size is not None:
@@ -137,7 +137,9 @@ async def _file(session: Any, url: str, sibling: _Sibling, what: str) -> RemoteF
         return RemoteFile(name, sibling.size, sha256, blob)
 
     async def header(*names: str) -> str:
-        """The first of these headers that the hub, or the server to which it redirects, sends."""
+        """Return the first of these headers that the hub, or the server to which it redirects, sends; empty if there is
+        none.
+        """
         async with _answered(session, f"{url}/{quote(name)}", method="HEAD") as response:
             answers = (*response.history, response)
             return next((answer.headers[key] for key in names for answer in answers if key in answer.headers), "")
@@ -150,8 +152,8 @@ async def _file(session: Any, url: str, sibling: _Sibling, what: str) -> RemoteF
 
 
 def _session() -> Any:
-    """A session of the hub's client, which reads no more of an answer than it is asked for: its own hook reads the
-    whole body of an error.
+    """Return a session of the hub's client that reads an answer only as far as it is asked to. The client's own hook,
+    which is removed, reads the whole body of an error.
     """
     from huggingface_hub import get_async_session
 
@@ -162,13 +164,13 @@ def _session() -> Any:
 
 @contextlib.asynccontextmanager
 async def _answered(session: Any, url: str, *, method: str = "GET", start: int = 0) -> AsyncIterator[Any]:
-    """The answer to a request, whose body is still to be read as it is sent: from byte `start` on, if the server knows
-    ranges. Raises StoreError, and what the hub's client raises.
+    """Send a request and yield its answer. Its body is not read yet; it begins at byte `start` if the server supports
+    ranges. Raises StoreError and the exceptions of the hub's client.
     """
     from huggingface_hub import constants, get_token, hf_raise_for_status
 
-    # the client's own headers name the agent that runs it, from a list that it fetches and reads to any length;
-    # compressed, a range would be one of other bytes, and a few bytes may be any number of others
+    # the client's own headers are not used: for them it downloads a list of any length;
+    # compression is not requested: a range would count compressed bytes, and few bytes may become very many
     headers = {"User-Agent": f"sie/{sie_contracts.__version__}", "Accept-Encoding": "identity"}
     if token := get_token():
         headers["Authorization"] = f"Bearer {token}"
@@ -178,12 +180,12 @@ async def _answered(session: Any, url: str, *, method: str = "GET", start: int =
         async with session.stream(method, url, headers=headers, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT) as response:
             hf_raise_for_status(response)
             if response.headers.get("Content-Encoding", "identity").lower() != "identity":
-                raise StoreError("the answer is compressed, which was not asked for")
+                raise StoreError("the answer is compressed, although compression was not requested")
             yield response
 
 
 class _Hub:
-    """The files of one commit below `url`, as a source of the download engine."""
+    """Files of one commit below `url`, as a source of the download engine."""
 
     limits = LIMITS
 
@@ -200,12 +202,12 @@ class _Hub:
 
     def damaged(self, file: RemoteFile) -> FetchFailed:
         return FetchFailed(
-            "NETWORK", f"{self.what}: {file.path} came twice without the digest that the hub names for it"
+            "NETWORK", f"{self.what}: {file.path} was received twice with another digest than the hub names"
         )
 
 
 async def _asked(call: Callable[[], Awaitable[_T]], what: str) -> _T:
-    """The result of a call of the hub, repeated where that may help."""
+    """Return the result of a call of the hub, which is repeated if that may help."""
     tries = 0
     while True:
         try:
@@ -217,8 +219,8 @@ async def _asked(call: Callable[[], Awaitable[_T]], what: str) -> _T:
 
 @contextlib.contextmanager
 def _passing() -> Iterator[None]:
-    """A failure that may pass becomes StoreError. Its text is safe for a log; that of the cause contains the URL, which
-    may be signed or contain a password.
+    """Turn a failure that may pass into StoreError. The text of the StoreError is safe for a log. The text of its cause
+    contains the URL, which may be signed or contain a password.
     """
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
@@ -239,7 +241,7 @@ def _passing() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _classed(what: str) -> Iterator[None]:
-    """Errors of the hub's client become FetchFailed; errors of the disk do not."""
+    """Turn errors of the hub's client into FetchFailed; errors of the disk are not changed."""
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,

@@ -1,7 +1,7 @@
-"""File locks between the processes of a node: shared for those that use a snapshot, exclusive for the one that fetches
-or removes it.
+"""File locks between the processes of a node: a shared lock for each process that uses a snapshot, an exclusive lock
+for the process that fetches or removes it.
 
-The kernel releases them with the process, however it ends. They also work between threads of one process.
+The kernel releases a lock when its process ends, for any reason. Locks also work between threads of one process.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ _REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 class Lock:
-    """A lock that is held until `close`, or until the object is destroyed. Its file stays: if it were removed, there
-    could be a second holder.
+    """A lock that is held until `close`, or until the object is destroyed. Its file is never removed: otherwise the
+    lock could have a second holder.
     """
 
     def __init__(self, descriptor: int | None, *, is_use: bool = False) -> None:
-        """`is_use`: the begin and the end of the lock set the mtime of its file."""
+        """Hold the lock on `descriptor`. `is_use`: the mtime of the file is set when the lock begins and ends."""
         self._descriptor = descriptor
         self._is_use = is_use
         self._touch()
 
     def write(self, data: bytes) -> None:
-        """Leave a note in the file for those that wait. No note is written if the disk is full or the file belongs to
-        another user: it is only advice.
+        """Write a note into the file for processes that wait. No note is written if the disk is full or the file
+        belongs to another user, because nothing depends on the note.
         """
         if self._descriptor is None:
             return
@@ -42,7 +42,7 @@ class Lock:
 
     def _touch(self) -> None:
         if self._descriptor is not None and self._is_use:
-            with contextlib.suppress(OSError):  # another user's file, on a shared disk
+            with contextlib.suppress(OSError):  # the file of another user, on a shared disk
                 os.utime(self._descriptor)
 
     def close(self) -> None:
@@ -65,11 +65,11 @@ class Lock:
 
 
 def taken(path: Path, *, shared: bool, is_use: bool = False) -> Lock | None:
-    """The lock at `path`, or None while another lock excludes it. Never waits. Raises OSError.
+    """Take the lock at `path`; None while another lock excludes it. Never waits. Raises OSError.
 
     The file of another user is locked without writing to it; network file systems may refuse that for an exclusive
-    lock. In a folder without write permission a shared lock is only nominal: a user who cannot write there cannot
-    remove anything either.
+    lock. In a folder without write permission a shared lock locks nothing: a user who cannot write there cannot remove
+    anything either.
     """
     refused: OSError | None = None
     try:

@@ -1,7 +1,7 @@
-"""The manifest of a snapshot of weights: which files one commit of a repository has, with their sizes and SHA-256.
+"""Manifest of a snapshot of weights: the files of one commit of a repository, with their sizes and SHA-256.
 
-It marks a complete snapshot: it is written last, into a local cache, a bucket or an archive alike, so a snapshot
-without it is not complete. It is the same file in all three, under the name MANIFEST beside the files that it names.
+The manifest marks a complete snapshot: it is written last, so a snapshot without a manifest is not complete. It is the
+same file in a local cache, a bucket and an archive: its name is MANIFEST, and it is beside the files that it names.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from sie_store.durable import PART
 MANIFEST = "sie-manifest.json"
 VERSION = 1
 MAX_MANIFEST_BYTES = 16 << 20
-MAX_FILES = 10_000  # of one snapshot
-MAX_NAME_BYTES = 255 - len(PART)  # of a file or folder on a disk, while it is fetched
+MAX_FILES = 10_000  # files of one snapshot
+MAX_NAME_BYTES = 255 - len(PART)  # bytes of the name of a file or folder; PART is added while it is fetched
 _PIECE_BYTES = 1 << 20
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -32,12 +32,12 @@ FetchErrorClass = Literal["GATED", "NOT_FOUND", "INCOMPATIBLE", "NETWORK", "UNKN
 
 
 class ManifestError(ValueError):
-    """File that is no manifest, or a manifest with a file name that is not allowed."""
+    """Error for a file that is not a manifest, or for a manifest with a name that is not allowed."""
 
 
 class FetchFailed(Exception):
-    """A source of weights did not give a snapshot. `error_class` is the class of the load that needs it; NETWORK may be
-    tried again.
+    """Error of a source of weights that could not give a snapshot. `error_class` becomes the class of the failed load;
+    NETWORK may be tried again.
     """
 
     def __init__(self, error_class: FetchErrorClass, message: str) -> None:
@@ -47,18 +47,18 @@ class FetchFailed(Exception):
 
 
 class FileFact(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One file: its size and its SHA-256 in lower-case hex."""
+    """Size in bytes and SHA-256 in lower-case hex of a file."""
 
     bytes: int
     sha256: str
 
 
 class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
-    """All files of a snapshot, by their path below its folder, with `/`.
+    """Files of a snapshot, by their path below its folder, with `/`.
 
     `revision` is the commit. `left_out`: files of the repository that were not wanted when it was fetched; for a model
-    that wants one of them the snapshot is not complete. `origin`: where this copy came from; a `found` one was put
-    there by another program, and is never removed to make room.
+    that needs one of them the snapshot is not complete. `origin`: where this copy came from; another program made a
+    `found` copy, which is never removed to make room.
     """
 
     repository: str
@@ -70,22 +70,24 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def bytes(self) -> int:
-        """Total size of all files."""
+        """Return the total size of all files."""
         return sum(fact.bytes for fact in self.files.values())
 
 
-# made at import: two threads that use a type first at the same time end the process
+# made at import: if two threads use a type for the first time at the same time, the process crashes
 _manifest = msgspec.json.Decoder(Manifest)
 
 
 def encode(manifest: Manifest) -> bytes:
-    """A manifest as JSON; equal manifests give equal bytes. Raises ManifestError for what `decode` would refuse."""
+    """Encode a manifest as JSON; equal manifests give equal bytes. Raises ManifestError for a manifest that `decode`
+    would refuse.
+    """
     _check(manifest)
     return msgspec.json.format(msgspec.json.encode(manifest, order="sorted"), indent=1) + b"\n"
 
 
 def decode(data: bytes) -> Manifest:
-    """Decode and check a manifest. Raises ManifestError, which says what is wrong with it."""
+    """Decode and check a manifest. Raises ManifestError, which names the fault."""
     if len(data) > MAX_MANIFEST_BYTES:
         raise ManifestError(f"a manifest has at most {MAX_MANIFEST_BYTES} bytes, this one has {len(data)}")
     try:
@@ -97,7 +99,9 @@ def decode(data: bytes) -> Manifest:
 
 
 def check_names(repository: str, revision: str) -> None:
-    """Raise ManifestError unless both can be part of a path: they may come from an entry, a bucket or an archive."""
+    """Raise ManifestError unless both names can be part of a path: they may come from an entry, a bucket or an
+    archive.
+    """
     is_long = len(repository) > MAX_REPOSITORY_CHARS
     if is_long or not _REPOSITORY.fullmatch(repository) or ".." in repository or "--" in repository:
         raise ManifestError(f"{repository[:200]!r} is not the name of a repository: expected organisation/name")
@@ -106,8 +110,8 @@ def check_names(repository: str, revision: str) -> None:
 
 
 def is_safe(name: str) -> bool:
-    """Whether a file of this name stays below the folder of its snapshot, is neither the manifest nor a part of a file,
-    fits a disk, and shows in a log as what it is.
+    """Return whether a file name is safe. The file must stay below the folder of its snapshot. Its name must not be
+    that of the manifest or of a part of a file, must fit a disk, and must be printable.
     """
     parts = name.split("/")
     if not name.isprintable() or len(name) > 1024 or "\\" in name or name == MANIFEST or name.endswith(PART):
@@ -143,7 +147,9 @@ def _check(manifest: Manifest) -> None:
 
 
 def digest(path: Path, read: Callable[[int], None] = lambda _: None) -> str:
-    """The SHA-256 of a file, in hex. `read` is called with the bytes of every piece. Raises OSError."""
+    """Compute the SHA-256 of a file, in hex. `read` is called with the number of bytes of every piece. Raises
+    OSError.
+    """
     sha256 = hashlib.sha256()
     with path.open("rb") as file:
         while piece := file.read(_PIECE_BYTES):
@@ -161,8 +167,8 @@ def describe(
     origin: Origin = "found",
     read: Callable[[int], None] = lambda _: None,
 ) -> Manifest:
-    """The manifest of the files that are in `folder` now, except hidden files and a manifest. Reads every `wanted` file
-    and lists the others as left out. Raises OSError, ManifestError.
+    """Build the manifest of the files that are in `folder` now, except hidden files and a manifest. Reads every
+    `wanted` file and lists the others as left out. Raises OSError, ManifestError.
     """
     files, left_out = {}, []
     for path in sorted(folder.rglob("*")):
@@ -181,8 +187,8 @@ def describe(
 def verify(
     folder: Path, manifest: Manifest, *, digests: bool = True, read: Callable[[int], None] = lambda _: None
 ) -> list[str]:
-    """List the faults of the files in `folder`, a line each; empty if all are there and right. Without `digests` only
-    sizes are compared.
+    """List the faults of the files in `folder`, one line each; empty if all files exist and are right. Without
+    `digests` only sizes are compared.
     """
     wrong = []
     for name, fact in manifest.files.items():

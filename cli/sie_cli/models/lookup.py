@@ -1,0 +1,102 @@
+"""Models that a command names for use: `sie serve MODEL`, `sie pull MODEL`, `sie run MODEL`.
+
+hub id, folder or catalogue name, each with :profile or without
+    ├ the catalogue has it, with a commit ──► its entry
+    └ else ──► inspected as `sie models add` does ──► DIR/ID.yaml, and one line that says so
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+
+from sie_cli.models.add import write_entry
+from sie_cli.models.inspect import described, folder_name
+from sie_cli.refusal import CommandRefused, refusing
+from sie_contracts.models.aliases import Alias
+from sie_contracts.models.catalogue import Catalogue
+from sie_contracts.models.entries import ModelEntry
+from sie_contracts.models.trust import USUAL, is_bucket
+from sie_contracts.settings import Settings
+
+
+@dataclass(frozen=True)
+class NamedModel:
+    """A model of the catalogue. `name`: its name in requests. `added`: the file of an entry that was written for it."""
+
+    name: str
+    entry: ModelEntry
+    added: Path | None = None
+
+    @property
+    def message(self) -> str:
+        """Return one line about an entry that was added; empty without one."""
+        if self.added is None:
+            return ""
+        weights = self.entry.weights
+        return f"added {self.entry.id}, {weights.path or f'{weights.hub}@{weights.revision}'}: {self.added}"
+
+
+def look_up(settings: Settings, spec: str) -> NamedModel:
+    """Find a model by the user's name for it. If the catalogue lacks it, add it to the models folder.
+
+    Raises CommandRefused.
+    """
+    models = settings.models_dir or USUAL
+    if not is_bucket(models) and settings.models_dir:
+        Path(models).expanduser().mkdir(parents=True, exist_ok=True)
+    catalogue = _catalogue(settings)
+    source, profile = _split(catalogue, spec)
+    entry = catalogue.find(source)
+    if entry is None and (alias := catalogue.find_alias(source)) is not None:
+        return dataclasses.replace(look_up(settings, alias.heaviest.model), name=spec)
+    if entry is None and (folder := Path(source).expanduser()).is_dir():
+        entry = _entry_of_folder(catalogue, folder)
+    added = None
+    if entry is None or entry.weights.unpinned:
+        if is_bucket(models):
+            raise CommandRefused(
+                f"the catalogue lacks {source}, and nothing is written to {models}: add an entry there"
+            )
+        text, entry = described(settings, source, "", None)
+        added = write_entry(text, entry.id, Path(models).expanduser())
+    with refusing():
+        resolved = Catalogue.resolve_profile(entry, profile or "default", entry.id)
+    return NamedModel(resolved.canonical, entry, added)
+
+
+def _catalogue(settings: Settings) -> Catalogue:
+    """Return the packaged catalogue and the models folder together, as the config service reads them."""
+    from sie_config_service.overlay import Overlay
+
+    models: dict[str, ModelEntry] = {}
+    aliases: dict[str, Alias] = {}
+    for document, _ in Overlay(settings).folders().models.values():
+        if isinstance(document, Alias):
+            aliases[document.id] = document
+        else:
+            models[document.id] = document
+    return Catalogue(models, aliases=aliases)
+
+
+def _split(catalogue: Catalogue, spec: str) -> tuple[str, str]:
+    """Return model and profile of `model[:profile]`; the profile is empty without one. A folder may have a colon in its
+    name.
+    """
+    if catalogue.find(spec) is not None or Path(spec).expanduser().is_dir() or ":" not in spec:
+        return spec, ""
+    source, _, profile = spec.rpartition(":")
+    return source, profile
+
+
+def _entry_of_folder(catalogue: Catalogue, folder: Path) -> ModelEntry | None:
+    """Return the entry that was written for a folder; None without one. Raises CommandRefused if another model has the
+    name.
+    """
+    entry = catalogue.find(folder_name(folder))
+    if entry is None or (entry.weights.path and Path(entry.weights.path).expanduser().resolve() == folder.resolve()):
+        return entry
+    raise CommandRefused(
+        f"the catalogue has another model {entry.id}: `sie models add {folder} --id NAME` gives this one a name"
+    )

@@ -1,0 +1,46 @@
+"""`sie pull`: adds a model to the catalogue, and fetches its weights to this disk."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import click
+
+from sie_cli.cluster import CONFIG_URL, Cluster, cluster_options
+from sie_cli.display import size
+from sie_cli.models.inspect import weights_folder
+from sie_cli.models.lookup import look_up
+from sie_cli.refusal import refusing
+from sie_cli.serve.preflight import held_bytes
+from sie_contracts.settings import Settings
+
+
+@click.command(short_help="Get models, to serve them later without the network.")
+@click.argument("models", metavar="MODEL...", nargs=-1, required=True)
+@cluster_options(CONFIG_URL, "SIE_MODELS_DIR", "SIE_LOCAL_CACHE", required=False)
+def pull(cluster: Cluster, models: tuple[str, ...]) -> None:
+    """Get each MODEL: a model of the catalogue, an id of the Hugging Face Hub, or a folder.
+
+    What the catalogue lacks is added to the models folder, pinned to its present commit: that of the `sie serve` that
+    runs, which serves it within seconds, else SIE_MODELS_DIR or ./models. The weights go into SIE_LOCAL_CACHE.
+
+    \b
+    sie pull BAAI/bge-small-en-v1.5
+    sie models add ID --revision COMMIT         another commit, or another name
+    """
+    settings = where_served(cluster)
+    for spec in models:
+        model = look_up(settings, spec)
+        if model.message:
+            click.echo(model.message)
+        with refusing():
+            folder = weights_folder(settings, model.entry)
+        click.echo(f"{model.name} is on this disk, {size(held_bytes(folder))}: {folder}")
+
+
+def where_served(cluster: Cluster) -> Settings:
+    """Return the settings, with the models folder of the running `sie serve` unless the command names another one."""
+    running = cluster.local()
+    if running is None or not running.models_dir or cluster.is_given("SIE_MODELS_DIR"):
+        return cluster.settings
+    return dataclasses.replace(cluster.settings, models_dir=running.models_dir)

@@ -1,0 +1,203 @@
+"""The run of `sie top`: frames of a gateway become pictures in a terminal, in place, or in a pipe.
+
+frames (SIEAsyncClient.watch) ──► View ──► picture of a width and height ──► terminal, in place; a pipe, one after the
+other
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import termios
+import time
+import tty
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+
+import click
+import httpx
+import msgspec
+from rich.console import Console
+from rich.live import Live
+
+from sie_cli.top.picture import HistoryTrend, StatusFrame, View, picture
+from sie_client import SIEAsyncClient
+from sie_client.errors import RequestError, SIEConnectionError, SIEError
+from sie_contracts.loopback import direct
+
+PAST_EVERY_S = 10.0
+PAST_S = 3.0  # of a reply
+FIRST_S = 5.0  # of an attempt to connect, the first one too
+REDRAW_S = 1.0
+PIPE_WIDTH, PIPE_HEIGHT = 120, 60
+
+
+async def show(view: View, url: str, token: str | None, console: Console, once: bool) -> None:
+    """Raises SIEError where no gateway answers at first, or one refuses."""
+    frames = _frames(view, url, token)
+    async with contextlib.aclosing(frames):
+        if once:
+            view.add_frame(await anext(frames), time.monotonic())
+            await _ask_past(view, url, token)
+            console.print(picture(view, console.width, PIPE_HEIGHT, view.came_s))
+            return
+        stop = asyncio.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        ends = [
+            asyncio.create_task(section, name=name)
+            for name, section in (
+                ("frames", _add_frame(frames, view)),
+                ("past", _follow_past(view, url, token)),
+                ("picture", _draw(view, console, stop)),
+                ("stop", stop.wait()),
+            )
+        ]
+        try:
+            done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in ends:
+                task.cancel()
+            await asyncio.gather(*ends, return_exceptions=True)
+        for task in done:
+            task.result()
+
+
+async def _frames(view: View, url: str, token: str | None) -> AsyncGenerator[StatusFrame, None]:
+    """Frames for ever. Raises SIEError at a first connection that fails, and at any refusal."""
+    async with SIEAsyncClient(url, api_key=token, connection_budget_s=FIRST_S) as client:
+        while True:
+            try:
+                async for frame in client.watch():
+                    yield msgspec.convert(frame, StatusFrame)
+            except (RequestError, msgspec.ValidationError):
+                raise
+            except SIEError as error:
+                if view.frame is None:
+                    raise
+                view.trouble = str(error) if isinstance(error, SIEConnectionError) else type(error).__name__
+            await asyncio.sleep(REDRAW_S)  # the pause before another attempt
+
+
+async def _follow_past(view: View, url: str, token: str | None) -> None:
+    while True:
+        await _ask_past(view, url, token)
+        await asyncio.sleep(PAST_EVERY_S)
+
+
+async def _ask_past(view: View, url: str, token: str | None) -> None:
+    """Latency and errors; what was told last stays where the gateway does not tell, or is of another version."""
+    headers = {"authorization": f"Bearer {token}"} if token else {}
+    try:
+        async with httpx.AsyncClient(timeout=PAST_S, transport=direct(url, httpx.AsyncHTTPTransport)) as client:
+            answer = await client.get(f"{url}/v1/history?step_s=60", headers=headers)
+        if answer.status_code == 200:
+            view.past = msgspec.json.decode(answer.content, type=HistoryTrend)
+            view.changed.set()
+    except (httpx.HTTPError, msgspec.DecodeError):
+        return  # the frames tell what is wrong with the connection
+
+
+async def _add_frame(frames: AsyncIterator[StatusFrame], view: View) -> None:
+    async for frame in frames:
+        view.add_frame(frame, time.monotonic())
+
+
+async def _draw(view: View, console: Console, stop: asyncio.Event) -> None:
+    """Draw in place in a terminal, which is left as it was; else draw each frame once."""
+    if console.is_terminal:
+        await _draw_in_place(view, console, stop)
+    while True:
+        await view.changed.wait()
+        view.changed.clear()
+        with console.capture() as captured:  # written here: Rich would end the process where the reader has gone
+            console.print(picture(view, console.width, PIPE_HEIGHT, time.monotonic()))
+        click.echo(captured.get())
+
+
+async def _draw_in_place(view: View, console: Console, stop: asyncio.Event) -> None:
+    """Draw until it is cancelled. The key q sets `stop`. Ctrl-Z gives the terminal back until the shell lets it go
+    on.
+    """
+    suspension = asyncio.Event()  # for the terminal, by Ctrl-Z
+
+    def request_pause() -> None:
+        suspension.set()
+        view.changed.set()
+
+    def on_key(key: str) -> None:
+        if key in "qQ":
+            stop.set()
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTSTP, request_pause)
+    while True:
+        keys = single_keys(on_key) if view.takes_keys else contextlib.nullcontext()
+        live = Live(console=console, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
+        with keys, live:
+            while not suspension.is_set():
+                live.update(picture(view, console.width, console.height, time.monotonic()), refresh=True)
+                view.changed.clear()
+                # also without a frame: the age of the last one, a new size of the terminal
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(REDRAW_S):
+                        await view.changed.wait()
+        suspension.clear()
+        suspend()
+
+
+def takes_keys() -> bool:
+    """Whether standard input is a terminal that this process may read. One in the background may not: the kernel would
+    stop it.
+    """
+    try:
+        descriptor = sys.stdin.fileno()
+    except (AttributeError, OSError, ValueError):  # there is none, or it is closed
+        return False
+    if not os.isatty(descriptor):
+        return False
+    try:
+        return os.tcgetpgrp(descriptor) == os.getpgrp()
+    except OSError:  # not the terminal that controls this process, which so has no background
+        return True
+
+
+@contextlib.contextmanager
+def single_keys(on_key: Callable[[str], None]) -> Iterator[None]:
+    """Call `on_key` for each key, in the running loop. Ctrl-C and Ctrl-Z remain signals."""
+    loop, descriptor = asyncio.get_running_loop(), sys.stdin.fileno()
+
+    def read() -> None:
+        try:
+            data = os.read(descriptor, 1024)
+        except BlockingIOError:
+            return
+        except OSError:  # the terminal has gone
+            data = b""
+        if not data:
+            loop.remove_reader(descriptor)
+        for key in data.decode(errors="replace"):
+            on_key(key)
+
+    before = termios.tcgetattr(descriptor)
+    # at once: a terminal that nobody reads would keep output, and with it this process, for ever
+    tty.setcbreak(descriptor, termios.TCSANOW)
+    loop.add_reader(descriptor, read)
+    try:
+        yield
+    finally:
+        loop.remove_reader(descriptor)
+        with contextlib.suppress(termios.error):  # the terminal has gone
+            termios.tcsetattr(descriptor, termios.TCSANOW, before)
+
+
+def suspend() -> None:
+    """Stop this process as Ctrl-Z does to one that does not handle it; returns when it goes on. The kernel does not
+    stop one that no shell could let go on.
+    """
+    before = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+    try:
+        os.kill(os.getpid(), signal.SIGTSTP)
+    finally:
+        signal.signal(signal.SIGTSTP, before)

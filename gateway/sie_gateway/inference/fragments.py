@@ -1,0 +1,139 @@
+"""Results that are larger than a message and come in parts.
+
+part ──► Fragments: held until all parts are there ──► put_together, in a thread: checks the digest
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from sie_contracts.wire import messages
+from sie_contracts.wire.messages import Fragment, WorkResult
+
+MAX_HELD_BYTES = 512 << 20  # bytes of all incomplete results
+MAX_REQUEST_BYTES = 256 << 20
+MAX_PARTS = 1 << 16
+MAX_SILENCE_S = 30.0  # seconds without a part; several times the time that a worker waits for a confirmation
+_SLOT_BYTES = 64  # bytes of memory of a part beside its data: a list slot and an object
+
+
+class InboxFull(Exception):
+    """Raised for a part that would exceed a limit of this gateway."""
+
+
+@dataclass
+class Assembly:
+    """Encoded result of which some parts have come. Two attempts at a chunk have different digests, so they are two
+    assemblies.
+    """
+
+    request: str
+    chunk: int
+    digest: str
+    parts: list[bytes | None]
+    touched_s: float
+    missing: int
+    held_bytes: int = 0
+    checking: bool = False
+
+    @property
+    def key(self) -> tuple[str, int, str]:
+        return self.request, self.chunk, self.digest
+
+
+@dataclass
+class Fragments:
+    """All incomplete results of a gateway. `held_bytes` is the memory that they hold. Pure: the time is an argument.
+
+    The bytes of each request, and of all requests together, are limited. If room is needed, an assembly is dropped that
+    has had no part for `silence_s`. Its sender learns with the last part that others are missing, and sends them again.
+    """
+
+    max_bytes: int = MAX_HELD_BYTES
+    max_request_bytes: int = MAX_REQUEST_BYTES
+    silence_s: float = MAX_SILENCE_S
+    held_bytes: int = 0
+    # ordered by the time of the last part, the oldest first
+    _all: dict[tuple[str, int, str], Assembly] = field(default_factory=dict)
+    _requests: dict[str, set[tuple[str, int, str]]] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def add(self, part: Fragment, now_s: float) -> Assembly:
+        """Store a part unless it is there already, and return its assembly. Raises InboxFull, and ValueError for an
+        invalid part.
+        """
+        if not (0 <= part.index < part.count <= MAX_PARTS and part.data):
+            raise ValueError(f"part {part.index} of {part.count} with {len(part.data)} bytes")
+        key = (part.request, part.chunk, part.digest)
+        assembly = self._all.pop(key, None)
+        # the worker cut the result again, for a broker with another message limit
+        if assembly is not None and len(assembly.parts) != part.count:
+            self._all[key] = assembly
+            self.drop(assembly)
+            assembly = None
+        if assembly is None:
+            self._expire(now_s)
+            assembly = Assembly(part.request, part.chunk, part.digest, [None] * part.count, now_s, part.count)
+            self._requests.setdefault(part.request, set()).add(key)
+        self._all[key] = assembly
+        assembly.touched_s = now_s
+        if assembly.parts[part.index] is None:
+            size = len(part.data) + _SLOT_BYTES
+            self._find_room(assembly, size, now_s)
+            assembly.parts[part.index] = part.data
+            assembly.missing -= 1
+            assembly.held_bytes += size
+            self.held_bytes += size
+        return assembly
+
+    def _find_room(self, keep: Assembly, size: int, now_s: float) -> None:
+        held = sum(self._all[key].held_bytes for key in self._requests[keep.request])
+        if held + size > self.max_request_bytes:
+            raise InboxFull(f"parts of the results of one request exceed {self.max_request_bytes >> 20} MiB")
+        if self.held_bytes + size > self.max_bytes:
+            self._expire(now_s)
+        if self.held_bytes + size > self.max_bytes:
+            raise InboxFull(f"this gateway holds {self.held_bytes >> 20} MiB of unfinished results")
+
+    def _expire(self, now_s: float) -> None:
+        while self._all:
+            oldest = next(iter(self._all.values()))
+            if oldest.checking or now_s - oldest.touched_s < self.silence_s:
+                return
+            self.drop(oldest)
+
+    def drop(self, assembly: Assembly) -> None:
+        """Remove an assembly, complete or not."""
+        if self._all.pop(assembly.key, None) is not assembly:
+            return
+        self.held_bytes -= assembly.held_bytes
+        keys = self._requests[assembly.request]
+        keys.discard(assembly.key)
+        if not keys:
+            del self._requests[assembly.request]
+
+    def drop_request(self, request: str) -> None:
+        """Remove all parts of a request that has ended."""
+        for key in tuple(self._requests.get(request, ())):
+            self.drop(self._all[key])
+
+
+class Damaged(Exception):
+    """Raised for parts that do not make up the result that was sent."""
+
+
+def put_together(parts: Sequence[bytes], digest: str) -> WorkResult:
+    """Return the result that these parts, in order, make up. Raises Damaged."""
+    data = b"".join(parts)
+    if hashlib.sha256(data).hexdigest() != digest:
+        raise Damaged("its digest differs")
+    try:
+        return messages.decode_result(data)
+    except msgspec.DecodeError as error:
+        raise Damaged(f"it cannot be read: {error}") from error

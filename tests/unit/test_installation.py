@@ -1,0 +1,185 @@
+"""`tools/installation.py`: which build of torch a machine gets, from which index, and what a failure says."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import http.server
+import json
+import os
+import subprocess
+import sys
+import threading
+import venv
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import installation
+import pytest
+from installation import Installer, StepFailed
+
+VERSION = "2.13.0"
+PLAIN, CPU = VERSION, f"{VERSION}+cpu"
+NOWHERE = "http://127.0.0.1:9/simple"
+
+
+class _QuietHandler(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *args: object) -> None:
+        """Quiet."""
+
+
+@contextlib.contextmanager
+def index(folder: Path, *versions: str) -> Iterator[str]:
+    """A package index on loopback with these builds of torch; the plain one asks for a CUDA library."""
+    (folder / "torch").mkdir(parents=True)
+    for version in versions:
+        metadata = f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n"
+        needs = "" if "+" in version else "Requires-Dist: nvidia-cublas\n"
+        with zipfile.ZipFile(folder / "torch" / f"torch-{version}-py3-none-any.whl", "w") as wheel:
+            below = f"torch-{version}.dist-info"
+            wheel.writestr(f"{below}/METADATA", metadata + needs)
+            wheel.writestr(f"{below}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+            wheel.writestr(f"{below}/RECORD", "")
+    handler = functools.partial(_QuietHandler, directory=folder)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,), name="index")
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}"
+        finally:
+            server.shutdown()
+            thread.join(10)
+
+
+@pytest.fixture
+def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty environment on a Linux without a GPU, whose pip has no configuration but that of the test."""
+    for name in [name for name in os.environ if name.startswith("PIP_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setattr(installation, "has_gpu", lambda: False)
+    monkeypatch.setattr(sys, "platform", "linux")
+    venv.create(tmp_path / "venv", with_pip=False)
+    return tmp_path / "venv"
+
+
+def torch_build(environment: Path, variables: dict[str, str], configured: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The version of torch that the environment has after the step."""
+    monkeypatch.setenv("PIP_INDEX_URL", configured)
+    installer = Installer(environment, variables)
+    installer.pip = [sys.executable, "-m", "pip", "--python", str(environment / "bin/python")]
+    installer.install_torch(VERSION)
+    (metadata,) = environment.glob("lib/*/site-packages/torch-*.dist-info")
+    return metadata.name.removeprefix("torch-").removesuffix(".dist-info")
+
+
+def test_a_machine_without_a_gpu_takes_the_cpu_build_of_the_configured_index(
+    environment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(installation, "CPU_INDEX", NOWHERE)
+    with index(tmp_path / "index", PLAIN, CPU) as configured:
+        assert torch_build(environment, {}, configured, monkeypatch) == CPU
+    assert capsys.readouterr().out.count("\n") == 1, "one line of progress for a step"
+
+
+def test_a_folder_of_wheels_counts_as_an_index(
+    environment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(installation, "CPU_INDEX", NOWHERE)
+    with index(tmp_path / "wheels", CPU), index(tmp_path / "index", PLAIN) as configured:
+        monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "wheels/torch"))
+        assert torch_build(environment, {}, configured, monkeypatch) == CPU
+
+
+def test_an_index_without_the_cpu_build_is_followed_by_the_index_of_pytorch(
+    environment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with index(tmp_path / "index", PLAIN) as configured, index(tmp_path / "pytorch", CPU) as pytorch:
+        monkeypatch.setattr(installation, "CPU_INDEX", pytorch)
+        assert torch_build(environment, {}, configured, monkeypatch) == CPU
+
+
+def test_a_machine_with_a_gpu_takes_the_build_of_the_configured_index(
+    environment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(installation, "has_gpu", lambda: True)
+    with index(tmp_path / "index", PLAIN) as configured:
+        assert torch_build(environment, {}, configured, monkeypatch) == PLAIN
+
+
+def test_a_system_other_than_linux_takes_the_build_of_the_configured_index(
+    environment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with index(tmp_path / "index", PLAIN) as configured:
+        assert torch_build(environment, {}, configured, monkeypatch) == PLAIN
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_the_index_of_the_variable_decides_on_every_machine(
+    gpu: bool, environment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(installation, "has_gpu", lambda: gpu)
+    with index(tmp_path / "index", PLAIN) as configured, index(tmp_path / "mirror", CPU) as mirror:
+        assert torch_build(environment, {"TORCH_INDEX": mirror}, configured, monkeypatch) == CPU
+
+
+def test_an_empty_variable_takes_the_build_of_the_configured_index(
+    environment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with index(tmp_path / "index", PLAIN) as configured:
+        assert torch_build(environment, {"TORCH_INDEX": ""}, configured, monkeypatch) == PLAIN
+
+
+def test_where_no_index_has_the_cpu_build_one_line_says_what_to_set(
+    environment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(installation, "CPU_INDEX", NOWHERE)
+    with index(tmp_path / "index", PLAIN) as configured, pytest.raises(StepFailed) as failure:
+        torch_build(environment, {}, configured, monkeypatch)
+    message = str(failure.value)
+    assert "\n" not in message
+    assert f"no index here offers torch=={CPU}" in message
+    assert "set TORCH_INDEX" in message
+    assert str(environment / "install.log") in message
+    assert not list(environment.glob("lib/*/site-packages/torch*")), "nothing with CUDA was installed instead"
+
+
+def test_a_step_that_fails_shows_the_error_and_names_the_log(environment: Path, tmp_path: Path) -> None:
+    installer = Installer(environment, {})
+    installer.pip = [sys.executable, "-m", "pip", "--python", str(environment / "bin/python")]
+    with pytest.raises(StepFailed, match=r"^ERROR: .*no-such-folder.*; the log is .*install\.log$"):
+        installer.run("a folder", str(tmp_path / "no-such-folder"))
+    assert "no-such-folder" in (environment / "install.log").read_text()
+
+
+def test_nvidia_smi_alone_shows_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in WSL, which has no /dev/nvidia0."""
+    monkeypatch.setattr(installation.Path, "glob", lambda folder, pattern: iter(()))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert not installation.has_gpu()
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed because it could not talk to the driver'; exit 9\n")
+    program.chmod(0o755)
+    assert not installation.has_gpu()
+    program.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA L4 (UUID: GPU-1)'\n")
+    assert installation.has_gpu()
+
+
+def test_the_version_and_the_index_are_those_of_the_package_and_of_the_images() -> None:
+    root = installation.ROOT
+    assert f"torch=={installation.torch_version(root)}\n" in (root / "constraints.txt").read_text()
+    assert f"ARG TORCH_INDEX={installation.CPU_INDEX}\n" in (root / "docker/Dockerfile").read_text()
+
+
+@pytest.mark.long
+def test_an_installation_for_cpus_resolves_no_package_of_cuda(tmp_path: Path) -> None:
+    """Of nvidia-* the bindings alone, which are Python of 100 kB."""
+    root, report = installation.ROOT, tmp_path / "report.json"
+    command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet"]
+    wanted = ["--constraint", str(root / "constraints.txt"), f"torch=={installation.torch_version(root)}+cpu"]
+    subprocess.run([*command, "--report", str(report), *wanted, f"{root}[serve]"], check=True, timeout=280)
+    names = {entry["metadata"]["name"] for entry in json.loads(report.read_text())["install"]}
+    assert {"torch", "sie-cluster"} <= names
+    assert {name for name in names if name.startswith(("nvidia", "cuda", "triton"))} == {"nvidia-ml-py"}

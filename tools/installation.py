@@ -1,0 +1,141 @@
+"""Installation into an environment, for `make install`: `python3 tools/installation.py VENV`.
+
+environment ─► torch ─► SIE       a line of progress for each; all that pip prints goes to VENV/install.log
+
+| machine | torch |
+|---|---|
+| an NVIDIA GPU | of the configured indexes: on Linux the build with CUDA |
+| Linux without one | VERSION+cpu of the configured indexes and folders of wheels, else of TORCH_INDEX |
+| neither | of the configured indexes: elsewhere than on Linux no build has CUDA |
+
+TORCH_INDEX in the environment names the only index of torch on every machine; if it is empty, torch comes from the
+configured indexes as it is there.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+LOG = "install.log"
+TICK_S = 1.0
+_ABSENT = re.compile(r"No matching distribution found for torch\b")
+
+
+class StepFailed(Exception):
+    """Failure of a step; the text says what to do next."""
+
+
+def has_gpu() -> bool:
+    """Whether a driver of NVIDIA shows a GPU, as a device or, as WSL has it, by nvidia-smi alone."""
+    if any(Path("/dev").glob("nvidia[0-9]*")):
+        return True
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return listed.stdout.startswith("GPU ")
+
+
+class Installer:
+    """Steps that pip does in the environment at `venv`. `pip` is its command."""
+
+    def __init__(self, venv: Path, environ: Mapping[str, str]) -> None:
+        self.pip: Sequence[str] = [str(venv / "bin/python"), "-m", "pip"]
+        self._log = venv / LOG
+        self._environ = environ
+
+    def install_torch(self, version: str) -> None:
+        """Install the build of torch for this machine. Raises StepFailed."""
+        index = self._environ.get("TORCH_INDEX")
+        if index:
+            self._install_torch(f"torch {version} of {index}", f"torch=={version}", index)
+        elif index is None and sys.platform == "linux" and not has_gpu():
+            self._install_cpu_torch(version)
+        else:
+            build = "build with CUDA, for the NVIDIA GPU here" if index is None and has_gpu() else "build of the index"
+            self._install_torch(f"torch {version}, {build}", f"torch=={version}")
+
+    def _install_cpu_torch(self, version: str) -> None:
+        title, named = f"torch {version}, build for CPUs: no NVIDIA GPU is here", f"torch=={version}+cpu"
+        try:
+            self._install_torch(title, named)
+        except StepFailed:
+            if not _ABSENT.search(self._tail()):
+                raise
+            self._install_torch(f"torch {version}+cpu of {CPU_INDEX}", named, CPU_INDEX)
+
+    def _install_torch(self, title: str, named: str, index: str = "") -> None:
+        """Install one build. Its libraries are left to the next step, which knows the constraints."""
+        source = ["--index-url", index, "--retries", "2", "--timeout", "30"] if index else []
+        try:
+            self.run(title, "--no-deps", *source, named)
+        except StepFailed as error:
+            if index and _ABSENT.search(self._tail()):
+                raise StepFailed(
+                    f"no index here offers {named}: not the configured ones, and not {index}, which may be out of "
+                    f"reach; set TORCH_INDEX to an index that has it (TORCH_INDEX= takes the build of the configured "
+                    f"index, on Linux with gigabytes of CUDA libraries); the log is {self._log}"
+                ) from error
+            raise
+
+    def run(self, title: str, *arguments: str) -> None:
+        """Run one `pip install`, with a line that says how long it takes. Raises StepFailed."""
+        options = ["--disable-pip-version-check", "--no-compile", "--progress-bar", "off"]
+        started_s = time.monotonic()
+        is_terminal = sys.stdout.isatty()
+        with self._log.open("ab") as log:
+            log.write(f"== {title}\n".encode())
+            log.flush()
+            process = subprocess.Popen([*self.pip, "install", *options, *arguments], stdout=log, stderr=log)
+            print(f"{title} ...", end=" ", flush=True)
+            while True:
+                try:
+                    status = process.wait(TICK_S)
+                    break
+                except subprocess.TimeoutExpired:
+                    if is_terminal:
+                        print(f"\r{title} ... {time.monotonic() - started_s:.0f} s", end=" ", flush=True)
+        print(f"\r{title} ... " if is_terminal else "", end="")
+        print(f"{time.monotonic() - started_s:.0f} s" if status == 0 else "failed", flush=True)
+        if status:
+            reasons = [line for line in self._tail().splitlines() if line.startswith("ERROR:")]
+            raise StepFailed(f"{reasons[-1] if reasons else f'pip ended with {status}'}; the log is {self._log}")
+
+    def _tail(self) -> str:
+        """Read what the last step wrote."""
+        return self._log.read_text("utf-8", "replace").rpartition("\n== ")[2]
+
+
+def torch_version(root: Path) -> str:
+    """Read the version of torch that the package names."""
+    match = re.search(r'"torch==([\w.]+)"', (root / "pyproject.toml").read_text("utf-8"))
+    assert match is not None
+    return match[1]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Install all of `sie serve` from this checkout."""
+    venv = Path(arguments[0])
+    (venv / LOG).unlink(missing_ok=True)
+    installer = Installer(venv, os.environ)
+    constraints = ["--constraint", str(ROOT / "constraints.txt")]
+    try:
+        installer.install_torch(torch_version(ROOT))
+        editable = ["--editable", f"{ROOT}[serve]", "--editable", str(ROOT / "sdk/alias")]
+        installer.run("SIE and its libraries", *constraints, *editable)
+    except StepFailed as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
