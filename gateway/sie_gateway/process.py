@@ -258,7 +258,7 @@ async def serve(
         if lame_duck_s and readiness.started:  # a gateway that was never ready gets no traffic
             _logger.info("gateway is a lame duck for %g s, %d requests in progress", lame_duck_s, inference.in_progress)
             await stop.lame_duck(lame_duck_s)
-            # only after a lame duck: before it, requests could still be on their way on these connections
+            # done only after a lame duck: earlier, requests could still be on their way on these connections
             await main.hang_up()
         readiness.draining = True
         inference.away.close()

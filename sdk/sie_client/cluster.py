@@ -44,7 +44,7 @@ def _field(reply: Any, name: str, kind: type[T]) -> T:
 
 
 def list_models(filters: Mapping[str, Any], session: Session) -> Plan[list[dict[str, Any]]]:
-    """`GET /v1/models`."""
+    """Send `GET /v1/models`. Return the list of models."""
     query = {
         name: str(value).lower() if isinstance(value, bool) else value
         for name, value in filters.items()
@@ -55,14 +55,14 @@ def list_models(filters: Mapping[str, Any], session: Session) -> Plan[list[dict[
 
 
 def get_model(model: str, session: Session) -> Plan[dict[str, Any]]:
-    """`GET /v1/models/{model}`."""
+    """Send `GET /v1/models/{model}`. Return the model."""
     reply = yield from json_call("GET", f"/v1/models/{quoted(model)}", session)
     _field(reply, "name", str)
     return cast("dict[str, Any]", reply)
 
 
 def health(session: Session) -> Plan[dict[str, Any]]:
-    """`GET /health`."""
+    """Send `GET /health`. Return the reply."""
     reply = yield from json_call("GET", "/health", session)
     _field(reply, "status", str)
     return cast("dict[str, Any]", reply)
@@ -85,7 +85,7 @@ def capacity(gpu: str | None, session: Session) -> Plan[Capacity]:
 
 
 def scaling(lane: str, session: Session) -> Plan[dict[str, Any]]:
-    """`GET /v1/scaling/{lane}`."""
+    """Send `GET /v1/scaling/{lane}`. Return the reply."""
     reply = yield from json_call("GET", f"/v1/scaling/{quoted(lane)}", session)
     _field(reply, "wanted_replicas", int)
     return cast("dict[str, Any]", reply)
@@ -122,30 +122,30 @@ def _pool(reply: Any) -> Pool:
 
 
 def create_pool(name: str, gpus: Mapping[str, int], options: Mapping[str, Any], session: Session) -> Plan[Pool]:
-    """`POST /v1/pools`."""
+    """Send `POST /v1/pools`. Return the pool."""
     body = {key: value for key, value in options.items() if value is not None}
     return _pool((yield from json_call("POST", "/v1/pools", session, {"name": name, "gpus": dict(gpus), **body})))
 
 
 def list_pools(session: Session) -> Plan[list[Pool]]:
-    """`GET /v1/pools`."""
+    """Send `GET /v1/pools`. Return the list of pools."""
     return [_pool(pool) for pool in _field((yield from json_call("GET", "/v1/pools", session)), "pools", list)]
 
 
 def get_pool(name: str, session: Session) -> Plan[Pool]:
-    """`GET /v1/pools/{name}`."""
+    """Send `GET /v1/pools/{name}`. Return the pool."""
     return _pool((yield from json_call("GET", f"/v1/pools/{quoted(name)}", session)))
 
 
 def renew_pool(name: str, session: Session) -> Plan[float]:
-    """`POST /v1/pools/{name}/renew`. Returns the end of the lease, seconds since 1970."""
+    """Send `POST /v1/pools/{name}/renew`. Return the end of the lease, seconds since 1970."""
     reply = yield from json_call("POST", f"/v1/pools/{quoted(name)}/renew", session)
     expires_at = reply.get("expires_at") if isinstance(reply, dict) else None
     return float(expires_at) if isinstance(expires_at, int) else _field(reply, "expires_at", float)
 
 
 def delete_pool(name: str, session: Session, within_s: float = CONTROL_S) -> Plan[None]:
-    """`DELETE /v1/pools/{name}`."""
+    """Send `DELETE /v1/pools/{name}`."""
     yield from json_call("DELETE", f"/v1/pools/{quoted(name)}", session, within_s=within_s)
 
 

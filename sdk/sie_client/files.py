@@ -53,7 +53,9 @@ def uploaded(
     session: Session,
     expires_after_s: int | None = None,
 ) -> Plan[FileObject]:
-    """`POST /v1/files`. Raises InvalidInputError if the file changes during the upload."""
+    """Send a file with `POST /v1/files`. Return its description. Raises InvalidInputError if the file changes during
+    the upload.
+    """
     location = Path(path)
     size_bytes = cast(int, (yield BlockingWork(lambda: _size_of(location))))
     boundary = secrets.token_hex(16)
@@ -108,18 +110,18 @@ def _size_of(path: Path) -> int:
 
 
 def get(file: str, session: Session) -> Plan[FileObject]:
-    """`GET /v1/files/{id}`."""
+    """Send `GET /v1/files/{id}`. Return the description of the file."""
     path = f"/v1/files/{identifier(file, 'file')}"
     return cast(FileObject, (yield from json_call("GET", path, session, type=FileObject)))
 
 
 def deleted(file: str, session: Session) -> Plan[None]:
-    """`DELETE /v1/files/{id}`."""
+    """Send `DELETE /v1/files/{id}`."""
     yield from json_call("DELETE", f"/v1/files/{identifier(file, 'file')}", session, type=FileDeleted)
 
 
 def content(file: str, session: Session) -> Plan[bytes]:
-    """`GET /v1/files/{id}/content`, with the whole content in memory."""
+    """Send `GET /v1/files/{id}/content`. Return the whole content, in memory."""
     path = f"/v1/files/{identifier(file, 'file')}/content"
     return (yield from call(Send("GET", path, session.sent_headers()), session.policy)).body
 

@@ -102,8 +102,8 @@ class SeenJob:
 
 
 def submitted(model: str, source: Any, options: Mapping[str, Any], session: Session) -> Plan[JobInfo]:
-    """`POST /v1/jobs`, after the upload of a local file. The uploaded file is deleted if the server refuses the job, or
-    if the idempotency key returns an older job.
+    """Send `POST /v1/jobs`, after the upload of a local file. The uploaded file is deleted if the server refuses the
+    job, or if the idempotency key returns an older job.
 
     Raises TypeError for an unknown option.
     """
@@ -181,34 +181,34 @@ def _path(job: str) -> str:
 
 
 def get(job: str, session: Session) -> Plan[JobInfo]:
-    """`GET /v1/jobs/{job}`."""
+    """Send `GET /v1/jobs/{job}`. Return the job."""
     return cast(JobInfo, (yield from json_call("GET", _path(job), session, type=JobInfo)))
 
 
 def page(state: str | None, limit: int, after: str | None, session: Session) -> Plan[JobPage]:
-    """`GET /v1/jobs`."""
+    """Send `GET /v1/jobs`. Return one page of jobs."""
     parameters = {"limit": limit, "after": after, "state": state}
     query = urlencode({name: value for name, value in parameters.items() if value is not None})
     return cast(JobPage, (yield from json_call("GET", f"/v1/jobs?{query}", session, type=JobPage)))
 
 
 def steered(job: str, action: Literal["pause", "resume", "cancel"], session: Session) -> Plan[JobInfo]:
-    """`POST /v1/jobs/{job}/{action}`. A repeated call changes nothing."""
+    """Send `POST /v1/jobs/{job}/{action}`. Return the job. A repeated call changes nothing."""
     return cast(JobInfo, (yield from json_call("POST", f"{_path(job)}/{action}", session, type=JobInfo)))
 
 
 def retried(job: str, session: Session) -> Plan[JobInfo]:
-    """`POST /v1/jobs/{job}/retry`: another job, over the rows that failed."""
+    """Send `POST /v1/jobs/{job}/retry`. Return the new job, over the rows that failed."""
     return (yield from _post(f"{_path(job)}/retry", session, None, uuid.uuid4().hex))
 
 
 def deleted(job: str, session: Session) -> Plan[None]:
-    """`DELETE /v1/jobs/{job}`."""
+    """Send `DELETE /v1/jobs/{job}`."""
     yield from json_call("DELETE", _path(job), session, type=JobDeleted)
 
 
 def rows(job: str, limit: int, failed: bool | None, session: Session) -> Plan[list[dict[str, Any]]]:
-    """`GET /v1/jobs/{job}/rows`."""
+    """Send `GET /v1/jobs/{job}/rows`. Return the rows."""
     query = urlencode({"limit": limit, **({} if failed is None else {"failed": str(failed).lower()})})
     reply = yield from json_call("GET", f"{_path(job)}/rows?{query}", session, type=_RowPage)
     return cast(_RowPage, reply).rows

@@ -216,7 +216,7 @@ _PARAMS = {
 def encode(
     model: str, items: Sequence[Item | str], params: Mapping[str, Any], session: Session
 ) -> Plan[Results[EncodeResult]]:
-    """`POST /v1/encode/{model}`. Returns the results in input order."""
+    """Send `POST /v1/encode/{model}`. Return the results in input order."""
     if not items:
         return Results()
     session, params = session.for_call(params)
@@ -272,7 +272,7 @@ class _VectorRows:
 def score(
     model: str, query: Item | str, items: Sequence[Item | str], params: Mapping[str, Any], session: Session
 ) -> Plan[ScoreResult]:
-    """`POST /v1/score/{model}`. Returns the entries of all items together, best first, failed items last."""
+    """Send `POST /v1/score/{model}`. Return the entries of all items together, best first, failed items last."""
     session, params = session.for_call(params)
     _check_names("score", params)
     sent = yield from _aside(lambda: wire.item(query, "query"), ASIDE_BYTES if wire.has_files(query) else 0)
@@ -317,7 +317,7 @@ def rerank(
 def extract(
     model: str, items: Sequence[Item | str], params: Mapping[str, Any], session: Session
 ) -> Plan[Results[ExtractResult]]:
-    """`POST /v1/extract/{model}`. Returns the results in input order."""
+    """Send `POST /v1/extract/{model}`. Return the results in input order."""
     if not items:
         return Results()
     session, params = session.for_call(params)

@@ -156,7 +156,7 @@ def test_images_are_found_by_texts(open_cluster: Cluster, tmp_path: Path) -> Non
     fast = ("--type", "perf", "--seconds", "1", *where)
     told = evaluated("test/clip", "-t", str(folder), "-s", other, *fast, status=1).stderr
     assert told.startswith("Error: infinity:")
-    assert "st takes texts alone" in evaluated(MODEL, "-t", str(folder), "-s", "st", *where, status=1).stderr
+    assert "st takes only texts" in evaluated(MODEL, "-t", str(folder), "-s", "st", *where, status=1).stderr
 
 
 def test_what_each_output_costs_is_one_table(open_cluster: Cluster, small: Path, tmp_path: Path) -> None:
@@ -214,7 +214,7 @@ def test_what_cannot_be_measured_is_told(open_cluster: Cluster, small: Path) -> 
     server = evaluated(MODEL, "-t", str(small), "-s", "tei:http://127.0.0.1:1", status=1).stderr
     assert "tei:http://127.0.0.1:1 does not answer" in server
     texts = evaluated(MODEL, "-t", f"texts/{small}/corpus.jsonl", *where, status=1).stderr
-    assert texts == "Error: nobody judged the texts of corpus.jsonl: --type perf measures how fast they are\n"
+    assert texts == "Error: the texts of corpus.jsonl have no judgements: use --type perf, which measures speed\n"
     nowhere = evaluated(MODEL, "-t", str(small), "--results", "/proc/nothing", *where, status=1).stderr
     assert (
         nowhere == "Error: /proc/nothing: No such file or directory: name a folder that can be written with --results\n"

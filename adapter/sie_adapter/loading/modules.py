@@ -138,7 +138,7 @@ def output_width(layers: Iterable[nn.Module], hidden: int) -> int:
     return int(hidden)
 
 
-class Projection(nn.Module):  # type: ignore[misc]  # torch is not followed by the type checker
+class Projection(nn.Module):  # type: ignore[misc]  # the type checker skips torch
     """Dense module of modules.json: activation(W x + b), with a residual if the file has one. float32 [.., in] -> [..,
     out].
 
@@ -159,7 +159,7 @@ class Projection(nn.Module):  # type: ignore[misc]  # torch is not followed by t
         return projected + states if self.adds_input else projected
 
 
-class Normalization(nn.Module):  # type: ignore[misc]  # as above
+class Normalization(nn.Module):  # type: ignore[misc]  # the type checker skips torch
     """Normalize module of modules.json that is not the last module: scales rows to length 1. float32 [.., width], same
     shape.
     """
@@ -168,7 +168,7 @@ class Normalization(nn.Module):  # type: ignore[misc]  # as above
         return functional.normalize(states, p=2, dim=-1)
 
 
-class Truncation(nn.Module):  # type: ignore[misc]  # as above
+class Truncation(nn.Module):  # type: ignore[misc]  # the type checker skips torch
     """Truncation of a vector to its first `out_features` numbers (truncate_dim). float32 [.., width] -> [..,
     out_features].
     """

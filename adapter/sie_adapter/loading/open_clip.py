@@ -78,7 +78,7 @@ def load_open_clip(folder: Path, entry: ModelEntry, compute: Compute, tokenizer:
     """
     pad = _pad(folder, entry, tokenizer)
     with safe_open(folder / WEIGHTS, "pt") as file:
-        stored = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118  not a mapping
+        stored = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118  no mapping
     return placed(_filled(folder, entry, stored, pad), compute)
 
 

@@ -95,7 +95,7 @@ def load_published(folder: Path, entry: ModelEntry, compute: Compute) -> PreTrai
     stored: dict[str, Tensor] = {}
     for path in _files(folder, entry):
         with safe_open(path, "pt") as file:
-            stored |= {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118  not a mapping
+            stored |= {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118  no mapping
     if bool(stored.get(_BIAS, torch.zeros(1)).any()):
         raise load_failed("INCOMPATIBLE", f"{entry.id}: {_BIAS} is not 0, and the class has no such bias")
     weights = _renamed(stored)

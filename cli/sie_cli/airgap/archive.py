@@ -72,8 +72,7 @@ def decode(data: bytes) -> ArchiveIndex:
         raise CommandRefused(f"{INDEX} is not the index of an air-gap archive: {error}") from error
     if head.version != VERSION:
         raise CommandRefused(
-            f"{INDEX} has version {head.version}, this program reads {VERSION}: load it with the version "
-            "of sie that made it"
+            f"{INDEX} has version {head.version}, this sie reads {VERSION}: load it with the sie version that made it"
         )
     try:
         index = msgspec.json.decode(data, type=ArchiveIndex)

@@ -40,7 +40,7 @@ class ScoreTarget(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 Targets = dict[str, ScoreTarget]  # by metric
-File = dict[str, dict[str, Targets]]  # by model and task
+File = dict[str, dict[str, Targets]]  # targets by model and task
 
 
 def packaged() -> Path:

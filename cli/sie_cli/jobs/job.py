@@ -56,7 +56,7 @@ def percent_done(info: JobInfo) -> int | None:
 
 
 def forecast_text(estimate: Forecast, deadline_s: float, now_s: float) -> str:
-    """Format when the job will be done, at which rate, and whether that is in time."""
+    """Format the forecast of a job: its rate, its end, and whether the end is before its deadline."""
     workers = counted(estimate.workers, "worker")
     text = (
         f"{estimate.rows_per_s:,.0f} rows/s by {workers}, done at {local(estimate.done_at, now_s)} ± "

@@ -200,8 +200,8 @@ def of_vectors(
     """
     if len(texts) < MIN_TEXTS:
         raise CommandRefused(
-            f"--sample has {len(texts)} different texts; at least {MIN_TEXTS} are needed, and some "
-            "hundreds for a meaningful result"
+            f"--sample has {len(texts)} different texts; at least {MIN_TEXTS} are needed, and "
+            "some hundreds for a meaningful result"
         )
     matrices: list[tuple[Matrix, Matrix]] = []
     fingerprints = []

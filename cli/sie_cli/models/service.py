@@ -176,9 +176,8 @@ class ConfigServiceClient:
         code = error.get("code")
         if code == "METHOD_NOT_ALLOWED" and (service := self._config_url()):
             lines.append(
-                f"{public_url(self.url)} is a gateway, which answers only reads; its config service is at "
-                f"{service}: use --url"
-                f" {service}"
+                f"{public_url(self.url)} is a gateway, which answers only reads; its config service is at {service}: "
+                f"use --url {service}"
             )
         elif code == "CONTENT_CONFLICT" and error.get("revision") is not None and error.get("reason") != "aliased":
             is_add = method == "POST" and answer.request.url.path == MODELS

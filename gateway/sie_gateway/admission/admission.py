@@ -1,21 +1,21 @@
-"""Entry into the queue: refusal by measured wait (`model_queue`, `retry_slots`), and the windows of keys around
-`window`.
+"""Entry of requests into the queue. A request is refused by its expected wait (`model_queue`, `retry_slots`), and keys
+share the queue by their windows (`window`).
 
     chunks ──► would it wait past its budget? ──► room now: permits at once
-                        │ yes                 └─► no room: its turn among the keys, as results come back
-                        ▼                              └─► turns out to be late after all: QUEUE_FULL as well
+                        │ yes                 └─► no room: waits for the turn of its key, as results come back
+                        ▼                              └─► would be late now: QUEUE_FULL as well
                    QUEUE_FULL with the time of its turn
 
-Every permit is given back once: when its chunk's result is taken, or when its request ends.
+Every permit is given back once: when the result of its chunk arrives, or when its request ends.
 
-`Peers`: the gateways of this installation, by their own announcements: how many share a window, and what all of them
-put into the queue.
+`Peers` are the gateways of this installation, known by their announcements: their number, by which they share windows,
+and the work that they put into the queue.
 
     each second, every gateway ──► sie.gateway.{id} ──► every gateway, the sender included
                                        └── while it has work in the queue and is not alone: five times a second, with
                                            that work and the turns of the clients that it refused (`listeners`)
 
-A gateway's own figures count as it announced them, so that equal figures stand at every gateway.
+A gateway uses its own figures as it last announced them, so that all gateways compute with equal figures.
 """
 
 from __future__ import annotations
@@ -115,9 +115,10 @@ class Peers:
         self._heard: dict[str, tuple[float, GatewayBeat]] = {}
         self._aged_s = clock()
         self._answered = 0
-        self._answers: deque[tuple[int, float]] = deque(maxlen=MAX_BEATS)  # answers, and in how many seconds
-        self.listeners: list[Callable[[GatewayBeat], None]] = []  # of what the other gateways announce
-        self._is_busy = False  # the last announcement had work in the queue
+        # number of answers, and the seconds in which they were sent
+        self._answers: deque[tuple[int, float]] = deque(maxlen=MAX_BEATS)
+        self.listeners: list[Callable[[GatewayBeat], None]] = []  # called with each announcement of another gateway
+        self._is_busy = False  # true if the last announcement had work in the queue
 
     async def start(self) -> None:
         await self._bus.subscribe(f"{topology.GATEWAY_SUBJECT}.*", self._on_beat)
@@ -136,7 +137,8 @@ class Peers:
         try:
             await self._bus.send(topology.gateway_subject(self.id), messages.encode(beat))
         except BrokerError as error:
-            _peers_logger.info("not announced: %s", error)  # the broker is away, which others report
+            # only info: other parts report that the broker is away
+            _peers_logger.info("the announcement of this gateway was not sent: %s", error)
 
     def sent(self, lane: Lane, priority: Priority, count: int, cost: int) -> None:
         """Count messages that were put into the queue."""
@@ -217,8 +219,11 @@ class Peers:
         return [flow for beat in self._live() if (flow := beat.traffic.get(name)) is not None]
 
 
-MAX_WAITING_BYTES = 256 << 20  # of inputs that wait in this gateway for their turn; one request always may
-COLD_CHUNKS = 2  # of a model that no worker has loaded, in the queue: what makes one load it, and its first batch
+# bytes of inputs that wait in this gateway; one request may always wait, whatever its size
+MAX_WAITING_BYTES = 256 << 20
+# chunks in the queue of a model that no worker has loaded: one makes a worker load it, the other is ready for its first
+# batch
+COLD_CHUNKS = 2
 MAX_GONE = 4096
 SHED_S = 0.1  # seconds between checks for queued requests that would be late
 SWEEP_S = 1.0
@@ -260,7 +265,8 @@ class Permits:
         self._admission = admission
         self.place = place
         self._ticket = entered.ticket
-        self.on_refused: Callable[[QueueFull], None] | None = None  # called when it turns out to be late after all
+        # called if the request is refused after its admission because it would be late
+        self.on_refused: Callable[[QueueFull], None] | None = None
         self._granted: list[int] = []
         self._wake: asyncio.Event | None = None
         self.size_bytes = size_bytes  # counted as waiting bytes while the request waits
@@ -392,7 +398,7 @@ class Admission:
     ) -> QueueFull:
         retry_s = place.turns.book(self._clock(), client(), tokens, refusal.turn_s, refusal.room)
         message = (
-            f"the wait may take {refusal.wait_s:.1f} s, with the work of those that were told when to come again, and "
+            f"the wait may take {refusal.wait_s:.1f} s, including the work of refused clients that will come again; "
             f"{budget_s:.1f} s are left"
         )
         if refusal.is_stalled:

@@ -284,7 +284,7 @@ class Throughput:
             samples.remove(longest)
             longest = shorter[0]
         full = [sample for sample in samples if sample.is_crowded]
-        # results of several lanes come in turns, so the times between some of them do not stand for the others
+        # results of several lanes come in turns, so the times of crowded batches alone would be a wrong sample
         counted = full if self._lanes == 1 and full else samples
         tokens = sum(sample.tokens for sample in counted) / len(counted)
         seconds = sum(sample.seconds for sample in counted) / len(counted)

@@ -106,10 +106,9 @@ class RetrySlots:
         return self._shown * (before + part * self._open.costs.get(int(last), 0.0))
 
     def book(self, now_s: float, client: bytes, cost: float, wait_s: float, room: float = math.inf) -> int:
-        """Book a turn for a client, which comes in `wait_s` seconds at the earliest, and return its Retry-After. This
-        is in whole seconds, rounded up or down at random, or the first later second that has room. `room` is the
-        largest cost of all turns of this gateway that may be due within one second. A wait above MAX_RETRY_S books no
-        turn.
+        """Book a turn for a client and return its Retry-After in whole seconds. The turn comes after `wait_s` seconds,
+        rounded up or down at random, or in the first later second that has room. `room` is the largest cost of all
+        turns of this gateway that may be due within one second. A wait above MAX_RETRY_S books no turn.
         """
         if wait_s > MAX_RETRY_S:
             return int(MAX_RETRY_S * _uniform(0.8, 1.0))

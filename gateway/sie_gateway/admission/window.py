@@ -22,7 +22,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 REMEMBERED_S = 600.0  # seconds: a lane and priority is contested if two keys were seen in this time
-ALONE_S, CONTESTED_S = 0.03, 0.01  # seconds of work in the queue for devices that are faster than messages
+# seconds of work in the queue for devices that run batches faster than messages travel
+ALONE_S, CONTESTED_S = 0.03, 0.01
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,7 +118,7 @@ def _answer(
     order = sorted(range(len(scores)), key=lambda index: (-scores[index], index))[:count]
     ranked = [{"index": index, "relevance_score": scores[index]} for index in order]
     results: list[dict[str, Any]] = ranked
-    if with_documents:  # an image is not repeated
+    if with_documents:  # the reply does not repeat images
         texts = (items[index].text for index in order)
         results = [
             entry if text is None else {**entry, "document": text if root else {"text": text}}

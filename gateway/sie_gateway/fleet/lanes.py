@@ -24,7 +24,7 @@ from sie_contracts.wire.heartbeats import Fetched, Heartbeat, ModelStatus
 from sie_contracts.wire.records import ReservationSpec
 from sie_contracts.wire.topology import Lane
 
-STATES = ("loading", "unloading", "loaded", "failed", "available")  # the first state that a worker reports is shown
+STATES = ("loading", "unloading", "loaded", "failed", "available")  # the first one that any worker has is shown
 USUAL_LOAD_S = 10.0  # expected seconds of a load, for a model that no worker has loaded yet
 _logger = logging.getLogger("sie.gateway.fleet")
 
@@ -366,12 +366,12 @@ class Fleet:
         there = sorted({*serving, *(kind for of_lane in serving.values() for kind in of_lane.types if kind)})
         extras: dict[str, Any] = {"status": "gpu_not_configured", "gpu": requested[:60], "configured_gpu_types": there}
         if there:
-            why = f"no worker is {requested[:60]!r}"
+            why = f"no worker matches {requested[:60]!r}"
             if mixed := [name for name, of_lane in serving.items() if gpu_type(requested) in of_lane.types]:
-                why = f"the workers of {mixed[0]} are of several types: give each type a SIE_MACHINE_PROFILE of its own"
+                why = f"the workers of {mixed[0]} have several GPU types: give each type a separate SIE_MACHINE_PROFILE"
             message = f"X-SIE-MACHINE-PROFILE: {why}; there are {', '.join(there)}"
             raise NotFound(message, reason="gpu_not_found", param="X-SIE-MACHINE-PROFILE", extras=extras)
-        message = f"no worker is ready yet, so none is {requested[:60]!r}"
+        message = f"no worker is ready yet, so none matches {requested[:60]!r}"
         waited = {"status": "provisioning", "bundle": bundle, "estimated_wait_s": USUAL_LOAD_S, "message": message}
         raise NotProvisioned(message, param="X-SIE-MACHINE-PROFILE", extras={**extras, **waited})
 
@@ -433,7 +433,7 @@ def _in_order(resolved: Resolved, configured: Sequence[str]) -> list[str]:
 def _excluded(resolved: Resolved, param: str, why: str) -> InvalidInput:
     allowed = resolved.entry.machine_profiles
     return InvalidInput(
-        f"{param}: {resolved.entry.id} runs on {', '.join(allowed)} alone (machine_profiles of its entry), {why}",
+        f"{param}: {resolved.entry.id} runs only on {', '.join(allowed)} (machine_profiles of its entry), {why}",
         reason="machine_profile_excluded",
         param=param,
         extras={"machine_profiles": list(allowed)},

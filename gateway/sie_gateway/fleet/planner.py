@@ -32,7 +32,7 @@ UNKNOWN_LOAD_S = 10.0
 UNKNOWN_COST = 32.0  # tokens assumed per message, for a model whose messages this gateway has not published
 MAX_MODELS = 10_000  # models of a lane that are remembered although no worker has them; the longest unused goes first
 SLICE_S = 0.001
-SLICE_PAUSE_S = 0.0001  # seconds in which the event loop gets the interpreter lock, for which it else waits 5 ms
+SLICE_PAUSE_S = 0.0001  # seconds in which the event loop gets the interpreter lock, for which it otherwise waits 5 ms
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Planner:
         self._resident_s: dict[str, float] = {}  # time since which all hosts of a model have it loaded
         self._moved: set[str] = set()  # models whose hosts, or whose state at a host, changed since the last step
         self._spare_s: float | None = None  # time since which some worker loads nothing
-        self._alone: set[str] = set()  # models that have every worker that loads nothing as a host
+        self._alone: set[str] = set()  # models hosted by every worker that loads nothing
         self._cost: dict[str, float] = {}  # mean tokens of a message
         self._noted: dict[str, tuple[int, int, int]] = {}  # since the last step: calls, messages and their tokens
         self._dropped = False  # whether a row was dropped since the table was made

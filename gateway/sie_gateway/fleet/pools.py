@@ -286,8 +286,8 @@ class PoolDirectory:
         )
 
     def visible(self, grant: Grant) -> Callable[[str], bool]:
-        """Return a test whether a credential may read the name of a pool: pools of the installation, and its own
-        reservations.
+        """Return a function that checks whether a credential may read the name of a pool. It may read the names of the
+        installation's pools and of its own reservations.
         """
         if not grant.key or "admin" in grant.scopes:
             return lambda name: True

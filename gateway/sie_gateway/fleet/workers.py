@@ -265,7 +265,7 @@ class Endpoints:
         """List the endpoints, and list them again after each change, until cancelled. If the API server does not
         answer, the last list stays.
         """
-        trouble = Trouble(_logger, f"the endpoints of {self._namespace}/{self._service}")
+        trouble = Trouble(_logger, f"cannot read the endpoints of {self._namespace}/{self._service}")
         verify = (
             ssl.create_default_context(cafile=str(self._account / "ca.crt"))
             if self._api.startswith("https:")

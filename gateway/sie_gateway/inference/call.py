@@ -52,7 +52,9 @@ family reads.
 
 
 def family(name: str) -> ErrorShape:
-    """Return the shape of errors with their own status, and with the body that a family of `errors.FAMILIES` reads."""
+    """Return the ErrorShape that keeps the status of an error and builds the body that a family of `errors.FAMILIES`
+    reads.
+    """
 
     def shape(error: SIEError, request_id: str, errors: list[dict[str, Any]] | None) -> tuple[int, dict[str, Any]]:
         return error.status, envelope(error, request_id, errors, name)

@@ -259,7 +259,8 @@ class Inference:
             strict = headers.get("x-sie-strict", "").lower() == "true"
             mode = _error_mode(call)
             resolved, options = self._options(resolved, request, mode, strict=strict)
-            if resolved is not request.resolved:  # another profile, which other workers may have
+            # the options chose another profile, which may be loaded by other workers
+            if resolved is not request.resolved:
                 lane = self.lane(headers, resolved)
         else:
             options = RequestOptions(request.run)

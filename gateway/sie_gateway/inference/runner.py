@@ -167,7 +167,8 @@ class Runner:
                 await collector.wait(max(0.0, until_s - time.perf_counter()))
                 return
             except TimeoutError as error:
-                # a load that begins after the hold, or a worker that leaves, is reported as during the hold
+                # a load that begins after the hold, or a worker that leaves, is reported in the same way as during the
+                # hold
                 hosted = hosted or self._cold.check(request.lane, request.resolved.residency)
                 if until_s >= deadline_s:
                     raise GatewayTimeout(f"no result within the budget of {call.budget_s:g} s") from error

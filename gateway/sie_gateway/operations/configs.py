@@ -61,7 +61,7 @@ async def _forward(gateway: Gateway, request: Request, after: str = "") -> Respo
             )
     except httpx.HTTPError as error:
         _logger.warning("the config service does not answer: %s", type(error).__name__)
-        raise NotReady("the config service does not answer; what it wrote before stays in use") from error
+        raise NotReady("the config service does not answer; its earlier writes stay in use") from error
     forwarded = {name: answer.headers[name] for name in _TOLD if name in answer.headers}
     return Response(answer.content, answer.status_code, forwarded)
 

@@ -49,7 +49,7 @@ MINUTE_S = 60
 SLOWEST, FAILED = 5, 5  # requests of each minute and key that are recorded in full
 MAX_OWNERS = 8  # keys of a minute with separate lists of requests; all other keys share one more list
 MAX_TEXT = 300  # characters of a message, and of the name of an unknown model
-MAX_CHUNKS = 32  # chunks of a request that its description has, at most
+MAX_CHUNKS = 32  # chunks in the record of a request, at most
 STAGES_TOLD = (*STAGES, "total_time")
 # upper bounds in ms: each bound is a fifth above the previous one, so a quantile is at most a fifth too large
 BOUNDS_MS = tuple(0.05 * 1.2**step for step in range(80))

@@ -63,7 +63,7 @@ def parse_spec(body: object, profiles: Collection[str], catalogue: Catalogue) ->
     name = _name(body.get("name"))
     queue_pool = body.get("queue_pool")
     if queue_pool is not None and queue_pool not in ("default", "_default"):
-        message = f"queue_pool: expected default, whose workers reservations take, got {str(queue_pool)[:60]!r}"
+        message = f"queue_pool: expected default, the pool whose workers can be reserved, got {str(queue_pool)[:60]!r}"
         raise InvalidInput(message, reason="schema", param="queue_pool")
     gpus = _counts(body, "gpus", profiles)
     if not gpus:

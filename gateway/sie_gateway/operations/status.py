@@ -198,8 +198,8 @@ class ClusterStatus:
         nats_monitor_url: str | None,
         visible: Callable[[Grant], Callable[[str], bool]] = lambda grant: lambda pool: True,
     ) -> None:
-        """Create the status. `visible` returns, for a credential, a test whether it may read the name of a pool. Raises
-        SettingError if workers are to be read from Kubernetes, but the gateway does not run in a pod.
+        """Create the status. `visible(grant)` returns a function that checks whether the credential may read the name
+        of a pool. Raises SettingError if workers are to be read from Kubernetes, but the gateway does not run in a pod.
         """
         self._settings = settings
         self._queue = queue

@@ -27,7 +27,7 @@ Pooled = TypeVar("Pooled", WorkerInfo, QueueInfo)
 
 
 class CachedSummary(Generic[T]):
-    """Cache of the result of `build`. It is built again after a time of which the build takes COST_SHARE."""
+    """Cache of the result of `build`. It is built again so late that the builds take COST_SHARE of the time."""
 
     def __init__(self, build: Callable[[], T]) -> None:
         self._build = build
@@ -53,8 +53,8 @@ class ClusterSummary:
     in_flight: int
 
     def shown(self, text: str, dead_letters: int, visible: Callable[[str], bool]) -> dict[str, Any]:
-        """Return the first workers, and the first models with `text` in their name. `visible` tests whether the name of
-        a pool may be shown.
+        """Return the first workers, and the first models with `text` in their name. `visible` checks whether the name
+        of a pool may be shown.
         """
         matching = [entry for entry in self.models if text in entry.name.lower()] if text else self.models
         models = matching[:MAX_SHOWN]
@@ -127,7 +127,7 @@ class LaneTable:
         return cls(lane, round(max(0.0, now_s - table.at_s), 1), len(beats), rows)
 
     def shown(self, text: str, visible: Callable[[str], bool]) -> dict[str, Any]:
-        """Return the first models with `text` in their name. `visible` tests if the name of a pool may be shown."""
+        """Return the first models with `text` in their name. `visible` checks if the name of a pool may be shown."""
         rows = [row for row in self.rows if text in row["model"].lower()] if text else self.rows
         return {
             "lane": str(self.lane if visible(self.lane.pool) else replace(self.lane, pool=HIDDEN)),

@@ -65,7 +65,7 @@ class WorkRoute(NamedTuple):
 
 
 class Rest(NamedTuple):
-    """Rest of a consumer: it has delivered no message since `since_s`, and `delivered` messages before."""
+    """State of a consumer at rest: it has delivered no message since `since_s`, and `delivered` messages before."""
 
     delivered: int
     since_s: float
@@ -93,9 +93,9 @@ def rests(before: Mapping[str, Rest], states: Iterable[ConsumerState], now_s: fl
 
 
 def given_up(resting: Mapping[str, Rest], now_s: float, limit: int, idle_s: float) -> list[str]:
-    """Return the consumers to delete. These are consumers at rest for `idle_s`. If more than 15/16 of the `limit` of
-    models still have an own consumer, also the models' consumers that rested longest, until 15/16 are left: so a busy
-    model of a slot can get its own consumer.
+    """Return the consumers to delete: those at rest for `idle_s`. If more than 15/16 of the `limit` of models still
+    have an own consumer then, also delete the ones that rested longest, down to 15/16. So a model that shares a slot
+    can get its own consumer when it has work.
     """
     order = sorted(resting, key=lambda name: resting[name].since_s)
     idle = [name for name in order if now_s - resting[name].since_s >= idle_s]
@@ -280,7 +280,7 @@ class WorkConsumers:
         self._swept_s = -SWEEP_S
 
     async def follow(self, pool: str) -> StreamConsumers:
-        """Start to follow the consumers of a pool's stream, which must exist. Raises BrokerError."""
+        """Begin to follow the consumers of a pool's stream, which must exist. Raises BrokerError."""
         async with self._following:
             if pool not in self._streams:
                 limit = topology.own_consumers(self._settings.stream_replicas)
@@ -298,7 +298,7 @@ class WorkConsumers:
         return pool in self._streams
 
     async def unfollow(self, pool: str) -> None:
-        """Stop to follow a pool that was removed."""
+        """Stop following a pool that was removed."""
         async with self._following:
             stream = self._streams.pop(pool, None)
         if stream is not None:
@@ -501,7 +501,7 @@ class WorkQueue:
             raise PoolNotFound(f"there is no pool {pool!r} any more: its lease is over", param="X-SIE-Pool")
 
     async def forget_pool(self, pool: str) -> None:
-        """Stop to use the pool of a reservation that has ended."""
+        """Stop using the pool of a reservation that has ended."""
         self._created.pop(pool, None)
         self._broker.troubles.pop(topology.stream_name(pool), None)
         await self.consumers.unfollow(pool)

@@ -463,7 +463,7 @@ class Dispatch:
             fill = batch.cost / device.limits.cost
             hosted.filled(fill)
             self._metrics.ran(hosted.name, note, done, fill)
-        if batch.writes:  # a long answer takes long: its time is no reason to gather less
+        if batch.writes:  # the time of a written answer depends on its length, so it must not change the quantum
             return
         answered_s = self._clock()
         for job in batch.jobs:

@@ -156,7 +156,7 @@ def changed() -> NotReady:
 
 
 def too_long(row: TokenRow) -> InvalidInput:
-    """Return the reason why an input above the limit does not run although it must not be cut."""
+    """Return the error for an input that is above the limit and must not be cut."""
     limit = len(row.ids)
     return InvalidInput(
         f"the input has {row.full} tokens, the limit is {limit}",

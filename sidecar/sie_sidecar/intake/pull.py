@@ -1,7 +1,6 @@
 """Models that this worker hosts, by the placement table of its lane, and the pulls that follow from it.
 
-    KV watch ──► Assignment.table ──role(model)──► pull with credit · probe with 1 · load ahead of the work · leave it
-    alone
+    KV watch ──► HostAssignment.table ──role(model)──► pull with credit · probe with 1 · load ahead of the work · none
 
 Before the first table nothing is pulled, for at most FIRST_S seconds. A gateway writes the table within a second of the
 first worker's heartbeat; workers that began without it would each load every model that has work. After FIRST_S without
@@ -34,7 +33,7 @@ from sie_sidecar.models.loading import Loading
 
 FIRST_S = 5.0
 OLD_S = 15.0
-# seconds: a model that was loaded ahead and then had to make room is not loaded ahead again before
+# seconds before a model that was loaded ahead, and then had to make room, is loaded ahead again
 AHEAD_AGAIN_S = 60.0
 Role = Literal["pull", "probe", "ahead", "none"]
 _ORDER: dict[Role, int] = {"none": 0, "ahead": 1, "probe": 2, "pull": 3}
@@ -123,7 +122,7 @@ class HostAssignment:
         self._on_change()
 
     async def stop(self) -> None:
-        """Stop to follow the table."""
+        """Stop following the table."""
         self._is_stopped = True
         self._end_wait()
         await self._record.close()
@@ -284,7 +283,7 @@ class Pulling:
             _logger.warning("the consumers could not be listed, the next look is within ten seconds: %s", error)
 
     async def find_consumers(self) -> None:
-        """List the durable consumers of this lane. This covers missed notices of the broker. Raises BrokerError."""
+        """List the durable consumers of this lane, in case a notice of the broker was missed. Raises BrokerError."""
         if self._notices is None:  # before the start, when a reconnect may call this as well, and after the end
             return
         before, self._announced = set(self._consumers), set()

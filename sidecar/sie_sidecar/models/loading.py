@@ -34,7 +34,7 @@ from sie_sidecar.models.models import Hosting, ModelState
 
 HOLD_S = 5.0
 COOL_DOWN_S = 30.0
-MAX_REMEMBERED = 1000  # entries of a cache whose keys clients choose
+MAX_REMEMBERED = 1000  # most remembered names; clients choose them, so their number is limited
 _Key = tuple[str, str]
 
 

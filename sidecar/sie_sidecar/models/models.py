@@ -131,7 +131,7 @@ class ModelState:
         self._cost_s = now_s
 
     def used(self, now_s: float) -> None:
-        """Note that work of it came, ran or ended."""
+        """Note that work of this model came, ran or ended."""
         self.used_s = now_s
 
     def took(self, items: int, now_s: float) -> None:
@@ -198,7 +198,7 @@ class ModelState:
         return SIEError.from_info(self.error.info())
 
     def mark_unloaded(self) -> None:
-        """Note that the adapter does not have it any more."""
+        """Note that the adapter does not have the model any more."""
         self._fingerprints.clear()
         self.reset_loras()
         if self.state == "loaded":
@@ -404,7 +404,7 @@ class ModelStates:
         return unloaded
 
 
-IDLE_S = 1.0  # seconds: a model whose uses are closer together is not worth a reload, so it is not evicted
+IDLE_S = 1.0  # seconds since its last use before a model may be evicted: a model in steady use is not worth a reload
 RELIEVE_S = 1.0
 EARLIER_LOAD_S = 0.5
 _logger = logging.getLogger("sie.sidecar.hosting")

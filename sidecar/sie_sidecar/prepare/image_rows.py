@@ -111,13 +111,13 @@ def ids_of(images: PreparedImages, layout: Rows) -> Ids:
 
 
 def cost_of(images: PreparedImages, layout: Rows) -> int:
-    """Return the cost of preparing and reading their pixels on the device, in tokens."""
+    """Return the cost of preparing and reading the pixels of images on the device, in tokens."""
     assert layout.images is not None
     return sum(cost(layout.images, Size(image.height, image.width)) for image in images)
 
 
 def _count(image: PreparedImage, layout: Rows, tokens: ImageTokens) -> int:
-    """Return the number of tokens that stand for its pixels."""
+    """Return the number of tokens that stand for the pixels of an image."""
     if tokens.count:
         return tokens.count
     assert layout.images is not None

@@ -46,7 +46,7 @@ from sie_sidecar.prepare.media_frames import (
 
 DEADLINE_S = 10.0  # seconds for one file, from the time when a worker gets it
 MEMORY_BYTES = 2 << 30  # bytes of address space of a worker: decoding 100 megapixels takes 1.3 GB
-MAX_WAITING = 1000  # waiting files per worker: at 25 ms each they take as long as a request may
+MAX_WAITING = 1000  # most waiting files per worker: at 25 ms each they take as long as a request may take
 RESULTS = ("prepared", *get_args(Cause), "failed")
 START_S = 30.0  # seconds for the start of a worker on a busy machine
 DIED_S = 1.0  # seconds until a process whose socket has ended must have ended too

@@ -35,7 +35,7 @@ MAX_ROWS = 1 << 16
 MAX_VECTOR_BYTES = 64 << 20
 VECTOR_BYTES = 512  # bytes of vectors that cost as much as a token: 128 numbers, the width of most token vectors
 ROW_CHARACTERS = 24  # characters: making a row takes as long as reading this many
-COST_CHARACTERS = 64  # characters that cost as much as a token in a text that goes with few tokens
+COST_CHARACTERS = 64  # characters that count as one token, for text that is sent beside few tokens
 
 
 @dataclass(frozen=True)

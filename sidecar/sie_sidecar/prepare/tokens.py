@@ -136,8 +136,8 @@ class ModelTokenizer:
         return content
 
     def around(self, prefix: str, suffix: str) -> tuple[Ids, Ids]:
-        """Return the ids of a prompt around a text whose ids alone are known. They are those beside a word, if the ids
-        of the word itself stay the same.
+        """Return the ids of a prompt before and after a text that is given as ids. The prompt is tokenised beside a
+        placeholder word if the ids of that word stay the same, else alone.
         """
         word, led, followed = (
             encoding.ids for encoding in self._plain([SENTINEL, prefix + SENTINEL, SENTINEL + suffix])

@@ -49,8 +49,8 @@ def of_work(tracer: Tracer, delivery: Delivery, item: WorkItem) -> Span | None:
 
 @contextlib.contextmanager
 def batch(tracer: Tracer, jobs: Sequence[InFlight]) -> Iterator[Span | None]:
-    """Yield a span for the batch of these work items, which ends with its answer or failure; None if none of them is
-    traced.
+    """Yield a span for the batch of these work items; None if none of them is traced. The span ends when the batch is
+    answered or fails.
     """
     traced = [flight.span for flight in jobs if flight.span is not None and flight.span.is_recording]
     if not traced:
