@@ -24,7 +24,6 @@ import httpx
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-import stack
 from measure import PACKAGES
 from stack import Plan, Stack
 
@@ -67,7 +66,7 @@ TRACER = """
     begin()
     os.register_at_fork(after_in_child=begin)
 """
-stack.START_S = 150.0  # recorded imports take several times as long
+START_S = 150.0  # recorded imports take several times as long
 ROLES = ("gateway", "sidecar", "adapter")
 Functions = set[tuple[str, str]]  # the file of each, from the root of the repository, and its qualified name
 
@@ -115,10 +114,14 @@ def functions_of_encode() -> dict[str, Mapping[str, list[str]]]:
         (code / "sitecustomize.py").write_text(textwrap.dedent(TRACER))
         paths = os.pathsep.join([str(code), *filter(None, [os.environ.get("PYTHONPATH")])])
         plan = Plan(
-            models=(), workers=(None,), environ={"PYTHONPATH": paths, "REQUEST_PATH_FOLDER": str(folder)}, preload=False
+            models=(),
+            workers=(None,),
+            environ={"PYTHONPATH": paths, "REQUEST_PATH_FOLDER": str(folder)},
+            preload=False,
+            start_s=START_S,
         )
-        with Stack(Path(name, "stack"), plan) as running:
-            rounds = [trace_request(folder, running.urls[0]) for _ in range(REQUESTS + 1)][
+        with Stack(Path(name, "stack"), plan) as stack:
+            rounds = [trace_request(folder, stack.urls[0]) for _ in range(REQUESTS + 1)][
                 1:
             ]  # the first loads the model
     by_role: dict[str, Mapping[str, list[str]]] = {}
@@ -144,7 +147,7 @@ def main() -> int:
                 print(f"    {file}")
             if options.functions:
                 print(textwrap.fill(", ".join(functions), 120, initial_indent=" " * 8, subsequent_indent=" " * 8))
-    total = len({file for files in by_role.values() for file in files})
+    total = len(set[str]().union(*by_role.values()))
     print(f"all      {total:>4} (bound {MAX_FILES})")
     return total > MAX_FILES
 

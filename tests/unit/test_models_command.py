@@ -396,7 +396,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], int, tuple[str, ...]]] = {
         (
             "  max_tokens: 8 -> 16",
             "PUT replaces, PATCH changes",
-            "replace it with --force; with --if-match {revision} too, only if it was not changed meanwhile",
+            "replace it with --force; with --if-match {revision} too, only if nobody changed it meanwhile",
         ),
     ),
     "an unknown revision": (("rollback", "org/one", "9999"), 1, ("org/one has no revision 9999; kept are {revision}",)),
@@ -411,7 +411,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], int, tuple[str, ...]]] = {
         ("revision:", "is a removal", "an earlier revision brings the model back"),
     ),
     "broken YAML": (("add", "{broken}"), 1, ("$ (line 2)", "not YAML")),
-    "a duplicate key": (("set", "org/one", "-f", "{twice}"), 1, ("(line 2)", "each once", "'id' twice")),
+    "a duplicate key": (("set", "org/one", "-f", "{twice}"), 1, ("(line 2)", "only once", "'id' twice")),
     "too much": (("set", "org/one", "-f", "{big}"), 1, ("body: expected at most 1048576 bytes",)),
     "no such file": (("set", "org/one", "-f", "{missing}"), 2, ("No such file",)),
     "neither field nor file": (("set", "org/one"), 2, ("FIELD=VALUE", "-f FILE")),
@@ -421,7 +421,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], int, tuple[str, ...]]] = {
         ("'max_tokens'", "expected FIELD=VALUE such as run.pooling=mean"),
     ),
     "a value that is no YAML": (("set", "org/one", "family=[a"), 2, ("family: the value is not YAML", "quoted twice")),
-    "a field twice": (("set", "org/one", "a=1", "a=2"), 2, ("a: occurs twice",)),
+    "a field twice": (("set", "org/one", "a=1", "a=2"), 2, ("a: is given twice",)),
     "both ways": (
         ("add", "{file}", "--models-dir", "x"),
         2,

@@ -361,7 +361,9 @@ def test_a_part_with_another_digest_does_not_appear(
 ) -> None:
     finished(server, 1)
     server.announced["part-00000.parquet"] = "0" * 64
-    with pytest.raises(sie_client.ServerError, match=r"part-00000\.parquet: the 300000 received bytes differ"):
+    with pytest.raises(
+        sie_client.ServerError, match=r"part-00000\.parquet: the 300000 received bytes differ from those"
+    ):
         using(download(tmp_path))
     assert list(tmp_path.iterdir()) == []
 

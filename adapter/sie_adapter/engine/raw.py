@@ -16,8 +16,7 @@ import numpy as np
 import torch
 
 from sie_adapter.engine import item_results
-from sie_adapter.engine.batch import check_groups
-from sie_adapter.engine.item_results import ItemResult, ItemResults
+from sie_adapter.engine.item_results import ItemResult, ItemResults, check_groups
 from sie_adapter.families.extraction import ExtractOptions, Preparation
 from sie_adapter.memory.oom import OomRecovery, Remedy, exhausted
 from sie_adapter.packed.packing import BatchFiles, Int64, MalformedBatch, images, sounds
