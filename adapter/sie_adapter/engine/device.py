@@ -304,7 +304,7 @@ def _free_in_allocator() -> int:
 
 
 def peak_of(device: torch.device, run: Callable[[], object]) -> int:
-    """Call `run` and return the most bytes that it needed on the device, above what was held before. 0 if that cannot
+    """Call `run` and return the most bytes that it needed on the device, above the bytes held before. 0 if that cannot
     be measured.
 
     Memory that other threads take meanwhile is counted too: the result is an upper bound while the device is shared.
@@ -322,7 +322,7 @@ def peak_of(device: torch.device, run: Callable[[], object]) -> int:
 
 
 def _reset_high_water() -> bool:
-    """Set the process's high-water mark to what it holds now, see proc_pid_clear_refs(5). Return whether that
+    """Set the process's high-water mark to its present memory use, see proc_pid_clear_refs(5). Return whether that
     worked.
     """
     try:

@@ -134,7 +134,7 @@ def _check_direction(model: Any, resolved: Resolved) -> None:
 
 
 def _check_packed(model: Any, entry: ModelEntry, compute: Compute) -> dict[str, float]:
-    """Compare outputs of the packed path with those of the stock, padded path, from the states that both computed at
+    """Compare outputs of the packed path with outputs of the stock, padded path, from the states that both computed at
     load. Return the lowest cosine of each output.
     """
     packed, reference = model.backbone.take_trial()
@@ -227,7 +227,7 @@ def golden_file(entry: ModelEntry) -> Path:
 
 
 def _check_golden(model: Any, entry: ModelEntry, compute: Compute) -> float:
-    """Compare dense vectors of texts with those of the public oracle. Return the lowest cosine."""
+    """Compare dense vectors of texts with the vectors of the public oracle. Return the lowest cosine."""
     cases = read_json(golden_file(entry)).get("dense")
     if not cases or "dense" not in getattr(model, "heads", ()):
         raise _refuse(

@@ -387,8 +387,8 @@ class ResidentModels:
     def _drop_above_threshold(self, more_bytes: int, permission: Permission) -> None:
         if not self._memory.is_short(more_bytes):
             return
-        # free first what is no reason to unload another model: cached outputs, memory that the allocator only keeps,
-        # and a model that was released while a batch ran on it
+        # free first the memory that needs no unload of another model: cached outputs, memory that the allocator only
+        # keeps, and a model that was released while a batch ran on it
         self._memory.shed()
         self._collect()
         why = f"device memory is above {self._memory.threshold_percent:g} %"

@@ -285,7 +285,7 @@ def _written(output: Path, size: int) -> Iterator[BinaryIO]:
     growing = output.with_name(f".{output.name}.part")
     with open(os.open(growing, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "wb") as file:
         placing.claim(growing, file.fileno())
-        file.truncate(0)  # remove what a killed command left in the file
+        file.truncate(0)  # remove the bytes that a killed command left in the file
         try:
             yield file
             file.flush()

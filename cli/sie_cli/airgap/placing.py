@@ -188,7 +188,9 @@ def _loading(folder: Path) -> Iterator[Path]:
 
 
 def claim(path: Path, descriptor: int) -> None:
-    """Lock what was opened at `path` against other writers until the descriptor is closed. Raises CommandRefused."""
+    """Lock the file or folder opened at `path` against other writers until `descriptor` is closed. Raises
+    CommandRefused.
+    """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:

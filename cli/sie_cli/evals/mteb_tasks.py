@@ -99,7 +99,7 @@ class _MtebModel:
 
 
 class _Encoder(_MtebModel):
-    """mteb.EncoderProtocol over a source. Texts get the prompts of the model, not those of the task."""
+    """mteb.EncoderProtocol over a source. Texts get the prompts of the model, not the prompts of the task."""
 
     def encode(self, inputs: Any, *, prompt_type: Any = None, **_: Any) -> Any:
         texts = list(_of(inputs))

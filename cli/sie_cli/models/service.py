@@ -1,9 +1,9 @@
 """The client of the config service for `sie models`: it repeats calls where that is safe, and explains refusals.
 
 call ──► config service ──► body
- ▲            ├ no answer, or one that may be another one later: again, under the same Idempotency-Key, for RETRY_S
+ ▲            ├ no answer, or one that asks for a retry: again, under the same Idempotency-Key, for RETRY_S
  └────────────┤
-              └ refused: the service's own words, the fields with their lines, what differs, and what to do next
+              └ refused: the service's message, the fields with their lines, the differences, and the next step
 """
 
 from __future__ import annotations
