@@ -14,6 +14,7 @@ from email.parser import Parser
 from pathlib import Path
 
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet")
+ANY_PYTHON = ("--no-deps", "--ignore-requires-python")
 PUBLIC = re.compile(r"sie-[a-z]+$")  # distributions of the public SDK's authors
 
 
@@ -31,19 +32,21 @@ class Environment:
     def uninstall(self, *names: str) -> None:
         self._pip("uninstall", "--yes", *names)
 
-    def check(self) -> None:
-        """Fails if a distribution lacks what it requires, or has another version of it."""
-        self._pip("check")
-
     def install_public(self, *pins: str) -> None:
         """Install public distributions, `name==version`, and what they require."""
-        any_python = ("--no-deps", "--ignore-requires-python")
-        self._pip("download", *any_python, "--dest", str(self._wheels), *pins)
+        wheels = self._downloaded(*pins)
+        self.install(*(need for wheel in wheels for need in _requirements(wheel)))
+        self.install(*map(str, wheels), options=ANY_PYTHON)
+
+    def solve(self, *requirements: str, public: tuple[str, ...]) -> None:
+        """Fails if pip finds no versions that `requirements` and the requirements of public distributions accept."""
+        needs = (need for wheel in self._downloaded(*public) for need in _requirements(wheel))
+        self.install(*requirements, *needs, options=("--dry-run",))
+
+    def _downloaded(self, *pins: str) -> list[Path]:
+        self._pip("download", *ANY_PYTHON, "--dest", str(self._wheels), *pins)
         names = {pin.partition("==")[0].replace("-", "_") for pin in pins}
-        wheels = [path for path in sorted(self._wheels.glob("*.whl")) if path.name.split("-")[0] in names]
-        needs = [need for wheel in wheels for need in _requirements(wheel)]
-        self.install(*needs)
-        self.install(*map(str, wheels), options=any_python)
+        return [path for path in sorted(self._wheels.glob("*.whl")) if path.name.split("-")[0] in names]
 
     def _pip(self, *arguments: str) -> None:
         done = subprocess.run(

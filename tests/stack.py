@@ -220,6 +220,7 @@ class Plan:
     preload: bool = True
     toy_bundle: str = "default"
     code: Path | None = None  # another checkout whose processes are to run
+    start_s: float = START_S
 
 
 class Stack:
@@ -248,13 +249,13 @@ class Stack:
                 for part in group:
                     part.start()
                 for part in group:
-                    part.wait_ready()
+                    part.wait_ready(self.plan.start_s)
             for worker in self.workers:
                 worker.adapter.start()
                 worker.sidecar.start()
             for worker in self.workers:
-                worker.adapter.wait_ready()
-                worker.sidecar.wait_ready()
+                worker.adapter.wait_ready(self.plan.start_s)
+                worker.sidecar.wait_ready(self.plan.start_s)
         except BaseException:
             self.stop()
             raise

@@ -24,7 +24,7 @@ import httpx
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-import stack
+from cluster import until
 from measure import PACKAGES
 from stack import Plan, Stack
 
@@ -67,7 +67,7 @@ TRACER = """
     begin()
     os.register_at_fork(after_in_child=begin)
 """
-stack.START_S = 150.0  # recorded imports take several times as long
+START_S = 150.0  # recorded imports take several times as long
 ROLES = ("gateway", "sidecar", "adapter")
 Functions = set[tuple[str, str]]  # the file of each, from the root of the repository, and its qualified name
 
@@ -92,12 +92,16 @@ def of_product(functions: Iterable[tuple[str, str]]) -> Functions:
     }
 
 
+def encode(url: str) -> httpx.Response:
+    body = {"items": ["What is deep learning?"]}
+    return httpx.post(f"{url}/v1/encode/{MODEL}", json=body, timeout=120, trust_env=False)
+
+
 def trace_request(folder: Path, url: str) -> dict[str, Functions]:
     """The functions that one request enters, by process."""
     for address in folder.iterdir():
         notify(address, "begin")
-    body = {"items": ["What is deep learning?"]}
-    reply = httpx.post(f"{url}/v1/encode/{MODEL}", json=body, timeout=120, trust_env=False)
+    reply = encode(url)
     if reply.status_code != 200:
         raise SystemExit(f"the request failed: {reply.status_code} {reply.text[:300]}")
     entered: dict[str, Functions] = defaultdict(set)
@@ -115,12 +119,16 @@ def functions_of_encode() -> dict[str, Mapping[str, list[str]]]:
         (code / "sitecustomize.py").write_text(textwrap.dedent(TRACER))
         paths = os.pathsep.join([str(code), *filter(None, [os.environ.get("PYTHONPATH")])])
         plan = Plan(
-            models=(), workers=(None,), environ={"PYTHONPATH": paths, "REQUEST_PATH_FOLDER": str(folder)}, preload=False
+            models=(),
+            workers=(None,),
+            environ={"PYTHONPATH": paths, "REQUEST_PATH_FOLDER": str(folder)},
+            preload=False,
+            start_s=START_S,
         )
-        with Stack(Path(name, "stack"), plan) as running:
-            rounds = [trace_request(folder, running.urls[0]) for _ in range(REQUESTS + 1)][
-                1:
-            ]  # the first loads the model
+        with Stack(Path(name, "stack"), plan) as stack:
+            # a load that is recorded may take longer than a request waits
+            until(lambda: encode(stack.urls[0]).status_code == 200, START_S, "the model is loaded")
+            rounds = [trace_request(folder, stack.urls[0]) for _ in range(REQUESTS)]
     by_role: dict[str, Mapping[str, list[str]]] = {}
     for role in ROLES:
         files = defaultdict(list)
@@ -144,7 +152,7 @@ def main() -> int:
                 print(f"    {file}")
             if options.functions:
                 print(textwrap.fill(", ".join(functions), 120, initial_indent=" " * 8, subsequent_indent=" " * 8))
-    total = len({file for files in by_role.values() for file in files})
+    total = len(set[str]().union(*by_role.values()))
     print(f"all      {total:>4} (bound {MAX_FILES})")
     return total > MAX_FILES
 

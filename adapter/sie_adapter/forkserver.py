@@ -61,7 +61,7 @@ def keep_one_serving(died: Callable[[], None] = lambda: None) -> int | None:
             0.0 if time.monotonic() - started_s > STEADY_S else min(max(FIRST_PAUSE_S, 2 * pause_s), LONGEST_PAUSE_S)
         )
         how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
-        _logger.warning("the adapter's process %d %s; another one starts in %g s", child, how, pause_s)
+        _logger.warning("the adapter's process %d %s; a new one starts in %g s", child, how, pause_s)
         died()
         if signal.sigtimedwait(SIGNALS - {signal.SIGCHLD}, pause_s) is not None:
             return 0
@@ -74,9 +74,7 @@ def _fork() -> int | None:
     try:
         if _is_alone():
             return os.fork()
-        _logger.warning(
-            "there is no warm spare: a library that was imported runs threads, and a fork would copy their locks"
-        )
+        _logger.warning("there is no warm spare: an imported library runs threads, and a fork would copy their locks")
         return None
     except OSError as error:
         _logger.warning("there is no warm spare: %s", error)

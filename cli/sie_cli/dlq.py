@@ -6,20 +6,22 @@ import asyncio
 import sys
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 import msgspec
 
 from sie_broker import Broker
 from sie_broker.dead_letters import DeadLetterEntry, Letters, letter_stream
-from sie_broker.nats import NatsBroker
 from sie_cli import display
 from sie_cli.cluster import BROKER_URL, Cluster, cluster_options
 from sie_cli.options import AnyPosition
 from sie_cli.refusal import CommandRefused
 from sie_contracts.settings import Settings
 from sie_contracts.wire.messages import Failed, WorkResult
+
+if TYPE_CHECKING:
+    from sie_broker.nats import NatsBroker
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])

@@ -10,15 +10,13 @@ from __future__ import annotations
 import hashlib
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 import msgspec
 
 import sie_contracts
 from sie_broker import Entry, KeyValue, Write
-from sie_broker.nats import NatsBroker
-from sie_broker.nats.api import StreamInfo
-from sie_broker.nats.operator import damage, remake, salvage
 from sie_broker.record import retry_conflicts
 from sie_cli.access import write_private
 from sie_cli.cluster import BROKER_URL, Cluster, cluster_options
@@ -30,6 +28,10 @@ from sie_config_service.store import open_store
 from sie_contracts.wire import topology
 from sie_runtime import keys as key_records
 from sie_runtime.keys import Key, KeyBuckets
+
+if TYPE_CHECKING:
+    from sie_broker.nats import NatsBroker
+    from sie_broker.nats.api import StreamInfo
 
 FORMAT = b"sie backup 1 "
 BATCH = 200  # entries; a batch of the broker has at most 1,000 messages
@@ -218,6 +220,8 @@ def _set_aside(cluster: Cluster, stream: str) -> str:
 
 
 async def _repair_keys(broker: NatsBroker, cluster: Cluster) -> str:
+    from sie_broker.nats.operator import damage, remake, salvage
+
     keys: dict[str, Key] = {}
     for stream in KEYS:
         info = await broker.stream_info(stream)
@@ -233,6 +237,8 @@ async def _repair_keys(broker: NatsBroker, cluster: Cluster) -> str:
 
 
 async def _repair(broker: NatsBroker, cluster: Cluster, info: StreamInfo) -> str:
+    from sie_broker.nats.operator import remake, salvage
+
     stream = str(info.config["name"])
     bucket = stream.removeprefix("KV_")
     left: list[Entry] = await salvage(broker, stream) if bucket in LASTING else []

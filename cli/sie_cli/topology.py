@@ -7,18 +7,20 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 import msgspec
 
-from sie_broker.nats import NatsBroker
-from sie_broker.nats.api import ConsumerInfo, StreamInfo, consumer_state_of, version_of
-from sie_broker.nats.operator import Step, apply, look, plan, streams
 from sie_cli.cluster import BROKER_URL, Cluster, cluster_options
 from sie_cli.options import AnyPosition
 from sie_contracts.settings import Settings
 from sie_contracts.wire import topology as names
+
+if TYPE_CHECKING:
+    from sie_broker.nats import NatsBroker
+    from sie_broker.nats.api import ConsumerInfo, StreamInfo
+    from sie_broker.nats.operator import Step
 
 F = TypeVar("F", bound=Callable[..., Any])
 _WORK = "WORK_"
@@ -125,6 +127,7 @@ async def steps_at(broker: NatsBroker, settings: Settings) -> list[Step]:
     """Plan the differences in all present streams of work and of dead letters, and in those that the settings want.
     Raises BrokerError.
     """
+    from sie_broker.nats.operator import look, plan, streams
     from sie_gateway.streams.publish import work_spec
 
     present = {str(info.config["name"]) for info in await streams(broker)}
@@ -146,6 +149,8 @@ async def steps_at(broker: NatsBroker, settings: Settings) -> list[Step]:
 
 async def _apply(broker: NatsBroker, settings: Settings, steps: list[Step]) -> list[Step]:
     """Do what is not refused. Returns what is still to be done then."""
+    from sie_broker.nats.operator import apply
+
     for step in steps:
         if step.action != "refuse":
             await apply(broker, step)
@@ -176,6 +181,8 @@ def _plain(step: Step) -> dict[str, Any]:
 
 
 async def _shown(broker: NatsBroker) -> list[dict[str, Any]]:
+    from sie_broker.nats.operator import streams
+
     shown = []
     for info in await streams(broker):
         name = str(info.config["name"])
@@ -185,6 +192,8 @@ async def _shown(broker: NatsBroker) -> list[dict[str, Any]]:
 
 
 def _stream(name: str, info: StreamInfo, consumers: list[ConsumerInfo]) -> dict[str, Any]:
+    from sie_broker.nats.api import consumer_state_of, version_of
+
     by_lane: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for consumer in consumers:
         state = consumer_state_of(consumer)

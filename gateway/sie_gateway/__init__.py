@@ -1,1 +1,3 @@
-"""The HTTP edge of the cluster: names, validation, routing, publishing, collecting. No model code, no torch."""
+"""The HTTP edge of the cluster: resolve names, validate requests, choose a lane, publish work, collect results. It has
+no model code and does not import torch.
+"""

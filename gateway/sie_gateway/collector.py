@@ -1,4 +1,4 @@
-"""Metrics that are read from the parts of the gateway when somebody scrapes."""
+"""Metrics that Prometheus reads from the parts of the gateway at each scrape."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from sie_runtime.metrics import Scrape, epoch_number
 
 
 class Live(Collector):
-    """Metrics that the gateway's parts know anyway. Workers that are forgotten and demand that is over leave no
-    series behind.
+    """Collector of metrics whose values the parts of the gateway hold. A worker that has gone and demand that has ended
+    leave no series behind.
     """
 
     def __init__(

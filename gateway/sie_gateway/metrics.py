@@ -1,4 +1,4 @@
-"""Metrics that the gateway counts where things happen. `collector` has those that are read at a scrape."""
+"""Metrics that the gateway counts when an event happens. `collector` has the metrics that are read at each scrape."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ _VERDICTS = ("taken", "duplicate", "unknown", "undecodable", "no_room", "damaged
 
 
 class Metrics:
-    """A series whose labels are known from the start is there from the start: what is absent cannot raise an alert."""
+    """Counters, gauges and histograms of the gateway. A series with known labels exists from the start: an alert cannot
+    fire on a series that is absent.
+    """
 
     def __init__(self) -> None:
         make = MetricMaker("gateway")
@@ -23,7 +25,7 @@ class Metrics:
         self.latency = make.histograms("sie_gateway_request_latency_seconds")
         self._answered: dict[
             tuple[str, int, str], tuple[Counter, Histogram]
-        ] = {}  # looking one up costs more than counting
+        ] = {}  # cached: to look up a series by labels costs more than to count
         self.rejected = make.counters("sie_gateway_rejected_requests")
         self.key_tokens = make.counters("sie_gateway_key_tokens")
         self.key_device_seconds = make.counters("sie_gateway_key_device_seconds")
@@ -55,18 +57,18 @@ class Metrics:
         self.active_lease_gpus = make.gauge("sie_gateway_active_lease_gpus")
 
     def count_fetch(self, result: str) -> None:
-        """Count an image at a URL; `result` is one of _FETCHES."""
+        """Count the fetch of an image at a URL; `result` is one of _FETCHES."""
         self._image_fetches.labels(result).inc()
 
     def count_refused(self, reason: str) -> None:
-        """Count a request that no route saw; `reason` is one of REFUSED."""
+        """Count a request that was refused before it reached a route; `reason` is one of REFUSED."""
         self.refused.labels(reason).inc()
 
     def answered(self, endpoint: str, status: int, machine_profile: str, seconds: float | None) -> None:
-        """Account for a request, once its answer has left. `endpoint` and `machine_profile` come from fixed sets, never
-        from a client.
+        """Count a request after its answer was sent. `endpoint` and `machine_profile` come from fixed sets, never from
+        a client.
 
-        `seconds` None: of what lasts for as long as the client likes.
+        `seconds` is the latency. It is None for a websocket, which lasts as long as the client keeps it open.
         """
         counted = self._answered.get((endpoint, status, machine_profile))
         if counted is None:
@@ -80,7 +82,7 @@ class Metrics:
             counted[1].observe(seconds, exemplar())
 
     def used(self, key: str, tokens: int, device_s: float) -> None:
-        """Account to a key, by the name that its grant has in metrics, what a request of it used."""
+        """Add the usage of one request to a key. `key` is the name that the key's grant has in metrics."""
         self._traffic.met(key)
         self.key_tokens.labels(key).inc(tokens)
         self.key_device_seconds.labels(key).inc(device_s)

@@ -1,7 +1,7 @@
-"""The gateway process: connect, own the topology, listen, serve, leave.
+"""The gateway process: connect to NATS, create the streams, listen, serve, shut down.
 
-SIGTERM ──► lame duck: not ready, serves all, each connection's answer is its last ──► drain: refuses new work ──► exit
-0
+SIGTERM ──► lame duck: not ready, serves every request, closes each connection after its answer
+        ──► drain: refuses new work, finishes the requests in progress ──► exit 0
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ from sie_store.payloads import open_store
 EPOCH_POLL_S = 5.0
 FULL_EXPORT_S = 300.0
 FIRST_ANSWER_S = 2.0
-_LATE_S = 1.0  # for the answer of a request whose budget ended
-_SETTINGS = {  # what to blame for a field of the stream that differs
+_LATE_S = 1.0  # seconds to send the answer of a request whose budget has ended
+_SETTINGS = {  # the setting that the error names if a field of the stream differs
     "storage": "SIE_STREAM_STORAGE",
     "replicas": "SIE_STREAM_REPLICAS",
     "max_bytes": "SIE_QUEUE_MAX_BYTES",
@@ -85,11 +85,11 @@ async def serve(
     network: Network = NETWORK,
     data_dir: Path | None = None,
 ) -> int:
-    """Serve until `stop`, go on for `lame_duck_s`, then finish what was accepted, for `drain_s` seconds at most; by
-    default as long as any request may take. Images at URLs are fetched over `network`. `data_dir`: of the
-    `sie serve` that it is a part of.
+    """Serve until `stop`, go on for `lame_duck_s`, then finish the accepted requests for at most `drain_s` seconds (by
+    default as long as any request may take). Images at URLs are fetched over `network`. `data_dir` is the data folder
+    of the `sie serve` that this gateway is a part of.
 
-    Returns the exit status. Raises SettingError.
+    Return the exit status. Raises SettingError.
     """
     tracer = tracing.start(settings.tracing, "gateway")
     metrics = Metrics()
@@ -108,8 +108,8 @@ async def serve(
     inbox = ResultInbox(broker, metrics, on_late=lambda result: admission.answered_late(result))
 
     def on_lost() -> None:
-        _logger.error("a work stream was lost with the broker; %d open requests fail", len(inbox))
-        inbox.fail_all(QueueUnavailable("the queue was lost with its broker"))
+        _logger.error("the broker lost a work stream; %d open requests fail", len(inbox))
+        inbox.fail_all(QueueUnavailable("the broker lost the queue"))
 
     store = open_store(settings.payload_store_url)
     offload = (
@@ -195,7 +195,7 @@ async def serve(
         raise
     tasks = Tasks(_logger, stop.request)
     drained_s = 0.0
-    drained = Stop()  # requests in progress need what runs beside them as much as before
+    drained = Stop()  # ends the background tasks, which requests in progress need until the drain is over
     measuring: asyncio.Task[None] | None = None
     owning: asyncio.Task[None] | None = None
     await side.start()
@@ -213,8 +213,8 @@ async def serve(
             await retry(listening, errors=(BrokerError,), stop=stop, logger=_logger, what=purpose)
         own = functools.partial(_own_streams, queue, placer, settings, record, jobs.bucket)
         owning = asyncio.create_task(retry(own, errors=(BrokerError,), stop=stop, logger=_logger, what="work streams"))
-        # connections already queue at the port: a request that meets a restart waits a moment instead of being refused
-        # as not ready
+        # Connections already queue at the port. A request that meets a restart waits a moment here, instead of being
+        # refused because the gateway is not ready.
         loaded = asyncio.create_task(feed.first.wait())
         await asyncio.wait({owning, loaded}, timeout=FIRST_ANSWER_S)
         loaded.cancel()
@@ -255,10 +255,11 @@ async def serve(
         readiness.leaving = True
         main.leave()
         side.leave()
-        if lame_duck_s and readiness.started:  # nobody is sent to one that was never ready
+        if lame_duck_s and readiness.started:  # a gateway that was never ready gets no traffic
             _logger.info("gateway is a lame duck for %g s, %d requests in progress", lame_duck_s, inference.in_progress)
             await stop.lame_duck(lame_duck_s)
-            await main.hang_up()  # without a lame duck this would meet requests on their way
+            # done only after a lame duck: earlier, requests could still be on their way on these connections
+            await main.hang_up()
         readiness.draining = True
         inference.away.close()
         await inference.shadows.close()
@@ -289,17 +290,18 @@ async def serve(
 
 
 def longest_drain_s(settings: Settings) -> float:
-    """After this long every request that was accepted has had its answer, seconds."""
+    """Return the seconds after which every accepted request has had its answer."""
     return settings.gateway_request_timeout + _LATE_S
 
 
 async def _own_streams(
     queue: WorkQueue, placer: Placer, settings: Settings, pools: PoolRecord, jobs: JobsBucket
 ) -> None:
-    """Make the buckets of tables, of reservations and of jobs, then the streams of this installation's own pools, for
-    which workers wait.
+    """Create the buckets of tables, reservations and jobs, then the streams of this installation's own pools, which
+    workers wait for.
 
-    A stream that stands otherwise is refused, never changed or worked around: SettingError; else BrokerError.
+    A stream that exists with other settings is refused, never changed. Raises SettingError for it, BrokerError for
+    other failures.
     """
     try:
         await placer.start()
@@ -328,8 +330,8 @@ async def run(
     lame_duck_s: float = 0.0,
     data_dir: Path | None = None,
 ) -> int:
-    """The gateway against NATS. Raises SettingError."""
-    require_tokens(settings)  # also while there is no broker to connect to
+    """Run the gateway against NATS and return its exit status. Raises SettingError."""
+    require_tokens(settings)  # checked before the connection, so that the error comes even if NATS is down
     async with connected(settings.nats_url, "sie-gateway", stop, password=settings.nats_password) as broker:
         if broker is None:
             return 0

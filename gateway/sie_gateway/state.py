@@ -1,4 +1,4 @@
-"""The parts of a gateway, put together by `process` and used by the handlers of routes."""
+"""Container of the parts of a gateway. `process` builds it, and the handlers of routes use it."""
 
 from __future__ import annotations
 
@@ -23,18 +23,20 @@ from sie_runtime.keys import Keys
 
 
 class GatewayReadiness:
-    """Whether this gateway is ready, and how far its shutdown is. `keys` only in mode token."""
+    """Readiness of this gateway, and the stage of its shutdown. `keys` is given only in auth mode token."""
 
     def __init__(self, broker: Connection, feed: CatalogueFeed, keys: Keys | None) -> None:
         self._broker = broker
         self._feed = feed
         self._keys = keys
         self.started = False
-        self.leaving = False  # no new connections are wanted; requests are still answered
+        self.leaving = False  # clients are told to open no new connections here; requests are still answered
         self.draining = False  # new work is refused
 
     def not_ready(self) -> str | None:
-        """Why this gateway is not ready, or None. Workers do not count: they may be scaled to zero."""
+        """Return the reason why this gateway is not ready, or None if it is ready. Workers do not count: they may be
+        scaled to zero.
+        """
         if self.leaving:
             return "draining"
         if not self._feed.first.is_set():

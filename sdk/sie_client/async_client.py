@@ -1,4 +1,4 @@
-"""The client for asyncio, its `jobs` and `files`: the methods of `SIEClient`, driven by tasks."""
+"""The client for asyncio, with `jobs` and `files`: the methods of `SIEClient`, run by tasks."""
 
 from __future__ import annotations
 
@@ -50,53 +50,53 @@ class AsyncJob(SeenJob):
         self._session = session
 
     async def refresh(self) -> AsyncJob:
-        """Asynchronous Job.refresh."""
+        """Asynchronous version of Job.refresh."""
         self.info = await self._driver.run(jobs.get(self.id, self._session))
         return self
 
     async def wait(
         self, timeout_s: float | None = None, on_progress: Callable[[JobInfo], None] | None = None
     ) -> AsyncJob:
-        """Asynchronous Job.wait."""
+        """Asynchronous version of Job.wait."""
         self.info = await self._driver.run(jobs.waited(self.id, timeout_s, on_progress, self._session))
         jobs.completed(self.info)
         return self
 
     async def pause(self) -> AsyncJob:
-        """Asynchronous Job.pause."""
+        """Asynchronous version of Job.pause."""
         self.info = await self._driver.run(jobs.steered(self.id, "pause", self._session))
         return self
 
     async def resume(self) -> AsyncJob:
-        """Asynchronous Job.resume."""
+        """Asynchronous version of Job.resume."""
         self.info = await self._driver.run(jobs.steered(self.id, "resume", self._session))
         return self
 
     async def cancel(self) -> AsyncJob:
-        """Asynchronous Job.cancel."""
+        """Asynchronous version of Job.cancel."""
         self.info = await self._driver.run(jobs.steered(self.id, "cancel", self._session))
         return self
 
     async def retry(self) -> AsyncJob:
-        """Asynchronous Job.retry."""
+        """Asynchronous version of Job.retry."""
         return AsyncJob(await self._driver.run(jobs.retried(self.id, self._session)), self._driver, self._session)
 
     async def manifest(self) -> JobManifest:
-        """Asynchronous Job.manifest."""
+        """Asynchronous version of Job.manifest."""
         return await self._driver.run(jobs.manifest(self.id, self._session))
 
     async def rows(self, limit: int = 20, failed: bool | None = None) -> list[dict[str, Any]]:
-        """Asynchronous Job.rows."""
+        """Asynchronous version of Job.rows."""
         return await self._driver.run(jobs.rows(self.id, limit, failed, self._session))
 
     async def download(
         self, folder: str | os.PathLike[str], on_progress: Callable[[Progress], None] | None = None
     ) -> list[Path]:
-        """Asynchronous Job.download."""
+        """Asynchronous version of Job.download."""
         return await self._driver.run(jobs.downloaded(self.info, folder, on_progress, self._session))
 
     async def delete(self) -> None:
-        """Asynchronous Job.delete."""
+        """Asynchronous version of Job.delete."""
         await self._driver.run(jobs.deleted(self.id, self._session))
 
 
@@ -110,14 +110,14 @@ class AsyncJobs:
     async def submit(
         self, model: str, input: str | os.PathLike[str] | FileObject, **options: Unpack[JobOptions]
     ) -> AsyncJob:
-        """Asynchronous SIEClient.jobs.submit."""
+        """Asynchronous version of SIEClient.jobs.submit."""
         return self._job(await self._driver.run(jobs.submitted(model, input, options, self._session)))
 
     async def get(self, job: str) -> AsyncJob:
         return self._job(await self._driver.run(jobs.get(job, self._session)))
 
     async def list(self, state: str | None = None, page: int = jobs.PAGE) -> AsyncGenerator[AsyncJob]:
-        """Asynchronous SIEClient.jobs.list."""
+        """Asynchronous version of SIEClient.jobs.list."""
         after: str | None = None
         while True:
             jobs_page = await self._driver.run(jobs.page(state, page, after, self._session))
@@ -128,7 +128,7 @@ class AsyncJobs:
                 return
 
     async def delete(self, job: str) -> None:
-        """Asynchronous SIEClient.jobs.delete."""
+        """Asynchronous version of SIEClient.jobs.delete."""
         await self._driver.run(jobs.deleted(job, self._session))
 
     def _job(self, info: JobInfo) -> AsyncJob:
@@ -149,20 +149,20 @@ class AsyncFiles:
         on_progress: Callable[[Progress], None] | None = None,
         expires_after_s: int | None = None,
     ) -> FileObject:
-        """Asynchronous SIEClient.files.upload."""
+        """Asynchronous version of SIEClient.files.upload."""
         return await self._driver.run(files.uploaded(path, purpose, on_progress, self._session, expires_after_s))
 
     async def get(self, file: str) -> FileObject:
         return await self._driver.run(files.get(file, self._session))
 
     async def content(self, file: str) -> bytes:
-        """Asynchronous SIEClient.files.content."""
+        """Asynchronous version of SIEClient.files.content."""
         return await self._driver.run(files.content(file, self._session))
 
     async def save(
         self, file: str, path: str | os.PathLike[str], on_progress: Callable[[Progress], None] | None = None
     ) -> Path:
-        """Asynchronous SIEClient.files.save."""
+        """Asynchronous version of SIEClient.files.save."""
         return await self._driver.run(files.saved(file, path, on_progress, self._session))
 
     async def delete(self, file: str) -> None:
@@ -196,7 +196,7 @@ class SIEAsyncClient:
         self, model: str, items: Sequence[Item | str], **params: Unpack[EncodeParams]
     ) -> Results[EncodeResult]: ...
     async def encode(self, model: str, items: Item | str | Sequence[Item | str], **params: Unpack[EncodeParams]) -> Any:
-        """Asynchronous SIEClient.encode."""
+        """Asynchronous version of SIEClient.encode."""
         listed = transport.as_list(items)
         results = await self._driver.run(verbs.encode(model, listed, params, self._session), params, len(listed))
         return results[0] if transport.is_single(items) else results
@@ -204,7 +204,7 @@ class SIEAsyncClient:
     async def embed(
         self, model: str, texts: Item | str | Iterable[Item | str], **params: Unpack[EncodeParams]
     ) -> NDArray[Any]:
-        """Asynchronous SIEClient.embed."""
+        """Asynchronous version of SIEClient.embed."""
         listed, count = transport.as_iterable(texts)
         rows = await self._driver.run(verbs.embed(model, listed, count, params, self._session), params, count)
         return cast("NDArray[Any]", rows[0]) if transport.is_single(texts) else rows
@@ -212,7 +212,7 @@ class SIEAsyncClient:
     async def score(
         self, model: str, query: Item | str, items: Item | str | Sequence[Item | str], **params: Unpack[Params]
     ) -> ScoreResult:
-        """Asynchronous SIEClient.score."""
+        """Asynchronous version of SIEClient.score."""
         listed = transport.as_list(items)
         return await self._driver.run(verbs.score(model, query, listed, params, self._session), params, len(listed))
 
@@ -225,7 +225,7 @@ class SIEAsyncClient:
         top_n: int | None = None,
         **params: Unpack[Params],
     ) -> list[Ranked]:
-        """Asynchronous SIEClient.rerank."""
+        """Asynchronous version of SIEClient.rerank."""
         listed = transport.as_list(documents)
         return await self._driver.run(
             verbs.rerank(model, query, listed, top_n, params, self._session), params, len(listed)
@@ -242,58 +242,58 @@ class SIEAsyncClient:
     async def extract(
         self, model: str, items: Item | str | Sequence[Item | str], **params: Unpack[ExtractParams]
     ) -> Any:
-        """Asynchronous SIEClient.extract."""
+        """Asynchronous version of SIEClient.extract."""
         listed = transport.as_list(items)
         results = await self._driver.run(verbs.extract(model, listed, params, self._session), params, len(listed))
         return results[0] if transport.is_single(items) else results
 
     async def list_models(self, **filters: Unpack[ModelFilters]) -> list[dict[str, Any]]:
-        """Asynchronous SIEClient.list_models."""
+        """Asynchronous version of SIEClient.list_models."""
         return await self._driver.run(cluster.list_models(filters, self._session))
 
     async def get_model(self, model: str) -> dict[str, Any]:
-        """Asynchronous SIEClient.get_model."""
+        """Asynchronous version of SIEClient.get_model."""
         return await self._driver.run(cluster.get_model(model, self._session))
 
     async def health(self) -> dict[str, Any]:
-        """Asynchronous SIEClient.health."""
+        """Asynchronous version of SIEClient.health."""
         return await self._driver.run(cluster.health(self._session))
 
     async def get_capacity(self, gpu: str | None = None) -> Capacity:
-        """Asynchronous SIEClient.get_capacity."""
+        """Asynchronous version of SIEClient.get_capacity."""
         return await self._driver.run(cluster.capacity(gpu, self._session))
 
     async def get_scaling(self, lane: str) -> dict[str, Any]:
-        """Asynchronous SIEClient.get_scaling."""
+        """Asynchronous version of SIEClient.get_scaling."""
         return await self._driver.run(cluster.scaling(lane, self._session))
 
     async def wait_for_capacity(self, model: str, **options: Unpack[CallOptions]) -> dict[str, Any]:
-        """Asynchronous SIEClient.wait_for_capacity."""
+        """Asynchronous version of SIEClient.wait_for_capacity."""
         return await self._driver.run(cluster.warmed(model, options, self._session), options)
 
     async def create_pool(self, name: str, gpus: Mapping[str, int], **options: Unpack[PoolOptions]) -> Pool:
-        """Asynchronous SIEClient.create_pool."""
+        """Asynchronous version of SIEClient.create_pool."""
         return await self._driver.run(cluster.create_pool(name, gpus, options, self._session))
 
     async def list_pools(self) -> list[Pool]:
-        """Asynchronous SIEClient.list_pools."""
+        """Asynchronous version of SIEClient.list_pools."""
         return await self._driver.run(cluster.list_pools(self._session))
 
     async def get_pool(self, name: str) -> Pool:
-        """Asynchronous SIEClient.get_pool."""
+        """Asynchronous version of SIEClient.get_pool."""
         return await self._driver.run(cluster.get_pool(name, self._session))
 
     async def renew_pool(self, name: str) -> float:
-        """Asynchronous SIEClient.renew_pool."""
+        """Asynchronous version of SIEClient.renew_pool."""
         return await self._driver.run(cluster.renew_pool(name, self._session))
 
     async def delete_pool(self, name: str) -> None:
-        """Asynchronous SIEClient.delete_pool."""
+        """Asynchronous version of SIEClient.delete_pool."""
         await self._driver.run(cluster.delete_pool(name, self._session))
 
     @contextlib.asynccontextmanager
     async def reserve(self, name: str, gpus: Mapping[str, int], **options: Unpack[PoolOptions]) -> AsyncIterator[Pool]:
-        """Asynchronous SIEClient.reserve."""
+        """Asynchronous version of SIEClient.reserve."""
         created = await self.create_pool(name, gpus, **options)
         end = self._driver.start(cluster.renewed(name, gpus, options, self._session))
         try:
@@ -303,7 +303,7 @@ class SIEAsyncClient:
             await self._driver.run(cluster.released(name, self._session))
 
     async def watch(self, path: str = watching.CLUSTER_STATUS) -> AsyncGenerator[dict[str, Any]]:
-        """Asynchronous SIEClient.watch."""
+        """Asynchronous version of SIEClient.watch."""
         socket, request = watching.AsyncStatusSocket(self._driver.url), watching.request(path, self._session)
         async with contextlib.aclosing(socket):
             while True:

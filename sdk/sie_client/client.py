@@ -1,5 +1,5 @@
-"""The blocking client, its `jobs` and `files`. Its methods are plans, driven in the calling thread and, where they ask
-several things at once, in threads of their own.
+"""The blocking client, with `jobs` and `files`. Its methods run plans in the calling thread. Requests that go out at
+the same time run in additional threads.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 class Job(SeenJob):
-    """A job, and what can be done with it. `info` is as it was last seen."""
+    """A job and the operations on it. `info` is its state when the client last read it."""
 
     def __init__(self, info: JobInfo, driver: ThreadDriver, session: Session) -> None:
         super().__init__(info)
@@ -52,70 +52,71 @@ class Job(SeenJob):
         self._session = session
 
     def refresh(self) -> Job:
-        """Look at it again."""
+        """Read the state of the job again."""
         self.info = self._driver.run(jobs.get(self.id, self._session))
         return self
 
     def wait(self, timeout_s: float | None = None, on_progress: Callable[[JobInfo], None] | None = None) -> Job:
-        """Until it is completed. `on_progress` gets it after each look, one each few seconds.
+        """Wait until the job is completed. `on_progress` is called with the job's state after each poll, every few
+        seconds.
 
-        Raises JobFailedError if it fails, expires or is cancelled, and JobTimeoutError after `timeout_s`; the job goes
-        on then.
+        Raises JobFailedError if the job fails, expires or is cancelled. Raises JobTimeoutError after `timeout_s`; the
+        job then goes on.
         """
         self.info = self._driver.run(jobs.waited(self.id, timeout_s, on_progress, self._session))
         jobs.completed(self.info)
         return self
 
     def pause(self) -> Job:
-        """Pause the job: parts that run are finished, and none begins."""
+        """Pause the job: running parts finish, and no part begins."""
         self.info = self._driver.run(jobs.steered(self.id, "pause", self._session))
         return self
 
     def resume(self) -> Job:
-        """Go on after a pause."""
+        """Resume the job after a pause."""
         self.info = self._driver.run(jobs.steered(self.id, "resume", self._session))
         return self
 
     def cancel(self) -> Job:
-        """End it for ever. What it has written stays."""
+        """Cancel the job for ever. Its written output stays."""
         self.info = self._driver.run(jobs.steered(self.id, "cancel", self._session))
         return self
 
     def retry(self) -> Job:
-        """Another job, over the rows that failed."""
+        """Create another job for the rows that failed, and return it."""
         return Job(self._driver.run(jobs.retried(self.id, self._session)), self._driver, self._session)
 
     def manifest(self) -> JobManifest:
-        """The files of its output, all of them."""
+        """Return the list of all files of the job's output."""
         return self._driver.run(jobs.manifest(self.id, self._session))
 
     def rows(self, limit: int = 20, failed: bool | None = None) -> list[dict[str, Any]]:
-        """A sample of the rows that were answered, without vectors. `failed`: only those with an error."""
+        """Return a sample of the answered rows, without vectors. `failed` True: only rows with an error."""
         return self._driver.run(jobs.rows(self.id, limit, failed, self._session))
 
     def download(
         self, folder: str | os.PathLike[str], on_progress: Callable[[Progress], None] | None = None
     ) -> list[Path]:
-        """The files of its output in a folder, and `manifest.json` last. Each is checked by its digest and appears once
-        it is whole; one that is there already is not fetched again.
+        """Write the files of the job's output to a folder, and `manifest.json` last. Each file is checked by its digest
+        and appears when it is complete. A file that already exists and matches is not fetched again.
         """
         return self._driver.run(jobs.downloaded(self.info, folder, on_progress, self._session))
 
     def delete(self) -> None:
-        """Forget it with its output. It must have ended."""
+        """Delete the job, which must have ended, and its output."""
         self._driver.run(jobs.deleted(self.id, self._session))
 
 
 class Jobs:
-    """Work on whole files. Its methods raise SIEError."""
+    """Jobs over whole files. The methods raise SIEError."""
 
     def __init__(self, driver: ThreadDriver, session: Session) -> None:
         self._driver = driver
         self._session = session
 
     def submit(self, model: str, input: str | os.PathLike[str] | FileObject, **options: Unpack[JobOptions]) -> Job:
-        """A job over `input`: a local file, which is sent first, the id of one that was sent, or an address (`s3://`,
-        `gs://`, `file:///`) that the server allows.
+        """Create a job over `input`: a local file, which is uploaded first, the id of an uploaded file, or an address
+        (`s3://`, `gs://`, `file:///`) that the server allows.
         """
         return self._job(self._driver.run(jobs.submitted(model, input, options, self._session)))
 
@@ -123,7 +124,7 @@ class Jobs:
         return self._job(self._driver.run(jobs.get(job, self._session)))
 
     def list(self, state: str | None = None, page: int = jobs.PAGE) -> Iterator[Job]:
-        """All jobs, the newest first, or those in a state. Asks for `page` of them at a time."""
+        """Yield all jobs, the newest first, or the jobs in `state`. Requests `page` jobs at a time."""
         after: str | None = None
         while True:
             jobs_page = self._driver.run(jobs.page(state, page, after, self._session))
@@ -133,7 +134,7 @@ class Jobs:
                 return
 
     def delete(self, job: str) -> None:
-        """Forget a job that has ended, with its output."""
+        """Delete a job that has ended, and its output."""
         self._driver.run(jobs.deleted(job, self._session))
 
     def _job(self, info: JobInfo) -> Job:
@@ -141,7 +142,7 @@ class Jobs:
 
 
 class Files:
-    """Files at the server. Its methods raise SIEError."""
+    """Files on the server. The methods raise SIEError."""
 
     def __init__(self, driver: ThreadDriver, session: Session) -> None:
         self._driver = driver
@@ -154,8 +155,8 @@ class Files:
         on_progress: Callable[[Progress], None] | None = None,
         expires_after_s: int | None = None,
     ) -> FileObject:
-        """Send a file, read from the disk as it goes. `on_progress` gets its bytes. It is removed after
-        `expires_after_s`, and kept without that.
+        """Upload a file, read from the disk piece by piece. `on_progress` is called with the bytes sent. The server
+        removes the file after `expires_after_s`, or keeps it if that is None.
         """
         return self._driver.run(files.uploaded(path, purpose, on_progress, self._session, expires_after_s))
 
@@ -163,13 +164,13 @@ class Files:
         return self._driver.run(files.get(file, self._session))
 
     def content(self, file: str) -> bytes:
-        """All of it, in memory. `save` is for large ones."""
+        """Return the whole content of a file, in memory. Use `save` for large files."""
         return self._driver.run(files.content(file, self._session))
 
     def save(
         self, file: str, path: str | os.PathLike[str], on_progress: Callable[[Progress], None] | None = None
     ) -> Path:
-        """Write it to `path`, where it appears once it is whole."""
+        """Write a file to `path`, where it appears when it is complete."""
         return self._driver.run(files.saved(file, path, on_progress, self._session))
 
     def delete(self, file: str) -> None:
@@ -177,8 +178,8 @@ class Files:
 
 
 class SIEClient:
-    """Blocking client of one server. `options` hold for all of its calls: see `types.ClientOptions`. `jobs`: work on
-    whole files; `files`: those that were sent.
+    """Blocking client of one server. `options` are the defaults of its calls, see `types.ClientOptions`. `jobs`: jobs
+    over whole files. `files`: uploaded files.
 
     Waits for capacity (a full queue, a loading model) up to 15 minutes unless `wait_for_capacity` is False. Safe to
     share between threads. Close it, or use it as a context manager. All methods raise `SIEError`.
@@ -208,8 +209,8 @@ class SIEClient:
         self, model: str, items: Sequence[Item | str], **params: Unpack[EncodeParams]
     ) -> Results[EncodeResult]: ...
     def encode(self, model: str, items: Item | str | Sequence[Item | str], **params: Unpack[EncodeParams]) -> Any:
-        """Vectors of one item (a result) or of a list (a list of results, in order). An item that failed carries
-        `error`.
+        """Return the vectors of one item (a result) or of a list (a list of results, in order). An item that failed has
+        `error` in its result.
         """
         listed = transport.as_list(items)
         results = self._driver.run(verbs.encode(model, listed, params, self._session), params, len(listed))
@@ -218,8 +219,8 @@ class SIEClient:
     def embed(
         self, model: str, texts: Item | str | Iterable[Item | str], **params: Unpack[EncodeParams]
     ) -> NDArray[Any]:
-        """Dense vectors as one array [texts, width], of one text [width]. `texts` may be a list, an array, a Series of
-        pandas or polars, or an iterator, which is read as its parts are sent. Raises for a text that failed.
+        """Return dense vectors as one array [texts, width]; for one text [width]. `texts` may be a list, an array, a
+        Series of pandas or polars, or an iterator, which is read while its parts are sent. Raises if a text failed.
         """
         listed, count = transport.as_iterable(texts)
         rows = self._driver.run(verbs.embed(model, listed, count, params, self._session), params, count)
@@ -228,7 +229,9 @@ class SIEClient:
     def score(
         self, model: str, query: Item | str, items: Item | str | Sequence[Item | str], **params: Unpack[Params]
     ) -> ScoreResult:
-        """Scores of items against a query. Raises for the query; an item that failed carries `error`."""
+        """Return the scores of items against a query. Raises if the query failed; an item that failed has `error` in
+        its entry.
+        """
         listed = transport.as_list(items)
         return self._driver.run(verbs.score(model, query, listed, params, self._session), params, len(listed))
 
@@ -241,7 +244,9 @@ class SIEClient:
         top_n: int | None = None,
         **params: Unpack[Params],
     ) -> list[Ranked]:
-        """The best `top_n` documents (all), best first, with their positions. Raises for a document that failed."""
+        """Return the best `top_n` documents (default: all), best first, with their positions. Raises if a document
+        failed.
+        """
         listed = transport.as_list(documents)
         return self._driver.run(verbs.rerank(model, query, listed, top_n, params, self._session), params, len(listed))
 
@@ -255,61 +260,61 @@ class SIEClient:
     ) -> Results[ExtractResult]: ...
     def extract(self, model: str, items: Item | str | Sequence[Item | str], **params: Unpack[ExtractParams]) -> Any:
         """Extract from one item (returns a result) or from a list (returns a list of results, in order). An item that
-        failed carries `error`.
+        failed has `error` in its result.
         """
         listed = transport.as_list(items)
         results = self._driver.run(verbs.extract(model, listed, params, self._session), params, len(listed))
         return results[0] if transport.is_single(items) else results
 
     def list_models(self, **filters: Unpack[ModelFilters]) -> list[dict[str, Any]]:
-        """The catalogue, or what of it fits."""
+        """Return the models of the catalogue that match the filters."""
         return self._driver.run(cluster.list_models(filters, self._session))
 
     def get_model(self, model: str) -> dict[str, Any]:
-        """One model or variant of the catalogue. Never loads it."""
+        """Return one model or variant of the catalogue. Never loads it."""
         return self._driver.run(cluster.get_model(model, self._session))
 
     def health(self) -> dict[str, Any]:
-        """Report the health of the cluster."""
+        """Return the health of the cluster."""
         return self._driver.run(cluster.health(self._session))
 
     def get_capacity(self, gpu: str | None = None) -> Capacity:
-        """The healthy workers of a machine profile, or all."""
+        """Return the healthy workers of a machine profile, or all healthy workers."""
         return self._driver.run(cluster.capacity(gpu, self._session))
 
     def get_scaling(self, lane: str) -> dict[str, Any]:
-        """Report the load of a lane, `pool.machine_profile.bundle`, and how many workers it needs."""
+        """Return the load of a lane, `pool.machine_profile.bundle`, and how many workers it needs."""
         return self._driver.run(cluster.scaling(lane, self._session))
 
     def wait_for_capacity(self, model: str, **options: Unpack[CallOptions]) -> dict[str, Any]:
-        """Make a worker start and load the model, and return its catalogue entry once it answers; waits up to
-        `capacity_budget_s`.
+        """Make a worker start and load the model. Return the model's catalogue entry when the model answers. Waits up
+        to `capacity_budget_s`.
         """
         return self._driver.run(cluster.warmed(model, options, self._session), options)
 
     def create_pool(self, name: str, gpus: Mapping[str, int], **options: Unpack[PoolOptions]) -> Pool:
-        """Reserve workers, as many of each machine profile as `gpus` says. The same again renews the lease."""
+        """Reserve workers; `gpus` has the number for each machine profile. A repeated call renews the lease."""
         return self._driver.run(cluster.create_pool(name, gpus, options, self._session))
 
     def list_pools(self) -> list[Pool]:
-        """All pools, `default` among them."""
+        """Return all pools, including `default`."""
         return self._driver.run(cluster.list_pools(self._session))
 
     def get_pool(self, name: str) -> Pool:
-        """One pool. Raises PoolNotFoundError also when its lease has lapsed."""
+        """Return one pool. Raises PoolNotFoundError also if its lease has lapsed."""
         return self._driver.run(cluster.get_pool(name, self._session))
 
     def renew_pool(self, name: str) -> float:
-        """Renew a lease; when it ends now, in seconds since 1970."""
+        """Renew a lease. Return its new end, seconds since 1970."""
         return self._driver.run(cluster.renew_pool(name, self._session))
 
     def delete_pool(self, name: str) -> None:
-        """Give the workers of a reservation back."""
+        """Delete a reservation, which gives its workers back."""
         self._driver.run(cluster.delete_pool(name, self._session))
 
     @contextlib.contextmanager
     def reserve(self, name: str, gpus: Mapping[str, int], **options: Unpack[PoolOptions]) -> Iterator[Pool]:
-        """A pool for the length of a `with` block: created, renewed in the background, deleted at the end. Use it as
+        """Reserve a pool for a `with` block: created, renewed in the background, deleted at the end. Use it as
         `pool=name`.
         """
         created = self.create_pool(name, gpus, **options)
@@ -321,7 +326,7 @@ class SIEClient:
             self._driver.run(cluster.released(name, self._session))
 
     def watch(self, path: str = watching.CLUSTER_STATUS) -> Iterator[dict[str, Any]]:
-        """Status frames, one each second, for as long as they are asked for. Needs the package `websockets`."""
+        """Yield status frames, one per second, until the caller stops. Needs the package `websockets`."""
         socket, request = watching.StatusSocket(self._driver.url), watching.request(path, self._session)
         with contextlib.closing(socket):
             while True:

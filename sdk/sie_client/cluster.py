@@ -1,4 +1,4 @@
-"""Everything but the three verbs, as plans: models, health, capacity, pools."""
+"""Calls other than the three verbs, as plans: models, health, capacity, pools."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sie_client.types import Capacity, Item, Pool
 T = TypeVar("T")
 RENEW_EVERY_S = 60.0
 LEASE_S = 1200.0
-CLOSE_S = 5.0  # for the end of a reservation
+CLOSE_S = 5.0  # seconds for the deletion of a pool at the end of a reservation
 _logger = logging.getLogger("sie_client")
 _DOT = bytes.fromhex(  # an image of one pixel
     "89504e470d0a1a0a0000000d4948445200000001000000010802000000907753de0000000c49444154789c63606060000000040001f61738550000000049454e44"
@@ -33,7 +33,7 @@ _SMALLEST: dict[str, Item] = {
 
 
 def _field(reply: Any, name: str, kind: type[T]) -> T:
-    """A member of a reply. Raises ServerError where it is not, or is something else."""
+    """Return a field of a reply. Raises ServerError if it is missing or has another type."""
     value = reply.get(name) if isinstance(reply, dict) else None
     if not isinstance(value, kind):
         raise ServerError(
@@ -44,7 +44,7 @@ def _field(reply: Any, name: str, kind: type[T]) -> T:
 
 
 def list_models(filters: Mapping[str, Any], session: Session) -> Plan[list[dict[str, Any]]]:
-    """`GET /v1/models`."""
+    """Send `GET /v1/models`. Return the list of models."""
     query = {
         name: str(value).lower() if isinstance(value, bool) else value
         for name, value in filters.items()
@@ -55,21 +55,21 @@ def list_models(filters: Mapping[str, Any], session: Session) -> Plan[list[dict[
 
 
 def get_model(model: str, session: Session) -> Plan[dict[str, Any]]:
-    """`GET /v1/models/{model}`."""
+    """Send `GET /v1/models/{model}`. Return the model."""
     reply = yield from json_call("GET", f"/v1/models/{quoted(model)}", session)
     _field(reply, "name", str)
     return cast("dict[str, Any]", reply)
 
 
 def health(session: Session) -> Plan[dict[str, Any]]:
-    """`GET /health`."""
+    """Send `GET /health`. Return the reply."""
     reply = yield from json_call("GET", "/health", session)
     _field(reply, "status", str)
     return cast("dict[str, Any]", reply)
 
 
 def capacity(gpu: str | None, session: Session) -> Plan[Capacity]:
-    """The healthy workers of one machine profile, or of all."""
+    """Return the healthy workers of one machine profile, or all healthy workers."""
     reply = yield from json_call("GET", "/health", session)
     machine_profile = None if gpu is None else gpu.strip().lower()
     workers = [
@@ -85,17 +85,17 @@ def capacity(gpu: str | None, session: Session) -> Plan[Capacity]:
 
 
 def scaling(lane: str, session: Session) -> Plan[dict[str, Any]]:
-    """`GET /v1/scaling/{lane}`."""
+    """Send `GET /v1/scaling/{lane}`. Return the reply."""
     reply = yield from json_call("GET", f"/v1/scaling/{quoted(lane)}", session)
     _field(reply, "wanted_replicas", int)
     return cast("dict[str, Any]", reply)
 
 
 def warmed(model: str, options: Mapping[str, Any], session: Session) -> Plan[dict[str, Any]]:
-    """Send the smallest input that the model takes, which makes a worker start and load it; return what the catalogue
-    says then.
+    """Send the smallest input that the model takes, which makes a worker start and load it. Return the model's
+    catalogue entry afterwards.
 
-    Raises what a call raises, and InvalidInputError for a model that takes neither text, images nor sounds.
+    Raises what a call raises, and InvalidInputError for a model without an input that this function can make.
     """
     session, params = session.for_call({"wait_for_capacity": True, **options})
     info = yield from get_model(model, session)
@@ -103,7 +103,7 @@ def warmed(model: str, options: Mapping[str, Any], session: Session) -> Plan[dic
     item = next((smallest for name, smallest in _SMALLEST.items() if name in inputs), None)
     if item is None:
         raise InvalidInputError(
-            f"{model}: takes {', '.join(map(str, inputs))}, which cannot be made up", code="INVALID_INPUT"
+            f"{model}: takes {', '.join(map(str, inputs))}, for which no test input can be made", code="INVALID_INPUT"
         )
     if "encode" in tasks:
         yield from verbs.encode(model, [item], params, session)
@@ -122,35 +122,35 @@ def _pool(reply: Any) -> Pool:
 
 
 def create_pool(name: str, gpus: Mapping[str, int], options: Mapping[str, Any], session: Session) -> Plan[Pool]:
-    """`POST /v1/pools`."""
+    """Send `POST /v1/pools`. Return the pool."""
     body = {key: value for key, value in options.items() if value is not None}
     return _pool((yield from json_call("POST", "/v1/pools", session, {"name": name, "gpus": dict(gpus), **body})))
 
 
 def list_pools(session: Session) -> Plan[list[Pool]]:
-    """`GET /v1/pools`."""
+    """Send `GET /v1/pools`. Return the list of pools."""
     return [_pool(pool) for pool in _field((yield from json_call("GET", "/v1/pools", session)), "pools", list)]
 
 
 def get_pool(name: str, session: Session) -> Plan[Pool]:
-    """`GET /v1/pools/{name}`."""
+    """Send `GET /v1/pools/{name}`. Return the pool."""
     return _pool((yield from json_call("GET", f"/v1/pools/{quoted(name)}", session)))
 
 
 def renew_pool(name: str, session: Session) -> Plan[float]:
-    """`POST /v1/pools/{name}/renew`; when the lease ends, in seconds since 1970."""
+    """Send `POST /v1/pools/{name}/renew`. Return the end of the lease, seconds since 1970."""
     reply = yield from json_call("POST", f"/v1/pools/{quoted(name)}/renew", session)
     expires_at = reply.get("expires_at") if isinstance(reply, dict) else None
     return float(expires_at) if isinstance(expires_at, int) else _field(reply, "expires_at", float)
 
 
 def delete_pool(name: str, session: Session, within_s: float = CONTROL_S) -> Plan[None]:
-    """`DELETE /v1/pools/{name}`."""
+    """Send `DELETE /v1/pools/{name}`."""
     yield from json_call("DELETE", f"/v1/pools/{quoted(name)}", session, within_s=within_s)
 
 
 def released(name: str, session: Session) -> Plan[None]:
-    """Delete a pool at once or not at all: what cannot be reached is left to its lease, with a warning."""
+    """Delete a pool with one attempt. If that fails, log a warning: the pool ends with its lease."""
     session, _ = session.for_call({"wait_for_capacity": False})
     try:
         yield from delete_pool(name, session, CLOSE_S)
@@ -161,8 +161,8 @@ def released(name: str, session: Session) -> Plan[None]:
 
 
 def renewed(name: str, gpus: Mapping[str, int], options: Mapping[str, Any], session: Session) -> Plan[NoReturn]:
-    """Renew a reservation until the shell stops; one whose lease lapsed is made again. A failure is told as the cause
-    of a wait.
+    """Renew a reservation until its driver stops. If the lease lapsed, reserve again. A failure becomes the cause of
+    the next pause, which is logged.
     """
     session, _ = session.for_call({"wait_for_capacity": False})
     lease_s = float(options.get("ttl_seconds") or LEASE_S)

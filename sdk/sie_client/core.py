@@ -1,11 +1,11 @@
-"""The client without I/O: a call is a generator, a plan, that yields what it wants done and is sent what came of it.
+"""The client without I/O. A call is a plan: a generator that yields steps and gets the result of each step.
 
-    Send ──► the shell does the HTTP ──► Received | TransportFailed
-    Pause ──► the shell sleeps       Work ──► the shell runs a function that may take long or read files
-    Together ──► the shell runs further plans, so many at a time ──► their results in order
-    Answered ──► the shell tells the user how far the call has come
+    Send ──► the driver does the HTTP ──► Received | TransportFailed
+    Pause ──► the driver sleeps       BlockingWork ──► the driver runs a function that may take long or read files
+    Together ──► the driver runs several plans, a limited number at a time ──► their results in order
+    HttpAnswer ──► the driver tells the user how far the call has come
 
-The sync and the async client are shells around the same plans, so they cannot drift apart.
+The sync and the async client are drivers of the same plans, so their behaviour cannot differ.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from sie_client.types import Progress
 from sie_contracts import __version__
 
 CONNECTION_BUDGET_S = 120.0
-# for a port of this machine that refuses, where no server was yet: one that is forgotten, not one that restarts
+# seconds for a port of this machine that refuses and where no server has answered: a server was probably not started
 NOBODY_BUDGET_S = 5.0
 CAPACITY_BUDGET_S = 900.0
 PART_TOKENS = 16_384
 CONCURRENCY = 8
 SERVER_DEADLINE_S = 120.0
-CONTROL_S = 30.0  # for what is not inference
-GRACE_S = 30.0  # above the server's own deadline, so that its answer wins
+CONTROL_S = 30.0  # seconds for a call other than inference
+GRACE_S = 30.0  # seconds above the server's own deadline, so that the server's answer comes first
 CONNECTION_PAUSE_S, MAX_CONNECTION_PAUSE_S = 1.0, 5.0
 MAX_COSTLY_PAUSE_S = 30.0
 HEDGE_SHARE, MAX_HEDGES = 0.2, 10.0
@@ -46,8 +46,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class UploadStream:
-    """A body of `size_bytes` that is never whole in memory. `pieces` begins it anew for each attempt; each piece may
-    take long, and may raise SIEError.
+    """Body of `size_bytes` that is never whole in memory. `pieces` starts the body again for each attempt. Each piece
+    may take long, and may raise SIEError.
     """
 
     pieces: Callable[[], Generator[bytes]]
@@ -55,19 +55,20 @@ class UploadStream:
 
 
 class BodySink(Protocol):
-    """Takes the body of a success piece by piece. Its methods may take long, and may raise SIEError."""
+    """Receives the body of a successful response piece by piece. Its methods may take long, and may raise SIEError."""
 
     def begin(self) -> None:
-        """A new attempt: what an earlier one wrote does not count."""
+        """Start a new attempt: bytes of an earlier attempt do not count."""
 
     def write(self, piece: bytes) -> None:
-        """The next piece."""
+        """Take the next piece."""
 
 
 @dataclass(frozen=True)
 class Send:
-    """An HTTP request, relative to the base URL. No answer within `within_s` is none; a second copy may go after
-    `hedge_after_s`. With a `sink` the body of a success goes there, and that of `Received` is empty.
+    """HTTP request, relative to the base URL. It fails without an answer within `within_s`. A second copy may go out
+    after `hedge_after_s`. With a `sink` the body of a successful response goes there, and the body of `Received` is
+    empty.
     """
 
     method: str
@@ -81,8 +82,8 @@ class Send:
 
 @dataclass(frozen=True)
 class Pause:
-    """Wait this long, then go on. `cause` says why, for a log, `error` in words, and `remaining_s` how much patience
-    is left; no cause: nothing is wrong.
+    """Wait for `seconds`, then continue. `cause`: the reason for a log, empty if nothing is wrong. `error`: the error
+    in words. `remaining_s`: seconds that the call will still wait.
     """
 
     seconds: float
@@ -93,24 +94,24 @@ class Pause:
 
 @dataclass(frozen=True)
 class BlockingWork:
-    """Call this where it holds up nobody else; the reply is what it returns."""
+    """Call a function where it does not block other calls; the reply is its result."""
 
     function: Callable[[], Any]
 
 
 @dataclass(frozen=True)
 class HttpAnswer:
-    """So many more items of the call have their answer."""
+    """Notice that `items` more items of the call have their answer."""
 
     items: int
 
 
 @dataclass(frozen=True)
 class Together:
-    """Run these plans, so many at a time; the reply is the list of their results, in order. What one raises ends all of
-    them.
+    """Run these plans, `concurrency` at a time; the reply is the list of their results, in order. An exception of one
+    plan ends all of them.
 
-    Taking the next plan may take long or read files, as `Work` does.
+    Taking the next plan may take long or read files, as `BlockingWork` does.
     """
 
     plans: Iterator[Plan[Any]]
@@ -119,7 +120,7 @@ class Together:
 
 @dataclass(frozen=True)
 class Received:
-    """A response, and how long it took. Names of headers are in lower case."""
+    """A response, and how long it took. Header names are in lower case."""
 
     status: int
     headers: Mapping[str, str]
@@ -129,10 +130,11 @@ class Received:
 
 @dataclass(frozen=True)
 class TransportFailed:
-    """No response. The request may have run: inference has no side effects, so it is sent again, unless it can never be
-    sent.
+    """A failure without a response. The request may have run. Inference has no side effects, so the request is sent
+    again, unless the failure is permanent.
 
-    `address`: whose answer it would have been. `is_nobody`: a port of this machine refuses, and has never answered.
+    `address`: the address of the server. `is_nobody`: a port of this machine refuses, and no server has answered there
+    before.
     """
 
     cause: Exception
@@ -148,8 +150,8 @@ Plan: TypeAlias = "Generator[Step, Any, T]"
 
 @dataclass(frozen=True)
 class Policy:
-    """How long a call is willing to wait. `wait_for_capacity` False waits for nothing. `connection_budget_s` None: as
-    long as is usual.
+    """Limits of the time that a call waits. `wait_for_capacity` False: the call does not wait at all.
+    `connection_budget_s` None: the default.
     """
 
     wait_for_capacity: bool = True
@@ -158,25 +160,25 @@ class Policy:
 
 
 class Patience:
-    """A policy, shared by the parts of a call: an answer to any of them renews what the others have left."""
+    """Policy shared by the parts of a call: an answer to any part renews the budget of the others."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
-        self.mark = object()  # another one after each answer
+        self.mark = object()  # replaced after each answer
 
     def renew(self) -> None:
         self.mark = object()
 
 
 class LoggedWarnings:
-    """The server's warnings that a client has logged: each once, however many replies have it."""
+    """Warnings of the server that a client has logged: each is logged once, however many replies have it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._logged: set[str] = set()
 
     def warn(self, warnings: object) -> None:
-        """Log those that are new; past MAX_TOLD different ones no more."""
+        """Log the new warnings; at most MAX_TOLD different ones."""
         for warning in warnings if isinstance(warnings, list) else ():
             with self._lock:
                 is_new = str(warning) not in self._logged and len(self._logged) < MAX_TOLD
@@ -186,8 +188,8 @@ class LoggedWarnings:
 
 
 class Hedges:
-    """How many second copies may go: one, and one for each five requests, so that hedging cannot double a load that is
-    already too high.
+    """Tokens for second copies of requests: one at the start, and one per five requests, so that hedging cannot double
+    a load that is already too high.
     """
 
     def __init__(self) -> None:
@@ -199,7 +201,7 @@ class Hedges:
             self._tokens = min(MAX_HEDGES, self._tokens + HEDGE_SHARE)
 
     def acquire(self) -> bool:
-        """Whether one may go now."""
+        """Return whether a second copy may go out now, and take a token for it."""
         with self._lock:
             if self._tokens < 1.0:
                 return False
@@ -209,7 +211,7 @@ class Hedges:
 
 @dataclass(frozen=True)
 class Session:
-    """State that all calls of a client share; `for_call` returns a copy with the options of one call. Raises
+    """State that all calls of a client share. `for_call` returns a copy with the options of one call. Raises
     InvalidInputError.
     """
 
@@ -250,14 +252,14 @@ class Session:
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> Session:
-        """A session with these options; None means the default. Raises TypeError for a name that is none of them."""
+        """Return a session with these options; None means the default. Raises TypeError for an unknown option."""
         session, rest = cls().for_call(options)
         if rest:
             raise TypeError(f"unexpected options: {', '.join(sorted(rest))}")
         return session
 
     def for_call(self, options: Mapping[str, Any]) -> tuple[Session, dict[str, Any]]:
-        """The session of one call, and those of its parameters that go to the server."""
+        """Return the session of one call, and those of its parameters that go to the server."""
         own = {name: value for name, value in options.items() if name in _OPTIONS and value is not None}
         return replace(self, **own) if own else self, {
             name: value for name, value in options.items() if name not in _OPTIONS
@@ -269,11 +271,11 @@ class Session:
 
     @property
     def within_s(self) -> float:
-        """How long an answer may take."""
+        """Return how long an answer may take, seconds."""
         return max(SERVER_DEADLINE_S, self.timeout_s or 0.0) + GRACE_S
 
     def sent_headers(self) -> dict[str, str]:
-        """Headers of every request, without those of the format of its body."""
+        """Return the headers of every request, without those about the format of its body."""
         headers = {"x-sie-client-version": __version__}
         if self.api_key:
             headers["authorization"] = f"Bearer {self.api_key.strip()}"
@@ -302,12 +304,13 @@ _OPTIONS = frozenset(field.name for field in fields(Session)) - {"hedges", "warn
 
 
 def call(request: Send, policy: Policy, patience: Patience | None = None) -> Plan[Received]:
-    """Send until it succeeds, fails for good, or patience ends. Raises SIEError: that of the last attempt, chained to
-    the one before.
+    """Send a request until it succeeds, fails for good, or the time to wait ends. Raises SIEError: the error of the
+    last attempt, chained to the one before.
     """
     patience = patience or Patience(policy)
     mark = patience.mark
-    waited_s, tries = {True: 0.0, False: 0.0}, {True: 0, False: 0}  # for a connection, for capacity
+    # True: seconds and tries for a connection; False: for capacity
+    waited_s, tries = {True: 0.0, False: 0.0}, {True: 0, False: 0}
     previous: SIEError | None = None
     while True:
         answer: Received | TransportFailed = yield request
@@ -333,7 +336,7 @@ def call(request: Send, policy: Policy, patience: Patience | None = None) -> Pla
 
 
 def _in_a_line(answer: Received | TransportFailed) -> str:
-    """Describe in one line an attempt that failed without a code."""
+    """Return a one-line description of an attempt that failed without a code."""
     if isinstance(answer, Received):
         return f"HTTP {answer.status}"
     return " ".join(f"{type(answer.cause).__name__}: {answer.cause}".split())[:MAX_ERROR]
@@ -346,14 +349,14 @@ def _connection_budget_s(policy: Policy, answer: Received | TransportFailed) -> 
 
 
 _OF_PROXIES = (502, 503, 504)
-MAX_ERROR = 200  # characters of a library's text in a line of the log
-# what may have cost the device its time is repeated ever more slowly
+MAX_ERROR = 200  # characters of a library's error text in a line of the log
+# errors of requests that may have used the device: they are repeated with growing pauses
 _COSTLY = frozenset({"GATEWAY_TIMEOUT", "RESOURCE_EXHAUSTED"})
 
 
 def _judged(answer: Received | TransportFailed) -> tuple[SIEError, float, float, bool]:
-    """The exception of an attempt; the first pause and the longest, in seconds; whether nobody was there, rather than
-    nobody free.
+    """Return the exception of an attempt; the first and the longest pause, seconds; and whether the connection failed,
+    as opposed to a lack of capacity.
     """
     if isinstance(answer, TransportFailed):
         where = f"no answer from {answer.address}: " if answer.address else ""
@@ -363,7 +366,7 @@ def _judged(answer: Received | TransportFailed) -> tuple[SIEError, float, float,
         failure.__cause__ = answer.cause
         return failure, CONNECTION_PAUSE_S, MAX_CONNECTION_PAUSE_S, True
     failure = failure_of(answer)
-    if not failure.code and answer.status in _OF_PROXIES:  # a proxy's answer: there is nobody behind it
+    if not failure.code and answer.status in _OF_PROXIES:  # the answer of a proxy: no server runs behind it
         failure.retryable = True
         return failure, CONNECTION_PAUSE_S, MAX_CONNECTION_PAUSE_S, True
     told_s = _retry_after_s(answer)
@@ -379,7 +382,7 @@ def _retry_after_s(answer: Received) -> float:
 
 
 def failure_of(answer: Received) -> SIEError:
-    """The exception for a response that is not a success."""
+    """Return the exception for a response that is not a success."""
     try:
         body = msgspec.json.decode(answer.body)
     except (msgspec.DecodeError, ValueError, RecursionError):
@@ -389,7 +392,7 @@ def failure_of(answer: Received) -> SIEError:
     details = dict(inner) if isinstance(inner, dict) else {}
     if isinstance(document.get("errors"), list):
         details["errors"] = document["errors"]
-    # routes in the shape of another API have its code in the body
+    # routes in the format of another API have that API's code in the body
     code = str(answer.headers.get("x-sie-error-code") or details.get("code", ""))
     request_id = str(details.get("request_id", answer.headers.get("x-sie-request-id", "")))
     message = str(
@@ -408,7 +411,7 @@ def failure_of(answer: Received) -> SIEError:
 
 @contextlib.contextmanager
 def reading(headers: Mapping[str, str]) -> Iterator[None]:
-    """Raise ServerError where a reply lacks what it should have."""
+    """Raise ServerError if a reply lacks a field or has a wrong type."""
     try:
         yield
     except (ValueError, LookupError, TypeError, AttributeError, msgspec.DecodeError, RecursionError) as error:
@@ -419,7 +422,7 @@ def reading(headers: Mapping[str, str]) -> Iterator[None]:
 
 
 def quoted(name: str) -> str:
-    """A model or another name as part of a path. Raises InvalidInputError."""
+    """Return a name, for example of a model, as part of a path. Raises InvalidInputError."""
     try:
         return quote(str(name), safe="/:@")
     except UnicodeEncodeError as error:
@@ -438,7 +441,7 @@ def json_call(
     headers: Mapping[str, str] | None = None,
     type: Any = Any,
 ) -> Plan[Any]:
-    """A call whose body, if any, and reply are JSON. The reply is of this type, or ServerError."""
+    """Make a call whose body, if any, and reply are JSON. Returns the reply as `type`, or raises ServerError."""
     headers = {**session.sent_headers(), "accept": "application/json", **(headers or {})}
     sent = b""
     if body is not None:

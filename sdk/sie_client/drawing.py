@@ -1,4 +1,6 @@
-"""Results on images: drawings with Pillow on a copy of the image, and regions of an image as models take one."""
+"""Results on images: drawings with Pillow on a copy of the image, and regions of an image in the form that models
+take.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,10 @@ _BINS = 1000
 
 
 def region(bbox: Sequence[float], size: tuple[int, int]) -> str:
-    """A box as the `instruction` of Florence-2's tasks about a region, such as `<REGION_TO_OCR>`.
+    """Return a box as the `instruction` of Florence-2's tasks about a region, for example `<REGION_TO_OCR>`.
 
-    `bbox`: x, y, width and height in pixels of the upright image, as results have it. `size`: width and height of that
-    image. Raises InvalidInputError for a box without an area, and for one that is not within the image.
+    `bbox`: x, y, width and height in pixels of the upright image, as in results. `size`: width and height of that
+    image. Raises InvalidInputError for a box without an area, and for a box that is not within the image.
     """
     if len(bbox) == 4 and len(size) == 2:
         left, top, width, height = bbox
@@ -37,15 +39,15 @@ def _bin(place: float, edge: int) -> int:
 
 
 _COLOURS = ("#e6194b", "#0082c8", "#3cb44b", "#f58231", "#911eb4", "#008080", "#aa6e28", "#800000")
-_DARKEST_FOR_BLACK = 150  # of a colour's brightness: text on it is black above, else white
+_DARKEST_FOR_BLACK = 150  # brightness of a colour, 0 to 255: text on a brighter colour is black, else white
 
 
 def draw(image: Any, result: Mapping[str, Any], *, least: float = 0.0) -> Image:
-    """A copy of an image with a frame around each object and entity that has a box: upright, RGB.
+    """Return a copy of an image with a frame around each object and entity that has a box: upright, RGB.
 
-    `image`: what was sent for it. `result`: of `extract`. `least`: the score that is drawn at least. A label has one
-    colour; of two frames in one place the better one is on top. Raises InvalidInputError for what is no image that
-    Pillow reads, RequestError without Pillow.
+    `image`: the image that was sent. `result`: the result of `extract` for it. `least`: the lowest score that is drawn.
+    Each label has one colour; of two frames in one place the one with the higher score is on top. Raises
+    InvalidInputError for an image that Pillow cannot read, RequestError without Pillow.
     """
     try:
         from PIL import Image, ImageDraw, ImageFont, ImageOps
@@ -88,7 +90,7 @@ def _readable_on(colour: str) -> str:
 
 
 def _bytes_of(image: Any) -> bytes:
-    """Bytes of the image file, as they are sent. Raises InvalidInputError, ValueError."""
+    """Return the bytes of the image file. Raises InvalidInputError, ValueError."""
     file = media(image, "image")
     data = file["data"] if isinstance(file, Mapping) else file
     if isinstance(data, bytes):

@@ -1,7 +1,7 @@
-"""Exceptions that a call may raise. No other exception leaves the client.
+"""Exceptions that a call may raise. The client raises no others.
 
 SIEError
-├── SIEConnectionError              nobody answered
+├── SIEConnectionError              no server answered
 ├── RequestError                    the request can never succeed as written (4xx), or could not even be sent
 │   ├── InvalidInputError             INVALID_INPUT; `reason` says what kind
 │   ├── AuthenticationError           UNAUTHENTICATED
@@ -19,11 +19,11 @@ SIEError
 │   ├── UnsupportedMediaTypeError     UNSUPPORTED_MEDIA_TYPE
 │   ├── ValidationFailedError         VALIDATION_ERROR
 │   ├── IdempotencyMismatchError      IDEMPOTENCY_MISMATCH
-│   └── RateLimitedError              RATE_LIMITED: the key's quota, for longer than the client was willing to wait
-├── JobFailedError                  a job that was waited for has failed, has expired or was cancelled
-├── JobTimeoutError                 a job has not ended within the time that `wait` was given; it goes on
-├── AllItemsFailedError             ALL_ITEMS_FAILED: every item, for different causes; `details["errors"]` has each
-└── ServerError                     the server failed, or had no capacity within the client's patience (5xx)
+│   └── RateLimitedError              RATE_LIMITED: the key's quota was used up for longer than the client waits
+├── JobFailedError                  a job that the client waited for failed, expired or was cancelled
+├── JobTimeoutError                 a job has not ended within the `timeout_s` of `wait`; it goes on
+├── AllItemsFailedError             ALL_ITEMS_FAILED: every item failed, for different causes; see `details["errors"]`
+└── ServerError                     the server failed, or had no capacity while the client waited (5xx)
     ├── InferenceError                INFERENCE_ERROR
     ├── InternalServerError           INTERNAL_ERROR
     ├── ModelLoadFailedError          MODEL_LOAD_FAILED
@@ -48,10 +48,10 @@ _BY_CODE: dict[str, type[SIEError]] = {}
 
 
 class SIEError(Exception):
-    """`code` is the server's (empty where it sent none), `status` the HTTP status (0: none), `details` the whole error
-    map of the body.
+    """Base of all errors. `code`: the server's error code, empty if it sent none. `status`: the HTTP status, 0 if there
+    was no response. `details`: the whole error map of the body.
 
-    `retryable`: whether the same request may succeed later. `request_id` finds it in the server's logs.
+    `retryable`: whether the same request may succeed later. `request_id`: the id of the request in the server's logs.
     """
 
     def __init__(
@@ -77,12 +77,12 @@ class SIEError(Exception):
 
     @property
     def reason(self) -> str:
-        """Refines the code; empty where there is none."""
+        """Return the reason that refines the code; empty if there is none."""
         return str(self.details.get("reason") or "")
 
     @property
     def param(self) -> str:
-        """Path of the offending field; empty where there is none."""
+        """Return the path of the invalid field; empty if there is none."""
         return str(self.details.get("param") or "")
 
 
@@ -91,7 +91,7 @@ class SIEConnectionError(SIEError):
 
 
 class RequestError(SIEError):
-    """The request can never succeed as written."""
+    """The request can never succeed in this form."""
 
 
 class InvalidInputError(RequestError, code="INVALID_INPUT"):
@@ -111,47 +111,47 @@ class PoolOperationForbiddenError(PermissionDeniedError, code="POOL_OPERATION_FO
 
 
 class NotFoundError(RequestError, code="NOT_FOUND"):
-    """No such path, or the object that the path names does not exist."""
+    """The path, or the object that it names, does not exist."""
 
 
 class ModelNotFoundError(NotFoundError, code="MODEL_NOT_FOUND"):
-    """No such model, profile or revision: `details` has `suggestions`."""
+    """The model, profile or revision does not exist. `details` has `suggestions`."""
 
 
 class PoolNotFoundError(NotFoundError, code="POOL_NOT_FOUND"):
-    """No such pool, or its lease has lapsed."""
+    """The pool does not exist, or its lease has lapsed."""
 
 
 class MethodNotAllowedError(RequestError, code="METHOD_NOT_ALLOWED"):
-    """The path does not support that method."""
+    """The path does not support this method."""
 
 
 class ConflictError(RequestError):
-    """The request contradicts what exists."""
+    """The request contradicts the current state."""
 
 
 class BundleConflictError(ConflictError, code="BUNDLE_CONFLICT"):
-    """The bundle does not serve the model: `details` has `compatible_bundles`."""
+    """The bundle does not serve the model. `details` has `compatible_bundles`."""
 
 
 class PoolConflictError(ConflictError, code="POOL_CONFLICT"):
-    """A pool of that name has another specification."""
+    """A pool of this name has another specification."""
 
 
 class ContentConflictError(ConflictError, code="CONTENT_CONFLICT"):
-    """The configuration was changed by somebody else: `details` has `revision` and `diff`."""
+    """Another client changed the configuration meanwhile. `details` has `revision` and `diff`."""
 
 
 class PayloadTooLargeError(RequestError, code="PAYLOAD_TOO_LARGE"):
-    """The body, or one item, is larger than the server takes: `details` has `limit`."""
+    """The body, or one item, is larger than the server accepts. `details` has `limit`."""
 
 
 class UnsupportedMediaTypeError(RequestError, code="UNSUPPORTED_MEDIA_TYPE"):
-    """The server takes no body of this `Content-Type` or `Content-Encoding`."""
+    """The server accepts no body of this `Content-Type` or `Content-Encoding`."""
 
 
 class ValidationFailedError(RequestError, code="VALIDATION_ERROR"):
-    """A configuration that cannot be used."""
+    """The configuration is invalid."""
 
 
 class IdempotencyMismatchError(RequestError, code="IDEMPOTENCY_MISMATCH"):
@@ -159,25 +159,27 @@ class IdempotencyMismatchError(RequestError, code="IDEMPOTENCY_MISMATCH"):
 
 
 class RateLimitedError(RequestError, code="RATE_LIMITED"):
-    """The key's quota was still used up when the client's budget of waiting ended."""
+    """The key's quota was still used up when the client's time to wait ended."""
 
 
 class AllItemsFailedError(SIEError, code="ALL_ITEMS_FAILED"):
-    """Every item failed, not all for the same cause: `details["errors"]` has each, `status` is 400, 500 or 503."""
+    """Every item failed, for different causes. `details["errors"]` has the error of each item. `status` is 400, 500 or
+    503.
+    """
 
 
 class JobFailedError(SIEError):
-    """A job that was waited for ended otherwise than completed. `code` is that of its error, `details` have its `job`
-    and `state`.
+    """A job that the client waited for ended without being completed. `code` is the code of its error. `details` has
+    `job` and `state`.
     """
 
 
 class JobTimeoutError(SIEError):
-    """A job has not ended within the time that `wait` was given. It goes on: `details` have its `job` and `state`."""
+    """A job has not ended within the `timeout_s` of `wait`. It goes on. `details` has `job` and `state`."""
 
 
 class ServerError(SIEError):
-    """The server failed, or stayed without capacity for as long as the client was willing to wait."""
+    """The server failed, or had no capacity for as long as the client waited."""
 
 
 class InferenceError(ServerError, code="INFERENCE_ERROR"):
@@ -185,37 +187,37 @@ class InferenceError(ServerError, code="INFERENCE_ERROR"):
 
 
 class InternalServerError(ServerError, code="INTERNAL_ERROR"):
-    """A fault of the server; its log has the details under `request_id`."""
+    """The server has an internal fault. Its log has the details under `request_id`."""
 
 
 class ModelLoadFailedError(ServerError, code="MODEL_LOAD_FAILED"):
-    """The model cannot be loaded: `details` has `error_class`, `attempts` and `permanent`."""
+    """The model cannot be loaded. `details` has `error_class`, `attempts` and `permanent`."""
 
 
 class LoraLoadFailedError(ServerError, code="LORA_LOAD_FAILED"):
-    """The LoRA cannot be loaded: `details` has `lora_id`."""
+    """The LoRA cannot be loaded. `details` has `lora_id`."""
 
 
 class ProvisioningError(ServerError, code="PROVISIONING"):
-    """No worker was ready when the client's budget of waiting ended: `details` has `gpu`, `bundle` and
+    """No worker was ready when the client's time to wait ended. `details` has `gpu`, `bundle` and
     `estimated_wait_s`.
     """
 
 
 class ModelLoadingError(ServerError, code="MODEL_LOADING"):
-    """The model was still loading when the client's budget of waiting ended."""
+    """The model was still loading when the client's time to wait ended."""
 
 
 class LoraLoadingError(ServerError, code="LORA_LOADING"):
-    """The LoRA was still loading when the client's budget of waiting ended."""
+    """The LoRA was still loading when the client's time to wait ended."""
 
 
 class ResourceExhaustedError(ServerError, code="RESOURCE_EXHAUSTED"):
-    """The device had no memory for this request."""
+    """The device had too little memory for this request."""
 
 
 class QueueFullError(ServerError, code="QUEUE_FULL"):
-    """The queue was still full when the client's budget of waiting ended."""
+    """The queue was still full when the client's time to wait ended."""
 
 
 class QueueUnavailableError(ServerError, code="QUEUE_UNAVAILABLE"):
@@ -227,11 +229,11 @@ class NotReadyError(ServerError, code="NOT_READY"):
 
 
 class ShuttingDownError(ServerError, code="SHUTTING_DOWN"):
-    """The server was leaving, and no other took its place."""
+    """The server was shutting down, and no other server took its place."""
 
 
 class RequestTimeoutError(ServerError, code="GATEWAY_TIMEOUT"):
-    """The request's own deadline passed."""
+    """The deadline of the request passed."""
 
 
 _BY_STATUS: dict[int, type[SIEError]] = {
@@ -247,10 +249,10 @@ _BY_STATUS: dict[int, type[SIEError]] = {
 
 
 def error_class(code: str, status: int) -> type[SIEError]:
-    """The class for a server's code, else for its status."""
+    """Return the class for a server's code, else the class for its status."""
     return _BY_CODE.get(code) or _BY_STATUS.get(status) or (RequestError if 400 <= status < 500 else ServerError)
 
 
 def codes() -> dict[str, type[SIEError]]:
-    """Every code of the server and its class."""
+    """Return the map from each code of the server to its class."""
     return dict(_BY_CODE)

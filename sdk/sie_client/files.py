@@ -1,5 +1,5 @@
-"""Files as plans. None is ever whole in memory: an upload is read from the disk, and a download written to it, piece by
-piece.
+"""Files as plans. No file is ever whole in memory, except with `content`: an upload is read from the disk, and a
+download written to it, piece by piece.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _ID = re.compile(r"[A-Za-z0-9][\w-]*", re.ASCII)
 
 
 def invalid(message: str) -> NoReturn:
-    """Raises InvalidInputError."""
+    """Raise InvalidInputError."""
     raise InvalidInputError(message, code="INVALID_INPUT")
 
 
 def identifier(value: object, noun: str) -> str:
-    """The id of a file or a job as part of a path. Raises InvalidInputError."""
+    """Return the id of a file or a job as part of a path. Raises InvalidInputError."""
     if isinstance(value, str) and _ID.fullmatch(value):
         return value
     invalid(f"{noun}: expected an id, such as {noun}-0192f0c17d3e70008000000000000000, got {str(value)[:80]!r}")
@@ -39,7 +39,7 @@ def identifier(value: object, noun: str) -> str:
 
 @contextlib.contextmanager
 def on_disk(path: Path) -> Iterator[None]:
-    """Turn an OSError into InvalidInputError."""
+    """Convert an OSError to InvalidInputError."""
     try:
         yield
     except OSError as error:
@@ -53,11 +53,13 @@ def uploaded(
     session: Session,
     expires_after_s: int | None = None,
 ) -> Plan[FileObject]:
-    """`POST /v1/files`. A file that changes meanwhile is refused."""
+    """Send a file with `POST /v1/files`. Return its description. Raises InvalidInputError if the file changes during
+    the upload.
+    """
     location = Path(path)
     size_bytes = cast(int, (yield BlockingWork(lambda: _size_of(location))))
     boundary = secrets.token_hex(16)
-    # as browsers write a name: what would end the header is escaped, the rest is UTF-8
+    # written as browsers write a name: characters that would end the header are escaped, the rest is UTF-8
     name = location.name.replace('"', "%22").replace("\r", "%0D").replace("\n", "%0A")
     fields = {"purpose": purpose}
     if expires_after_s is not None:
@@ -101,23 +103,25 @@ def uploaded(
 def _size_of(path: Path) -> int:
     with on_disk(path):
         if path.is_dir():
-            invalid(f"{path}: is a folder; a job reads one file that is sent, or all below an address such as s3://…/")
+            invalid(
+                f"{path}: is a folder; a job reads one uploaded file, or all files below an address such as s3://…/"
+            )
         return path.stat().st_size
 
 
 def get(file: str, session: Session) -> Plan[FileObject]:
-    """`GET /v1/files/{id}`."""
+    """Send `GET /v1/files/{id}`. Return the description of the file."""
     path = f"/v1/files/{identifier(file, 'file')}"
     return cast(FileObject, (yield from json_call("GET", path, session, type=FileObject)))
 
 
 def deleted(file: str, session: Session) -> Plan[None]:
-    """`DELETE /v1/files/{id}`."""
+    """Send `DELETE /v1/files/{id}`."""
     yield from json_call("DELETE", f"/v1/files/{identifier(file, 'file')}", session, type=FileDeleted)
 
 
 def content(file: str, session: Session) -> Plan[bytes]:
-    """`GET /v1/files/{id}/content`, whole."""
+    """Send `GET /v1/files/{id}/content`. Return the whole content, in memory."""
     path = f"/v1/files/{identifier(file, 'file')}/content"
     return (yield from call(Send("GET", path, session.sent_headers()), session.policy)).body
 
@@ -125,7 +129,7 @@ def content(file: str, session: Session) -> Plan[bytes]:
 def saved(
     file: str, path: str | os.PathLike[str], on_progress: Callable[[Progress], None] | None, session: Session
 ) -> Plan[Path]:
-    """The same into a file of this machine, which appears once it is whole."""
+    """Save the content of a file to `path`, where it appears when it is complete."""
     info = yield from get(file, session)
     target = Path(path)
     done = 0
@@ -141,9 +145,9 @@ def saved(
 
 
 class Arriving:
-    """A file of this machine while its bytes come: hidden beside `path`, and renamed to it once it is whole.
+    """A local file while its bytes arrive: hidden beside `path`, and renamed to it when it is complete.
 
-    `tell` gets the number of bytes that came, less those of an attempt that failed.
+    `tell` is called with the number of new bytes; the number is negative when a failed attempt starts again.
     """
 
     def __init__(self, path: Path, size_bytes: int, sha256: str, tell: Callable[[int], None]) -> None:
@@ -157,7 +161,7 @@ class Arriving:
         self._come = 0
 
     def begin(self) -> None:
-        """Raises InvalidInputError, as all of its methods."""
+        """Start the file again. Raises InvalidInputError, as all methods."""
         self._close()
         self._tell(-self._come)
         self._digest, self._come = hashlib.sha256(), 0
@@ -174,7 +178,9 @@ class Arriving:
         self._tell(len(piece))
 
     def finish(self) -> None:
-        """Let it appear. Raises ServerError for bytes that are not those that were announced."""
+        """Move the complete file to its path. Raises ServerError if the bytes differ from those that the server
+        announced.
+        """
         self._close()
         is_whole = self._come == self._size_bytes and self._sha256 in ("", self._digest.hexdigest())
         with on_disk(self.path):
@@ -183,11 +189,11 @@ class Arriving:
                 return
             self._partial.unlink()
         raise ServerError(
-            f"{self.path.name}: the {self._come} bytes that came are not those that the server announced", status=200
+            f"{self.path.name}: the {self._come} received bytes differ from those that the server announced", status=200
         )
 
     def drop(self) -> None:
-        """Remove what came."""
+        """Remove the incomplete file."""
         self._close()
         with on_disk(self._partial):
             self._partial.unlink(missing_ok=True)
@@ -200,7 +206,7 @@ class Arriving:
 
 
 def fetched(path: str, arriving: Arriving, session: Session) -> Plan[None]:
-    """Let a file arrive."""
+    """Download a file into `arriving`, and remove it if that fails."""
     try:
         yield from call(Send("GET", path, session.sent_headers(), sink=arriving), session.policy)
         yield BlockingWork(arriving.finish)

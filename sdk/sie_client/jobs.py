@@ -1,4 +1,4 @@
-"""Jobs as plans: submit, look, steer, wait, and fetch what they wrote.
+"""Jobs as plans: submit, poll, pause or cancel, wait, and fetch their output.
 
 file ──upload──► POST /v1/jobs ──► JobInfo ──again and again──► ended ──► manifest ──► parts, each checked, on disk
 """
@@ -30,11 +30,11 @@ from sie_contracts.api import jobs as api
 from sie_contracts.api.batches import FileObject
 from sie_contracts.api.jobs import ENDED, JobDeleted, JobManifest, JobPart
 
-FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 5.0  # between looks at a job that is waited for
-PAGE = 100  # jobs
-PARTS = 4  # that are fetched at a time
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 5.0  # seconds between polls of a job
+PAGE = 100  # jobs per page
+PARTS = 4  # parts fetched at the same time
 MANIFEST = "manifest.json"
-INPUT_LIFE_S = 30 * 86_400  # of a file that was sent for a job: the longest that the server takes
+INPUT_LIFE_S = 30 * 86_400  # seconds that the server keeps a file uploaded for a job: the longest time that it accepts
 _FILE_ID = re.compile(r"file-[0-9a-f]{32}")
 _PART_NAME = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)
 _COLUMNS = ("text", "query", "document", "image", "id", "keep")
@@ -43,19 +43,24 @@ _logger = logging.getLogger("sie_client")
 
 
 class JobInfo(api.JobInfo, kw_only=True, frozen=True):
-    """A job as the server tells it. A state and a field of the request that a newer server has are read too."""
+    """A job in the server's form. States and request fields of a newer server are accepted too."""
 
     state: str  # type: ignore[assignment]
     request: dict[str, Any]  # type: ignore[assignment]
 
+    def request_map(self, name: str) -> dict[str, Any]:
+        """Return a map of the request, such as its `output`; empty where it has none."""
+        value = self.request.get(name)
+        return value if isinstance(value, dict) else {}
+
     @property
     def has_ended(self) -> bool:
-        """Whether it will not change any more."""
+        """Return whether the job has ended, so that it does not change any more."""
         return self.state in ENDED
 
 
 class JobPage(msgspec.Struct, kw_only=True):
-    """Some jobs, the newest first. `next`: the `after` of the page that follows, None on the last one."""
+    """One page of jobs, the newest first. `next`: the `after` of the following page, None on the last page."""
 
     data: list[JobInfo]
     next: str | None = None
@@ -66,7 +71,7 @@ class _RowPage(msgspec.Struct):
 
 
 class SeenJob:
-    """A job as it was last seen: `info` has all that the server tells."""
+    """A job as the client last read it. `info` has all of the server's fields."""
 
     def __init__(self, info: JobInfo) -> None:
         self.info = info
@@ -77,7 +82,7 @@ class SeenJob:
 
     @property
     def state(self) -> str:
-        """queued, planning, running, paused, finalizing; once it has ended completed, failed, cancelled or expired."""
+        """queued, planning, running, paused or finalizing; after its end completed, failed, cancelled or expired."""
         return self.info.state
 
     @property
@@ -97,10 +102,10 @@ class SeenJob:
 
 
 def submitted(model: str, source: Any, options: Mapping[str, Any], session: Session) -> Plan[JobInfo]:
-    """`POST /v1/jobs`, after the upload of a local file. A file that was sent for a job that is refused, or that the
-    key gave already, is deleted.
+    """Send `POST /v1/jobs`, after the upload of a local file. The uploaded file is deleted if the server refuses the
+    job, or if the idempotency key returns an older job.
 
-    Raises TypeError for an option that there is not.
+    Raises TypeError for an unknown option.
     """
     names = JobOptions.__annotations__
     for name in options:
@@ -121,13 +126,13 @@ def submitted(model: str, source: Any, options: Mapping[str, Any], session: Sess
         if is_sent:
             yield from _abandoned(place["file"], session)
         raise
-    if is_sent and (reply.request.get("input") or {}).get("file") != place["file"]:
+    if is_sent and reply.request_map("input").get("file") != place["file"]:
         yield from _abandoned(place["file"], session)
     return reply
 
 
 def _place(source: Any) -> Path | dict[str, str]:
-    """A local file, or what a job reads in the server's words. Raises InvalidInputError."""
+    """Return a local file, or the server's form of the job's input. Raises InvalidInputError."""
     if isinstance(source, FileObject):
         return {"file": source.id}
     if isinstance(source, os.PathLike):
@@ -152,7 +157,7 @@ def _body(model: str, place: dict[str, str], chosen: Mapping[str, Any]) -> dict[
 
 
 def _post(path: str, session: Session, body: Any, key: str) -> Plan[JobInfo]:
-    """With a key, since it may be sent again: two answers would be two jobs."""
+    """Send a POST with an idempotency key, since it may be sent twice: without the key that would make two jobs."""
     return cast(
         JobInfo,
         (yield from json_call("POST", path, session, body, headers={"idempotency-key": key}, type=JobInfo)),
@@ -160,12 +165,12 @@ def _post(path: str, session: Session, body: Any, key: str) -> Plan[JobInfo]:
 
 
 def _abandoned(file: str, session: Session) -> Plan[None]:
-    """Delete a file at once or leave it to its end, with a warning."""
+    """Delete an uploaded file with one attempt. If that fails, log a warning: the file ends with its expiry."""
     session, _ = session.for_call({"wait_for_capacity": False})
     try:
         yield from files.deleted(file, session)
     except SIEError as error:
-        _logger.warning("file %s, which no job reads, could not be deleted: %s", file, error)
+        _logger.warning("file %s, which no job uses, could not be deleted: %s", file, error)
 
 
 # ---- look and steer
@@ -176,41 +181,41 @@ def _path(job: str) -> str:
 
 
 def get(job: str, session: Session) -> Plan[JobInfo]:
-    """`GET /v1/jobs/{job}`."""
+    """Send `GET /v1/jobs/{job}`. Return the job."""
     return cast(JobInfo, (yield from json_call("GET", _path(job), session, type=JobInfo)))
 
 
 def page(state: str | None, limit: int, after: str | None, session: Session) -> Plan[JobPage]:
-    """`GET /v1/jobs`."""
+    """Send `GET /v1/jobs`. Return one page of jobs."""
     parameters = {"limit": limit, "after": after, "state": state}
     query = urlencode({name: value for name, value in parameters.items() if value is not None})
     return cast(JobPage, (yield from json_call("GET", f"/v1/jobs?{query}", session, type=JobPage)))
 
 
 def steered(job: str, action: Literal["pause", "resume", "cancel"], session: Session) -> Plan[JobInfo]:
-    """`POST /v1/jobs/{job}/{action}`. The same again changes nothing."""
+    """Send `POST /v1/jobs/{job}/{action}`. Return the job. A repeated call changes nothing."""
     return cast(JobInfo, (yield from json_call("POST", f"{_path(job)}/{action}", session, type=JobInfo)))
 
 
 def retried(job: str, session: Session) -> Plan[JobInfo]:
-    """`POST /v1/jobs/{job}/retry`: another job, over the rows that failed."""
+    """Send `POST /v1/jobs/{job}/retry`. Return the new job, over the rows that failed."""
     return (yield from _post(f"{_path(job)}/retry", session, None, uuid.uuid4().hex))
 
 
 def deleted(job: str, session: Session) -> Plan[None]:
-    """`DELETE /v1/jobs/{job}`."""
+    """Send `DELETE /v1/jobs/{job}`."""
     yield from json_call("DELETE", _path(job), session, type=JobDeleted)
 
 
 def rows(job: str, limit: int, failed: bool | None, session: Session) -> Plan[list[dict[str, Any]]]:
-    """`GET /v1/jobs/{job}/rows`."""
+    """Send `GET /v1/jobs/{job}/rows`. Return the rows."""
     query = urlencode({"limit": limit, **({} if failed is None else {"failed": str(failed).lower()})})
     reply = yield from json_call("GET", f"{_path(job)}/rows?{query}", session, type=_RowPage)
     return cast(_RowPage, reply).rows
 
 
 def manifest(job: str, session: Session) -> Plan[JobManifest]:
-    """All pages of `GET /v1/jobs/{job}/manifest` as one."""
+    """Return all pages of `GET /v1/jobs/{job}/manifest` as one."""
     parts: list[JobPart] = []
     after: int | None = None
     while True:
@@ -235,7 +240,9 @@ def waited(
     session: Session,
     clock: Callable[[], float] = time.monotonic,
 ) -> Plan[JobInfo]:
-    """The job once it has ended, however that is. `on_progress` gets it after each look. Raises JobTimeoutError."""
+    """Return the job when it has ended, in any state. `on_progress` is called with its state after each poll. Raises
+    JobTimeoutError.
+    """
     started_s, pause_s = clock(), FIRST_PAUSE_S
     while True:
         info = yield from get(job, session)
@@ -255,7 +262,7 @@ def waited(
 
 
 def completed(info: JobInfo) -> None:
-    """Raises JobFailedError for a job that ended otherwise."""
+    """Raise JobFailedError for a job that ended without being completed."""
     if info.state == "completed":
         return
     why = f": {info.error.code}: {info.error.message}" if info.error else ""
@@ -270,7 +277,7 @@ def completed(info: JobInfo) -> None:
 
 
 class Fetching:
-    """How many bytes of a job's parts are on this disk, told from any thread."""
+    """Count of the bytes of a job's parts that are on this disk. It may be updated from any thread."""
 
     def __init__(self, total: int, on_progress: Callable[[Progress], None] | None) -> None:
         self._lock = threading.Lock()
@@ -290,13 +297,15 @@ def downloaded(
     on_progress: Callable[[Progress], None] | None,
     session: Session,
 ) -> Plan[list[Path]]:
-    """The parts of a job in a folder, in their order, and then its manifest. A part that is there is not fetched again.
+    """Write the parts of a job to a folder, in order, and then its manifest. Return the paths of the parts. A part that
+    is already there and matches is not fetched again.
 
-    Raises InvalidInputError for a job whose files are elsewhere, and for a folder with those of another job.
+    Raises InvalidInputError for a job whose files are at another address, and for a folder with the files of another
+    job.
     """
     into = Path(folder)
-    if url := (info.request.get("output") or {}).get("url"):
-        invalid(f"{info.id}: its files are at {url}, where they are read without SIE")
+    if url := info.request_map("output").get("url"):
+        invalid(f"{info.id}: its files are at {url}: read them there")
     yield BlockingWork(lambda: _claimed(into, info.id))
     document = yield from manifest(info.id, session)
     names = [part.name for part in document.parts]
@@ -330,7 +339,7 @@ def _is_there(path: Path, part: JobPart) -> bool:
 
 
 def _claimed(folder: Path, job: str) -> None:
-    """Make the folder, which must not have the files of another job."""
+    """Create the folder. Raises InvalidInputError if it has the files of another job."""
     with files.on_disk(folder):
         folder.mkdir(parents=True, exist_ok=True)
         there = folder / MANIFEST

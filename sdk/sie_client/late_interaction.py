@@ -10,15 +10,15 @@ from numpy.typing import NDArray
 
 from sie_client.errors import InvalidInputError
 
-_BLOCK = 1 << 22  # entries of query by document tokens that are held at a time: 16 MiB
+_BLOCK = 1 << 22  # products of a query token with a document token that are held at a time: 16 MiB in float32
 
 
 def maxsim(query: NDArray[Any], documents: Sequence[NDArray[Any]]) -> NDArray[np.float32]:
-    """The sum over the query's tokens of the largest dot product with a token of the document, one float32 per
-    document, in order.
+    """Return the MaxSim score of each document, float32, in order: the sum over the query's tokens of the largest dot
+    product with a token of the document.
 
-    `query`: [tokens, width], `documents`: a matrix [tokens, width] each, floats of any precision. A document without
-    tokens scores 0. As `score` of a multivector model computes it (ColBERT, Khattab and Zaharia 2020, equation 3).
+    `query`: [tokens, width]; `documents`: one matrix [tokens, width] each, floats of any precision. A document without
+    tokens scores 0. `score` of a multivector model computes the same (ColBERT, Khattab and Zaharia 2020, equation 3).
     Raises InvalidInputError.
     """
     left = _matrix(query, "query").astype(np.float32, copy=False)

@@ -1,8 +1,8 @@
-"""Images, documents, audio and video as they travel: `{"data": bytes, "format"?: str}`, the bytes those of the file.
-The URL of an image travels as it is: the gateway fetches it, or refuses it.
+"""Images, documents, audio and video in the form of a request: `{"data": bytes, "format"?: str}` with the bytes of the
+file. The URL of an image is sent unchanged: the gateway fetches it, or refuses it.
 
-The format is that of the content; where it cannot be told from the content, of the name; else none is sent and the
-server looks.
+The format comes from the content. If the content does not show it, it comes from the file name. Without either no
+format is sent, and the server detects it.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from numpy.typing import NDArray
 
 from sie_client.errors import InvalidInputError
 
-# what PNG holds without loss; TIFF holds the others
+# modes of PIL that PNG holds without loss; other modes become TIFF
 _PNG_MODES = frozenset({"1", "L", "LA", "I", "I;16", "P", "RGB", "RGBA"})
-# pixels of numpy: values of a pixel, and PNG's name for their colours
+# values per pixel of a numpy array: PNG's number of the colour type
 _PNG_COLOURS = {1: 0, 3: 2, 4: 6}
-_PNG_LEVEL = 1  # of zlib: the largest gain for the least time
-# samples of numpy: what WAV calls them, 1 whole numbers, 3 floats
+_PNG_LEVEL = 1  # level of zlib with the best gain for its time
+# dtype of numpy samples: WAV's format number, 1 for integers, 3 for floats
 _WAV_SAMPLES = {"uint8": 1, "int16": 1, "int32": 1, "float32": 3, "float64": 3}
 _MAGIC = (
     (b"\x89PNG\r\n\x1a\n", "png"),
@@ -50,8 +50,8 @@ _SUFFIXES = {"jpg": "jpeg", "tif": "tiff", "htm": "html", "markdown": "md", "tex
 
 
 def media(value: Any, path: str, *, urls: bool = False) -> Any:
-    """One file for the wire; a data URI is passed on as it is, and with `urls` a URL. `path` names it in errors. Raises
-    InvalidInputError.
+    """Return one file in the form of a request. A data URI is sent unchanged, and with `urls` a URL too. `path` is its
+    name in errors. Raises InvalidInputError.
     """
     if isinstance(value, Mapping):
         item = media(value.get("data"), f"{path}.data", urls=urls)
@@ -78,7 +78,7 @@ def sound(value: Any, path: str) -> Any:
 
 
 def _wav(samples: NDArray[Any], rate: Any, path: str) -> bytes:
-    """A WAV file of an array [samples] or [samples, channels]. Raises InvalidInputError."""
+    """Return a WAV file of an array [samples] or [samples, channels]. Raises InvalidInputError."""
     kind = _WAV_SAMPLES.get(samples.dtype.name)
     if kind is None or samples.ndim not in (1, 2) or not samples.size or (samples.ndim == 2 and samples.shape[1] > 64):
         got = f"{samples.dtype} {list(samples.shape)}"
@@ -100,7 +100,7 @@ def _wav(samples: NDArray[Any], rate: Any, path: str) -> bytes:
 
 
 def _read(value: Any, path: str) -> tuple[bytes, str]:
-    """The bytes of a file, and its name where it has one."""
+    """Return the bytes of a file, and its name if it has one."""
     if isinstance(value, bytes | bytearray | memoryview):
         return bytes(value), ""
     try:
@@ -128,13 +128,16 @@ def _without_loss(picture: Any) -> bytes:
 
 
 def _png(pixels: NDArray[Any], path: str) -> bytes:
-    """A PNG of an array uint8 [height, width], [height, width, 3] or [height, width, 4]. Raises InvalidInputError."""
+    """Return a PNG of an array uint8 [height, width], [height, width, 3] or [height, width, 4]. Raises
+    InvalidInputError.
+    """
     values = pixels.shape[2] if pixels.ndim == 3 else 1
     if pixels.dtype != np.uint8 or pixels.ndim not in (2, 3) or values not in _PNG_COLOURS or not pixels.size:
         got = f"{pixels.dtype} {list(pixels.shape)}"
         raise _refused(path, f"expected pixels as uint8 [height, width] or [height, width, 3], got {got}")
     height, width = pixels.shape[:2]
-    rows = np.zeros((height, 1 + width * values), np.uint8)  # each row begins with the number of its filter: none
+    # each row begins with the number of its filter; 0 is no filter
+    rows = np.zeros((height, 1 + width * values), np.uint8)
     rows[:, 1:] = pixels.reshape(height, width * values)
     return b"".join(
         (
@@ -151,7 +154,7 @@ def _chunk(kind: bytes, data: bytes) -> bytes:
 
 
 def _format_of(data: bytes) -> str:
-    """Format by the content; empty where the content does not tell, as with plain text."""
+    """Return the format from the content; empty if the content does not show it, as with plain text."""
     if data[:4] == b"RIFF":
         return _RIFF.get(data[8:12], "")
     if data[:4] == b"PK\x03\x04":

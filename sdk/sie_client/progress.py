@@ -1,4 +1,4 @@
-"""Progress of a call for its user: waits in the log, a bar on a terminal, a callback."""
+"""Progress of a call for its user: a log of waits, a bar on a terminal, a callback."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from sie_client.core import HttpAnswer, Pause, Session
 from sie_client.types import Progress
 
 LOG_EVERY_S = 60.0
-BAR_AFTER_S = 1.0  # a call that is over before needs none
+BAR_AFTER_S = 1.0  # seconds; a call that ends earlier shows no bar
 DRAW_EVERY_S = 0.1
-NOTEBOOK_STREAM = "ipykernel.iostream"  # the module of the class of its streams
-TIMED_OUT = "GATEWAY_TIMEOUT"  # the server worked on it: nothing is waited for
+NOTEBOOK_STREAM = "ipykernel.iostream"  # the module of a notebook's output stream class
+# the server worked on the request and ran out of time; the client does not wait for capacity
+TIMED_OUT = "GATEWAY_TIMEOUT"
 _logger = logging.getLogger("sie_client")
 
 
 class Meter:
-    """One call of `total` items, told from any thread; None where their number is not known. Use as a context manager,
-    which ends the bar's line.
+    """Progress of one call of `total` items, None if the number is not known. May be updated from any thread. Use it as
+    a context manager, which ends the bar's line.
 
-    The first wait and each minute after go to the log `sie_client` as warnings. The bar is one line of standard error,
-    for calls of several items that are not answered all at once.
+    Waits are logged to `sie_client` as warnings, at most one per minute. The bar is one line of standard error, for
+    calls of several items that get more than one answer.
     """
 
     def __init__(
@@ -45,11 +46,11 @@ class Meter:
         self._has_bar = is_long and (self._is_shown_live() if session.progress is None else session.progress)
         self._clock = clock
         self._address = f" at {address}" if address else ""
-        self._lock = threading.RLock()  # a callback may look at what it likes
+        self._lock = threading.RLock()  # reentrant, since a callback may call this meter
         self._started_s = clock()
         self._logged_s: float | None = None
         self._drawn_s = 0.0
-        self._width = 0  # of what stands in the line now
+        self._width = 0  # characters on the bar's line now
         self._latest = Progress(0, total or 0)
 
     def __enter__(self) -> Meter:
@@ -62,14 +63,14 @@ class Meter:
                 self._write("\n")
 
     def _is_shown_live(self) -> bool:
-        """Whether the stream is a terminal, or the output of a notebook."""
+        """Return whether the stream is a terminal, or the output of a notebook."""
         try:
             return self._stream.isatty() or type(self._stream).__module__ == NOTEBOOK_STREAM
-        except (AttributeError, ValueError):  # there is none, or it is closed
+        except (AttributeError, ValueError):  # the stream is missing or closed
             return False
 
     def update(self, step: Pause | HttpAnswer) -> None:
-        """Note that items were answered, or that a wait begins."""
+        """Record that items were answered, or that a wait begins."""
         with self._lock:
             done, total = self._latest.done, self._latest.total
             now_s = self._clock()
@@ -95,15 +96,15 @@ class Meter:
             self._width = 0
         if pause.cause == TIMED_OUT:
             _logger.warning(
-                "a request took longer than it may%s and is sent again, in %.1f s: a larger timeout_s or a smaller "
-                "part_tokens helps; this ends in %.0f s if nothing is answered",
+                "a request exceeded its deadline%s and is sent again in %.1f s: a larger timeout_s or a smaller "
+                "part_tokens helps; the call fails in %.0f s if no request is answered",
                 self._address,
                 pause.seconds,
                 pause.remaining_s,
             )
             return
         _logger.warning(
-            "waiting for %s%s%s: next attempt in %.1f s, patience for %.0f s more",
+            "waiting for %s%s%s: next attempt in %.1f s, the call waits %.0f s more",
             pause.cause,
             self._address,
             f" ({pause.error})" if pause.error else "",
@@ -139,5 +140,5 @@ class Meter:
         try:
             self._stream.write(text)
             self._stream.flush()
-        except (OSError, ValueError):  # the terminal went away, or cannot show it: the call matters more
+        except (OSError, ValueError):  # the terminal is closed, or cannot show the text; the call must go on
             self._has_bar = False

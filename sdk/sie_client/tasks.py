@@ -1,4 +1,4 @@
-"""Plans driven by tasks of asyncio: the HTTP, the waiting and the concurrency that they ask for, and nothing else."""
+"""Driver that runs plans in asyncio tasks: it does their HTTP, waits and concurrency, and nothing else."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ Answer: TypeAlias = "Received | TransportFailed"
 
 
 async def _end(*tasks: asyncio.Future[Any]) -> None:
-    """Cancel what still runs, and wait for it."""
+    """Cancel tasks that still run, and wait for them."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class TaskDriver:
-    """One server, at `url`, for one event loop."""
+    """Driver of one server, at `url`, for one event loop."""
 
     def __init__(self, url: str, session: Session) -> None:
         self.url = url
@@ -55,12 +55,14 @@ class TaskDriver:
         total: int | None = 0,
         send: Callable[[Send], Awaitable[Answer]] | None = None,
     ) -> T:
-        """Return the result of a plan about `total` items. `send` does a request in place of HTTP."""
+        """Return the result of a plan about `total` items. `send`: runs a request instead of HTTP."""
         with Meter(self._session.for_call(params or {})[0], total, address=transport.public(self.url)) as meter:
             return await self._drive(plan, meter, send or self._send)
 
     def start(self, plan: Plan[Any]) -> Callable[[float], Awaitable[None]]:
-        """Drive a plan in the background. Await the returned function, with the seconds that it may take, to end it."""
+        """Run a plan in the background. Return a function that ends it; its argument is the time that the end may take,
+        seconds.
+        """
         meter = Meter(self._session, address=transport.public(self.url))
         running = asyncio.create_task(self._drive(plan, meter, self._send), name="sie-sdk")
 
@@ -155,9 +157,9 @@ class TaskDriver:
 
 
 async def _in_threads(pieces: Iterator[bytes]) -> AsyncGenerator[bytes]:
-    """The same pieces; each is made where it holds up nobody else.
+    """Yield the same pieces, each made in a thread so that it does not block the event loop.
 
-    They are not closed here: a thread may still be at work on one when this task is cancelled.
+    The iterator is not closed here: a thread may still use it when this task is cancelled.
     """
     while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
         yield piece

@@ -1,4 +1,4 @@
-"""Plans driven by threads: the HTTP, the waiting and the concurrency that they ask for, and nothing else."""
+"""Driver that runs plans in threads: it does their HTTP, waits and concurrency, and nothing else."""
 
 from __future__ import annotations
 
@@ -31,13 +31,15 @@ Answer: TypeAlias = "Received | TransportFailed"
 
 
 def _spawn(function: Callable[[], T]) -> Future[T]:
-    """Run it in a thread that does not keep the interpreter from ending."""
+    """Run a function in a daemon thread, which does not keep the interpreter from ending. Return the future of its
+    result.
+    """
     future: Future[T] = Future()
 
     def run() -> None:
         try:
             future.set_result(function())
-        except BaseException as error:  # noqa: BLE001  raised where the result is asked for
+        except BaseException as error:  # noqa: BLE001  raised when the result is read
             future.set_exception(error)
 
     threading.Thread(target=run, name="sie-sdk", daemon=True).start()
@@ -45,7 +47,7 @@ def _spawn(function: Callable[[], T]) -> Future[T]:
 
 
 class ThreadDriver:
-    """One server, at `url`. Safe to share between threads."""
+    """Driver of one server, at `url`. Safe to share between threads."""
 
     def __init__(self, url: str, session: Session) -> None:
         self.url = url
@@ -57,8 +59,8 @@ class ThreadDriver:
         self._is_closed = False
 
     def close(self) -> None:
-        """Does not wait for what other threads have in flight. The last of them closes the connections: httpx would
-        forget one that is being made.
+        """Close the driver, without a wait for requests of other threads. The last of these requests closes the
+        connections: httpx would lose a connection that is being opened.
         """
         with self._lock:
             self._is_closed = True
@@ -68,7 +70,7 @@ class ThreadDriver:
 
     @contextlib.contextmanager
     def _connections(self) -> Iterator[httpx.Client]:
-        """To be used for one request. Raises RuntimeError once the client is closed."""
+        """Yield the HTTP client for one request. Raises RuntimeError once the driver is closed."""
         with self._lock:
             if self._is_closed:
                 raise RuntimeError("the client has been closed")
@@ -89,12 +91,14 @@ class ThreadDriver:
         total: int | None = 0,
         send: Callable[[Send], Answer] | None = None,
     ) -> T:
-        """The result of a plan about `total` items. `send`: what does a request in place of HTTP."""
+        """Return the result of a plan about `total` items. `send`: runs a request instead of HTTP."""
         with Meter(self._session.for_call(params or {})[0], total, address=transport.public(self.url)) as meter:
             return self._drive(plan, meter, threading.Event(), send or self._send)
 
     def start(self, plan: Plan[Any]) -> Callable[[float], None]:
-        """Drive it in the background, until what is returned is called: with the seconds that it may take to end."""
+        """Run a plan in the background. Return a function that ends it; its argument is the time that the end may take,
+        seconds.
+        """
         stop = threading.Event()
         running = _spawn(
             lambda: self._drive(plan, Meter(self._session, address=transport.public(self.url)), stop, self._send)
@@ -108,7 +112,7 @@ class ThreadDriver:
         return end
 
     def _drive(self, plan: Plan[T], meter: Meter, stop: threading.Event, send: Callable[[Send], Answer]) -> T:
-        """Raises Ended when `stop` is set during a pause."""
+        """Run a plan and return its result. Raises Ended when `stop` is set during a pause."""
         reply: Any = None
         while True:
             try:

@@ -17,21 +17,23 @@ from sie_contracts import client_environment
 from sie_contracts.loopback import direct, is_local
 
 CONNECT_S = 10.0
-PIECE_BYTES = 1 << 20  # of a body that goes into a sink
-CLOSE_S = 5.0  # what the end of a reservation waits, for a renewal that is under way and then for its own call
+PIECE_BYTES = 1 << 20  # bytes per piece of a body that goes into a sink
+CLOSE_S = 5.0  # seconds that the end of a reservation waits for a running renewal
 _logger = logging.getLogger("sie_client")
 
-# httpx's own; what it lets through of a client that was closed, and of a URL or header that cannot be written
+# exceptions of httpx, and the exceptions that it lets through: for a closed client, and for an invalid URL or header
 FAILURES = (httpx.HTTPError, httpx.InvalidURL, RuntimeError, ValueError)
 _NEVER_SENT = (httpx.UnsupportedProtocol, httpx.LocalProtocolError, httpx.InvalidURL, RuntimeError, ValueError)
 
 
 class Ended(Exception):
-    """A plan was given up, because what it is a part of has ended."""
+    """The driver ended a plan because the surrounding work has ended."""
 
 
 def options(url: str, session: Session, transport: Callable[..., object]) -> dict[str, Any]:
-    """Options of an httpx client for the server at `url`. The number of concurrent requests bounds its connections."""
+    """Return options of an httpx client for the server at `url`. The number of concurrent requests limits its
+    connections.
+    """
     limits = httpx.Limits(
         max_connections=None, max_keepalive_connections=max(20, 2 * session.concurrency), keepalive_expiry=60.0
     )
@@ -39,7 +41,7 @@ def options(url: str, session: Session, transport: Callable[..., object]) -> dic
 
 
 def with_key(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of a client, with the key of the environment unless they name one, or None for no key."""
+    """Return options of a client, with the key of the environment unless they name one, or None for no key."""
     return {"api_key": client_environment.api_key(), **options}
 
 
@@ -53,22 +55,22 @@ def received(response: httpx.Response, started_s: float, body: bytes) -> Receive
 
 
 def sink_of(request: Send, response: httpx.Response) -> BodySink | None:
-    """The sink of a response's body, if it has one: errors have none."""
+    """Return the sink for a response's body; None for an error response, which has none."""
     return request.sink if response.status_code == 200 else None
 
 
 def sent_headers(request: Send) -> dict[str, str]:
-    """Headers of a request. A streamed body gets its length: without one it would be sent in chunks."""
+    """Return the headers of a request. A streamed body needs its length: without it httpx would send chunks."""
     length = {"content-length": str(request.body.size_bytes)} if isinstance(request.body, UploadStream) else {}
     return {**request.headers, **length}
 
 
 def failed(error: Exception, started_s: float, url: str, *, has_answered: bool) -> TransportFailed:
-    """A URL or header that cannot be sent at all, a name that nobody has, and https at a port of plain http will not
-    get better by waiting.
+    """Return the TransportFailed for an error. Some errors are permanent: a URL or header that cannot be sent, a host
+    name that does not exist, and https to a port with plain http.
 
-    A port of this machine that refuses will hardly: a server that restarts is waited for (`has_answered`), one that is
-    not there is told.
+    If a port of this machine refuses the connection, no server runs there (`is_nobody`) unless a server has answered
+    before (`has_answered`): then it may be restarting.
     """
     is_permanent = isinstance(error, _NEVER_SENT) or is_unknown_host(error) or _is_without_tls(error)
     is_nobody = not has_answered and _is_refused(error) and is_local(url)
@@ -76,8 +78,8 @@ def failed(error: Exception, started_s: float, url: str, *, has_answered: bool) 
 
 
 def address(base_url: str | None) -> str:
-    """The address of a server, without a final slash; of None that of SIE_BASE_URL, else of this machine. Raises
-    ValueError unless it names its scheme.
+    """Return the address of a server without a final slash. For None it is SIE_BASE_URL, else a server on this machine.
+    Raises ValueError if the address has no scheme.
     """
     url = str((client_environment.base_url() or client_environment.LOOPBACK) if base_url is None else base_url).rstrip(
         "/"
@@ -90,7 +92,7 @@ def address(base_url: str | None) -> str:
 
 
 def public(url: str) -> str:
-    """The address without a user and a password."""
+    """Return the address without user and password."""
     scheme, mark, rest = url.partition("://")
     host, slash, path = rest.partition("/")
     return f"{scheme}{mark}{host.rpartition('@')[2]}{slash}{path}"
@@ -101,7 +103,7 @@ def _is_refused(error: BaseException) -> bool:
     while cause is not None:
         if isinstance(cause, ConnectionRefusedError):
             return True
-        # of each address of a name
+        # one exception for each address of a host name
         causes = [exception for exception in getattr(cause, "exceptions", ()) if isinstance(exception, BaseException)]
         if causes and all(map(_is_refused, causes)):
             return True
@@ -110,7 +112,7 @@ def _is_refused(error: BaseException) -> bool:
 
 
 def is_unknown_host(error: BaseException) -> bool:
-    """Whether the resolver said that there is no such name, rather than that it could not tell now."""
+    """Return whether the resolver said that the name does not exist, and not that it cannot answer now."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, socket.gaierror):
@@ -120,7 +122,7 @@ def is_unknown_host(error: BaseException) -> bool:
 
 
 def _is_without_tls(error: BaseException) -> bool:
-    """Whether the port answered the greeting of TLS with something else."""
+    """Return whether the port answered the TLS handshake with something other than TLS."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, ssl.SSLError):
@@ -130,19 +132,19 @@ def _is_without_tls(error: BaseException) -> bool:
 
 
 def is_good(answer: Received | TransportFailed) -> bool:
-    """Whether the other copy of a request need not be waited for."""
+    """Return whether the second copy of a request is not needed any more."""
     return isinstance(answer, Received) and answer.status == 200
 
 
 def best(answers: Iterable[Received | TransportFailed]) -> Received | TransportFailed:
-    """A good one if there is one."""
+    """Return a good answer if there is one, else any."""
     return max(answers, key=is_good)
 
 
 def log_of_background(error: BaseException | None) -> None:
-    """A plan in the background that did not end because it was told to."""
+    """Log the error of a background plan that ended without being stopped."""
     if error is not None and not isinstance(error, Ended):
-        _logger.error("what ran in the background has ended", exc_info=error)
+        _logger.error("a background task has ended with an error", exc_info=error)
 
 
 def is_single(items: Item | str | Iterable[Item | str]) -> TypeGuard[Item | str]:
@@ -150,15 +152,15 @@ def is_single(items: Item | str | Iterable[Item | str]) -> TypeGuard[Item | str]
 
 
 def as_list(items: Item | str | Sequence[Item | str]) -> list[Item | str]:
-    """The items of a call. What is no list is one item, also where it is none: `wire.mapped` tells what
-    was expected. Raises TypeError for a table, whose elements are the names of its columns.
+    """Return the items of a call as a list. A value that is not a list becomes one item; `wire.mapped` later raises if
+    it is no item. Raises TypeError for a table, whose elements are the names of its columns.
     """
     iterable, _ = as_iterable(items)
     return list(iterable)
 
 
 def as_iterable(items: Item | str | Iterable[Item | str]) -> tuple[Iterable[Item | str], int | None]:
-    """The items of a call, and their number if it is known: as `as_list`, and nothing is read."""
+    """Return the items of a call, and their number if it is known: as `as_list`, but without reading them."""
     if hasattr(items, "columns") and len(getattr(items, "shape", ())) == 2:
         column = f"df[{_column_of_texts(items)!r}]"
         raise TypeError(
@@ -170,7 +172,7 @@ def as_iterable(items: Item | str | Iterable[Item | str]) -> tuple[Iterable[Item
 
 
 def _column_of_texts(table: Any) -> object:
-    """The name of the first column of texts of a table of pandas, pyarrow or polars; else of the first column."""
+    """Return the name of the first text column of a pandas, pyarrow or polars table; else of the first column."""
     if hasattr(table, "iloc"):
         kinds = dict(zip(table.columns, table.dtypes, strict=True))
     elif hasattr(table, "column_names"):

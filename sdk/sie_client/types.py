@@ -24,13 +24,14 @@ class Picture(Protocol):
 # image of PIL, or pixels: uint8 [height, width] or [height, width, 3]
 _File: TypeAlias = "str | os.PathLike[str] | bytes | bytearray | memoryview | BinaryIO"
 Media: TypeAlias = "_File | Mapping[str, Any] | Picture | NDArray[np.uint8]"
-# the same without pixels; in a map `data` may be samples, [samples] or [samples, channels], beside their `sample_rate`
+# like Media, without pixels; in a map `data` may be samples, [samples] or [samples, channels], beside their
+# `sample_rate`
 Sound: TypeAlias = "_File | Mapping[str, Any]"
 
 
 class Item(TypedDict, total=False):
-    """One input. `id` and `metadata` come back with the result. `multivector`: [tokens, width], of a text that was
-    encoded before.
+    """One input. `id` and `metadata` come back with the result. `multivector`: vectors [tokens, width] of a text that
+    was encoded before, in place of the text.
     """
 
     id: str
@@ -45,9 +46,9 @@ class Item(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a call has come: `done` of `total` items, or bytes of files. While it waits `cause` is a code of the
-    server or `connection`, and `remaining_s` how long it will go on waiting for that. `total` is 0 of an
-    iterator, whose length is not known.
+    """Progress of a call: `done` of `total` items, or bytes of files. `total` is 0 for an iterator, whose length is not
+    known. While the call waits, `cause` is a code of the server or `connection`, and `remaining_s` is how long it will
+    still wait, seconds.
     """
 
     done: int
@@ -57,21 +58,21 @@ class Progress:
 
 
 class CallOptions(TypedDict, total=False):
-    """How a call is sent. Each may be given to the client too, for all of its calls; None and what is left out mean the
-    client's.
+    """Options of a call. The client takes them too, as defaults for all of its calls. None, or an option that is left
+    out, means the client's default.
 
-    `gpu`: machine profile; `pool`: name of a pool; `timeout_s`: deadline of each request at the server; `headers`:
-    further ones, such as `X-Request-ID` and `traceparent`; `explain`: results say what the request waited for;
-    `strict`: unknown options are errors.
+    `gpu`: machine profile; `pool`: name of a pool; `timeout_s`: deadline of each request on the server; `headers`:
+    additional headers, for example `X-Request-ID` and `traceparent`; `explain`: results say what the request waited
+    for; `strict`: unknown options are errors.
 
-    Patience: nothing is waited for if `wait_for_capacity` is False, else `connection_budget_s` (120) for a server that
-    is not there and `capacity_budget_s` (900) for one that has no capacity, counted from the last part of the call that
-    was answered.
+    Waits: with `wait_for_capacity` False the call does not wait. Otherwise it waits `connection_budget_s` (120) for a
+    server that cannot be reached, and `capacity_budget_s` (900) for a server without capacity. Both are counted from
+    the last part of the call that was answered.
 
-    Long lists are sent in parts of at most 2,048 items and about `part_tokens` (16,384) tokens, `concurrency` (8) at a
-    time. With `hedge_after_s` a part that is not answered by then is sent a second time, and the first good answer
-    counts; at most one request in five is. `progress` True draws a bar, False none, None one on a terminal;
-    `on_progress` is called after each part and at each wait, from the threads that send.
+    Long lists are sent in parts of at most 2,048 items and about `part_tokens` (16,384) tokens, `concurrency` (8) parts
+    at a time. With `hedge_after_s` a part without an answer by then is sent a second time, and the first good answer
+    counts; at most one request in five is sent twice. `progress` True draws a bar, False draws none, None draws one on
+    a terminal. `on_progress` is called after each part and at each wait, from the threads that send.
     """
 
     gpu: str | None
@@ -98,9 +99,9 @@ class ClientOptions(CallOptions, total=False):
 
 
 class Params(CallOptions, total=False):
-    """Parameters of every verb. Unset means the model's own. `options` are passed on as they are.
+    """Parameters of every verb. A parameter that is not set has the model's default. `options` are sent unchanged.
 
-    `on_item_error` "fail" raises when any item fails; else such an item's result carries `error`.
+    `on_item_error` "fail" raises if any item fails; otherwise the result of a failed item has `error`.
     """
 
     instruction: str | None
@@ -124,7 +125,7 @@ class EncodeParams(Params, total=False):
 
 
 class ExtractParams(Params, total=False):
-    """Parameters of extract: what to look for, and how sure to be."""
+    """Parameters of extract: `labels` to look for, and the `threshold` of the score."""
 
     labels: Sequence[str] | None
     threshold: float | None
@@ -132,8 +133,8 @@ class ExtractParams(Params, total=False):
 
 
 class Usage(TypedDict):
-    """Tokens of a call, by the model's own tokenizer; positions of the items that were cut; number of images, if there
-    were any.
+    """Usage of a call: tokens by the model's own tokenizer, the positions of truncated items, and the number of images
+    if there were any.
     """
 
     prompt_tokens: int
@@ -143,8 +144,8 @@ class Usage(TypedDict):
 
 
 class ItemUsage(TypedDict):
-    """Tokens of one item, 0 where it failed, and whether it was cut. Those of all items add up to the usage of their
-    call.
+    """Usage of one item: tokens, 0 if it failed, and whether it was truncated. The tokens of all items add up to the
+    usage of their call.
     """
 
     prompt_tokens: int
@@ -153,13 +154,13 @@ class ItemUsage(TypedDict):
 
 
 _Result = TypeVar("_Result")
-# of what is printed: entries of a list and of a map, keys of a result, letters of a text
+# limits of a printed value: entries of a list and of a map, keys of a result, characters of a text
 MAX_SHOWN, MAX_SHOWN_ENTRIES, MAX_SHOWN_KEYS, MAX_SHOWN_LETTERS = 2, 4, 32, 80
 
 
 class Results(list[_Result], Generic[_Result]):
-    """The results of a list of items, in their order. `usage` is that of the whole call, where each result has its
-    item's.
+    """Results of a list of items, in order. `usage` is the usage of the whole call; each result has the usage of its
+    item.
     """
 
     def __init__(self, results: Iterable[_Result] = (), usage: Usage | None = None) -> None:
@@ -173,15 +174,15 @@ class Results(list[_Result], Generic[_Result]):
 
 
 class PrintableResult(dict[str, Any]):
-    """A result: a map that prints shapes in place of numbers."""
+    """A result: a map that prints the shapes of arrays instead of their numbers."""
 
     def __repr__(self) -> str:
         return summary(self)
 
 
 def summary(value: Any) -> str:
-    """A value as people read it: shapes of arrays, the first entries of lists, and the number of entries of
-    large maps.
+    """Return a value in a short form for people: shapes of arrays, the first entries of lists, and the number of
+    entries of large maps.
     """
     if isinstance(value, np.ndarray):
         return f"<{value.dtype} {list(value.shape)}>"
@@ -197,7 +198,9 @@ def summary(value: Any) -> str:
 
 
 class Shared(TypedDict, total=False):
-    """Fields of every result about its request. `timing`: milliseconds by stage; `headers`: in lower case."""
+    """Fields about the request, which every result has. `timing`: milliseconds by stage. `headers`: response headers,
+    with names in lower case.
+    """
 
     model: str
     timing: dict[str, float]
@@ -209,17 +212,18 @@ class Shared(TypedDict, total=False):
 
 
 class Sparse(TypedDict):
-    """`indices`: int32 [n], ascending; `values`: [n], above 0."""
+    """Sparse vector. `indices`: int32 [n], ascending. `values`: [n], above 0."""
 
     indices: NDArray[np.int32]
     values: NDArray[Any]
 
 
 class EncodeResult(Shared, total=False):
-    """One result, at the position of its input. `error` stands in place of outputs that failed.
+    """One result of encode, at the position of its input. `error` replaces the outputs if the item failed.
 
-    `dense`: [width], `multivector`: [tokens, width], float32 unless another `output_dtype` was asked for; arrays are
-    writable. `outputs` describes each: its dims, dtype, scale and offset. `muvera`: the parameters that made `dense`.
+    `dense`: [width], `multivector`: [tokens, width], float32 unless the call has another `output_dtype`; arrays are
+    writable. `outputs` describes each array: its dims, dtype, scale and offset. `muvera`: the parameters that `dense`
+    was made with.
     """
 
     id: str
@@ -234,8 +238,8 @@ class EncodeResult(Shared, total=False):
 
 
 class ScoreEntry(TypedDict, total=False):
-    """One item's score. `item_id`: its id, else `item-<position>`; `rank` begins at 0; `score` is None where `error`
-    says why.
+    """Score of one item. `item_id`: its id, else `item-<position>`. `rank` begins at 0. `score` is None if the item
+    failed; `error` then has the reason.
     """
 
     item_id: str
@@ -247,8 +251,8 @@ class ScoreEntry(TypedDict, total=False):
 
 
 class ScoreResult(Shared, total=False):
-    """`scores`: one entry per item, best first, failed ones last. `query_id`: that of the query, None where it has
-    none. `usage`: of the whole call.
+    """Result of score. `scores`: one entry per item, best first, failed items last. `query_id`: the id of the query,
+    None if it has none. `usage`: the usage of the whole call.
     """
 
     query_id: str | None
@@ -257,8 +261,8 @@ class ScoreResult(Shared, total=False):
 
 
 class Ranked(TypedDict):
-    """One document of a ranking: its position in the input, its score on the model's scale, and the document as it was
-    given.
+    """One document of a ranking: its position in the input, its score on the model's scale, and the document from the
+    call.
     """
 
     index: int
@@ -267,8 +271,8 @@ class Ranked(TypedDict):
 
 
 class ExtractResult(Shared, total=False):
-    """One result, at the position of its input; lists are empty where nothing was found. `start` and `end` count code
-    points.
+    """One result of extract, at the position of its input. Lists without results are empty. `start` and `end` count
+    code points.
     """
 
     id: str
@@ -283,8 +287,8 @@ class ExtractResult(Shared, total=False):
 
 
 class ModelFilters(TypedDict, total=False):
-    """Filters of a list of models: those that do `task`, give `output`, are loaded now; `variants` False leaves
-    profiles out.
+    """Filters of a list of models: models that do `task`, models that give `output`, models that are loaded now.
+    `variants` False leaves profiles out.
     """
 
     task: Literal["encode", "score", "extract"] | None
@@ -294,7 +298,7 @@ class ModelFilters(TypedDict, total=False):
 
 
 class JobOutput(TypedDict, total=False):
-    """Output of a job: see `JobOptions`."""
+    """Output of a job, see `JobOptions`."""
 
     url: str
     format: Literal["parquet", "jsonl", "npy"]
@@ -303,20 +307,21 @@ class JobOutput(TypedDict, total=False):
 
 
 class JobOptions(TypedDict, total=False):
-    """Options of a job beside its model and its input. The server's default replaces an option that is left out.
+    """Options of a job beside its model and its input. An option that is left out has the server's default.
 
-    Of the input: `text` (to encode or to extract from), `query` and `document` (to score) are templates over the
-    columns of a row, such as `{title}\\n{body}`; `image`: a column of image files; `id`: the column of ids; `keep`:
-    columns that the output repeats; `input_format`: of files whose names do not tell it.
+    Input: `text` (to encode or to extract from), `query` and `document` (to score) are templates over the columns of a
+    row, for example `{title}\\n{body}`. `image`: a column of image files. `id`: the column of ids. `keep`: columns that
+    the output repeats. `input_format`: the format of files whose names do not show it.
 
     `output`: an `s3://`, `gs://` or `file:///` address for the files, or a map of `url`, `format` (parquet), `sink` and
     `collection`. Without an address the files are kept with the job, and `Job.download` fetches them.
 
-    `params`: those of a request of the `operation` (encode). `windows`: times of the day such as `22:00-06:00`, in
-    `time_zone` (UTC). `deadline`: a moment, or seconds since 1970; with `expires` nothing runs after it. `cache`: take
-    answers of earlier jobs where model, parameters and input are the same.
+    `params`: parameters of a request of the `operation` (encode). `windows`: times of the day, for example
+    `22:00-06:00`, in `time_zone` (UTC). `deadline`: a datetime, or seconds since 1970; with `expires` no part runs
+    after it. `cache`: reuse answers of earlier jobs if model, parameters and input are the same.
 
-    `on_upload` is called as a local file is sent, with bytes. `idempotency_key`: the same key gives the same job.
+    `on_upload` is called during the upload of a local file, with bytes. `idempotency_key`: the same key gives the same
+    job.
     """
 
     text: str | None
@@ -345,7 +350,9 @@ class JobOptions(TypedDict, total=False):
 
 
 class Capacity(TypedDict):
-    """Healthy workers of one machine profile, or of all: how many, with how many GPUs, and each of them."""
+    """Healthy workers of one machine profile, or all healthy workers: their number, the number of their GPUs, and the
+    list of workers.
+    """
 
     worker_count: int
     gpu_count: int
@@ -353,7 +360,9 @@ class Capacity(TypedDict):
 
 
 class PoolOptions(TypedDict, total=False):
-    """Options of a reservation beside its machine profiles. `ttl_seconds`: how long it lives without being renewed."""
+    """Options of a reservation beside its machine profiles. `ttl_seconds`: seconds until it ends unless it is
+    renewed.
+    """
 
     bundle: str | None
     minimum_worker_count: int | None
@@ -363,8 +372,8 @@ class PoolOptions(TypedDict, total=False):
 
 
 class Pool(TypedDict):
-    """A pool: `spec` as it was asked for, `status` with `state` (pending or active), `assigned_workers` and
-    `expires_at`.
+    """A pool. `spec`: the specification from its creation. `status` has `state` (pending or active), `assigned_workers`
+    and `expires_at`.
     """
 
     name: str

@@ -1,8 +1,8 @@
-"""The three verbs as plans: a list becomes parts, each part one request, their replies one answer.
+"""The three verbs as plans: a list is split into parts, each part is one request, and their replies become one answer.
 
     items ──part by part: files read, sizes summed──► requests, so many at a time ──► replies ──► results in input order
 
-Only the parts that are under way are held in memory as they are sent.
+Only the parts in progress are in memory in their encoded form.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ from sie_client.types import (
 )
 
 MAX_ITEMS = 2048
-PART_BYTES = 32 << 20  # of one body: an eighth of what the server takes
-ASIDE_BYTES = 1 << 20  # a body or a reply from this size on is not converted in an event loop
+PART_BYTES = 32 << 20  # bytes of one body: an eighth of the server's limit
+ASIDE_BYTES = 1 << 20  # bytes; a body or a reply of this size and more is not converted on the event loop
 ASIDE_ITEMS = 256
 _ALWAYS_TOLD = ("model", "timing", "usage", "fingerprint")
 _TOLD = ("muvera", "warnings", "explain")
 
 
 class _ListPart(NamedTuple):
-    """Items from `start` on, as they are sent, and their bytes."""
+    """Part of a list: encoded items from position `start` on, and their bytes."""
 
     start: int
     items: list[Any]
@@ -63,7 +63,7 @@ class _ListPart(NamedTuple):
 
 
 class _PartReply(NamedTuple):
-    """The reply to a part. `shared` belongs to each of its results."""
+    """Reply to a part. `shared`: fields that each of its results gets."""
 
     start: int
     body: dict[str, Any]
@@ -72,8 +72,8 @@ class _PartReply(NamedTuple):
 
 @dataclass(frozen=True)
 class _VerbRequest:
-    """State shared by the parts of a call. `decode` turns a reply into the fields of the verb, with a list of
-    `answers`, one per item.
+    """State shared by the parts of a call. `decode` converts a reply to the fields of the verb. `answers` names the
+    field with the list of answers, one per item.
     """
 
     path: str
@@ -84,7 +84,9 @@ class _VerbRequest:
     answers: str
 
     def send(self, part: _ListPart, *, by_place: bool) -> Plan[_PartReply]:
-        """One part. `by_place`: its items are known by their places, as results of several parts are put together."""
+        """Send one part. `by_place`: its items get their positions as ids, so that results of several parts can be
+        joined.
+        """
         count = len(part.items)
         subject = f"items[{part.start}] to items[{part.start + count - 1}], the query or a parameter"
         sent: list[Any] = part.items
@@ -94,7 +96,7 @@ class _VerbRequest:
             ]
         body = yield from _aside(lambda: wire.encode({"items": sent, **self.fixed}, subject), part.size_bytes)
         sent = []
-        part.items.clear()  # the body has them: files need not be held twice
+        part.items.clear()  # the body has the items now: their files need not be held twice
         headers = {
             **self.session.sent_headers(),
             "accept": "application/msgpack",
@@ -124,14 +126,14 @@ class _VerbRequest:
 
 
 def _aside(function: Callable[[], Any], size_bytes: int) -> Plan[Any]:
-    """The result of a function, called elsewhere if it will take long."""
+    """Return the result of a function. A long one runs where it does not block other calls."""
     if size_bytes >= ASIDE_BYTES:
         return (yield BlockingWork(function))
     return function()
 
 
 def _parts(items: Iterable[Any], session: Session, each_tokens: int) -> Iterator[_ListPart]:
-    """At least one part. `each_tokens` come to every item."""
+    """Yield the parts of a list, at least one. `each_tokens`: tokens added to every item."""
     start, held, tokens, size = 0, list[Any](), 0, 0
     for index, item in enumerate(items):
         sent = wire.item(item, f"items[{index}]")
@@ -158,14 +160,14 @@ def _send_parts(
     answers: str = "items",
     each_tokens: int = 0,
 ) -> Plan[list[_PartReply]]:
-    """The replies to all parts, in order."""
+    """Send all parts and return their replies, in order."""
     request = _VerbRequest(f"/v1/{verb}/{quoted(model)}", fixed, session, Patience(session.policy), decode, answers)
     parts = _parts(items, session, each_tokens)
     is_long = len(items) >= ASIDE_ITEMS or any(map(wire.has_files, items))
     first = yield from _aside(lambda: next(parts), ASIDE_BYTES if is_long else 0)
     if len(first.items) == len(items):
         return [(yield from request.send(first, by_place=False))]
-    # scores come sorted, and ids may be given twice: places tell which entry is whose
+    # scores come sorted, and ids may occur twice: positions show which entry belongs to which item
     plans = (request.send(part, by_place=verb == "score") for part in itertools.chain([first], parts))
     replies = yield Together(plans, session.concurrency)
     with reading(replies[-1].shared["headers"]):
@@ -176,8 +178,8 @@ def _send_parts(
 
 
 def _of_items(replies: Sequence[_PartReply], items: Sequence[Item | str], *, named: bool) -> Results[Any]:
-    """A result for each item: what its slot has, and what its request tells of all of them but its usage. `named`: each
-    has an id.
+    """Return a result for each item: its slot, and the fields of its request other than the usage. `named`: each result
+    gets an id.
     """
     results: Results[Any] = Results(usage=replies[-1].shared["usage"])
     for reply in replies:
@@ -190,18 +192,17 @@ def _of_items(replies: Sequence[_PartReply], items: Sequence[Item | str], *, nam
 
 
 def _check_names(verb: str, params: Mapping[str, Any]) -> None:
-    """Raises TypeError for a parameter that no model takes, as Python does for the arguments of functions."""
+    """Raise TypeError for a parameter that no model takes, as Python does for arguments of functions."""
     names = _PARAMS[verb]
     if params.keys() <= names:
         return
-    from sie_contracts.models.options import FIELDS  # what the server knows beside: parameters of single families
+    # the server's list of other parameters, which only single families have
+    from sie_contracts.models.options import FIELDS
 
     for name in params:
         if name not in names and name not in FIELDS:
             like = difflib.get_close_matches(name, sorted(names), 1, 0.5)
-            suggestion = (
-                f"did you mean {like[0]}?" if like else "what only a model of yours takes goes into options={...}"
-            )
+            suggestion = f"did you mean {like[0]}?" if like else "pass a parameter of your own model in options={...}"
             raise TypeError(f"{verb}() got an unexpected parameter {name!r}; {suggestion}")
 
 
@@ -215,7 +216,7 @@ _PARAMS = {
 def encode(
     model: str, items: Sequence[Item | str], params: Mapping[str, Any], session: Session
 ) -> Plan[Results[EncodeResult]]:
-    """`POST /v1/encode/{model}`; results in input order."""
+    """Send `POST /v1/encode/{model}`. Return the results in input order."""
     if not items:
         return Results()
     session, params = session.for_call(params)
@@ -227,8 +228,8 @@ def encode(
 def embed(
     model: str, texts: Iterable[Item | str], count: int | None, params: Mapping[str, Any], session: Session
 ) -> Plan[NDArray[Any]]:
-    """Dense vectors as the rows of one array, in input order. `count`: of the texts; None of an iterator, which is read
-    as its parts are sent. Raises for a text that failed.
+    """Return dense vectors as the rows of one array, in input order. `count`: the number of texts, None for an
+    iterator, which is read while its parts are sent. Raises if a text failed.
     """
     session, params = session.for_call({"on_item_error": "fail", **params, "output_types": ["dense"]})
     _check_names("encode", params)
@@ -247,10 +248,10 @@ class _VectorRows:
         self._count = count
         self._lock = threading.Lock()
         self._whole: NDArray[Any] | None = None
-        self._parts: dict[int, NDArray[Any]] = {}  # by their first rows, where the number of all is not known
+        self._parts: dict[int, NDArray[Any]] = {}  # parts by their first row, if the number of rows is not known
 
     def filled(self, request: _VerbRequest, part: _ListPart) -> Plan[None]:
-        """Fill the rows of a part."""
+        """Send a part and fill its rows."""
         reply = yield from request.send(part, by_place=False)
         with reading(reply.shared["headers"]):
             vectors = np.stack([slot["dense"] for slot in reply.body["items"]])
@@ -271,7 +272,7 @@ class _VectorRows:
 def score(
     model: str, query: Item | str, items: Sequence[Item | str], params: Mapping[str, Any], session: Session
 ) -> Plan[ScoreResult]:
-    """`POST /v1/score/{model}`; entries of all items together, best first, failed ones last."""
+    """Send `POST /v1/score/{model}`. Return the entries of all items together, best first, failed items last."""
     session, params = session.for_call(params)
     _check_names("score", params)
     sent = yield from _aside(lambda: wire.item(query, "query"), ASIDE_BYTES if wire.has_files(query) else 0)
@@ -296,7 +297,7 @@ def rerank(
     params: Mapping[str, Any],
     session: Session,
 ) -> Plan[list[Ranked]]:
-    """`score`, as positions and documents: the best `top_n`. A document that failed fails the call."""
+    """Run `score` and return the best `top_n` documents with their positions. A document that failed fails the call."""
     if top_n is not None and top_n < 1:
         raise InvalidInputError(f"top_n: expected a number of at least 1, got {top_n}", code="INVALID_INPUT")
     if not documents:
@@ -316,7 +317,7 @@ def rerank(
 def extract(
     model: str, items: Sequence[Item | str], params: Mapping[str, Any], session: Session
 ) -> Plan[Results[ExtractResult]]:
-    """`POST /v1/extract/{model}`; results in input order."""
+    """Send `POST /v1/extract/{model}`. Return the results in input order."""
     if not items:
         return Results()
     session, params = session.for_call(params)
@@ -326,7 +327,7 @@ def extract(
 
 
 def _scores(body: bytes) -> dict[str, Any]:
-    """A reply of score whose entries are as they must be to be put in order."""
+    """Return a reply of score whose entries have the fields that sorting needs. Raises ValueError otherwise."""
     reply = wire.decode(body)
     for entry in reply["scores"]:
         if not isinstance(entry["item_id"], str) or not isinstance(entry["score"], int | float | None):
@@ -335,7 +336,7 @@ def _scores(body: bytes) -> dict[str, Any]:
 
 
 def _slots(body: bytes) -> dict[str, Any]:
-    """A reply of extract whose slots are maps."""
+    """Return a reply of extract whose slots are maps. Raises ValueError otherwise."""
     reply = wire.decode(body)
     if not all(isinstance(slot, dict) for slot in reply["items"]):
         raise ValueError("items: expected maps")
@@ -348,7 +349,7 @@ def _id_of(items: Sequence[Item | str], place: int) -> str:
 
 
 def _summed(replies: Sequence[_PartReply]) -> dict[str, Any]:
-    """The usage of a call in parts."""
+    """Return the usage of all parts of a call together."""
     usages = [(reply.start, reply.body["usage"]) for reply in replies]
     usage: dict[str, Any] = {
         name: sum(usage.get(name, 0) for _, usage in usages) for name in ("prompt_tokens", "total_tokens")
@@ -361,7 +362,7 @@ _PATH = re.compile(r"\bitems\[(\d+)\]")
 
 
 def _place(error: SIEError, start: int) -> None:
-    """Paths and positions in an error of a part become those of the whole list."""
+    """Change the paths and positions in an error of a part to those of the whole list."""
 
     def moved(text: Any) -> str:
         return _PATH.sub(lambda match: f"items[{start + int(match[1])}]", str(text))

@@ -1,7 +1,7 @@
 """Status frames over a websocket, with the package `websockets` (`pip install 'sie-cluster[watch]'`).
 
-A connection is made as a request is sent, with the patience of one: its first frame is the answer. One that breaks is
-made again; the frames in between are not seen.
+A connection is opened like a request, with the same waits and attempts: its first frame is the answer. A broken
+connection is opened again; the frames in between are lost.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from sie_client.transport import is_unknown_host
 from sie_contracts.loopback import is_local
 
 CLUSTER_STATUS = "/ws/cluster-status"
-AGAIN_AFTER_S = 1.0  # a connection broke
-SILENCE_S = 30.0  # the server sends every second; a connection that says nothing for so long is dead
+AGAIN_AFTER_S = 1.0  # seconds between a broken connection and the next one
+SILENCE_S = 30.0  # seconds; the server sends one frame per second, so a connection without frames for this long is dead
 CLOSE_S = 2.0
 MAX_FRAME_BYTES = 64 << 20
 
@@ -31,7 +31,7 @@ def request(path: str, session: Session) -> Send:
 
 
 def decoded(frame: bytes) -> dict[str, Any]:
-    """A frame. Raises ServerError for one that is no JSON map."""
+    """Return a frame as a map. Raises ServerError if it is no JSON map."""
     with reading({}):
         return msgspec.json.decode(frame, type=dict[str, Any])
 
@@ -50,13 +50,13 @@ class _Url:
             "max_size": MAX_FRAME_BYTES,
             "open_timeout": SILENCE_S,
             "close_timeout": CLOSE_S,
-            # before version 15 the package knows no proxies
+            # the package supports proxies since version 15
             **({"proxy": None} if self._is_local and not version.startswith("14.") else {}),
         }
 
 
 def _refusal(error: Exception, started_s: float) -> Received | TransportFailed:
-    """Convert a failure to connect to a response. Raises any other exception again."""
+    """Convert an exception of a connection attempt to a response. Raise any other exception again."""
     from websockets.exceptions import InvalidStatus, InvalidURI, WebSocketException
 
     elapsed_s = time.monotonic() - started_s
@@ -75,7 +75,7 @@ def _missing(error: ImportError) -> RequestError:
 
 
 class StatusSocket(_Url):
-    """A connection for the sync client."""
+    """A websocket connection for the sync client."""
 
     def __init__(self, base_url: str) -> None:
         super().__init__(base_url)
@@ -94,15 +94,15 @@ class StatusSocket(_Url):
             return Received(
                 200, {}, bytes(self._connection.recv(timeout=SILENCE_S, decode=False)), time.monotonic() - started_s
             )
-        except Exception as error:  # noqa: BLE001  told apart there
+        except Exception as error:  # noqa: BLE001  _refusal raises unexpected ones again
             self.close()
             return _refusal(error, started_s)
 
     def next(self) -> bytes | None:
-        """The next frame; None when the connection broke."""
+        """Return the next frame; None if the connection broke."""
         try:
             return bytes(self._connection.recv(timeout=SILENCE_S, decode=False))
-        except Exception as error:  # noqa: BLE001  told apart there
+        except Exception as error:  # noqa: BLE001  _refusal raises unexpected ones again
             _refusal(error, 0.0)
             return None
 
@@ -112,7 +112,7 @@ class StatusSocket(_Url):
 
 
 class AsyncStatusSocket(_Url):
-    """The same for asyncio."""
+    """A websocket connection for asyncio."""
 
     _connection: Any = None
 
@@ -125,7 +125,7 @@ class AsyncStatusSocket(_Url):
         try:
             self._connection = await connect(**self._options(request))
             return Received(200, {}, await self._recv(), time.monotonic() - started_s)
-        except Exception as error:  # noqa: BLE001  told apart there
+        except Exception as error:  # noqa: BLE001  _refusal raises unexpected ones again
             await self.aclose()
             return _refusal(error, started_s)
 
@@ -143,7 +143,7 @@ class AsyncStatusSocket(_Url):
     async def next(self) -> bytes | None:
         try:
             return await self._recv()
-        except Exception as error:  # noqa: BLE001  told apart there
+        except Exception as error:  # noqa: BLE001  _refusal raises unexpected ones again
             _refusal(error, 0.0)
             return None
 

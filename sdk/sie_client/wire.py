@@ -1,6 +1,4 @@
-"""Items and replies on the wire. What a request sends is made once; an array of a reply is copied once, out of the
-reply.
-"""
+"""Items and replies on the wire. A request is encoded once. An array of a reply is copied once, out of the reply."""
 
 from __future__ import annotations
 
@@ -20,16 +18,18 @@ from sie_contracts.models.costs import IMAGE_TOKENS
 
 FILES = ("document", "audio", "video")
 _OUTPUTS = ("dense", "sparse", "multivector")
-_BYTES_PER_TOKEN = 4  # of English UTF-8; estimates are for splitting alone, the server counts truly
+_BYTES_PER_TOKEN = 4  # bytes of English UTF-8; the estimate only splits lists into parts, the server counts exactly
 _SPECIAL_TOKENS = 2
-_MAX_TOKENS = 8192  # that one text can cost; models cut long ones, most of them earlier
+_MAX_TOKENS = 8192  # most tokens that one text can cost: models truncate long texts, most of them earlier
 _FILE_TOKENS = 1024
 
 
 def item(value: Any, path: str) -> Any:
-    """An item as it is sent, its files read. `path` names it in errors. Raises InvalidInputError."""
+    """Return an item in the form of a request, with its files read. `path` is its name in errors. Raises
+    InvalidInputError.
+    """
     if isinstance(value, str):
-        return value if type(value) is str else str(value)  # numpy's strings do not encode
+        return value if type(value) is str else str(value)  # msgspec does not encode numpy's string type
     sent = mapped(value, path)
     if sent.get("images") is not None:
         images = sent["images"]
@@ -49,7 +49,7 @@ def item(value: Any, path: str) -> Any:
 
 
 def mapped(value: Any, path: str) -> dict[str, Any]:
-    """An item as a map of its own. Raises InvalidInputError for what is neither text nor map."""
+    """Return an item as a new map. Raises InvalidInputError for a value that is neither text nor a map."""
     if isinstance(value, str):
         return {"text": value}
     if not isinstance(value, Mapping):
@@ -63,7 +63,7 @@ def has_files(value: Item | str) -> bool:
 
 
 def weight(sent: Any) -> tuple[int, int]:
-    """Estimated tokens and bytes of an item that `item` made."""
+    """Return the estimated tokens and bytes of an item that `item` returned."""
     if isinstance(sent, str):
         size = len(sent) if sent.isascii() else len(sent.encode("utf-8", "replace"))
         return min(_MAX_TOKENS, size // _BYTES_PER_TOKEN + _SPECIAL_TOKENS), size
@@ -79,7 +79,7 @@ def weight(sent: Any) -> tuple[int, int]:
 
 
 def _matrix(value: Any, path: str) -> NDArray[Any]:
-    """[tokens, width], float32 unless it is float16 already."""
+    """Return an array [tokens, width], float32 unless the value is float16 already."""
     try:
         array = np.asarray(value)
         array = array if array.dtype == np.float16 else array.astype(np.float32, copy=False)
@@ -106,7 +106,9 @@ _encoder = msgspec.msgpack.Encoder(enc_hook=_hook)
 
 
 def encode(body: Mapping[str, Any], subject: str) -> bytes:
-    """A request body. Raises InvalidInputError, which begins with `subject`, for values that msgpack has no form of."""
+    """Return a request body as msgpack. Raises InvalidInputError, which begins with `subject`, for values that msgpack
+    cannot hold.
+    """
     try:
         return _encoder.encode(body)
     except (TypeError, ValueError, OverflowError, NotImplementedError, RecursionError) as error:
@@ -159,13 +161,13 @@ class _EncodeReply(_EncodedItems):
 _decoder = msgspec.msgpack.Decoder(_EncodeReply, ext_hook=arrays.ext_hook)
 _DTYPES = {msgspec.msgpack.encode(name): np.dtype(name) for name in sorted(arrays.EMITTED)}
 _TRUE, _EMPTY = b"\xc3", b"\xc4\x00"
-_HEADERS = {0xC4: 2, 0xC5: 3, 0xC6: 5}  # of bin 8, 16 and 32
+_HEADERS = {0xC4: 2, 0xC5: 3, 0xC6: 5}  # bytes of the header of bin 8, bin 16 and bin 32
 
 
 def decode_vectors(body: bytes) -> dict[str, Any]:
-    """A reply of encode. `items` have their arrays by name, and what describes them under `outputs`.
+    """Return a reply of encode. `items` have their arrays by name, and the description of each array under `outputs`.
 
-    Raises what `reading` names: ValueError, KeyError, msgspec.DecodeError and their like.
+    Raises the exceptions that `reading` converts: ValueError, KeyError, msgspec.DecodeError and others.
     """
     reply = cast("dict[str, Any]", _decoder.decode(body))
     for slot in reply["items"]:
@@ -187,9 +189,7 @@ def decode_vectors(body: bytes) -> dict[str, Any]:
 
 
 def _array(sent: _ArrayMap) -> NDArray[Any]:
-    """An array that the caller owns and may write to: the one copy that puts it on an address of its own, where its
-    type belongs.
-    """
+    """Return an array that the caller owns and may write to. The one copy gives it an aligned address for its type."""
     if bytes(sent[b"nd"]) != _TRUE or bytes(sent.get(b"kind", _EMPTY)) != _EMPTY:
         raise ValueError("array: expected nd true and no kind")
     dtype = _DTYPES[bytes(sent[b"type"])]
@@ -197,12 +197,12 @@ def _array(sent: _ArrayMap) -> NDArray[Any]:
     data = memoryview(sent[b"data"])
     data = data[_HEADERS[data[0]] :]
     if min(shape, default=0) < 0 or len(data) != math.prod(shape) * dtype.itemsize:
-        raise ValueError(f"array: {len(data)} bytes do not make the shape {shape} of {dtype}")
+        raise ValueError(f"array: {len(data)} bytes do not fit the shape {shape} of {dtype}")
     return np.frombuffer(data, dtype).reshape(shape).copy()
 
 
 def decode(body: bytes) -> dict[str, Any]:
-    """A reply of score or extract. Raises as `decode_vectors`."""
+    """Return a reply of score or extract. Raises as `decode_vectors` does."""
     reply = arrays.unpack(arrays.decode_msgpack(body))
     if not isinstance(reply, dict):
         raise ValueError(f"expected a map, got {type(reply).__name__}")

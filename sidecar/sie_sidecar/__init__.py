@@ -1,3 +1,3 @@
-"""The worker's scheduler: pulls work, tokenises, forms batches by token cost, drives the adapter, settles. No torch, no
-weights.
+"""The scheduler of a worker: it pulls work, tokenises, forms batches by token cost, drives the adapter, and settles
+messages. It has no torch and no weights.
 """

@@ -1,6 +1,4 @@
-"""The worker's account of itself: a heartbeat at its interval and at every change, and the reason why it
-is not ready.
-"""
+"""Health of the worker: a heartbeat at each interval and at each change, and the reason why the worker is not ready."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ _logger = logging.getLogger("sie.sidecar.health")
 
 
 class WorkerHealth:
-    """`changed` asks for a heartbeat at once."""
+    """Heartbeats and readiness of one worker. `changed` requests a heartbeat at once."""
 
     def __init__(
         self, settings: Settings, bus: Bus, lane: Lane, worker_id: str, link: AdapterLink, feed: CatalogueFeed
@@ -42,7 +40,7 @@ class WorkerHealth:
         self._change = asyncio.Event()
         self.worker: Worker | None = None
         self.leaving = False
-        self.asks = False  # which pool to serve
+        self.asks = False  # true if gateways assign the pool to serve
         self.preloading = ""
         self._listens = False
 
@@ -53,7 +51,8 @@ class WorkerHealth:
         if self.leaving:
             return "draining"
         if not self._link.connected:
-            return "no adapter is connected"  # where is in the log: this is told to whoever reaches the port
+            # the address is only in the log: any client of the port can read this text
+            return "no adapter is connected"
         if not self._link.is_fresh():
             return "the adapter does not answer"
         if not self._bus.connected:
@@ -73,12 +72,12 @@ class WorkerHealth:
 
     @property
     def device(self) -> str:
-        """Device of the present or the last adapter; empty before the first one."""
+        """Device of the current or the last adapter; empty before the first one."""
         return self._link.description.device if self._link.description else ""
 
     @property
     def gpu_count(self) -> int:
-        """SIE_GPU_COUNT, 0 where the adapter computes on a CPU."""
+        """SIE_GPU_COUNT, or 0 if the adapter computes on a CPU."""
         return 0 if self.device == "cpu" else self._settings.gpu_count
 
     def heartbeat(self) -> Heartbeat:
@@ -124,12 +123,12 @@ class WorkerHealth:
         )
 
     async def listen(self) -> None:
-        """Be there for whoever looks for this worker. Raises BrokerError."""
+        """Subscribe to the subject by which gateways find this worker. Raises BrokerError."""
         await self._bus.subscribe(topology.assigned_subject(self._id), self._on_asked)
         self._listens = True
 
     async def _on_asked(self, message: CoreMessage) -> None:
-        """Do nothing: a listener on the subject is the answer by itself."""
+        """Do nothing: for the gateway, the existence of a subscriber is the answer."""
 
     async def publish(self) -> None:
         try:
@@ -138,7 +137,7 @@ class WorkerHealth:
             _logger.warning("a heartbeat was not sent: %s", error)
 
     async def run(self) -> None:
-        """Publish until cancelled."""
+        """Publish heartbeats until cancelled."""
         while True:
             self._change.clear()
             await self.refresh()
@@ -148,7 +147,7 @@ class WorkerHealth:
                     await self._change.wait()
 
     async def refresh(self) -> None:
-        """Ask the adapter for its present memory; what cannot be asked now is told at the next beat."""
+        """Ask the adapter for its current memory. If it does not answer, the next heartbeat asks again."""
         if not self._link.connected:
             return
         with contextlib.suppress(AdapterGone, SIEError):

@@ -1,6 +1,6 @@
-"""The metrics of the sidecar: `SidecarMetrics` counts at each event, `Live` reads at each scrape.
+"""Metrics of the sidecar. `SidecarMetrics` counts when an event happens; `collector` reads values at each scrape.
 
-The adapter has no port: what it counts comes with its description.
+The adapter has no port: its counts come with its description.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _OUTCOMES = ("taken", "duplicate", "unknown", "unconfirmed", "fenced", "cancelle
 
 
 class SidecarMetrics:
-    """A series whose labels are known from the start is there from the start."""
+    """Counters, gauges and histograms of the sidecar. A series with known labels exists from the start."""
 
     def __init__(self) -> None:
         make = MetricMaker("worker")
@@ -60,11 +60,11 @@ class SidecarMetrics:
         self.adapter_deaths = make.counter("sie_adapter_deaths")
 
     def count_refused(self, reason: str) -> None:
-        """Count a request that no route saw; `reason` is one of REFUSED."""
+        """Count a request that was refused before it reached a route; `reason` is one of REFUSED."""
         self.refused.labels(reason).inc()
 
     def count_file(self, noun: str, result: str) -> None:
-        """Count a file; `noun` is one of NOUNS, `result` one of RESULTS of the pool."""
+        """Count a file; `noun` is one of NOUNS of the pool, `result` one of its RESULTS."""
         self.media[noun].labels(result).inc()
 
     def loaded(self, model: str, *, certified: bool) -> None:
@@ -73,13 +73,13 @@ class SidecarMetrics:
             self.certificates.labels("passed").inc()
 
     def not_loaded(self, model: str, error: SIEError) -> None:
-        """A load failed."""
+        """Count a failed load."""
         self.load_failures.labels(model).inc()
         if error.extras.get("error_class") == "CERTIFICATE":
             self.certificates.labels("failed").inc()
 
     def ran(self, model: str, note: BatchNote, done: BatchDone, fill: float) -> None:
-        """Account for a batch that took this share of its budget."""
+        """Count a batch. `fill` is its share of the cost budget."""
         self.batch_size.labels(model).observe(note.items)
         self.batch_fill.observe(fill)
         self.tokens.labels(model).inc(note.tokens)
@@ -87,7 +87,7 @@ class SidecarMetrics:
         self.device_seconds.labels(model).inc((done.inference_ms + done.postprocess_ms) / 1000)
 
     def answered(self, model: str, endpoint: str, result: WorkResult) -> None:
-        """Account for a chunk, after its result has left."""
+        """Count a chunk after its result was sent."""
         self._traffic.met(model)
         traced = exemplar()
         codes = {outcome.error.code for outcome in result.outcomes if isinstance(outcome, Failed)}
@@ -106,15 +106,15 @@ class SidecarMetrics:
 
 
 class _Counts:
-    """Counts of adapters over the life of this process. Each adapter's own counts begin at zero."""
+    """Counts of all adapters of this process. The counts of each adapter begin at zero."""
 
     def __init__(self) -> None:
-        self._before: Sum[tuple[str, ...]] = Sum()  # by adapters that are gone
+        self._before: Sum[tuple[str, ...]] = Sum()  # counts of adapters that are gone
         self._now: Mapping[tuple[str, ...], int] = {}
         self._pid = 0
 
     def take(self, pid: int, now: Mapping[tuple[str, ...], int]) -> None:
-        # in a container of its own an adapter has the same pid each time
+        # in its own container an adapter may have the same pid each time, so lower counts show a new one as well
         if pid != self._pid or any(now.get(key, 0) < count for key, count in self._now.items()):
             self._before.update(self._now)
         self._pid, self._now = pid, now
@@ -127,13 +127,13 @@ class _Counts:
 
 
 class OomCounts:
-    """How often what was done about memory that ran out."""
+    """Counts of remedies after a device ran out of memory, by model and remedy."""
 
     def __init__(self) -> None:
         self._counts = _Counts()
 
     def told(self, description: Description) -> None:
-        """Take in what an adapter counts."""
+        """Take over the counts of an adapter."""
         counts: dict[tuple[str, ...], int] = {
             (each.model, remedy): getattr(each, remedy) for each in description.shortages for remedy in OOM
         }
@@ -143,18 +143,18 @@ class OomCounts:
         return self._counts[model, remedy]
 
     def models(self) -> set[str]:
-        """Models that ever ran out of memory."""
+        """Return the models that ever ran out of memory."""
         return {model for model, _ in self._counts}
 
 
 class TowerCounts:
-    """How often the output of a tower was there when it was needed."""
+    """Counts of tower outputs that were cached when needed (`hit`) or not (`miss`)."""
 
     def __init__(self) -> None:
         self._counts = _Counts()
 
     def told(self, description: Description) -> None:
-        """Take in what an adapter counts."""
+        """Take over the counts of an adapter."""
         use = description.towers
         self._counts.take(description.pid, {("hit",): use.hits, ("miss",): use.misses})
 
@@ -163,12 +163,12 @@ class TowerCounts:
 
 
 def of_models(registry: CollectorRegistry) -> tuple[dict[str, dict[str, float]], dict[str, dict[str, Any]]]:
-    """Metrics of single models: counters as metric -> model -> value, and histograms as metric -> model -> buckets and
-    counts.
+    """Return the metrics of single models: counters as metric -> model -> value, and histograms as metric -> model ->
+    buckets and counts.
 
-    Counts are sums over the other labels; of a metric with phases it is the phase `total`, the sum of which the others
-    are parts. `buckets` are upper bounds; `counts[i]` observations are at most `buckets[i]`, and the last count, one
-    more, is of all.
+    Counts are sums over the other labels. A metric with phases is counted by its phase `total`, which includes the
+    others. `buckets` are upper bounds. `counts[i]` observations are at most `buckets[i]`; there is one more count, the
+    last, of all observations.
     """
     counters: dict[str, dict[str, float]] = {}
     histograms: dict[str, dict[str, Any]] = {}

@@ -1,4 +1,4 @@
-"""The sidecar process: find broker, adapter and catalogue, pull, drain."""
+"""The sidecar process: connect to the broker, the adapter and the catalogue, pull work, drain."""
 
 from __future__ import annotations
 
@@ -36,16 +36,18 @@ from sie_sidecar.worker import Worker, WorkerIdentity
 from sie_store.payloads import open_store
 
 DRAIN_S = 9.0
-MIN_CONNECTIONS = 6  # loads of models hold some of them too
+MIN_CONNECTIONS = 6  # connections for batches; loads of models use some of them too
 REFILL_S = 1.0
 PRELOAD_RETRY_S = 5.0
 SERVE_RETRY_S = 0.5
-PING_ANSWER_S = 0.25  # an answer on its way is not silence, also at a stale multiplier of 1
+PING_ANSWER_S = 0.25  # seconds; an answer on its way is not silence, even with a stale multiplier of 1
 _logger = logging.getLogger("sie.sidecar")
 
 
 def limits_of(settings: Settings, mode: Mode) -> BatchLimits:
-    """The batch bounds: standalone and queue mode have knobs of their own; the cost budget holds in both."""
+    """Return the batch limits. Standalone mode and queue mode have their own settings; the cost budget applies in
+    both.
+    """
     if mode == "standalone":
         requests, wait_ms = settings.max_batch_requests, settings.max_batch_wait_ms
     else:
@@ -54,7 +56,7 @@ def limits_of(settings: Settings, mode: Mode) -> BatchLimits:
 
 
 def connections_of(settings: Settings, lanes: int) -> int:
-    """How many connections to the adapter are for batches, on a device of so many lanes."""
+    """Return the number of connections to the adapter for batches, on a device with this number of lanes."""
     if settings.ipc_pool_size is not None:
         return settings.ipc_pool_size
     return min(settings.pool_size, max(MIN_CONNECTIONS, lanes + settings.rust_pipeline_depth - 1))
@@ -70,7 +72,7 @@ async def serve(
     mode: Mode = "queue",
     drain_s: float | None = None,
 ) -> int:
-    """Serve the lane until `stop`, then drain. Returns the exit status. Raises SettingError."""
+    """Serve the lane until `stop`, then drain. Return the exit status. Raises SettingError."""
     worker_id = settings.worker_id or default_worker_id()
     tracer = tracing.start(settings.tracing, "sidecar", worker_id)
     lane = Lane(settings.pool, settings.profile, settings.bundle)
@@ -113,7 +115,7 @@ async def serve(
             errors=(BrokerError,),
             stop=stop,
             logger=_logger,
-            what="listening for who looks for this worker",
+            what="listening for gateways that look for this worker",
         )
         tasks.start(health.run(), "heartbeats")
         tasks.start(status.run(), "status")
@@ -163,7 +165,7 @@ async def serve(
                     await _unless_stopped(stop, admission.asked.wait())
                     following = tasks.start(_follow(admission, worker, health, stop), "pool assignment")
                 health.worker = worker
-                health.changed()  # gateways may place on it from now on
+                health.changed()  # from now on gateways may place models on this worker
                 await _unless_stopped(stop, _preload(settings, feed, link, worker, health, stop))
                 tasks.start(_upkeep(worker, stop), "upkeep")
                 tasks.start(worker.hosting.run(settings.idle_evict_s), "hosting")
@@ -177,7 +179,8 @@ async def serve(
                 following.cancel()
                 await asyncio.gather(following, return_exceptions=True)
             await worker.drain(DRAIN_S if drain_s is None else drain_s)
-            with contextlib.suppress(BrokerError):  # gone as well: what it did not hear it delivers again
+            # the broker may be gone as well: it delivers again all messages whose settlement it did not get
+            with contextlib.suppress(BrokerError):
                 await broker.flush()
     finally:
         await tasks.cancel()
@@ -188,18 +191,20 @@ async def serve(
 
 
 def _ledger_path(settings: Settings, worker_id: str) -> Path:
-    """Beside the socket, which is on a volume that outlives the container; the id keeps workers of one folder apart."""
+    """Return the path of the lease ledger. It is beside the socket, on a volume that outlives the container. The worker
+    id separates workers that share a folder.
+    """
     return Path(f"{settings.ipc_socket_path}.{topology.token(worker_id)}.leases")
 
 
 async def _verified(queue: Queue, stream: str) -> bool:
-    """The gateway makes the stream; a worker only makes sure that it is there."""
+    """Raise BrokerError if the stream does not exist. The gateway creates it; a worker only checks it."""
     await queue.stream_state(stream)
     return True
 
 
 async def _follow(admission: PoolMembership, worker: Worker, health: WorkerHealth, stop: Stop) -> None:
-    """Serve the assigned pool, and the next one as soon as that is another, until `stop`."""
+    """Serve the assigned pool until `stop`, and switch as soon as another pool is assigned."""
     trouble = Trouble(_logger, "the assigned pool cannot be served yet")
     while not stop.requested:
         pool = admission.pool()
@@ -207,7 +212,7 @@ async def _follow(admission: PoolMembership, worker: Worker, health: WorkerHealt
             trouble.passed()
             await stop.wait_woken(admission.changed)
             continue
-        _logger.info("the pool of this worker is %s", pool or "none: no gateway says that its own is open")
+        _logger.info("the pool of this worker is %s", pool or "none: no gateway has confirmed its own pool")
         try:
             await worker.source.serve(pool)
             worker.loading.ahead(admission.pinned)
@@ -220,10 +225,10 @@ async def _follow(admission: PoolMembership, worker: Worker, health: WorkerHealt
 async def _preload(
     settings: Settings, feed: CatalogueFeed, link: AdapterLink, worker: Worker, health: WorkerHealth, stop: Stop
 ) -> None:
-    """Load SIE_PRELOAD_MODELS; the worker is not ready before. An unknown name ends the process.
+    """Load SIE_PRELOAD_MODELS. The worker is not ready before. An unknown name ends the process.
 
-    A failed load shows in readiness for as long as it is tried again; after that, in the log and in the state of the
-    model: the other models of this worker do not wait for it for ever.
+    While a failed load is tried again, readiness reports it. After that, the log and the state of the model report it,
+    so that the other models of this worker do not wait for ever.
     """
     if not settings.preload_models:
         return
@@ -254,7 +259,7 @@ async def _preload(
 
 
 async def _unless_stopped(stop: Stop, work: Coroutine[Any, Any, object]) -> None:
-    """Do `work`, or cancel it when the process is to end. Raises what it raises."""
+    """Run `work`, but cancel it when the process is to stop. Raises the exceptions of `work`."""
     doing, ending = asyncio.create_task(work), asyncio.create_task(stop.wait())
     await asyncio.wait({doing, ending}, return_when=asyncio.FIRST_COMPLETED)
     ending.cancel()
@@ -266,8 +271,8 @@ async def _unless_stopped(stop: Stop, work: Coroutine[Any, Any, object]) -> None
 
 
 async def _in_a_bundle(feed: CatalogueFeed, bundle: str) -> None:
-    """Say it if the catalogue has no such bundle: work will never come. It may get one later, by a file in
-    SIE_MODELS_DIR.
+    """Log an error if the catalogue has no such bundle: no work will come then. A file in SIE_MODELS_DIR may add the
+    bundle later.
     """
     await feed.first.wait()
     if bundle not in (bundles := feed.catalogue.bundles):
@@ -277,7 +282,7 @@ async def _in_a_bundle(feed: CatalogueFeed, bundle: str) -> None:
 
 
 def _known(catalogue: Catalogue, name: str, bundle: str) -> tuple[Resolved, ...]:
-    """The model, or each of an alias. Raises SettingError."""
+    """Return the model of a name, or every model of an alias. Raises SettingError."""
     try:
         entries = resolve_all(catalogue, name)
     except ModelNotFound as error:
@@ -297,7 +302,7 @@ def _known(catalogue: Catalogue, name: str, bundle: str) -> tuple[Resolved, ...]
 
 
 async def _upkeep(worker: Worker, stop: Stop) -> None:
-    """Once a second: what depends on time; every ten, the consumers."""
+    """Run the upkeep of pulls once a second. Every ten seconds it also lists the consumers."""
     rounds = 0
     while not await stop.wait_for(REFILL_S):
         rounds += 1
@@ -308,8 +313,8 @@ async def _upkeep(worker: Worker, stop: Stop) -> None:
 
 
 async def run(settings: Settings, stop: Stop, *, host: str, drain_s: float | None = None) -> int:
-    """The sidecar against NATS. `drain_s`: longest wait for what is in flight at the end, by default DRAIN_S. Raises
-    SettingError.
+    """Run the sidecar against NATS. `drain_s` is the longest time to finish work in flight at the end, by default
+    DRAIN_S. Raises SettingError.
     """
     async with connected(settings.nats_url, "sie-sidecar", stop, password=settings.nats_password) as broker:
         if broker is None:

@@ -1,7 +1,7 @@
-"""`/ws/status`: everything that this worker knows of itself, five times a second, to whoever looks.
+"""`/ws/status`: the full state of this worker, five times a second, for each viewer.
 
-Served on the port of metrics and probes. Where SIE_CONFIG_READ_TOKEN is set, whoever looks has to show it: a worker
-holds no other token.
+It is served on the port of metrics and probes. If SIE_CONFIG_READ_TOKEN is set, a viewer must send this token: a worker
+has no other one.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from sie_sidecar.models.models import ModelState
 from sie_sidecar.worker import Worker
 
 EVERY_S = 0.2
-DEVICE_EVERY_S = 1.0  # the adapter is asked, and the metrics are summed up
+DEVICE_EVERY_S = 1.0  # seconds between two requests to the adapter, and between two sums of the metrics
 MAX_SOCKETS = 32
 PATH = "/ws/status"
 
 
 class WorkerStatus:
-    """The frames of one worker."""
+    """Status frames of one worker."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class WorkerStatus:
         self._seats = Seats(MAX_SOCKETS, "worker")
 
     async def run(self) -> None:
-        """Until cancelled: while somebody looks, keep up to date what costs too much for every frame."""
+        """Refresh the expensive parts of the frames while there is a viewer, until cancelled."""
         while True:
             await self.frames.looked.wait()
             self._summed = of_models(self._metrics.registry)
@@ -75,18 +75,18 @@ class WorkerStatus:
             await asyncio.sleep(DEVICE_EVERY_S)
 
     async def show(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer an upgrade: serve the websocket to its end, or refuse it."""
+        """Answer an upgrade request: serve the websocket to its end, or refuse it."""
         try:
             self._admit(scope)
             with self._seats.seat(scope):
                 if not self.frames.looking:
                     self._summed = of_models(self._metrics.registry)
                 await self.frames.show(scope, receive, send)
-        except SIEError as error:  # before it was accepted, all of them
+        except SIEError as error:  # all of these errors come before the websocket is accepted
             await refuse_upgrade(scope, send, error)
 
     def _admit(self, scope: Scope) -> None:
-        """Raises NotFound, Unauthenticated."""
+        """Check the token and the path of a viewer. Raises NotFound, Unauthenticated."""
         expected, token = self._settings.config_read_token, headers_of(scope).get("authorization", "")
         token = token[7:] if token[:7].lower() == "bearer " else token
         if expected is not None and not expected.matches(token.strip()):
@@ -124,7 +124,7 @@ class WorkerStatus:
         ).decode()
 
     def _devices(self) -> list[dict[str, Any]]:
-        """The adapter's one device; none while there is no adapter."""
+        """Return the one device of the adapter; an empty list while there is no adapter."""
         description = self._health.description
         if description is None:
             return []
@@ -141,7 +141,9 @@ class WorkerStatus:
         ]
 
     def _models(self, worker: Worker | None, hosted: dict[str, ModelState]) -> list[dict[str, Any]]:
-        """The models of this bundle, and those that are here for another reason, by falling memory."""
+        """Return the models of this bundle, and other models that are hosted here, sorted by memory, the largest
+        first.
+        """
         pending = worker.inventory.pending_inputs() if worker else {}
         catalogue = self._health.feed.catalogue
         rows = []
@@ -194,10 +196,10 @@ class WorkerStatus:
         return cached[2]
 
     def _batching(self, worker: Worker, hosted: ModelState) -> dict[str, Any]:
-        """How deliveries are gathered, which is one decision for the whole worker, and how full this model's batches
+        """Return how deliveries are gathered, which is the same for all models, and how full the batches of this model
         are.
 
-        Without answers lately nothing is calibrated: the median and what it leaves to the target are null then.
+        Without recent answers it is not calibrated: the median, and its distance to the target, are null then.
         """
         p50_s, wait_s = worker.intake.gathering()
         target_ms = self._settings.adaptive_target_p50_ms
@@ -214,7 +216,7 @@ class WorkerStatus:
 
 
 def worker_app(health: WorkerHealth, metrics: SidecarMetrics, status: WorkerStatus) -> App:
-    """The application of the worker's port: metrics, probes and `/ws/status`."""
+    """Build the application of the worker's port: metrics, probes and `/ws/status`."""
     plain = probes(health.not_ready, metrics.registry)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -227,6 +229,6 @@ def worker_app(health: WorkerHealth, metrics: SidecarMetrics, status: WorkerStat
 
 
 def _user() -> str:
-    with contextlib.suppress(KeyError):  # a container's user may have no name
+    with contextlib.suppress(KeyError):  # the user of a container may have no name
         return pwd.getpwuid(os.getuid()).pw_name
     return str(os.getuid())

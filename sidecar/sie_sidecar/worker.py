@@ -1,8 +1,8 @@
-"""The parts of a worker, and its end. All state belongs to one event loop; every path out of a stage settles what it
-had.
+"""The parts of a worker, and its drain. All state belongs to one event loop. Every path out of a stage settles the work
+items that the stage had.
 
     Source ──► Intake ──► Prepare ──► Dispatch ──► Settle
-    (pulls)   (groups)   (model,     (batches) └─► Isolate (an input of it was in a batch that
+    (pulls)   (groups)   (model,     (batches) └─► Isolate (one of its inputs was in a batch that
                           tokens)                           killed an adapter)
 """
 
@@ -54,10 +54,11 @@ _logger = logging.getLogger("sie.sidecar.worker")
 
 @dataclass(frozen=True)
 class WorkerIdentity:
-    """Identity of a worker: its `id`, the lane of its placement table and stream, and its storage beside the broker.
+    """Identity of a worker: its `id`, the lane of its placement table and its stream, and its storage beside the
+    broker.
 
-    `ledger`: the file of the deliveries in flight, None where a broker does not outlive this process. `store`: of large
-    inputs.
+    `ledger` is the file of deliveries in flight; it is None if the broker does not outlive this process. `store` has
+    large inputs.
     """
 
     id: str
@@ -69,7 +70,7 @@ class WorkerIdentity:
 
 
 class Worker:
-    """Pulls, prepares, batches, runs and answers."""
+    """Worker: pulls, prepares, batches, runs and answers work items."""
 
     def __init__(
         self,
@@ -86,7 +87,7 @@ class Worker:
         self._broker = broker
         self._metrics = metrics
         self._clock = clock
-        self._heard: list[Subscription] = []  # what gateways say, once it began
+        self._heard: list[Subscription] = []  # subscriptions to messages of gateways, from the start on
         self._work = Tasks(_logger, on_failure)
         self._loops = Tasks(_logger, on_failure)
         self.broker_clock = BrokerClock(broker, topology.stream_name(lane.pool), clock)
@@ -116,7 +117,7 @@ class Worker:
         settlement = ResultDelivery(broker, self.leases, metrics, clock)
         dead_letters = DeadLetterWriter(broker, lane.pool, worker_id, metrics, broker_s)
         fetching = PayloadFetching(identity.store, clock) if identity.store is not None else None
-        # the stages, the last one first: each hands its items to later ones
+        # the stages, in reverse order: each passes its items on to later ones
         self._settle = Settle(worker_id, settlement, dead_letters, self.inventory, fetching, metrics, self._work, clock)
         self._isolate = Isolate(self.device, self._marks, self.loading, self._settle, metrics, self._work)
         self.dispatch = Dispatch(self.device, self._isolate, self.loading, self._settle, quantum, metrics, self._work)
@@ -141,18 +142,18 @@ class Worker:
 
     @property
     def depth(self) -> int:
-        """Work items in flight."""
+        """Number of work items in flight."""
         return len(self.leases)
 
     async def start(self, stop: Stop) -> None:
-        """Hand back what a killed predecessor had in flight, and take in what comes, however late the broker answers,
-        unless `stop` comes first. `WorkSource.pull` has it come.
+        """Hand back the deliveries that a killed predecessor had in flight, and start to process deliveries. This waits
+        for the broker as long as it takes, unless `stop` comes first. `WorkSource.pull` starts the deliveries.
         """
-        with contextlib.suppress(BrokerError):  # then by this machine's clock, until an answer comes
+        with contextlib.suppress(BrokerError):  # until an answer comes, the clock of this machine is used
             await self.broker_clock.measure()
         if left := await self.leases.release_left(self._broker):
             _logger.warning("%d deliveries that this worker held when it was killed are handed back", left)
-        with contextlib.suppress(BrokerError):  # `run` tries again
+        with contextlib.suppress(BrokerError):  # `run` tries again to open the marks
             await self._marks.open()
         self._loops.start(self.broker_clock.run(), "broker clock")
         self._loops.start(self._marks.run(), "marks")
@@ -173,7 +174,7 @@ class Worker:
         while True:
             gathered = await self.intake.next(self._is_tokenising, self._has_more)
             for flight in gathered.stored:
-                # its model's load waits for no store: what can run now may be behind it
+                # load its model meanwhile: work that can run now may wait behind it
                 self.loading.ahead([f"{flight.item.model}:{flight.item.profile}"])
                 self._work.start(self._fetch_and_prepare(flight), "fetch")
             for group in gathered.groups:
@@ -195,32 +196,32 @@ class Worker:
         return self._prepare.tokenising > 0
 
     def _more_expected(self) -> bool:
-        """Whether something may be about to wait for the device."""
+        """Return True if more work may soon wait for the device."""
         return bool(self.intake.arrived or self._is_tokenising()) or self._has_more()
 
-    # the parts that are made before the source tell it of these
+    # callbacks of parts that are built before the source
 
     def _has_more(self) -> bool:
-        """Whether the broker may send more."""
+        """Return True if the broker may send more."""
         return self.source.pulling.more_expected()
 
     def _assigned_models(self) -> frozenset[str] | None:
         return self.source.assignment.models()
 
     def _on_less(self) -> None:
-        """Less waits for the device."""
+        """Refill the credit, because less work waits for the device."""
         self.source.refill_soon()
 
     def _on_free(self, consumer: str) -> None:
-        """A work item of a consumer keeps others back no more."""
+        """Refill one consumer: a work item of it no longer holds others back."""
         self.source.pulling.refill_one(consumer)
 
     def _on_role(self, hosted: ModelState) -> None:
-        """A residency is unloaded, makes room, or need not any more."""
+        """Refill all consumers: a residency was unloaded, makes room, or need not make room any more."""
         self.source.pulling.refill_all()
 
     def _on_unloaded(self, model: str) -> None:
-        """An operator had a model unloaded."""
+        """Tell the assignment that an operator had a model unloaded."""
         self.source.assignment.unloaded(model)
 
     async def _on_reconnect(self) -> None:
@@ -241,8 +242,8 @@ class Worker:
         self.device.wake.set()
 
     async def drain(self, grace_s: float) -> None:
-        """Stop pulling, finish what is in flight, hand back what does not finish in time. `grace_s` is for all of it: a
-        broker that does not answer has its share of it.
+        """Stop pulling, finish the work in flight, and hand back the work that does not finish in time. `grace_s` is
+        the time for all of it, also for a broker that does not answer.
         """
         end_s = self._clock() + grace_s
         await self.source.stop()

@@ -90,7 +90,7 @@ def test_a_child_that_dies_is_replaced_with_longer_and_longer_pauses(start: Star
 
 def test_one_that_lived_longer_is_replaced_at_once(start: Start) -> None:
     parent = start("os._exit(3 if time.monotonic() - began_s < 0.3 else 0)", "forkserver.STEADY_S = -1.0")
-    assert "ended with status 3; another one starts in 0 s" in line_with("ended", parent)
+    assert "ended with status 3; a new one starts in 0 s" in line_with("ended", parent)
 
 
 @pytest.mark.parametrize("status", [0, EXIT_BAD_SETTING])
@@ -111,7 +111,7 @@ def test_a_signal_is_passed_on_and_the_childs_status_is_the_parents(start: Start
 
 def test_a_signal_ends_the_parent_between_two_children(start: Start) -> None:
     parent = start("os._exit(1)", "forkserver.FIRST_PAUSE_S = 60.0; forkserver.LONGEST_PAUSE_S = 60.0")
-    line_with("another one starts in 60 s", parent)
+    line_with("a new one starts in 60 s", parent)
     parent.send_signal(signal.SIGTERM)
     assert parent.wait(20) == 0
 

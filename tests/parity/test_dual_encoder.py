@@ -220,10 +220,10 @@ def _edit(path: Path, edit: Callable[[dict[str, Any]], None]) -> None:
     ("edit", "message"),
     [
         (lambda said: said["preprocess_cfg"].update(resize_mode="shortest"), "expected resize_mode squash"),
-        (lambda said: said["model_cfg"]["text_cfg"].update(pool_type="argmax"), "which is no SigLIP known here"),
+        (lambda said: said["model_cfg"]["text_cfg"].update(pool_type="argmax"), "which is no supported SigLIP"),
         (
             lambda said: said["model_cfg"]["vision_cfg"].update(timm_model_name="vit_so400m_patch14_siglip_384"),
-            "which is no SigLIP known here",
+            "which is no supported SigLIP",
         ),
     ],
 )

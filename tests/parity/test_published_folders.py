@@ -258,7 +258,7 @@ def adapter_beside_its_base(folder: Path) -> None:
         pytest.param(pickled_dense, "2_Dense has pytorch_model.bin.*convert it with python", id="pickled dense"),
         pytest.param(static, "modules.json begins with StaticEmbedding", id="static"),
         pytest.param(distilled, "no class for model_type 'model2vec'", id="model2vec"),
-        pytest.param(encoder_of_t5, "t5 is one side of an encoder with a decoder", id="t5"),
+        pytest.param(encoder_of_t5, "t5 is one side of an encoder-decoder model", id="t5"),
         pytest.param(pooled_by(pooling_mode_max_tokens=True), "the pooling of the model is max", id="max"),
         pytest.param(
             pooled_by(pooling_mode_mean_tokens=True, pooling_mode_max_tokens=True),
@@ -277,7 +277,7 @@ def adapter_beside_its_base(folder: Path) -> None:
             pooled_by(pooling_mode_mean_tokens=True, include_prompt=False), "include_prompt", id="without its prompt"
         ),
         pytest.param(layer_norm, "modules.json lists a LayerNorm", id="layer norm"),
-        pytest.param(summed, "SpladePooling by sum, expected max", id="sum"),
+        pytest.param(summed, "SpladePooling has the strategy sum, expected max", id="sum"),
         pytest.param(
             quantised_by(quant_method="compressed-tensors", format="pack-quantized", config_groups={}),
             "its weights are quantised by compressed-tensors",

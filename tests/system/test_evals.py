@@ -152,11 +152,11 @@ def test_images_are_found_by_texts(open_cluster: Cluster, tmp_path: Path) -> Non
     assert perf["rows"][0]["errors"] == {}
     other = f"infinity:{open_cluster.url}/v1"
     told = evaluated("test/clip", "-t", str(folder), "-s", other, *where, status=1).stderr
-    assert "takes texts alone, and the task has images" in told
+    assert "takes only texts, and the task has images" in told
     fast = ("--type", "perf", "--seconds", "1", *where)
     told = evaluated("test/clip", "-t", str(folder), "-s", other, *fast, status=1).stderr
     assert told.startswith("Error: infinity:")
-    assert "st takes texts alone" in evaluated(MODEL, "-t", str(folder), "-s", "st", *where, status=1).stderr
+    assert "st takes only texts" in evaluated(MODEL, "-t", str(folder), "-s", "st", *where, status=1).stderr
 
 
 def test_what_each_output_costs_is_one_table(open_cluster: Cluster, small: Path, tmp_path: Path) -> None:
@@ -214,13 +214,13 @@ def test_what_cannot_be_measured_is_told(open_cluster: Cluster, small: Path) -> 
     server = evaluated(MODEL, "-t", str(small), "-s", "tei:http://127.0.0.1:1", status=1).stderr
     assert "tei:http://127.0.0.1:1 does not answer" in server
     texts = evaluated(MODEL, "-t", f"texts/{small}/corpus.jsonl", *where, status=1).stderr
-    assert texts == "Error: nobody judged the texts of corpus.jsonl: --type perf measures how fast they are\n"
+    assert texts == "Error: the texts of corpus.jsonl have no judgements: use --type perf, which measures speed\n"
     nowhere = evaluated(MODEL, "-t", str(small), "--results", "/proc/nothing", *where, status=1).stderr
     assert (
         nowhere == "Error: /proc/nothing: No such file or directory: name a folder that can be written with --results\n"
     )
     kind = evaluated("test/gliner", "-t", str(small), *where, status=1).stderr
-    assert "test/gliner has json: what is measured are models with vectors, and those that score" in kind
+    assert "test/gliner has json: expected a model with vectors, or one that scores" in kind
     for wrong in (("--rerank", MODEL), ("-t", "stsb", "--rerank", "test/cross")):
         assert "--rerank" in evaluated("test/dense", "-t", str(small), *wrong, *where, status=1).stderr
     scored = evaluated("test/cross", "-t", str(small), "--outputs", "int8", *where, status=1).stderr

@@ -81,4 +81,8 @@ def test_both_sdks_encode_after_each_step(
             )
             assert command.returncode == 0, command.stderr
         check(environment, "sie_sdk", open_cluster.url, "sie_sdk" if SDK in present else "sie_client")
-    environment.check()
+
+
+@pytest.mark.long
+def test_pip_installs_both_by_one_command(wheels: list[str], tmp_path: Path) -> None:
+    foreign.Environment(tmp_path / "environment").solve(*wheels, public=tuple(PINS.values()))

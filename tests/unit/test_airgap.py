@@ -253,7 +253,7 @@ def test_a_manifest_saves_a_reading_and_is_not_believed(office: Site, site: Site
     assert (site.folder / "airgap" / "weights" / "my_2fhub" / MANIFEST).read_bytes() == (folder / MANIFEST).read_bytes()
     (folder / "model.safetensors").write_bytes(bytes(len(WEIGHTS)))
     refused = office.sie("create", "--models", "my/hub", "-o", str(archive), "--force", status=1)
-    assert "weights/my_2fhub/model.safetensors is not what its checksum says" in refused.output
+    assert "weights/my_2fhub/model.safetensors does not match its checksum" in refused.output
     assert list(site.folder.glob(".models*")) == []
     site.sie("verify", str(archive))  # the old one is still there
 
@@ -283,7 +283,7 @@ def test_loras_of_the_hub_come_along_and_those_of_a_path_are_refused(office: Sit
     office.add("tuned", weights=weights, profiles={profile: {"run": {"lora": lora}} for profile, lora in loras.items()})
     archive, folder = site.folder / "models.tar", site.folder / "airgap"
     refused = office.sie("create", "--models", "my/tuned", "-o", str(archive), status=1)
-    assert "my/tuned names the LoRA ./x by its path" in refused.output
+    assert "my/tuned names the LoRA ./x by a path" in refused.output
     before = office.entries()["my/tuned"]
     office.sie("create", "--models", "my/tuned", "--profile", "tuned", "--profile", "pinned", "-o", str(archive))
     gone(office)
@@ -432,7 +432,7 @@ def test_serve_refuses_a_folder_that_is_not_whole(archive: Archive, site: Site) 
             1,
             "names its backbone by the path /weights/deberta, which another machine does not have",
         ),
-        (["--models", "my/unproven"], 1, "golden vectors absent.json are not there"),
+        (["--models", "my/unproven"], 1, "golden vectors absent.json are missing"),
         (["--models", "my/path", "-o", "/proc/absent/m.tar"], 1, "there is no folder /proc/absent"),
     ],
 )

@@ -271,7 +271,7 @@ async def test_a_route_for_something_else_names_the_route_of_what_the_model_does
     is_tei = path.startswith("/tei/")
     told = answer.json()["detail" if is_tei else "error"]
     assert (answer.status_code, told["param"]) == (424 if is_tei else 400, "model")
-    assert told["message"].endswith(f"; what it does is at POST /v1/{verb}/{model}"), told
+    assert told["message"].endswith(f"; use POST /v1/{verb}/{model}"), told
 
 
 async def test_refusals_come_in_the_order_of_the_contract(gateway: GatewayProcess) -> None:

@@ -102,7 +102,7 @@ def test_a_folder_in_the_format_of_beir_is_read(tmp_path: Path) -> None:
         ({"qrels": "1\ta\tmuch\n"}, "test.tsv, line 1: expected"),
         ({"qrels": "1\ta\t\u00b2\n"}, "test.tsv, line 1: expected"),
         ({"qrels": f"1\ta\t{'9' * 5000}\n"}, "test.tsv, line 1: expected"),
-        ({"corpus": '{"_id": "a", "x": ' + "[" * 100_000 + "\n"}, "corpus.jsonl, line 1: nested too deep"),
+        ({"corpus": '{"_id": "a", "x": ' + "[" * 100_000 + "\n"}, "corpus.jsonl, line 1: is nested too deeply"),
         ({"corpus": '{"_id": "a", "image": "/etc/hostname"}\n'}, "hostname is outside of the folder of the task"),
         ({"corpus": '{"_id": "a", "image": "../../x.png"}\n'}, "x.png is outside of the folder of the task"),
     ],
@@ -237,7 +237,7 @@ def test_a_metric_that_is_worse_than_its_target_is_missed(tmp_path: Path) -> Non
         "target missed: sie, map: 0.394 is worse than 0.4, with a tolerance of 0.005"
     ]
     assert targets.missed({"map": ScoreTarget(0.1)}, {"spearman": 0.0}, "sie") == [
-        "target missed: sie, map: what was measured is spearman"
+        "target missed: sie, map: only spearman was measured"
     ]
     assert targets.missed({"spearman": ScoreTarget(0.1)}, {"spearman": math.nan}, "sie")
     assert targets.load(file, "a/c", "mine") == targets.load(file, "a/b", "nothing") == {}
@@ -386,7 +386,7 @@ def test_what_changed_from_one_result_to_another_is_told(tmp_path: Path) -> None
         "sie, map, fell the most: query 20 of the task -0.4000",
     ]
     new.figures["task"] = "other"
-    with pytest.raises(CommandRefused, match="the results are of another task: mine and other"):
+    with pytest.raises(CommandRefused, match="the results differ in task: mine and other"):
         results.compared(old, new)
     with pytest.raises(CommandRefused, match="sie eval list"):
         results.read(tmp_path / "none.json")
@@ -473,15 +473,15 @@ def test_a_server_is_asked_in_parts_and_its_order_is_not_trusted() -> None:
         (
             [[1.0]],
             200,
-            "answers otherwise than such a server does: 2 texts were sent, vectors of the shape .1, 1. came",
+            "does not answer in the format of such a server: 2 texts were sent, vectors of the shape .1, 1. were",
         ),
-        ({"data": 1}, 200, "answers otherwise"),
-        ([[1.0], [1.0, 2.0]], 200, "answers otherwise"),
+        ({"data": 1}, 200, "does not answer in the format"),
+        ([[1.0], [1.0, 2.0]], 200, "does not answer in the format"),
         ([[1.0], [1e39]], 200, "not finite"),
         (b"[[1.0], [NaN]]", 200, "JSON is malformed"),
-        (b"[" * 100_000, 200, "answers otherwise"),
+        (b"[" * 100_000, 200, "does not answer in the format"),
         (b" " * (MAX_ANSWER_BYTES + 1), 200, "its answer has more than 67108864 bytes"),
-        ([[1.0], {"a": 1}], 200, "answers otherwise"),
+        ([[1.0], {"a": 1}], 200, "does not answer in the format"),
     ],
 )
 def test_a_server_that_answers_otherwise_is_told_of(answer: Any, status: int, message: str) -> None:

@@ -131,7 +131,7 @@ def test_errors_are_counted_by_code_and_a_dead_server_ends_the_sweep() -> None:
     (only,) = points(nobody, LoadLevel(clients=2), LoadLevel(clients=4))
     assert only.lost_its_server
     made = report.of_perf("a/b", "t", "", [only], {}, [])
-    assert "the server went away" in made.notes[0]
+    assert "the server stopped answering" in made.notes[0]
     assert made.figures()["rows"][0]["scores"]["p50_ms"] is None
 
 

@@ -81,7 +81,7 @@ def test_a_type_that_no_worker_is_is_refused_with_those_that_there_are() -> None
     lanes = Lanes()
     lanes.beat("w1", "cpu", device="cpu")
     lanes.beat("w2", gpu="NVIDIA H100 80GB HBM3")
-    with pytest.raises(NotFound, match="no worker is 'l4'; there are _default, cpu, h100") as caught:
+    with pytest.raises(NotFound, match="no worker matches 'l4'; there are _default, cpu, h100") as caught:
         lanes.named("l4")
     assert (caught.value.status, caught.value.reason) == (404, "gpu_not_found")
     assert caught.value.extras == {
@@ -95,9 +95,7 @@ def test_a_lane_of_several_types_does_not_serve_one_of_them() -> None:
     lanes = Lanes()
     lanes.beat("w1", gpu="NVIDIA H100 80GB HBM3")
     lanes.beat("w2", gpu="NVIDIA L4")
-    with pytest.raises(
-        NotFound, match="the workers of _default are of several types: give each type a SIE_MACHINE_PROFILE"
-    ):
+    with pytest.raises(NotFound, match="the workers of _default have several GPU types: give each type a separate"):
         lanes.named("l4")
     lanes.beat("w1", gpu="NVIDIA H100 80GB HBM3", leaving=True)
     assert lanes.named("l4") == "_default"

@@ -90,7 +90,7 @@ def test_what_is_no_ledger_is_replaced_with_one_line(
     with caplog.at_level(logging.WARNING):
         ledger = opened(path)
         assert ledger.take_over(8.0) == []
-    assert [record.message for record in caplog.records] == [f"{path} is no ledger of leases and is made anew"]
+    assert [record.message for record in caplog.records] == [f"{path} is not a ledger of leases and is created again"]
     slot = ledger.put(REPLY % 1)
     assert slot
     ledger.clear(slot)

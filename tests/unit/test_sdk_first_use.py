@@ -64,7 +64,7 @@ def test_how_long_a_refused_connection_is_waited_for(
         ("encode", {"outptu": 1}, "unexpected parameter 'outptu'; did you mean output_"),
         ("encode", {"dimension": 1}, "did you mean dimensions?"),
         ("extract", {"label": ["a"]}, "did you mean labels?"),
-        ("score", {"zzz": 1}, "goes into options={...}"),
+        ("score", {"zzz": 1}, "in options={...}"),
     ],
 )
 def test_a_parameter_that_no_model_takes_is_an_error(verb: str, params: dict[str, Any], says: str) -> None:
@@ -109,4 +109,4 @@ def test_a_request_that_took_too_long_is_not_shown_as_waiting(caplog: pytest.Log
         meter.update(Pause(5.0, "GATEWAY_TIMEOUT", 890.0))
     assert "waiting" not in stream.getvalue() + caplog.text
     assert "a slow part is sent again" in stream.getvalue()
-    assert "a request took longer than it may at http://there:1 and is sent again, in 5.0 s" in caplog.text
+    assert "a request exceeded its deadline at http://there:1 and is sent again in 5.0 s" in caplog.text

@@ -172,7 +172,7 @@ def test_a_file_that_cannot_be_deleted_then_is_told_of(
     }
     with caplog.at_level(logging.WARNING, "sie_client"), pytest.raises(sie_client.ModelNotFoundError):
         using(lambda client, do: do(client.jobs.submit("org/m", rows)))
-    assert f"{FILE}0, which no job reads, could not be deleted" in caplog.text
+    assert f"{FILE}0, which no job uses, could not be deleted" in caplog.text
 
 
 def test_what_is_no_input_is_refused_before_anything_is_sent(
@@ -361,7 +361,9 @@ def test_a_part_with_another_digest_does_not_appear(
 ) -> None:
     finished(server, 1)
     server.announced["part-00000.parquet"] = "0" * 64
-    with pytest.raises(sie_client.ServerError, match=r"part-00000\.parquet: the 300000 bytes that came are not those"):
+    with pytest.raises(
+        sie_client.ServerError, match=r"part-00000\.parquet: the 300000 received bytes differ from those"
+    ):
         using(download(tmp_path))
     assert list(tmp_path.iterdir()) == []
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import measure
 import pytest
+import request_path
 
 pytestmark = pytest.mark.xdist_group("sources")  # one process reads them
 
@@ -88,3 +89,10 @@ def test_docstrings_name_files_and_exceptions_that_exist() -> None:
         for place in measure.names_that_are_gone(module)
     ]
     assert gone == []
+
+
+@pytest.mark.serial
+def test_one_encode_enters_few_files() -> None:
+    """A cluster runs whose processes record the functions that they enter."""
+    files = set[str]().union(*request_path.functions_of_encode().values())
+    assert len(files) <= request_path.MAX_FILES, sorted(files)

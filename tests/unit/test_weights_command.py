@@ -155,9 +155,9 @@ def test_a_folder_gets_a_name_and_prints_what_its_entry_says(node: Node, tmp_pat
     ("arguments", "status", "message"),
     [
         (["push"], 2, "Missing argument"),
-        (["push", "{folder}"], 2, "is a folder: --as ORGANISATION/NAME says what it is called in the bucket"),
+        (["push", "{folder}"], 2, "is a folder: --as ORGANISATION/NAME sets its name in the bucket"),
         (["push", "org/model", "--as", "my/model"], 2, "--as names a folder, and there is no folder org/model"),
-        (["push", "a/b", "c/d", "--revision", "x"], 2, "are of one: push them one by one"),
+        (["push", "a/b", "c/d", "--revision", "x"], 2, "are for one model: push the models one by one"),
         (
             ["push", "{folder}", "--as", "../up"],
             1,

@@ -35,7 +35,7 @@ _logger = logging.getLogger("sie.adapter")
 _STATUS = Path("/proc/self/status")
 # device files of the drivers of NVIDIA, of NVIDIA under WSL, and of AMD
 _CONTROLS = (Path("/dev/nvidiactl"), Path("/dev/dxg"), Path("/dev/kfd"))
-_INSTEAD = "or name cpu, or auto for what there is"
+_INSTEAD = "or set cpu, or auto for the best device here"
 _MAPPED_BYTES = 32 << 20  # allocations of this size and more get their own pages; glibc accepts no larger value
 # the same threshold while weights are loaded or data is limited, so that freed weights leave no holes in the heap
 _APART_BYTES = 1 << 20
@@ -200,7 +200,7 @@ def _nvml_handle(device: torch.device) -> object | None:
         pynvml.nvmlInit()
         return cast(object, pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}"))
     except pynvml.NVMLError as error:
-        _logger.info("NVML does not know the card, the CUDA driver is asked for memory: %s", error)
+        _logger.info("NVML does not list the card, so the CUDA driver reports its memory: %s", error)
         return None
 
 
@@ -212,7 +212,7 @@ def _nvml_memory(device: torch.device) -> MemoryUse | None:
     try:
         info = pynvml.nvmlDeviceGetMemoryInfo(handle)
     except pynvml.NVMLError as error:
-        _logger.warning("NVML gave no memory information, the CUDA driver is asked: %s", error)
+        _logger.warning("NVML returned no memory information, so the CUDA driver reports it: %s", error)
         return None
     return MemoryUse(int(info.used), int(info.total))
 
@@ -304,7 +304,7 @@ def _free_in_allocator() -> int:
 
 
 def peak_of(device: torch.device, run: Callable[[], object]) -> int:
-    """Call `run` and return the most bytes that it needed on the device, above what was held before. 0 if that cannot
+    """Call `run` and return the most bytes that it needed on the device, above the bytes held before. 0 if that cannot
     be measured.
 
     Memory that other threads take meanwhile is counted too: the result is an upper bound while the device is shared.
@@ -322,7 +322,7 @@ def peak_of(device: torch.device, run: Callable[[], object]) -> int:
 
 
 def _reset_high_water() -> bool:
-    """Set the process's high-water mark to what it holds now, see proc_pid_clear_refs(5). Return whether that
+    """Set the process's high-water mark to its present memory use, see proc_pid_clear_refs(5). Return whether that
     worked.
     """
     try:

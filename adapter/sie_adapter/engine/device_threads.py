@@ -132,7 +132,9 @@ class DeviceThreads:
         except (
             RuntimeError
         ) as error:  # no memory for a new stack: this thread continues, slower, and tries again after the next batch
-            _logger.warning("%s stays on a thread that oneDNN has given up: %s", threading.current_thread().name, error)
+            _logger.warning(
+                "%s keeps a thread on which oneDNN runs no new shapes: %s", threading.current_thread().name, error
+            )
             return False
         return True
 
@@ -179,4 +181,4 @@ def _refuse(job: DeviceJob) -> None:
             Refused(InternalFailure("a device thread of the adapter failed, see its log").info(), job.message.batch)
         )
     except Exception:  # the connection belongs to a dead sidecar: the thread continues with the next batch
-        _logger.exception("batch %s is not answered", job.message.batch)
+        _logger.exception("the reply to batch %s could not be sent", job.message.batch)

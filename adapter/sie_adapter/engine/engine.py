@@ -1,5 +1,11 @@
 """The engine of one process: it connects device, loader, residency and lanes. It has no sockets, since both the server
-and the benchmark drive it.
+and the benchmark drive it. `BatchRun` runs one batch, from its bytes to its outcomes.
+
+    RunBatch ──► Items ──► fit? ──► pack ──► forward ──► heads ──► answers, per work item ──► BatchDone
+
+Each input has exactly one outcome, at its own position. A bad input gets a typed error, and the results of the other
+inputs stay correct. If memory runs out, the cache is cleared, room is made, then the batch is halved by cost until it
+fits. An input that does not fit alone gets RESOURCE_EXHAUSTED.
 """
 
 from __future__ import annotations
@@ -13,32 +19,39 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
 import torch
+from torch import Tensor
 
 from sie_adapter.engine import device as devices
-from sie_adapter.engine.batch import BatchRun
+from sie_adapter.engine import engines
+from sie_adapter.engine.device import to_device
 from sie_adapter.engine.device_threads import DeviceThreads
 from sie_adapter.engine.instrumentation import Instrumentation
+from sie_adapter.engine.item_results import ClientVectors, ItemResult, ItemResults, batch_reply, check_groups
 from sie_adapter.engine.raw import extract_options, run_raw
+from sie_adapter.heads import Head, Row, States
 from sie_adapter.loading.loading import Loader, classed
-from sie_adapter.memory.batch_limits import DeviceLimits, PassRecords, limits_key
+from sie_adapter.memory import oom
+from sie_adapter.memory.batch_limits import DeviceLimits, PassRecords, limits_key, split_off
 from sie_adapter.memory.device_errors import is_device_fatal, is_out_of_memory
-from sie_adapter.memory.oom import OomCounters, Remedy, on_new_thread
+from sie_adapter.memory.oom import OomCounters, OomRecovery, Remedy, on_new_thread
 from sie_adapter.memory.residency import DeviceMemory, Permission, ResidentModels
-from sie_adapter.packed.packing import Items
+from sie_adapter.packed.lora import ModelLoras
+from sie_adapter.packed.packing import Int64, Items, MalformedBatch, PackedBatch, images, items, sounds
 from sie_adapter.packed.tower_outputs import SHARE, TowerOutputs
 from sie_adapter.readers.reading import Readings
-from sie_contracts.errors import InternalFailure, LoraLoadFailed, SIEError
+from sie_contracts.errors import InferenceFailed, InternalFailure, InvalidInput, LoraLoadFailed, SIEError
 from sie_contracts.models.catalogue import Resolved
 from sie_contracts.models.load_errors import lora_failed, lora_of_entry, lora_rejected
 from sie_contracts.settings import Settings
 from sie_contracts.wire import ipc
-from sie_contracts.wire.ipc import BatchDone, Refused, Reply, RunBatch
+from sie_contracts.wire.ipc import BatchDone, Group, Layout, Refused, Reply, Rows, RunBatch
+from sie_contracts.wire.messages import Operation, RunOptions
 from sie_store.configured import weight_sources
 from sie_store.weights.sources import named_loras
 
@@ -131,7 +144,7 @@ class AdapterEngine:
     def _end_if_lost(self, error: Exception) -> None:
         """End the process if the device is lost: on a dead context later batches would fail or give wrong results."""
         if is_device_fatal(error):
-            _logger.critical("the device is lost, ending: %s", error)
+            _logger.critical("the device is lost, the process ends: %s", error)
             self._on_device_lost()
 
     def prepare(self, message: RunBatch, permission: Permission) -> Callable[[RunBatch], Reply] | None:
@@ -184,7 +197,7 @@ class AdapterEngine:
             self.residency.relieve(permission)
         except Exception as error:
             self._end_if_lost(error)
-            _logger.exception("memory could not be given back after a batch of %s", message.model)
+            _logger.exception("memory could not be freed after a batch of %s", message.model)
         return msgspec.structs.replace(reply, dropped=permission.dropped) if permission.dropped else reply
 
     def _run(
@@ -219,7 +232,7 @@ class AdapterEngine:
         with self.residency.use(model) as resident:
             loras = getattr(resident.weights, "loras", None)
             if loras is None:
-                raise lora_rejected(lora, f"{model} takes none")
+                raise lora_rejected(lora, f"{model} supports no LoRA")
             try:
                 located = self.loader.sources.locate_lora(lora, resident.resolved.entry, self._settings.models_dir)
                 digest = str(on_new_thread(loras.load, lora, located.folder, self._settings.max_loras_per_model))
@@ -292,8 +305,8 @@ class AdapterEngine:
 
 
 def prepare_process() -> None:
-    """Set what holds for the whole process. One torch thread per operation, since the lanes are the parallelism. Also
-    the allocator, the caches of oneDNN, and switches that keep libraries from sending telemetry.
+    """Set the state of the whole process: one torch thread per operation, since the lanes are the parallelism; the
+    allocator; the caches of oneDNN; and switches that keep libraries from sending telemetry.
     """
     torch.set_num_threads(1)
     torch.set_num_interop_threads(1)
@@ -306,3 +319,356 @@ def prepare_process() -> None:
     # without these, onnxruntime (which gliner imports) and openvino store and send telemetry from their import on
     os.putenv("ORT_DISABLE_TELEMETRY", "1")
     sys.modules["openvino_telemetry"] = None  # type: ignore[assignment]
+
+
+class TextModel(Protocol):
+    """A family that runs batches of token ids."""
+
+    max_tokens: int
+    vocabulary: int
+    rows: Mapping[str, Rows]
+    heads: Mapping[str, Head]
+    loras: ModelLoras
+    engine_choice: engines.Choice
+
+    def heads_for(self, operation: Operation, options: RunOptions) -> tuple[str, ...]:
+        """Return the names of the heads whose rows `answer` needs."""
+
+    def prepare(self, batch: Items, queries: np.ndarray) -> Items:
+        """Return the batch in the form that the device gets. `queries` bool [rows] is True for queries and False for
+        documents.
+        """
+
+    def without_pass(self, head: str, ids: Int64, *, is_query: bool) -> Row | None:
+        """Return the output of a head for these ids if that needs no forward pass, else None."""
+
+    def pack(self, batch: Items, chosen: Int64) -> PackedBatch: ...
+
+    def forward(self, packed: PackedBatch) -> Tensor: ...
+
+    def answer(
+        self,
+        message: RunBatch,
+        group: Group,
+        query: Mapping[str, Row],
+        rows: Mapping[str, Sequence[Row]],
+        places: list[int],
+    ) -> ItemResults:
+        """Return one answer per input, in order, from the rows of its heads. `places` are the positions of the rows in
+        the batch.
+        """
+
+
+class BatchRun:
+    """The forward pass and the epilogues of one batch, on the thread that calls `run`, under inference mode."""
+
+    def __init__(
+        self,
+        model: TextModel,
+        device: torch.device,
+        message: RunBatch,
+        make_room: Callable[[], Remedy | None] = lambda: None,
+        batch_limits: DeviceLimits | None = None,
+        key: str = "",
+        count_remedy: Callable[[Remedy], None] = lambda remedy: None,
+        pass_records: PassRecords | None = None,
+    ) -> None:
+        """`batch_limits` has the limit of `key`. `make_room` gives memory back and returns the remedy, None if there is
+        none. `count_remedy` is called for each remedy. `pass_records` records each pass for the next process.
+
+        Raises InvalidInput or InternalFailure for a batch that cannot run.
+        """
+        if message.operation not in model.rows:
+            raise InvalidInput(f"{message.model} does not {message.operation}", reason="unsupported_task")
+        try:
+            rows = model.rows[message.operation]
+            image_files = images(message.images, message.pixels, rows.images, message.image_keys)
+            sound_files = sounds(message.sounds, message.features, rows.sounds)
+            self._items = items(message.lengths, message.ids, message.types, image_files, sound_files)
+        except MalformedBatch as error:
+            raise InternalFailure(str(error), reason="malformed_batch") from error
+        count = len(self._items.lengths)
+        check_groups(message.groups, count)
+        self._model = model
+        self._device = device
+        self._message = message
+        self._recovery = OomRecovery(device, make_room, count_remedy)
+        self._batch_limits = batch_limits
+        self._key = key
+        self._pass_records = pass_records
+        self._layout: Layout = model.rows[message.operation].layout
+        self._errors: dict[int, SIEError] = {}
+        self._engine = model.engine_choice.engine
+        if message.lora or self._engine == "sglang":
+            self._engine = engines.of_batch(model.engine_choice, message)
+        self._padding = 0
+        self._queries = np.zeros(count, bool)
+        self._masks: dict[str, np.ndarray] = {}
+        self._rows: dict[str, list[Row]] = {}
+        self._client_vectors = _client_vectors(message, self._items, model.rows[message.operation].vectors)
+        for group in message.groups:
+            self._plan(group, count)
+
+    def _plan(self, group: Group, count: int) -> None:
+        """Record the heads that run for each row."""
+        self._queries[group.start : group.stop] = group.options.is_query
+        if self._layout == "sides" and group.stop > group.start:
+            self._queries[group.start] = True
+        for head in self._model.heads_for(self._message.operation, group.options):
+            if head not in self._model.heads:
+                error = InvalidInput(
+                    f"expected some of the outputs {', '.join(self._model.heads)}", reason="unsupported_output"
+                )
+                self._errors.update(dict.fromkeys(range(group.start, group.stop), error))
+                continue
+            mask = self._masks.setdefault(head, np.zeros(count, bool))
+            mask[group.start : group.stop] = True
+            self._rows.setdefault(head, [None] * count)
+            client_rows = [row for row in self._client_vectors if group.start <= row < group.stop]
+            if client_rows and head != "multivector":
+                error = InvalidInput(
+                    f"{head}: vectors were given, which stand for a multivector alone", reason="unsupported_modality"
+                )
+                self._errors.update(dict.fromkeys(client_rows, error))
+
+    def run(self) -> BatchDone:
+        """Run the batch and return an outcome for every input. Raises what the device raises, other than running out of
+        memory.
+        """
+        started = time.perf_counter()
+        self._errors |= _unfit(self._items, self._model)
+        chosen = self._without_pass()
+        self._prepared = self._model.prepare(self._items, self._queries)
+        while len(chosen):
+            part, chosen = split_off(
+                chosen, self._prepared.costs, self._batch_limits.limit(self._key) if self._batch_limits else None
+            )
+            is_tried = not oom.thread_state.is_unusable
+            if is_tried and _fits(self._recorded, part):
+                self._learn(part, True)
+            else:
+                self._recover(part, is_tried=is_tried)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        forwarded = time.perf_counter()
+        results = (result for group in self._message.groups for result in self._answers(group))
+        return batch_reply(
+            self._message.batch,
+            results,
+            1e3 * (forwarded - started),
+            forwarded,
+            padding=self._padding,
+            engine=self._engine,
+        )
+
+    def _without_pass(self) -> Int64:
+        """Fill the rows that need no pass. Return the rows that need one."""
+        needing = np.zeros(len(self._items.lengths), bool)
+        for row, vectors in self._client_vectors.items():
+            if not np.isfinite(vectors).all():
+                self._errors[row] = InvalidInput(
+                    "multivector: expected finite numbers", reason="schema", param="multivector"
+                )
+            elif "multivector" in self._masks:
+                self._rows["multivector"][row] = ClientVectors(to_device(vectors, self._device))
+                self._masks["multivector"][row] = False
+        for head, mask in self._masks.items():
+            mask[list(self._errors)] = False
+            needing |= mask & ~self._queries
+            for row in np.flatnonzero(mask & self._queries).tolist():
+                start = int(self._items.starts[row])
+                ids = self._items.ids[start : start + int(self._items.lengths[row])].astype(np.int64)
+                self._rows[head][row] = output = self._model.without_pass(head, ids, is_query=bool(self._queries[row]))
+                mask[row] = output is None
+                needing[row] |= output is None
+        for row in np.flatnonzero(needing & (self._items.costs < 1)).tolist():
+            self._errors[row] = InvalidInput("expected at least 1 token, got 0", reason="no_tokens")
+            needing[row] = False
+        return np.flatnonzero(needing)
+
+    def _recover(self, chosen: Int64, *, is_tried: bool) -> None:
+        """Run items whose pass ran out of memory, or whose thread cannot run new shapes any more."""
+
+        def refuse(item: int) -> None:
+            self._errors[item] = oom.exhausted()
+
+        def halves(items: Int64) -> tuple[Int64, Int64]:
+            return _halves(items, self._prepared.costs)
+
+        self._recovery.run(self._recorded, chosen, refuse, halves=halves, learn=self._learn, is_tried=is_tried)
+
+    def _learn(self, chosen: Int64, fitted: bool) -> None:
+        if self._batch_limits is not None:
+            tell = self._batch_limits.fits if fitted else self._batch_limits.failed
+            tell(self._key, int(self._prepared.costs[chosen].sum()))
+
+    def _recorded(self, chosen: Int64) -> None:
+        """Run a pass, and record it while it runs, so that the next process learns of it if this process dies."""
+        if self._pass_records is None or self._batch_limits is None:
+            self._pass(chosen)
+            return
+        tokens = int(self._prepared.costs[chosen].sum())
+        with self._pass_records.during(self._key, tokens, self._batch_limits.fitted(self._key)):
+            self._pass(chosen)
+
+    def _pass(self, chosen: Int64) -> None:
+        packed = self._model.pack(self._prepared, chosen)
+        packed.engine = self._engine
+        with self._model.loras.acting(self._message.lora) if self._message.lora else contextlib.nullcontext():
+            hidden = self._model.forward(packed)
+            self._padding += packed.padding
+            if len(hidden) != len(packed.ids):
+                raise InternalFailure(
+                    f"the family gave {len(hidden)} states for {len(packed.ids)} tokens", reason="wrong_length"
+                )
+            states = States(hidden, packed, self._queries[packed.order], self._message.pooling)
+            doubtful = self._reduce(states)
+        if len(chosen) > 1:
+            for item in sorted(doubtful):  # alone, since a mate's overflow may have caused the value
+                self._pass(np.array([item], np.int64))
+        elif doubtful:
+            error = InferenceFailed("the model gave values that are not finite", reason="non_finite")
+            self._errors.update(dict.fromkeys(doubtful, error))
+
+    def _reduce(self, states: States) -> set[int]:
+        """Keep the rows that the heads compute from a pass. Return the rows with values that are not finite."""
+        packed = states.packed
+        doubtful: set[int] = set()
+        for head, mask in self._masks.items():
+            sequences = np.flatnonzero(mask[packed.order])
+            if not len(sequences):
+                continue
+            reduced = self._model.heads[head].reduce(states, sequences)
+            if len(reduced.rows) != len(sequences):
+                raise InternalFailure(
+                    f"the head {head} gave {len(reduced.rows)} rows for {len(sequences)}", reason="wrong_length"
+                )
+            for sequence, row in zip(packed.order[sequences].tolist(), reduced.rows, strict=True):
+                self._rows[head][sequence] = row
+            bad = sequences[~reduced.usable.cpu().numpy()]
+            doubtful.update(packed.order[bad].tolist())
+        return doubtful
+
+    def _answers(self, group: Group) -> list[tuple[ItemResult | SIEError, int]]:
+        """Return the results of a group, with the tokens that ran for each. The tokens of a shared query count for the
+        first input.
+        """
+        shared = [group.start] if self._layout == "sides" and group.stop > group.start else []
+        first = group.start + len(shared)
+        due = group.due - len(shared) if group.inputs < 0 else group.due
+        rows_per_input = (group.stop - first) // due if due else 0
+        if due * rows_per_input != group.stop - first or (due and not rows_per_input):
+            raise InternalFailure(f"{group.stop - first} rows do not belong to {due} inputs", reason="malformed_batch")
+        units = [list(range(first + unit * rows_per_input, first + (unit + 1) * rows_per_input)) for unit in range(due)]
+        faults = [next((self._errors[row] for row in (*shared, *unit) if row in self._errors), None) for unit in units]
+        good = [unit for unit, fault in zip(units, faults, strict=True) if fault is None]
+        answers = iter(self._group_results(group, shared, good))
+        results: list[tuple[ItemResult | SIEError, int]] = []
+        for index, (unit, fault) in enumerate(zip(units, faults, strict=True)):
+            tokens = int(self._items.lengths[unit].sum()) + (int(self._items.lengths[shared].sum()) if not index else 0)
+            results.append((fault if fault is not None else next(answers), tokens))
+        return results
+
+    def _group_results(self, group: Group, shared: list[int], units: list[list[int]]) -> ItemResults:
+        """Return the answers of the inputs. `units` has the rows of each input."""
+        heads = self._model.heads_for(self._message.operation, group.options)
+        query: dict[str, Any] = {head: self._rows[head][shared[0]] for head in heads} if shared else {}
+        results: list[ItemResult | SIEError | None] = [None] * len(units)
+        counts: list[tuple[int, int]] = []
+
+        def answer(items: Int64) -> None:
+            places = [row for item in items.tolist() for row in units[item]]
+            rows = {head: [self._rows[head][row] for row in places] for head in heads}
+            answers = self._model.answer(self._message, group, query, rows, places)
+            counts.append((len(answers), len(items)))
+            for item, result in zip(items.tolist(), answers, strict=False):
+                results[item] = result
+
+        try:
+            places = np.arange(len(units))
+            if oom.thread_state.is_unusable:
+                self._recovery.run(answer, places, lambda item: None)
+            elif len(units) and not _fits(answer, places):
+                self._recovery.run(answer, places, lambda item: None, is_tried=True)
+        except SIEError as error:
+            return [error] * len(units)
+        except Exception as error:
+            if is_device_fatal(error):
+                raise
+            # the options of this group are at fault, so the other groups still get answers
+            _logger.exception("the outputs of a group failed")
+            return [InternalFailure("its outputs could not be made, see the log of the adapter")] * len(units)
+        for got, expected in counts:
+            if got != expected:
+                raise InternalFailure(f"the family gave {got} answers for {expected} inputs", reason="wrong_length")
+        return [result if result is not None else oom.exhausted() for result in results]
+
+
+def _client_vectors(message: RunBatch, batch: Items, width: int) -> dict[int, np.ndarray]:
+    """Return the vectors that clients sent instead of texts, by row, float32 [vectors, width] each. Raises
+    InternalFailure if the vectors do not match the rows.
+    """
+    if not message.given:
+        return {}
+    counts = np.frombuffer(message.given, "<i4")
+    rows = np.flatnonzero(counts >= 0)
+    vectors = np.frombuffer(message.vectors, "<f4").copy()  # torch needs a writable array
+    if (
+        len(counts) != len(batch.lengths)
+        or batch.lengths[rows].any()
+        or not width
+        or counts[rows].sum() * width != len(vectors)
+    ):
+        raise InternalFailure("the given vectors do not belong to the rows of the batch", reason="malformed_batch")
+    if not len(rows):
+        return {}
+    ends = np.cumsum(counts[rows])
+    parts = np.split(vectors.reshape(-1, width), ends[:-1])
+    return dict(zip(rows.tolist(), parts, strict=True))
+
+
+def _unfit(batch: Items, model: TextModel) -> dict[int, SIEError]:
+    """Return an error for each row that must not reach the device. An id out of range would break the device context, a
+    wrong length would read rows of other inputs.
+    """
+
+    def is_fit(longest: Any, low: Any, high: Any) -> Any:
+        return (longest <= model.max_tokens) & (low >= 0) & (high < model.vocabulary)
+
+    if is_fit(batch.lengths.max(initial=0), batch.ids.min(initial=0), batch.ids.max(initial=0)):
+        return {}
+    wrong = ~is_fit(batch.lengths, *batch.extremes())
+    errors: dict[int, SIEError] = {}
+    for item in np.flatnonzero(wrong).tolist():
+        length = int(batch.lengths[item])
+        if length > model.max_tokens:
+            errors[item] = InvalidInput(f"expected at most {model.max_tokens} tokens, got {length}", reason="too_long")
+        else:
+            # not the client's fault: the sidecar refuses ids that the tokenizer does not have, and it is verified that
+            # the tokenizer's ids fit this table
+            cause = f"a token id is not within the table of {model.vocabulary} embeddings"
+            errors[item] = InternalFailure(cause, reason="token_out_of_range")
+    return errors
+
+
+def _fits(work: Callable[[Int64], None], items: Int64) -> bool:
+    """Run `work` on all the items. Return whether memory sufficed."""
+    # A separate function: after it returns, nothing holds the tensors of a failed pass. The traceback of an error that
+    # is being handled would hold them.
+    try:
+        work(items)
+    except (RuntimeError, MemoryError) as error:
+        if not oom.ran_out(error):
+            raise
+        return False
+    return True
+
+
+def _halves(chosen: Int64, lengths: Int64) -> tuple[Int64, Int64]:
+    """Split the items into two parts of about equal tokens, each of at least one item, with the long items apart from
+    the short ones.
+    """
+    ordered = chosen[np.argsort(lengths[chosen], kind="stable")]
+    costs = np.cumsum(lengths[ordered])
+    cut = int(np.searchsorted(costs, costs[-1] / 2, side="right")) or 1
+    return ordered[: min(cut, len(ordered) - 1)], ordered[min(cut, len(ordered) - 1) :]

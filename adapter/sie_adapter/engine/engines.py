@@ -118,18 +118,18 @@ def _openvino(facts: EngineFacts) -> str:
     if more := _reads_more(facts):
         return more
     if facts.hides_tokens:
-        return "tokens of its queries are not attended to, and its layers have windows"
+        return "some tokens of its queries are not attended to, and its layers attend to windows"
     if facts.attention == "eager":
-        return "SIE_ATTENTION_BACKEND asks for the attention that is written out"
+        return "SIE_ATTENTION_BACKEND asks for eager attention"
     if facts.lora:
         return "its entry has a LoRA, which runs on torch"
     if facts.is_limited:
-        return "the memory of this process is limited, and what OpenVINO keeps of shapes it met is not"
+        return "the memory of this process is limited, and OpenVINO's cache of shapes is not"
     return ""
 
 
 def _in_int8(facts: EngineFacts) -> str:
-    return "it has no weights in 8 bits" if facts.int8 else ""
+    return "it does not support weights in 8 bits" if facts.int8 else ""
 
 
 def _sglang(facts: EngineFacts) -> str:
@@ -139,7 +139,7 @@ def _sglang(facts: EngineFacts) -> str:
         return more
     if facts.lora:
         return "its entry has a LoRA, which runs on torch"
-    return "the memory of this process is limited, and that of another one is not" if facts.is_limited else ""
+    return "the memory of this process is limited, and that of the SGLang process is not" if facts.is_limited else ""
 
 
 RULES: Mapping[Engine, Rule] = {

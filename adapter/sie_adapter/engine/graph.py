@@ -53,7 +53,7 @@ class NoGraph(Exception):
     """OpenVINO cannot convert or run this model."""
 
 
-class _PositionalModel(nn.Module):  # type: ignore[misc]  # torch is not followed by the type checker
+class _PositionalModel(nn.Module):  # type: ignore[misc]  # the type checker skips torch
     """A model that takes its inputs by position, as a trace needs them."""
 
     def __init__(self, model: PreTrainedModel, names: tuple[str, ...]) -> None:

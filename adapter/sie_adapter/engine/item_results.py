@@ -23,10 +23,10 @@ from torch import Tensor
 from sie_adapter.engine.device import to_device
 from sie_adapter.epilogues import dtypes, muvera
 from sie_adapter.heads import Row
-from sie_contracts.errors import InferenceFailed, InvalidInput, SIEError
+from sie_contracts.errors import InferenceFailed, InternalFailure, InvalidInput, SIEError
 from sie_contracts.models.entries import Engine
 from sie_contracts.models.options import TOKEN_STATES
-from sie_contracts.wire.ipc import BatchDone
+from sie_contracts.wire.ipc import BatchDone, Group
 from sie_contracts.wire.messages import ArraySlice, Failed, Ok, Outcome, RunOptions
 
 _EPSILON = 1e-12
@@ -53,6 +53,14 @@ class ItemResult:
 
 
 ItemResults = list[ItemResult | SIEError]
+
+
+def check_groups(groups: tuple[Group, ...], count: int) -> None:
+    """Raise InternalFailure unless the groups cover `count` rows in order."""
+    ends = [0, *(group.stop for group in groups)]
+    starts = [*(group.start for group in groups), count]
+    if ends != starts or any(group.start > group.stop for group in groups):
+        raise InternalFailure(f"the groups do not cover the {count} rows in order", reason="malformed_batch")
 
 
 def batch_reply(
@@ -317,7 +325,7 @@ def classes(options: RunOptions, logits: Sequence[Row], names: Sequence[str], ac
     if unknown := [label for label in options.labels if label not in names]:
         listed = ", ".join(names[:20]) + (", .." if len(names) > 20 else "")
         raise InvalidInput(
-            f"labels: {len(unknown)} of them are no classes of the model, it has {listed}",
+            f"labels: {len(unknown)} of them are not classes of the model, which are {listed}",
             reason="labels",
             param="labels",
         )

@@ -16,8 +16,7 @@ import numpy as np
 import torch
 
 from sie_adapter.engine import item_results
-from sie_adapter.engine.batch import check_groups
-from sie_adapter.engine.item_results import ItemResult, ItemResults
+from sie_adapter.engine.item_results import ItemResult, ItemResults, check_groups
 from sie_adapter.families.extraction import ExtractOptions, Preparation
 from sie_adapter.memory.oom import OomRecovery, Remedy, exhausted
 from sie_adapter.packed.packing import BatchFiles, Int64, MalformedBatch, images, sounds
@@ -84,7 +83,9 @@ def run_raw(
     lengths = np.frombuffer(message.lengths, "<i4")
     check_groups(message.groups, len(lengths))
     if len(message.texts) != len(lengths) or len(message.mentions) not in (0, len(lengths)):
-        raise InternalFailure(f"{len(message.texts)} texts came with {len(lengths)} lengths", reason="malformed_batch")
+        raise InternalFailure(
+            f"the batch has {len(message.texts)} texts and {len(lengths)} lengths", reason="malformed_batch"
+        )
 
     shortage = OomRecovery(device, make_room, remedied)
 
@@ -129,7 +130,7 @@ def _files(model: Any, message: RunBatch) -> Sequence[Any] | None:
     """
     rows = getattr(model, "rows", {}).get(message.operation)
     if len(message.documents) not in (0, len(message.texts)):
-        cause = f"{len(message.documents)} documents came with {len(message.texts)} texts"
+        cause = f"the batch has {len(message.documents)} documents and {len(message.texts)} texts"
         raise InternalFailure(cause, reason="malformed_batch")
     if rows is not None and rows.documents is not None:
         return message.documents or [None] * len(message.texts)
@@ -171,7 +172,7 @@ def _extracted(
 def _extraction(data: dict[str, Any]) -> ItemResult | SIEError:
     if _has_only_finite(data):
         return ItemResult(data=data)
-    return InferenceFailed("the model found something with a number that is not finite", reason="non_finite")
+    return InferenceFailed("the model returned a result with a number that is not finite", reason="non_finite")
 
 
 def _has_only_finite(value: Any) -> bool:

@@ -252,7 +252,7 @@ class _SglangProcess:
         end_s = time.monotonic() + START_S
         while True:
             if (status := self._process.poll()) is not None:
-                raise SglangNotStarted(f"it ended with status {status}; what it wrote is in the log of the adapter")
+                raise SglangNotStarted(f"it ended with status {status}; its output is in the log of the adapter")
             with contextlib.suppress(httpx.HTTPError):
                 if self._client.get("/ready", timeout=5).status_code == 200:
                     return
@@ -266,7 +266,7 @@ class _SglangProcess:
         try:
             answer = self._client.post("/v1/embeddings", content=body, headers={"content-type": "application/json"})
         except (httpx.HTTPError, RuntimeError) as error:  # RuntimeError: another thread ended it
-            raise _SglangLost(f"{type(error).__name__} while it had a batch") from error
+            raise _SglangLost(f"{type(error).__name__} during a batch") from error
         if answer.status_code != 200:
             raise _SglangLost(f"it answered with status {answer.status_code}")
         try:
@@ -278,7 +278,7 @@ class _SglangProcess:
         except (msgspec.DecodeError, ValueError) as error:
             raise _SglangLost("its answer is no list of vectors") from error
         if [embedding.index for embedding in embeddings] != list(range(len(texts))):
-            raise _SglangLost("its answer is to other texts")
+            raise _SglangLost("its answer belongs to other texts")
         return vectors
 
     def memory_bytes(self) -> int:

@@ -108,7 +108,7 @@ def _check_tokenizer(model: Any, entry: ModelEntry) -> None:
     try:
         tokenizer = Tokenizer.from_buffer(model.tokenizer)
     except ValueError as error:
-        raise _refuse(entry, f"its tokenizer is no tokenizer.json: {error}") from error
+        raise _refuse(entry, f"its tokenizer is no valid tokenizer.json: {error}") from error
     if (table := getattr(model, "vocabulary", None)) is None:
         return
     if cause := fault(tokenizer, table, getattr(model, "needs", TokenNeeds())):
@@ -124,19 +124,17 @@ def _check_direction(model: Any, resolved: Resolved) -> None:
     declared, measured = resolved.load.causal, model.backbone.is_causal()
     if measured is None:
         cause = (
-            "is_causal turns its attention for a text alone and not beside a longer one: neither load.causal nor "
-            "config.json may say it"
+            "is_causal changes its attention for a text alone, and not beside a longer one: neither load.causal nor "
+            "config.json may set it"
         )
         raise _refuse(resolved.entry, cause)
     if declared is not None and measured != declared:
-        cause = (
-            f"load.causal is {str(declared).lower()}, and the model computes otherwise: its class has no such switch"
-        )
+        cause = f"load.causal is {str(declared).lower()}, but the model computes the opposite: its class ignores it"
         raise _refuse(resolved.entry, cause)
 
 
 def _check_packed(model: Any, entry: ModelEntry, compute: Compute) -> dict[str, float]:
-    """Compare outputs of the packed path with those of the stock, padded path, from the states that both computed at
+    """Compare outputs of the packed path with outputs of the stock, padded path, from the states that both computed at
     load. Return the lowest cosine of each output.
     """
     packed, reference = model.backbone.take_trial()
@@ -169,7 +167,7 @@ def _agree(entry: ModelEntry, subject: str, expected: Sequence[Row], actual: Seq
         if compute.int8 and is_vectors:
             tau = _tau(_similarities(expected), _similarities(actual), compute.dtype)
     if not tau >= tau_bound:
-        cause = f"{subject} ranks otherwise than the reference path: Kendall's tau {tau:.4f}, bound {tau_bound}"
+        cause = f"{subject} ranks differently from the reference path: Kendall's tau {tau:.4f}, bound {tau_bound}"
         raise _refuse(entry, cause)
     if not cosine >= bound:
         raise _refuse(entry, f"{subject} has cosine {cosine:.6f} with the reference path, bound {bound}")
@@ -229,12 +227,12 @@ def golden_file(entry: ModelEntry) -> Path:
 
 
 def _check_golden(model: Any, entry: ModelEntry, compute: Compute) -> float:
-    """Compare dense vectors of texts with those of the public oracle. Return the lowest cosine."""
+    """Compare dense vectors of texts with the vectors of the public oracle. Return the lowest cosine."""
     cases = read_json(golden_file(entry)).get("dense")
     if not cases or "dense" not in getattr(model, "heads", ()):
         raise _refuse(
             entry,
-            f"its golden vectors {entry.golden} are not there, hold nothing, or are of an output that it does not have",
+            f"its golden vectors {entry.golden} are missing, empty, or for an output that it does not have",
         )
     vectors = _encoded(model, entry, [_prompted(entry, case) for case in cases])
     expected = np.array([case["vector"] for case in cases], np.float64)

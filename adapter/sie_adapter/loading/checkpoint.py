@@ -195,7 +195,7 @@ def tensor(folder: Path, name: str) -> Tensor | None:
     """Return one tensor of the safetensors in `folder`, float32; None if no file has it."""
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
-            if name in file.keys():  # noqa: SIM118  not a mapping
+            if name in file.keys():  # noqa: SIM118  no mapping
                 return file.get_tensor(name).float()
     return None
 
@@ -204,7 +204,7 @@ def stored_rows(folder: Path, name: str) -> int:
     """Return the number of rows of one matrix, from the header of its file; 0 if no file has it."""
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
-            if name in file.keys():  # noqa: SIM118  not a mapping
+            if name in file.keys():  # noqa: SIM118  no mapping
                 return int(file.get_slice(name).get_shape()[0])
     return 0
 

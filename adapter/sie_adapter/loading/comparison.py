@@ -29,15 +29,15 @@ def compare_files(folder: Path, entry: ModelEntry) -> list[str]:
     No code of the folder is run, whatever the entry allows.
     """
     if entry.family not in FAMILIES:
-        return [f"nothing of its files: the family {entry.family} is of another package"]
+        return [f"its files: the family {entry.family} comes from another package"]
     check_weights(folder)
     if entry.load.trust_remote_code:
-        return ["neither its tensors nor its tokenizer: load.trust_remote_code runs code that inspection does not"]
+        return ["its tensors and its tokenizer: load.trust_remote_code needs code that no inspection runs"]
     try:
         with quiet():
             cause = family_of(entry.family).fault_of_files(folder, entry)
     except ImportError as error:
-        return [f"neither its tensors nor its tokenizer: a package is not installed: {error}"]
+        return [f"its tensors and its tokenizer: a package is not installed: {error}"]
     if cause:
         raise load_failed("CERTIFICATE", f"{entry.id}: {cause}")
     return []

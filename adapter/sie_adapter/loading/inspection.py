@@ -228,7 +228,7 @@ def _config(folder: Path) -> PretrainedConfig:
         raise load_failed("INCOMPATIBLE", message) from error
     if getattr(config, "is_encoder_decoder", False) or any(hasattr(config, name) for name in _DECODER_LAYERS):
         raise load_failed(
-            "INCOMPATIBLE", f"{config.model_type} is one side of an encoder with a decoder, which no family here runs"
+            "INCOMPATIBLE", f"{config.model_type} is one side of an encoder-decoder model, which no family here runs"
         )
     _check_quantisation(config)
     if getattr(config, "vision_config", None) is not None:
@@ -256,7 +256,7 @@ def _empty_backbone(config: PretrainedConfig) -> Any:
     except ValueError as error:
         raise load_failed(
             "INCOMPATIBLE",
-            f"config.json: transformers makes no bare model of model_type {config.model_type!r}: {line_of(error)}",
+            f"config.json: transformers has no headless model for model_type {config.model_type!r}: {line_of(error)}",
         ) from error
 
 
@@ -360,7 +360,7 @@ def _chat_pair(folder: Path, modules: Modules, entry: dict[str, Any], report: In
         return
     if entry["family"] not in ("cross-encoder", "decoder-reranker"):
         raise load_failed(
-            "INCOMPATIBLE", f"its texts are put into a chat template, which family {entry['family']} does not do"
+            "INCOMPATIBLE", f"its texts need a chat template, which family {entry['family']} does not use"
         )
     model = read_json(folder / MODEL_FILE)
     instruction = (model.get("prompts") or {}).get(model.get("default_prompt_name")) or ""
@@ -450,7 +450,9 @@ def _prompts(folder: Path, report: Inspection) -> None:
     stored = model.get("prompts") or {}
     default = model.get("default_prompt_name")
     if default is not None and default not in stored:
-        raise load_failed("INCOMPATIBLE", f"{MODEL_FILE}: default_prompt_name is {default!r}, which prompts has not")
+        raise load_failed(
+            "INCOMPATIBLE", f"{MODEL_FILE}: default_prompt_name is {default!r}, which prompts does not have"
+        )
     document = stored.get("document") or stored.get("passage") or stored.get(default)
     chosen = {"query": stored.get("query"), "document": document}
     prompts = {}

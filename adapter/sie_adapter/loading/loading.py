@@ -73,7 +73,7 @@ def _family(resolved: Resolved) -> Any:
     entry = resolved.entry
     if entry.unproven and not resolved.load.accept_unproven:
         raise load_failed(
-            "CERTIFICATE", f"{entry.id} is unproven: {entry.unproven}; load.accept_unproven loads it all the same"
+            "CERTIFICATE", f"{entry.id} is unproven: {entry.unproven}; set load.accept_unproven to load it anyway"
         )
     return family_of(entry.family)
 

@@ -24,7 +24,7 @@ from sie_contracts.models.load_errors import load_failed
 from sie_store.entry_faults import MODEL_FILE, POOLING_NAMES, pooling_name
 from sie_store.folder_files import TRANSFORMER_FILES, read_json, read_value, reading
 
-# settings by module: those in the set are obeyed, or change no number
+# settings by module: those listed are obeyed, or do not change the results
 FIELDS: Mapping[str, frozenset[str]] = {
     "Transformer": frozenset(
         {
@@ -138,7 +138,7 @@ def output_width(layers: Iterable[nn.Module], hidden: int) -> int:
     return int(hidden)
 
 
-class Projection(nn.Module):  # type: ignore[misc]  # torch is not followed by the type checker
+class Projection(nn.Module):  # type: ignore[misc]  # the type checker skips torch
     """Dense module of modules.json: activation(W x + b), with a residual if the file has one. float32 [.., in] -> [..,
     out].
 
@@ -159,7 +159,7 @@ class Projection(nn.Module):  # type: ignore[misc]  # torch is not followed by t
         return projected + states if self.adds_input else projected
 
 
-class Normalization(nn.Module):  # type: ignore[misc]  # as above
+class Normalization(nn.Module):  # type: ignore[misc]  # the type checker skips torch
     """Normalize module of modules.json that is not the last module: scales rows to length 1. float32 [.., width], same
     shape.
     """
@@ -168,7 +168,7 @@ class Normalization(nn.Module):  # type: ignore[misc]  # as above
         return functional.normalize(states, p=2, dim=-1)
 
 
-class Truncation(nn.Module):  # type: ignore[misc]  # as above
+class Truncation(nn.Module):  # type: ignore[misc]  # the type checker skips torch
     """Truncation of a vector to its first `out_features` numbers (truncate_dim). float32 [.., width] -> [..,
     out_features].
     """
@@ -205,7 +205,7 @@ def read_modules(folder: Path) -> Modules:
     pooling = ""
     for kind, place in listed[1:]:
         if kind not in FIELDS or kind in _BACKBONES:
-            raise _refused(f"modules.json lists a {kind}, which this adapter would leave out")
+            raise _refused(f"modules.json lists a {kind}, which this adapter does not run")
         if kind in settings and kind not in ("Dense", "Normalize", "Dropout"):
             raise _refused(f"modules.json lists {kind} twice")
         config = settings[kind] = _module_config(kind, place)
@@ -269,7 +269,7 @@ def _stock_kind(name: str) -> str:
     if not name.startswith(_STOCK):
         raise _refused(
             f"modules.json lists {name}, a class of the repository itself: it runs only where load.trust_remote_code "
-            "is allowed and a family of a package of yours loads it"
+            "is allowed and an adapter package of yours has a family for it"
         )
     return name.rpartition(".")[2]
 
@@ -292,7 +292,7 @@ def _feature(kind: str, place: Path, config: Mapping[str, Any], *, pooled: bool)
     name = config.get("module_input_name") or default
     result = config.get("module_output_name") or name
     if name not in (_TOKENS, _VECTOR) or result != name:
-        raise _refused(f"{place.name}: a {kind} from {name} to {result}, expected one feature that it changes")
+        raise _refused(f"{place.name}: a {kind} reads {name} and writes {result}, expected the same feature")
     return str(name)
 
 
@@ -396,14 +396,14 @@ def _pooling(place: Path, config: Mapping[str, Any]) -> str:
         )
     if config.get("include_prompt") is False:
         raise _refused(
-            f"{place.name}/config.json: the pooling leaves the prompt out (include_prompt), which this adapter does not"
+            f"{place.name}/config.json: the pooling leaves out the prompt (include_prompt), which is not supported"
         )
     return pooling
 
 
 def _check_splade(config: Mapping[str, Any]) -> None:
     if (strategy := config.get("pooling_strategy", "max")) != "max":
-        raise _refused(f"SpladePooling by {strategy}, expected max")
+        raise _refused(f"SpladePooling has the strategy {strategy}, expected max")
     if (activation := config.get("activation_function", "relu")) not in ("relu", "log1p_relu"):
         raise _refused(f"SpladePooling has the activation {activation}, expected relu or log1p_relu")
 
@@ -422,11 +422,11 @@ def _dense(folder: Path, config: Mapping[str, Any]) -> Projection:
     if weight is None and (folder / "pytorch_model.bin").is_file():
         raise _refused(f"{folder.name} has pytorch_model.bin and no model.safetensors: {conversion(folder)}")
     if weight is None or tuple(weight.shape) != shape or (bias is None) == bool(config.get("bias", True)):
-        raise _refused(f"{folder.name}: its weights are missing or do not have the shape that its config.json says")
+        raise _refused(f"{folder.name}: its weights are missing or do not have the shape in its config.json")
     adds_input = bool(config.get("use_residual"))
     residual = tensor(folder, "residual.weight") if adds_input and shape[0] != shape[1] else None
     if adds_input and shape[0] != shape[1] and (residual is None or tuple(residual.shape) != shape):
-        raise _refused(f"{folder.name}: its residual weights are missing or do not have the shape of the others")
+        raise _refused(f"{folder.name}: its residual weights are missing or do not have the shape of its other weights")
     return Projection(
         linear(weight, bias),
         _ACTIVATIONS[name](),

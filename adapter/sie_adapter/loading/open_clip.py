@@ -78,7 +78,7 @@ def load_open_clip(folder: Path, entry: ModelEntry, compute: Compute, tokenizer:
     """
     pad = _pad(folder, entry, tokenizer)
     with safe_open(folder / WEIGHTS, "pt") as file:
-        stored = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118  not a mapping
+        stored = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118  no mapping
     return placed(_filled(folder, entry, stored, pad), compute)
 
 
@@ -140,7 +140,7 @@ def _config(settings: Mapping[str, Any], stored: Mapping[str, Tensor], entry: Mo
     if deviations or not _TOWER.fullmatch(tower) or vision.get("timm_pool") != "map" or settings.get("quick_gelu"):
         raise load_failed(
             "INCOMPATIBLE",
-            f"{entry.id}: {CONFIG} describes {tower} with {deviations or text}, which is no SigLIP known here",
+            f"{entry.id}: {CONFIG} describes {tower} with {deviations or text}, which is no supported SigLIP",
         )
     rows, columns = stored["text.token_embedding.weight"].shape
     patches = stored["visual.trunk.patch_embed.proj.weight"].shape

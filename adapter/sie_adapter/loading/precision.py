@@ -54,8 +54,8 @@ def bfloat16_lacks() -> str:
 
 
 def cpu_lacks_bfloat16(instructions: Mapping[str, bool], capability: str, environ: Mapping[str, str]) -> str:
-    """Return why a CPU does not multiply bfloat16 matrices in hardware; empty if it does. `instructions`: those of the
-    CPU. `capability`: the instructions that torch uses. `environ`: environment variables with the limits.
+    """Return why a CPU does not multiply bfloat16 matrices in hardware; empty if it does. `instructions`: the CPU's
+    instructions. `capability`: the instructions that torch uses. `environ`: environment variables with the limits.
     """
     if not (instructions.get("avx512_bf16") or instructions.get("amx_bf16")):
         return "this CPU has neither AVX512-BF16 nor AMX instructions"

@@ -95,7 +95,7 @@ def load_published(folder: Path, entry: ModelEntry, compute: Compute) -> PreTrai
     stored: dict[str, Tensor] = {}
     for path in _files(folder, entry):
         with safe_open(path, "pt") as file:
-            stored |= {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118  not a mapping
+            stored |= {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118  no mapping
     if bool(stored.get(_BIAS, torch.zeros(1)).any()):
         raise load_failed("INCOMPATIBLE", f"{entry.id}: {_BIAS} is not 0, and the class has no such bias")
     weights = _renamed(stored)
@@ -124,7 +124,7 @@ def published_config(folder: Path, entry_id: str) -> Florence2Config:
     for section, fixed in ((vision, _FIXED), (positions, _POSITIONS), (text, _FIXED_TEXT)):
         for name, value in fixed.items():
             if section.get(name, value) != value:
-                raise load_failed("INCOMPATIBLE", f"{entry_id}: {name} is {section[name]}, the class has {value}")
+                raise load_failed("INCOMPATIBLE", f"{entry_id}: {name} is {section[name]}, the class supports {value}")
     try:
         return Florence2Config(
             text_config={
@@ -171,7 +171,7 @@ def _files(folder: Path, entry: ModelEntry) -> list[Path]:
 def _filled(folder: Path, entry: ModelEntry, weights: Mapping[str, Tensor]) -> PreTrainedModel:
     if not (folder / _GENERATION).is_file():
         raise load_failed(
-            "NOT_FOUND", f"{entry.id}: {folder} has no {_GENERATION}, which says how its texts are chosen"
+            "NOT_FOUND", f"{entry.id}: {folder} has no {_GENERATION}, which has the settings of its generation"
         )
     tables = [weights[name] for name in _TABLES if name in weights]
     whole = {**weights, **(dict.fromkeys(_TABLES, tables[0]) if tables else {})}

@@ -87,7 +87,7 @@ def require_tokenizer(folder: Path) -> None:
     """Raise ModelLoadFailed NOT_FOUND unless the folder has a vocabulary."""
     if not any(any(folder.glob(name)) for name in _FILES):
         listed = ", ".join(_FILES)
-        raise load_failed("NOT_FOUND", f"{folder} has no tokenizer, that is none of {listed}: {_REMEDY}")
+        raise load_failed("NOT_FOUND", f"{folder} has no tokenizer (none of {listed}): {_REMEDY}")
 
 
 def read_tokenizer(folder: Path, *, trust_remote_code: bool = False, **options: Any) -> Any:

@@ -49,7 +49,7 @@ def check_weights(folder: Path) -> None:
                     precision = str(tensor.dtype).removeprefix("torch.")
                     cause = f"{file.name} holds {name} in {precision}, and config.json has no quantization_config"
                     fix = "export the model again in float32, float16 or bfloat16"
-                    raise load_failed("INCOMPATIBLE", f"{cause} that says its scale; {fix}")
+                    raise load_failed("INCOMPATIBLE", f"{cause} with its scale; {fix}")
         except SafetensorError as error:
             raise _broken(file, str(error)) from error
         if bad:
@@ -73,7 +73,7 @@ def safetensors_of(folder: Path) -> list[Path]:
 def _stored(file: Path) -> Iterator[tuple[str, Tensor]]:
     _check_length(file)
     with safe_open(file, "pt") as opened:
-        for name in opened.keys():  # noqa: SIM118  not a mapping
+        for name in opened.keys():  # noqa: SIM118  no mapping
             yield name, opened.get_tensor(name)
 
 

@@ -207,7 +207,7 @@ class DeviceLimits:
             return {}
 
     def _save(self) -> None:
-        # keeps what another process of this machine learnt for other models
+        # keeps the limits that another process of this machine learnt for other models
         edges = self._stored() | self._edges
         learnt = {key: edge for key, edge in edges.items() if edge.fail_tokens and self._steps(edge) < FORGET_STEPS}
         latest = sorted(learnt, key=lambda key: learnt[key].since_s)[-MAX_KEYS:]

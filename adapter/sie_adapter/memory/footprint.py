@@ -35,7 +35,8 @@ def _file_bytes(file: Path, itemsize: int) -> int:
     )
     if header is None or end > size:
         raise load_failed(
-            "INCOMPATIBLE", f"{file.name} is cut off or no safetensors file: a broken download, or a pointer of Git LFS"
+            "INCOMPATIBLE",
+            f"{file.name} is cut off or is no safetensors file: a broken download, or a pointer of Git LFS",
         )
     header.pop("__metadata__", None)
     floats = [tensor for tensor in header.values() if tensor["dtype"].startswith(("F", "BF"))]

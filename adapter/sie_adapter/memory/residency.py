@@ -326,7 +326,7 @@ class ResidentModels:
         if needed and (would := self._memory.held(arriving)).used_bytes > would.total_bytes:
             raise ModelLoadFailed(
                 f"{model} needs {needed >> 20} MiB, {max(0, would.total_bytes - would.used_bytes + needed) >> 20} are "
-                "free and nothing that is loaded is idle",
+                "free and no loaded model is idle",
                 reason="no_room",
                 extras={"error_class": "OOM", **({"arriving": beside} if beside else {})},
             )
@@ -372,7 +372,7 @@ class ResidentModels:
         peak_bytes = self._warm_up(resolved, weights)
         now_s = self._clock()
         _logger.info(
-            "loaded %s in %.2f s: %s on %s (%s), attention %s, %.0f MiB and %.0f MiB to warm up",
+            "loaded %s in %.2f s: %s on %s (%s), attention %s, %.0f MiB of weights, %.0f MiB to warm up",
             model,
             now_s - started_s,
             weights.precision,
@@ -387,8 +387,8 @@ class ResidentModels:
     def _drop_above_threshold(self, more_bytes: int, permission: Permission) -> None:
         if not self._memory.is_short(more_bytes):
             return
-        # free first what is no reason to unload another model: cached outputs, memory that the allocator only keeps,
-        # and a model that was released while a batch ran on it
+        # free first the memory that needs no unload of another model: cached outputs, memory that the allocator only
+        # keeps, and a model that was released while a batch ran on it
         self._memory.shed()
         self._collect()
         why = f"device memory is above {self._memory.threshold_percent:g} %"

@@ -1,12 +1,13 @@
-"""The air-gap archive: one tar file whose index comes first, written to and read from a pipe as well as a disk.
+"""The air-gap archive: one tar file whose index comes first. It can be written to and read from a pipe as well as a
+disk.
 
     airgap.json   Index: size and SHA-256 of every file, the entries of the catalogue
     SHA256SUMS    the same digests and that of airgap.json, as `sha256sum -c` takes them
     ..            the files, in the order of their names, those of the models last
 
-Plain files only, with ustar headers of one owner, mode and date: equal contents are equal bytes, and any tar can read
-it. The reader believes no header: it takes exactly what the index names, in that order, and whatever else stands there
-ends it.
+It holds plain files only, with ustar headers of one owner, mode and date: equal contents are equal bytes, and any tar
+program can read it. The reader does not trust the headers: it accepts exactly the files of the index, in that order,
+and refuses the archive at anything else.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from sie_store.weights.manifest import FileFact, is_safe
 
 INDEX, SUMS, BILL = "airgap.json", "SHA256SUMS", "sbom.cdx.json"
 VERSION = 1
-# where files of an archive may lie; what `load` makes by itself lies elsewhere
+# first parts of paths in an archive; the files that `load` itself creates lie elsewhere
 FOLDERS = ("cache", "golden", "licences", BILL, "weights")
 MAX_INDEX_BYTES = 64 << 20
 PIECE_BYTES = 1 << 20
 _BLOCK, _RECORD = 512, 20 * 512
-_USTAR_LIMIT = 1 << 33  # the size that 11 octal digits cannot say
+_USTAR_LIMIT = 1 << 33  # bytes; a larger size does not fit into 11 octal digits
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 _DAMAGED = "the archive is damaged, or `sie airgap create` did not make it; copy it again"
@@ -41,7 +42,7 @@ ByteProgress = Callable[[int], None]
 
 class ArchiveIndex(msgspec.Struct, frozen=True):
     """Index of an archive. `entries` are catalogue entries whose weights.path and golden are paths below the loaded
-    folder. `aliases` and `bundles` belong to them.
+    folder. `aliases` and `bundles` belong to these entries.
     """
 
     made_by: str
@@ -54,24 +55,24 @@ class ArchiveIndex(msgspec.Struct, frozen=True):
 
     @property
     def bytes(self) -> int:
-        """Total size of all files."""
+        """Return the total size of all files, bytes."""
         return sum(fact.bytes for fact in self.files.values())
 
 
 def encode(index: ArchiveIndex) -> bytes:
-    """The index as JSON, equal for equal contents."""
+    """Return the index as JSON, equal for equal contents."""
     return msgspec.json.format(msgspec.json.encode(index, order="sorted"), indent=1) + b"\n"
 
 
 def decode(data: bytes) -> ArchiveIndex:
-    """The index that `data` is. Raises CommandRefused."""
+    """Return the index in `data`. Raises CommandRefused."""
     try:
         head = msgspec.json.decode(data, type=_TarHeader)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CommandRefused(f"{INDEX} is not the index of an air-gap archive: {error}") from error
     if head.version != VERSION:
         raise CommandRefused(
-            f"{INDEX} has version {head.version}, this program reads {VERSION}: load it with the sie that made it"
+            f"{INDEX} has version {head.version}, this sie reads {VERSION}: load it with the sie version that made it"
         )
     try:
         index = msgspec.json.decode(data, type=ArchiveIndex)
@@ -98,7 +99,7 @@ def digest(data: bytes) -> str:
 
 
 def sums(raw: bytes, index: ArchiveIndex) -> bytes:
-    """SHA256SUMS of an index and the bytes `raw` that it came from."""
+    """Return SHA256SUMS of an index and of the bytes `raw` that it came from."""
     lines = [f"{digest(raw)}  {INDEX}", *(f"{index.files[name].sha256}  {name}" for name in sorted(index.files))]
     return "\n".join((*lines, "")).encode()
 
@@ -109,14 +110,14 @@ def write(
     source: Callable[[str], AbstractContextManager[BinaryIO]],
     progress: ByteProgress,
 ) -> str:
-    """Write an archive. Returns the digest of its index, which stands for all of it. `progress` hears of each piece of
-    a file, bytes.
+    """Write an archive. Return the digest of its index, which identifies the whole archive. `progress` is called with
+    the number of bytes of each piece of a file.
 
-    Raises CommandRefused for a file that is not what the index says (it changed meanwhile, or is damaged) or whose name
-    is too long; OSError.
+    Raises CommandRefused for a file that differs from the index (it changed meanwhile, or is damaged) or whose name is
+    too long; OSError.
     """
     raw = encode(index)
-    decode(raw)  # what no reader would take is not written
+    decode(raw)  # an index that no reader would accept must not be written
     for name, data in ((INDEX, raw), (SUMS, sums(raw, index))):
         out.write(_header(name, len(data)) + data + bytes(-len(data) % _BLOCK))
     for name in sorted(index.files):
@@ -133,7 +134,7 @@ def write(
                 progress(len(piece))
         if left or content_digest.hexdigest() != fact.sha256:
             raise CommandRefused(
-                f"{name} is not what its checksum says: it was changed while it was read, or it is damaged"
+                f"{name} does not match its checksum: it was changed while it was read, or it is damaged"
             )
         out.write(bytes(-fact.bytes % _BLOCK))
     out.write(bytes(2 * _BLOCK))
@@ -156,8 +157,8 @@ def _header(name: str, size: int) -> bytes:
 
 
 class ArchiveReader:
-    """An archive that is read once, from its beginning. Making it reads and checks the index. Raises
-    Refused, OSError.
+    """Reader of an archive, once, from its beginning. The constructor reads and checks the index. Raises
+    CommandRefused, OSError.
     """
 
     def __init__(self, stream: BinaryIO) -> None:
@@ -170,12 +171,12 @@ class ArchiveReader:
 
     @property
     def digest(self) -> str:
-        """Digest of the index, which stands for the whole archive."""
+        """Return the digest of the index, which identifies the whole archive."""
         return digest(self.raw)
 
     def extract(self, sink: Callable[[str], AbstractContextManager[BinaryIO]], progress: ByteProgress) -> None:
-        """Read every file into what `sink` gives for its name, and compare it with the index. The caller keeps nothing
-        if this raises.
+        """Read every file into the file that `sink` opens for its name, and compare it with the index. If this raises,
+        the caller must discard the files.
         """
         for name in sorted(self.index.files):
             fact = self.index.files[name]
@@ -193,16 +194,18 @@ class ArchiveReader:
                 )
         if self._exactly(2 * _BLOCK) != bytes(2 * _BLOCK):
             raise CommandRefused(f"something follows the last file of its index: {_DAMAGED}")
-        rest = self._stream.read(_RECORD + 1)  # other tars fill the last record up
+        rest = self._stream.read(_RECORD + 1)  # other tar programs pad the last record
         if len(rest) > _RECORD or any(rest):
             raise CommandRefused(f"something follows the end of the archive, at byte {self._at}: {_DAMAGED}")
 
     def _small(self, name: str) -> bytes:
-        """A file that is wanted whole, at the start."""
+        """Return a whole small file at the start of the archive."""
         return b"".join(self._pieces(self._expect(name)))
 
     def _expect(self, name: str, size: int | None = None) -> int:
-        """The size of the next member, which must be the plain file `name`, of `size` bytes if that is known."""
+        """Return the size of the next member, which must be the plain file `name`, of `size` bytes if that is known.
+        Raises CommandRefused.
+        """
         try:
             member = tarfile.TarInfo.frombuf(self._exactly(_BLOCK), "utf-8", "strict")
         except (tarfile.HeaderError, UnicodeError) as error:
@@ -218,7 +221,7 @@ class ArchiveReader:
         return member.size
 
     def _pieces(self, size: int) -> Iterator[bytes]:
-        """The contents of a member, and the rest of its last block."""
+        """Yield the contents of a member, and skip the rest of its last block."""
         left = size
         while left:
             piece = self._exactly(min(PIECE_BYTES, left))
@@ -229,8 +232,10 @@ class ArchiveReader:
     def _exactly(self, count: int) -> bytes:
         data = self._stream.read(count)
         while len(data) < count and (more := self._stream.read(count - len(data))):
-            data += more  # a pipe gives what it has
+            data += more  # a pipe may return fewer bytes than requested
         self._at += len(data)
         if len(data) < count:
-            raise CommandRefused(f"the archive ends after {self._at} bytes, in the middle: it was cut; copy it again")
+            raise CommandRefused(
+                f"the archive ends after {self._at} bytes, in the middle: it is truncated; copy it again"
+            )
         return data

@@ -1,4 +1,4 @@
-"""`sie airgap`: models for a site without a network, in one file that is checked before anything of it counts."""
+"""`sie airgap`: models for a site without a network, in one file that is checked completely before it is used."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def create(names: tuple[str, ...], profiles: tuple[str, ...], output: Path, forc
         models = [part.strip() for text in names for part in text.split(",") if part.strip()]
         chosen = choose(Overlay(settings).folders(), models)
         entries = with_profiles(chosen.entries, profiles) if profiles else chosen.entries
-        told_by = logging.getLogger("sie.store")  # of what has to be fetched, every few seconds
+        told_by = logging.getLogger("sie.store")  # this logger reports downloads, every few seconds
         told_by.setLevel(logging.INFO)
         told_by.addHandler(logging.StreamHandler())
         gathering = FileGathering(weight_sources(settings), settings.models_dir)
@@ -165,7 +165,7 @@ def load_command(file: Path, folder: Path, at: Path | None, expected: str | None
 
 
 def _again(reader: ArchiveReader, folder: Path, at: Path) -> None:
-    """The folder is there already: that is fine if this very archive was loaded into it. Raises CommandRefused."""
+    """Accept a folder that exists already if this very archive was loaded into it. Raises CommandRefused otherwise."""
     if not (folder / INDEX).is_file():
         raise CommandRefused(f"{folder} holds something else: name another --folder")
     index, raw = placing.loaded(folder)
@@ -196,7 +196,7 @@ def verify(path: Path, expected: str | None) -> None:
                 click.echo(line)
             if wrong:
                 many = f"{len(wrong)} of {len(index.files)} files"
-                raise CommandRefused(f"{path}: {many} are not what was loaded: remove it, then load the archive again")
+                raise CommandRefused(f"{path}: {many} differ from the archive: remove it, then load the archive again")
             name = digest(raw)
         else:
             with _opened(path) as stream:
@@ -233,9 +233,9 @@ def serve_command(folder: Path, arguments: tuple[str, ...]) -> None:
         index, _ = placing.loaded(folder)
         if wrong := placing.wrong(folder, index, digests=False):
             raise CommandRefused(
-                f"{folder} is not as it was loaded: {wrong[0]}; remove it, then load the archive again"
+                f"{folder} was changed after it was loaded: {wrong[0]}; remove it, then load the archive again"
             )
-        placing.place(folder, index, folder)  # it may have been moved
+        placing.place(folder, index, folder)  # the folder may have been moved since
         flags = [word for name, value in placing.settings(index, folder).items() for word in flag(BY_NAME[name], value)]
     serve.main([*flags, *arguments], prog_name="sie serve")
 
@@ -247,7 +247,7 @@ def _check_index(actual: str, expected: str | None) -> None:
 
 @contextmanager
 def _refusing() -> Iterator[None]:
-    """End the command in one line, with status 1, on a fault of a model, a file or a setting."""
+    """End the command with one line and status 1 on a fault of a model, a file or a setting."""
     try:
         with refusing():
             yield
@@ -266,12 +266,12 @@ def _opened(file: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def _written(output: Path, size: int) -> Iterator[BinaryIO]:
-    """The archive while it is written, of `size` bytes and a few more: it gets its name when it is whole. Raises
-    Refused, OSError.
+    """Yield the archive's file while it is written. The archive takes a little more than `size` bytes, and is renamed
+    to `output` when it is complete. Raises CommandRefused, OSError.
     """
     if str(output) == "-":
         if sys.stdout.isatty():
-            raise CommandRefused("an archive is no text for a terminal: -o FILE")
+            raise CommandRefused("an archive cannot be written to a terminal: name a file with -o FILE")
         yield sys.stdout.buffer
         sys.stdout.buffer.flush()
         return
@@ -285,7 +285,7 @@ def _written(output: Path, size: int) -> Iterator[BinaryIO]:
     growing = output.with_name(f".{output.name}.part")
     with open(os.open(growing, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "wb") as file:
         placing.claim(growing, file.fileno())
-        file.truncate(0)  # what a killed one left
+        file.truncate(0)  # remove the bytes that a killed command left in the file
         try:
             yield file
             file.flush()

@@ -1,11 +1,11 @@
-"""Contents of an air-gap archive: models as a load wants them, and the files that their entries refer to.
+"""Contents of an air-gap archive: models in the form that a load reads, and the files that their entries refer to.
 
     entry ─► WeightSources ─► weights/TOKEN/..   its files, and the configurations of backbones that they name
           ─► LoRAs of the hub ─► cache/hub/..    as the local cache has them
           ─► golden vectors ─► golden/..
           ─► the entry itself, with weights.path and golden in the archive and else unchanged
 
-An entry keeps its hub, revision and package, so its fingerprint stays, and with it indexes that were made elsewhere.
+An entry keeps its hub, revision and package. So its fingerprint does not change, and indexes made elsewhere stay valid.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _BACKBONE_FILES = ("*.json", "*.model", "*.txt")  # a configuration and a tokeni
 
 @dataclass(frozen=True)
 class ArchiveContents:
-    """An index, and the bytes of each of its files or where they are."""
+    """An index, and the bytes or the path of each of its files."""
 
     index: ArchiveIndex
     files: Mapping[str, Path | bytes]
@@ -56,7 +56,7 @@ class ArchiveContents:
 
 @dataclass(frozen=True)
 class ArchiveSelection:
-    """Selection of an archive's contents, each list in the order of its ids."""
+    """Models, aliases and bundles selected for an archive, each list in the order of its ids."""
 
     entries: list[ModelEntry]
     aliases: list[Alias]
@@ -64,25 +64,25 @@ class ArchiveSelection:
 
 
 class FileGathering:
-    """The files of models, by their names in the archive. Raises CommandRefused, ModelLoadFailed, LoraLoadFailed,
-    OSError.
+    """Gathers the files of models, by their names in the archive. Raises CommandRefused, ModelLoadFailed,
+    LoraLoadFailed, OSError.
     """
 
     def __init__(self, sources: WeightSources, models_dir: str | None) -> None:
         self.files: dict[str, Path | bytes] = {}
-        self._known: dict[str, FileFact] = {}  # by manifests: those files are not read twice
-        self._leases: list[Lock] = []  # nobody makes room by removing these meanwhile
+        self._known: dict[str, FileFact] = {}  # facts from manifests: these files are not read twice
+        self._leases: list[Lock] = []  # locks, so that no other process removes these files meanwhile to free space
         self._sources = sources
         self._models_dir = models_dir
 
     @property
     def bytes(self) -> int:
-        """Total size of all files."""
+        """Return the total size of all files, bytes."""
         return sum(source.stat().st_size if isinstance(source, Path) else len(source) for source in self.files.values())
 
     @property
     def unread_bytes(self) -> int:
-        """Number of bytes that `facts` will read."""
+        """Return the number of bytes that `facts` will read."""
         return sum(
             source.stat().st_size
             for name, source in self.files.items()
@@ -90,11 +90,13 @@ class FileGathering:
         )
 
     def facts(self, progress: ByteProgress) -> dict[str, FileFact]:
-        """Size and digest of every file. `told` hears of each piece that is read, bytes."""
+        """Return size and digest of every file. `progress` is called with the number of bytes of each piece that is
+        read.
+        """
         return {name: self._known.get(name) or _fact(source, progress) for name, source in self.files.items()}
 
     def model(self, entry: ModelEntry) -> ModelEntry:
-        """Add all that a load of `entry` reads. Returns the entry as the archive has it."""
+        """Add all files that a load of `entry` reads. Return the entry in the archive's form."""
         located = self._sources.locate(entry)
         self._leases.append(located.lease)
         folder = located.folder
@@ -125,7 +127,7 @@ class FileGathering:
         )
 
     def _backbones(self, folder: Path, place: str, entry: ModelEntry) -> None:
-        """Place below a GLiNER's folder the backbones that it names by name alone: a load looks there first."""
+        """Place the backbones that a GLiNER names by repository below its folder, where a load looks first."""
         raw = json.loads((folder / families.row(entry.family).config_file).read_text("utf-8"))
         is_described = raw.get("encoder_config") is not None and (folder / "tokenizer_config.json").is_file()
         for name in ([] if is_described else [raw["model_name"]]) + [
@@ -137,7 +139,7 @@ class FileGathering:
                     "not have"
                 )
             if (folder / name).is_dir():
-                continue  # it is among the files of the folder
+                continue  # its files are among the files of the folder
             backbone = self._backbone(name, folder, entry)
             for path in sorted(name for pattern in _BACKBONE_FILES for name in backbone.glob(pattern)):
                 self.files[f"{place}/{name}/{path.name}"] = path
@@ -162,13 +164,13 @@ class FileGathering:
         raise CommandRefused(f"{entry.id}: its backbone {name} is neither in the hub cache nor below its folder; {fix}")
 
     def _lora(self, name: str, entry: ModelEntry) -> None:
-        """A LoRA of the hub, in the archive's own cache: its name is a part of the fingerprint, so a
-        path cannot move.
+        """Add a LoRA of the hub to the archive's own cache. A LoRA with a path is refused: its name is a part of the
+        fingerprint, so the path must not change.
         """
         if Path(name).is_absolute() or name.startswith((".", "~")):
-            fix = "name those profiles that are wanted with --profile, or take the LoRA from the hub"
+            fix = "select other profiles with --profile, or take the LoRA from the hub"
             raise CommandRefused(
-                f"{entry.id} names the LoRA {name} by its path, which its fingerprint holds and another machine lacks: "
+                f"{entry.id} names the LoRA {name} by a path, which its fingerprint contains and no other machine has: "
                 f"{fix}"
             )
         located = self._sources.locate_lora(name, entry, self._models_dir)
@@ -191,7 +193,7 @@ class FileGathering:
         file = packaged_folder() / entry.golden
         if not file.is_file():
             raise CommandRefused(
-                f"{entry.id}: its golden vectors {entry.golden} are not there, and a load refuses a model without them"
+                f"{entry.id}: its golden vectors {entry.golden} are missing, and a load refuses a model without them"
             )
         name = f"golden/{token(entry.id)}.json"
         self.files[name] = file
@@ -201,10 +203,10 @@ class FileGathering:
 def contents(
     chosen: ArchiveSelection, gathering: FileGathering, made_by: str, progress: ByteProgress
 ) -> ArchiveContents:
-    """The contents of an archive of what was `chosen`, whose entries are those that `gathering` returned. Reads every
-    file.
+    """Return the contents of an archive with the `chosen` models. Their entries are those that `gathering` returned.
+    Reads every file.
 
-    Raises CommandRefused for a file that is not what its entry says, OSError.
+    Raises CommandRefused for a file that differs from its digest in the entry, OSError.
     """
     entries = chosen.entries
     facts = gathering.facts(progress)
@@ -237,8 +239,7 @@ def contents(
 
 
 def choose(folders: Folders, names: Iterable[str]) -> ArchiveSelection:
-    """The models that are named, those that named aliases stand for, and the bundles of an operator that can serve
-    them.
+    """Return the named models, the models that named aliases stand for, and the operator's bundles that can serve them.
 
     Raises click.BadParameter, ValidationFailed.
     """
@@ -253,7 +254,7 @@ def choose(folders: Folders, names: Iterable[str]) -> ArchiveSelection:
         elif (entry := catalogue.find(name)) is not None:
             entries[entry.id] = entry
         else:
-            near = ", ".join(catalogue.near(name)) or "none is like it"
+            near = ", ".join(catalogue.near(name)) or "no name is similar"
             raise click.BadParameter(
                 f"no model named {name[:200]!r} in the catalogue; did you mean {near}?", param_hint="--models"
             )
@@ -267,14 +268,16 @@ def choose(folders: Folders, names: Iterable[str]) -> ArchiveSelection:
 
 
 def _is_packaged(bundle: BundleEntry) -> bool:
-    """Whether every installation has it. Families of plug-ins, which are installed beside it, are no difference."""
+    """Return whether every installation has this bundle. The families of installed plug-ins are ignored in the
+    comparison.
+    """
     packaged = read_bundles(packaged_folder() / "bundles").get(bundle.id)
     return packaged is not None and msgspec.structs.replace(bundle, families=packaged.families) == packaged
 
 
 def with_profiles(entries: Sequence[ModelEntry], names: Sequence[str]) -> list[ModelEntry]:
-    """The entries with these of their profiles, and those that they extend. Raises click.BadParameter for a profile
-    that none of them has.
+    """Return the entries with only these profiles, and the profiles that these extend. Raises click.BadParameter for a
+    profile that no entry has.
     """
     there = {name for entry in entries for name in entry.profiles}
     if unknown := [name for name in names if name not in there]:
@@ -298,7 +301,7 @@ def _fact(source: Path | bytes, progress: ByteProgress) -> FileFact:
 
 
 def _manifest(folder: Path) -> Mapping[str, FileFact]:
-    """Read the facts of files from the manifest of a snapshot; empty where there is none."""
+    """Return the facts of files from the manifest of a snapshot; empty if it has none."""
     try:
         return decode((folder / MANIFEST).read_bytes()).files
     except (FileNotFoundError, ManifestError):
@@ -306,7 +309,7 @@ def _manifest(folder: Path) -> Mapping[str, FileFact]:
 
 
 def _stated_licence(folder: Path) -> str:
-    """Read the licence from the front matter of the model card; empty where it states none."""
+    """Return the licence from the front matter of the model card; empty if it states none."""
     import yaml
     from huggingface_hub.repocard import metadata_load
 
@@ -318,7 +321,9 @@ def _stated_licence(folder: Path) -> str:
 
 
 def _licence_page(entry: ModelEntry, files: Mapping[str, Path | bytes]) -> bytes:
-    """Build the page about a model's licence: its name, where the model is from, and the texts that came with it."""
+    """Return the page about a model's licence: its name, the source of the model, and the licence texts in its
+    files.
+    """
     weights = entry.weights
     source = (
         f"https://huggingface.co/{weights.hub}"

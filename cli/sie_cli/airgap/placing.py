@@ -1,10 +1,10 @@
-"""Placement of an archive in a folder that serves: all of it or nothing.
+"""Placement of an archive in a folder that serves it: either the whole archive or nothing.
 
     archive ─► .NAME.loading beside FOLDER: every file, compared with the index and synced ─► models/, serve.env ─►
     FOLDER
 
-What is being loaded lies beside its place and gets its name last. A load that was cut off, by whatever, leaves no
-FOLDER; the next one removes what it left and begins again.
+The archive is unpacked beside its place and renamed to FOLDER last. An interrupted load leaves no FOLDER. The next load
+removes the incomplete files and begins again.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ ENVIRONMENT = "serve.env"
 
 
 def entries(index: ArchiveIndex) -> list[ModelEntry]:
-    """The entries of an archive, whose files are all inside of it. Raises CommandRefused."""
+    """Return the entries of an archive, whose files are all inside it. Raises CommandRefused."""
     models = []
     for raw in index.entries:
         try:
             entry = parse_entry(raw)
         except SIEError as error:
             raise CommandRefused(
-                f"{INDEX}: {error.message}; sie {index.made_by} made it, and this sie cannot read the entry"
+                f"{INDEX}: {error.message}; sie {index.made_by} made it, and this version of sie cannot read the entry"
             ) from error
         path, own = entry.weights.path, f"weights/{token(entry.id)}"
         if path != own or not any(name.startswith(f"{path}/") for name in index.files):
@@ -56,7 +56,7 @@ def entries(index: ArchiveIndex) -> list[ModelEntry]:
 
 
 def aliases(index: ArchiveIndex) -> list[Alias]:
-    """The aliases of an archive. Raises CommandRefused."""
+    """Return the aliases of an archive. Raises CommandRefused."""
     try:
         documents = [parse_document(raw) for raw in index.aliases]
     except SIEError as error:
@@ -70,14 +70,14 @@ def aliases(index: ArchiveIndex) -> list[Alias]:
 
 
 def check(index: ArchiveIndex) -> None:
-    """Raise Refused unless what the index says can be served here."""
+    """Raise CommandRefused unless the contents of the index can be served here."""
     entries(index)
     aliases(index)
 
 
 def settings(index: ArchiveIndex, at: Path) -> dict[str, str]:
-    """Return the settings that make `sie serve` serve the models of an archive from the folder `at`, and ask for
-    nothing else.
+    """Return the settings that make `sie serve` serve only the models of an archive, from the folder `at`, without a
+    download.
     """
     names = [*(entry.id for entry in entries(index)), *(alias.id for alias in aliases(index))]
     return {
@@ -89,8 +89,8 @@ def settings(index: ArchiveIndex, at: Path) -> dict[str, str]:
 
 
 def load(reader: ArchiveReader, folder: Path, at: Path, progress: ByteProgress) -> None:
-    """Unpack an archive to `folder`, which workers will see at `at`. Raises CommandRefused, OSError; then there is no
-    `folder`.
+    """Unpack an archive to `folder`, which workers will see at `at`. Raises CommandRefused, OSError; `folder` then does
+    not exist.
     """
     check(reader.index)
     with _loading(folder) as partial:
@@ -122,7 +122,7 @@ def load(reader: ArchiveReader, folder: Path, at: Path, progress: ByteProgress) 
 
 
 def place(folder: Path, index: ArchiveIndex, at: Path) -> None:
-    """Write what names the folder's own place, where it is not yet so: entries, settings. Raises CommandRefused,
+    """Write the files that hold the folder's own path, if they differ: entries, settings. Raises CommandRefused,
     OSError.
     """
 
@@ -147,7 +147,7 @@ def place(folder: Path, index: ArchiveIndex, at: Path) -> None:
 
 
 def loaded(folder: Path) -> tuple[ArchiveIndex, bytes]:
-    """The index of a loaded folder. Raises CommandRefused where `folder` is none."""
+    """Return the index of a loaded folder, decoded and as bytes. Raises CommandRefused for any other folder."""
     try:
         raw = (folder / INDEX).read_bytes()
         index = decode(raw)
@@ -162,14 +162,14 @@ def loaded(folder: Path) -> tuple[ArchiveIndex, bytes]:
 def wrong(
     folder: Path, index: ArchiveIndex, *, digests: bool = True, progress: ByteProgress = lambda _: None
 ) -> list[str]:
-    """List the faults of the files of a loaded folder, a line each."""
+    """Return the faults of the files of a loaded folder, one line each."""
     return verify(folder, Manifest("air-gap", "archive", index.files), digests=digests, read=progress)
 
 
 @contextmanager
 def _loading(folder: Path) -> Iterator[Path]:
-    """An empty folder of ours beside `folder`, which is gone afterwards unless it got that name. Raises CommandRefused,
-    OSError.
+    """Yield an empty, locked folder beside `folder`. It is removed afterwards unless it was renamed. Raises
+    CommandRefused, OSError.
     """
     partial = folder.with_name(f".{folder.name}.loading")
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -188,7 +188,9 @@ def _loading(folder: Path) -> Iterator[Path]:
 
 
 def claim(path: Path, descriptor: int) -> None:
-    """Be the only one who writes what was opened at `path`, until the descriptor is closed. Raises CommandRefused."""
+    """Lock the file or folder opened at `path` against other writers until `descriptor` is closed. Raises
+    CommandRefused.
+    """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -196,7 +198,7 @@ def claim(path: Path, descriptor: int) -> None:
     held = os.fstat(descriptor)
     if not path.exists() or not os.path.samestat(
         held, path.stat()
-    ):  # it got its name between our opening and locking it
-        raise CommandRefused(f"another `sie airgap` has just ended writing {path}: see what it made")
+    ):  # another process renamed it between our open and our lock
+        raise CommandRefused(f"another `sie airgap` has just written {path}: check its result")
     if held.st_uid != os.geteuid():
-        raise CommandRefused(f"{path} is another user's: remove it, or write elsewhere")
+        raise CommandRefused(f"{path} belongs to another user: remove it, or write elsewhere")

@@ -1,12 +1,12 @@
-"""The bill of materials of an air-gap archive or of the software alone, CycloneDX 1.6 in JSON, and the licence texts
-that go with an archive.
+"""The bill of materials of an air-gap archive or of the software alone, CycloneDX 1.6 in JSON, and the licence texts of
+an archive.
 
     models ─► components of type machine-learning-model, each with its files and their digests
     the software ─► the distributions that `sie serve` needs of those installed here, and what needs what
 
-The few fields are written here: the standard's Python library has no model cards. Equal contents make equal bytes, so
-there is no date. Source: CycloneDX 1.6 JSON schema; purl types pypi and huggingface of the package-url specification;
-SPDX licence list, by `packaging`.
+The document is written here, since the standard's Python library has no model cards. Equal contents make equal bytes,
+so there is no date. Source: CycloneDX 1.6 JSON schema; purl types pypi and huggingface of the package-url
+specification; SPDX licence list, by `packaging`.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from sie_store.weights.manifest import FileFact
 OURS = "sie-cluster"
 SOFTWARE = f"{OURS}[serve]"
 _TEXT = re.compile(r"(?i)(licen[cs]e|copying|notice|authors)([._-].*)?")
-_MAX_NAME = 100  # a longer "licence" of a distribution is its text
+_MAX_NAME = 100  # characters; a longer licence field of a distribution is the licence's text
 
 
 @dataclass(frozen=True)
 class Package:
-    """A distribution that is installed here, and the names of those that it needs.
+    """A distribution that is installed here. `needs`: the names of the distributions that it needs.
 
-    `licence`: as its metadata say, an SPDX expression where they have one; empty if they say nothing.
+    `licence`: the licence in its metadata, as an SPDX expression if possible; empty if they state none.
     """
 
     distribution: Distribution
@@ -47,7 +47,7 @@ class Package:
 
     @classmethod
     def installed(cls, name: str) -> Package:
-        """Raises PackageNotFoundError. `name` is canonical."""
+        """Return an installed distribution. `name` is canonical. Raises PackageNotFoundError."""
         distribution = importlib.metadata.distribution(name)
         about = distribution.metadata.json
         licence = str(about.get("license_expression") or about.get("license") or "").strip()
@@ -65,7 +65,7 @@ class Package:
         return f"pkg:pypi/{self.name}@{quote(self.version, safe='')}"
 
     def licence_page(self) -> bytes:
-        """Its name, its licence, and its licence files one after the other, each under its name."""
+        """Return the page with its name, its licence, and its licence files, each under its file name."""
         pages = [f"######## {self.name} {self.version}, licence: {self.licence or 'not stated'} ########\n".encode()]
         for file in sorted(self.distribution.files or (), key=str):
             inside, in_metadata, rest = str(file).partition(".dist-info/")
@@ -75,7 +75,7 @@ class Package:
 
 
 def titled(name: str, text: bytes) -> bytes:
-    """A licence file under its name, in UTF-8: some of older packages are in Latin-1."""
+    """Return a licence file under its name, in UTF-8. Some files of older packages are in Latin-1."""
     try:
         text.decode()
     except UnicodeDecodeError:
@@ -84,12 +84,12 @@ def titled(name: str, text: bytes) -> bytes:
 
 
 def is_licence(name: str) -> bool:
-    """Whether a file of a model is a licence or a notice, by its name."""
+    """Return whether a file of a model is a licence or a notice, by its name."""
     return "/" not in name and _TEXT.fullmatch(name) is not None
 
 
 def spdx(licence: str) -> str:
-    """A licence as the SPDX list writes it, or as it was if that does not know it."""
+    """Return a licence as the SPDX list writes it, or unchanged if the list does not have it."""
     from packaging.licenses import InvalidLicenseExpression, canonicalize_license_expression
 
     try:
@@ -99,14 +99,14 @@ def spdx(licence: str) -> str:
 
 
 def software(*requirements: str) -> dict[str, Package]:
-    """Collect the installed distributions that these requirements need, by name, themselves included. A distribution
-    that is not installed is left out.
+    """Return the installed distributions that these requirements need, by name, including the required ones. A
+    distribution that is not installed is left out.
     """
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
 
     packages: dict[str, Package] = {}
-    met: set[tuple[str, str]] = set()  # distribution, extra
+    met: set[tuple[str, str]] = set()  # pairs (distribution, extra) already handled
     waiting = [(Requirement(text), "") for text in requirements]
     while waiting:
         required, needed_by = waiting.pop()
@@ -132,7 +132,7 @@ def software(*requirements: str) -> dict[str, Package]:
 def bill(
     models: Iterable[tuple[ModelEntry, Mapping[str, FileFact]]], packages: Mapping[str, Package], made_by: str
 ) -> bytes:
-    """The document. `models`: each with its files by their paths in the archive."""
+    """Return the bill of materials of an archive. `models`: each with its files, by their paths in the archive."""
     model_components = [_model(entry, files) for entry, files in models]
     components = [*model_components, *(_package(package) for package in packages.values())]
     archive = {"type": "data", "bom-ref": "air-gap-archive", "name": "SIE air-gap archive"}
@@ -141,7 +141,7 @@ def bill(
 
 
 def software_bill(packages: Mapping[str, Package], made_by: str) -> bytes:
-    """The document of a release: ours, and the packages that it needs."""
+    """Return the bill of materials of a release: our distribution, and the packages that it needs."""
     components = [_package(package) for name, package in packages.items() if name != OURS]
     return _document({**_package(packages[OURS]), "type": "application"}, components, _needs(packages), made_by)
 
@@ -219,7 +219,9 @@ def _package(package: Package) -> dict[str, Any]:
 
 
 def _licences(licence: str) -> list[dict[str, Any]]:
-    """A licence that the SPDX list knows by its id, several as an expression, any other by its name."""
+    """Return a licence in CycloneDX's form: by its SPDX id, several licences as an expression, an unknown one by its
+    name.
+    """
     from packaging.licenses import InvalidLicenseExpression, canonicalize_license_expression
 
     if not licence:

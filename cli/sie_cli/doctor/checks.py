@@ -13,13 +13,12 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 import sie_contracts
 from sie_broker import BrokerError, BrokerUnavailable
-from sie_broker.nats import NatsBroker, operator
 from sie_cli.cluster import BROKER_URL, GATEWAY_URL, SOURCE
 from sie_cli.display import counted
 from sie_cli.doctor.probe import CheckResult, CheckSkipped, ClusterProbe, Finding, NotApplicable, ProbeResult
@@ -31,6 +30,10 @@ from sie_contracts.wire import topology
 from sie_contracts.wire.configs import ConfigEpoch, has_seen
 from sie_runtime.clock import BrokerClock
 from sie_runtime.keys import KeyBuckets, lost_keys, readable
+
+if TYPE_CHECKING:
+    from sie_broker.nats import NatsBroker
+    from sie_broker.nats.operator import Step
 
 FORBIDDEN = (401, 403)
 READY_FIX = (
@@ -228,7 +231,7 @@ async def streams(probe: ClusterProbe) -> CheckResult:
     ]
 
 
-def _of_step(step: operator.Step, where: str) -> Finding:
+def _of_step(step: Step, where: str) -> Finding:
     if step.action == "create":
         wrong = f"{step.kind} {step.name} is missing" + (f": {step.reason}" if step.reason else "")
     else:
@@ -262,6 +265,8 @@ KEYS, KEYS_COPY, CATALOGUE, CATALOGUE_COPY, JOBS, SHARDS = (
 
 async def damage(probe: ClusterProbe) -> CheckResult:
     """Check that every stream can be read, and that keys, catalogue and jobs have what their copies and shards have."""
+    from sie_broker.nats import operator
+
     broker = await probe.stream_broker()
     where = await broker_options(probe)
     wrong: dict[str, str] = {}

@@ -19,19 +19,21 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import httpx
 import msgspec
 
 from sie_broker import BrokerUnavailable, CoreMessage
-from sie_broker.nats import NatsBroker
 from sie_cli.cluster import CONFIG_URL, SOURCE, Cluster
 from sie_cli.data_dir import sockets_folder
 from sie_contracts.settings import Secret, public_url
 from sie_contracts.wire import heartbeats, ipc, topology
 from sie_contracts.wire.configs import ConfigEpoch
 from sie_contracts.wire.heartbeats import GatewayBeat, Heartbeat
+
+if TYPE_CHECKING:
+    from sie_broker.nats import NatsBroker
 
 CALL_S = 3.0  # of one question over HTTP or a socket
 BEAT_MARGIN_S = 1.0  # a heartbeat may come so much later than its interval

@@ -1,4 +1,4 @@
-"""`sie eval`: how good and how fast a model is, from several sources side by side."""
+"""`sie eval`: measures the quality and the speed of a model, from several sources side by side."""
 
 from sie_cli.evals.command import evals
 

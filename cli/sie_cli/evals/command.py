@@ -1,6 +1,6 @@
 """`sie eval`: the commands.
 
-arguments ──► Asked ──► evaluation ──► table, pages, exit code
+arguments ──► EvalSpec ──► evaluation ──► table, pages, exit code
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sie_cli.refusal import CommandRefused
 
 F = TypeVar("F", bound=Callable[..., Any])
 EXIT_MISSED = 1
-FOLDER = "evals"  # of results, in the data directory
+FOLDER = "evals"  # folder of results, in the data directory
 CLIENTS = 16
 _FILE = click.Path(path_type=Path, dir_okay=False)
 
@@ -149,7 +149,7 @@ def run(
         rerank,
     )
     if kind == "perf" and (kinds or rerank):
-        raise CommandRefused("--outputs and --rerank are of --type quality")
+        raise CommandRefused("--outputs and --rerank need --type quality")
     measured = evaluation.run(spec, cluster)
     report = measured.report
     if as_json:
@@ -206,7 +206,7 @@ def compare(old: Path, new: Path) -> None:
 def _plan(
     clients: int | None, rate: float | None, sweep: str | None, seconds: float, warm_up: float, batch: int
 ) -> LoadPlan:
-    """Raises CommandRefused."""
+    """Build the plan of the load from the options. Raises CommandRefused."""
     if sum(option is not None for option in (clients, rate, sweep)) > 1:
         raise CommandRefused("give one of --clients, --rate and --sweep")
     if sweep is not None:

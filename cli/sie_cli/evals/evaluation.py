@@ -1,6 +1,6 @@
 """One evaluation from the first source to the stored result.
 
-Asked ──► sources ──► quality or speed ──► targets ──► Report ──► results
+EvalSpec ──► sources ──► quality or speed ──► targets ──► EvalReport ──► results
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from sie_cli.refusal import CommandRefused
 from sie_client.errors import SIEConnectionError, SIEError
 from sie_contracts.loopback import is_local
 
-UNFINISHED = "unfinished"  # in the folder of results
-HERE = "local"  # in place of a machine profile, where no cluster is measured
+UNFINISHED = "unfinished"  # folder inside the folder of results
+HERE = "local"  # machine name in results that measure no cluster
 
 
 @dataclass(frozen=True)
 class EvalSpec:
-    """Request of a user for an evaluation. `sources`: their names. `targets_file`: None for that of the catalogue.
+    """Options of an evaluation. `sources`: names of the sources. `targets_file`: None for the file of the catalogue.
     `rerankers`: models of the cluster that order the nearest documents again.
     """
 
@@ -52,8 +52,8 @@ class EvalSpec:
 
 @dataclass(frozen=True)
 class EvalOutcome:
-    """`about`: what the stored result says of where it was measured. `targets`: what the first source reached, by the
-    name of the task in a file of targets.
+    """Outcome of an evaluation. `about`: the stored result's description of the place of measurement. `targets`:
+    targets made from the results of the first source, by the task's name in a file of targets.
     """
 
     report: EvalReport
@@ -63,7 +63,7 @@ class EvalOutcome:
 
 @dataclass(frozen=True)
 class _EvalContext:
-    """Facts of an evaluation before it measures. `about`: the description that the stored result has."""
+    """Facts that are known before an evaluation measures. `about`: the description for the stored result."""
 
     spec: EvalSpec
     task: Task
@@ -77,12 +77,12 @@ class _EvalContext:
 
 
 def run(spec: EvalSpec, cluster: Cluster) -> EvalOutcome:
-    """Measure and compare. Raises CommandRefused; what would make the result useless is told before anything is
-    measured.
+    """Measure a model and compare it with its targets. Raises CommandRefused. Faults that would make the result useless
+    are reported before the measurement.
     """
     task = tasks.find(spec.task)
     if isinstance(task, Texts) and spec.kind == "quality":
-        raise CommandRefused(f"nobody judged the texts of {task.name}: --type perf measures how fast they are")
+        raise CommandRefused(f"the texts of {task.name} have no judgements: use --type perf, which measures speed")
     results.check(spec.results)
     with contextlib.ExitStack() as held:
         try:
@@ -93,7 +93,9 @@ def run(spec: EvalSpec, cluster: Cluster) -> EvalOutcome:
             context = _context(spec, task, sources.sources)
             return _speed(context) if spec.kind == "perf" else _quality(context, sources)
         except SIEConnectionError as error:
-            raise CommandRefused(f"{error}: the cluster went away; the same command goes on from there") from error
+            raise CommandRefused(
+                f"{error}: the cluster stopped answering; the same command continues from there"
+            ) from error
         except SIEError as error:
             raise CommandRefused(str(error)) from error
 
@@ -130,7 +132,9 @@ def _quality(context: _EvalContext, sources: OpenSources) -> EvalOutcome:
 
 
 def _steps(context: _EvalContext, rerankers: Sequence[EvalSource]) -> Iterator[EvalStep]:
-    """Each source with dense vectors, then each other output of the cluster, then each reranker behind the first."""
+    """Yield each source with its main vectors, then each further output of the cluster, then each reranker after the
+    first source.
+    """
     for source in context.sources:
         if isinstance(context.task, Mteb) and source.main != outputs.DENSE:
             raise CommandRefused(f"{source.name} has {source.main.name} vectors: the library mteb compares dense ones")
@@ -139,10 +143,10 @@ def _steps(context: _EvalContext, rerankers: Sequence[EvalSource]) -> Iterator[E
     compared = [outputs.find(name) for name in context.spec.outputs if name != main.name]
     if (compared or rerankers) and isinstance(context.task, Mteb):
         raise CommandRefused(
-            "--outputs and --rerank need single queries, which the library mteb does not tell: use a folder"
+            "--outputs and --rerank need single queries, which the library mteb does not return: use a folder"
         )
     if (compared or rerankers) and context.cluster is None:
-        raise CommandRefused("--outputs and --rerank are of a cluster: name it with -s sie")
+        raise CommandRefused("--outputs and --rerank need a cluster: name it with -s sie")
     if compared and context.cluster is not None and context.cluster.scores_pairs:
         raise CommandRefused("--outputs: the model has scores and no vectors")
     for output in compared:
@@ -198,8 +202,8 @@ def _speed(context: _EvalContext) -> EvalOutcome:
 
 
 def _expected(context: _EvalContext, name: str, level: str, *, is_speed: bool) -> tuple[Targets, str]:
-    """The targets of this name if they are asked for, and where they come from: the file that is named, that of the
-    catalogue, or what was measured last. Raises CommandRefused where there are none.
+    """Return the targets of this name if the sources include targets, and a note about their origin: the named file,
+    the file of the catalogue, or the last measured result. Raises CommandRefused if there are none.
     """
     spec = context.spec
     if "targets" not in spec.sources:
@@ -220,7 +224,7 @@ def _expected(context: _EvalContext, name: str, level: str, *, is_speed: bool) -
             return targets.expected(values, is_speed=is_speed), f"; targets are what was measured at {stored.time}"
     raise CommandRefused(
         f"{file} has no targets of {spec.model} for {name}, and no earlier result is stored: run it once without"
-        " targets, or let --save-targets FILE write what is measured"
+        " targets, or write the measured values with --save-targets FILE"
     )
 
 

@@ -1,11 +1,11 @@
-"""Load on a source: closed, where each client waits for its answer before it asks again, or open, where requests come
-at a rate whether or not earlier ones were answered.
+"""Load on a source. Closed: each client waits for its answer before it sends again. Open: requests are sent at a rate,
+whether or not earlier ones were answered.
 
-requests ──► closed: N clients, or open: arrivals of a Poisson process ──► send ──► Call
+requests ──► closed: N clients, or open: arrivals of a Poisson process ──► send ──► SentRequest
 
-A closed loop slows down with the source: while the source stalls, nobody asks, and the stall is seen by N requests at
-most. The latency of an open loop counts from the moment at which a request was due, so a stall is seen by each request
-that came meanwhile (Tene 2013, "How NOT to Measure Latency": coordinated omission).
+A closed loop slows down with the source: during a stall no client sends, so at most N requests see it. The latency of
+an open loop counts from the time at which a request was due, so every request that was due during the stall sees it
+(Tene 2013, "How NOT to Measure Latency": coordinated omission).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from sie_client import SIEAsyncClient
 from sie_client.errors import SIEError
 from sie_contracts.settings import Secret
 
-PATIENCE_S = 60.0  # with an answer
-MAX_IN_FLIGHT = 4096  # requests of an open loop; one that is due beyond them is counted and not sent
-AFTER_FAILURE_S = 0.05  # until a client of a closed loop asks again
+PATIENCE_S = 60.0  # seconds to wait for an answer
+MAX_IN_FLIGHT = 4096  # requests of an open loop; a request that is due above this number is counted and not sent
+AFTER_FAILURE_S = 0.05  # seconds until a client of a closed loop sends again after a failure
 NOBODY = "CONNECTION"  # code of a request that found no server
 NO_ANSWER = "NO_ANSWER"
 NOT_SENT = "NOT_SENT"
@@ -33,7 +33,7 @@ NOT_SENT = "NOT_SENT"
 
 @dataclass(frozen=True)
 class LoadRequest:
-    """Texts of a request. `query`: where they are documents to be scored."""
+    """A request. `texts`: its texts. `query`: the query, if the texts are documents to score."""
 
     texts: Sequence[str]
     query: str = ""
@@ -41,14 +41,14 @@ class LoadRequest:
 
 @dataclass(frozen=True)
 class LoadReply:
-    """`tokens`: by the source's own count, None where it tells none. `stages`: milliseconds."""
+    """An answer. `tokens`: the source's own count, None if it returns none. `stages`: milliseconds by stage."""
 
     tokens: int | None = None
     stages: Mapping[str, float] = field(default_factory=dict)
 
 
 class LoadFailure(Exception):
-    """A request that was not answered with what it asked for. `code`: of the server, an HTTP status, or NOBODY."""
+    """A request failed. `code`: the server's code, an HTTP status, or NOBODY."""
 
     def __init__(self, code: str, message: str = "") -> None:
         super().__init__(message or code)
@@ -60,7 +60,7 @@ Send = Callable[[LoadRequest], Awaitable[LoadReply]]
 
 @dataclass(frozen=True)
 class SentRequest:
-    """A request. Times in seconds of `time.perf_counter`. `code` is empty where it was answered."""
+    """A request that was sent. Times are seconds of `time.perf_counter`. `code` is empty if it was answered."""
 
     due_s: float
     ended_s: float
@@ -75,7 +75,7 @@ class SentRequest:
 
 @dataclass(frozen=True)
 class LoadLevel:
-    """Amount of load: so many clients, or requests a second."""
+    """Amount of load: a number of clients, or requests per second."""
 
     clients: int = 0
     rate: float = 0.0
@@ -84,7 +84,9 @@ class LoadLevel:
         return f"clients={self.clients}" if self.clients else f"rate={self.rate:g}"
 
     async def run(self, send: Send, requests: Iterator[LoadRequest], end_s: float) -> list[SentRequest]:
-        """Ask until `end_s`, and wait for what is under way then. Which requests come is the same in each run."""
+        """Send requests until `end_s`, then wait for those in flight. The sequence of requests is the same in each
+        run.
+        """
         if self.clients:
             return await _closed(send, requests, self.clients, end_s)
         return await _open(send, requests, self.rate, end_s)
@@ -141,13 +143,13 @@ async def _one(send: Send, request: LoadRequest, due_s: float) -> SentRequest:
 
 
 EVERY_S = 1.0
-FRAME_S = 5.0  # for a frame to come
+FRAME_S = 5.0  # seconds to wait for a frame
 
 
 @dataclass(frozen=True)
 class DeviceUsage:
-    """Means over the window of a worker's devices; None where nothing tells them. `busy_percent`: on a GPU as NVML
-    counts it, on a CPU the use of all its cores by any process. `joules`: energy of the GPUs of this machine.
+    """Means over the window for a worker's devices; None if they are not known. `busy_percent`: on a GPU the figure of
+    NVML, on a CPU the use of all its cores by any process. `joules`: energy of the GPUs of this machine.
     """
 
     name: str = ""
@@ -158,11 +160,11 @@ class DeviceUsage:
 
 class UsageWatch(Protocol):
     async def run(self, start_s: float, end_s: float) -> DeviceUsage:
-        """Look from `start_s` to `end_s`, times of `time.perf_counter`."""
+        """Watch from `start_s` to `end_s`, times of `time.perf_counter`."""
 
 
 class WorkerWatch:
-    """The devices of the worker whose frames the gateway at `url` shows."""
+    """Watch of the devices of a worker, by the status frames of the gateway at `url`."""
 
     def __init__(self, url: str, token: Secret | None, *, is_local: bool) -> None:
         self._url, self._token, self._is_local = url, token, is_local
@@ -175,12 +177,13 @@ class WorkerWatch:
         token = self._token.reveal() if self._token else None
         async with SIEAsyncClient(self._url, api_key=token, wait_for_capacity=False) as client:
             while (now_s := time.perf_counter()) < end_s:
-                # a connection for each frame: five a second with all models of a catalogue would be load of their own
+                # a new connection for each frame: five frames a second with all models of a catalogue would themselves
+                # be load
                 try:
                     async with asyncio.timeout(FRAME_S), contextlib.aclosing(client.watch("/ws/status")) as messages:
                         frames.append(await anext(messages))
                 except (SIEError, TimeoutError):
-                    break  # a gateway that shows no worker: nothing is known
+                    break  # this gateway shows no worker, so nothing is known
                 await asyncio.sleep(max(0.0, min(now_s + EVERY_S, end_s) - time.perf_counter()))
         await asyncio.sleep(max(0.0, end_s - time.perf_counter()))
         after = energy.joules() if energy else None
@@ -189,7 +192,7 @@ class WorkerWatch:
 
 
 class Energy:
-    """Energy that the GPUs of this machine used since their driver was loaded, by NVML."""
+    """Energy that the GPUs of this machine have used since their driver was loaded, from NVML."""
 
     def __init__(self) -> None:
         self._handles: Sequence[Any] = ()
@@ -198,12 +201,12 @@ class Energy:
         except ImportError:
             return
         self._nvml = pynvml
-        with contextlib.suppress(pynvml.NVMLError):  # no driver
+        with contextlib.suppress(pynvml.NVMLError):  # no driver is loaded
             pynvml.nvmlInit()
             self._handles = [pynvml.nvmlDeviceGetHandleByIndex(number) for number in range(pynvml.nvmlDeviceGetCount())]
 
     def joules(self) -> float | None:
-        """None where no GPU counts its energy, as before the generation Volta."""
+        """Return the energy in joules; None if no GPU counts its energy, as before the generation Volta."""
         try:
             counted = [self._nvml.nvmlDeviceGetTotalEnergyConsumption(handle) for handle in self._handles]
         except self._nvml.NVMLError:

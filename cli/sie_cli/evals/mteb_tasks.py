@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from sie_cli.evals.steps import EvalStep, EvalWork
 
 PREFIX = "mteb/"
-CONNECT_S = 5.0  # to the hub
-# beside the main metric of a task, where it has them
+CONNECT_S = 5.0  # seconds to connect to the hub
+# metrics shown after the main metric of a task, if the task has them
 _ALSO = ("ndcg_at_10", "map_at_100", "recall_at_100", "cosine_spearman", "accuracy", "f1", "v_measure", "map", "ap")
 _MAX_METRICS = 4
 
@@ -30,21 +30,21 @@ class NoHub(Exception):
 
 @dataclass(frozen=True)
 class Mteb:
-    """A task with its data. `task`: mteb.AbsTask."""
+    """A task of mteb with its data. `task`: mteb.AbsTask."""
 
     name: str
     task: Any
 
     @property
     def texts(self) -> list[str]:
-        """All texts of its datasets."""
+        """Return all texts of its datasets."""
         return list(dict.fromkeys(_texts(self.task.dataset)))
 
 
 def find(name: str) -> Mteb:
-    """The task of the library. Without the hub its datasets are those of the cache of huggingface_hub.
+    """Load a task of mteb. Without the hub, its datasets come from the cache of huggingface_hub.
 
-    Raises CommandRefused for a name that the library does not know, NoHub.
+    Raises CommandRefused for a name that the library does not have, and NoHub.
     """
     try:
         import httpx
@@ -54,7 +54,7 @@ def find(name: str) -> Mteb:
         try:
             httpx.head(constants.ENDPOINT, timeout=CONNECT_S)
         except httpx.TransportError:
-            constants.HF_HUB_OFFLINE = True  # else each file is asked for again and again, for half a minute
+            constants.HF_HUB_OFFLINE = True  # otherwise every file would be requested again and again for half a minute
         import mteb
         from datasets.exceptions import DatasetsError
     except ImportError as error:
@@ -68,12 +68,12 @@ def find(name: str) -> Mteb:
     except (OSError, DatasetsError, HfHubHTTPError) as error:
         if constants.HF_HUB_OFFLINE:
             raise NoHub(f"the hub cannot be reached at {constants.ENDPOINT}") from error
-        raise NoHub(f"the hub does not give {task.metadata.dataset['path']}: {type(error).__name__}") from error
+        raise NoHub(f"the hub does not deliver {task.metadata.dataset['path']}: {type(error).__name__}") from error
     return Mteb(name, task)
 
 
 def measure(task: Mteb, step: EvalStep, work: EvalWork) -> dict[str, float]:
-    """Its metrics, the main one first."""
+    """Measure a step on the task. Return its metrics, the main one first."""
     import mteb
 
     model: Any = _CrossEncoder(step, work) if step.source.scores_pairs else _Encoder(step, work)
@@ -99,7 +99,7 @@ class _MtebModel:
 
 
 class _Encoder(_MtebModel):
-    """mteb.EncoderProtocol over a source. Texts have the prompts of the model, not those of the task."""
+    """mteb.EncoderProtocol over a source. Texts get the prompts of the model, not the prompts of the task."""
 
     def encode(self, inputs: Any, *, prompt_type: Any = None, **_: Any) -> Any:
         texts = list(_of(inputs))
@@ -118,7 +118,7 @@ class _Encoder(_MtebModel):
 
 
 class _CrossEncoder(_MtebModel):
-    """mteb.CrossEncoderProtocol over a source. Pairs of one query that follow each other are one request."""
+    """mteb.CrossEncoderProtocol over a source. Consecutive pairs with the same query become one request."""
 
     def predict(self, inputs1: Any, inputs2: Any, **_: Any) -> Any:
         scores: list[float] = []
@@ -131,12 +131,14 @@ class _CrossEncoder(_MtebModel):
 def _of(inputs: Any) -> Iterator[str]:
     for batch in inputs:
         if "text" not in batch:
-            raise CommandRefused(f"the task has {', '.join(batch)}: what is measured here are tasks of texts")
+            raise CommandRefused(f"the task has {', '.join(batch)}: only tasks of texts are supported")
         yield from batch["text"]
 
 
 def _texts(batch: Any) -> Iterator[str]:
-    """Strings of a dataset, or of a map of datasets. Ids and labels, which have no spaces, are not."""
+    """Yield the strings of a dataset, or of a map of datasets. Strings without spaces are left out, since they are ids
+    and labels.
+    """
     if hasattr(batch, "column_names") and isinstance(batch.column_names, list):
         for name in batch.column_names:
             for value in batch[name]:

@@ -1,6 +1,6 @@
 """The sources that a command names, opened.
 
-sie, sie:URL, st, openai:URL, infinity:URL, tei:URL ──► Source
+sie, sie:URL, st, openai:URL, infinity:URL, tei:URL ──► EvalSource
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from sie_client.errors import SIEConnectionError, SIEError
 from sie_contracts.loopback import direct
 from sie_contracts.settings import Secret, public_url
 
-CONNECT_S = 10.0  # to a gateway that somebody named, and again to one that went away
-LOAD_S = 900.0  # for a model that no worker has yet
+CONNECT_S = 10.0  # seconds to reach a gateway that the user named, and to reach it again after it went away
+LOAD_S = 900.0  # seconds for the load of a model that no worker has yet
 PLAIN = ("sie", "st", "targets")
 
 
 def names(sources: str) -> list[str]:
-    """The sources of -s. Raises CommandRefused."""
+    """Parse the sources of -s. Raises CommandRefused."""
     requested = [name.strip() for name in sources.split(",") if name.strip()]
     for source in requested:
         kind, _, url = source.partition(":")
@@ -49,7 +49,7 @@ def names(sources: str) -> list[str]:
 
 
 class OpenSources:
-    """Sources of one model, opened as they are asked for and closed with `held`."""
+    """Sources of one model. `open` adds one; `held` closes them."""
 
     def __init__(self, cluster: Cluster, model: str, held: contextlib.ExitStack) -> None:
         self._cluster, self._model, self._held = cluster, model, held
@@ -57,7 +57,7 @@ class OpenSources:
         self.sources: list[EvalSource] = []
 
     def open(self, name: str) -> EvalSource:
-        """Raises CommandRefused."""
+        """Open a source by its name and add it. Raises CommandRefused."""
         kind, _, url = name.partition(":")
         if kind == "sie":
             source: EvalSource = self.of_cluster(name, url, self._model)
@@ -73,8 +73,10 @@ class OpenSources:
         return source
 
     def of_cluster(self, name: str, url: str, model: str) -> Sie:
-        """A model of the cluster at `url`, or of the one that the command asks, loaded. Raises CommandRefused."""
-        # the token of this cluster is no business of another one
+        """Open a model of the cluster at `url`, or of the command's own cluster, and wait until it is loaded. Raises
+        CommandRefused.
+        """
+        # the token of this cluster must not be sent to another one
         where, token = (url, None) if url else self._address()
         patience_s = START_S if self._own and not url else CONNECT_S
         key = token.reveal() if token else None
@@ -100,8 +102,8 @@ class OpenSources:
         return self._own or (cluster.gateway_urls[0], cluster.gateway_token)
 
     def _scores_pairs(self) -> bool:
-        """Decide whether it scores pairs, by the source before, or by the catalogue of this installation; a model that
-        the catalogue does not have gives vectors.
+        """Return whether the model scores pairs: by the first source, or by the catalogue of this installation. A model
+        that the catalogue does not have gives vectors.
         """
         if self.sources:
             return self.sources[0].scores_pairs
@@ -114,7 +116,7 @@ def first_cluster(sources: Sequence[EvalSource]) -> Sie | None:
 
 
 def _answers(url: str) -> bool:
-    """Whether anybody listens there. A `sie serve` that was killed has left its address behind."""
+    """Return whether a server answers at `url`. A `sie serve` that was killed leaves its address behind."""
     try:
         with httpx.Client(transport=direct(url, httpx.HTTPTransport), timeout=CONNECT_S) as client:
             client.get(f"{url}/healthz")
@@ -124,7 +126,7 @@ def _answers(url: str) -> bool:
 
 
 START_S = 120.0
-END_S = 60.0  # `sie serve` drains for less by itself
+END_S = 60.0  # seconds; `sie serve` itself drains in less time
 POLL_S = 0.1
 LAST_LINES = 5
 

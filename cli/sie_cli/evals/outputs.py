@@ -1,4 +1,4 @@
-"""Kinds of vectors, how near two of them are, and how many bytes an index needs for one.
+"""Kinds of vectors, the similarity of two of them, and the bytes that an index needs for one.
 
 dense │ float16 │ int8 │ binary │ binary+rescore │ dims=N │ sparse │ multivector │ muvera
 """
@@ -17,13 +17,14 @@ from sie_cli.refusal import CommandRefused
 from sie_client import maxsim
 
 Matrix = NDArray[np.float32]
-RESCORED = 400  # documents by Hamming distance that are ranked again: four times the depth of a ranking
+# number of documents with the best Hamming distance that are ranked again: four times the depth of a ranking
+RESCORED = 400
 
 
 @dataclass(frozen=True)
 class VectorOutput:
-    """`documents`, `queries`: parameters of `encode`. `slot`: where a result has the vector. `similar`: queries and
-    documents to [queries, documents], more is nearer. `size`: bytes of a document.
+    """One kind of vectors. `documents`, `queries`: parameters of `encode`. `slot`: the field of a result that holds the
+    vector. `similar`: returns the similarities of queries and documents, [queries, documents]; more is nearer.
     """
 
     name: str
@@ -39,7 +40,7 @@ class VectorOutput:
 
 
 def find(name: str) -> VectorOutput:
-    """Raises CommandRefused, which says what there is."""
+    """Return the output of this name. Raises CommandRefused, which lists the names."""
     if output := _KNOWN.get(name):
         return output
     if dims := re.fullmatch(r"dims=([1-9][0-9]{0,4})", name):
@@ -62,12 +63,13 @@ def _products(queries: Sequence[Any], documents: Sequence[Any]) -> Matrix:
 
 
 def _hamming(queries: Sequence[Any], documents: Sequence[Any]) -> Matrix:
-    """Bits that are equal less those that are not: products of vectors of -1 and 1."""
+    """Return the number of equal bits minus the number of different bits: the product of vectors of -1 and 1."""
     return _signs(queries) @ _signs(documents).T
 
 
 def _rescored(queries: Sequence[Any], documents: Sequence[Any]) -> Matrix:
-    """The bits of a query choose RESCORED documents, its floats rank them against their bits.
+    """Return scores in two steps: the bits of a query choose RESCORED documents, then its floats rank them against
+    their bits.
 
     Source: Yamada, Asai and Hajishirzi 2021, "Efficient Passage Retrieval with Hashing for Open-domain Question
     Answering", section 3.2.

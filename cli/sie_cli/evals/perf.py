@@ -1,6 +1,6 @@
-"""Speed of a source at each level of load: items a second, latency by percentile, errors, and busy devices.
+"""Speed of a source at each level of load: items per second, latency by percentile, errors, and use of devices.
 
-texts of the task ──► requests ──► warm-up │ window ──► Point of each source and level
+texts of the task ──► requests ──► warm-up │ window ──► LoadPoint of each source and level
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from sie_cli.evals.tasks import Retrieval, Similarity, Task, Texts
 from sie_cli.refusal import CommandRefused
 
 PERCENTILES = (50, 90, 99)
-CLIENT_LIMIT = 0.8  # of a core: above it the client may be what is measured
+CLIENT_LIMIT = 0.8  # share of a core; above it the client itself may be the limit
 
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """Load on each source: levels of load, in turn, each for `warm_up_s` and then `seconds`; `batch` texts to a
+    """Load on each source: levels one after the other, each for `warm_up_s` and then `seconds`, with `batch` texts per
     request.
     """
 
@@ -39,9 +39,9 @@ class LoadPlan:
 
 @dataclass(frozen=True)
 class LoadPoint:
-    """Result of one source at one level of load over `seconds`. `latencies_ms` of the requests that were answered,
-    ascending. `items`: answered within the window. `client_cores`: processor time of this process, 1 is a whole core;
-    None where the source itself computes in it.
+    """Result of one source at one level of load over `seconds`. `latencies_ms`: latencies of the answered requests,
+    ascending. `items`: items answered within the window. `client_cores`: processor time of this process per second, 1
+    is a whole core; None if the source itself computes in this process.
     """
 
     source: str
@@ -57,7 +57,7 @@ class LoadPoint:
 
     @property
     def scores(self) -> dict[str, float]:
-        """Figures by metric; latencies of no answer are not a number."""
+        """Return figures by metric; latencies are NaN without an answer."""
         metrics = {"items_per_s": self.items / self.seconds}
         if self.tokens is not None:
             metrics["tokens_per_s"] = self.tokens / self.seconds
@@ -74,7 +74,9 @@ class LoadPoint:
 
 
 def texts_of(task: Task) -> list[str]:
-    """All texts of the task, in an order that has nothing to do with their lengths, the same in each run."""
+    """Return all texts of the task, in a random order that is the same in each run and does not depend on their
+    lengths.
+    """
     match task:
         case Similarity():
             texts = [*task.left, *task.right]
@@ -88,7 +90,7 @@ def texts_of(task: Task) -> list[str]:
 
 
 def requests_of(task: Task, batch: int) -> Iterator[LoadRequest]:
-    """Yield requests without an end. Each query is that of another text."""
+    """Yield requests without an end. Each request has another text as its query."""
     texts = itertools.cycle(texts_of(task))
     while True:
         query = next(texts)
@@ -102,10 +104,10 @@ def measure(
     watches: Mapping[str, UsageWatch],
     advance: Callable[[], None],
 ) -> Iterator[list[LoadPoint]]:
-    """The points of each level, sources in turn. `watches`: of the devices behind a source, by its name; `advance`:
-    called after each point.
+    """Yield the points of each level, one per source. `watches`: watches of the devices behind a source, by its name.
+    `advance`: called after each point.
 
-    A source that finds nobody ends the measurement with the level at which it did.
+    If a source finds no server, the measurement ends after that level.
     """
     with asyncio.Runner() as runner:
         stack = AsyncExitStack()
@@ -138,7 +140,7 @@ async def _point(
     used = asyncio.create_task(_used_cores(start_s, end_s))
     try:
         calls = await level.run(send, requests, end_s)
-    except ExceptionGroup as group:  # of the tasks: what the source refuses to send at all
+    except ExceptionGroup as group:  # raised in tasks: errors of requests that the source refuses to send
         raise group.exceptions[0] from group
     client_cores = await used
     device = await watching if watching else DeviceUsage()
@@ -147,7 +149,7 @@ async def _point(
 
 
 async def _used_cores(start_s: float, end_s: float) -> float:
-    """Processor time of this process a second between two times."""
+    """Return the processor time of this process per second between two times."""
     await asyncio.sleep(max(0.0, start_s - time.perf_counter()))
     before, began_s = time.process_time(), time.perf_counter()
     await asyncio.sleep(max(0.0, end_s - time.perf_counter()))
@@ -162,8 +164,8 @@ def _summed(
     client_cores: float | None,
     device: DeviceUsage,
 ) -> LoadPoint:
-    """Throughput counts what was answered within the window. Latencies and errors are those of requests that were due
-    in it, so a stall at its end is not cut off.
+    """Make a point from calls. Throughput counts the answers within the window. Latencies and errors count the requests
+    that were due in it, so a stall at its end is included.
     """
     start_s, end_s = window
     due = [call for call in calls if start_s <= call.due_s < end_s]

@@ -1,6 +1,6 @@
-"""Quality of vectors and scores by people's judgements: one number for each query or pair, and their mean.
+"""Quality of vectors and scores against people's judgements: one number for each query or pair, and their mean.
 
-task, Step ──► rankings or similarities ──► metrics ──► Found ──► difference of two, with an interval
+task, EvalStep ──► rankings or similarities ──► metrics ──► Measurement ──► difference of two, with an interval
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from sie_cli.evals.sources import EvalSource
 from sie_cli.evals.steps import EvalStep, EvalWork
 from sie_cli.evals.tasks import Judged, Retrieval, Similarity
 
-DEPTH = 100  # documents of a ranking, at most
-FIRST_STAGE = 30  # of which a reranker sees as many
+DEPTH = 100  # most documents of a ranking
+FIRST_STAGE = 30  # documents of a ranking that a reranker scores
 RESAMPLES = 1000
 CONFIDENCE = 0.95
-# Names as people know them, and those of trec_eval
+# common names of the metrics, and their names in trec_eval
 METRICS: Mapping[str, str] = {
     "ndcg@10": "ndcg_cut_10",
     "map": "map_cut_100",
     "recall@10": "recall_10",
     "recall@100": "recall_100",
 }
-AT_ONCE = 256  # queries whose similarities to all documents are in memory
+AT_ONCE = 256  # queries whose similarities to all documents are in memory at once
 Run = dict[str, dict[str, float]]  # score of each document, by query
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """Result of one source. `values`: the metric of each query, by metric. A similarity has in it the similarity of
-    each pair, and `gold`: the rank correlation of the two is the metric. `bytes_per_item`: of a document in an index;
-    None for a reranker.
+    """Result of one source. `values`: by metric, the metric of each query. For a similarity task they are the
+    similarities of the pairs, and the metric is their rank correlation with `gold`. `bytes_per_item`: bytes of a
+    document in an index; None for a reranker.
     """
 
     source: str
@@ -49,11 +49,11 @@ class Measurement:
 
     @property
     def scores(self) -> dict[str, float]:
-        """Each metric over all queries or pairs."""
+        """Return each metric over all queries or pairs."""
         return {name: self.score(name, np.arange(len(own))) for name, own in self.values.items()}
 
     def score(self, metric: str, chosen: NDArray[np.intp]) -> float:
-        """The metric over some queries or pairs. Not a number where it is not defined: all pairs are equal."""
+        """Return the metric over some queries or pairs. NaN if it is not defined because all pairs are equal."""
         own = np.asarray(self.values[metric])[chosen]
         return _spearman(own, np.asarray(self.gold)[chosen]) if self.gold else float(own.mean())
 
@@ -68,7 +68,7 @@ class Difference:
 
 
 def count(task: Judged, step: EvalStep) -> int | None:
-    """Count the texts that a source is sent; None where the number is not known."""
+    """Return the number of texts that a source gets; None if it is not known."""
     if isinstance(task, Mteb):
         return None
     if isinstance(task, Similarity):
@@ -81,7 +81,7 @@ def count(task: Judged, step: EvalStep) -> int | None:
 
 
 def measure(task: Judged, step: EvalStep, work: EvalWork) -> Measurement:
-    """Run the task. Raises what the source raises."""
+    """Run the task and return the result. Raises what the source raises."""
     if isinstance(task, Mteb):
         scores = mteb_tasks.measure(task, step, work)
         return Measurement(step.name, {name: [value] for name, value in scores.items()})
@@ -91,7 +91,7 @@ def measure(task: Judged, step: EvalStep, work: EvalWork) -> Measurement:
 
 
 def has_interval(score: Measurement) -> bool:
-    """Whether single queries or pairs are known: the library mteb gives means alone."""
+    """Return whether values of single queries or pairs are known: the library mteb returns only means."""
     return min(map(len, score.values.values())) > 1
 
 
@@ -118,7 +118,8 @@ def _similarity(task: Similarity, step: EvalStep, work: EvalWork) -> Measurement
     texts = list(dict.fromkeys([*task.left, *task.right]))
     rows = dict(zip(texts, work.vectors(step, texts, is_query=False), strict=True))
     asking = rows
-    if step.output.queries != step.output.documents:  # neither side is a question, but one has the form of a query
+    # no side is a question, but one side must have the form of a query
+    if step.output.queries != step.output.documents:
         form = replace(step.output, name=f"{step.output.name} of a query", documents=step.output.queries)
         asking = dict(zip(texts, work.vectors(replace(step, output=form), texts, is_query=False), strict=True))
     alike = [
@@ -141,8 +142,8 @@ def _retrieval(task: Retrieval, step: EvalStep, work: EvalWork) -> Measurement:
 
 
 def _scored(task: Retrieval, source: EvalSource, work: EvalWork) -> Run:
-    """A reranker orders FIRST_STAGE documents of each query: those that are judged, filled up with others in the order
-    of the corpus, so that no other model has chosen them.
+    """Score FIRST_STAGE documents of each query with a reranker: the judged documents, plus others in the order of the
+    corpus, so that no other model influences the choice.
     """
     keys, by_query = list(task.corpus), {}
     for query, text in task.queries.items():
@@ -153,7 +154,7 @@ def _scored(task: Retrieval, source: EvalSource, work: EvalWork) -> Run:
 
 
 def _nearest(task: Retrieval, step: EvalStep, work: EvalWork) -> tuple[Run, float]:
-    """The nearest DEPTH documents of each query, and the mean bytes of a document."""
+    """Return the nearest DEPTH documents of each query, and the mean bytes of a document."""
     keys = list(task.corpus)
     rows = work.vectors(step, list(task.corpus.values()), is_query=False)
     asking = work.vectors(step, list(task.queries.values()), is_query=True)
@@ -167,7 +168,9 @@ def _nearest(task: Retrieval, step: EvalStep, work: EvalWork) -> tuple[Run, floa
 
 
 def _reranked(task: Retrieval, source: EvalSource, run: Run, work: EvalWork) -> Run:
-    """The first FIRST_STAGE of each ranking in the order of the source's scores; what follows stays behind them."""
+    """Order the first FIRST_STAGE documents of each ranking by the source's scores; the other documents stay behind
+    them.
+    """
     rankings = {}
     for query, ranking in run.items():
         keys = sorted(ranking, key=ranking.__getitem__, reverse=True)

@@ -1,6 +1,6 @@
 """Report of the measurements, for people and for programs.
 
-quality.Found, perf.Point ──► Report ──► terminal, JSON, Markdown, HTML, a stored result
+quality.Measurement, perf.LoadPoint ──► EvalReport ──► terminal, JSON, Markdown, HTML, a stored result
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ tr + tr { border-top: 1px solid #ddd } .missed { color: #b3261e } svg { max-widt
 
 @dataclass(frozen=True)
 class EvalReport:
-    """One model on one task. `about`: what was measured, in a line. `table`: its first row is the header; `rows`: the
-    same for a program. `missed`: a line for each target that the first source missed. `pictures`: SVG.
+    """Report of one model on one task. `about`: what was measured, in one line. `table`: its first row is the header.
+    `rows`: the same data for programs. `missed`: a line for each target that the first source missed. `pictures`: SVG.
     """
 
     model: str
@@ -73,7 +73,9 @@ class EvalReport:
         return f"{self.model} on {self.task}, {self.kind}"
 
     def figures(self, *, with_values: bool = True) -> dict[str, Any]:
-        """Return the figures for a program. Not a number becomes null. `with_values`: of each query or pair too."""
+        """Return the figures for a program. NaN becomes null. `with_values`: include the values of each query or
+        pair.
+        """
         head = {"model": self.model, "task": self.task, "kind": self.kind, "about": self.about}
         hidden = () if with_values else ("values", "gold")
         rows = [{name: value for name, value in row.items() if name not in hidden} for row in self.rows]
@@ -83,14 +85,14 @@ class EvalReport:
         return document
 
     def markdown(self) -> str:
-        """A page of its own."""
+        """Return the report as a Markdown page."""
         head, *rows = self.table
         lines = [f"# {self.title}", "", f"{self.about}.", ""]
         lines += [_line(head), "|" + "---|" * len(head), *(_line(row) for row in rows), ""]
         return "\n".join([*lines, *(f"* {note}" for note in [*self.missed, *self.notes])]).rstrip() + "\n"
 
     def html(self) -> str:
-        """A page of its own that loads nothing from elsewhere."""
+        """Return the report as an HTML page that loads nothing from other addresses."""
         import jinja2
 
         page = jinja2.Environment(autoescape=True).from_string(_PAGE)
@@ -101,7 +103,7 @@ class EvalReport:
 def of_quality(
     model: str, task: str, about: str, scores: Sequence[Measurement], targets: Targets, missed: Sequence[str]
 ) -> EvalReport:
-    """`scores`: a row of each source and output, in the order in which they were asked for."""
+    """Make a report of quality. `scores`: a row for each source and output, in the order of the measurement."""
     metrics = list(scores[0].values)
     has_bytes = any(score.bytes_per_item for score in scores)
     table = [["source", *metrics, *(["bytes"] if has_bytes else [])]]
@@ -158,7 +160,7 @@ def of_perf(
     targets: Mapping[str, Targets],
     missed: Sequence[str],
 ) -> EvalReport:
-    """`points` of each level, sources in turn. `targets`: by level."""
+    """Make a report of speed. `points`: level by level, and within a level source by source. `targets`: by level."""
     metrics = list(dict.fromkeys(metric for point in points for metric in point.scores))
     headings = ("requests", "errors", "device %", "device MB", "client %")
     table = [["source", "load", *metrics, *headings]]
@@ -216,7 +218,9 @@ def _perf_notes(points: Sequence[LoadPoint]) -> list[str]:
                 " request"
             )
         if point.lost_its_server:
-            notes.append(f"{point.source}, {point.level}: the server went away; what is above is what it did before")
+            notes.append(
+                f"{point.source}, {point.level}: the server stopped answering; the row above has its results until then"
+            )
     return notes
 
 
@@ -229,7 +233,7 @@ def _shown(value: float) -> str:
 
 
 def _rounded(value: float | None) -> str:
-    """Three digits."""
+    """Format a number with three digits."""
     if value is None or math.isnan(value):
         return "-"
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
@@ -250,7 +254,7 @@ _PERCENTS = np.linspace(0, 99.9, 200)
 
 
 def latency_plot(points: Sequence[LoadPoint]) -> str:
-    """Latency by percentile, a line for each source and level."""
+    """Plot latency by percentile, with a line for each source and level."""
     figure, axes = _figure_text("percentile of requests", "latency, ms")
     for point in points:
         if point.latencies_ms:
@@ -262,7 +266,7 @@ def latency_plot(points: Sequence[LoadPoint]) -> str:
 
 
 def level_plot(points: Sequence[LoadPoint]) -> str:
-    """Throughput against latency, a line for each source with a point for each level; p99 dashed."""
+    """Plot throughput against latency, with a line for each source and a point for each level; p99 is dashed."""
     figure, axes = _figure_text("items a second", "latency, ms")
     for source in dict.fromkeys(point.source for point in points):
         own = [point.scores for point in points if point.source == source]
@@ -275,7 +279,7 @@ def level_plot(points: Sequence[LoadPoint]) -> str:
 
 
 def cost_plot(scores: Sequence[Measurement], metric: str) -> str:
-    """Quality against bytes of an item, a point for each output."""
+    """Plot quality against the bytes of an item, with a point for each output."""
     figure, axes = _figure_text("bytes of an item", metric)
     for score in scores:
         if score.bytes_per_item:
@@ -285,7 +289,7 @@ def cost_plot(scores: Sequence[Measurement], metric: str) -> str:
 
 
 def _label(name: str) -> str:
-    """Escape a name for matplotlib, which takes text between dollars for a formula."""
+    """Escape a name for matplotlib, which reads text between dollars as a formula."""
     return name.replace("$", r"\$")
 
 

@@ -1,6 +1,6 @@
-"""Results that were stored, and what changed from one to another.
+"""Stored results, and the changes from one result to another.
 
-Report ──► DATA_DIR/evals/MODEL/TASK/KIND/TIME-COMMIT-MACHINE.json ──► list, compare, what was measured before
+EvalReport ──► DATA_DIR/evals/MODEL/TASK/KIND/TIME-COMMIT-MACHINE.json ──► list, compare, what was measured before
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from sie_cli.evals.report import EvalReport
 from sie_cli.refusal import CommandRefused
 
 GIT_S = 5.0
-TOLD_ITEMS = 3  # queries or pairs whose metric fell the most
+TOLD_ITEMS = 3  # number of queries or pairs listed, those whose metric fell the most
 
 
 class StoredReport(msgspec.Struct):
-    """A result. `about`: where and with what it was measured. `figures`: those of its report."""
+    """A stored result. `about`: the place and the software of the measurement. `figures`: the figures of its report."""
 
     time: str
     about: dict[str, Any]
@@ -46,7 +46,7 @@ def about(cluster: Mapping[str, Any], machine: str) -> dict[str, Any]:
 
 
 def check(folder: Path) -> None:
-    """Raises CommandRefused where nothing can be stored."""
+    """Raise CommandRefused if the folder cannot store results."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -56,7 +56,7 @@ def check(folder: Path) -> None:
 
 
 def store(folder: Path, report: EvalReport, context: Mapping[str, Any]) -> Path:
-    """Write a result. Raises CommandRefused."""
+    """Write a result and return its file. Raises CommandRefused."""
     now = datetime.datetime.now(datetime.UTC)
     name = f"{now:%Y%m%dT%H%M%S%f}-{context['commit'] or context['version']}-{context['machine']}"
     file = _place(folder, report.model, report.task, report.kind) / f"{_plain(name)}.json"
@@ -74,7 +74,7 @@ def store(folder: Path, report: EvalReport, context: Mapping[str, Any]) -> Path:
 
 
 def read(file: Path) -> StoredReport:
-    """Raises CommandRefused."""
+    """Read a result. Raises CommandRefused."""
     try:
         return msgspec.json.decode(file.read_bytes(), type=StoredReport)
     except OSError as error:
@@ -84,21 +84,23 @@ def read(file: Path) -> StoredReport:
 
 
 def every(folder: Path) -> list[Path]:
-    """Oldest first."""
+    """Return the files of all results, the oldest first."""
     return sorted(folder.glob("*/*/*/*.json"), key=lambda file: file.name)
 
 
 def last(folder: Path, model: str, task: str, kind: str, machine: str) -> StoredReport | None:
-    """The newest result of a model and task on machines of this profile."""
+    """Return the newest result of a model and task on machines of this profile; None without one."""
     files = sorted(_place(folder, model, task, kind).glob("*.json"), reverse=True)
     return next((stored for stored in map(read, files) if stored.about.get("machine") == machine), None)
 
 
 def compared(old: StoredReport, new: StoredReport) -> tuple[list[list[str]], list[str]]:
-    """A table of what both measured, and lines that say what else is different. Raises CommandRefused."""
+    """Return a table of the metrics that both results have, and lines with the other differences. Raises
+    CommandRefused.
+    """
     for name in ("task", "kind"):
         if old.figures[name] != new.figures[name]:
-            raise CommandRefused(f"the results are of another {name}: {old.figures[name]} and {new.figures[name]}")
+            raise CommandRefused(f"the results differ in {name}: {old.figures[name]} and {new.figures[name]}")
     notes = [
         f"{name}: {_about(old.about.get(name))} -> {_about(new.about.get(name))}"
         for name in dict.fromkeys([*old.about, *new.about])
@@ -143,7 +145,9 @@ def _row_compared(
 
 
 def _fallen(key: Sequence[str], metric: str, was: Measurement, now: Measurement) -> list[str]:
-    """List the queries that lost the most; a rank correlation is not of single pairs."""
+    """List the queries whose metric fell the most. A rank correlation has no value for single pairs, so it lists
+    none.
+    """
     if was.gold:
         return []
     lost = sorted(
@@ -175,7 +179,7 @@ def _plain(name: str) -> str:
 
 
 def _commit() -> str:
-    """Return the commit of the folder in which this process runs; empty where it is no checkout."""
+    """Return the commit of the folder in which this process runs; empty if it is no checkout."""
     try:
         ran = subprocess.run(
             ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, timeout=GIT_S, check=False

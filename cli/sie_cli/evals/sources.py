@@ -1,5 +1,5 @@
-"""Sources of vectors and scores: a cluster, or a library in this process. Those of other servers are in `servers`. An
-input is a text or an image of a file.
+"""Sources of vectors and scores: a cluster, a library in this process, or another server. An input is a text or an
+image file.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from sie_contracts.settings import Secret, Settings
 
 
 class ImagePath(str):
-    """An image, by the path of its file."""
+    """An image, as the path of its file."""
 
     @property
     def path(self) -> Path:
@@ -40,7 +40,9 @@ def item(text: str) -> str | Item:
 
 
 def key(text: str) -> str:
-    """Return the key of an input. Each text has its own; a file that was written again has a new one."""
+    """Return the key of an input in the cache. A text is its own key; the key of a file changes when the file is
+    written again.
+    """
     if not isinstance(text, ImagePath):
         return text
     status = text.path.stat()
@@ -48,15 +50,16 @@ def key(text: str) -> str:
 
 
 def only_texts(name: str, inputs: Sequence[str]) -> None:
-    """Raises CommandRefused for a source that takes no images."""
+    """Raise CommandRefused if an input is an image, for a source that takes only texts."""
     if picture := next((text for text in inputs if isinstance(text, ImagePath)), None):
-        raise CommandRefused(f"{name} takes texts alone, and the task has images, such as {picture}")
+        raise CommandRefused(f"{name} takes only texts, and the task has images, such as {picture}")
 
 
 class EvalSource(Protocol):
-    """`name`: as the user gave it. `is_here`: it computes in this process. `scores_pairs`: it scores documents and has
-    no vectors. `main`: the vectors that are measured unless others are asked for. `identity`: what its answers depend
-    on beside texts and output; empty where nobody knows. `vectors` and `scores` raise Refused or SIEError.
+    """A source of vectors or scores. `name`: its name on the command line. `is_here`: it computes in this process.
+    `scores_pairs`: it scores documents and has no vectors. `main`: the vectors that are measured by default.
+    `identity`: what its answers depend on besides texts and output; empty if that is unknown. `vectors` and `scores`
+    raise CommandRefused or SIEError.
     """
 
     name: str
@@ -66,17 +69,17 @@ class EvalSource(Protocol):
     identity: Sequence[str]
 
     def vectors(self, texts: Sequence[str], output: VectorOutput, *, is_query: bool) -> Sequence[Any]:
-        """One of each text, as `output` has them."""
+        """Return one vector for each text, in the form of `output`."""
 
     def scores(self, query: str, documents: Sequence[str]) -> list[float]:
-        """One of each document, more is better."""
+        """Return one score for each document; more is better."""
 
     def sender(self) -> AbstractAsyncContextManager[Send]:
-        """Return a context whose value sends requests at once, each of which raises Failed."""
+        """Return a context whose value sends one request. It may run several times at once, and raises LoadFailure."""
 
 
 class Sie:
-    """A model of a cluster. `info`: what the cluster says of the model once it is loaded."""
+    """A model of a cluster. `info`: the cluster's description of the model after its load."""
 
     is_here = False
 
@@ -92,8 +95,8 @@ class Sie:
         self.main = outputs[0] if outputs else DENSE
         if self.scores_pairs and "score" not in self.info["tasks"]:
             names = ", ".join(self.info["outputs"])
-            raise CommandRefused(f"{model} has {names}: what is measured are models with vectors, and those that score")
-        # by an answer: a gateway that has just started may not have heard of the workers that give it
+            raise CommandRefused(f"{model} has {names}: expected a model with vectors, or one that scores")
+        # take the fingerprint from an answer: a gateway that has just started may not know the workers yet
         answer: Any = self.info
         if "text" in self.info["inputs"]:
             answer = client.score(model, ".", ["."]) if self.scores_pairs else client.encode(model, ".")
@@ -101,7 +104,7 @@ class Sie:
         self.identity: Sequence[str] = [name, model, self.fingerprint] if self.fingerprint else []
 
     def machine(self) -> str:
-        """The machine profile of a worker that has the model; empty where the cluster tells none."""
+        """Return the machine profile of a worker that has the model; empty if the cluster has no workers."""
         workers = self._client.health()["workers"]
         having = [worker for worker in workers if self._model.partition(":")[0] in worker["loaded_models"]]
         return next((str(worker["gpu"]) for worker in [*having, *workers]), "")
@@ -144,7 +147,7 @@ class Sie:
 
 
 class SentenceTransformers:
-    """The public library in this process, on the weights that the catalogue names, in float32."""
+    """The library sentence-transformers in this process, with the weights that the catalogue names, in float32."""
 
     is_here = True
     main = DENSE
@@ -205,18 +208,18 @@ def _opened(picture: ImagePath) -> Any:
 
 
 def _stages(timing: Mapping[str, float]) -> dict[str, float]:
-    """Milliseconds by stage, each once: `timing` has some of them under two names."""
+    """Return milliseconds by stage, each stage once: `timing` has some of them under two names."""
     return {name.removesuffix("_time"): ms for name, ms in timing.items() if name.endswith("_time")}
 
 
 def only_dense(name: str, output: VectorOutput) -> None:
-    """Raises CommandRefused for what a source other than a cluster does not have."""
+    """Raise CommandRefused for an output that only a cluster has."""
     if output != DENSE:
-        raise CommandRefused(f"{name} has dense vectors alone: {output.name} is measured of a cluster")
+        raise CommandRefused(f"{name} has only dense vectors: {output.name} needs a cluster")
 
 
 def catalogue_entry(model: str) -> ModelEntry | None:
-    """The entry of a model in the catalogue of this installation."""
+    """Return the entry of a model in the catalogue of this installation; None without one."""
     from sie_config_service.overlay import Overlay
 
     document = Overlay(Settings()).folders().models.get(model.partition(":")[0], (None, ""))[0]
@@ -224,8 +227,8 @@ def catalogue_entry(model: str) -> ModelEntry | None:
 
 
 def _weights_of(model: str) -> str:
-    """Return the weights for sentence-transformers to load: the folder of the package that the catalogue names, its own
-    folder, or an id of the hub.
+    """Return the weights for sentence-transformers to load: the folder of the package that the catalogue names, the
+    entry's own folder, or an id of the hub.
     """
     from sie_store.weights.sources import package_folder
 
@@ -237,19 +240,19 @@ def _weights_of(model: str) -> str:
     return str(packaged or weights.path or weights.hub)
 
 
-BATCH = 64  # texts of a request, of which a server may take no more
-MAX_ANSWER_BYTES = 64 << 20  # 64 vectors of 32,768 numbers
+BATCH = 64  # texts of a request; some servers accept no more
+MAX_ANSWER_BYTES = 64 << 20  # bytes of an answer; 64 vectors of 32,768 numbers need less
 _UNREADABLE = (ValueError, KeyError, TypeError, LookupError, AttributeError, RecursionError)
 
 
 class _ReplyBody:
-    """The body of an answer, which a server of somebody else may make as long as it likes."""
+    """The body of an answer. Its size is limited, since another server may send any amount."""
 
     def __init__(self) -> None:
         self._data = bytearray()
 
     def add(self, piece: bytes) -> None:
-        """Raises ValueError for more than MAX_ANSWER_BYTES."""
+        """Add a piece. Raises ValueError for more than MAX_ANSWER_BYTES in total."""
         if len(self._data) + len(piece) > MAX_ANSWER_BYTES:
             raise ValueError(f"its answer has more than {MAX_ANSWER_BYTES} bytes")
         self._data += piece
@@ -259,14 +262,16 @@ class _ReplyBody:
         return self._data.decode("utf-8", "replace")
 
     def json(self) -> Any:
-        """Raises ValueError, also for NaN and Infinity, which are no JSON; RecursionError for deep nesting."""
+        """Decode the body. Raises ValueError, also for NaN and Infinity, which are no JSON; RecursionError for deep
+        nesting.
+        """
         return msgspec.json.decode(self._data)
 
 
 @dataclass(frozen=True)
 class ServerDialect:
-    """Protocol of a server: paths and bodies, and where its answers have the result. A list of results has the place of
-    each in `index`.
+    """Protocol of a server: its paths and bodies, and the place of the result in its answers. Each entry of a list of
+    results has its position in `index`.
     """
 
     encode_path: str
@@ -300,7 +305,7 @@ DIALECTS: Mapping[str, ServerDialect] = {"openai": _OPENAI, "infinity": _OPENAI,
 
 
 class ServerSource:
-    """A server of somebody else."""
+    """A server other than a cluster of SIE."""
 
     is_here = False
     main = DENSE
@@ -310,7 +315,7 @@ class ServerSource:
     ) -> None:
         self.name = name
         self.scores_pairs = scores_pairs
-        self.identity: Sequence[str] = ()  # such a server may change its model without a word
+        self.identity: Sequence[str] = ()  # such a server may change its model without notice
         self._client, self._dialect, self._model = client, dialect, model
 
     @asynccontextmanager
@@ -349,10 +354,10 @@ class ServerSource:
             part = texts[start : start + BATCH]
             body = self._post(self._dialect.encode_path, self._dialect.encode_body(self._model, part))
             with self._understood():
-                with np.errstate(over="ignore"):  # infinite then, and refused
+                with np.errstate(over="ignore"):  # an overflow becomes infinity, which is refused below
                     rows = np.asarray(self._dialect.vectors(body), np.float32)
                 if rows.ndim != 2 or len(rows) != len(part):
-                    raise ValueError(f"{len(part)} texts were sent, vectors of the shape {rows.shape} came")
+                    raise ValueError(f"{len(part)} texts were sent, vectors of the shape {rows.shape} were returned")
                 if parts and rows.shape[1] != parts[0].shape[1]:
                     raise ValueError(f"vectors have {parts[0].shape[1]} numbers, then {rows.shape[1]}")
                 _check_finite(rows)
@@ -368,7 +373,7 @@ class ServerSource:
             with self._understood():
                 ranked = self._dialect.ranked(body)
                 if sorted(row["index"] for row in ranked) != list(range(len(part))):
-                    raise ValueError(f"{len(part)} documents were sent, {len(ranked)} scores came")
+                    raise ValueError(f"{len(part)} documents were sent, {len(ranked)} scores were returned")
                 for entry in ranked:
                     values[start + entry["index"]] = float(entry[self._dialect.score])
                 _check_finite(values)
@@ -392,10 +397,10 @@ class ServerSource:
         try:
             yield
         except _UNREADABLE as error:
-            raise CommandRefused(f"{self.name} answers otherwise than such a server does: {error}") from error
+            raise CommandRefused(f"{self.name} does not answer in the format of such a server: {error}") from error
 
 
 def _check_finite(numbers: Any) -> None:
-    """Raises ValueError."""
+    """Raise ValueError for numbers that are not finite."""
     if not np.isfinite(numbers).all():
-        raise ValueError("numbers that are not finite came")
+        raise ValueError("numbers that are not finite were returned")

@@ -1,8 +1,9 @@
-"""Steps of a measurement, a source with one of its outputs, and their results in files, so that an interrupted
-evaluation goes on where it was.
+"""Steps of a measurement, each a source with one of its outputs. Their results are cached in files, so that an
+interrupted evaluation can continue.
 
-Each file has the answers to some texts under a digest of all that they depend on; another model, fingerprint, output or
-text is another file. They are removed once the evaluation has ended, and by any later one when they are a week old.
+Each file has the answers to some texts. Its name is a digest of everything that they depend on: another model,
+fingerprint, output or text makes another file. The files are removed when the evaluation has ended, and by any later
+evaluation if they are a week old.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ KEEP_S = 7 * 86_400
 
 
 class ResultCache:
-    """`reused_texts`: texts whose answers came from an earlier evaluation."""
+    """Cache of answers in files. `reused_texts`: number of texts whose answers came from an earlier evaluation."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -38,16 +39,18 @@ class ResultCache:
     def part(
         self, identity: Sequence[str], texts: Sequence[str], compute: Callable[[], Sequence[Any]]
     ) -> Sequence[Any]:
-        """One answer of each text: arrays, numbers, or maps of arrays. Raises CommandRefused, and what `compute`
-        raises.
+        """Return one answer for each text: arrays, numbers, or maps of arrays. Raises CommandRefused, and what
+        `compute` raises.
 
-        `what`: all that the answers depend on beside the texts. Empty where that is not known: nothing is kept then.
+        `identity`: everything that the answers depend on besides the texts. If it is empty, it is unknown, and nothing
+        is cached.
         """
         if not identity:
             return compute()
         digest = hashlib.blake2b(msgspec.msgpack.encode([list(identity), list(texts)]), digest_size=20).hexdigest()
         file = self._folder / f"{digest}.msgpack"
-        with contextlib.suppress(FileNotFoundError, ValueError):  # half a file cannot be: it is moved when it is whole
+        # a file is never incomplete, since it gets its name when it is complete
+        with contextlib.suppress(FileNotFoundError, ValueError):
             earlier: Sequence[Any] = arrays.unpack(arrays.decode_msgpack(file.read_bytes()))
             if len(earlier) == len(texts):
                 self.reused_texts += len(texts)
@@ -60,15 +63,15 @@ class ResultCache:
             half.write_bytes(msgspec.msgpack.encode([_packed(answer) for answer in answers]))
             half.replace(file)
         except OSError as error:
-            raise CommandRefused(
-                f"{file}: {error.strerror}: --results names another folder for what is computed"
-            ) from error
+            raise CommandRefused(f"{file}: {error.strerror}: name another folder with --results") from error
         self._files.append(file)
         return answers
 
     @contextlib.contextmanager
     def until_done(self) -> Iterator[None]:
-        """Remove what was kept once the context ends without an exception, and what is too old at its begin."""
+        """Remove the files of this evaluation if the context ends without an exception, and files that are too old at
+        its start.
+        """
         for file in self._folder.glob("*.*"):
             with contextlib.suppress(FileNotFoundError):
                 if file.stat().st_mtime < time.time() - KEEP_S:
@@ -87,12 +90,12 @@ def _packed(answer: Any) -> Any:
     return answer
 
 
-PART = 1024  # texts that are asked for, and kept, at once
+PART = 1024  # texts per request to a source, and per cached file
 
 
 @dataclass(frozen=True)
 class EvalStep:
-    """Step of an evaluation: a source with one of its outputs. `reranker`, if there is one, orders its nearest
+    """Step of an evaluation: a source with one of its outputs. `reranker`, if there is one, orders the nearest
     documents again.
     """
 
@@ -102,14 +105,16 @@ class EvalStep:
 
     @property
     def name(self) -> str:
-        """Name of the step in a row of a report."""
+        """Return the name of the step in a row of a report."""
         output = () if self.output == DENSE else (self.output.name,)
         reranker = (self.reranker.name,) if self.reranker else ()
         return ", ".join([self.source.name, *output, *reranker])
 
 
 class EvalWork:
-    """Progress of a measurement. `kept`: what an interrupted one had computed; `told` hears of texts that are done."""
+    """Requests of a measurement to sources. `cache`: answers that an interrupted evaluation had computed. `advance` is
+    called with the number of texts that are done.
+    """
 
     def __init__(self, cache: ResultCache, advance: Callable[[int], None]) -> None:
         self._cache, self._advance = cache, advance

@@ -1,12 +1,12 @@
-"""Targets of models: a file by model, task and metric. The speed on one machine is not that on another, so the tasks of
-speed have the machine profile and the load in their names.
+"""Targets of models: a file by model, task and metric. Speed differs between machines, so the names of speed tasks
+contain the machine profile and the load.
 
 BAAI/bge-m3:
   stsb:
     spearman: {value: 0.83, tolerance: 0.005}
   stsb@l4 clients=16:
     items_per_s: {value: 900, tolerance: 90}
-    items_per_s/st: {value: 2.5, tolerance: 0.2}    # so often that of the source st in the same run
+    items_per_s/st: {value: 2.5, tolerance: 0.2}    # ratio to the source st in the same run
 """
 
 from __future__ import annotations
@@ -21,35 +21,35 @@ from sie_contracts.models.catalogue import packaged_folder
 
 FILE = "targets.yaml"
 DEFAULT_TOLERANCE = 0.005
-SPEED_TOLERANCE = 0.1  # of the value
+SPEED_TOLERANCE = 0.1  # share of the value
 
 
 class ScoreTarget(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A metric is missed where it is worse than `value` by more than `tolerance`. Milliseconds are better where they
-    are less, all else where it is more.
+    """Target of one metric. It is missed if the metric is worse than `value` by more than `tolerance`. For milliseconds
+    less is better, for all other metrics more is better.
     """
 
     value: float
     tolerance: float = DEFAULT_TOLERANCE
 
     def is_missed(self, metric: str, value: float) -> bool:
-        """Check whether a value misses the target; one that is not a number does."""
+        """Return whether a value misses the target; NaN does."""
         if metric.partition("/")[0].endswith("_ms"):
             return not value <= self.value + self.tolerance
         return not value >= self.value - self.tolerance
 
 
 Targets = dict[str, ScoreTarget]  # by metric
-File = dict[str, dict[str, Targets]]  # by model and task
+File = dict[str, dict[str, Targets]]  # targets by model and task
 
 
 def packaged() -> Path:
-    """The file that comes with the catalogue."""
+    """Return the file of targets in the packaged catalogue."""
     return packaged_folder() / FILE
 
 
 def read(file: Path) -> File:
-    """Raises CommandRefused, which names the field."""
+    """Read a file of targets. Raises CommandRefused, which names the field."""
     try:
         return msgspec.yaml.decode(file.read_bytes(), type=File) or {}
     except OSError as error:
@@ -63,17 +63,17 @@ def read(file: Path) -> File:
 
 
 def load(file: Path, model: str, task: str) -> Targets:
-    """The targets of a model for a task; empty where there are none. Raises CommandRefused."""
+    """Return the targets of a model for a task; empty if there are none. Raises CommandRefused."""
     return read(file).get(model, {}).get(task, {})
 
 
 def missed(targets: Mapping[str, ScoreTarget], scores: Mapping[str, float], subject: str) -> list[str]:
-    """List the targets that were not reached, a line each. A metric that was not measured is missed."""
+    """Return the targets that were not reached, a line each. A metric that was not measured is missed."""
     lines = []
     for metric, target in targets.items():
         value = scores.get(metric)
         if value is None:
-            lines.append(f"target missed: {subject}, {metric}: what was measured is {', '.join(scores)}")
+            lines.append(f"target missed: {subject}, {metric}: only {', '.join(scores)} was measured")
         elif target.is_missed(metric, value):
             lines.append(
                 f"target missed: {subject}, {metric}: {value:.4g} is worse than {target.value:.4g}, with a tolerance of"
@@ -83,7 +83,9 @@ def missed(targets: Mapping[str, ScoreTarget], scores: Mapping[str, float], subj
 
 
 def of_speed(scores: Mapping[str, Mapping[str, float]], first: str) -> dict[str, float]:
-    """Return the speed of the first source, by metric, and its ratio to that of each other source, as METRIC/SOURCE."""
+    """Return the speed of the first source by metric, and its ratio to the speed of each other source as
+    METRIC/SOURCE.
+    """
     speeds = dict(scores[first])
     for source, own in scores.items():
         if source != first:
@@ -94,7 +96,7 @@ def of_speed(scores: Mapping[str, Mapping[str, float]], first: str) -> dict[str,
 
 
 def speed_task(task: str, machine: str, level: str) -> str:
-    """The name under which a file has the targets of speed."""
+    """Return the name under which a file has the targets of speed."""
     return f"{task}@{machine} {level}"
 
 
@@ -106,7 +108,7 @@ def expected(values: Mapping[str, float], *, is_speed: bool) -> Targets:
 
 
 def save(file: Path, model: str, measured: Mapping[str, Targets]) -> None:
-    """Write targets of a model, by task; others in the file stay. Raises CommandRefused."""
+    """Write targets of a model, by task. Other targets in the file stay. Raises CommandRefused."""
     saved = read(file) if file.exists() else {}
     saved.setdefault(model, {}).update(measured)
     try:

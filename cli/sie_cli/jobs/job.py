@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from sie_contracts.api.jobs import Forecast, JobError
 
 
-COMPLETED, OTHERWISE, ROWS_FAILED = 0, 1, 3  # statuses
+COMPLETED, OTHERWISE, ROWS_FAILED = 0, 1, 3  # exit statuses
 
 
 def exit_status(info: JobInfo) -> int:
@@ -56,7 +56,7 @@ def percent_done(info: JobInfo) -> int | None:
 
 
 def forecast_text(estimate: Forecast, deadline_s: float, now_s: float) -> str:
-    """Format when the job will be done, at which rate, and whether that is in time."""
+    """Format the forecast of a job: its rate, its end, and whether the end is before its deadline."""
     workers = counted(estimate.workers, "worker")
     text = (
         f"{estimate.rows_per_s:,.0f} rows/s by {workers}, done at {local(estimate.done_at, now_s)} ± "
@@ -72,13 +72,13 @@ def forecast_text(estimate: Forecast, deadline_s: float, now_s: float) -> str:
 
 
 def errors_text(info: JobInfo) -> str:
-    """Rows with an error by its code, the most frequent first."""
+    """Format the number of rows with an error by its code, the most frequent first."""
     counts = sorted(info.errors.items(), key=lambda item: -item[1])
     return ", ".join(f"{printable(code)} {count:,}" for code, count in counts)
 
 
 def problem_text(error: JobError) -> str:
-    """Its code, message and field."""
+    """Format an error: its code, message and field."""
     return printable(
         f"{error.code}: {error.message}"
         + (f" ({error.param})" if error.param and error.param not in error.message else "")
@@ -86,7 +86,7 @@ def problem_text(error: JobError) -> str:
 
 
 def progress_lines(info: JobInfo, now_s: float) -> list[str]:
-    """Return lines on the activity of the job and on its faults."""
+    """Return the lines about the progress of a job and its errors."""
     share = percent_done(info)
     first = f"{printable(info.id)} {printable(info.state)}"
     lines = [f"{first}, {rows_text(info)}" + ("" if share is None else f" ({share} %)")]
@@ -107,7 +107,7 @@ def _deadline(info: JobInfo) -> float:
 
 
 def jobs_table(infos: Iterable[JobInfo]) -> list[tuple[str, ...]]:
-    """A line for each job, and a header."""
+    """Return a line for each job, after a header."""
     lines: list[tuple[str, ...]] = [("ID", "CREATED (UTC)", "STATE", "ROWS", "DONE", "ERRORS", "MODEL", "NAME")]
     for info in infos:
         counts, share = info.counts, percent_done(info)
@@ -119,7 +119,7 @@ def jobs_table(infos: Iterable[JobInfo]) -> list[tuple[str, ...]]:
 
 
 def job_facts(info: JobInfo, now_s: float) -> dict[str, str]:
-    """Everything that is known of a job."""
+    """Return all facts about a job, as text by name."""
     counts, request = info.counts, info.request
     shards = "?" if counts.shards is None else f"{counts.shards:,}"
     fields = {
@@ -152,7 +152,7 @@ def job_facts(info: JobInfo, now_s: float) -> dict[str, str]:
 
 
 def _flat(request: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """The fields of input and output beside the others."""
+    """Return the fields of a request, with the fields of input and output at the same level."""
     fields: list[tuple[str, Any]] = []
     for name, value in request.items():
         if name in ("input", "output") and isinstance(value, Mapping):
@@ -175,7 +175,7 @@ def _plain(value: Any) -> str:
 
 
 def failures_table(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    """Rows that failed, as a table."""
+    """Return a table of rows that failed."""
     lines: list[tuple[str, ...]] = [("ROW", "ERROR")]
     for row in rows:
         error = row.get("error")
@@ -185,15 +185,15 @@ def failures_table(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
 
 
 def hint_at_failures(job: JobInfo) -> None:
-    """Say how to learn why rows have an error."""
+    """Print how to see why rows have an error."""
     if job.counts.failed:
         click.echo(f"`sie jobs show {job.id} --failed` says why rows have an error", err=True)
 
 
 @dataclass(frozen=True)
 class OutputPlace:
-    """Destination of the output: an address, or a folder of this machine that is filled once the job has ended. With
-    neither, the output stays with the job. `is_made`: the folder was not there before.
+    """Destination of the output: an address, or a folder of this machine that is filled when the job has ended. Without
+    either, the output stays with the job. `is_made`: this command created the folder.
     """
 
     url: str = ""
@@ -202,7 +202,9 @@ class OutputPlace:
 
     @classmethod
     def from_option(cls, text: str | None, *, is_new: bool = True) -> OutputPlace:
-        """Raises CommandRefused for a folder that cannot be made, or where it `is_new` has the files of a job."""
+        """Return the place for an option. Raises CommandRefused for a folder that cannot be created, and with `is_new`
+        for a folder that has the files of a job.
+        """
         if text is None:
             return cls()
         if "://" in text:
@@ -218,7 +220,7 @@ class OutputPlace:
         return cls(folder=folder, is_made=is_made)
 
     def unmade(self) -> None:
-        """Remove a folder that was made for a job which there is not. One that has files stays."""
+        """Remove a folder that was created for a job that does not exist. A folder with files stays."""
         if self.folder is not None and self.is_made:
             with contextlib.suppress(OSError):
                 self.folder.rmdir()
@@ -250,7 +252,7 @@ def parse_metadata(pairs: Iterable[str]) -> dict[str, str]:
 
 
 def submit_options(values: dict[str, Any], place: OutputPlace) -> JobOptions:
-    """Convert options of the command line to those of the client; the server decides the rest. Raises BadParameter."""
+    """Convert options of the command line to options of the client; the server sets the others. Raises BadParameter."""
     if values["operation"] is None and (values["query"] or values["document"]):
         values["operation"] = "score"
     output = {"url": place.url, **{name: values.pop(name) for name in ("format", "sink", "collection")}}
@@ -270,18 +272,18 @@ def submit_options(values: dict[str, Any], place: OutputPlace) -> JobOptions:
     return {name: value for name, value in job_options.items() if value not in (None, False, "")}  # type: ignore[return-value]
 
 
-INTERRUPTED = 130  # as a shell tells of Ctrl-C
+INTERRUPTED = 130  # the status of a shell after Ctrl-C
 BAR = 40
 
 
 class _Stuck(Exception):
-    """A job does not go on by itself."""
+    """A job does not continue without help."""
 
 
 def follow(job: Job, *, err: bool, as_json: bool = False, also: str = "") -> None:
-    """Follow a job until it has ended, however that is, or is paused by an error, which only people mend. `err`:
-    progress goes to standard error. Ctrl-C ends the process, and says that the job goes on, and `also` what goes on
-    with it.
+    """Follow a job until it has ended in any state, or is paused by an error, which only people can fix. `err`:
+    progress goes to standard error. Ctrl-C ends the process and prints that the job goes on. `also`: a text about other
+    work that goes on.
     """
     from sie_client.errors import JobFailedError
 
@@ -296,7 +298,7 @@ def follow(job: Job, *, err: bool, as_json: bool = False, also: str = "") -> Non
 
             job.wait(on_progress=update)
     except (JobFailedError, _Stuck):
-        return  # the view has shown it, and the status tells
+        return  # the view has shown it, and the exit status reports it
     except KeyboardInterrupt:
         click.echo(
             f"\n{job.id} goes on: `sie jobs watch {job.id}` shows it again, `sie jobs cancel {job.id}` ends it"
@@ -320,7 +322,7 @@ def _view(*, err: bool, as_json: bool) -> Iterator[Callable[[JobInfo], None]]:
 
 
 def picture(info: JobInfo, now_s: float) -> Group:
-    """A bar, and what is to say."""
+    """Return a bar, and the lines of progress below it."""
     from rich.console import Group
     from rich.text import Text
 
@@ -333,7 +335,7 @@ def picture(info: JobInfo, now_s: float) -> Group:
 
 
 class ProgressLines:
-    """One line for each change: of the state, of the percentage, of the codes of errors, of what it waits for."""
+    """Printer of one line for each change of the state, the percentage, the error codes, or the cause of a wait."""
 
     def __init__(self, *, err: bool, as_json: bool) -> None:
         self._err = err
@@ -353,7 +355,7 @@ class ProgressLines:
 
 
 def transfer_bar(bars: Bars, name: str) -> Callable[[Progress], None]:
-    """A bar of bytes, from the first of them on."""
+    """Return a callback that shows a bar of bytes from the first byte on."""
     task = None
 
     def show(progress: Progress) -> None:
@@ -366,7 +368,7 @@ def transfer_bar(bars: Bars, name: str) -> Callable[[Progress], None]:
 
 
 def fetch_output(job: Job, folder: Path) -> None:
-    """The files of its output, with a bar. Ctrl-C ends the process; the same again goes on."""
+    """Fetch the files of a job's output, with a bar. Ctrl-C ends the process; a repeated call fetches the rest."""
     try:
         with display.transfers() as bars:
             paths = job.download(folder, on_progress=transfer_bar(bars, str(folder)))

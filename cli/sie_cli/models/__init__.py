@@ -1,10 +1,10 @@
 """`sie models` and `sie weights`: models, the catalogue that names them, and the caches that hold their weights.
 
-inspect     what a folder or a repository of the hub is, as an entry
+inspect     a folder or a repository of the hub as an entry
 add         an entry into a folder or a config service
-catalogue   list, show, history, status, set, rm, rollback: what the config service holds
-alias       what a name stands for
-compare     how far two models agree on a sample
+catalogue   list, show, history, status, set, rm, rollback: the contents of the config service
+alias       the models that a name stands for
+compare     the agreement of two models on a sample
 service     the client of the config service
 weights     `sie weights`: the local cache and the bucket
 """

@@ -1,4 +1,4 @@
-"""`sie models add`: an entry of the catalogue, in a folder or at a config service."""
+"""`sie models add`: adds an entry to the catalogue, in a folder or at a config service."""
 
 from __future__ import annotations
 
@@ -77,7 +77,9 @@ def add(
 
 
 def who_reads(folder: Path, cluster: Cluster) -> str:
-    """Whether the `sie serve` that runs here serves the models of a folder, and if not which one would."""
+    """Return a line that says whether the running `sie serve` serves the models of a folder, and if not which one
+    would.
+    """
     running, models_dir = cluster.local(), cluster.settings.models_dir
     if running is None:
         usual = folder == Path(models_dir or USUAL).expanduser().absolute()
@@ -102,13 +104,13 @@ def who_reads(folder: Path, cluster: Cluster) -> str:
 
 
 def _entry_of(settings: Settings, source: str, name: str, revision: str | None) -> tuple[str, ModelEntry | Alias]:
-    """The text of an entry and what it says: of a document as it is, of a model as its files say. Raises
+    """Return the text of an entry and the parsed entry: of a document unchanged, of a model from its files. Raises
     CommandRefused, UsageError.
     """
     if source != "-" and not (Path(source).suffix in (".yaml", ".yml", ".json") and Path(source).is_file()):
         return described(settings, source, name, revision)
     if name or revision:
-        raise click.UsageError("--id and --revision are for a model; an entry says both itself")
+        raise click.UsageError("--id and --revision are for a model; an entry has both itself")
     from sie_config_service.documents import checked, read
 
     body, kind = document(Path(source))
@@ -123,10 +125,10 @@ def _entry_of(settings: Settings, source: str, name: str, revision: str | None) 
 
 
 def _check_weights(entry: ModelEntry, settings: Settings) -> None:
-    """Check the files that an entry names where this machine has them, as a load looks for them, and say what was not
-    checked.
+    """Check the files that an entry names if this machine has them, found as a load finds them, and print which were
+    not checked.
 
-    Nothing is fetched. Raises ModelLoadFailed.
+    Downloads nothing. Raises ModelLoadFailed.
     """
     from sie_adapter.loading.certificate import check_files
     from sie_adapter.loading.comparison import compare_files
@@ -146,7 +148,7 @@ def _check_weights(entry: ModelEntry, settings: Settings) -> None:
 
 
 def _post(write: WriteOptions, text: str, entry: ModelEntry | Alias) -> None:
-    """Add the entry at the config service, or with `force` replace the one that is there."""
+    """Add the entry at the config service, or with `force` replace an existing one."""
     with write.service() as service:
         report_write(write, service.add(entry.id, text.encode(), YAML, write=write))
     if isinstance(entry, ModelEntry) and entry.weights.path:
@@ -154,7 +156,7 @@ def _post(write: WriteOptions, text: str, entry: ModelEntry | Alias) -> None:
 
 
 def _write(write: WriteOptions, text: str, entry: ModelEntry | Alias, folder: Path) -> None:
-    """Write the entry where `sie serve` reads it."""
+    """Write the entry to the folder that `sie serve` reads."""
     if entry.id.startswith("bundles/"):
         raise CommandRefused(f"{entry.id}: the folder bundles/ is for bundles; name the model otherwise with --id")
     file = _file(entry.id, folder)
@@ -171,10 +173,10 @@ def _write(write: WriteOptions, text: str, entry: ModelEntry | Alias, folder: Pa
 
 
 def write_entry(text: str, model: str, folder: Path) -> Path:
-    """Write the text of an entry where `sie serve` reads it, whole or not at all. Returns its file."""
+    """Write the text of an entry to the folder that `sie serve` reads, either whole or not at all. Return its file."""
     file = _file(model, folder)
     file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_name(f".{file.name}.partial")  # hidden: nobody reads half of it
+    partial = file.with_name(f".{file.name}.partial")  # hidden, so that no process reads an incomplete file
     partial.write_text(text, "utf-8")
     partial.replace(file)
     return file
@@ -185,7 +187,7 @@ def _file(model: str, folder: Path) -> Path:
 
 
 def _is_other_packaged(entry: ModelEntry | Alias) -> bool:
-    """Whether the packaged catalogue has this name for other weights."""
+    """Return whether the packaged catalogue has this name for other weights."""
     packaged = read_folder(packaged_folder() / "models").get(entry.id)
     return packaged is not None and (not isinstance(entry, ModelEntry) or _weights_of(packaged) != _weights_of(entry))
 

@@ -1,4 +1,4 @@
-"""`sie models alias`: what a name stands for, in one write."""
+"""`sie models alias`: sets the models that a name stands for, in one write."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def alias(
         if present is not None and "alias" not in present:
             raise CommandRefused(f"{name} is a model: give the alias another name, or remove the model first")
         if present is not None:
-            method, path, body = "PATCH", path_of(name), patch  # a description stays
+            method, path, body = "PATCH", path_of(name), patch  # an existing description stays
         else:
             method, path, body = (
                 "POST",

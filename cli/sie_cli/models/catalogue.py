@@ -1,4 +1,4 @@
-"""The commands of `sie models` that ask the config service: what there is, what it was, and changes of it."""
+"""The commands of `sie models` that call the config service: they list models, show their history, and change them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from sie_contracts.settings import public_url
 
 _SEGMENT = re.compile(r'(?:"([^"]+)"|([^."=]+))(\.|$)')
 MAX_BYTES = 1 << 20
-MAX_CHANGES = 4  # of a revision, that a table shows
+MAX_CHANGES = 4  # changes of one revision that a table shows
 
 
 @click.command("list")
@@ -49,7 +49,7 @@ def list_command(cluster: Cluster, output: str | None) -> None:
 
 
 def _variants(listed: dict[str, Any]) -> str:
-    """The profiles of a model, or what an alias stands for."""
+    """Return the profiles of a model, or the models that an alias stands for."""
     targets = [
         f"{variant['model']}={variant['weight']}" if "weight" in variant else variant["model"]
         for variant in listed.get("alias", ())
@@ -95,7 +95,7 @@ def history(cluster: Cluster, model: str, output: str | None) -> None:
 
 
 def _changes(changes: list[dict[str, Any]]) -> str:
-    """`run.pooling: mean -> cls, ...`, the first few of them."""
+    """Return the first changes of a revision as `run.pooling: mean -> cls, ...`."""
     parts = [
         f"{change['path'].removeprefix('$').removeprefix('.') or 'model'}: {shown(change, 'before')} -> "
         f"{shown(change, 'after')}"
@@ -207,7 +207,7 @@ def rollback(write: WriteOptions, model: str, revision: int) -> None:
 
 
 def document(file: Path) -> tuple[bytes, str]:
-    """The bytes of a configuration and what they are. Raises UsageError for a file that cannot be read."""
+    """Return the bytes of a configuration and their content type. Raises UsageError for a file that cannot be read."""
     try:
         body = sys.stdin.buffer.read(MAX_BYTES + 1) if str(file) == "-" else file.read_bytes()
     except OSError as error:
@@ -216,7 +216,7 @@ def document(file: Path) -> tuple[bytes, str]:
 
 
 def patch_of(changes: Sequence[str]) -> dict[str, Any]:
-    """The merge patch that FIELD=VALUE are. Raises BadParameter."""
+    """Return FIELD=VALUE arguments as a merge patch. Raises BadParameter."""
     patch: dict[str, Any] = {}
     for change in changes:
         path, equals, raw = change.partition("=")
@@ -234,17 +234,15 @@ def patch_of(changes: Sequence[str]) -> dict[str, Any]:
         for name in names[:-1]:
             inner = inner.setdefault(name, {})
             if not isinstance(inner, dict):
-                raise click.BadParameter(
-                    f"{path}: {name} was given a value of its own before", param_hint="FIELD=VALUE"
-                )
+                raise click.BadParameter(f"{path}: {name} already has a value", param_hint="FIELD=VALUE")
         if names[-1] in inner:
-            raise click.BadParameter(f"{path}: is given twice", param_hint="FIELD=VALUE")
+            raise click.BadParameter(f"{path}: occurs twice", param_hint="FIELD=VALUE")
         inner[names[-1]] = value
     return patch
 
 
 def _names(path: str) -> list[str]:
-    """The parts of a path; none if it is not one."""
+    """Return the parts of a path; an empty list if it is no valid path."""
     names, at = [], 0
     while (match := _SEGMENT.match(path, at)) is not None:
         names.append(match[1] or match[2])
@@ -255,7 +253,7 @@ def _names(path: str) -> list[str]:
 
 
 def report_write(write: WriteOptions, answer: ServiceReply, *, removed: bool = False) -> None:
-    """Print what a write did, or would do."""
+    """Print what a write changed, or would change."""
     body = answer.body
 
     def lines() -> None:

@@ -1,4 +1,4 @@
-"""`sie models`: the group, of the commands that its modules hold."""
+"""`sie models`: the group of the commands in this package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`sie models compare`: how far two models agree on a sample, before one takes the other's place.
+"""`sie models compare`: agreement of two models on a sample, before one replaces the other.
 
 sample ──► both models, over the API ──► vectors ──► cosine of each text (equal widths); neighbours in common, and
                                     │                 correlation of the ranks of all other texts (any widths)
@@ -28,19 +28,19 @@ from sie_runtime.ranks import spearman
 if TYPE_CHECKING:
     from sie_client import SIEClient
 
-MAX_TEXTS = 2000  # of a sample: all of them are compared with each other
+MAX_TEXTS = 2000  # texts of a sample; each text is compared with each other one
 MIN_TEXTS = 3
 MAX_NEIGHBOURS = 50
 SHOWN = (1, 5, 10, 50)
-QUERIES, DOCUMENTS = 20, 50  # of a sample of texts that rerankers score
+QUERIES, DOCUMENTS = 20, 50  # numbers of queries and documents that rerankers score from a sample of texts
 BINS = 40
-PATIENCE_S = 10.0  # with a gateway that does not answer
+PATIENCE_S = 10.0  # seconds to wait for a gateway that does not answer
 Matrix = NDArray[np.float32]  # [texts, width], rows of length 1
 
 
 @dataclass(frozen=True)
 class ComparisonSample:
-    """Sample of a comparison. `rankings`: queries with their documents; empty of a sample of plain texts."""
+    """Sample of a comparison. `rankings`: queries with their documents; empty for a sample of plain texts."""
 
     texts: tuple[str, ...] = ()
     rankings: tuple[tuple[str, tuple[str, ...]], ...] = ()
@@ -48,8 +48,9 @@ class ComparisonSample:
 
 @dataclass(frozen=True)
 class Agreement:
-    """Agreement of two models. `cosines` of each text, empty where the widths differ; `recall` at 1, 2, 3 neighbours;
-    `ranks`: the correlation of the ranks of each query's documents, or of each text's neighbours, nearest to farthest.
+    """Agreement of two models. `cosines`: cosine of each text, empty if the widths differ. `recall`: at 1, 2, 3, ...
+    neighbours. `ranks`: correlation of the ranks of each query's documents, or of each text's neighbours, nearest to
+    farthest.
     """
 
     names: tuple[str, str]
@@ -57,7 +58,7 @@ class Agreement:
     fingerprints: tuple[str, str] = ("", "")
     cosines: Sequence[float] = ()
     recall: Sequence[float] = ()
-    chance: Sequence[float] = ()  # the recall of neighbours that are drawn by lot
+    chance: Sequence[float] = ()  # recall of randomly drawn neighbours
     ranks: Sequence[float] = ()
     notes: list[str] = field(default_factory=list)
 
@@ -141,7 +142,7 @@ def compare(
 
 
 def read(file: Path, limit: int) -> ComparisonSample:
-    """Read a sample without repetitions: a text that stands twice would be its own nearest neighbour.
+    """Read a sample without repetitions: a repeated text would be its own nearest neighbour.
 
     Raises CommandRefused.
     """
@@ -166,7 +167,7 @@ def _add_line(line: str, where: str, texts: dict[str, None], rankings: list[tupl
     try:
         value = msgspec.json.decode(line)
     except msgspec.DecodeError:
-        texts[line] = None  # a text that begins so
+        texts[line] = None  # a plain text that begins with a brace
         return
     query, documents = value.get("query"), value.get("documents")
     if isinstance(value.get("text"), str):
@@ -179,7 +180,7 @@ def _add_line(line: str, where: str, texts: dict[str, None], rankings: list[tupl
 
 
 def _compared(client: SIEClient, names: tuple[str, str], sample: ComparisonSample, queries: Sequence[str]) -> Agreement:
-    """Raises CommandRefused, and what the client raises."""
+    """Compare two models by vectors or by scores. Raises CommandRefused, and what the client raises."""
     infos = [client.get_model(name) for name in names]
     if all("dense" in info["dims"] for info in infos):
         return of_vectors(client, names, sample.texts, queries)
@@ -187,19 +188,20 @@ def _compared(client: SIEClient, names: tuple[str, str], sample: ComparisonSampl
         return _ranks(client, names, sample)
     outputs = "; ".join(f"{name} has {', '.join(info['outputs'])}" for name, info in zip(names, infos, strict=True))
     raise CommandRefused(
-        f"there is nothing to compare: {outputs}. Two models with dense vectors can be, or two that score"
+        f"there is nothing to compare: {outputs}. Expected two models with dense vectors, or two that score"
     )
 
 
 def of_vectors(
     client: SIEClient, names: tuple[str, str], texts: Sequence[str], queries: Sequence[str] = ()
 ) -> Agreement:
-    """Compare two models that encode: the neighbours of each query among the texts, without queries those of each text.
-    Raises CommandRefused, and the errors of the client.
+    """Compare two models that encode, by the neighbours of each query among the texts; without queries by the
+    neighbours of each text. Raises CommandRefused, and the errors of the client.
     """
     if len(texts) < MIN_TEXTS:
         raise CommandRefused(
-            f"--sample has {len(texts)} different texts; at least {MIN_TEXTS} are needed, some hundreds say something"
+            f"--sample has {len(texts)} different texts; at least {MIN_TEXTS} are needed, and "
+            "some hundreds for a meaningful result"
         )
     matrices: list[tuple[Matrix, Matrix]] = []
     fingerprints = []
@@ -238,14 +240,19 @@ def _encoded(client: SIEClient, model: str, texts: Sequence[str], *, is_query: b
         on_item_error="fail",
         priority="bulk",
     )
-    rows = np.stack([np.asarray(result["dense"], np.float32) for result in results])
+    vectors = [vector for result in results if (vector := result.get("dense")) is not None]
+    if len(vectors) != len(results) or len({vector.shape for vector in vectors}) != 1:
+        raise CommandRefused(f"{model} answered with vectors of several widths, or without them: nothing to compare")
+    rows = np.stack(vectors).astype(np.float64)
+    if rows.ndim != 2 or not np.isfinite(rows).all():
+        raise CommandRefused(f"{model} answered with vectors that are not all finite numbers: nothing to compare")
     lengths = np.linalg.norm(rows, axis=1, keepdims=True)
     return (rows / np.where(lengths > 0, lengths, 1)).astype(np.float32), str(results[0]["fingerprint"])
 
 
 def similarities(asking: Matrix, rows: Matrix, *, own: bool) -> Matrix:
-    """Compute the similarity of each query with each row: [asking, rows]. `own`: the queries are the rows, and none is
-    near itself.
+    """Return the similarity of each query with each row: [queries, rows]. `own`: the queries are the rows, and the
+    similarity of a row with itself is -inf.
     """
     similar: Matrix = asking @ rows.T
     if own:
@@ -259,14 +266,14 @@ def _without_own(similar: Matrix) -> Matrix:
 
 
 def nearest(similar: Matrix, most: int) -> NDArray[np.intp]:
-    """The `most` rows with the highest similarity to each that asks, best first: [asking, most]."""
+    """Return the `most` rows with the highest similarity to each query, best first: [queries, most]."""
     return np.argsort(-similar, axis=1, kind="stable")[:, :most]
 
 
 def agreement_at(first: NDArray[np.intp], second: NDArray[np.intp]) -> list[float]:
-    """The mean share of neighbours in common among the first 1, 2, 3, ... of each."""
+    """Return the mean share of common neighbours among the first 1, 2, 3, ... neighbours of both models."""
     most = first.shape[1]
-    # by how many neighbours one has to look at until both models have one more of them in common
+    # counts, by the number of neighbours at which both models have one more in common
     shares = np.zeros(most)
     for mine, theirs in zip(first.tolist(), second.tolist(), strict=True):
         places = {row: place for place, row in enumerate(theirs)}
@@ -349,7 +356,9 @@ def lines(agreement: Agreement) -> list[str]:
 
 
 def svg(agreement: Agreement) -> str:
-    """Two panels: how many texts, or queries, have which cosine, or correlation; recall by the number of neighbours."""
+    """Return an SVG with two panels: a histogram of texts by cosine, or of queries by correlation; and recall by the
+    number of neighbours.
+    """
     title = " and ".join(agreement.names)
     values, caption = (
         (agreement.cosines, "texts by cosine")
@@ -371,7 +380,7 @@ def svg(agreement: Agreement) -> str:
 
 
 def _axes(title: str, x_name: str, x_ticks: Mapping[str, float], y_ticks: Mapping[str, float]) -> list[str]:
-    """Ticks by their text, at places from 0 to 1."""
+    """Return the axes of a panel. Ticks are by their text, at places from 0 to 1."""
     parts = [
         f'<text x="{LEFT}" y="18">{title}</text>',
         f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 10}" text-anchor="end">{x_name}</text>',

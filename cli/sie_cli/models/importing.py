@@ -1,4 +1,5 @@
-"""`sie models import`: a folder of model files, of ours and of the public SIE, into the catalogue.
+"""`sie models import`: adds a folder of model files to the catalogue, in the format of this project or of the public
+SIE.
 
 file ──► config service ──► stored, with what is ignored of it
                         └ rejected: the fields, and the next file
@@ -43,7 +44,7 @@ def import_command(cluster: Cluster, source: Path, *, dry_run: bool, force: bool
 
 
 def _imported(write: WriteOptions, service: ConfigServiceClient, file: Path) -> dict[str, Any]:
-    """Import a file and return its row of the result. Raises CommandRefused where the service takes no file."""
+    """Import a file and return its row of the result. Raises CommandRefused if the service accepts no files at all."""
     from sie_config_service.documents import read
 
     row: dict[str, Any] = {"file": str(file)}

@@ -1,6 +1,6 @@
-"""`sie models inspect`: what a model folder or a repository of the hub is, as an entry of the catalogue.
+"""`sie models inspect`: shows a model folder or a repository of the hub as an entry of the catalogue.
 
-With --check the model is loaded too, and answers a sample.
+With --check the model is also loaded, and answers a sample.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LABELS = ["person", "place"]
 
 
 def source_arguments(command: F) -> F:
-    """The arguments that both commands share."""
+    """Add the arguments that `inspect` and `add` share."""
     for option in (
         click.option(
             "--revision",
@@ -73,7 +73,7 @@ def inspect(source: str, revision: str | None, check: bool) -> None:
 
 
 def described(settings: Settings, source: str, name: str, revision: str | None) -> tuple[str, ModelEntry]:
-    """The text of an entry's file, and the entry. Raises CommandRefused."""
+    """Return the text of an entry's file, and the entry. Raises CommandRefused."""
     try:
         folder, weights, model = _located(settings, source, revision)
         model = name or model
@@ -85,7 +85,8 @@ def described(settings: Settings, source: str, name: str, revision: str | None) 
         report = inspect_folder(folder, model, weights, packaged)
         return _yaml(report.entry, report.findings, report.assumed), parse_entry(report.entry)
     except SIEError as error:
-        raise CommandRefused(" ".join(error.message.split())) from error  # of libraries that write paragraphs
+        # messages of libraries may have several paragraphs
+        raise CommandRefused(" ".join(error.message.split())) from error
 
 
 def _yaml(entry: dict[str, Any], detected: list[str], assumed: list[str]) -> str:
@@ -96,7 +97,7 @@ def _yaml(entry: dict[str, Any], detected: list[str], assumed: list[str]) -> str
 
 
 def _located(settings: Settings, source: str, revision: str | None) -> tuple[Path, dict[str, Any], str]:
-    """The local folder, the `weights` of an entry, and a name. Raises CommandRefused, ModelLoadFailed."""
+    """Return the local folder, the `weights` of an entry, and a name. Raises CommandRefused, ModelLoadFailed."""
     folder = Path(source).expanduser()
     if folder.is_dir():
         if revision:
@@ -112,19 +113,19 @@ def _located(settings: Settings, source: str, revision: str | None) -> tuple[Pat
 
 
 def folder_name(folder: Path) -> str:
-    """The id of the model in a folder, where nobody names one."""
+    """Return the default id of the model in a folder."""
     return re.sub(r"[^a-zA-Z0-9._-]+", "-", folder.resolve().name).strip("-._")
 
 
 def _like(name: str) -> str:
-    """The end of a message about an unknown name: the names of the packaged catalogue that are like it."""
+    """Return the end of a message about an unknown name: similar names of the packaged catalogue."""
     near = NameIndex(read_folder(packaged_folder() / "models")).near(name)
     return f"; did you mean {' or '.join(near)}?" if near else ""
 
 
 def _commit(settings: Settings, hub: str, revision: str | None) -> str:
-    """The full commit of `revision`; of none: that of the packaged catalogue, else the only one in the cache, else the
-    main branch now.
+    """Return the full commit of `revision`. Without a revision: the commit in the packaged catalogue, else the only one
+    in the cache, else the current one of the main branch.
     """
     if revision and _COMMIT.fullmatch(revision):
         return revision
@@ -153,7 +154,7 @@ def _hub(action: str, instead: str) -> Iterator[None]:
     """Convert errors of the hub's client to CommandRefused, with advice."""
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 
-    any_error: type[Exception] = HfHubHTTPError.__bases__[0]  # of the library that the client is built on
+    any_error: type[Exception] = HfHubHTTPError.__bases__[0]  # base class in the HTTP library that the client uses
     try:
         yield
     except GatedRepoError as error:
@@ -165,13 +166,13 @@ def _hub(action: str, instead: str) -> Iterator[None]:
         raise CommandRefused(f"{action}: the hub has no such repository or revision; {fix}") from error
     except (any_error, ConnectionError, TimeoutError) as error:
         raise CommandRefused(
-            f"{action}: the hub did not tell ({type(error).__name__}); make it reachable (HF_ENDPOINT), or {instead}"
+            f"{action}: the hub did not answer ({type(error).__name__}); make it reachable (HF_ENDPOINT), or {instead}"
         ) from error
 
 
 def _repository(settings: Settings, hub: str, commit: str) -> Path:
-    """The snapshot of a commit: from the caches, else downloaded. The kind of model decides which of its files are
-    fetched.
+    """Return the snapshot of a commit: from the caches, else downloaded. The kind of the model decides which files are
+    downloaded.
     """
 
     def sources(family: str, *, may_download: bool) -> Path:
@@ -186,7 +187,7 @@ def _repository(settings: Settings, hub: str, commit: str) -> Path:
         except SIEError:
             continue
     if not settings.hf_fallback:
-        return sources("text-encoder", may_download=False)  # the error says where it was looked for
+        return sources("text-encoder", may_download=False)  # the error names the places that were searched
     from huggingface_hub import file_exists
 
     with _hub(f"{hub}@{commit}", "put it into SIE_LOCAL_CACHE, or name a folder that holds it"):
@@ -195,8 +196,8 @@ def _repository(settings: Settings, hub: str, commit: str) -> Path:
 
 
 def weights_folder(settings: Settings, entry: ModelEntry) -> Path:
-    """The folder of the weights of an entry, downloaded if necessary, with a bar on a terminal. Raises ModelLoadFailed,
-    SettingError.
+    """Return the folder of an entry's weights, downloaded if necessary, with a bar on a terminal. Raises
+    ModelLoadFailed, SettingError.
     """
     with transfers() as bars:
 
@@ -211,8 +212,8 @@ def weights_folder(settings: Settings, entry: ModelEntry) -> Path:
 
 
 def answers(entry: ModelEntry, settings: Settings) -> list[str]:
-    """Load `entry` on the CPU and run a sample of each of its tasks, as a worker does: a line for each output. Raises
-    ModelLoadFailed.
+    """Load `entry` on the CPU and run a sample of each of its tasks, as a worker does. Return a line for each output.
+    Raises ModelLoadFailed.
     """
     from sie_adapter.engine.engine import AdapterEngine
     from sie_sidecar.prepare.tokens import ModelTokenizer

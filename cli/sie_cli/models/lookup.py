@@ -23,7 +23,7 @@ from sie_contracts.settings import Settings
 
 @dataclass(frozen=True)
 class NamedModel:
-    """A model of the catalogue. `name` is that of requests; `added` the file of an entry that was written for it."""
+    """A model of the catalogue. `name`: its name in requests. `added`: the file of an entry that was written for it."""
 
     name: str
     entry: ModelEntry
@@ -31,7 +31,7 @@ class NamedModel:
 
     @property
     def message(self) -> str:
-        """One line about an entry that was added; empty without one."""
+        """Return one line about an entry that was added; empty without one."""
         if self.added is None:
             return ""
         weights = self.entry.weights
@@ -39,7 +39,7 @@ class NamedModel:
 
 
 def look_up(settings: Settings, spec: str) -> NamedModel:
-    """Find a model by what a user calls it, and add what the catalogue lacks to the models folder.
+    """Find a model by the user's name for it. If the catalogue lacks it, add it to the models folder.
 
     Raises CommandRefused.
     """
@@ -67,7 +67,7 @@ def look_up(settings: Settings, spec: str) -> NamedModel:
 
 
 def _catalogue(settings: Settings) -> Catalogue:
-    """The packaged catalogue and the models folder, as the config service reads them."""
+    """Return the packaged catalogue and the models folder together, as the config service reads them."""
     from sie_config_service.overlay import Overlay
 
     models: dict[str, ModelEntry] = {}
@@ -81,7 +81,9 @@ def _catalogue(settings: Settings) -> Catalogue:
 
 
 def _split(catalogue: Catalogue, spec: str) -> tuple[str, str]:
-    """The model and the profile of `model[:profile]`, empty without one. A folder may have a colon in its name."""
+    """Return model and profile of `model[:profile]`; the profile is empty without one. A folder may have a colon in its
+    name.
+    """
     if catalogue.find(spec) is not None or Path(spec).expanduser().is_dir() or ":" not in spec:
         return spec, ""
     source, _, profile = spec.rpartition(":")
@@ -89,7 +91,9 @@ def _split(catalogue: Catalogue, spec: str) -> tuple[str, str]:
 
 
 def _entry_of_folder(catalogue: Catalogue, folder: Path) -> ModelEntry | None:
-    """The entry that was written for a folder; None without one. Raises CommandRefused for a name that is taken."""
+    """Return the entry that was written for a folder; None without one. Raises CommandRefused if another model has the
+    name.
+    """
     entry = catalogue.find(folder_name(folder))
     if entry is None or (entry.weights.path and Path(entry.weights.path).expanduser().resolve() == folder.resolve()):
         return entry

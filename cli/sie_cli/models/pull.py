@@ -1,4 +1,4 @@
-"""`sie pull`: a model into the catalogue, and its weights onto this disk."""
+"""`sie pull`: adds a model to the catalogue, and fetches its weights to this disk."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def pull(cluster: Cluster, models: tuple[str, ...]) -> None:
 
 
 def where_served(cluster: Cluster) -> Settings:
-    """The settings, with the models folder of the `sie serve` that runs, unless the command names another one."""
+    """Return the settings, with the models folder of the running `sie serve` unless the command names another one."""
     running = cluster.local()
     if running is None or not running.models_dir or cluster.is_given("SIE_MODELS_DIR"):
         return cluster.settings

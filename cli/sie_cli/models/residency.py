@@ -1,4 +1,4 @@
-"""`sie models load` and `unload`: what a gateway is asked, and how the workers get there.
+"""`sie models load` and `unload`: requests to a gateway, and the progress of its workers.
 
 POST /v1/models/NAME/load ──► 200: done
                           └─► 202: with --wait, GET /v1/models/NAME each POLL_S until it is done, failed or late
@@ -23,7 +23,7 @@ from sie_contracts.settings import public_url
 F = TypeVar("F", bound=Callable[..., Any])
 TIMEOUT_S = 15.0
 POLL_S = 0.5
-STALE_S = 3.0  # a failure that is older than the load is reported until the worker has begun
+STALE_S = 3.0  # seconds; until the worker has begun the load, the gateway still reports the failure of an older load
 _NEXT = {
     "UNAUTHENTICATED": "set SIE_ADMIN_TOKEN to the gateway's, or SIE_API_KEY to a key with the scope admin",
     "PERMISSION_DENIED": "this needs the scope admin: SIE_ADMIN_TOKEN, or a key of `sie keys create --scopes admin`",
@@ -31,7 +31,7 @@ _NEXT = {
 
 
 class _GatewayClient:
-    """The gateway of a cluster, as an administrator asks it."""
+    """Client of a cluster's gateway, with an administrator's token."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -50,7 +50,7 @@ class _GatewayClient:
     def request(
         self, method: str, name: str, action: str = "", headers: dict[str, str] | None = None
     ) -> dict[str, Any]:
-        """The body of a success. Raises CommandRefused, httpx.TransportError."""
+        """Send a request and return the body of a success. Raises CommandRefused, httpx.TransportError."""
         path = f"/v1/models/{quote(name, safe='/:@')}{action}"
         answer = self._client.request(method, path, headers=headers)
         try:
@@ -67,7 +67,7 @@ class _GatewayClient:
         raise CommandRefused(f"{message}\n{following}" if following else message)
 
     def first(self, name: str, action: str, headers: dict[str, str]) -> dict[str, Any]:
-        """POST. Raises CommandRefused, also where no gateway answers."""
+        """Send a POST. Raises CommandRefused, also if no gateway answers."""
         try:
             return self.request("POST", name, action, headers)
         except (httpx.TransportError, httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
@@ -75,8 +75,8 @@ class _GatewayClient:
             raise CommandRefused(f"{why}\n{self._cluster.without_gateway()}") from error
 
     def states(self, name: str, wait_s: float) -> Iterator[tuple[float, dict[str, Any]]]:
-        """Yield the gateway's state of a model each POLL_S for `wait_s`, with the seconds since the start. It waits for
-        a gateway that restarts meanwhile. Raises CommandRefused.
+        """Yield the gateway's state of a model every POLL_S for `wait_s`, with the seconds since the start. If the
+        gateway restarts meanwhile, the calls are repeated. Raises CommandRefused.
         """
         began_s = time.monotonic()
         while (since_s := time.monotonic() - began_s) < wait_s:
@@ -84,7 +84,7 @@ class _GatewayClient:
                 yield since_s, self.request("GET", name)
             except httpx.TransportError:
                 click.echo(f"{public_url(self.url)} does not answer, it is asked again", err=True)
-            time.sleep(POLL_S)  # the interval at which the gateway is asked
+            time.sleep(POLL_S)  # the interval between two requests to the gateway
 
 
 def _options(command: F) -> F:
@@ -138,7 +138,7 @@ def _await_load(gateway: _GatewayClient, model: str, headers: dict[str, str], wa
     has_begun, last = False, ""
     for since_s, info in gateway.states(model, wait_s):
         has_begun = has_begun or info["state"] == "loading"
-        # the gateway tells of all lanes; only the same question again tells of the one that was asked for
+        # this state covers all lanes; only a repeated load request covers the requested lane
         if info["loaded"] and gateway.first(model, "/load", headers)["state"] == "loaded":
             click.echo(f"{model}: loaded by {', '.join(info['workers'])} after {since_s:.1f} s")
             return
@@ -151,7 +151,7 @@ def _await_load(gateway: _GatewayClient, model: str, headers: dict[str, str], wa
 
 
 def _progress(model: str, info: dict[str, Any], last: str) -> str:
-    """Print how far a load is, if that is not `last`."""
+    """Print the progress of a load if the line differs from `last`. Return the line."""
     line = f"{model}: {info['state']}"
     for download in info.get("downloads") or ():
         total = download["total_bytes"]
@@ -197,7 +197,7 @@ def _await_unload(gateway: _GatewayClient, lane: dict[str, Any], wait_s: float) 
 
 
 def _show_lane(lane: dict[str, Any]) -> None:
-    """One line: the model, its lane, and what each worker there says."""
+    """Print one line: the model, its lane, and the state of each worker in the lane."""
     workers = ", ".join(
         f"{worker['worker']}: {worker['state']}" + (f", {worker['in_flight']} in flight" if worker["in_flight"] else "")
         for worker in lane["workers"]

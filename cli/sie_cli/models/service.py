@@ -1,9 +1,9 @@
-"""The config service as `sie models` asks it: one client, which repeats what it may and says what a refusal means.
+"""The client of the config service for `sie models`: it repeats calls where that is safe, and explains refusals.
 
 call ──► config service ──► body
- ▲            ├ no answer, or one that may be another one later: again, under the same Idempotency-Key, for RETRY_S
+ ▲            ├ no answer, or one that asks for a retry: again, under the same Idempotency-Key, for RETRY_S
  └────────────┤
-              └ refused: the service's own words, the fields with their lines, what differs, and what to do next
+              └ refused: the service's message, the fields with their lines, the differences, and the next step
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from urllib.parse import quote
 import click
 import httpx
 import msgspec
+from msgspec import Struct
 
 from sie_cli.cluster import CONFIG_URL, GATEWAY_URL, SOURCE, Cluster, cluster_options
+from sie_cli.display import printable
 from sie_cli.refusal import CommandRefused
 from sie_contracts.loopback import direct
 from sie_contracts.settings import public_url
@@ -29,21 +31,22 @@ from sie_contracts.settings import public_url
 F = TypeVar("F", bound=Callable[..., Any])
 MODELS = "/v1/configs/models"
 JSON, YAML = "application/json", "application/x-yaml"
-TIMEOUT_S = 15.0  # the service gives a write 10
+TIMEOUT_S = 15.0  # seconds; the service itself limits a write to 10 s
 RETRY_S = 20.0
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.2, 5.0
-_OF_DOCUMENT = frozenset({400, 409, 413, 422})  # statuses
-_ABOUT_TRUST = frozenset({"remote_code", "model_path"})  # reasons
+_OF_DOCUMENT = frozenset({400, 409, 413, 422})  # HTTP statuses that refuse a document
+_ABOUT_TRUST = frozenset({"remote_code", "model_path"})  # reasons of a refusal by the trust settings
+MAX_LINE = 2_000  # characters of a line of a refusal, which the service wrote
 _ENVELOPE = "not the answer of a config service"
 
 
 class Rejected(CommandRefused):
-    """The service does not take this document. Others it may take."""
+    """The service refuses this document. It may accept others."""
 
 
 @dataclass(frozen=True)
 class ServiceReply:
-    """A success. `body` is decoded; `revision` is that of the model, as the ETag gives it."""
+    """A successful answer. `body` is decoded; `revision` is the model's revision from the ETag."""
 
     status: int
     body: Any
@@ -52,8 +55,8 @@ class ServiceReply:
 
 @dataclass(frozen=True)
 class WriteOptions:
-    """Options of a write: at which cluster, only checked (`dry_run`), only of the revision `if_match`, with `force`,
-    and how its answer is printed (`output`: table, json, yaml).
+    """Options of a write: the `cluster`; `dry_run` only checks; `if_match` writes only at this revision; `force`; and
+    `output`, the format of the printed answer (table, json, yaml).
     """
 
     cluster: Cluster
@@ -63,17 +66,17 @@ class WriteOptions:
     force: bool = False
 
     def service(self) -> ConfigServiceClient:
-        """Raises UsageError where no address is known."""
+        """Return the client of the config service. Raises UsageError if no address is known."""
         return service_of(self.cluster, writes=True)
 
     def send(self, method: str, path: str, body: bytes = b"", content_type: str = JSON) -> ServiceReply:
-        """Raises UsageError, CommandRefused."""
+        """Send a write. Raises UsageError, CommandRefused."""
         with self.service() as service:
             return service.write(method, path, body, content_type, how=self)
 
 
 class ConfigServiceClient:
-    """The service at `url`."""
+    """Client of the config service at `url`."""
 
     def __init__(self, url: str, token: str, transport: httpx.BaseTransport | None = None) -> None:
         self.url = url.rstrip("/")
@@ -87,9 +90,9 @@ class ConfigServiceClient:
     def __exit__(self, *_: object) -> None:
         self._client.close()
 
-    def read(self, path: str) -> ServiceReply:
-        """GET. Raises CommandRefused."""
-        return self._send("GET", path, b"", {"accept": JSON})
+    def read(self, path: str, body_type: Any = Any) -> ServiceReply:
+        """Send a GET. `body_type`: form of the body of a config service. Raises CommandRefused."""
+        return self._send("GET", path, b"", {"accept": JSON}, body_type)
 
     def write(
         self,
@@ -99,31 +102,31 @@ class ConfigServiceClient:
         content_type: str = JSON,
         *,
         how: WriteOptions,
+        body_type: Any = Any,
     ) -> ServiceReply:
-        """A write, done once at most. Raises CommandRefused."""
+        """Send a write, which takes effect at most once. `body_type`: as of `read`. Raises CommandRefused."""
         headers = {"content-type": content_type, "idempotency-key": uuid.uuid4().hex}
         if how.if_match is not None:
             headers["if-match"] = f'"{how.if_match}"'
         flags = [name for name in ("dry_run", "force") if getattr(how, name)]
-        return self._send(
-            method, path + ("?" + "&".join(f"{name}=true" for name in flags) if flags else ""), body, headers
-        )
+        query = "?" + "&".join(f"{name}=true" for name in flags) if flags else ""
+        return self._send(method, path + query, body, headers, body_type)
 
     def add(self, model: str, body: bytes, content_type: str, *, write: WriteOptions) -> ServiceReply:
-        """Add a model, or with `force` replace the one that is there. Raises CommandRefused."""
+        """Add a model, or with `force` replace an existing one. Raises CommandRefused."""
         is_there = write.force and any(listed["model_id"] == model for listed in self.read(MODELS).body["models"])
         method, path = ("PUT", path_of(model)) if is_there else ("POST", MODELS)
         return self.write(method, path, body, content_type, how=write)
 
-    def _send(self, method: str, path: str, body: bytes, headers: dict[str, str]) -> ServiceReply:
+    def _send(self, method: str, path: str, body: bytes, headers: dict[str, str], body_type: Any) -> ServiceReply:
         end_s, pause_s, is_announced = time.monotonic() + RETRY_S, FIRST_PAUSE_S, False
         while True:
             try:
                 answer = self._client.request(method, path, content=body, headers=headers)
                 if answer.headers.get("x-should-retry") != "true":
-                    return self._accepted(method, answer)
+                    return self._accepted(method, answer, body_type)
                 after = answer.headers.get("retry-after", "1")
-                # a proxy may say a date
+                # a proxy may send a date here
                 wait_s, trouble = (
                     float(after) if after.isdecimal() else MAX_PAUSE_S,
                     _message(answer),
@@ -143,19 +146,19 @@ class ConfigServiceClient:
             if not is_announced and sys.stderr.isatty():
                 click.echo(f"{trouble}; trying again for {RETRY_S:g} s", err=True)
                 is_announced = True
-            time.sleep(wait_s)  # the pause before another attempt, which the service or a back-off sets
+            time.sleep(wait_s)  # the pause before another attempt, set by the service or the back-off
 
-    def _accepted(self, method: str, answer: httpx.Response) -> ServiceReply:
+    def _accepted(self, method: str, answer: httpx.Response, body_type: Any) -> ServiceReply:
         if answer.is_success:
             tag = answer.headers.get("etag", "").strip('"')
             try:
-                return ServiceReply(
-                    answer.status_code, msgspec.json.decode(answer.content), int(tag) if tag.isdigit() else None
-                )
-            except msgspec.DecodeError as error:
+                body = msgspec.json.decode(answer.content, type=body_type)
+                return ServiceReply(answer.status_code, body, int(tag) if tag.isascii() and tag.isdigit() else None)
+            except (msgspec.DecodeError, RecursionError, ValueError) as error:
                 raise CommandRefused(f"{public_url(self.url)} gave {_ENVELOPE}: {_WRONG_URL}") from error
         of_document = answer.status_code in _OF_DOCUMENT or _error(answer).get("reason") in _ABOUT_TRUST
-        raise (Rejected if of_document else CommandRefused)("\n".join(self._refusal(method, answer)))
+        lines = (printable(line[:MAX_LINE]) for line in self._refusal(method, answer))
+        raise (Rejected if of_document else CommandRefused)("\n".join(lines))
 
     def _refusal(self, method: str, answer: httpx.Response) -> list[str]:
         error = _error(answer)
@@ -173,24 +176,25 @@ class ConfigServiceClient:
         code = error.get("code")
         if code == "METHOD_NOT_ALLOWED" and (service := self._config_url()):
             lines.append(
-                f"{public_url(self.url)} is a gateway, which reads alone; its config service is at {service}: use --url"
-                f" {service}"
+                f"{public_url(self.url)} is a gateway, which answers only reads; its config service is at {service}: "
+                f"use --url {service}"
             )
         elif code == "CONTENT_CONFLICT" and error.get("revision") is not None and error.get("reason") != "aliased":
             is_add = method == "POST" and answer.request.url.path == MODELS
             only = f"--if-match {error['revision']}"
             again = (
-                f"replace it with --force; with {only} too, only if nobody changed it meanwhile"
+                f"replace it with --force; with {only} too, only if it was not changed meanwhile"
                 if is_add
                 else f"repeat with {only}"
             )
             lines.append(f"look at it with `sie models show`, then {again}")
-        elif code in _NEXT and error.get("reason") not in _ABOUT_TRUST:  # which say themselves what to do
+        # messages of these reasons already say what to do
+        elif code in _NEXT and error.get("reason") not in _ABOUT_TRUST:
             lines.append(_NEXT[code])
         return lines
 
     def _config_url(self) -> str | None:
-        """Return the address of the config service as the gateway states it; None if the answer has none."""
+        """Return the address of the config service from the gateway's /health; None if the answer has none."""
         try:
             health = msgspec.json.decode(self._client.get("/health").content)
         except (httpx.HTTPError, msgspec.DecodeError):
@@ -198,7 +202,9 @@ class ConfigServiceClient:
         return health.get("config_url") if isinstance(health, dict) else None
 
 
-_NOBODY = "is it running, and is this its address? /health of a gateway says it as config_url; give it with --url"
+_NOBODY = (
+    "is it running, and is this its address? /health of a gateway has the address as config_url; set it with --url"
+)
 _WRONG_URL = (
     "give --data-dir of a `sie serve` of this machine, or the address with --url (config_url in /health of a gateway)"
 )
@@ -208,26 +214,53 @@ _NEXT = {
         "for it"
     ),
     "PERMISSION_DENIED": "writes need the SIE_ADMIN_TOKEN that the config service was started with",
-    "IDEMPOTENCY_MISMATCH": "run the command again: each run has a key of its own",
+    "IDEMPOTENCY_MISMATCH": "run the command again: each run has a new key",
 }
 
 
+class _FaultFields(Struct):
+    loc: str
+    message: str
+    line: int | None = None
+
+
+class _ChangedField(Struct):
+    path: str
+
+
+class _RefusalFields(Struct):
+    message: str | None = None
+    code: str | None = None
+    reason: str | None = None
+    revision: int | None = None
+    errors: list[_FaultFields] | None = None
+    diff: list[_ChangedField] | None = None
+
+
+class _RefusalBody(Struct):
+    """The form of a refusal, as far as it is read here."""
+
+    error: _RefusalFields
+    errors: list[_FaultFields] | None = None
+
+
 def _error(answer: httpx.Response) -> dict[str, Any]:
+    """Return the error of a refusal; empty where the reply is none of a config service."""
     try:
-        body = msgspec.json.decode(answer.content)
-    except msgspec.DecodeError:
+        msgspec.json.decode(answer.content, type=_RefusalBody)
+    except (msgspec.DecodeError, RecursionError):
         return {}
-    error = body.get("error") if isinstance(body, dict) else None
-    return error if isinstance(error, dict) else {}
+    error: dict[str, Any] = msgspec.json.decode(answer.content)["error"]
+    return error
 
 
 def _field(path: str) -> str:
-    """The path of a field as people write it: `$` stands for the whole document."""
+    """Return the path of a field in the form for people: without `$.`, which stands for the document."""
     return path.removeprefix("$.")
 
 
 def _message(answer: httpx.Response) -> str:
-    return str(_error(answer).get("message") or f"status {answer.status_code}")
+    return printable(str(_error(answer).get("message") or f"status {answer.status_code}")[:MAX_LINE])
 
 
 def shown(change: dict[str, Any], side: str) -> str:
@@ -235,20 +268,20 @@ def shown(change: dict[str, Any], side: str) -> str:
 
 
 def path_of(model: str, suffix: str = "") -> str:
-    """The path of a model."""
+    """Return the path of a model."""
     return f"{MODELS}/{quote(model, safe='/')}{suffix}"
 
 
 def service_options(command: F, *, looks_around: bool = True) -> F:
-    """The options of every command that asks the service: where it is, and how to print."""
+    """Add the options of every command that calls the service: its address, and the print format."""
     formats = click.Choice(("table", "json", "yaml"))
     output = click.option("-o", "output", type=formats, default=None, help="How to print the answer.")
     return cluster_options(CONFIG_URL, looks_around=looks_around)(output(command))
 
 
 def write_options(force: str, *, looks_around: bool = True) -> Callable[[F], F]:
-    """Give a command the Write as its first argument, by the options of `service_options`, --if-match, --dry-run and
-    --force, which means what `force` says.
+    """Give a command its WriteOptions as the first argument, from the options of `service_options`, --if-match,
+    --dry-run and --force. `force` is the help text of --force.
     """
     options = (
         click.option("--force", is_flag=True, help=force),
@@ -277,14 +310,14 @@ def write_options(force: str, *, looks_around: bool = True) -> Callable[[F], F]:
 
 
 def service_of(cluster: Cluster, *, writes: bool) -> ConfigServiceClient:
-    """The config service of a cluster. Where a `sie serve` runs without one, its gateway answers what only reads.
-    Without a known token a terminal is asked for it. Raises UsageError where no address is known.
+    """Return the client of a cluster's config service. If a running `sie serve` has none, its gateway answers reads.
+    Without a known token, ask for it on a terminal. Raises UsageError if no address is known.
     """
     url, secret = cluster.settings.config_service_url, cluster.config_token(writes=writes)
     if url is None and not writes and cluster.sources[GATEWAY_URL] == SOURCE:
         url, secret = cluster.gateway_urls[0], cluster.gateway_token
     if url is None:
-        raise click.UsageError(f"{cluster.missing(CONFIG_URL)} (/health of a gateway says it as config_url)")
+        raise click.UsageError(f"{cluster.missing(CONFIG_URL)} (/health of a gateway has the address as config_url)")
     token = secret.reveal() if secret else ""
     if not token and sys.stdin.isatty():
         token = str(click.prompt("SIE_ADMIN_TOKEN", hide_input=True, default="", show_default=False)).strip()

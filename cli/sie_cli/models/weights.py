@@ -1,4 +1,4 @@
-"""`sie weights`: what the caches have of the weights of models, and the cluster's own filled, checked and emptied."""
+"""`sie weights`: lists the weights in the caches, and fills, checks and empties the cluster's cache."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def push(names: tuple[str, ...], name: str | None, revision: str | None, force: 
     """
     settings = loaded(values).settings
     if len(names) > 1 and (name or revision):
-        raise click.UsageError("--as and --revision are of one: push them one by one")
+        raise click.UsageError("--as and --revision are for one model: push the models one by one")
     with _refusing(settings):
         cluster = _cluster(settings)
         for model in names:
@@ -241,12 +241,12 @@ def rm(names: tuple[str, ...], local: bool, yes: bool, **values: Any) -> None:
         )
 
 
-# what is to be pushed
+# sources of a push
 
 
 @dataclass(frozen=True)
 class _WeightsSource:
-    """A folder with what it holds; nobody removes it from the local cache while the lease is held."""
+    """A folder and its manifest. While the lease is held, no process removes the folder from the local cache."""
 
     folder: Path
     manifest: Manifest
@@ -264,9 +264,7 @@ def _weights_source(settings: Settings, reference: str, name: str | None, revisi
     folder = Path(reference).expanduser()
     if folder.is_dir():
         if not name:
-            raise click.UsageError(
-                f"{reference} is a folder: --as ORGANISATION/NAME says what it is called in the bucket"
-            )
+            raise click.UsageError(f"{reference} is a folder: --as ORGANISATION/NAME sets its name in the bucket")
         return _WeightsSource(folder, _of_folder(folder, name, revision), Lock(None))
     if name:
         raise click.UsageError(f"--as names a folder, and there is no folder {reference}")
@@ -283,7 +281,7 @@ def _weights_source(settings: Settings, reference: str, name: str | None, revisi
 
 
 def _of_folder(folder: Path, name: str, revision: str | None) -> Manifest:
-    """The manifest of a folder of somebody's own. Without a revision it gets one that its content makes."""
+    """Return the manifest of a user's folder. Without a revision its revision is a digest of its content."""
     with _bar(f"read {folder}") as progress:
         progress.expect(sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()))
         manifest = describe(folder, name, revision or "content", read=progress.add)
@@ -294,8 +292,8 @@ def _of_folder(folder: Path, name: str, revision: str | None) -> Manifest:
 
 
 def _entry(settings: Settings, model: str, commit: str) -> ModelEntry:
-    """The entry of a model whose weights have a name and a commit; of what the catalogue does not know a stub. Raises
-    Refused.
+    """Return the entry of a model, with the hub name and commit of its weights; a stub if the catalogue lacks the
+    model. Raises CommandRefused.
     """
     from sie_config_service.overlay import Overlay
 
@@ -328,7 +326,7 @@ def _entry(settings: Settings, model: str, commit: str) -> ModelEntry:
 
 
 def _only_commit(settings: Settings, hub: str) -> str:
-    """The commit that this node's cache has. Raises CommandRefused unless it is exactly one."""
+    """Return the only commit in this node's cache. Raises CommandRefused unless the cache has exactly one."""
     check_names(hub, "any")
     commits = sorted(path.name for path in _cache(settings).place(hub, "any").parent.glob("*") if path.is_dir())
     if len(commits) != 1:
@@ -337,7 +335,7 @@ def _only_commit(settings: Settings, hub: str) -> str:
     return commits[0]
 
 
-# the two caches
+# access to the two caches
 
 
 def _cache(settings: Settings) -> LocalCache:
@@ -362,13 +360,14 @@ def _stored(settings: Settings, local: bool) -> list[CommitState]:
 
 
 def _stored_here(settings: Settings) -> list[CommitState]:
-    """The local cache in the words of the bucket's list. What has a manifest is there with what names and sizes show to
-    be wrong. What the hub's own client put there has none: it is there if its listing tells that it is complete.
+    """Return the snapshots of the local cache in the form of the bucket's list. A snapshot with a manifest is listed
+    with the faults of its names and sizes. The hub's own client writes no manifest: such a snapshot is listed if it is
+    complete by the hub's listing.
     """
     cache, copies = _cache(settings), []
     for folder in sorted(cache.hub.glob("models--*/snapshots/*")):
         repository, revision = folder.parents[1].name.removeprefix("models--").replace("--", "/"), folder.name
-        with contextlib.suppress(ManifestError):  # somebody else's folder
+        with contextlib.suppress(ManifestError):  # skip a folder of another program
             manifest = cache.manifest(repository, revision)
             if manifest is not None or cache.find(repository, revision) is not None:
                 files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
@@ -389,7 +388,8 @@ def _checked_here(settings: Settings, stored: CommitState, progress: FetchProgre
 
 
 def _named(stored: list[CommitState], names: tuple[str, ...]) -> Iterator[CommitState]:
-    """Select by repository or repository@commit, the commit whole or its beginning; without a name all.
+    """Yield the snapshots selected by repository or repository@commit, where the commit may be shortened; without names
+    yield all.
 
     Raises CommandRefused, click.UsageError.
     """
@@ -416,7 +416,7 @@ def _named(stored: list[CommitState], names: tuple[str, ...]) -> Iterator[Commit
 
 @contextlib.contextmanager
 def _refusing(settings: Settings) -> Iterator[None]:
-    """End the command with one line on a fault: status 2 for a bad setting, 1 for anything else."""
+    """End the command with one line on a fault: status 2 for a bad setting, 1 for any other fault."""
     try:
         with refusing():
             yield
@@ -428,7 +428,7 @@ def _refusing(settings: Settings) -> Iterator[None]:
         raise CommandRefused(str(error)) from error
 
 
-# how it is shown
+# progress
 
 
 @contextlib.contextmanager

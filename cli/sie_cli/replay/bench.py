@@ -1,4 +1,4 @@
-"""`sie bench`: what a change of settings would do, before it is made."""
+"""`sie bench`: predicts the effect of a change of settings."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from sie_cli.replay.replay import Machine, ReplayPlan, ReplayReport, plan_of, re
 from sie_cli.replay.trace import Trace, TraceError
 
 PLAN = tuple(field.name for field in dataclasses.fields(ReplayPlan))
-DEVICE = {"base_ms": 1e3, "token_us": 1e6, "square_ns": 1e9}  # name: of them in a second
+DEVICE = {"base_ms": 1e3, "token_us": 1e6, "square_ns": 1e9}  # units per second, by name
 HOST = {"call_us": 1e6, "read_us": 1e6, "delivery_us": 1e6}
-HOST_DEFAULT = "call_us=55,read_us=1.8,delivery_us=25"  # docs/replay.md says how they were measured
+HOST_DEFAULT = "call_us=55,read_us=1.8,delivery_us=25"  # docs/replay.md describes the measurement
 
 
 @click.group(short_help="What other settings would do to recorded traffic.")
@@ -122,16 +122,16 @@ def replay_command(
 
 def _write(files: Sequence[Path], spec: str) -> None:
     if len(files) != 1:
-        raise TraceError("--generate makes one TRACE")
+        raise TraceError("--generate writes one TRACE: name one file")
     requests = traces.generate(spec)
-    with files[0].open("xb") as file:  # a recorded one is never lost to it
+    with files[0].open("xb") as file:  # mode x: never overwrite a recorded trace
         file.writelines(traces.write(requests))
 
 
 def _recorded(trace: Trace) -> dict[str, float]:
     unknown = trace.settings.keys() - set(PLAN)
     if unknown:
-        raise TraceError(f"the trace was recorded with {', '.join(sorted(unknown))}, of which nothing is known here")
+        raise TraceError(f"the trace was recorded with {', '.join(sorted(unknown))}, which a replay does not know")
     return trace.settings
 
 
@@ -143,12 +143,12 @@ def _machine(trace: Trace, device: str, host: str) -> Machine:
     hosted = {**traces.numbers(HOST_DEFAULT, tuple(HOST)), **traces.numbers(host, tuple(HOST))}
     times_s = (*batch, *(hosted[name] / unit for name, unit in HOST.items()))
     if min(times_s) < 0 or not any(batch):
-        raise TraceError("no time is below 0, and a batch takes some")
+        raise TraceError("times must not be negative, and a batch must take some time")
     return Machine(*times_s)
 
 
 def table(reports: dict[str, ReplayReport], plans: dict[str, ReplayPlan]) -> str:
-    """A column for each report."""
+    """Return a table with a column for each report."""
     columns = [["", *_CELLS]]
     for name, report in reports.items():
         columns.append([name, *(cell(report, plans[name]) for cell in _CELLS.values())])

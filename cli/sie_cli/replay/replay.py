@@ -1,12 +1,12 @@
-"""A trace through the scheduler under virtual time. Pure and deterministic: the same trace, plan and machine give the
-same report.
+"""Replay of a trace through the scheduler under virtual time. Pure and deterministic: the same trace, plan and machine
+give the same report.
 
     request ─► chunks ─► queue of (model, priority) ─► a worker with credit ─► gathered ─► tokenised ─► batches ─►
     device ─► answered
 
 Chunks, credit, quantum and batches are the code that runs in the cluster (`chunk` of the gateway, `batch` and `sizing`
-of the sidecar); the device, the tokenizer and the wire are formulas of `Machine`. Not modelled: HTTP, loads of models,
-failures.
+of the sidecar). The device, the tokenizer and the wire are formulas of `Machine`. The replay does not model HTTP, loads
+of models, and failures.
 """
 
 from __future__ import annotations
@@ -34,14 +34,16 @@ from sie_sidecar.batching.batch import (
 )
 from sie_sidecar.batching.sizing import Quantum
 
-ACTIVE_S = 1.0  # a consumer that delivered this recently shares the credit
+ACTIVE_S = 1.0  # seconds; a consumer with a delivery in this time shares the credit
 NO_LIMIT = 1 << 60
 MAX_DEVICES = 1024
 
 
 @dataclass(frozen=True)
 class ReplayPlan:
-    """Values that an operator may change: the number of workers and of lanes of each, and the batching settings."""
+    """Values that an operator may change: the number of workers, the number of lanes per worker, and the batching
+    settings.
+    """
 
     workers: float = 1
     lanes: float = 1
@@ -66,26 +68,26 @@ class ReplayPlan:
 
     @property
     def depth(self) -> int:
-        """Batches that may be at the adapter at once."""
+        """Return how many batches may be at the adapter at once."""
         return int(self.lanes) + int(self.pipeline_depth) - 1
 
     def check(self) -> None:
-        """Raises TraceError for a plan that no worker could be set to."""
+        """Raise TraceError for a plan that no worker accepts."""
         whole = ("workers", "lanes", "max_batch_cost", "max_batch_requests", "pipeline_depth", "chunk_cost")
         for name in (limit.name for limit in fields(self)):
             value = getattr(self, name)
             if value < (1 if name in whole else 0):
                 raise TraceError(f"{name}={value:g} is too small")
             if name in ("workers", "lanes") and value > MAX_DEVICES:
-                raise TraceError(f"{name}={value:g}: at most {MAX_DEVICES} are tried")
+                raise TraceError(f"{name}={value:g}: at most {MAX_DEVICES} are supported")
         if self.min_quantum_ms > self.max_quantum_ms:
             raise TraceError(f"min_quantum_ms={self.min_quantum_ms:g} is above max_quantum_ms={self.max_quantum_ms:g}")
         if not self.target_p50_ms:
-            raise TraceError("target_p50_ms is above 0")
+            raise TraceError("target_p50_ms must be above 0")
 
 
 def plan_of(settings: Settings) -> ReplayPlan:
-    """One worker with one lane, in queue mode."""
+    """Return the plan of one worker with one lane, in queue mode, with these settings."""
     return ReplayPlan(
         max_wait_ms=settings.batcher_coalesce_ms,
         max_batch_cost=settings.max_batch_cost,
@@ -101,9 +103,11 @@ def plan_of(settings: Settings) -> ReplayPlan:
 
 @dataclass(frozen=True)
 class Machine:
-    """Seconds that things take. A batch: `base_s` + `token_s` a token + `square_s` a squared token of each length.
+    """Durations of a machine, seconds. A batch takes `base_s` + `token_s` per token + `square_s` per squared token of
+    each length.
 
-    A worker tokenises on one thread, `call_s` a call and `read_s` a token, and takes in a delivery each `delivery_s`.
+    A worker tokenises on one thread, which takes `call_s` per call and `read_s` per token. It takes `delivery_s` to
+    receive a delivery.
     """
 
     base_s: float
@@ -119,8 +123,9 @@ class Machine:
 
 @dataclass
 class ReplayReport:
-    """Result of a replay. `latency_s` and `wait_s` by request, in the order of the trace: to its answer, and to the
-    start of its last batch. `device_s` of all lanes together, `host_s` spent on tokenising, `end_s` the last answer.
+    """Result of a replay. `latency_s` and `wait_s` are by request, in the order of the trace: the time until its
+    answer, and until the start of its last batch. `device_s`: device time of all lanes together. `host_s`: time spent
+    on tokenising. `end_s`: time of the last answer.
     """
 
     latency_s: list[float]
@@ -136,7 +141,7 @@ class ReplayReport:
 
 @dataclass
 class _ReplayItem:
-    """A chunk on its way."""
+    """A chunk between its arrival and its answer."""
 
     request: int
     key: BatchKey
@@ -149,7 +154,7 @@ class _ReplayItem:
 
 @dataclass
 class _ReplayConsumer:
-    """The queue of one model and priority, and the workers' turns at it."""
+    """The queue of one model and priority, and the order in which workers are served from it."""
 
     items: deque[_ReplayItem] = field(default_factory=deque)
     turns: deque[_ReplayWorker] = field(default_factory=deque)
@@ -157,9 +162,9 @@ class _ReplayConsumer:
 
 @dataclass
 class _Feed:
-    """A worker's view of a consumer."""
+    """State of a consumer at one worker."""
 
-    asked: int = 0  # what the broker may still send
+    asked: int = 0  # messages that the broker may still send
     on_way: int = 0
     mean_cost: float = 0.0
     pending: int = 0
@@ -167,13 +172,13 @@ class _Feed:
 
     @property
     def outstanding(self) -> int:
-        """Cost that the worker has requested and not received."""
+        """Return the number of messages that the worker requested and has not received."""
         return self.asked + self.on_way
 
 
 class Replay:
-    """One run. Time is `now_s`; what is to happen stands in a heap, and at equal times in the order in which it was
-    decided.
+    """One run. `now_s` is the virtual time. Events are in a heap; events of the same time run in the order in which
+    they were added.
     """
 
     def __init__(self, requests: Sequence[TraceRequest], plan: ReplayPlan, machine: Machine) -> None:
@@ -192,7 +197,7 @@ class Replay:
         heapq.heappush(self._events, (max(when_s, self.now_s), next(self._numbers), event))
 
     def run(self) -> ReplayReport:
-        """Run until the last answer."""
+        """Run until the last answer. Return the report."""
         for index, request in enumerate(self._requests):
             self.at(request.at, lambda index=index: self._arrive(index))  # type: ignore[misc]
         while self._events:
@@ -220,7 +225,7 @@ class Replay:
         self.deliver(name)
 
     def deliver(self, name: tuple[str, bool]) -> None:
-        """Send what waits to the workers that asked, in turn."""
+        """Send waiting messages to the workers that requested some, in turn."""
         consumer = self.consumers[name]
         while consumer.items:
             worker = next((worker for worker in consumer.turns if worker.feeds[name].asked), None)
@@ -256,25 +261,25 @@ class _ReplayWorker:
         self._limits = plan.limits
         self._quantum = Quantum(plan.min_quantum_ms / 1000, plan.max_quantum_ms / 1000, plan.target_p50_ms / 1000)
         self.feeds: dict[tuple[str, bool], _Feed] = {}
-        self._active: dict[tuple[str, bool], _Feed] = {}  # those that delivered lately
+        self._active: dict[tuple[str, bool], _Feed] = {}  # feeds with a recent delivery
         self._arrived: list[_ReplayItem] = []
         self._waiting: Waiting[_ReplayItem] = Waiting()
-        self._lanes = [0.0] * int(plan.lanes)  # when each is free
-        self._began_s = self._last_s = 0.0  # of the gathering
-        self._wire_s = 0.0  # when the wire is free
+        self._lanes = [0.0] * int(plan.lanes)  # time when each lane is free
+        self._began_s = self._last_s = 0.0  # times of the first and the last arrival since the last gathering
+        self._wire_s = 0.0  # time when the wire is free
         self._tokenising = False
         self._held = ([0, 0], [0, 0])  # cost and work items, interactive and bulk
         self._sent = 0
         self._wake_s = -1.0
 
-    # taking in
+    # intake of messages
 
     def follow(self, name: tuple[str, bool]) -> None:
-        """Ask for one message of a consumer that is new."""
+        """Request one message of a new consumer."""
         self.feeds[name] = _Feed(asked=1)
 
     def _refill(self) -> None:
-        """The credit of every consumer that delivers, as sie_sidecar.intake.pull has it."""
+        """Set the credit of every consumer with recent deliveries, as sie_sidecar.intake.pull does."""
         now_s, lanes = self._replay.now_s, len(self._lanes)
         (cost, items), (bulk_cost, bulk_items) = self._held
         loads = Load(cost, items, lanes), Load(cost + bulk_cost, items + bulk_items, lanes)
@@ -314,7 +319,7 @@ class _ReplayWorker:
         load[0] += sign * item.cost
         load[1] += sign
 
-    # preparing
+    # preparation of batches
 
     def _is_more_coming(self) -> bool:
         if len(self._arrived) >= self._limits.requests or sum(item.cost for item in self._arrived) >= self._limits.cost:
@@ -326,7 +331,9 @@ class _ReplayWorker:
         return any(feed.pending and feed.outstanding for feed in self._active.values())
 
     def _gather(self) -> None:
-        """Tokenise what has arrived, unless more is coming and the quantum is not over, or the thread is busy."""
+        """Tokenise the messages that have arrived. Wait if the tokeniser's thread is busy, or if more messages are
+        coming and the quantum is not over.
+        """
         if not self._arrived or self._tokenising:
             return
         until_s = self._quantum.until_s(self._began_s, self._last_s)
@@ -349,7 +356,7 @@ class _ReplayWorker:
         self._gather()
         self._dispatch()
 
-    # running
+    # batches on the device
 
     def _dispatch(self) -> None:
         replay = self._replay
@@ -384,5 +391,5 @@ class _ReplayWorker:
 
 
 def replay(requests: Sequence[TraceRequest], plan: ReplayPlan, machine: Machine) -> ReplayReport:
-    """Run a trace. Raises TraceError for a plan that cannot be."""
+    """Run a trace and return its report. Raises TraceError for an invalid plan."""
     return Replay(requests, plan, machine).run()

@@ -1,13 +1,14 @@
-"""Traces of requests: when they came and how long their inputs are. No text, no names of clients.
+"""Traces of requests: the time of each request and the lengths of its inputs. A trace holds no text and no names of
+clients.
 
 A trace is JSON lines, in any order:
 
     {"at": 0.0184, "tokens": [12, 300], "model": "bge", "priority": "bulk", "lora": "org/x"}
         a request; only at and tokens are needed
     {"ran": {"tokens": 512, "attention": 40960, "seconds": 0.0123}}
-        a batch as it was measured
+        a measured batch
     {"settings": {"max_wait_ms": 5, "workers": 2}}
-        what the cluster was set to
+        the settings of the cluster
 
 `at` in seconds from any origin, `tokens` one number for each input, `attention` the sum of squared lengths of the
 batch."""
@@ -25,16 +26,16 @@ import numpy as np
 
 from sie_contracts.wire.messages import Priority
 
-MAX_TOKENS = 512  # of a generated input
-MAX_INPUTS = 10_000_000  # generated
+MAX_TOKENS = 512  # tokens of a generated input
+MAX_INPUTS = 10_000_000  # inputs of a generated trace
 
 
 class TraceError(ValueError):
-    """Text that cannot be read as a trace, or as the description of one."""
+    """The text is no valid trace, or no valid description of one."""
 
 
 class TraceRequest(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """One request, or one message of one where a sidecar recorded it."""
+    """One request, or one message of a request if a sidecar recorded it."""
 
     at: float
     tokens: tuple[int, ...]
@@ -44,7 +45,7 @@ class TraceRequest(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkno
 
 
 class Ran(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One batch at the device."""
+    """One batch that ran on the device."""
 
     tokens: int
     attention: int
@@ -61,7 +62,7 @@ class _SettingsLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class Trace:
-    """Requests by time, the first at 0."""
+    """A trace: requests by time, the first at 0."""
 
     requests: tuple[TraceRequest, ...]
     ran: tuple[Ran, ...] = ()
@@ -69,7 +70,7 @@ class Trace:
 
 
 def read(lines: Iterable[bytes]) -> Trace:
-    """Raises TraceError, with the number of the line."""
+    """Read a trace. Raises TraceError with the number of the line."""
     requests: list[TraceRequest] = []
     ran: list[Ran] = []
     settings: dict[str, float] = {}
@@ -90,7 +91,7 @@ def read(lines: Iterable[bytes]) -> Trace:
         except msgspec.DecodeError as error:
             raise TraceError(f"line {number}: {error}") from error
     if not requests:
-        raise TraceError("there is no request in it")
+        raise TraceError("the trace has no requests")
     begin_s = min(request.at for request in requests)
     moved = (msgspec.structs.replace(request, at=request.at - begin_s) for request in requests)
     return Trace(tuple(sorted(moved, key=lambda request: request.at)), tuple(ran), settings)
@@ -101,7 +102,7 @@ def write(requests: Iterable[TraceRequest]) -> Iterator[bytes]:
 
 
 def numbers(text: str, names: Sequence[str]) -> dict[str, float]:
-    """`a=1,b=2.5` by name. Raises TraceError for a name that is not known and for what is no number."""
+    """Parse `a=1,b=2.5` to numbers by name. Raises TraceError for an unknown name and for a value that is no number."""
     values = {}
     for part in filter(None, text.split(",")):
         name, _, value = part.partition("=")
@@ -110,18 +111,19 @@ def numbers(text: str, names: Sequence[str]) -> dict[str, float]:
         try:
             values[name] = float(value)
         except ValueError as error:
-            raise TraceError(f"{part!r}: expected a number behind the =") from error
+            raise TraceError(f"{part!r}: expected a number after the =") from error
         if not math.isfinite(values[name]):
-            raise TraceError(f"{part!r}: expected a finite number behind the =")
+            raise TraceError(f"{part!r}: expected a finite number after the =")
     return values
 
 
 def generate(spec: str) -> list[TraceRequest]:
-    """`poisson:rate=200,length=64,...`: the first at once, the others at random. Raises TraceError.
+    """Generate requests from `poisson:rate=200,length=64,...`: the first at time 0, the others at random times. Raises
+    TraceError.
 
-    `rate` of requests a second, for so many `seconds`, `burst` of them at a time; `inputs` of each; `length` the mean
-    tokens of an input, log-normal with `spread` as its sigma (0: all equal), at most 512; the share `bulk` of them;
-    over so many `models`; from this `seed`.
+    `rate`: requests per second, for `seconds` seconds. `burst`: requests that arrive together. `inputs`: inputs of each
+    request. `length`: mean tokens of an input, log-normal with `spread` as its sigma (0: all equal), at most 512.
+    `bulk`: share of requests with priority bulk. `models`: number of models. `seed`: seed of the random numbers.
     """
     kind, _, rest = spec.partition(":")
     if kind != "poisson":
@@ -142,9 +144,9 @@ def generate(spec: str) -> list[TraceRequest]:
         min(parameters["rate"], parameters["length"], parameters["seconds"]) <= 0
         or min(parameters["burst"], parameters["inputs"], parameters["models"]) < 1
     ):
-        raise TraceError("rate, length and seconds are above 0; burst, inputs and models at least 1")
+        raise TraceError("rate, length and seconds must be above 0; burst, inputs and models at least 1")
     if max(parameters["rate"] * parameters["seconds"], parameters["burst"]) * parameters["inputs"] > MAX_INPUTS:
-        raise TraceError(f"that is more than {MAX_INPUTS:,} inputs: a lower rate, or fewer seconds")
+        raise TraceError(f"these are more than {MAX_INPUTS:,} inputs: lower the rate or the seconds")
     chance, sigma = random.Random(int(parameters["seed"])), parameters["spread"]  # noqa: S311  arrivals, no secrets
     middle = np.log(parameters["length"]) - sigma * sigma / 2
     requests: list[TraceRequest] = []
@@ -164,10 +166,11 @@ def generate(spec: str) -> list[TraceRequest]:
 
 
 def fit(ran: Sequence[Ran]) -> tuple[float, float, float]:
-    """Seconds of a batch as a + b tokens + c attention with the least squared relative error and none below 0. Raises
-    TraceError.
+    """Fit the seconds of a batch as a + b tokens + c attention with the least squared relative error and no negative
+    coefficient. Return a, b, c. Raises TraceError.
 
-    What cannot be told apart stays 0: the best of all subsets of the three whose solution has no negative one.
+    Every subset of the three terms is tried, and the best one without a negative coefficient is used. Other terms stay
+    0, also if the data cannot separate them.
     """
     if len(ran) < 3:
         raise TraceError("fewer than three measured batches: give the device with --device")
@@ -183,6 +186,7 @@ def fit(ran: Sequence[Ran]) -> tuple[float, float, float]:
             coefficients = np.zeros(3)
             coefficients[list(chosen)] = solution
             error = float(np.sum((scaled @ coefficients - 1.0) ** 2))
-            if (coefficients >= 0).all() and error < best_error - 1e-9 * len(ran):  # else one term less says the same
+            # otherwise the fit with fewer terms is as good
+            if (coefficients >= 0).all() and error < best_error - 1e-9 * len(ran):
                 best, best_error = (float(coefficients[0]), float(coefficients[1]), float(coefficients[2])), error
     return best

@@ -1,1 +1,1 @@
-"""`sie serve`: every process of the system on one machine, checked, started, supervised and ended."""
+"""`sie serve`: all processes of the system on one machine, with checks, start, supervision and stop."""

@@ -1,4 +1,4 @@
-"""`sie serve`: the command. What it starts and stops is in `processes`."""
+"""`sie serve`: the command. `processes` starts and stops its processes."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def serve(
     """
     if exit_with_parent and sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)
-    failpoints = values.pop("failpoints", None)  # they are its children's
+    failpoints = values.pop("failpoints", None)  # the failpoints are for the child processes
     loaded_settings = loaded(values, "standalone" if standalone else "queue")
     plan = ServePlan(
         host,
@@ -119,7 +119,7 @@ def serve(
         if standalone and gateways > 1:
             raise SettingError("--gateways", "--standalone is one process with one gateway")
         if port + gateways - 1 > 65535:
-            raise SettingError("--port", f"{gateways} gateways from {port} on pass the last port, 65535")
+            raise SettingError("--port", f"{gateways} gateways from {port} on need ports above the last one, 65535")
         with DataDir(plan.data_dir):
             if lacking := faults(_needs(plan)):
                 for fault in lacking:
@@ -134,7 +134,7 @@ def serve(
 
 
 def _with_models(plan: ServePlan, models: tuple[str, ...]) -> ServePlan:
-    """The plan with the models of the command line, which are loaded at the start. Raises CommandRefused."""
+    """Return the plan with the models of the command line, which are loaded at the start. Raises CommandRefused."""
     served = []
     for spec in models:
         model = look_up(plan.settings, spec)
@@ -149,8 +149,8 @@ def _with_models(plan: ServePlan, models: tuple[str, ...]) -> ServePlan:
 
 
 def _with_free_ports(loaded_settings: Loaded) -> Settings:
-    """The settings, with 0 (a free port) for metrics where nobody named one: on a laptop the documented ports are often
-    taken.
+    """Return the settings, with 0 (a free port) for metrics ports that the operator did not set: on a laptop the
+    documented ports are often taken.
     """
     assigned = [
         name
@@ -161,8 +161,8 @@ def _with_free_ports(loaded_settings: Loaded) -> Settings:
 
 
 def _needs(plan: ServePlan) -> MachineNeeds:
-    """Return the needs of this run on the machine. Ports without a number from the user are free: the search for them
-    comes later.
+    """Return what this run needs from the machine. Ports that the user did not set are left out, since free ones are
+    searched later.
     """
     settings = plan.settings
     listeners = [

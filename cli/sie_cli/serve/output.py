@@ -10,14 +10,15 @@ import msgspec
 
 
 def _matters(line: str) -> bool:
-    """Whether a line of nats-server is for people. Its banner would bury what is; why it ends a connection is at the
-    level of the banner. The passwords that it warns of are random ones of this start, in no file of the server.
+    """Return whether people should see a line of nats-server. Its banner would hide important lines. The reasons why it
+    ends connections have the level of the banner, so they are dropped too, except for slow consumers. Its warning of
+    plaintext passwords is dropped: they are random, made at this start, and in no file of the server.
     """
     return "Slow Consumer" in line or not ("[INF]" in line or "Plaintext passwords" in line)
 
 
 class LineOutput:
-    """Lines of all processes on one stream: prefixed, or with --log-json each a JSON object."""
+    """Output of all processes on one stream: each line with a prefix, or with --log-json as a JSON object."""
 
     def __init__(self, *, json: bool) -> None:
         self._json = json
@@ -28,8 +29,8 @@ class LineOutput:
         try:
             print(self._shown(name, line), file=sys.stderr, flush=True)  # noqa: T201  this is the program's output
         except OSError:
-            # whoever read our output is gone: children's output must still be taken, and this process still end with
-            # its own status, which the interpreter's last flush would otherwise replace
+            # The reader of our output is gone. The output of children must still be read, and this process must still
+            # end with its own status, which a failed flush at the end of the interpreter would replace.
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, sys.stderr.fileno())
             os.close(nowhere)

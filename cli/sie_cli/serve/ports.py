@@ -11,16 +11,16 @@ from sie_contracts.settings import SettingError
 
 _BELOW_EPHEMERAL = range(10_000, 32_000)
 _TRIED = 200
-_descriptors: dict[int, int] = {}  # by port, the file descriptor that keeps it
+_descriptors: dict[int, int] = {}  # file descriptor that keeps the port, by port
 
 
 def free_port(count: int = 1) -> int:
-    """The first of `count` consecutive loopback ports that nobody listens on now and that no other call was given: in
-    this process, and on Linux in any process that still runs. Who is given a port listens on it only later.
+    """Return the first of `count` consecutive loopback ports that are free and were returned by no other call: in this
+    process, and on Linux in any process that still runs. The process that gets a port listens on it later.
 
-    Below those that the system gives to outgoing connections: a client that tries again and again while its server is
-    away would in the end be given the server's own port, connect to itself and keep the server out. Raises SettingError
-    if none is found.
+    The ports are below those that the system uses for outgoing connections. Otherwise a client that retries while its
+    server is away could get the server's port as its own, connect to itself and block the server. Raises SettingError
+    if no ports are free.
     """
     for port in random.sample(_BELOW_EPHEMERAL, _TRIED):
         with contextlib.ExitStack() as held, contextlib.suppress(OSError):
@@ -33,13 +33,13 @@ def free_port(count: int = 1) -> int:
 
 
 def _bind(bound: socket.socket, port: int) -> None:
-    """Raises OSError if the port was given or has a listener.
+    """Reserve a port. Raises OSError if the port was returned before or has a listener.
 
-    On Linux a socket that is bound and does not listen keeps every other one away but those that set SO_REUSEADDR, as
-    servers do. Elsewhere it would keep a server away too.
+    On Linux a socket that is bound and does not listen blocks all other sockets except those with SO_REUSEADDR, which
+    servers set. Elsewhere it would block a server too.
     """
     if port in _descriptors:
-        raise OSError(f"port {port} was given before")
+        raise OSError(f"port {port} was returned before")
     if sys.platform == "linux":
         bound.bind(("127.0.0.1", port))
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,7 +1,7 @@
-"""Checks of this machine before `sie serve` starts anything: folders, ports, disk, open files, memory.
+"""Checks of this machine before `sie serve` starts a process: folders, ports, disk, open files, memory.
 
-Each fault is one line: what is there, what is needed, and what to change. Without these checks the processes start,
-fail for a reason that only one of them knows, and are started again for ever.
+Each fault is one line: what is there, what is needed, and what to change. Without these checks the processes would
+start, fail for a reason that only one of them shows, and be restarted for ever.
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ from sie_contracts.wire import topology
 from sie_runtime import control_group
 from sie_runtime.descriptors import SPARE_FILES, raise_limit
 
-RESERVE_BYTES = 8 << 20  # of the disk: the catalogue's streams, the broker's own files, the files of a start
-# of the largest process, an adapter that holds torch and a small model: 1.8 GiB measured on 2 cores, more with more
-# threads
+# bytes of the disk for the catalogue's streams, the broker's own files, and the files of a start
+RESERVE_BYTES = 8 << 20
+# bytes of address space of the largest process, an adapter that holds torch and a small model: 1.8 GiB measured on 2
+# cores, more with more threads
 MIN_ADDRESS_BYTES = 3 << 30
-# what all processes hold before a model is loaded, torch counted once an adapter: 0.55 GiB measured on 2 cores
+# bytes that all processes hold before a model is loaded, with torch once per adapter: 0.55 GiB measured on 2 cores
 MIN_MEMORY_BYTES, WORKER_BYTES, GATEWAY_BYTES = 640 << 20, 320 << 20, 64 << 20
 
 
 @dataclass(frozen=True)
 class PortListener:
-    """Addresses that one flag names: `count` ports from `port` on."""
+    """Ports that one flag names: `count` ports from `port` on."""
 
     flag: str
     host: str
@@ -43,7 +44,7 @@ class PortListener:
 
 @dataclass(frozen=True)
 class MachineNeeds:
-    """Needs of one `sie serve` on the machine. `has_broker`: it brings a broker, whose streams are in `data_dir`."""
+    """Needs of one `sie serve` on the machine. `has_broker`: it starts a broker, whose streams are in `data_dir`."""
 
     listeners: tuple[PortListener, ...]
     data_dir: Path
@@ -54,8 +55,8 @@ class MachineNeeds:
 
 
 def faults(needs: MachineNeeds) -> list[str]:
-    """Everything that this machine lacks, each in one line with the remedy. Raises the limit of open files as far as is
-    allowed.
+    """Return everything that this machine lacks, each in one line with the remedy. Raises the soft limit of open files
+    as far as possible.
     """
     return [*_folders(needs), *_ports(needs), *_disk(needs), *_open_files(needs), *_memory(needs)]
 
@@ -78,7 +79,7 @@ def _cannot_listen(host: str, port: int) -> OSError | None:
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family) as probe:
-            # as the server does: connections that linger do not matter
+            # set as the server sets it: old connections that linger do not matter
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
             probe.listen(1)
@@ -99,7 +100,7 @@ def _remedy(listener: PortListener, port: int, reason: OSError) -> str:
 
 
 def _next_free(listener: PortListener) -> int:
-    """The first of `count` consecutive ports above that are free."""
+    """Return the first of `count` consecutive free ports above the listener's port."""
     for first in range(listener.port + 1, min(listener.port + 1000, 65536 - listener.count)):
         if not any(_cannot_listen(listener.host, first + number) for number in range(listener.count)):
             return first
@@ -107,14 +108,14 @@ def _next_free(listener: PortListener) -> int:
 
 
 def store_bytes(data_dir: Path) -> int:
-    """Compute the bytes that the broker's streams in the data directory may hold: the free space of that disk and what
-    they hold already.
+    """Return the bytes that the broker's streams in the data directory may hold: the free space of that disk plus the
+    space that they hold already.
     """
     return max(0, shutil.disk_usage(data_dir).free + held_bytes(data_dir / "nats") - RESERVE_BYTES)
 
 
 def held_bytes(folder: Path) -> int:
-    """The size of all files below a folder; those that vanish meanwhile do not count."""
+    """Return the size of all files below a folder, bytes. Files that vanish meanwhile do not count."""
     total = 0
     for base, _, files in os.walk(folder):
         for name in files:
@@ -137,7 +138,7 @@ def _disk(needs: MachineNeeds) -> Iterator[str]:
     room = store_bytes(needs.data_dir)
     if room >= needed:
         return
-    least = 1 << 20  # SIE_QUEUE_MAX_BYTES takes no less
+    least = 1 << 20  # SIE_QUEUE_MAX_BYTES accepts no smaller value
     fitting = room * 4 // 5
     smaller = f", or let the queue hold less: --queue-max-bytes {fitting}" if fitting >= least else ""
     yield (
@@ -148,7 +149,7 @@ def _disk(needs: MachineNeeds) -> Iterator[str]:
 
 
 def _stream_bytes(queue_bytes: int) -> int:
-    """Compute the bytes that the broker reserves at once: the work of a pool, and its dead letters."""
+    """Return the bytes that the broker reserves at once: for the work of a pool, and for its dead letters."""
     dead = topology.dead_letter_stream("_default", storage="file", replicas=1, queue_bytes=queue_bytes)
     return queue_bytes + dead.max_bytes
 

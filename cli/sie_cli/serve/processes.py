@@ -1,4 +1,4 @@
-"""The processes of `sie serve`: the same ones as a cluster has, on one machine; nothing is implemented a second time.
+"""The processes of `sie serve`: the processes of a cluster, on one machine. No function has a second implementation.
 
 nats-server ─► config service, gateways, sidecars, adapters ─► ready
 SIGTERM, SIGINT, SIGHUP ─► gateways drain ─► sidecars ─► adapters ─► config service ─► nats-server ─► exit 0
@@ -41,19 +41,21 @@ from sie_contracts.settings import BY_NAME, ROWS, Secret, SettingRow, Settings, 
 from sie_runtime.process import end_signals
 from sie_store.models_folder import in_use, place_of
 
-BROKER = "nats-server"  # the name of its process
+BROKER = "nats-server"  # name of the broker's process
 READY_POLL_S = 0.1
 TELL_EVERY_S = 10.0
 BROKER_POLL_S = 2.0
 ROOM_BYTES = 8 << 20
 EXAMPLE_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
-_DRAIN_S, _GATEWAY_GRACE_S, _WORKER_GRACE_S, _LAST_GRACE_S = 8.0, 9.5, 3.0, 1.5  # the last three together below 15 s
-_WORKER_DRAIN_S = 1.5  # gateways have ended before, so nobody waits for what is left: the work of jobs, which goes on
+# seconds; the last three together are below 15 s
+_DRAIN_S, _GATEWAY_GRACE_S, _WORKER_GRACE_S, _LAST_GRACE_S = 8.0, 9.5, 3.0, 1.5
+# seconds; the gateways have ended before, so only jobs still have work here, and jobs continue later
+_WORKER_DRAIN_S = 1.5
 
 
 @dataclass(frozen=True)
 class ServePlan:
-    """Request of the command line."""
+    """Options of one run of `sie serve`."""
 
     host: str
     port: int
@@ -66,11 +68,11 @@ class ServePlan:
     flags: Mapping[str, str]
     environ: Mapping[str, str]
     once: tuple[str, ...] = ()
-    models: tuple[NamedModel, ...] = ()  # of the command line
+    models: tuple[NamedModel, ...] = ()  # models named on the command line
 
 
 class LocalCluster:
-    """One run of the command."""
+    """One run of `sie serve`."""
 
     def __init__(self, plan: ServePlan) -> None:
         self._plan = plan
@@ -81,8 +83,8 @@ class LocalCluster:
         self._readiness: dict[str, Probe] = {}
         self._embedded: EmbeddedBroker | None = None
         self._admin_token = plan.settings.admin_token or Secret(secrets.token_urlsafe(32))
-        self._restores: deque[str] = deque(maxlen=1000)  # what the broker prints of streams while it starts
-        self._metrics: dict[str, tuple[int, int]] = {}  # first port and number of ports, by who serves them
+        self._restores: deque[str] = deque(maxlen=1000)  # lines that the broker prints about streams while it starts
+        self._metrics: dict[str, tuple[int, int]] = {}  # first port and number of ports, by component
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
@@ -108,7 +110,7 @@ class LocalCluster:
         self._say(name, line)
 
     async def _supervised(self, supervisor: Supervisor, *groups: list[Child]) -> int:
-        """Start all in order, run until the end, stop all in order."""
+        """Start all processes in order, run until the end, stop all in order."""
         broker, config, gateways, sidecars, adapters = groups
         try:
             for child in [*broker, *config, *gateways, *sidecars, *adapters]:
@@ -132,7 +134,9 @@ class LocalCluster:
         return 0
 
     def _set_defaults(self) -> None:
-        """Set the defaults that this command knows better than the documented ones, where the operator set nothing."""
+        """Set defaults that fit this machine better than the documented ones, for settings that the operator did not
+        set.
+        """
         plan = self._plan
         cpu = plan.settings.device == "cpu" or (
             plan.settings.device == "auto" and not Path("/dev/nvidia0").exists() and sys.platform != "darwin"
@@ -140,7 +144,8 @@ class LocalCluster:
         if cpu and not plan.settings.machine_profile and not plan.settings.gpu_type:
             self._flags["SIE_MACHINE_PROFILE"] = "cpu"
         elif cpu and "SIE_GPU_COUNT" not in self._environ:
-            self._flags["SIE_GPU_COUNT"] = "0"  # so a profile of the operator's own has what was measured for a CPU
+            # so that a profile of the operator's own starts with the measurements for a CPU
+            self._flags["SIE_GPU_COUNT"] = "0"
         self._environ.setdefault("SIE_CONFIG_READ_TOKEN", secrets.token_urlsafe(24))
         self._environ["SIE_ADMIN_TOKEN"] = self._admin_token.reveal()
         if "SIE_GATEWAY_HEALTH_MODE" not in self._environ:
@@ -149,15 +154,15 @@ class LocalCluster:
             self._flags.setdefault("SIE_GATEWAY_API_METRICS", "true")
         if plan.settings.payload_store_url is None:
             payloads = private_folder(plan.data_dir / "payloads")
-            if plan.standalone:  # what names its files is in the memory of a process, and ended with that
+            if plan.standalone:  # only the memory of an earlier process knew these files
                 payloads /= "standalone"
                 shutil.rmtree(payloads, ignore_errors=True)
                 private_folder(payloads)
             self._flags["SIE_PAYLOAD_STORE_URL"] = str(payloads)
 
     def _children(self) -> tuple[list[Child], list[Child], list[Child], list[Child], list[Child]]:
-        """Broker, config service, gateways, sidecars, adapters; in standalone mode one process is all of the first
-        four.
+        """Return broker, config service, gateways, sidecars, adapters. In standalone mode one process replaces the
+        first four.
         """
         plan, settings = self._plan, self._plan.settings
         sockets = [str(socket_path(plan.data_dir, number)) for number in range(plan.workers)]
@@ -236,16 +241,14 @@ class LocalCluster:
         return broker, config, gateways, sidecars, adapters
 
     def _await_answer(self, name: str, port: int) -> None:
-        """Await the answer of the process before this start counts as ready."""
+        """Wait for the answer of this process before the start counts as ready."""
         self._readiness[name] = functools.partial(not_ready, url=f"http://{_reachable(self._plan.host)}:{port}/readyz")
 
     def _await_gateway(self, name: str, port: int) -> None:
-        """Await the gateway before this start counts as ready: it must answer, and know that as many workers are
-        healthy.
-        """
+        """Wait for this gateway before the start counts as ready: it must answer, and see all workers as healthy."""
         self._await_answer(name, port)
         if self._plan.settings.gateway_workers is not None:
-            return  # with SIE_GATEWAY_HEALTH_MODE=ws the gateway knows the workers of that list alone
+            return  # with SIE_GATEWAY_HEALTH_MODE=ws the gateway knows only the workers of that list
         self._readiness[f"workers, as {name} sees them"] = functools.partial(
             lacks_workers,
             url=f"http://{_reachable(self._plan.host)}:{port}/health",
@@ -254,13 +257,15 @@ class LocalCluster:
         )
 
     def _name_workers(self, ports: list[int]) -> None:
-        """Tell the gateways where the workers are, for /ws/status."""
+        """Give the gateways the addresses of the workers, for /ws/status."""
         if self._plan.settings.gateway_workers is None:
             host = _reachable(self._plan.host)
             self._flags["SIE_GATEWAY_WORKERS"] = ",".join(f"http://{host}:{port}" for port in ports)
 
     def _worker_id(self, number: int) -> dict[str, str]:
-        """Workers of one machine need different ids; a given one is kept and counted up."""
+        """Return the id of a worker as a setting. Several workers of one machine need different ids, so a number is
+        appended to the configured id.
+        """
         if self._plan.workers == 1:
             return {}
         base = self._plan.settings.worker_id or "worker"
@@ -277,13 +282,13 @@ class LocalCluster:
         if self._embedded is not None:
             environ |= self._embedded.credentials(role)
         if role == "adapter" and resource.getrlimit(resource.RLIMIT_DATA)[0] != resource.RLIM_INFINITY:
-            # oneDNN reads it once, and keeps by default 1,024 shapes of about 0.3 MB: too much for a process with a
-            # limit
+            # oneDNN reads this once at its start. By default it keeps 1,024 shapes of about 0.3 MB, too much for a
+            # process with a limit
             environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")
         return Child(name, argv, environ, grace_s, self._plan.once)
 
     async def _until_ready(self, supervisor: Supervisor) -> None:
-        """Say what is ready."""
+        """Wait until all processes are ready, and print what is missing meanwhile."""
         started_s = last_reported_s = time.monotonic()
         waiting = dict(self._readiness)
         async with httpx.AsyncClient(timeout=2.0, trust_env=False) as client:
@@ -304,8 +309,8 @@ class LocalCluster:
         self._greet()
 
     def _tell_unread(self) -> None:
-        """Say whose files the broker still reads: it answers nobody before it has read all, and with damaged ones it
-        may never.
+        """Print which stream's files the broker is reading: it answers only after it has read all of them, and with
+        damaged files it may never finish.
         """
         if stream := unread_stream(self._restores):
             data_dir = shlex.quote(str(self._plan.data_dir))
@@ -317,8 +322,8 @@ class LocalCluster:
             access.publish(self._plan.data_dir, msgspec.structs.replace(self._access(), unread_stream=stream))
 
     async def _watch_broker(self, supervisor: Supervisor, broker: Child) -> None:
-        """Restart the broker once there is room: after a write error, a full disk above all, it refuses its stream
-        until it is restarted.
+        """Restart the broker when its disk has space again: after a write error, usually a full disk, it refuses its
+        stream until a restart.
         """
         embedded = self._embedded
         assert embedded is not None
@@ -331,7 +336,7 @@ class LocalCluster:
                     is_reported = False
                     continue
                 if shutil.disk_usage(self._plan.data_dir).free > ROOM_BYTES:
-                    self._say("serve", "the queue can be written again, its broker is restarted")
+                    self._say("serve", "the disk of the queue has space again, the broker is restarted")
                     supervisor.restart(broker)
                 elif not is_reported:
                     self._say("serve", f"the queue cannot be written: free space on the disk of {self._plan.data_dir}")
@@ -341,7 +346,7 @@ class LocalCluster:
         """Return the addresses and credentials of this start for commands of this user."""
         plan, embedded, models = self._plan, self._embedded, Allowed(models_dir=self._plan.settings.models_dir)
         gateways = range(1 if plan.standalone else plan.gateways)
-        is_ours = plan.settings.config_service_url is None  # the token of another one is not ours to tell
+        is_ours = plan.settings.config_service_url is None  # the token of another config service must not be published
         return Access(
             gateway_url=",".join(f"http://{_reachable(plan.host)}:{plan.port + number}" for number in gateways),
             config_url=self._flags.get("SIE_CONFIG_SERVICE_URL", "") if is_ours else "",
@@ -403,7 +408,7 @@ class LocalCluster:
         if mode == "none" and not is_loopback(plan.host):
             self._say(
                 "serve",
-                f"warning: whoever reaches {plan.host} port {plan.port} may use this server: SIE_AUTH_MODE is none",
+                f"warning: anyone who reaches {plan.host} port {plan.port} can use this server: SIE_AUTH_MODE is none",
             )
 
     def _metrics_urls(self) -> dict[str, list[str]]:
@@ -423,7 +428,7 @@ _BODIES: Mapping[str, str] = {
 
 
 def example_request(model: NamedModel, url: str, token: str) -> str:
-    """A command line that asks a model for what it does first."""
+    """Return a command line that sends a model a request of its first task."""
     if "text" not in model.entry.inputs:
         return f"sie try {model.name} @FILE"
     task = model.entry.tasks[0]
@@ -447,7 +452,7 @@ def _command() -> list[str]:
 
 
 def flag(row: SettingRow, raw: str) -> list[str]:
-    """A setting as arguments of a command line."""
+    """Return a setting as arguments of a command line."""
     if isinstance(row.default, bool):
         return [row.flag if row.read(raw) else f"--no-{row.flag[2:]}"]
     return [row.flag, raw]

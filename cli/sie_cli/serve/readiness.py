@@ -9,14 +9,17 @@ import httpx
 
 from sie_contracts.settings import Secret
 
-Probe = Callable[[httpx.AsyncClient], Awaitable[str | None]]  # why it is not ready; None once it is
+# returns why a process is not ready; None when it is ready
+Probe = Callable[[httpx.AsyncClient], Awaitable[str | None]]
 
 
 _RESTORE = re.compile(r"(Starting restore|Restored \d+ messages) for stream '\S+ > (\S+)'")
 
 
 def unread_stream(lines: Iterable[str]) -> str:
-    """The stream whose files a starting broker began to read and did not read to the end, by what it printed."""
+    """Return the stream whose files a starting broker began to read and has not finished, from the lines that it
+    printed; empty if there is none.
+    """
     pending: dict[str, None] = {}
     for line in lines:
         if (match := _RESTORE.search(line)) is not None:
@@ -28,7 +31,7 @@ def unread_stream(lines: Iterable[str]) -> str:
 
 
 async def not_ready(client: httpx.AsyncClient, url: str) -> str | None:
-    """Return why the process whose /readyz is at `url` is not ready; None once it is."""
+    """Return why the process whose /readyz is at `url` is not ready; None when it is ready."""
     try:
         answer = await client.get(url)
     except httpx.HTTPError as error:
@@ -37,9 +40,9 @@ async def not_ready(client: httpx.AsyncClient, url: str) -> str | None:
 
 
 async def lacks_workers(client: httpx.AsyncClient, url: str, token: Secret, count: int) -> str | None:
-    """Return why the gateway, by its /health, does not serve by that many workers yet.
+    """Return why the gateway, by its /health, does not serve with `count` workers yet; None when it does.
 
-    A worker is ready before the gateway has heard of it, and requests of that moment would be refused.
+    A worker is ready before the gateway sees it. The gateway would refuse requests in that time.
     """
     try:
         answer = await client.get(url, headers={"Authorization": f"Bearer {token.reveal()}"})

@@ -1,6 +1,4 @@
-"""Gateway, catalogue and schedulers in one process over the in-process queue. The adapters stay
-processes of their own.
-"""
+"""Gateway, catalogue and schedulers in one process over the in-process queue. Each adapter stays a separate process."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ from sie_runtime.process import run as run_process
 
 
 class LocalSource:
-    """The catalogue of the same process, as the feed wants it."""
+    """The catalogue of this process, with the interface that the feed needs."""
 
     def __init__(self, store: CatalogueStore) -> None:
         self._store = store
@@ -105,7 +103,7 @@ async def _run(
 
 
 def _workers(settings: Settings, data_dir: Path, count: int) -> list[Settings]:
-    """One set of settings per worker: its own socket, port and id."""
+    """Return one set of settings per worker, with its own socket, port and id."""
     workers = []
     for number in range(count):
         port = settings.worker_metrics_port

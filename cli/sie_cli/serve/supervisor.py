@@ -1,8 +1,9 @@
-"""Child processes that are started, watched, restarted with back-off and ended, in order.
+"""Supervisor of child processes: starts them in order, watches them, restarts them with back-off, and stops them in
+order.
 
-A child never outlives its supervisor, however that ends: the kernel kills it with its parent (Linux; elsewhere a killed
-supervisor leaves children behind). Children are in sessions of their own, so Ctrl-C reaches the supervisor alone and
-the order of ending is ours.
+A child never outlives its supervisor, however that ends: the kernel kills it with its parent (only on Linux; elsewhere
+a killed supervisor leaves children behind). Each child has its own session, so Ctrl-C reaches only the supervisor,
+which decides the order of the stop.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from typing import Protocol
 from sie_runtime.process import EXIT_BAD_SETTING
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
-MAX_FIRST_FAILURES = 5  # in a row, of a child that was never up: its cause will not go away by itself
-LAST_LINES_S = 2.0  # how long the last lines of a child that ended are waited for
-MAX_LINE_BYTES = 1 << 20  # of output
-STEADY_S = 30.0  # a child that lived this long starts again without a pause
+MAX_FIRST_FAILURES = 5  # in a row, of a child that was never ready: its fault will not end by itself
+LAST_LINES_S = 2.0  # seconds to wait for the last lines of a child that ended
+MAX_LINE_BYTES = 1 << 20  # bytes of one line of output
+STEADY_S = 30.0  # a child that lived longer than this starts again without a pause
 _PR_SET_PDEATHSIG = 1
 
 
@@ -42,7 +43,7 @@ class ChildProcess(Protocol):
 
 
 async def started(argv: Sequence[str], environ: Mapping[str, str]) -> ChildProcess:
-    """A process in a session of its own that ends with this one. Raises OSError."""
+    """Start a process in its own session that ends with this process. Raises OSError."""
     return await asyncio.create_subprocess_exec(
         *argv,
         env=dict(environ),
@@ -56,7 +57,7 @@ async def started(argv: Sequence[str], environ: Mapping[str, str]) -> ChildProce
 
 
 def _die_with_parent() -> Callable[[], None] | None:
-    """Return a `preexec_fn`: have the kernel kill the child when the thread that forked it ends."""
+    """Return a `preexec_fn` that makes the kernel kill the child when the thread that forked it ends."""
     if not sys.platform.startswith("linux"):
         return None
     prctl = ctypes.CDLL(None, use_errno=True).prctl  # resolved before the fork
@@ -69,8 +70,8 @@ def _die_with_parent() -> Callable[[], None] | None:
 
 @dataclass
 class Child:
-    """One process. `grace_s`: how long it may take to end after SIGTERM before it is killed. `once`: arguments of the
-    first start only.
+    """One child process. `grace_s`: seconds that it may take to end after SIGTERM before it is killed. `once`:
+    arguments of the first start only.
     """
 
     name: str
@@ -83,17 +84,18 @@ class Child:
     keeper: asyncio.Task[None] | None = None
     output: set[asyncio.Task[None]] = field(default_factory=set)
     ending: bool = False
-    refusal: str = ""  # the last line that says which setting it refuses
+    refusal: str = ""  # the last line in which it names a setting that it refuses
 
     def count_restart(self) -> None:
         self.restarts += 1
 
 
 class Supervisor:
-    """Owns the children. `say(child, line)` gets every line they print.
+    """Owns the children. `say(child, line)` is called for every line that they print.
 
-    `fatal` says why no restart helps: one refuses its settings, or one failed MAX_FIRST_FAILURES times before `is_up`,
-    which its owner sets when everything was ready once. From then on a child is started again however often it ends.
+    `fatal` is set to the reason when no restart helps: a child refuses its settings, or it failed MAX_FIRST_FAILURES
+    times before `is_up`. The owner sets `is_up` when all processes were ready once. From then on a child is started
+    again however often it ends.
     """
 
     def __init__(self, say: Callable[[str, str], None]) -> None:
@@ -121,7 +123,7 @@ class Supervisor:
             try:
                 line = await stream.readline()
             except ValueError:
-                continue  # a line over the limit: its rest is read as the next ones
+                continue  # a line over the limit: its rest is read as the next lines
             if not line:
                 return
             text = line.decode("utf-8", "replace").rstrip("\n")
@@ -159,7 +161,7 @@ class Supervisor:
                 try:
                     await self._spawn(child)
                     break
-                except OSError as error:  # no process or no memory to be had now
+                except OSError as error:  # no process or no memory is available now
                     self._say(child.name, f"cannot be started: {error}")
                     await asyncio.sleep(LONGEST_PAUSE_S)
 
@@ -168,7 +170,7 @@ class Supervisor:
             self.fatal.set_result(reason)
 
     async def stop(self, children: Sequence[Child]) -> None:
-        """SIGTERM, wait for at most each child's grace, SIGKILL. All at once; returns when they are gone."""
+        """Send SIGTERM to all children, wait for the grace of each, then send SIGKILL. Return when all have ended."""
         await asyncio.gather(*(self._stop_one(child) for child in children))
 
     async def _stop_one(self, child: Child) -> None:
@@ -189,12 +191,12 @@ class Supervisor:
             await asyncio.wait(child.output, timeout=1.0)
 
     def restart(self, child: Child) -> None:
-        """Have a child end; its keeper starts it again."""
+        """Send SIGTERM to a child; its keeper starts it again."""
         if child.process is not None and child.process.returncode is None:
             _signal(child.process, signal.SIGTERM)
 
     def kill_all(self) -> None:
-        """SIGKILL every child, now."""
+        """Send SIGKILL to every child now."""
         for child in self._children:
             child.ending = True
             if child.process is not None and child.process.returncode is None:

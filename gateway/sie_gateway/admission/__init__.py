@@ -1,13 +1,14 @@
-"""Admission: the order in which requests are let in, and the Retry-After of those that are refused.
+"""Admission: the order in which requests are let in, and the Retry-After of refused requests.
 
-    key ─► `grant`: what it may do ─► `window`: its share ─► `model_queue`: a place before the model
+    key ─► `grant`: its scopes and quota ─► `window`: its share ─► `model_queue`: the expected wait
     ─► admitted, or 429 or 503 with a time from `retry_slots`
 
-Refusals of the gateway for lack of room, by the class or function that raises them (`docs/errors.md` has the codes,
-`docs/security.md` has the limits under "What a client may hold"). Elsewhere: connections and websockets in
-`sie_runtime.http`; the store of large inputs as QUEUE_UNAVAILABLE (`store_full`) in `streams/publish`; no worker at all
-as PROVISIONING or MODEL_LOADING in `fleet/demand` and `fleet/lanes`; reservations in `fleet/pool_rules`; a worker's own
-room in the sidecar's `prepare/media_pool` and the adapter's `memory/oom`, `memory/residency`, `documents/parsers`.
+The table has the refusals of the gateway for lack of room, by the class or function that raises them (`docs/errors.md`
+has the codes, `docs/security.md` has the limits under "What a client may hold"). Other modules refuse connections and
+websockets (`sie_runtime.http`), large inputs if their store is full (QUEUE_UNAVAILABLE with `store_full`,
+`streams/offload`), requests without a worker (PROVISIONING, MODEL_LOADING, `fleet/demand` and `fleet/lanes`) and
+reservations (`fleet/pool_rules`). A worker refuses for lack of its own room in the sidecar's `prepare/media_pool` and
+the adapter's `memory/oom`, `memory/residency`, `documents/parsers`.
 
     admission/admission.Admission   QUEUE_FULL          the wait, or the bytes that wait in this gateway
     admission/grant.Quotas          RATE_LIMITED        tokens of a key in a minute

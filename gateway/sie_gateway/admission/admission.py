@@ -1,26 +1,27 @@
-"""Entry into the queue: refusal by measured wait (`model_queue`, `retry_slots`), and the windows of keys around
-`window`.
+"""Entry of requests into the queue. A request is refused by its expected wait (`model_queue`, `retry_slots`), and keys
+share the queue by their windows (`window`).
 
     chunks ──► would it wait past its budget? ──► room now: permits at once
-                        │ yes                 └─► no room: its turn among the keys, as results come back
-                        ▼                              └─► turns out to be late after all: QUEUE_FULL as well
+                        │ yes                 └─► no room: waits for the turn of its key, as results come back
+                        ▼                              └─► would be late now: QUEUE_FULL as well
                    QUEUE_FULL with the time of its turn
 
-Every permit is given back once: when its chunk's result is taken, or when its request ends.
+Every permit is given back once: when the result of its chunk arrives, or when its request ends.
 
-`Peers`: the gateways of this installation, by their own announcements: how many share a window, and what all of them
-put into the queue.
+`Peers` are the gateways of this installation, known by their announcements: their number, by which they share windows,
+and the work that they put into the queue.
 
     each second, every gateway ──► sie.gateway.{id} ──► every gateway, the sender included
                                        └── while it has work in the queue and is not alone: five times a second, with
                                            that work and the turns of the clients that it refused (`listeners`)
 
-A gateway's own figures count as it announced them, so that equal figures stand at every gateway.
+A gateway uses its own figures as it last announced them, so that all gateways compute with equal figures.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import heapq
 import logging
@@ -48,24 +49,32 @@ from sie_gateway.streams.backlog import Backlog
 from sie_runtime.process import Stop
 
 EVERY_S = 1.0
-BUSY_S = 0.2  # while others need to know what is in the queue
+BUSY_S = 0.2  # seconds between announcements while this gateway has work in the queue
 SILENT_S = 5.0
-HALF_LIFE_S = 60.0  # of the messages that the mean cost is made of
-RATE_S = 10.0  # time constant of the tokens a second
-QPS_S = 10.0  # over which answers are counted
+HALF_LIFE_S = 60.0  # half-life of the messages that the mean cost is computed from
+RATE_S = 10.0  # time constant of the rate in tokens per second
+QPS_S = 10.0  # seconds over which answers are counted
 MAX_BEATS = 50
-_MIN_MESSAGES = 0.01  # a lane without traffic is forgotten after some ten half-lives
+_MIN_MESSAGES = 0.01  # a lane with fewer is forgotten: some ten half-lives after its traffic ended
 _peers_logger = logging.getLogger("sie.gateway.peers")
 
 
 def mean_cost(traffic: list[LaneTraffic]) -> float:
-    """Tokens of a message; 0.0 where nobody has sent one lately."""
+    """Return the mean tokens of a message; 0.0 if no gateway has sent one lately."""
     count = sum(flow.messages for flow in traffic)
     return sum(flow.tokens for flow in traffic) / count if count else 0.0
 
 
+@functools.lru_cache(1024)
+def _flow_name(lane: Lane, priority: Priority) -> str:
+    """Name of a lane and priority in an announcement."""
+    return f"{lane}.{priority}"
+
+
 class _LaneFlow:
-    """Messages and tokens that this gateway put into one lane and priority. `fresh` since the last announcement."""
+    """Messages and tokens that this gateway put into one lane and priority. `fresh` counts the tokens since the last
+    announcement.
+    """
 
     __slots__ = ("fresh", "messages", "rate", "tokens")
 
@@ -82,8 +91,9 @@ class _LaneFlow:
 
 
 class Peers:
-    """Told at each announcement, `waiting`: the tokens that wait in this gateway by lane and priority; `epoch`: of the
-    catalogue that it serves by; `queued`: what others need to know of its work in the queue.
+    """Gateways of this installation, this one included. Three functions give the figures of this one's announcements:
+    `waiting` the tokens that wait in it by lane and priority, `epoch` the epoch of its catalogue, `queued` its work in
+    the queue.
     """
 
     def __init__(
@@ -105,31 +115,33 @@ class Peers:
         self._heard: dict[str, tuple[float, GatewayBeat]] = {}
         self._aged_s = clock()
         self._answered = 0
-        self._answers: deque[tuple[int, float]] = deque(maxlen=MAX_BEATS)  # answers, and in how many seconds
-        self.listeners: list[Callable[[GatewayBeat], None]] = []  # of what the other gateways announce
-        self._is_busy = False  # the last announcement had work in the queue
+        # number of answers, and the seconds in which they were sent
+        self._answers: deque[tuple[int, float]] = deque(maxlen=MAX_BEATS)
+        self.listeners: list[Callable[[GatewayBeat], None]] = []  # called with each announcement of another gateway
+        self._is_busy = False  # true if the last announcement had work in the queue
 
     async def start(self) -> None:
         await self._bus.subscribe(f"{topology.GATEWAY_SUBJECT}.*", self._on_beat)
 
     async def run(self, stop: Stop) -> None:
-        """Announce until `stop`, then say goodbye."""
+        """Announce this gateway until `stop`, then announce that it leaves."""
         while not await stop.wait_for(self.pause_s()):
             await self._send(self.beat())
         await self._send(GatewayBeat(self.id, leaving=True))
 
     def pause_s(self) -> float:
-        """Until the next announcement."""
+        """Return the seconds until the next announcement."""
         return BUSY_S if self._is_busy else EVERY_S
 
     async def _send(self, beat: GatewayBeat) -> None:
         try:
             await self._bus.send(topology.gateway_subject(self.id), messages.encode(beat))
         except BrokerError as error:
-            _peers_logger.info("not announced: %s", error)  # the broker is away, which others report
+            # only info: other parts report that the broker is away
+            _peers_logger.info("the announcement of this gateway was not sent: %s", error)
 
     def sent(self, lane: Lane, priority: Priority, count: int, cost: int) -> None:
-        """Account for messages put into the queue."""
+        """Count messages that were put into the queue."""
         flow = self._flows.get((lane, priority))
         if flow is None:
             flow = self._flows[lane, priority] = _LaneFlow()
@@ -138,15 +150,15 @@ class Peers:
         flow.fresh += cost
 
     def answered(self) -> None:
-        """Account for an inference request that was answered, whatever the answer."""
+        """Count an inference request that was answered, with any status."""
         self._answered += 1
 
     def qps(self) -> float:
-        """Inference requests that all live gateways answer per second."""
+        """Return the inference requests per second that all live gateways answer."""
         return sum(beat.qps for beat in self._live())
 
     def beat(self) -> GatewayBeat:
-        """This gateway's next announcement."""
+        """Build this gateway's next announcement."""
         now_s = self._clock()
         seconds, self._aged_s = max(1e-3, now_s - self._aged_s), now_s
         for flow in self._flows.values():
@@ -154,11 +166,13 @@ class Peers:
         self._flows = {key: flow for key, flow in self._flows.items() if flow.messages > _MIN_MESSAGES}
         waiting = self._waiting()
         traffic = {
-            f"{lane}.{priority}": LaneTraffic(flow.messages, flow.tokens, flow.rate, waiting.get((lane, priority), 0))
+            _flow_name(lane, priority): LaneTraffic(
+                flow.messages, flow.tokens, flow.rate, waiting.get((lane, priority), 0)
+            )
             for (lane, priority), flow in self._flows.items()
         }
         for (lane, priority), tokens in waiting.items():
-            traffic.setdefault(f"{lane}.{priority}", LaneTraffic(0.0, 0.0, 0.0, tokens))
+            traffic.setdefault(_flow_name(lane, priority), LaneTraffic(0.0, 0.0, 0.0, tokens))
         self._answers.append((self._answered, seconds))
         self._answered = 0
         while len(self._answers) > 1 and sum(took_s for _, took_s in self._answers) > QPS_S:
@@ -192,33 +206,38 @@ class Peers:
         return [beat for seen_s, beat in self._heard.values() if now_s - seen_s < SILENT_S]
 
     def count(self) -> int:
-        """Gateways that live, this one included."""
+        """Return the number of live gateways, this one included."""
         return max(1, len({self.id, *(beat.gateway for beat in self._live())}))
 
     def epochs(self) -> dict[str, str]:
-        """The epoch of the catalogue that each live gateway serves by; this one's is that of now."""
+        """Return the catalogue epoch of each live gateway. For this gateway it is the current one."""
         return {**{beat.gateway: beat.config_epoch for beat in self._live()}, self.id: self._epoch()}
 
     def traffic(self, lane: Lane, priority: Priority) -> list[LaneTraffic]:
-        """Traffic of a lane and priority, as each live gateway announced it."""
-        name = f"{lane}.{priority}"
+        """Return the traffic of a lane and priority, as each live gateway announced it."""
+        name = _flow_name(lane, priority)
         return [flow for beat in self._live() if (flow := beat.traffic.get(name)) is not None]
 
 
-MAX_WAITING_BYTES = 256 << 20  # of inputs that wait in this gateway for their turn; one request always may
-COLD_CHUNKS = 2  # of a model that no worker has loaded, in the queue: what makes one load it, and its first batch
+# bytes of inputs that wait in this gateway; one request may always wait, whatever its size
+MAX_WAITING_BYTES = 256 << 20
+# chunks in the queue of a model that no worker has loaded: one makes a worker load it, the other is ready for its first
+# batch
+COLD_CHUNKS = 2
 MAX_GONE = 4096
-SHED_S = 0.1  # how often those that are in the queue are looked at again
+SHED_S = 0.1  # seconds between checks for queued requests that would be late
 SWEEP_S = 1.0
-MAX_TOLD = 256  # models and priorities in an announcement to the other gateways, those with the most work in the queue
-# turns in an announcement: of 34 bytes each, so that all of it fits the least message that a broker may have, 64 KiB
+MAX_TOLD = 256  # models and priorities in an announcement: the ones with the most work in the queue
+# turns in an announcement, of 34 bytes each: the announcement fits 64 KiB, the smallest message limit of a broker
 MAX_TOLD_TURNS = 1000
 UNUSED_S = 60.0
 _logger = logging.getLogger("sie.gateway.admission")
 
 
 def key_of(authorization: str) -> str:
-    """The name of a key in this process: a digest, so that no token is kept. For a bearer token that was let in."""
+    """Return the name of a key in this process. It is a digest, so that no token is kept. `authorization` is a bearer
+    token that was let in.
+    """
     token = authorization[7:] if authorization[:7].lower() == "bearer " else authorization
     return hashlib.blake2b(token.strip().encode(), digest_size=16).hexdigest()
 
@@ -228,7 +247,9 @@ def host_of(beat: Heartbeat) -> Host:
 
 
 class Permits:
-    """Permits of one request for its chunks. `is_cold`: no worker of its lane had the model loaded when it came."""
+    """Permits of one request for its chunks. `is_cold` is true if no worker of its lane had the model loaded when the
+    request came.
+    """
 
     def __init__(
         self,
@@ -244,24 +265,25 @@ class Permits:
         self._admission = admission
         self.place = place
         self._ticket = entered.ticket
-        self.on_refused: Callable[[QueueFull], None] | None = None  # called when it turns out to be late after all
+        # called if the request is refused after its admission because it would be late
+        self.on_refused: Callable[[QueueFull], None] | None = None
         self._granted: list[int] = []
         self._wake: asyncio.Event | None = None
-        self.size_bytes = size_bytes  # counted while it waits
+        self.size_bytes = size_bytes  # counted as waiting bytes while the request waits
         self.is_cold = not place.hosts
 
     @property
     def complete(self) -> bool:
-        """Whether every chunk has had its permit, and `pop` has handed it out."""
+        """True if every chunk has had its permit, and `pop` has returned all of them."""
         return not self._ticket.waiting and not self._granted
 
     def pop(self) -> list[int]:
-        """The chunks that may be published from now on, each once."""
+        """Return the chunks that may be published now. Each chunk is returned once."""
         granted, self._granted = self._granted, []
         return granted
 
     async def more(self) -> list[int]:
-        """`pop`, as soon as there is one."""
+        """Wait until a chunk has a permit, then return `pop`."""
         while not self._granted:
             self._wake = asyncio.Event()
             await self._wake.wait()
@@ -273,23 +295,25 @@ class Permits:
             self._wake.set()
 
     def result_arrived(self, result: WorkResult) -> None:
-        """The chunk has left the queue: its result was taken."""
+        """Give back the permit of a chunk whose result has arrived: the chunk has left the queue."""
         self.place.answered(self._ticket, result, self._estimates[result.chunk], self._clock())
         if self.place.window.give_back(self._ticket, result.chunk):
             self._admission.freed(self.place, is_result=True)
         self._admission.look_again(self.place)
 
     def tokens(self, chunks: Sequence[int]) -> int:
-        """Tokens that these chunks count as."""
+        """Return the tokens of these chunks, as workers count them."""
         return sum(self._ticket.tokens[chunk] for chunk in chunks)
 
     def close(self) -> None:
-        """The request has ended."""
+        """End the request: its permits are given back, and none of its chunks waits any more."""
         self._admission.ended(self, self._ticket)
 
 
 class Admission:
-    """Owned by the gateway's loop; every method but `run` returns at once."""
+    """Admission of requests into the queues of all models. Only the gateway's event loop uses it. Every method except
+    `run` returns without waiting.
+    """
 
     def __init__(
         self,
@@ -302,7 +326,7 @@ class Admission:
         *,
         epoch: Callable[[], str] = str,
     ) -> None:
-        """`epoch`: of the catalogue that this gateway serves by."""
+        """`epoch` returns the epoch of the catalogue that this gateway uses."""
         self._settings = settings
         self._fleet = fleet
         self._backlog = backlog
@@ -310,23 +334,25 @@ class Admission:
         self._clock = clock
         self.peers = Peers(broker, self.waiting, clock, epoch=epoch, queued=self.queued)
         self.peers.listeners.append(self.peer_announced)
-        # lanes are those of the pools, the catalogue and the machine profiles
+        # bounded: lanes come from the pools, the catalogue and the machine profiles
         self._shares: dict[tuple[Lane, Priority], Shares] = {}
         self._places: dict[tuple[Lane, Priority, str], ModelQueue] = {}
-        self._open: dict[Ticket, Permits] = {}  # from their admission to their end
-        self._gone: dict[str, tuple[ModelQueue, Entered]] = {}  # requests that ended before their results
-        self._queueing: dict[Ticket, Permits] = {}  # those of them that wait for a permit
-        self._crowded: dict[ModelQueue, None] = {}  # where they wait
+        self._open: dict[Ticket, Permits] = {}  # open requests, from admission to end
+        self._gone: dict[str, tuple[ModelQueue, Entered]] = {}  # requests that ended before their results came
+        self._queueing: dict[Ticket, Permits] = {}  # open requests that wait for a permit
+        self._crowded: dict[ModelQueue, None] = {}  # models at which requests wait for a permit
         self._waiting_bytes = 0
         fleet.listeners.append(self.pump)
 
     async def run(self, stop: Stop) -> None:
-        """See to what changes with time alone, until `stop`."""
+        """Call `sweep` every SWEEP_S seconds until `stop`."""
         while not await stop.wait_for(SWEEP_S):
             self.sweep()
 
     def sweep(self) -> None:
-        """See to what changes with time alone."""
+        """Do the work that time alone causes: drop unused models, grant permits, and refuse requests that would be
+        late.
+        """
         now_s = self._clock()
         self._places = {
             name: place
@@ -352,8 +378,8 @@ class Admission:
     ) -> None:
         """Raise QueueFull if a request of an estimated `cost` tokens would not be answered within its budget.
 
-        `squares`: the sum of the squared tokens of its rows. `client` is what it is known by when it comes again, a
-        digest; empty where it cannot be known.
+        `squares` is the sum of the squared tokens of its rows. `client` returns the digest by which the client is
+        recognised when it comes again; it is empty if the client cannot be recognised.
         """
         now_s = self._clock()
         place = self._place(lane, priority, residency)
@@ -372,7 +398,7 @@ class Admission:
     ) -> QueueFull:
         retry_s = place.turns.book(self._clock(), client(), tokens, refusal.turn_s, refusal.room)
         message = (
-            f"the wait may take {refusal.wait_s:.1f} s, with the work of those that were told when to come again, and "
+            f"the wait may take {refusal.wait_s:.1f} s, including the work of refused clients that will come again; "
             f"{budget_s:.1f} s are left"
         )
         if refusal.is_stalled:
@@ -383,8 +409,8 @@ class Admission:
         self._metrics.rejected.labels(place.lane.machine_profile, place.lane.bundle, reason).inc()
 
     def expected_s(self, lane: Lane, priority: Priority) -> float | None:
-        """How long the work of any model in the lane waits at most; None of a lane without a worker, or where that is
-        not known.
+        """Return the longest expected wait in seconds of all models in the lane. Return None if the lane has no worker
+        or the wait is unknown.
         """
         if not self._fleet.of_lane(lane):
             return None
@@ -398,9 +424,9 @@ class Admission:
         return longest_s
 
     def look_again(self, place: ModelQueue) -> None:
-        """Refuse those that were let in and turn out to be late: sooner than their time-out, and what they would cost
-        is left to others. Once in SHED_S, and not between the results of one batch, since those that are still to come
-        would count as work ahead.
+        """Refuse admitted requests that would now be late. They fail sooner than by their time-out, and their room goes
+        to other requests. This runs at most once in SHED_S seconds, and not between the results of one batch, because
+        the results still to come would count as work ahead.
         """
         now_s = self._clock()
         if now_s - place.shed_s <= SHED_S or not place.drain.is_settled(now_s, SHED_S):
@@ -413,7 +439,7 @@ class Admission:
                 permits.on_refused(self._late(place, refusal, cost, entered.deadline_s - now_s, entered.client))
 
     def queue_depth(self, lane: Lane) -> int:
-        """Messages of a lane in the queue, as far as this gateway knows."""
+        """Return the messages of a lane in the queue, as far as this gateway knows."""
         own = dict.fromkeys(PRIORITIES, 0)
         for place in self._places.values():
             if place.lane == lane:
@@ -421,7 +447,7 @@ class Admission:
         return sum(max(self._backlog.messages(lane, priority) or 0, own[priority]) for priority in PRIORITIES)
 
     def waiting(self) -> Mapping[tuple[Lane, Priority], int]:
-        """Tokens that wait in this gateway, by lane and priority."""
+        """Return the tokens that wait in this gateway, by lane and priority."""
         tokens: dict[tuple[Lane, Priority], int] = {}
         for place in self._places.values():
             if place.window.is_waiting:
@@ -430,8 +456,8 @@ class Admission:
         return tokens
 
     def queued(self) -> tuple[QueuedWork, ...]:
-        """Announcement to the other gateways: this one's work in the queue, and the turns of the clients that it
-        refused.
+        """Build the announcement to the other gateways: this gateway's work in the queue, and the turns of clients that
+        it refused.
         """
         now_s, left = self._clock(), MAX_TOLD_TURNS
         announced: list[QueuedWork] = []
@@ -443,7 +469,7 @@ class Admission:
         return tuple(announced)
 
     def peer_announced(self, beat: GatewayBeat) -> None:
-        """Another gateway told what it has in the queue."""
+        """Apply another gateway's announcement of its work in the queue."""
         now_s = self._clock()
         for queued in beat.queued:
             lane = Lane(queued.pool, queued.machine_profile, queued.bundle)
@@ -453,12 +479,14 @@ class Admission:
                 place.peer_announced(beat.gateway, queued, now_s)
 
     def chunk_cost(self, lane: Lane, priority: Priority, residency: str) -> int:
-        """SIE_CHUNK_COST in estimated tokens: fewer where a model's tokens turn out to be more than estimated."""
+        """Return SIE_CHUNK_COST in estimated tokens. The number is lower for a model whose inputs have more tokens than
+        estimated.
+        """
         place = self._places.get((lane, priority, residency))
         return max(1, int(self._settings.chunk_cost / max(1.0, place.scale if place is not None else 1.0)))
 
     def image_cost(self, residency: str) -> ImageCost:
-        """Estimated cost of an image for a model."""
+        """Return the estimated cost of an image for a model."""
         return self._fleet.image_cost(residency)
 
     # ---- permits
@@ -476,10 +504,11 @@ class Admission:
         request: str = "",
         squares: Sequence[int] = (),
     ) -> Permits:
-        """Permits for chunks of these estimated tokens, as many as may go now; the others follow. `request` is what
-        results call it, `squares` the sum of the squared tokens of each chunk's rows.
+        """Return the permits of a request for chunks of these estimated tokens. It has permits for as many chunks as
+        may go now; the others follow. `request` is the id that results have. `squares` has, for each chunk, the sum of
+        the squared tokens of its rows.
 
-        Raises QueueFull where too much waits already.
+        Raises QueueFull if too many bytes wait already.
         """
         now_s = self._clock()
         place = self._place(lane, priority, residency)
@@ -515,7 +544,7 @@ class Admission:
         return permits
 
     def answered_late(self, result: WorkResult) -> None:
-        """A result came for a request that is over: what it says of the queue counts all the same."""
+        """Learn from a result that came after its request had ended: it still shows the speed of the queue."""
         entry = self._gone.get(result.request)
         if entry is not None:
             place, entered = entry
@@ -534,7 +563,7 @@ class Admission:
         return self._settings.key_window_tokens / self.peers.count()
 
     def _refresh(self, place: ModelQueue, now_s: float) -> None:
-        """Bring what is known of the place's hosts, and its bound, up to date."""
+        """Update the hosts and the bound of a model's queue, after a heartbeat or after SWEEP_S seconds."""
         if place.version == self._fleet.version and now_s < place.until_s:
             return
         place.version, place.until_s = self._fleet.version, now_s + SWEEP_S
@@ -551,7 +580,7 @@ class Admission:
         )
 
     def pump(self) -> None:
-        """Hand out what may go by now, everywhere."""
+        """Grant the permits that are possible by now, at every model."""
         for place in list(self._crowded):
             self._pump(place)
 
@@ -568,7 +597,9 @@ class Admission:
             self._crowded.pop(place, None)
 
     def freed(self, place: ModelQueue, *, is_result: bool) -> None:
-        """Something left the queue. It may have been the share of a key that waits elsewhere in the lane."""
+        """Grant permits after something left the queue. It may have been the share of a key that waits at another model
+        of the lane.
+        """
         place.freed(self._clock(), is_result=is_result)
         if place in self._crowded:
             self._pump(place)
@@ -579,11 +610,11 @@ class Admission:
                 self._pump(other)
 
     def ended(self, permits: Permits, ticket: Ticket) -> None:
-        """A request has ended: its permits come back, nothing of it waits."""
+        """End a request: its permits are given back, and none of its chunks waits any more."""
         self._open.pop(ticket, None)
         entered = permits.place.ended(ticket)
         if entered is not None and entered.queued_s:
-            entered.client = bytes  # asked no more, and it would keep the body of the request
+            entered.client = bytes  # not called any more, and the function would keep the body of the request in memory
             self._gone[entered.request] = permits.place, entered
             while len(self._gone) > MAX_GONE:
                 del self._gone[next(iter(self._gone))]
@@ -596,11 +627,15 @@ class Admission:
             self._crowded.pop(permits.place, None)
 
     def drop_pool(self, pool: str) -> None:
-        """The pool is there no more. What requests of it still hold they give back as they end."""
+        """Drop the shares of a pool that was deleted. Requests that still hold permits of it give them back when they
+        end.
+        """
         used = {place.window.shares for place in self._places.values() if not place.window.idle}
         self._shares = {name: shares for name, shares in self._shares.items() if name[0].pool != pool or shares in used}
 
     def occupied(self) -> tuple[int, int, int]:
-        """Tokens and messages that hold permits, and bytes that wait. All zero when no request is open."""
+        """Return the tokens and the messages that hold permits, and the bytes that wait. All three are zero if no
+        request is open.
+        """
         windows = [place.window for place in self._places.values()]
         return sum(window.tokens for window in windows), sum(window.items for window in windows), self._waiting_bytes

@@ -1,12 +1,12 @@
-"""The grant of a credential: who it is, what it may do, and how many tokens it may use.
+"""The grant of a credential: its name, its scopes, and its quota of tokens.
 
-Tokens per minute of a key are a bucket that refills all the time, charged by estimate at the edge and settled by what
-was really used.
+The tokens per minute of a key are a bucket that refills continuously. The edge takes an estimate from it before the
+request runs, and corrects it by the actual usage.
 
-    estimate ──take──► level ──► the request runs ──► settle(true tokens): the difference goes back, or is owed
+    estimate ──take──► level ──► the request runs ──► settle(actual tokens): the difference is given back, or owed
                          └ too little: RateLimited with the time until there is enough
 
-Gateways share a quota as they share the window of a key: each has its part by their number, so it holds approximately.
+Gateways share a quota: each of n gateways has 1/n of it. So the quota holds approximately.
 """
 
 from __future__ import annotations
@@ -20,15 +20,17 @@ from sie_contracts.errors import PayloadTooLarge, RateLimited
 from sie_runtime.keys import NO_LIMITS, KeyLimits
 
 MINUTE_S = 60.0
-WORKERS_NAME = "config-read"  # of the token that workers hold
-_MAX_IDLE = 4096  # buckets that are kept; a full one says nothing that a new one does not say
+WORKERS_NAME = "config-read"  # name in metrics of the token that workers hold
+_MAX_IDLE = 4096  # buckets kept; above it full ones are dropped, because a new bucket is full as well
 
 
 @dataclass(frozen=True)
 class Grant:
-    """`key` names a credential among others: whose turn, whose quota; empty for all who need none.
+    """Rights of a credential. `key` identifies the credential for turns and quotas. It is empty where no credential is
+    needed.
 
-    `name` says in metrics who it is: nothing of a token, nor what one could be guessed by.
+    `name` identifies the credential in metrics. It contains nothing of the token, and nothing by which one could guess
+    it.
     """
 
     key: str = ""
@@ -37,7 +39,7 @@ class Grant:
     name: str = "anonymous"
 
     def owns(self, owner: str) -> bool:
-        """Whether this credential may see and change what `owner`, the key of a credential, made."""
+        """Return True if this credential may see and change objects of `owner`, which is the key of a credential."""
         return owner == self.key or "admin" in self.scopes
 
 
@@ -46,14 +48,16 @@ ANYBODY = Grant()
 
 @dataclass(slots=True)
 class _TokenLevel:
-    """Tokens that a key may use here now; below 0 they are owed."""
+    """Tokens that a key may use at this gateway now. A negative number is owed."""
 
     tokens: float
     at_s: float
 
 
 class Quotas:
-    """`gateways`: how many share them. Owned by the gateway's loop."""
+    """Token buckets of keys. `gateways` returns the number of gateways that share each quota. Only the gateway's event
+    loop uses it.
+    """
 
     def __init__(self, gateways: Callable[[], int], clock: Callable[[], float] = time.monotonic) -> None:
         self._gateways = gateways
@@ -61,15 +65,15 @@ class Quotas:
         self._levels: dict[str, _TokenLevel] = {}
 
     def charge(self, key: str, limits: KeyLimits) -> Charge | None:
-        """Open the charge of one call of this key; None if it may use any number of tokens."""
+        """Open the charge of one call of this key; return None if the key has no quota."""
         return Charge(self, key, limits.tokens_per_minute) if limits.tokens_per_minute else None
 
     def spend(self, key: str, per_minute: int, cost: int) -> None:
-        """Use `cost` tokens, or raise.
+        """Take `cost` tokens from the bucket, or raise.
 
-        What is more than this gateway's part goes by when the part is whole, and is owed then: a quota of the whole
-        installation must not refuse for good what it allows. RateLimited says when to come again; what no minute allows
-        is PayloadTooLarge.
+        A cost above this gateway's part of the quota passes when the bucket is full, and the rest is owed: otherwise a
+        request within the quota of the installation would never pass. Raises RateLimited with the time until the next
+        try, and PayloadTooLarge if the cost is above the quota of one minute.
         """
         if cost > per_minute:
             message = (
@@ -86,12 +90,12 @@ class Quotas:
         level.tokens -= cost
 
     def settle(self, key: str, per_minute: int, difference: int) -> None:
-        """Give back, or take where it is below 0, what an estimate was wrong by."""
+        """Give back the tokens that an estimate was too high by. A negative `difference` takes tokens."""
         level, part = self._level(key, per_minute)
         level.tokens = min(part, level.tokens + difference)
 
     def _level(self, key: str, per_minute: int) -> tuple[_TokenLevel, float]:
-        """The level as it is now, and what it is at most."""
+        """Return the current level of the bucket, and its size in tokens."""
         now_s, part = self._clock(), per_minute / max(1, self._gateways())
         level = self._levels.get(key)
         if level is None:
@@ -103,15 +107,15 @@ class Quotas:
         return level, part
 
     def _drop_full(self, now_s: float) -> None:
-        """Drop what has not been used for so long that it is full, unless more than a minute was owed."""
+        """Drop the buckets that were unused for so long that they are full. A bucket that owes tokens is kept."""
         self._levels = {
             key: level for key, level in self._levels.items() if level.tokens < 0 or now_s - level.at_s < MINUTE_S
         }
 
 
 class Charge:
-    """The tokens of one call: `spend` before it runs, `settle` when its usage is known, `refund` if it ended without
-    any.
+    """Tokens of one call. `spend` takes them before it runs, `settle` corrects them when its usage is known, and
+    `refund` gives them back if it ended without usage.
     """
 
     __slots__ = ("_key", "_per_minute", "_quotas", "_taken")
@@ -123,16 +127,16 @@ class Charge:
         self._taken = 0
 
     def spend(self, cost: int) -> None:
-        """Raises RateLimited, PayloadTooLarge."""
+        """Take `cost` tokens for the call. Raises RateLimited, PayloadTooLarge."""
         self._quotas.spend(self._key, self._per_minute, cost)
         self._taken += cost
 
     def settle(self, tokens: int) -> None:
-        """It used so many."""
+        """Replace the estimate by the tokens that the call used."""
         if self._taken:
             self._quotas.settle(self._key, self._per_minute, self._taken - tokens)
             self._taken = 0
 
     def refund(self) -> None:
-        """It used none, through no fault of the client."""
+        """Give back all tokens of a call that used none."""
         self.settle(0)

@@ -1,26 +1,26 @@
-"""One model at one priority of a lane, as one gateway sees it, and whether one more request would be answered in time.
-Pure.
+"""Queue of one model at one priority of a lane, as one gateway sees it. `judge` decides if one more request would be
+answered in time. Pure: no I/O.
 
 Rules of `judge`, in this order:
 
-1. Nothing of this model is in the queue, or no worker has it loaded: let in.
-2. The expected wait is that of `drain`, with MARGIN; evidence of n samples counts n^2 / (n^2 + doubt). No evidence
-   refuses nobody. Up to the floor of work the doubt is larger.
-3. A queue that stands still for longer than the budget refuses.
-4. Clients that were refused have turns (`turns`). Others are let in if their budget has room for them and for the turns
-   that are due within it, or as far as keeps the workers busy. Where batches are formed as the device is free, room is
-   kept for the turns that are due until the batch of the request is formed.
+1. If no work of this model is in the queue, or no worker has it loaded, the request is let in.
+2. `drain` gives the expected wait, which is multiplied by MARGIN. With evidence of n samples it counts by
+   n^2 / (n^2 + doubt), so without evidence no request is refused. The doubt is larger up to the floor of work.
+3. If the queue stands still for longer than the budget, the request is refused.
+4. Refused clients have turns (`turns`). Another client is let in if its budget has room for it and for the turns that
+   are due within it, or if the workers would have too little work. Where batches are formed only when the device is
+   free, room is kept for the turns that are due until the batch of the request is formed.
 
-`Throughput` measures how fast the work leaves the queue while there is work, and predicts the wait that follows.
+`Throughput` measures how fast the work leaves the queue while there is work, and predicts the wait from it.
 
     results of batches ──► time between batches that had work waiting ──► wait = batches ahead x time of a batch
 
 Only measured time counts. The time between two results is a sample if the later work was in the queue before the
-earlier result came: then the workers had no pause in between. An idle worker therefore yields no sample, and without a
-sample nothing is predicted. The samples are those of this gateway alone, so that several gateways, several workers,
-other models and other priorities are all in them.
+earlier result came: then the workers had no pause in between. So an idle worker yields no sample, and without a sample
+no wait is predicted. The samples are those of this gateway alone, so they include the effects of other gateways,
+workers, models and priorities.
 
-`AnswerPace`: the same of the gateway itself, for those whom it cannot even hear.
+`AnswerPace` measures the speed of the gateway itself, for requests that it refuses before it has read them.
 """
 
 from __future__ import annotations
@@ -40,36 +40,39 @@ from sie_contracts.wire.topology import Lane
 from sie_gateway.admission.retry_slots import MAX_RETRY_S, RetrySlots
 from sie_gateway.admission.window import KeyWindow, QueueBound, Ticket
 
-MIN_SAMPLES, MIN_SPAN_S = 4, 1.0  # the time of a batch is the mean of as many of the last samples as reach both
+# the time of a batch is the mean of the last samples: as many as reach this number and this span
+MIN_SAMPLES, MIN_SPAN_S = 4, 1.0
 MAX_SAMPLES = 64
-EXPIRY_S, EXPIRY_BATCHES = 10.0, 8  # a sample counts for so long and for so many times itself
-CHANGED = 2.0  # times as long, or as short, as any fixed and any token part allow beside a batch before
-# for each lane, in a row, beyond that: the device has become slower or faster, what came before says nothing any more
+EXPIRY_S, EXPIRY_BATCHES = 10.0, 8  # a sample counts for EXPIRY_S seconds and EXPIRY_BATCHES times its own time
+CHANGED = 2.0  # factor by which a batch is slower or faster than its size explains, so that the device may have changed
+# samples in a row for each lane beyond CHANGED: the device has become slower or faster, and older samples do not count
+# any more
 CHANGED_SAMPLES = 2
-OUTLIER = 4.0  # a sample so many times as long as any other is a stall, which says nothing of the next batch
+OUTLIER = 4.0  # a sample this many times as long as any other is a stall, and does not count for the next batch
 MAX_EVIDENCE = 64
-STALL_S = 0.25  # without a result for so long the queue may stand still
-UNKNOWN_STALL_S = 5.0  # the same before any sample
+STALL_S = 0.25  # seconds without a result after which the queue may stand still
+UNKNOWN_STALL_S = 5.0  # the same while there is no sample
 STALL_BATCHES = 3.0
 LOOK_S = 0.1
-MAX_GROWTH = 4.0  # a batch that is larger than so many measured ones is thought to cost no more than that
-FEW_BATCHES = 4  # ahead: then where one ends and the next begins matters
-SETTLED = 0.25  # of the time of a batch after its first result: by then all of them are there
+MAX_GROWTH = 4.0  # a batch larger than this many measured ones is assumed to take no longer than this many
+FEW_BATCHES = 4  # with fewer batches ahead their number is rounded up: it matters where a batch ends
+SETTLED = 0.25  # share of a batch's time after its first result: by then all of its results have come
 RECENT_ANSWERS = 64
-RECENT_BATCHES = 16  # to which a late result of the same batch is added
-GROWING = 1.25  # times any before it: the last batch while batches grow
-# of a budget: batches of at least this are thought to be cut so that several fit into the budget, if they left work
-# behind
+RECENT_BATCHES = 16  # latest batches to which a further result of the same batch may be added
+GROWING = 1.25  # the last batch is this many times as large as any before it while batches grow
+# share of a budget: a batch that takes longer and left work behind is assumed to be limited, so that several fit into
+# the budget
 CAPPED = 0.05
-FULL = 0.8  # of a full batch: those that are larger leave nothing behind that fits
+FULL = 0.8  # share of a full batch: a larger batch leaves no work behind that would fit into it
 
 
 class ExpectedWait(NamedTuple):
-    """The wait of a request. `min_s` is what it takes if the batches ahead are full and end as usual; `likely_s` has
-    one more, the batch that was formed before it came, unless batches are formed as the device is free. `stalled_s`:
-    for how long nothing has come, where that is unusual; it may well last as long again. `evidence`: samples that this
-    rests on, 0 to MAX_EVIDENCE. `rate`: tokens a second, 0 while not known. `batch_s`: of one batch. `formed_s`: until
-    the batch of this request is formed, infinite where that may be long before it runs.
+    """Expected wait of a request. `min_s` is the time if the batches ahead are full and end as usual. `likely_s` adds
+    one batch, which was formed before the request came, unless batches are formed only when the device is free.
+    `stalled_s` is the time without a result if it is unusually long, else 0; the stall may last as long again.
+    `evidence` is the number of samples, 0 to MAX_EVIDENCE. `rate` is in tokens per second, 0 while unknown. `batch_s`
+    is the time of one batch. `formed_s` is the time until the batch of this request is formed; it is infinite if that
+    may be long before the batch runs.
     """
 
     min_s: float = 0.0
@@ -81,13 +84,13 @@ class ExpectedWait(NamedTuple):
     formed_s: float = math.inf
 
     def belief(self, doubt: float) -> float:
-        """The part of it that is believed, 0 to 1."""
+        """Return the part of the wait that is believed, 0 to 1."""
         samples = self.evidence * self.evidence
         return samples / (samples + doubt)
 
 
 class _BatchResults:
-    """Results that one batch brought to this gateway."""
+    """Results of one batch that came to this gateway."""
 
     __slots__ = (
         "at_s",
@@ -116,36 +119,38 @@ class _BatchResults:
         chunks: int,
     ) -> None:
         self.name = name
-        self.missing = chunks  # results of it that did not come; those of other gateways never do
+        self.missing = chunks  # results that have not come; the results of other gateways never come here
         self.at_s = at_s
         self.before_s = before_s
         self.queued_s = queued_s
         self.is_crowded = is_crowded
         self.device_s = device_s
         self.is_sample = device_s < math.inf
-        self.formed_s = at_s - pipeline * device_s  # at the latest: a worker may form batches ahead of the device
-        self.left_work = False  # work that was in the queue then was not taken
+        self.formed_s = at_s - pipeline * device_s  # estimate: a worker may form `pipeline` batches ahead of the device
+        self.left_work = False  # true if it left work in the queue when it was formed
         self.is_counted = False
         self.tokens = 0.0
 
     def seconds(self, lanes: int) -> float:
-        """Since the result before it. If its work was queued later, there was a pause, and the device knows better."""
+        """Return the seconds since the result before it. If its work was queued after that result, there was a pause:
+        then the time on the device, divided by `lanes`, is the upper limit.
+        """
         if self.queued_s <= self.before_s:
             return self.at_s - self.before_s
         return min(self.at_s - self.queued_s, self.device_s / lanes)
 
 
 def _is_changed(before: _BatchResults, newest: list[_BatchResults]) -> bool:
-    """Whether all of the newest were slower, or all were faster, than a device can be that took so long for the batch
-    before.
+    """Return True if all of the newest batches were slower, or all were faster, than the device can be, judged by the
+    batch before.
     """
     odd = [_oddness(before, batch) for batch in newest]
     return min(odd) > CHANGED or max(odd) * CHANGED < 1
 
 
 def _oddness(before: _BatchResults, batch: _BatchResults) -> float:
-    """How many times as long as possible a batch took beside one before it: n times the tokens take between once and n
-    times as long.
+    """Return the factor by which a batch took longer (above 1) or shorter (below 1) than possible, judged by a batch
+    before it. A batch of n times the tokens takes between once and n times as long.
     """
     if not math.inf > before.device_s > 0 or not math.inf > batch.device_s > 0:
         return 1.0
@@ -161,8 +166,9 @@ class _BatchSample(NamedTuple):
 
 
 class MeasuredBatch(NamedTuple):
-    """A batch as the last samples have it. `is_full`: it is as large as it gets. `left_work`: most of them left work
-    behind, and they do not grow as those of a worker that learns what they take. `longest_s`: of one of them.
+    """Mean batch of the last samples. `is_full`: the batch is as large as it can be. `left_work`: most of the batches
+    left work behind, and they do not grow any more, as batches do while a worker learns their times. `longest_s`: the
+    time of the longest of them.
     """
 
     tokens: float
@@ -173,17 +179,17 @@ class MeasuredBatch(NamedTuple):
 
 
 class Throughput:
-    """Times are those of one clock, seconds."""
+    """Measured throughput of one model at one priority. Times are seconds of one clock."""
 
     __slots__ = ("_batches", "_evidence", "_known", "_known_s", "_lanes", "last_s")
 
     def __init__(self) -> None:
         self._batches: deque[_BatchResults] = deque(maxlen=MAX_SAMPLES)
-        self.last_s = -math.inf  # of the last result
+        self.last_s = -math.inf  # time of the last result
         self._lanes = 1
         self._evidence = 0
         self._known: MeasuredBatch | None = None
-        self._known_s = -math.inf  # when it was worked out, for as long as no batch came
+        self._known_s = -math.inf  # time when `_known` was computed
 
     def left(
         self,
@@ -198,11 +204,12 @@ class Throughput:
         pipeline: int = 1,
         chunks: int = 1,
     ) -> None:
-        """A result came: of `tokens` tokens that were queued at `queued_s` and ran in this batch. `is_crowded`: they
-        were queued while more waited than the workers take in, so that no batch is larger. `device_s`: what the batch
-        took, of which `lanes` run at a time, each with `pipeline` formed. `chunks`: in it.
+        """Note a result of `tokens` tokens, which were queued at `queued_s` and ran in this batch. `is_crowded`: more
+        work waited when they were queued than the workers take in, so no batch is larger. `device_s` is the time of the
+        batch on the device. `lanes` batches run at a time, each with `pipeline` batches formed. `chunks` is the number
+        of chunks in the batch.
         """
-        if not batch:  # nothing ran
+        if not batch:  # a result without a batch: nothing ran
             return
         entry = next(
             (
@@ -230,15 +237,15 @@ class Throughput:
             self._evidence = min(MAX_EVIDENCE, self._evidence + 1)
 
     def _see_left(self, later: _BatchResults, queued_s: float) -> None:
-        """A queue is first in, first out: what was queued before a batch was formed, and ran in a later one, was left
-        by it.
+        """Mark the batches that left work behind. The queue is first in, first out: work that was queued before a batch
+        was formed, but ran in a later batch, was left behind by it.
         """
         for batch in itertools.islice(reversed(self._batches), RECENT_BATCHES):
             if batch.formed_s < later.formed_s and queued_s < batch.formed_s:
                 batch.left_work = True
 
     def _samples(self, now_s: float) -> list[_BatchSample]:
-        """The last batches that count, the newest first."""
+        """Return the latest batches that count, the newest first."""
         samples: list[_BatchSample] = []
         newest: list[_BatchResults] = []
         span_s = 0.0
@@ -260,7 +267,7 @@ class Throughput:
         return samples
 
     def batch(self, now_s: float) -> MeasuredBatch | None:
-        """None without a sample."""
+        """Return the mean of the last samples, or None without a sample. It is computed again after LOOK_S seconds."""
         if now_s - self._known_s > LOOK_S:
             self._known, self._known_s = self._batch(now_s), now_s
         return self._known
@@ -277,7 +284,7 @@ class Throughput:
             samples.remove(longest)
             longest = shorter[0]
         full = [sample for sample in samples if sample.is_crowded]
-        # results of several lanes come in turns: the times between some of them say nothing of the others
+        # results of several lanes come in turns, so the times of crowded batches alone would be a wrong sample
         counted = full if self._lanes == 1 and full else samples
         tokens = sum(sample.tokens for sample in counted) / len(counted)
         seconds = sum(sample.seconds for sample in counted) / len(counted)
@@ -287,14 +294,16 @@ class Throughput:
         return MeasuredBatch(max(tokens, 1.0), max(seconds, 1e-6), is_full, left_work, longest.seconds)
 
     def is_settled(self, now_s: float, within_s: float) -> bool:
-        """Whether all results of the last batch are here, or a batch takes so little that one does not matter."""
+        """Return True if all results of the last batch are probably here, or if a batch takes at most `within_s`
+        seconds, so that one batch does not matter.
+        """
         if self._batches and self._batches[-1].missing <= 0:
             return True
         measured = self.batch(now_s)
         return measured is None or measured.seconds <= within_s or now_s - self.last_s >= SETTLED * measured.seconds
 
     def rate(self, now_s: float) -> float:
-        """Tokens of this gateway that leave the queue per second, 0 while not known."""
+        """Return the tokens of this gateway that leave the queue per second, 0 while unknown."""
         measured = self.batch(now_s)
         return measured.tokens / measured.seconds if measured is not None else 0.0
 
@@ -310,15 +319,18 @@ class Throughput:
         budget_s: float = math.inf,
         running: float = 0.0,
     ) -> ExpectedWait:
-        """The wait of a request of `cost` tokens behind `ahead` tokens, of which the oldest was queued at `oldest_s`.
+        """Return the wait of a request of `cost` tokens behind `ahead` tokens, the oldest of which was queued at
+        `oldest_s`.
 
-        A batch that may become larger than those that were measured takes (fixed + tokens) / (fixed + measured tokens)
-        of their time; `fixed_tokens` is what the fixed part of a batch is worth, infinite while not known: then a
-        larger batch takes no longer. `share`: this gateway's part of what leaves the queue; what is `ahead` is that of
-        all gateways. `budget_s`: no worker forms batches that are larger than the budgets of their requests allow, so
-        batches that take a good part of it do not become larger; and none is sealed while another one runs if it takes
-        more than AHEAD_SHARE of it. Then the `running` tokens of what is ahead are in batches that run, and the others
-        fill the next ones from the front, unless batches are smaller than they might be and leave work behind.
+        A batch that may become larger than the measured ones takes (fixed + tokens) / (fixed + measured tokens) of
+        their time. `fixed_tokens` is the fixed time of a batch in tokens. It is infinite while unknown; then a larger
+        batch takes no longer. `share` is this gateway's part of the throughput, while `ahead` is the work of all
+        gateways.
+
+        A worker forms no batch that is larger than the budgets of its requests allow (`budget_s`). So batches that take
+        a good part of the budget do not become larger. No batch is sealed while another one runs if it takes more than
+        AHEAD_SHARE of the budget. Then `running` tokens of the work ahead are in running batches, and the rest fills
+        the next batches from the front, unless batches are smaller than they might be and leave work behind.
         """
         measured = self.batch(now_s)
         silent_s = now_s - max(oldest_s, self.last_s)
@@ -349,10 +361,11 @@ class Throughput:
 
 
 class AnswerPace:
-    """How fast a gateway answers, for the turns of those whom it could not even hear.
+    """Speed at which a gateway answers, for the turns of requests that it refuses before it has read them.
 
-    Requests in progress are summed up over time, in request-seconds: those of the last answers, divided by their
-    number, are how long a request takes (Little's law). So time in which nobody asks makes nothing slower.
+    Requests in progress are summed over time, in request-seconds. The request-seconds of the last answers, divided by
+    their number, are the time of one request (Little's law). So time without requests does not make the gateway look
+    slower.
     """
 
     __slots__ = ("_ended", "_next_s", "_running", "_since_s", "_sum_s")
@@ -360,12 +373,12 @@ class AnswerPace:
     def __init__(self) -> None:
         self._running = 0
         self._since_s = 0.0
-        self._sum_s = 0.0  # until then
-        self._ended: deque[float] = deque(maxlen=RECENT_ANSWERS)  # the sum at the end of each request
-        self._next_s = 0.0  # until when turns are given
+        self._sum_s = 0.0  # request-seconds until `_since_s`
+        self._ended: deque[float] = deque(maxlen=RECENT_ANSWERS)  # `_sum_s` at the end of each of the last requests
+        self._next_s = 0.0  # time until which turns are given
 
     def changed(self, now_s: float, running: int) -> None:
-        """So many requests are in progress from now on: one more, or one less."""
+        """Set the number of requests in progress: one more, or one fewer, than before."""
         self._sum_s += self._running * (now_s - self._since_s)
         self._since_s = now_s
         if running < self._running:
@@ -373,37 +386,43 @@ class AnswerPace:
         self._running = running
 
     def retry_s(self, now_s: float) -> int:
-        """The Retry-After of one more client: when as many of those in progress are over as came before it."""
+        """Return the Retry-After of one more refused client, in whole seconds. Turns begin when half of the requests in
+        progress have ended. They follow each other at the rate at which requests end.
+        """
         if len(self._ended) < 2 or not self._running:
             return 1
         sum_s = self._sum_s + self._running * (now_s - self._since_s)
-        took_s = (sum_s - self._ended[0]) / (len(self._ended) - 1)  # grows while nothing ends
-        min_s = now_s + took_s / 2  # by then half of what runs is over
+        took_s = (sum_s - self._ended[0]) / (len(self._ended) - 1)  # time of one request; grows while no request ends
+        min_s = now_s + took_s / 2  # by this time half of the requests in progress have ended
         each_s = took_s / self._running
         self._next_s = max(self._next_s, min_s) + each_s
-        # no secret: it spreads clients
+        # not secret: it spreads clients in time
         wait_s = min(self._next_s - now_s, MAX_RETRY_S * random.uniform(0.8, 1.0))  # noqa: S311
         return max(1, int(wait_s + random.uniform(0, 1)))  # noqa: S311
 
 
-MARGIN = 1.1  # on the time that a request is expected to take
-DOUBT = 1.0  # the square of the samples after which half of an expected wait is believed
-FLOOR_DOUBT = 2.0  # the same up to the floor of work
-# beside those that run and the turns that are due at once: let in, so that the workers have no pause
+MARGIN = 1.1  # factor on the expected time of a request
+DOUBT = 1.0  # square of the number of samples with which half of an expected wait is believed
+FLOOR_DOUBT = 2.0  # the same while the work ahead is below the floor
+# batches let in beside the running ones and the turns that are due at once, so that the workers have no pause
 BUSY_BATCHES = 1.5
-TURN_PACE = 0.4  # of what leaves the queue: the part that turns are given for; clients without one have the rest
-# of what a batch leaves of a budget: work of clients that come at once, as those of one second do by their Retry-After
+TURN_PACE = 0.4  # share of the queue's throughput that turns get; clients without a turn get the rest
+# share of the budget that is left after a batch, for clients that come together: Retry-After is in whole seconds, so
+# all clients of one second come at once
 BUNCH = 0.4
-MIN_BUNCH = 0.1  # of a budget: at least so much
-STALL_TURN = 4.0  # how many times as long as it has lasted a stall may go on before clients come again
-RESTART_S = 10.0  # at least: in this time an adapter that ended is started and its model is loaded
+MIN_BUNCH = 0.1  # least share of a budget for clients that come together
+STALL_TURN = 4.0  # factor: a stall of t seconds may go on for STALL_TURN * t before clients come again
+# least seconds before clients come again after a stall: an adapter that ended is started and loads its model
+RESTART_S = 10.0
 
 
-OTHER_S = 2.0  # after which what another gateway told of its work in the queue says nothing any more
+OTHER_S = 2.0  # seconds for which another gateway's announcement of its work counts
 
 
 class _PeerQueue(NamedTuple):
-    """Queue of another gateway, as it announced it. `own`: the cost that this one had in the queue then."""
+    """Queue of another gateway, as announced by it. `own` is the cost that this gateway had in the queue at that
+    time.
+    """
 
     at_s: float
     tokens: int
@@ -412,8 +431,9 @@ class _PeerQueue(NamedTuple):
 
 
 class WaitRefusal(NamedTuple):
-    """`wait_s`: how long the wait may be, by what is believed of predictions and what was promised to others. `turn_s`
-    is when there will be room for this request, `room` the cost of all that may come in a second.
+    """Refusal of a request for its wait. `wait_s` is the longest likely wait, from the believed part of the prediction
+    and the work promised to other clients. `turn_s` is the seconds until there is room for this request. `room` is the
+    cost of all turns that may be due within one second.
     """
 
     wait_s: float
@@ -423,8 +443,9 @@ class WaitRefusal(NamedTuple):
 
 
 class Entered:
-    """A request from its admission to its end. `queued_s`: when each chunk that is in the queue was let into it, and
-    whether more was waiting then. `scale`: that of the place, with which it was counted."""
+    """Request from its admission to its end. `queued_s` has, for each chunk in the queue, the time when it was let in,
+    and True if more work was waiting then. `scale` is the scale of the queue with which the costs were counted.
+    """
 
     __slots__ = ("budget_s", "client", "cost", "deadline_s", "is_decided", "queued_s", "request", "scale", "ticket")
 
@@ -438,7 +459,7 @@ class Entered:
         self.budget_s = budget_s
         self.deadline_s = now_s + budget_s
         self.client = client
-        self.is_decided = False  # it has a result, or was refused after all
+        self.is_decided = False  # the request has a result, or was refused after its admission
         self.queued_s: dict[int, tuple[float, bool]] = {}
 
 
@@ -453,29 +474,30 @@ class ModelQueue:
         self.batches = BatchTimes()
         self.drain = Throughput()
         self.turns = RetrySlots()
-        self.entered: dict[Ticket, Entered] = {}  # in their order
-        self.scale = 0.0  # tokens for each that was estimated, as results tell; 0 before the first
-        self.crossover_tokens = 0  # of the model, 0 while not known
+        self.entered: dict[Ticket, Entered] = {}  # in order of admission
+        self.scale = 0.0  # actual tokens per estimated token, learned from results; 0 before the first result
+        self.crossover_tokens = 0  # crossover of the model (`text_cost`), 0 while unknown
         self.bound = QueueBound()
-        self.hosts: list[Heartbeat] = []  # as `hosted_by` was told
-        self._lanes = 1  # batches that they run at a time
+        self.hosts: list[Heartbeat] = []  # set by `hosted_by`
+        self._lanes = 1  # batches that the hosts run at a time
         self._pipeline = 1
         self.version = -1
         self.until_s = self.used_s = 0.0
-        self.gateways = 1  # that live
-        self._began_s = -math.inf  # when the first was put into an empty queue
+        self.gateways = 1  # number of live gateways
+        self._began_s = -math.inf  # time when a chunk was last put into an empty queue
         self.shed_s = 0.0
-        self._busy_s = math.inf  # since when something is in the queue
-        self._running = 0.0  # tokens that were in the queue at the last result: the first of them run
-        self._gone = 0.0  # tokens of requests that ended since, which may run all the same
-        self._taken_s: float | None = None  # what was queued until then may run, None while not looked up
-        self._stalled_until_s = -math.inf  # it was withdrawn while nothing ran: new work finds the same stall
-        self._others: dict[str, _PeerQueue] = {}  # by gateway
+        self._busy_s = math.inf  # time since which the queue has had work
+        self._running = 0.0  # tokens in the queue at the last result: the oldest of them run now
+        self._gone = 0.0  # tokens of requests that ended after the last result: they may still run
+        self._taken_s: float | None = None  # chunks that were queued until this time may run; None if not looked up yet
+        # the work of a stalled queue was withdrawn: until this time new work counts as stalled too
+        self._stalled_until_s = -math.inf
+        self._others: dict[str, _PeerQueue] = {}  # by id of the gateway
 
-    # what happens
+    # events
 
     def hosted_by(self, hosts: list[Heartbeat]) -> None:
-        """These workers have the model loaded."""
+        """Set the workers that have the model loaded."""
         self.hosts = hosts
         self._lanes = max(1, sum(map(_lanes, hosts)))
         self._pipeline = max((1, *(host.pipeline for host in hosts)))
@@ -484,7 +506,7 @@ class ModelQueue:
         return [max(1, round(cost * (self.scale or 1.0))) for cost in costs]
 
     def costs(self, tokens: Sequence[int], squares: Sequence[int]) -> list[int]:
-        """The costs of chunks with so many tokens, and squared tokens, as estimated."""
+        """Return the costs of chunks from their estimated tokens and their estimated sums of squared tokens."""
         scale = self.scale or 1.0
         both = zip(tokens, squares, strict=True)
         return [
@@ -493,8 +515,9 @@ class ModelQueue:
         ]
 
     def queued(self, ticket: Ticket, chunk: int, now_s: float) -> None:
-        """A chunk was let into the queue."""
-        if self.window.items <= 1 or self._busy_s in (math.inf, now_s):  # a request may bring several chunks
+        """Note that a chunk was let into the queue."""
+        # a request may put several chunks into the queue at the same time
+        if self.window.items <= 1 or self._busy_s in (math.inf, now_s):
             self._running = self.window.cost
             self._began_s = now_s
         if self.window.items <= 1 and now_s >= self._stalled_until_s:
@@ -503,7 +526,7 @@ class ModelQueue:
         self.entered[ticket].queued_s[chunk] = now_s, self.window.is_waiting
 
     def answered(self, ticket: Ticket, result: WorkResult, estimate: int, now_s: float) -> None:
-        """Learn from a result what an estimated token really is, what a batch takes, and how fast the queue empties."""
+        """Learn from a result: actual tokens per estimated token, time of a batch, and speed of the queue."""
         ran = result.batch
         self.batches.note(
             text_cost(ran.tokens, ran.attention, self.crossover_tokens), result.stages.inference_ms / 1000
@@ -518,7 +541,7 @@ class ModelQueue:
             self.left(entered, result, now_s)
 
     def left(self, entered: Entered, result: WorkResult, now_s: float) -> None:
-        """A chunk has left the queue, in time or not."""
+        """Note that a chunk has left the queue, before or after the end of its request."""
         if result.chunk not in entered.queued_s:
             return
         name = f"{result.worker} {result.batch.id}" if result.batch.id else ""
@@ -538,8 +561,9 @@ class ModelQueue:
         )
 
     def freed(self, now_s: float, *, is_result: bool) -> None:
-        """Something has left the queue: with a result, or because its request has ended. Where all were withdrawn from
-        a queue that stands still, it goes on standing still for those that come next, until a result.
+        """Note that something has left the queue: with a result, or because its request has ended. If all work was
+        withdrawn from a queue that stands still, the queue counts as stalled for new work, until a result or for
+        EXPIRY_S seconds.
         """
         if is_result:
             self._running, self._gone, self._taken_s = self.window.cost, 0.0, None
@@ -551,7 +575,9 @@ class ModelQueue:
             self._busy_s, self._stalled_until_s = math.inf, -math.inf
 
     def ended(self, ticket: Ticket) -> Entered | None:
-        """The request has ended. What it has in a batch that runs keeps the device busy until the next result."""
+        """Remove a request that has ended and return its entry; return None if it has none. Its chunks in a running
+        batch keep the device busy until the next result.
+        """
         entered = self.entered.get(ticket)
         if entered is None:
             return None
@@ -563,7 +589,9 @@ class ModelQueue:
         return self.entered.pop(ticket)
 
     def _last_taken_s(self) -> float:
-        """When the last was queued of those that are in the batches that run, if they are full."""
+        """Return the time when the newest chunk of the running batches was queued, on the assumption that these batches
+        are full.
+        """
         left, last_s = self._full_tokens(0.0) * self._lanes, -math.inf
         for entered in self.entered.values():
             for chunk, (queued_s, _) in entered.queued_s.items():
@@ -574,14 +602,14 @@ class ModelQueue:
         return last_s
 
     def peer_announced(self, gateway: str, queued: QueuedWork, now_s: float) -> None:
-        """Another gateway told what it has in the queue, and of turns."""
+        """Note what another gateway announced: its work in the queue, and turns."""
         self._others = {name: peer for name, peer in self._others.items() if now_s - peer.at_s < OTHER_S}
         self._others[gateway] = _PeerQueue(now_s, queued.tokens, queued.rate, self.window.cost)
         self.turns.peer_announced(now_s, queued.turns, queued.claimed)
 
     def news(self, now_s: float, count: int) -> QueuedWork | None:
-        """Announcement to the other gateways, with `count` turns at most; None if there is nothing in the queue and no
-        turn.
+        """Build the announcement to the other gateways, with at most `count` turns and claims. Return None if there is
+        no work in the queue and no turn.
         """
         turns, claimed = self.turns.news(now_s, count)
         if not self.window.cost and not turns and not claimed:
@@ -599,13 +627,13 @@ class ModelQueue:
             claimed,
         )
 
-    # what follows
+    # conclusions
 
     def wait(
         self, now_s: float, ahead: float, cost: float, budget_s: float = math.inf, promised: float = 0.0
     ) -> ExpectedWait:
-        """Wait of a request of `cost` tokens behind `ahead` tokens of this gateway, and behind what was promised by
-        all gateways.
+        """Return the expected wait of a request of `cost` tokens. Ahead of it are `ahead` tokens of this gateway, the
+        work of the other gateways, and `promised` tokens of all gateways.
         """
         line = self.batches.line()
         fixed = math.inf if line is None or not line[1] else line[0] / line[1]
@@ -627,12 +655,13 @@ class ModelQueue:
         )
 
     def everywhere(self, now_s: float, ahead: float) -> tuple[float, float]:
-        """Cost ahead in the queue of all gateways, where `ahead` is that of this gateway, and this gateway's share of
-        what leaves it.
+        """Return the cost ahead in the queue of all gateways, and this gateway's share of the throughput. `ahead` is
+        the cost of this gateway alone.
 
-        The queue is first in, first out, so the work of all gateways is mixed in it. What waits in this gateway becomes
-        part of the queue by this gateway's share only. What others told is a moment old: they are taken to have put in
-        since then as much as this one did, in proportion. So a burst that comes to all of them counts at once.
+        The queue is first in, first out, so the work of all gateways is mixed in it. Work that waits in this gateway
+        enters the queue only at this gateway's share. Announcements are a moment old. So the other gateways are assumed
+        to have put in as much work since then as this one, in proportion to their rates: a burst that comes to all
+        gateways counts at once.
         """
         rate = self.drain.rate(now_s) if self._others else 0.0
         if not rate:
@@ -640,7 +669,7 @@ class ModelQueue:
         own, of_peers, sum_of_rates = self.window.cost, 0.0, rate
         for peer in self._others.values():
             if now_s - peer.at_s < OTHER_S:
-                # one that has no result yet gets as much of what leaves as it has in the queue
+                # a gateway without a result yet gets a rate in proportion to its work in the queue
                 other_rate = peer.rate or rate * min(1.0, peer.tokens / max(1.0, peer.own))
                 of_peers += max(0.0, peer.tokens + min(1.0, other_rate / rate) * (own - peer.own))
                 sum_of_rates += other_rate
@@ -650,8 +679,8 @@ class ModelQueue:
         return in_queue + (ahead - queued) / share, share
 
     def _at_workers(self, batch: MeasuredBatch, share: float) -> float:
-        """Tokens of this gateway that may be in the batches that run: as many as are usual, or more where batches are
-        still growing.
+        """Return the tokens of this gateway that may be in the running batches: the usual number, or more while batches
+        still grow.
         """
         usual = batch.tokens * self._lanes
         if batch.is_full or batch.left_work:
@@ -659,7 +688,9 @@ class ModelQueue:
         return max(usual, min(max(self._running, self._gone), share * self._full_tokens(0.0) * self._lanes))
 
     def _full_tokens(self, cost: float) -> float:
-        """The cost of a full batch: by tokens, or by messages such as those in the queue."""
+        """Return the cost of a full batch. It is limited by tokens, or by the number of messages of the mean size in
+        the queue.
+        """
         window = self.window
         message = window.tokens / window.items if window.items else cost
         limits = []
@@ -673,8 +704,8 @@ class ModelQueue:
     def judge(
         self, now_s: float, key: str, cost: float, budget_s: float, floor_requests: int, client: Callable[[], bytes]
     ) -> WaitRefusal | None:
-        """Whether to refuse a request of `cost` tokens that came with this budget. While the work ahead is less than
-        that of `floor_requests` requests it takes more to refuse.
+        """Return the refusal of a request of `cost` tokens with this budget, or None to let it in. While the work ahead
+        is less than that of `floor_requests` requests, a refusal needs more evidence.
         """
         ahead = self.window.ahead(key, cost)
         if not ahead or not self.hosts:
@@ -700,7 +731,7 @@ class ModelQueue:
         return self._refusal(now_s, wait, longest_s, everything, share, budget_s)
 
     def _floor(self, requests: int) -> float:
-        """The cost of that many requests, each the mean of those in the queue; at least what the workers take in."""
+        """Return the cost of this number of mean requests in the queue; at least the cost that the workers take in."""
         window = self.window
         mean = window.cost / window.items if window.items else 0.0
         return max(requests * mean, window.stretch() * sum(host.credit_cost for host in self.hosts))
@@ -712,13 +743,13 @@ class ModelQueue:
         if wait.stalled_s:
             turn_s += max(RESTART_S, STALL_TURN * wait.stalled_s)
         if now_s - self._began_s < OTHER_S and not any(now_s - peer.at_s < OTHER_S for peer in self._others.values()):
-            share = 1 / self.gateways  # they may have as much, and did not tell yet
+            share = 1 / self.gateways  # the other gateways may have as much work, and have not announced it yet
         room = share * wait.rate * _bunch_s(budget_s, wait.batch_s) if wait.rate else math.inf
         return WaitRefusal(longest_s, turn_s, room, bool(wait.stalled_s))
 
     def late(self, now_s: float) -> list[tuple[Entered, ExpectedWait]]:
-        """Requests in the queue that cannot be answered in time: nothing of them has run, and the expectation of
-        the wait when they were let in was wrong.
+        """Return the requests without a result that cannot be answered in time, each with its expected wait. Their wait
+        was expected to be shorter when they were let in.
         """
         window = self.window
         everything = window.cost + sum(window.waiting_costs().values())
@@ -730,7 +761,8 @@ class ModelQueue:
         at_workers = self._at_workers(batch, self.everywhere(now_s, 0.0)[1])
         inside = 0.0
         late_candidates: list[tuple[Entered, float]] = []
-        growing: list[tuple[Entered, float]] = []  # in a batch that runs, if it is larger than the first ones
+        # requests in a running batch, if it is larger than the earlier batches
+        growing: list[tuple[Entered, float]] = []
         waiting: dict[str, list[Entered]] = {}
         for entered in self.entered.values():
             if entered.is_decided and not entered.queued_s:
@@ -758,16 +790,16 @@ class ModelQueue:
         return late
 
     def _ends_s(self, tokens: float, entered: Entered) -> float:
-        """When a batch ends that began at the last result and has at least so many tokens, counted as those of
-        `entered`; at once while it is not known how batches grow.
+        """Return the end of a batch that began at the last result and has at least `tokens` tokens, counted with the
+        scale of `entered`. Return minus infinity while the growth of batches is unknown.
         """
         if not self.batches.is_growth_known:
             return -math.inf
         return self.drain.last_s + self.batches.seconds(tokens / self._lanes * (self.scale or 1.0) / entered.scale)
 
     def shed(self, now_s: float) -> Iterator[tuple[Entered, WaitRefusal, float]]:
-        """`late`, each with its turn, one after the other, behind all that stays and all that was promised before; and
-        with its cost as it would be counted now.
+        """Yield each of the `late` requests with its refusal, and with its cost as counted now. Each turn comes behind
+        all work that stays in the queue and all turns that were promised before.
         """
         late = self.late(now_s)
         for entered, _ in late:
@@ -780,7 +812,7 @@ class ModelQueue:
             yield entered, self._refusal(now_s, wait, longest_s, stays + cost, share, entered.budget_s), cost
 
     def _behind(self, waiting: dict[str, list[Entered]]) -> Iterator[tuple[Entered, float]]:
-        """Requests that wait in this gateway, each with the tokens ahead of it: keys take turns by tokens."""
+        """Yield the requests that wait in this gateway, each with the cost ahead of it. Keys take turns by cost."""
         sizes = sorted(self.window.waiting_costs().values())
         sums = [0.0, *itertools.accumulate(sizes)]
         for key, those in waiting.items():
@@ -794,12 +826,14 @@ class ModelQueue:
 
 
 def _bunch_s(budget_s: float, batch_s: float) -> float:
-    """How much work, in seconds of what leaves the queue, may come again within a second: a part of what a batch that
-    runs leaves of the budget.
+    """Return how much work may come again within one second, in seconds of the queue's throughput. It is a part of the
+    budget that is left after a running batch.
     """
     return max(MIN_BUNCH * budget_s, min(TURN_PACE, BUNCH * (budget_s - batch_s)))
 
 
 def _lanes(host: Heartbeat) -> int:
-    """A worker takes in two full batches for each lane beside those that are at its adapter."""
+    """Return the number of batches that a worker runs at a time. For each of them a worker takes in two full batches,
+    beside the batches at its adapter.
+    """
     return max(1, round((host.credit_cost / host.batch_cost - host.pipeline) / 2)) if host.batch_cost else 1

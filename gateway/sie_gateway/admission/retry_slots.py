@@ -1,12 +1,13 @@
-"""The turns of clients that were refused: when each is to come again, and a place for it when it does. Pure.
+"""Turns of refused clients: the time when each should come again, and the room that is kept for it. Pure: no I/O.
 
-    refused ──book──► Retry-After: when all that is ahead of it, other turns included, is done ──► it comes again
-    ├──claim──► let in first
-    └─► it does not come: the turn lapses
+    refused ──book──► Retry-After: the time until the work and the turns before it are done
+                       ├─ the client comes again ──claim──► let in first
+                       └─ the client does not come: the turn lapses
 
-A client is known again by a digest of its address, key and request. Where many clients ask the same, a turn belongs to
-whoever comes first after it is due. Gateways tell each other what they `book` and what is claimed (`news`,
-`peer_announced`), so that a client may come again to any of them and all of them know how much is promised.
+A client is recognised by a digest of its address, key and request. If several clients have the same digest, a turn
+belongs to the first of them that comes after it is due. Gateways tell each other which turns they `book` and which are
+claimed (`news`, `peer_announced`). So a client may come again to any gateway, and each gateway knows how much is
+promised.
 """
 
 from __future__ import annotations
@@ -19,20 +20,20 @@ from collections.abc import Sequence
 
 from sie_contracts.wire.heartbeats import Turn
 
-MAX_RETRY_S = 120  # the longest Retry-After; clients of OpenAI give up at more
+MAX_RETRY_S = 120  # seconds of the longest Retry-After; OpenAI clients give up if it is longer
 MAX_TURNS = 16_384
-MAX_NEWS = 4_096  # turns, and claims, that were not told to the other gateways yet: the oldest are forgotten
-GRACE_S = 2.0  # how much later than told a client may come
-GRACE_SHARE = 0.3  # the same as a share of its wait, and how much earlier
-SLOT_S = 0.25  # turns that are due are counted by slots
-SLOTS = 4  # of a second
-OVERDUE_SLOTS = math.ceil(GRACE_SHARE * MAX_RETRY_S / SLOT_S)  # in which turns may be that are past and have not lapsed
-CRUMB = 1e-6  # of a cost: what is left of sums of others
-MEMORY = 0.02  # of the share of clients that come again
+MAX_NEWS = 4_096  # turns, and as many claims, that wait to be announced to the other gateways; the oldest are dropped
+GRACE_S = 2.0  # least seconds after its time at which a turn lapses
+GRACE_SHARE = 0.3  # share of its wait by which a client may come early, or late if that is more than GRACE_S
+SLOT_S = 0.25  # seconds of a slot: the costs of due turns are summed by slot
+SLOTS = 4  # slots in a second
+OVERDUE_SLOTS = math.ceil(GRACE_SHARE * MAX_RETRY_S / SLOT_S)  # past slots that may hold turns that have not lapsed
+CRUMB = 1e-6  # tokens: a smaller sum of costs is a rounding error
+MEMORY = 0.02  # weight of the newest turn in the share of clients that come again
 
 
 def _uniform(low: float, high: float) -> float:
-    return random.uniform(low, high)  # noqa: S311  spreads clients
+    return random.uniform(low, high)  # noqa: S311 not secret: it spreads clients in time
 
 
 class _RetrySlot:
@@ -47,7 +48,7 @@ class _RetrySlot:
 
 
 class _SlotCosts:
-    """Costs by the slot of SLOT_S in which they are due, and their sum."""
+    """Costs of due turns, summed by slot of SLOT_S seconds and in total."""
 
     __slots__ = ("costs", "total")
 
@@ -69,18 +70,19 @@ class _SlotCosts:
 
 
 class RetrySlots:
-    """Times are those of one clock, seconds; costs are tokens."""
+    """Turns of the refused clients of one model. Times are seconds of one clock; costs are tokens."""
 
     __slots__ = ("_booked", "_by_client", "_claimed", "_count", "_lapses", "_open", "_own", "_shown")
 
     def __init__(self) -> None:
-        self._by_client: dict[bytes, list[tuple[float, int, _RetrySlot]]] = {}  # heaps, the next that is due first
+        # heaps by digest of the client, ordered by due time
+        self._by_client: dict[bytes, list[tuple[float, int, _RetrySlot]]] = {}
         self._lapses: list[tuple[float, int, bytes, _RetrySlot]] = []
-        self._open = _SlotCosts()  # of all gateways
-        self._own = _SlotCosts()  # the part of it that this gateway gave
+        self._open = _SlotCosts()  # costs of the open turns of all gateways
+        self._own = _SlotCosts()  # costs of the open turns that this gateway gave
         self._count = 0
-        self._shown = 1.0  # share of those that were booked that came again
-        # of this gateway, not told yet: client, due, cost
+        self._shown = 1.0  # share of booked turns whose client came again
+        # turns of this gateway that are not announced yet: client, due time, cost
         self._booked: deque[tuple[bytes, float, float]] = deque(maxlen=MAX_NEWS)
         self._claimed: deque[bytes] = deque(maxlen=MAX_NEWS)
 
@@ -88,7 +90,7 @@ class RetrySlots:
         return len(self._lapses)
 
     def promised(self, now_s: float) -> float:
-        """Tokens of clients that are expected to come again."""
+        """Return the tokens of clients that are expected to come again. Turns that have lapsed are removed first."""
         while self._lapses and (self._lapses[0][0] <= now_s or not self._lapses[0][3].is_open):
             _, _, client, turn = heapq.heappop(self._lapses)
             if turn.is_open:
@@ -97,16 +99,16 @@ class RetrySlots:
         return self._open.total * self._shown
 
     def due(self, now_s: float, within_s: float) -> float:
-        """Part of `promised` that is due by then; the slot in which this ends counts in part."""
+        """Return the part of `promised` that is due within `within_s` seconds. The last slot counts in proportion."""
         self.promised(now_s)
         part, last = math.modf((now_s + min(within_s, MAX_RETRY_S + 1)) / SLOT_S)
         before = sum(cost for slot, cost in self._open.costs.items() if slot < last)
         return self._shown * (before + part * self._open.costs.get(int(last), 0.0))
 
     def book(self, now_s: float, client: bytes, cost: float, wait_s: float, room: float = math.inf) -> int:
-        """The Retry-After of a client whose turn comes in `wait_s` at the earliest: whole seconds, rounded up or down
-        at random, or the first later one at which there is room. `room` is the cost of all turns that may be due within
-        a second of those that this gateway gives. No turn is kept of one that would wait longer than MAX_RETRY_S.
+        """Book a turn for a client and return its Retry-After in whole seconds. The turn comes after `wait_s` seconds,
+        rounded up or down at random, or in the first later second that has room. `room` is the largest cost of all
+        turns of this gateway that may be due within one second. A wait above MAX_RETRY_S books no turn.
         """
         if wait_s > MAX_RETRY_S:
             return int(MAX_RETRY_S * _uniform(0.8, 1.0))
@@ -119,9 +121,9 @@ class RetrySlots:
         return retry_s
 
     def _with_room(self, now_s: float, retry_s: int, cost: float, room: float) -> int:
-        """The first from `retry_s` on that has room for this cost beside the turns within a second of it, or that has
-        no such turn. Turns that are due before `retry_s` count as well, in case they were given at a higher rate:
-        `room` of them is done in each later second. More than MAX_RETRY_S if there is none.
+        """Return the first second from `retry_s` on that has room for this cost beside the turns due within a second of
+        it, or that has no other turn. Turns due before `retry_s` count as well, because they may have been booked at a
+        higher rate: each later second works off `room` of them. Return more than MAX_RETRY_S if no second has room.
         """
         if room == math.inf:
             return retry_s
@@ -136,7 +138,7 @@ class RetrySlots:
         return retry_s
 
     def _is_full(self, due_s: float, room: float) -> bool:
-        """Whether more than `room` is due within any one second that has `due_s` in it."""
+        """Return True if turns of more than `room` are due within any second that contains `due_s`."""
         slot, get = math.floor(due_s / SLOT_S), self._own.costs.get
         most = room / self._shown if self._shown else math.inf
         if get(slot, 0.0) > most:
@@ -157,8 +159,8 @@ class RetrySlots:
         return True
 
     def news(self, now_s: float, count: int) -> tuple[tuple[Turn, ...], tuple[bytes, ...]]:
-        """News for the other gateways, the oldest first, `count` at most: turns that were booked here,
-        clients that came.
+        """Take the news for the other gateways: turns that were booked here, and clients that came. It has at most
+        `count` entries, the oldest first.
         """
         claimed = tuple(self._claimed.popleft() for _ in range(min(count, len(self._claimed))))
         booked = [self._booked.popleft() for _ in range(min(count - len(claimed), len(self._booked)))]
@@ -167,7 +169,7 @@ class RetrySlots:
         ), claimed
 
     def peer_announced(self, now_s: float, turns: Sequence[Turn], claimed: Sequence[bytes]) -> None:
-        """`news` of another gateway."""
+        """Apply the `news` of another gateway."""
         for turn in turns:
             if turn.client and 0 < turn.due_s <= MAX_RETRY_S + 1 and turn.cost > 0:
                 self._add(now_s, turn.client, turn.due_s, turn.cost, is_own=False)
@@ -177,8 +179,8 @@ class RetrySlots:
                 self._next(client)
 
     def claim(self, now_s: float, client: bytes) -> bool:
-        """Whether it is this client's turn, which is then over. A client that is the only one of its kind may come
-        early.
+        """Return True if it is this client's turn, and end the turn. A client may come early if its digest has only one
+        turn.
         """
         self.promised(now_s)
         turns = self._next(client)
@@ -193,7 +195,7 @@ class RetrySlots:
         return True
 
     def _next(self, client: bytes) -> list[tuple[float, int, _RetrySlot]]:
-        """The turns of a client, without those at the front that are over."""
+        """Return the turns of a client as a heap whose first turn is open. Ended turns are removed from its front."""
         turns = self._by_client.get(client, [])
         while turns and not turns[0][2].is_open:
             heapq.heappop(turns)

@@ -1,4 +1,4 @@
-"""Places for work that a gateway does for clients: so many in all, and so many of one key."""
+"""Slots for work that a gateway does for clients, limited in total and per key."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sie_contracts.errors import RateLimited, ResourceExhausted
 
 
 class KeySlots:
-    """`total` places, of which one key has at most `per_key`. `work`: its name in a refusal, such as uploads."""
+    """Slots: `total` of them, at most `per_key` for one key. `work` names the work in errors, for example uploads."""
 
     def __init__(self, total: int, per_key: int, work: str) -> None:
         self._total, self._per_key, self._work = total, per_key, work
@@ -18,8 +18,8 @@ class KeySlots:
 
     @contextlib.contextmanager
     def hold(self, key: str) -> Iterator[None]:
-        """A place for as long as the context lasts. Raises RateLimited if the key has all of its own, ResourceExhausted
-        if there is none.
+        """Hold a slot while the context lasts. Raises RateLimited if the key holds `per_key` slots already,
+        ResourceExhausted if no slot is free.
         """
         if self._taken[key] >= self._per_key:
             raise RateLimited(

@@ -1,17 +1,17 @@
-"""Fairness between keys: the order in which they put work into the queue. Pure: times and bounds come in, permits go
+"""Fairness between keys: the order in which keys put work into the queue. Pure: times and bounds come in, permits go
 out.
 
-    request ──► Ticket (its chunks) ──► Window of (lane, priority, model) ──grant──► into the queue ──give_back──► the
-    next one
+    request ──► Ticket (its chunks) ──► KeyWindow of (lane, priority, model) ──grant──► into the queue ──give_back──►
+    the next chunk
 
-Two bounds hold for what is in the queue. A key has at most its window in a lane and priority (`Shares`). All keys
-together have at most what the workers that host the model take in (`bound`): a queue is first in, first out, so
-whatever stands in it is what the next request of another key waits for, and the window of one key alone is several
-times what the adapters hold. What is over waits in the gateway, where keys take turns by cost: deficit round robin
-(Shreedhar and Varghese, 1996).
+Two bounds hold for the work in the queue. A key has at most its window in a lane and priority (`Shares`). All keys
+together have at most the work that the workers with the model take in (`bound`). The queue is first in, first out, so
+the next request of another key waits for everything in it, and the window of one key alone is several times what the
+adapters hold. Work above the bounds waits in the gateway, where keys take turns by cost: deficit round robin (Shreedhar
+and Varghese, 1996).
 
-Within a key the first chunks of its requests alternate with the further chunks of its oldest, so that a small request
-never waits for the whole of a large one, while large ones are finished one after the other.
+Within a key, the first chunks of its requests alternate with the further chunks of its oldest request. So a small
+request never waits for the whole of a large one, and large requests are finished one after the other.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-REMEMBERED_S = 600.0  # a lane and priority is contested while it has seen two keys in this time
-ALONE_S, CONTESTED_S = 0.03, 0.01  # work ahead for devices that are faster than messages
+REMEMBERED_S = 600.0  # seconds: a lane and priority is contested if two keys were seen in this time
+# seconds of work in the queue for devices that run batches faster than messages travel
+ALONE_S, CONTESTED_S = 0.03, 0.01
 
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """Capacity of a worker that has the model, as it reports it: tokens and messages it takes in at most, tokens a
-    second, tokens of a full batch, batches at its adapter at most. 0: not known.
+    """Capacity of a worker that has the model, as the worker reports it: most tokens and most messages that it takes
+    in, tokens per second, tokens of a full batch, most batches at its adapter. 0 means unknown.
     """
 
     credit_cost: int = 0
@@ -40,7 +41,7 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class QueueBound:
-    """Most tokens and messages of one model in the queue. One chunk always may be, whatever its size."""
+    """Most tokens and messages of one model in the queue. An empty queue takes one chunk of any size."""
 
     tokens: float = math.inf
     items: float = math.inf
@@ -55,18 +56,19 @@ def bound(
     fixed_tokens: float = 0.0,
     replicas: int = 1,
 ) -> QueueBound:
-    """How much of a model this gateway, one of `replicas`, keeps in the queue.
+    """Return the bound of a model's work that this gateway, one of `replicas`, keeps in the queue.
 
-    With one key it is all that the hosts take in, which fills their pipelines. With several keys it may be less. A
-    request of another key waits for p batches of s tokens, those in the queue, and runs in the next. It may take as
-    long as the p batches that can be at the adapter, full ones of S tokens, and twice its time alone: (p + 1)(a + b s)
-    <= p (a + b S) + 2 a, where a batch takes a and a token b seconds. So what is in the queue, p s, is p / (p + 1)
-    times p S + a / b (`fixed_tokens`), and p S at most: where time goes by tokens smaller batches lose little, and
-    where each batch costs much they stay full. Messages are not cut: batches that their number bounds are those that
-    cost by number.
-    Devices that run two batches before a result and the next message have made their way get hundredths of a second of
-    work ahead. With no host, or one that does not know its credit, it is `cold_tokens`, or no bound: work for a model
-    that is not loaded must not fill the window of its key.
+    With one key the bound is all that the hosts take in, which fills their pipelines. With several keys it may be less.
+    A request of another key waits for the p batches of s tokens in the queue, and runs in the next batch. It may take
+    as long as p full batches of S tokens, the most at the adapter, and twice its time alone: (p + 1)(a + b s) <= p (a +
+    b S) + 2 a, where a batch takes a seconds and a token b seconds. So the work in the queue, p s, is p / (p + 1) times
+    p S + a / b (`fixed_tokens`), and at most p S. Where the time of a batch goes by tokens, smaller batches lose
+    little. Where each batch costs much, batches stay full. The number of messages is not reduced: batches that it
+    limits are batches whose time goes by that number.
+
+    A fast device may run two batches before a result and the next message have made their way. So the bound is at least
+    some hundredths of a second of work. If there is no host, the bound is `cold_tokens`: work for a model that is not
+    loaded must not fill the window of its key. If a host does not report its credit, there is no bound.
     """
     hosts = list(hosts)
     if not hosts:
@@ -87,7 +89,7 @@ def _contested(host: Host, fixed_tokens: float) -> float:
 
 
 class Shares:
-    """Tokens in the queue by key, of one lane and priority, and when each key was last seen."""
+    """Tokens in the queue by key, for one lane and priority, and the time when each key was last seen."""
 
     def __init__(self) -> None:
         self.tokens: dict[str, int] = {}
@@ -98,7 +100,9 @@ class Shares:
         self._seen_s[key] = now_s
 
     def contested(self, now_s: float) -> bool:
-        """Whether more than one key was seen lately. Forgets the others."""
+        """Return True if more than one key was seen lately. Keys that were not seen lately and have nothing in the
+        queue are forgotten.
+        """
         if len(self._seen_s) > 1:
             recent_s = now_s - REMEMBERED_S
             self._seen_s = {
@@ -107,7 +111,9 @@ class Shares:
         return len(self._seen_s) > 1
 
     def fits(self, key: str, cost: int, limit: float) -> bool:
-        """A key with nothing in the queue may put one chunk there, whatever its size."""
+        """Return True if a key may put a chunk into the queue. A key with nothing in the queue may put one chunk there,
+        whatever its size.
+        """
         held = self.tokens.get(key, 0)
         return not held or held + cost <= limit
 
@@ -122,10 +128,11 @@ class Shares:
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """The chunks of one request. Those before `next` were granted, those in `held` are in the queue.
+    """Chunks of one request. Chunks before `next` were granted; chunks in `held` are in the queue.
 
-    `costs` is the time of each, in tokens of short texts (`models.costs` of the contracts): keys take turns by it, and
-    waits come of it. `tokens` is what workers and the windows of keys count, and the same unless it is given.
+    `costs` is the time of each chunk, in tokens of short texts (`models.costs` of the contracts). Keys take turns by
+    it, and waits are computed from it. `tokens` is the number that workers and the windows of keys count; it equals
+    `costs` if it is not given.
     """
 
     key: str
@@ -142,7 +149,7 @@ class Ticket:
         return self.next < len(self.costs)
 
     def advance(self) -> int:
-        """The next chunk, which is in the queue from now on."""
+        """Return the next chunk, and mark it as in the queue."""
         chunk = self.next
         self.held.add(chunk)
         self.next += 1
@@ -150,8 +157,8 @@ class Ticket:
 
 
 class _KeyFlow:
-    """Waiting requests of a key: requests that have had nothing yet, and those that have begun, each in
-    order of arrival.
+    """Waiting requests of a key, in order of arrival: `fresh` requests have had no permit yet, `begun` requests have
+    had some.
     """
 
     __slots__ = ("begun", "cost", "deficit", "fresh", "key", "tokens", "turn")
@@ -163,7 +170,7 @@ class _KeyFlow:
         self.deficit = quantum
         self.cost = 0
         self.tokens = 0
-        self.turn = False  # of those that have begun
+        self.turn = False  # true if a begun request is next
 
     def head(self) -> Ticket:
         first, second = (self.begun, self.fresh) if self.turn else (self.fresh, self.begun)
@@ -171,16 +178,16 @@ class _KeyFlow:
 
 
 class KeyWindow:
-    """Work of one model at one priority of a lane. `shares` are those of its lane and priority."""
+    """Work of one model at one priority of a lane. `shares` are the shares of this lane and priority."""
 
     def __init__(self, shares: Shares, quantum: int) -> None:
-        """`quantum`: the cost of a turn, about that of a chunk."""
+        """`quantum` is the cost of one turn, about the cost of a chunk."""
         self.shares = shares
-        self.cost = 0  # of what is in the queue
+        self.cost = 0  # cost of the work in the queue
         self.tokens = 0
         self.items = 0
         self._quantum = quantum
-        self._passed = 0  # cost of what went by while the first of the ring waits for room
+        self._passed = 0  # cost of chunks that passed the first key of the ring while it waits for room
         self._flows: dict[str, _KeyFlow] = {}
         self._ring: deque[_KeyFlow] = deque()
 
@@ -193,20 +200,20 @@ class KeyWindow:
         return bool(self._flows)
 
     def waiting_tokens(self) -> dict[str, int]:
-        """Tokens that wait in this gateway, by key."""
+        """Return the tokens that wait in this gateway, by key."""
         return {key: flow.tokens for key, flow in self._flows.items()}
 
     def waiting_costs(self) -> dict[str, int]:
-        """The cost of what waits in this gateway, by key."""
+        """Return the cost of the work that waits in this gateway, by key."""
         return {key: flow.cost for key, flow in self._flows.items()}
 
     def stretch(self) -> float:
-        """The cost of a token of what is in the queue: 1 of short texts."""
+        """Return the mean cost of a token in the queue. It is 1 for short texts."""
         return self.cost / self.tokens if self.tokens else 1.0
 
     def ahead(self, key: str, cost: float) -> float:
-        """The cost of what runs before the last of a new request of this cost may start. Keys take turns by cost, so of
-        each other key no more than of one's own comes first.
+        """Return the cost of the work that runs before the last chunk of a new request of this cost may start. Keys
+        take turns by cost, so each other key has at most as much work ahead as this key has.
         """
         if not self._flows:
             return self.cost
@@ -215,7 +222,7 @@ class KeyWindow:
         return self.cost + mine + ahead_of_key
 
     def join(self, ticket: Ticket) -> None:
-        """Queue a request behind those of its key."""
+        """Queue a request behind the other requests of its key."""
         flow = self._flows.get(ticket.key)
         if flow is None:
             flow = self._flows[ticket.key] = _KeyFlow(ticket.key, self._quantum)
@@ -225,8 +232,8 @@ class KeyWindow:
         flow.tokens += sum(ticket.tokens)
 
     def grant(self, most: QueueBound, key_limit: float) -> list[tuple[Ticket, int]]:
-        """Permits for the next chunks, in their order. A chunk for which the queue has no room keeps its turn; while it
-        waits, smaller ones of other keys may pass it, a turn's cost in all.
+        """Return permits for the next chunks, in their order. A chunk for which the queue has no room keeps its turn.
+        While it waits, smaller chunks of other keys may pass it, up to the cost of one turn in total.
         """
         granted: list[tuple[Ticket, int]] = []
         ring, blocked = self._ring, 0
@@ -297,14 +304,16 @@ class KeyWindow:
         self.shares.add(ticket.key, ticket.tokens[chunk])
 
     def fits_now(self, ticket: Ticket, most: QueueBound, key_limit: float) -> bool:
-        """Whether a request of one chunk may pass at once: nobody waits and there is room. It is not to `join` then."""
+        """Return True if a request of one chunk may pass at once: no request waits, and there is room. Such a request
+        does not `join`.
+        """
         tokens = ticket.tokens[0]
         if self._flows or not self._has_room(tokens, most):
             return False
         return self.shares.fits(ticket.key, tokens, key_limit)
 
     def give_back(self, ticket: Ticket, chunk: int) -> bool:
-        """The chunk has left the queue. False if that was known, or it never was in it."""
+        """Note that a chunk has left the queue. Return False if the chunk is not in the queue."""
         if chunk not in ticket.held:
             return False
         ticket.held.discard(chunk)
@@ -316,7 +325,7 @@ class KeyWindow:
         return True
 
     def leave(self, ticket: Ticket) -> None:
-        """The request has ended: nothing of it waits, and nothing of it is in the queue."""
+        """Remove a request that has ended, with its chunks that wait and its chunks in the queue."""
         for chunk in list(ticket.held):
             self.give_back(ticket, chunk)
         if not ticket.waiting:

@@ -1,7 +1,7 @@
-"""Client families: each file turns requests of one family into what is asked of a model, and the outcome into that
-family's reply.
+"""Client families. Each file converts the requests of one family to requests for a model, and the results to replies of
+that family.
 
-    path ──routes.TABLE──► InferenceRoute ──handler──► InferRequest ──Inference.run──► RequestResult ──► Answer
+    path ──routes.TABLE──► InferenceRoute ──handler──► InferRequest ──Inference.run──► RequestResult ──► EncodedReply
 
-What a model computes is decided in between, once, so every family gets the same numbers.
+The step in the middle is the same for all families, so every family gets the same numbers.
 """

@@ -1,7 +1,6 @@
-"""`POST /v2/embed` and `POST /v1/embed` as clients of Cohere write them: one run of the model for all types that are
-asked for.
+"""`POST /v2/embed` and `POST /v1/embed` in the format of Cohere. One run of the model serves all requested types.
 
-The first version names no input type for older models, and gives bare lists of numbers where no type is asked for.
+In the first version, the input type is optional. If no type is requested there, the reply has plain lists of numbers.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ INPUT_TYPES = ("search_query", "search_document", "classification", "clustering"
 
 
 async def embed(version: int, inference: Inference, call: Call, raw: bytes) -> EncodedReply:
-    """`POST /v{version}/embed`."""
+    """Answer `POST /v{version}/embed`."""
     body = await decode_body(call, raw)
     resolved = able(inference, call, "embed", body.get("model"))
     kind = fields.choice(body, "input_type", INPUT_TYPES, "")
@@ -65,7 +64,7 @@ v2 = functools.partial(embed, 2)
 
 
 def _types(body: fields.Body) -> list[str]:
-    """The types that are asked for, empty where none is named."""
+    """Return the requested types; an empty list if the body has none. Raises InvalidInput."""
     names = body.get("embedding_types")
     if names is None:
         return []
@@ -80,7 +79,7 @@ def _types(body: fields.Body) -> list[str]:
 
 
 def _items(body: fields.Body, limit: int) -> tuple[str, tuple[RequestItem, ...]]:
-    """The field that the inputs are in, and the inputs."""
+    """Return the name of the field with the inputs, and the inputs. Raises InvalidInput."""
     names = [name for name in ("texts", "images", "inputs") if body.get(name) is not None]
     if len(names) != 1:
         message = f"texts: expected exactly one of texts, images and inputs, got {' and '.join(names) or 'none'}"
@@ -99,13 +98,13 @@ def _parts(value: Any, path: str) -> RequestItem:
     return multimodal.parts(value.get("content") if isinstance(value, dict) else None, f"{path}.content")
 
 
-# what goes out
+# replies
 
 
 def _answer(
     call: Call, finished: RequestResult, name: str, types: Sequence[str], version: int, *, bare: bool
 ) -> EncodedReply:
-    """`bare`: vectors alone, without the name of their type."""
+    """Build the reply. `bare`: the vectors are a plain list, without the name of their type."""
     began_s = time.perf_counter()
     vectors = finished.arrays(name, "dense")
     parts: list[Body] = []
@@ -135,8 +134,8 @@ def _answer(
 
 
 def _shown(items: Sequence[RequestItem]) -> dict[str, Any]:
-    """Descriptions of all images by their files, in order; empty where one of them is of a format that is not known
-    here.
+    """Return the descriptions of all images in order, from their files. The map is empty if an image has an unknown
+    format.
     """
     headers = [header(file) for item in items for file in item.images]
     if not headers or None in headers:

@@ -1,6 +1,4 @@
-"""The types of a vector that Cohere, Jina and Voyage name: one run of the model, whose float32 vectors become each of
-them.
-"""
+"""Types of vectors of Cohere, Jina and Voyage: the float32 vectors of the model are converted to each type."""
 
 from __future__ import annotations
 
@@ -17,10 +15,10 @@ TYPES: tuple[str, ...] = get_args(VectorType)
 
 
 def converted(vectors: Sequence[Array], kind: str) -> tuple[list[Any], dict[str, list[float]]]:
-    """Each vector as `kind`, a view where nothing is computed; and by name, for each vector, what its codes are to be
-    read with.
+    """Convert vectors to the type `kind`. Return the converted vectors, which are views for `float` and `base64`, and
+    by name the scale and the offset of each vector, if the type has them.
 
-    `base64` is little-endian float32, the bytes of the vector.
+    `base64` is the little-endian float32 bytes of the vector.
     """
     if kind == "float":
         return list(vectors), {}
@@ -38,8 +36,8 @@ def converted(vectors: Sequence[Array], kind: str) -> tuple[list[Any], dict[str,
 
 
 def int8(vectors: Array) -> tuple[Array, dict[str, Array]]:
-    """Codes of float32 [rows, width] in -127..127, half to even; x is about code * scale. All of it in float32
-    (contract 11).
+    """Quantise float32 [rows, width] to int8 codes in -127..127, rounded half to even. x is about code * scale. All
+    steps are computed in float32.
     """
     largest = np.abs(vectors).max(axis=1, keepdims=True)
     codes = np.rint(vectors / np.where(largest > 0, largest, np.float32(1)) * np.float32(127)).astype(np.int8)
@@ -47,7 +45,9 @@ def int8(vectors: Array) -> tuple[Array, dict[str, Array]]:
 
 
 def uint8(vectors: Array) -> tuple[Array, dict[str, Array]]:
-    """Codes of float32 [rows, width] in 0..255, half to even; x is about code * scale + offset."""
+    """Quantise float32 [rows, width] to uint8 codes in 0..255, rounded half to even. x is about code * scale + offset.
+    All steps are computed in float32.
+    """
     low = vectors.min(axis=1, keepdims=True)
     extent = vectors.max(axis=1, keepdims=True) - low
     codes = np.rint((vectors - low) / np.where(extent > 0, extent, np.float32(1)) * np.float32(255)).astype(np.uint8)
@@ -55,12 +55,12 @@ def uint8(vectors: Array) -> tuple[Array, dict[str, Array]]:
 
 
 def ubinary(vectors: Array) -> tuple[Array, dict[str, Array]]:
-    """A bit for each x > 0, eight to a byte, the first one highest."""
+    """Pack one bit for each x, set if x > 0, eight bits to a byte. The first x is the highest bit."""
     return np.packbits(vectors > 0, axis=1), {}
 
 
 def binary(vectors: Array) -> tuple[Array, dict[str, Array]]:
-    """The same bytes less 128."""
+    """Pack bits as `ubinary`, and subtract 128 from each byte, as int8."""
     return (np.packbits(vectors > 0, axis=1) ^ 0x80).view(np.int8), {}
 
 

@@ -1,7 +1,7 @@
-"""Fields of bodies that are not ours, one reader for each kind: the value with its type, or InvalidInput that names the
-field.
+"""Readers of the fields in bodies of other APIs. Each reader returns a value with its type, or raises InvalidInput with
+the name of the field.
 
-Null and an absent field are the same. What a family does not know of is never looked at.
+Null means the same as a missing field. Fields that a family does not know are ignored.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sie_contracts.wire.messages import Priority
 from sie_gateway.inference import body as bodies
 from sie_gateway.inference.body import RequestItem
 
-FIRST_BULK = 500  # of a family's priorities from 0 to 999, the smallest first
+FIRST_BULK = 500  # smallest bulk priority, on the scale of Cohere: 0 is the most urgent, 999 the least
 _SIDES = {"query": True, "document": False, "passage": False}
 Body = Mapping[str, Any]
 
@@ -36,7 +36,7 @@ def flag(body: Body, name: str, *, default: bool = False) -> bool:
 
 
 def whole(body: Body, name: str, low: int, high: int | None = None) -> int | None:
-    """A whole number, None where there is none."""
+    """Return a whole number, None if the field is missing."""
     value = body.get(name)
     if value is None:
         return None
@@ -48,7 +48,7 @@ def whole(body: Body, name: str, low: int, high: int | None = None) -> int | Non
 
 
 def text(body: Body, name: str) -> str:
-    """A text that must be there."""
+    """Return a text. The field is required."""
     value = body.get(name)
     if not isinstance(value, str):
         raise refused(name, value, "a string")
@@ -65,7 +65,7 @@ def choice(body: Body, name: str, choices: Sequence[str], default: str) -> str:
 
 
 def inputs(value: Any, name: str, limit: int) -> list[Any]:
-    """A list of one to `limit` elements. Raises InvalidInput: schema, empty_items, too_many_items."""
+    """Return a list of one to `limit` elements. Raises InvalidInput: schema, empty_items, too_many_items."""
     if value == []:
         raise InvalidInput(f"{name}: expected at least one input", reason="empty_items", param=name)
     if not isinstance(value, list):
@@ -77,7 +77,7 @@ def inputs(value: Any, name: str, limit: int) -> list[Any]:
 
 
 def items(value: Any, name: str, limit: int) -> tuple[RequestItem, ...]:
-    """The texts of a list."""
+    """Return the texts of a list as inputs."""
     values = inputs(value, name, limit)
     for index, entry in enumerate(values):
         if not isinstance(entry, str):
@@ -86,14 +86,14 @@ def items(value: Any, name: str, limit: int) -> tuple[RequestItem, ...]:
 
 
 def priority(body: Body) -> Priority | None:
-    """Priority that a number from 0 to 999 stands for."""
+    """Return the priority of a number from 0 to 999; None if the field is missing."""
     value = whole(body, "priority", 0, 999)
     return None if value is None else "interactive" if value < FIRST_BULK else "bulk"
 
 
 def side(use: str, entry: ModelEntry) -> dict[str, Any]:
-    """The side of a search that inputs of a use are on, if it names one, and the prompt that the model has for just
-    this use.
+    """Return parameters for the use of the inputs, such as `search_query`: `is_query` if the use names a side of a
+    search, and the template if the model has a prompt for exactly this use.
     """
     prompt = entry.prompts.get(use)
     is_query = _SIDES.get(use.removeprefix("search_").rpartition(".")[2])
@@ -105,7 +105,7 @@ def side(use: str, entry: ModelEntry) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def named(**names: str) -> Iterator[None]:
-    """Errors of our parameters carry the name that the family has for them."""
+    """Rename parameters in InvalidInput errors: from our names to the names of the family."""
     try:
         yield
     except InvalidInput as error:
@@ -116,5 +116,5 @@ def named(**names: str) -> Iterator[None]:
 
 
 def parameters(body: Body, *names: str) -> dict[str, Any]:
-    """The parameters of ours that a body has too, under the same names."""
+    """Return the fields of a body that have the same names as our parameters."""
     return {name: body[name] for name in names if body.get(name) is not None}

@@ -1,8 +1,4 @@
-"""Routes that only Infinity has: `POST /classify`, the classes that a classifier gives each text, and who owns the
-models of `GET /models`.
-
-Its other routes are those of OpenAI and Jina.
-"""
+"""`POST /classify` of Infinity: the classes of each text. The other routes of Infinity are those of OpenAI and Jina."""
 
 from __future__ import annotations
 
@@ -20,7 +16,7 @@ if TYPE_CHECKING:
 
 
 async def classify(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
-    """`POST /classify`: all classes of each text, best first."""
+    """Answer `POST /classify` with all classes of each text, the best class first."""
     body = await decode_body(call, raw)
     resolved = able(inference, call, "predict", body.get("model"))
     value = body.get("input")

@@ -1,5 +1,5 @@
-"""Inputs that are more than a text, as other makers write them: an object with a text or an image, and a list of parts,
-which are texts, images and a sound.
+"""Inputs with images and sounds in the formats of other APIs: an object with a text or an image, or a list of parts,
+which are texts, images and at most one sound.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ from sie_gateway.inference.body import RequestItem
 
 
 def pictured(text: str | None, entries: Sequence[tuple[str, Any]], path: str) -> RequestItem:
-    """An input with the images at these places of it, each with its path. Raises InvalidInput."""
+    """Build an input with images. `entries`: the path and the value of each image. Raises InvalidInput."""
     files, fault, links = images.gather(entries, path)
     return RequestItem(text, modalities=("image",), images=files, unfit=fault, links=links)
 
 
 def image(value: Any, path: str) -> RequestItem:
-    """An input that is one image."""
+    """Build an input that is one image. Raises InvalidInput."""
     return pictured(None, [(path, value)], path)
 
 
 def sound(value: Any, path: str) -> RequestItem:
-    """An input that is one sound."""
+    """Build an input that is one sound. Raises InvalidInput."""
     return _with_audio(RequestItem(None), value, path)
 
 
 def _with_audio(item: RequestItem, value: Any, path: str) -> RequestItem:
-    """With the sound at this place of it. Raises InvalidInput."""
+    """Add a sound to an input. `value`, `path`: the sound and its place in the body. Raises InvalidInput."""
     file, fault = images.read_sound(value, path)
     return replace(item, modalities=(*item.modalities, "audio"), audio=file, unfit=item.unfit or fault)
 
 
 def parts(value: Any, path: str) -> RequestItem:
-    """One input of several parts: its texts, one per line, its images and its sound. Raises InvalidInput."""
+    """Build one input from a list of parts. Its text has the texts of the parts as lines. Raises InvalidInput."""
     if not isinstance(value, list) or not value:
         raise fields.refused(path, value, "a list of parts")
     texts: list[str] = []
@@ -60,19 +60,19 @@ def parts(value: Any, path: str) -> RequestItem:
 
 
 def _sound(part: fields.Body, kind: str, path: str) -> tuple[Any, str]:
-    """Value that stands for the sound of a part, with its path."""
+    """Return the value of a part that holds the sound, and the path of the value."""
     source, name = part.get(kind), "data" if kind == "input_audio" else "url"
     return (source.get(name), f"{path}.{kind}.{name}") if isinstance(source, dict) else (source, f"{path}.{kind}")
 
 
 def address(part: fields.Body, path: str) -> tuple[str, Any]:
-    """Value that stands for the address of an image, as the part of a list has it, with its path."""
+    """Return the path and the value of the image address in a part of type `image_url`."""
     value = part.get("image_url")
     return (f"{path}.image_url.url", value.get("url")) if isinstance(value, dict) else (f"{path}.image_url", value)
 
 
 def item(value: fields.Body, path: str, *names: str) -> RequestItem:
-    """An input that is a map: a text, an image below one of these names, or both. Raises InvalidInput."""
+    """Build an input from a map with a text, with images in the fields `names`, or with both. Raises InvalidInput."""
     text = value.get("text")
     images = [(f"{path}.{name}", value[name]) for name in names if value.get(name) is not None]
     if not isinstance(text, str) and not (text is None and images):

@@ -1,4 +1,4 @@
-"""encode, score and extract as our own clients write them: a slot for each input, whatever became of it."""
+"""encode, score and extract in the native format. The reply has a slot for each input, also if it failed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 async def infer(operation: Operation, inference: Inference, call: Call, raw: bytes) -> EncodedReply:
-    """`POST /v1/{operation}/{model}`."""
+    """Answer `POST /v1/{operation}/{model}`."""
     assert call.resolved is not None
     is_msgpack = "msgpack" in call.headers.get("content-type", "").lower()
     body = await decode_body(call, raw, msgpack=is_msgpack)
@@ -42,7 +42,7 @@ async def infer(operation: Operation, inference: Inference, call: Call, raw: byt
 
 
 def _other_model(body: Mapping[str, Any], requested: str) -> tuple[str, ...]:
-    """Error message for a body that names another model than the path."""
+    """Return a warning if the body names another model than the path."""
     named = body.get("model")
     if named is None or (isinstance(named, str) and named.rpartition(":/")[2].casefold() == requested.casefold()):
         return ()
@@ -55,7 +55,7 @@ extract = functools.partial(infer, "extract")
 
 
 def check_raw(run: RunOptions) -> None:
-    """Raises InvalidInput for what bytes alone cannot carry."""
+    """Check that the output can be sent as raw bytes: dense vectors without scales. Raises InvalidInput."""
     if run.outputs != ("dense",):
         raise InvalidInput(
             f"Accept: {reply.RAW} carries dense vectors only", reason="unsupported_output", param="output_types"
@@ -66,7 +66,7 @@ def check_raw(run: RunOptions) -> None:
 
 
 def raw_answer(call: Call, finished: RequestResult, name: str) -> EncodedReply:
-    """Dense vectors as bytes alone, C order, little endian. Raises FailedRequest when any input failed."""
+    """Return dense vectors as raw bytes, in C order, little-endian. Raises FailedRequest if any input failed."""
     vectors = finished.succeeded(name)
     body = reply.Joined(vectors, "dense")
     width = vectors[0][1].outputs["dense"].shape[-1]
@@ -76,7 +76,9 @@ def raw_answer(call: Call, finished: RequestResult, name: str) -> EncodedReply:
 
 
 def arrow_answer(call: Call, finished: RequestResult) -> EncodedReply:
-    """A row for each input, failed ones included. Raises FailedRequest where the request as a whole failed."""
+    """Return an Arrow reply with a row for each input, also for failed ones. Raises FailedRequest if the whole request
+    failed.
+    """
     finished.check()
     request = finished.request
     return EncodedReply(
@@ -105,7 +107,7 @@ def _answer(call: Call, finished: RequestResult, *, msgpack: bool) -> EncodedRep
         for slot, own in zip(slots, finished.item_timings() if slots else (), strict=True):
             slot["timing"] = own
     content |= finished.shared(explain=call.explains)
-    if request.operation != "encode":  # public clients read this name
+    if request.operation != "encode":  # public clients read `input_tokens`
         content["usage"] = {"input_tokens": finished.usage["prompt_tokens"], **finished.usage}
     if options.run.muvera is not None:
         content["muvera"] = msgspec.to_builtins(options.run.muvera)

@@ -1,8 +1,8 @@
-"""`POST /v1/embeddings` as OpenAI's clients and all that build on them write it: texts or token ids in, dense vectors
-out, often base64.
+"""`POST /v1/embeddings` in the format of OpenAI. Inputs are texts or token ids. The reply has dense vectors, as lists
+or as base64.
 
-Jina and Voyage have the same route with more fields: inputs that are objects, types of the vectors, the side of a
-search, truncation. Infinity has `modality`, which says that the inputs are images or sounds.
+Jina and Voyage have the same route with more fields: inputs as objects, types of the vectors, the side of a search,
+truncation. Infinity has the field `modality` for inputs that are images or sounds.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from sie_gateway.inference.results import PlannedRequest, RequestResult
 if TYPE_CHECKING:
     from sie_gateway.inference.handler import Inference
 
-MAX_TOKENS = 300_000  # of all inputs of a request
-SPECIAL_TOKENS = 8  # that any tokenizer adds to a text, at most
-DEFAULT_ENCODING = "cl100k_base"  # clients of OpenAI fall back to it for a model that they do not know
+MAX_TOKENS = 300_000  # tokens of all inputs of a request, at most
+SPECIAL_TOKENS = 8  # special tokens that a tokenizer adds to a text, at most
+DEFAULT_ENCODING = "cl100k_base"  # OpenAI's clients use it for a model that they do not know
 _ENCODINGS = ("model", *vocabulary.NAMES)
-_UNNAMED = f"token_encoding: ids were read as {DEFAULT_ENCODING}, since none was named; {vocabulary.OWN_IDS}"
+_UNNAMED = f"token_encoding: ids were read as {DEFAULT_ENCODING}, because no encoding was named; {vocabulary.OWN_IDS}"
 
 
 async def embeddings(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
-    """`POST /v1/embeddings`: the vectors that encode gives, in the order of the inputs."""
+    """Answer `POST /v1/embeddings` with the vectors of an encode request, in the order of the inputs."""
     body = await decode_body(call, raw)
     cut = voyage.truncation(call, body)
     resolved = able(inference, call, "embed", body.get("model"))
@@ -48,7 +48,7 @@ async def embeddings(inference: Inference, call: Call, raw: bytes) -> EncodedRep
     items = await _items(body, encoding or DEFAULT_ENCODING, inference.max_items(call))
     format_ = reply.requested_format(call.headers.get("accept", ""), raw=True, msgpack=False)
     if format_ in ("raw", "arrow") and kind != "float":
-        message = f"Accept: {format_} replies hold float32 here; /v1/encode gives them in other types"
+        message = f"Accept: {format_} replies of this route hold float32; /v1/encode also returns other types"
         raise InvalidInput(message, reason="unsupported_dtype", param="Accept")
     parameters = cut | _parameters(body, resolved.entry)
     with fields.named(
@@ -70,18 +70,20 @@ async def embeddings(inference: Inference, call: Call, raw: bytes) -> EncodedRep
 
 
 def _encoding(body: fields.Body, entry: ModelEntry) -> str:
-    """To which vocabulary token ids belong: what the request says, else the entry, empty where neither does."""
+    """Return the vocabulary of token ids by the request, else by the model's entry; empty if neither names one."""
     return fields.choice(body, "token_encoding", _ENCODINGS, entry.openai_token_encoding)
 
 
 def _has_ids(body: fields.Body) -> bool:
-    """Whether the inputs of a body that was read are token ids."""
+    """Return whether the inputs of a body are token ids. The inputs were checked before."""
     value = body["input"]
     return isinstance(value, list) and isinstance(value[0], int | list)
 
 
 def _parameters(body: fields.Body, entry: ModelEntry) -> dict[str, Any]:
-    """The parameters in our terms: those of OpenAI, ours, and what Jina and Voyage call otherwise."""
+    """Return the parameters under our names: those of OpenAI, ours, and those that Jina and Voyage name differently.
+    Raises InvalidInput.
+    """
     parameters = fields.parameters(
         body,
         "dimensions",
@@ -96,11 +98,11 @@ def _parameters(body: fields.Body, entry: ModelEntry) -> dict[str, Any]:
     for name in ("late_chunking", "return_multivector"):
         if fields.flag(body, name):
             raise InvalidInput(
-                f"{name}: expected false or null, this route gives one vector for each input",
+                f"{name}: expected false or null, this route returns one vector for each input",
                 reason="schema",
                 param=name,
             )
-    if parameters.get("dimensions") == 0:  # as Infinity's client says that it wants all of them
+    if parameters.get("dimensions") == 0:  # Infinity's client sends 0 for all dimensions
         del parameters["dimensions"]
     width = fields.whole(body, "output_dimension", 1)
     if width is not None and parameters.setdefault("dimensions", width) != width:
@@ -113,7 +115,9 @@ def _parameters(body: fields.Body, entry: ModelEntry) -> dict[str, Any]:
 
 
 def _type(body: fields.Body) -> tuple[str, bool]:
-    """The type of the vectors, by its name at Jina or at Voyage, and whether they come as base64 of their bytes."""
+    """Return the type of the vectors, by the field of Jina or of Voyage, and whether they are sent as base64. Raises
+    InvalidInput.
+    """
     is_base64 = fields.choice(body, "encoding_format", ("float", "base64"), "float") == "base64"
     names = [name for name in ("embedding_type", "output_dtype") if body.get(name) is not None]
     if not names:
@@ -122,20 +126,21 @@ def _type(body: fields.Body) -> tuple[str, bool]:
     if isinstance(text, list) and len(text) == 1:
         text = text[0]
     if isinstance(text, list):
-        raise fields.refused(name, text, "one type; /v2/embed gives several at once", "unsupported_dtype")
+        raise fields.refused(name, text, "one type; /v2/embed returns several at once", "unsupported_dtype")
     kind = "float" if text == "float32" else text
     if not isinstance(kind, str) or kind not in embedding_types.TYPES:
         raise fields.refused(name, text, f"one of {', '.join(embedding_types.TYPES)}", "unsupported_dtype")
     return ("float", True) if kind == "base64" else (kind, is_base64)
 
 
-# what comes in
+# requests
 
 
 async def _items(body: fields.Body, encoding: str, limit: int) -> tuple[RequestItem, ...]:
-    """The inputs: texts, ids of the model's own tokens, or ids of one of OpenAI's vocabularies, which become texts.
+    """Return the inputs: texts, token ids of the model, or token ids of OpenAI, which are converted to texts. Raises
+    InvalidInput.
 
-    Jina has objects beside plain texts: `{"text": ...}` and `{"image": ...}`. Others have lists of parts.
+    Jina also has objects as inputs: `{"text": "a dog"}` or `{"image": "data:..."}`. Other families have lists of parts.
     """
     value = body.get("input")
     if isinstance(value, dict):
@@ -172,16 +177,18 @@ async def _items(body: fields.Body, encoding: str, limit: int) -> tuple[RequestI
     ids = [bodies.token_ids(entry, f"input[{index}]") for index, entry in enumerate(inputs)]
     if encoding == "model":
         return tuple(RequestItem(None, tokens=entry) for entry in ids)
-    await asyncio.to_thread(vocabulary.load, encoding)  # kept from then on
+    await asyncio.to_thread(vocabulary.load, encoding)  # slow at the first call only
     return tuple(RequestItem(vocabulary.decode(encoding, entry, f"input[{index}]")) for index, entry in enumerate(ids))
 
 
 def _object(value: Any, path: str) -> RequestItem:
-    """An input of a request that has objects: a text or an image, under the names that Jina has for them, or parts."""
+    """Read an input of a request with objects: a text or an image in the fields of Jina, or a list of parts. Raises
+    InvalidInput.
+    """
     if isinstance(value, str):
         value = {"text": value}
     if not isinstance(value, dict):
-        raise fields.refused(path, value, "a string, or an object with text, as others of this request are")
+        raise fields.refused(path, value, "a string, or an object with text like other inputs of this request")
     if value.get("content") is not None and value.get("text") is None:
         return multimodal.parts(value["content"], f"{path}.content")
     if value.get("type") == "image_url":
@@ -192,14 +199,14 @@ def _object(value: Any, path: str) -> RequestItem:
 
 
 def _image(value: Any, path: str) -> RequestItem:
-    """An input of a request whose inputs are images."""
+    """Read an input of a request whose inputs are images."""
     if not isinstance(value, str | dict):
         raise fields.refused(path, value, "a data URI")
     return multimodal.image(value, path) if isinstance(value, str) else _object(value, path)
 
 
 def _sound(value: Any, path: str) -> RequestItem:
-    """An input of a request whose inputs are sounds."""
+    """Read an input of a request whose inputs are sounds."""
     if not isinstance(value, str):
         raise fields.refused(path, value, "a data URI")
     return multimodal.sound(value, path)
@@ -212,21 +219,22 @@ def _check_text(text: str, path: str) -> None:
 
 
 def _too_many(tokens: int) -> InvalidInput:
-    message = f"input: got {tokens} tokens, at most {MAX_TOKENS} are allowed in all"
+    message = f"input: got {tokens} tokens, at most {MAX_TOKENS} are allowed for all inputs together"
     return InvalidInput(message, reason="too_many_tokens", param="input", extras={"limit": MAX_TOKENS})
 
 
 async def _check_tokens(inference: Inference, call: Call, request: PlannedRequest) -> None:
-    """Refuse more tokens than a request may have, before any of them is queued to be run. Raises InvalidInput, and what
-    `run` raises.
+    """Refuse a request with more than MAX_TOKENS before its work is queued. Raises InvalidInput, and the errors of
+    `Inference.run`.
 
-    Texts are counted by a worker, and only where there might be too many.
+    A worker counts the tokens of texts, but only if there may be too many.
     """
     run = request.options.run
     texts = tuple(item for item in request.items if item.text is not None)
     if max_tokens([item.text or "" for item in texts], run) <= MAX_TOKENS:
         return
-    # of its own name: an answer to it that comes late is none to the run that follows; nor is it charged
+    # With a separate id, a late answer to the count cannot be taken for an answer to the request. The count is not
+    # charged.
     counting = replace(call, id=f"{call.id}-count", charge=None)
     counted = await inference.run(
         counting, InferRequest("tokenize", request.resolved, texts, {}, run=options.counting(run))
@@ -238,12 +246,12 @@ async def _check_tokens(inference: Inference, call: Call, request: PlannedReques
 
 
 def max_tokens(texts: Sequence[str], run: RunOptions) -> int:
-    """How many tokens texts may become, each with its prompt: one for each byte, of their normal form where that is
-    longer.
+    """Return an upper bound for the tokens of texts with their prompts: one for each byte of the text, or of its normal
+    form if that is longer.
     """
     around = _max_bytes(run.prefix) + _max_bytes(run.suffix) + SPECIAL_TOKENS
     total = sum(around + (len(text) if text.isascii() else len(text.encode())) for text in texts)
-    if total > MAX_TOKENS:  # also without a look at normal forms, which takes long
+    if total > MAX_TOKENS:  # too many already; normal forms need not be computed, which is slow
         return total
     return sum(around + _max_bytes(text) for text in texts)
 
@@ -254,14 +262,14 @@ def _max_bytes(text: str) -> int:
     return max(len(text.encode()), len(unicodedata.normalize("NFKC", text).encode()))
 
 
-# what goes out
+# replies
 
 
 def _answer(call: Call, finished: RequestResult, kind: str, *, is_base64: bool) -> EncodedReply:
     began_s = time.perf_counter()
     rows, extras = embedding_types.converted(finished.arrays("input", "dense"), kind)
     data = [
-        # written as base64, or as a list
+        # the writer makes base64 of a memoryview, and a list of an array
         {
             "object": "embedding",
             "index": index,

@@ -1,5 +1,5 @@
-"""Rerank as clients of Jina, of Cohere (v1, v2) and of Voyage write it: one reply that all of them read. `/rerank` is
-Infinity's, and TEI's where its body says so.
+"""Rerank in the formats of Jina, Cohere (v1, v2) and Voyage. All their clients can read the same reply. `/rerank` has
+the format of Infinity, or that of TEI if its body has `texts`.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 DEFAULT_TOKENS_PER_DOC = 4096
 MAX_TOKENS_PER_DOC = 1 << 20
-DOCUMENTS_PER_UNIT = 100  # of what is billed
+DOCUMENTS_PER_UNIT = 100  # documents of one billed search unit
 
 
 async def either(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
-    """`POST /rerank`: with `texts` it is TEI's, errors included."""
+    """Answer `POST /rerank`. If the body has `texts`, the reply and its errors are in the format of TEI."""
     body = await decode_body(call, raw)
     if body.get("texts") is not None:
         call.shape = tei.shape
@@ -37,7 +37,7 @@ async def either(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
 
 
 async def rerank(version: int, inference: Inference, call: Call, raw: bytes) -> EncodedReply:
-    """`POST /v{version}/rerank`: documents by their relevance to a query, best first."""
+    """Answer `POST /v{version}/rerank` with the documents in the order of their relevance to the query, best first."""
     return await _rerank(inference, call, await decode_body(call, raw), version=version)
 
 
@@ -48,7 +48,7 @@ v2 = functools.partial(rerank, 2)
 async def _rerank(
     inference: Inference, call: Call, body: fields.Body, *, version: int, root: bool = False
 ) -> EncodedReply:
-    """`root`: without a version in the path a document is answered as a string, which is how Infinity has it."""
+    """Run a rerank request. `root`: the path has no version, so the reply has documents as strings, as in Infinity."""
     cut = voyage.truncation(call, body)
     resolved = able(inference, call, "rerank", body.get("model"))
     query = RequestItem(fields.text(body, "query"))
@@ -79,8 +79,9 @@ def _documents(body: fields.Body, limit: int, *, reads_images: bool) -> tuple[Re
 
 
 def _document(value: Any, path: str, names: list[str] | None, *, reads_images: bool) -> RequestItem:
-    """A text, or a map: its `rank_fields`, one per line, else its `text` and its `image`. Beside a text the image
-    counts only for a model that `reads_images`: a map may have any fields.
+    """Read a document: a text or a map. Of a map, the fields `names` are joined as lines; without `names`, its `text`
+    and its `image` are used. If the map has a text, the image is used only if the model `reads_images`, because a map
+    may have any fields. Raises InvalidInput.
     """
     if isinstance(value, str):
         return RequestItem(bodies.utf8(value, path))
@@ -90,7 +91,7 @@ def _document(value: Any, path: str, names: list[str] | None, *, reads_images: b
         fields_present = [value[name] for name in names if value.get(name) is not None]
         if not fields_present:
             raise InvalidInput(
-                f"{path}: expected some of the rank_fields, got none of them", reason="empty_item", param=path
+                f"{path}: expected at least one of the rank_fields, got none", reason="empty_item", param=path
             )
         for text in fields_present:
             if not isinstance(text, str | int | float) or isinstance(text, bool):
@@ -117,7 +118,7 @@ def _answer(
     order = sorted(range(len(scores)), key=lambda index: (-scores[index], index))[:count]
     ranked = [{"index": index, "relevance_score": scores[index]} for index in order]
     results: list[dict[str, Any]] = ranked
-    if with_documents:  # an image is not repeated
+    if with_documents:  # the reply does not repeat images
         texts = (items[index].text for index in order)
         results = [
             entry if text is None else {**entry, "document": text if root else {"text": text}}
@@ -139,7 +140,7 @@ def _answer(
         "results": results,
         "meta": meta,
         **shared,
-        **({"data": ranked} if version == 1 else {}),  # what Voyage's client reads; it has the documents
+        **({"data": ranked} if version == 1 else {}),  # Voyage's client reads `data`, and has the documents itself
     }
     data, content_type = reply.body_of(content, 0, msgpack=False, late=finished.late(call.received_s, began_s))
     return EncodedReply(data, content_type, finished.headers(finished.reported_times))

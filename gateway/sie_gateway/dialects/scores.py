@@ -1,4 +1,4 @@
-"""Scores as other makers of rerankers answer them: from 0 to 1, in the order of the model's own."""
+"""Scores for other APIs: from 0 to 1, in the same order as the raw scores of the model."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 async def scored(
     inference: Inference, call: Call, request: InferRequest, *, raw: bool, document_tokens: int = 0
 ) -> RequestResult:
-    """Run a score, from 0 to 1 unless `raw`. The worker maps it: only there it is known what a checkpoint's scores
-    mean.
+    """Run a score request. Unless `raw`, the worker maps scores to 0 to 1, because only the worker knows the meaning of
+    the checkpoint's scores.
 
-    Of a document at most `document_tokens` are read, 0: as many as there is room for.
+    At most `document_tokens` tokens of a document are read; with 0, as many as fit.
     """
     understood = inference.understand(call, request)
     run = understood.options.run

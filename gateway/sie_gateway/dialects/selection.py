@@ -1,5 +1,5 @@
-"""Choice of the model for a request that need not name one (contract 17.1): the named one, else the configured one,
-else the only one.
+"""Choice of the model for a request that need not name one: the named model, else the default of the settings, else the
+only model with the capability.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _VERBS: dict[Capability, str] = {
 _MISSING = {"encode": "gives no vectors", "score": "gives no scores", "extract": "has no classes of its own to predict"}
 
 
-NOT_NAMED = "default/not-specified"  # what Infinity's client sends where its user names no model
+NOT_NAMED = "default/not-specified"  # sent by Infinity's client if its user names no model
 
 
 def able(inference: Inference, call: Call, capability: Capability, named: Any = None) -> Resolved:
-    """The model that `model_for` chooses, if it has the task that the route is for.
+    """Return the model that `model_for` chooses, if it has the task of the route.
 
-    Raises InvalidInput with reason unsupported_output (vectors) or unsupported_task, which names the route of what the
-    model does, and what `model_for` raises. To be called before the fields of the body are read: these are named
-    otherwise where the model does something else.
+    Raises InvalidInput with reason unsupported_output (vectors) or unsupported_task. Its message names the routes that
+    the model can serve. Also raises the errors of `model_for`. Call it before the fields of the body are read: a body
+    for another task has other fields, and an error about them would mislead.
     """
     resolved = model_for(inference, call, capability, named)
     if _VERBS[capability] not in resolved.entry.tasks or (capability == "predict" and not classifies(resolved.entry)):
@@ -45,17 +45,18 @@ def able(inference: Inference, call: Call, capability: Capability, named: Any = 
 
 
 def unable(resolved: Resolved, capability: Capability) -> InvalidInput:
-    """Message for a model that the route does not serve: the routes that serve it."""
+    """Return the error for a model without the task of the route. It names the routes that serve the model."""
     verb = _VERBS[capability]
     routes = " and ".join(f"POST /v1/{task}/{resolved.requested}" for task in resolved.entry.tasks)
-    message = f"{resolved.requested} {_MISSING[verb]}; what it does is at {routes}"
+    message = f"{resolved.requested} {_MISSING[verb]}; use {routes}"
     return InvalidInput(message, reason="unsupported_output" if verb == "encode" else "unsupported_task", param="model")
 
 
 def model_for(inference: Inference, call: Call, capability: Capability, named: Any = None) -> Resolved:
-    """The model of the path, else `named` (of the body), else that of SIE_DEFAULT_MODELS, else the only one that can.
+    """Return the model of the path, else `named` (from the body), else the default in SIE_DEFAULT_MODELS, else the only
+    model with the capability.
 
-    Raises InvalidInput with reason model_required, and what `Inference.resolve` raises.
+    Raises InvalidInput with reason schema or model_required, and the errors of `Inference.resolve`.
     """
     if call.resolved is not None:
         return call.resolved

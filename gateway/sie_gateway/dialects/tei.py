@@ -1,7 +1,7 @@
-"""Text Embeddings Inference: its routes over the default models, and under /tei/{model} over any (contract 17).
+"""Routes of Text Embeddings Inference (TEI): they use the default models, and below /tei/{model} any model.
 
-Bodies are bare lists, so timing goes into headers. Errors have a name of TEI's and a status of TEI's; `error` is a
-string here alone.
+Bodies of replies are plain lists, so the timing is in headers. Errors have the types and the statuses of TEI. Only here
+the field `error` is a string.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from sie_gateway.inference.handler import Inference
 
 _STATUS = {"Overloaded": 429, "Unhealthy": 503, "Tokenizer": 422, "Empty": 400}
-MAP_VALUES = 10  # numbers that are written in the time of a small map
+MAP_VALUES = 10  # numbers that take as long to write as one small map
 _DIRECTIONS = {"left": "START", "right": "END"}
 
 
 def shape(error: SIEError, request_id: str, errors: list[dict[str, Any]] | None) -> tuple[int, dict[str, Any]]:
-    """An error as clients of TEI read it."""
+    """Return the status and the body of an error in the format of TEI."""
     kind = tei_type(error)
     status = _STATUS.get(kind, error.status)
     if isinstance(error, InvalidInput):
@@ -48,7 +48,7 @@ def shape(error: SIEError, request_id: str, errors: list[dict[str, Any]] | None)
     return status, envelope(error, request_id, errors, "tei")
 
 
-# what comes in
+# requests
 
 
 def _is_ids(value: Any) -> bool:
@@ -64,14 +64,14 @@ def _input(value: Any, path: str) -> RequestItem:
 
 
 def _inputs(value: Any, most: int, name: str = "inputs") -> tuple[RequestItem, ...]:
-    """Texts or lists of token ids, or one of either."""
+    """Return inputs: a list of texts or of lists of token ids, or a single input. Raises InvalidInput."""
     if isinstance(value, str) or _is_ids(value):
         value = [value]
     return tuple(_input(entry, f"{name}[{index}]") for index, entry in enumerate(_counted(value, most, name)))
 
 
 def _counted(value: Any, most: int, name: str) -> list[Any]:
-    """A list of one to `most` elements; nothing at all is an empty one here."""
+    """Return a list of one to `most` elements. A missing value counts as an empty list. Raises InvalidInput."""
     return fields.inputs([] if value is None else value, name, most)
 
 
@@ -80,7 +80,7 @@ def _texts(value: Any, most: int, name: str) -> tuple[RequestItem, ...]:
 
 
 def _truncation(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Truncation in native terms."""
+    """Return the native parameter for truncation. Raises InvalidInput."""
     direction = body.get("truncation_direction")
     if direction is not None and (not isinstance(direction, str) or direction.lower() not in _DIRECTIONS):
         raise fields.refused("truncation_direction", direction, "left or right")
@@ -88,7 +88,7 @@ def _truncation(body: Mapping[str, Any]) -> dict[str, Any]:
     return {"truncate": keep if fields.flag(body, "truncate", default=True) else "NONE"}
 
 
-# what goes out
+# replies
 
 
 def _answer(call: Call, finished: RequestResult, body: Any) -> EncodedReply:
@@ -124,7 +124,7 @@ async def _encode(
 
 
 async def _embedded(inference: Inference, call: Call, raw: bytes, capability: Capability) -> RequestResult:
-    """The outputs of `inputs`."""
+    """Run the model over `inputs` of the body."""
     body = await decode_body(call, raw)
     resolved = able(inference, call, capability, body.get("model"))
     items = _inputs(body.get("inputs"), inference.max_items(call))
@@ -132,19 +132,19 @@ async def _embedded(inference: Inference, call: Call, raw: bytes, capability: Ca
 
 
 async def embed(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
-    """Dense vectors: a list of them, for a single input too."""
+    """Answer with a list of dense vectors, also for a single input."""
     finished = await _embedded(inference, call, raw, "embed")
     return _answer(call, finished, reply.listed(finished.arrays("inputs", "dense"), finished.values))
 
 
 async def embed_all(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
-    """The states of all tokens, not pooled and not normalised."""
+    """Answer with the states of all tokens, not pooled and not normalised."""
     finished = await _embedded(inference, call, raw, "embed_all")
     return _answer(call, finished, reply.listed(finished.arrays("inputs", options.TOKEN_STATES), finished.values))
 
 
 async def embed_sparse(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
-    """Sparse vectors: index and weight of each word of the vocabulary that has one."""
+    """Answer with sparse vectors: the index and the weight of each token of the vocabulary that has a weight."""
     finished = await _embedded(inference, call, raw, "embed_sparse")
     indices, values = finished.arrays("inputs", "sparse.indices"), finished.arrays("inputs", "sparse.values")
     rows = list(zip(indices, values, strict=True))
@@ -157,7 +157,7 @@ def _sparse(row: tuple[Array, Array]) -> list[dict[str, Any]]:
 
 
 async def similarity(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
-    """Cosine of one sentence with each of others."""
+    """Answer with the cosine of a source sentence with each of the sentences."""
     body = await decode_body(call, raw)
     resolved = able(inference, call, "embed", body.get("model"))
     value = body.get("inputs")
@@ -177,7 +177,7 @@ async def similarity(inference: Inference, call: Call, raw: bytes) -> EncodedRep
 
 
 async def rerank(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
-    """Texts by their relevance to a query, best first."""
+    """Answer with the texts in the order of their relevance to a query, best first."""
     body = await decode_body(call, raw)
     resolved = able(inference, call, "rerank", body.get("model"))
     query, texts = body.get("query"), body.get("texts")
@@ -200,7 +200,7 @@ async def rerank(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
 
 
 async def predict(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
-    """Classes of texts or pairs of texts: a list for one input, a list of lists for a batch."""
+    """Answer with the classes of texts or pairs of texts: a list for one input, a list of lists for a batch."""
     body = await decode_body(call, raw)
     resolved = able(inference, call, "predict", body.get("model"))
     value = body.get("inputs")
@@ -226,7 +226,7 @@ async def predict(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
 
 
 def classes(finished: RequestResult, name: str) -> list[list[dict[str, Any]]]:
-    """The classes of each input, best first. Raises FailedRequest."""
+    """Return the classes of each input, best first. Raises FailedRequest."""
     predictions: list[list[dict[str, Any]]] = []
     for _, outcome in finished.succeeded(name):
         classifications = (outcome.data or {})["classifications"]
@@ -235,7 +235,7 @@ def classes(finished: RequestResult, name: str) -> list[list[dict[str, Any]]]:
 
 
 async def tokenize(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
-    """The tokens of texts: ids, texts, and where they begin and end in the bytes of the text."""
+    """Answer with the tokens of texts: ids, texts, and the offsets in bytes at which they begin and end."""
     body = await decode_body(call, raw)
     value = body.get("inputs")
     items = _texts([value] if isinstance(value, str) else value, inference.max_items(call), "inputs")
@@ -258,7 +258,7 @@ def _tokens(tokens: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
 
 
 def _template(body: Mapping[str, Any], entry: ModelEntry) -> tuple[str, str]:
-    """Text that the prompt puts before and behind an input."""
+    """Return the texts that the prompt puts before and after an input. Raises InvalidInput."""
     if body.get("prompt_name") is None:
         return "", ""
     before, _, after = options.prompt_template(entry, "prompt_name", body["prompt_name"]).partition("{text}")
@@ -266,7 +266,7 @@ def _template(body: Mapping[str, Any], entry: ModelEntry) -> tuple[str, str]:
 
 
 async def decode(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
-    """The texts of token ids."""
+    """Answer with the texts of token ids."""
     body = await decode_body(call, raw)
     value = body.get("ids")
     batch = [value] if _is_ids(value) else value
@@ -279,7 +279,7 @@ async def decode(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
 
 
 async def main_task(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
-    """`POST /`: what the model is for. A source sentence asks for similarities."""
+    """Answer `POST /` with the main task of the model. If the body has a source sentence, answer with similarities."""
     body = await decode_body(call, raw)
     value = body.get("inputs")
     if isinstance(value, dict) and "source_sentence" in value:
@@ -298,7 +298,7 @@ async def main_task(inference: Inference, call: Call, raw: bytes) -> EncodedRepl
 
 
 async def info(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
-    """Description of the server in the words of TEI's /info."""
+    """Answer with the description of the server in the format of TEI's /info."""
     resolved = model_for(inference, call, "embed")
     entry, workers = resolved.entry, inference.workers_of(resolved.bundle)
     loaded = (status for beat in workers for status in beat.models if status.model == resolved.residency)

@@ -1,8 +1,8 @@
-"""Token ids of OpenAI's models as text: their vocabularies, from a package that carries them. Only its data is read,
-never its code.
+"""Conversion of token ids of OpenAI's models to text. The vocabularies are the data files of an installed package. Its
+code is never run.
 
-A file has a line for each token: its bytes in base64, its id. Digests and special tokens as in tiktoken
-(tiktoken_ext/openai_public.py).
+A file has a line for each token: its bytes in base64, and its id. Digests and special tokens are the same as in
+tiktoken (tiktoken_ext/openai_public.py).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ OWN_IDS = "for ids of the model's own tokenizer set token_encoding, or openai_to
 
 
 def path(name: str) -> Path | None:
-    """Path of the vocabulary, gzipped; None if the package is not installed."""
+    """Return the path of a vocabulary, a gzip file; None if the package is not installed."""
     spec = importlib.util.find_spec(_PACKAGE)
     file = Path(spec.origin).parent / "data" / f"{name}.tiktoken.gz" if spec and spec.origin else None
     return file if file and file.is_file() else None
@@ -45,8 +45,8 @@ def path(name: str) -> Path | None:
 
 @functools.cache
 def load(name: str) -> dict[int, bytes]:
-    """The bytes of each token: 0.1 s and some 20 MiB. Raises InvalidInput where they are not installed, or not the ones
-    they should be.
+    """Read the bytes of each token by its id. It takes 0.1 s and about 20 MiB. Raises InvalidInput if the vocabulary is
+    not installed, or has the wrong digest.
     """
     file = path(name)
     if file is None:
@@ -57,15 +57,15 @@ def load(name: str) -> dict[int, bytes]:
         raise InvalidInput(message, reason="unsupported_modality", param="token_encoding")
     data = gzip.decompress(file.read_bytes())
     if hashlib.sha256(data).hexdigest() != _DIGESTS[name]:
-        message = f"token_encoding: the {name} that is installed at this gateway is not the published one"
+        message = f"token_encoding: the {name} that is installed at this gateway differs from the published file"
         raise InvalidInput(message, reason="unsupported_modality", param="token_encoding")
     pairs = (line.split() for line in data.splitlines())
     return {int(number): base64.b64decode(token) for token, number in pairs} | _SPECIAL[name]
 
 
 def decode(name: str, ids: Sequence[int], where: str) -> str:
-    """The text of `ids`. A character that they cut in two becomes U+FFFD. Raises InvalidInput naming the place of an id
-    that is none.
+    """Return the text of `ids`. A character that is not complete becomes U+FFFD. Raises InvalidInput with the place of
+    an unknown id.
     """
     table = load(name)
     try:

@@ -1,5 +1,5 @@
-"""Fields and errors that only Voyage has on the routes that it shares with OpenAI and Jina: `truncation`, and errors
-whose `detail` is a text.
+"""Parts of Voyage's format on routes that it shares with OpenAI and Jina: the field `truncation`, and errors with a
+text as `detail`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ _SHAPE = family("voyage")
 
 
 def truncation(call: Call, body: fields.Body) -> dict[str, Any]:
-    """Parameters that `truncation` stands for, empty where `truncate` says it. Its client always sends it: errors have
-    its shape then.
+    """Return our parameter for `truncation`; none if the body has `truncate` too. Voyage's client always sends
+    `truncation`, so its presence also selects the error format of Voyage.
     """
     if body.get("truncation") is None:
         return {}

@@ -1,3 +1,3 @@
-"""Workers, and which model runs where: heartbeats in `workers`, lanes in `lanes`, the placement table from `planner`
-and `placement`, pools and their reservations, demand and scaling.
+"""Workers, and the placement of models on them: heartbeats and lanes in `lanes`, the placement table in `planner` and
+`placement`, pools and reservations, demand, scaling, and the status sockets of workers in `workers`.
 """

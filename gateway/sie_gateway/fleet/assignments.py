@@ -1,7 +1,7 @@
-"""Assignment of workers to reservations. Pure functions; the gateways that compute from equal inputs write the same.
+"""Assignment of workers to reservations. Pure functions: gateways that compute from equal inputs write the same result.
 
-reservations, oldest first ──► each keeps the workers it has ──► what lacks some gets them if there are enough of them
-at once
+reservations, oldest first ──► each keeps its workers ──► a reservation with too few workers gets all that it lacks, or
+none
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from sie_contracts.wire.heartbeats import Heartbeat
 from sie_contracts.wire.records import Reservation, ReservationSpec
 
 PATH = "/v1/pools/assignments"
-DEFAULT_BUNDLE = "default"  # of the workers that are asked for where a reservation names no bundle
+DEFAULT_BUNDLE = "default"  # bundle of the workers that are requested for a reservation without a bundle
 
 
 @dataclass(frozen=True)
 class AssignableWorker:
-    """A worker that may be reserved. `models` are those that it has loaded, `busy` the tokens that it has taken in and
-    not answered.
+    """A worker that may be reserved. `models`: the models that it has loaded. `busy`: tokens of work that it has taken
+    and not answered yet.
     """
 
     machine_profile: str
@@ -41,8 +41,8 @@ class AssignableWorker:
 
 
 def lacking(spec: ReservationSpec, held: Iterable[AssignableWorker]) -> tuple[dict[str, int], int]:
-    """Shortage of a reservation with these workers: GPUs by machine profile, and workers up to its minimum. Both empty
-    when it is met.
+    """Return what a reservation with these workers lacks: GPUs by machine profile, and workers up to its minimum. If it
+    is met, the map is empty and the number is 0.
     """
     gpus, count = Counter[str](), 0
     for worker in held:
@@ -53,7 +53,7 @@ def lacking(spec: ReservationSpec, held: Iterable[AssignableWorker]) -> tuple[di
 
 
 def is_met(spec: ReservationSpec, held: Iterable[AssignableWorker]) -> bool:
-    """Whether every count of GPUs and the minimum of workers is reached."""
+    """Return whether these workers reach every count of GPUs and the minimum of workers."""
     short, workers = lacking(spec, held)
     return not short and not workers
 
@@ -61,11 +61,12 @@ def is_met(spec: ReservationSpec, held: Iterable[AssignableWorker]) -> bool:
 def assign(
     reservations: Iterable[Reservation], workers: Mapping[str, AssignableWorker], before: Mapping[str, str]
 ) -> dict[str, str]:
-    """The reservation of each worker that has one: worker id to pool. `before`: as it was.
+    """Return the reservation of each reserved worker, as a map of worker id to pool. `before`: the previous map.
 
-    A reservation keeps its workers for as long as they fit. One that lacks some takes them only when all of them are
-    there, so that none holds workers idle that others could use, and two never wait for each other's half. The older
-    comes first. Of each bundle one worker stays for everybody, unless a reservation may take the last one.
+    A reservation keeps its workers while they fit. If it lacks workers, it takes new ones only when all of them are
+    free. So no reservation holds workers that it cannot use yet, and two reservations never each hold one half of the
+    free workers. The oldest reservation is served first. One worker of each bundle stays unreserved, unless a
+    reservation may take the last one.
     """
     order = sorted(reservations, key=lambda reservation: (reservation.created_s, reservation.spec.name))
     assigned: dict[str, str] = {}
@@ -86,7 +87,7 @@ def assign(
 def is_held_back(
     reservation: Reservation, workers: Mapping[str, AssignableWorker], assigned: Mapping[str, str]
 ) -> bool:
-    """Whether a reservation lacks workers only because the last one of a bundle stays for everybody."""
+    """Return whether a reservation lacks workers only because the last worker of a bundle must stay unreserved."""
     held = [workers[name] for name, pool in assigned.items() if pool == reservation.spec.name and name in workers]
     if reservation.takes_last or is_met(reservation.spec, held):
         return False
@@ -104,8 +105,8 @@ def _addition(
     *,
     takes_last: bool,
 ) -> list[str]:
-    """Free workers that make a reservation complete; none where there are not enough. First those that have its models,
-    then idle ones.
+    """Return free workers that complete a reservation; none if there are too few. Workers that have its models loaded
+    come first, then idle workers.
     """
     short, count = lacking(spec, held)
     free = [name for name, worker in workers.items() if name not in assigned and worker.fits(spec)]
@@ -126,7 +127,7 @@ def _addition(
 def _without_last(
     free: Sequence[str], workers: Mapping[str, AssignableWorker], assigned: Mapping[str, str]
 ) -> list[str]:
-    """`free` less the last one of each bundle of which nobody else is left for everybody."""
+    """Return `free` without the last worker of each bundle that would have no unreserved worker left."""
     stays = {worker.bundle for name, worker in workers.items() if name not in assigned and name not in free}
     remaining = []
     for name in reversed(free):
@@ -139,10 +140,10 @@ def _without_last(
 def requested_workers(
     spec: ReservationSpec, held: Sequence[AssignableWorker], gpus_each: Mapping[str, int]
 ) -> Counter[tuple[str, str]]:
-    """How many workers a reservation asks for, by machine profile and bundle: those that it has, and those that it
-    lacks.
+    """Return the number of workers that a reservation requests, by machine profile and bundle. It counts the workers
+    that it has and those that it lacks.
 
-    `gpus_each`: what one worker of a machine profile brings, where that is known and not 1.
+    `gpus_each`: GPUs of one worker, by machine profile; 1 for a machine profile that is missing here.
     """
     counts = Counter((worker.machine_profile, worker.bundle) for worker in held)
     short, count = lacking(spec, held)
@@ -156,10 +157,10 @@ def requested_workers(
 
 
 def assigned(worker: str, workers: Iterable[Heartbeat], reserved: Mapping[str, str]) -> tuple[str, ...]:
-    """The pools of `worker`: the reservation that has it, else its own. `reserved`: worker to reservation.
+    """Return the pools of a worker: its reservation, else its own pool. `reserved`: map of worker to reservation.
 
-    Raises InvalidInput without a name, and PoolNotFound for a worker that no heartbeat has named: what it serves is not
-    known yet, which is not the same as nothing.
+    Raises InvalidInput without a name. Raises PoolNotFound for a worker without a heartbeat, because its own pool is
+    not known: an empty result would mean that it serves no pool.
     """
     if not worker:
         raise InvalidInput("worker: a worker's id is needed", param="worker")
@@ -167,5 +168,5 @@ def assigned(worker: str, workers: Iterable[Heartbeat], reserved: Mapping[str, s
         return (reserved[worker],)
     own = next((beat.own_pool or beat.pool for beat in workers if beat.worker == worker), None)
     if own is None:
-        raise PoolNotFound(f"no worker {worker[:70]!r} has been heard of", param="worker")
+        raise PoolNotFound(f"no worker {worker[:70]!r} has sent a heartbeat", param="worker")
     return (own,)

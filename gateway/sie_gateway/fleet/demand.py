@@ -1,14 +1,13 @@
-"""Requests for models that nobody has loaded: what they are told at the end of their hold, and the demand that they
-leave.
+"""Requests for models that no worker has loaded: their answer at the end of the hold, and the record of their demand.
 
-held until the end of the hold ──► loaded somewhere: go on waiting
-                               ──► a worker loads it: MODEL_LOADING
+held until the end of the hold ──► a worker has loaded the model: go on waiting
+                               ──► a worker loads the model: MODEL_LOADING
                                ──► no worker of the lane is ready: PROVISIONING (202 to clients that expect it)
-                               ──► a worker is ready and has not begun: go on waiting
+                               ──► a worker is ready and has not begun to load: go on waiting
 
-The record of demand has one key per lane, which counts for DEMAND_LIFE_S and is the same at every gateway. Work of a
-request that ended is withdrawn from the queue, so without this record nobody would start a worker for the client's next
-try.
+The record of demand has one key per lane. All gateways read it, and it counts for DEMAND_LIFE_S. It is needed because
+the work of a request that has ended is withdrawn from the queue: without the record, no autoscaler would start a worker
+for the client's next attempt.
 """
 
 from __future__ import annotations
@@ -33,63 +32,65 @@ from sie_runtime.failpoints import failpoint
 from sie_runtime.process import Stop
 
 DEMAND_LIFE_S = 60.0
-AGAIN_S = 5.0  # a record that is younger is not written again
+AGAIN_S = 5.0  # seconds; a record younger than this is not written again
 _RETRY_S = 1.0
 MAX_RETRY_S = 5
-USUAL_START_S = 60.0  # of a worker, while this gateway has not seen one start
-ASKED_S = 60.0  # a start that nobody asked for in this time is measured no further
+USUAL_START_S = 60.0  # seconds that a worker is expected to take to start, until this gateway has seen a start
+ASKED_S = 60.0  # seconds without a request after which the start of a worker is not measured any more
 _logger = logging.getLogger("sie.gateway.demand")
 
 
 def is_live(at_s: float, now_s: float) -> bool:
-    """Whether a record of this time still counts, by the broker's clock. One from a clock ahead of ours
-    counts as new.
+    """Return whether a record of the time `at_s` still counts, by the broker's clock. A record with a time in the
+    future counts.
     """
     return now_s - at_s < DEMAND_LIFE_S
 
 
 class DemandRecords:
-    """`now_s` is the broker's time. One task runs `run`, the only writer of this gateway; `note` never waits."""
+    """Records of the demand of lanes. `now_s` returns the broker's time. One task calls `run`, and only it writes.
+    `note` never waits.
+    """
 
     def __init__(self, broker: Store, now_s: Callable[[], float], *, storage: str, replicas: int) -> None:
         self._now_s = now_s
         self._bucket = RecordBucket(
             broker, topology.DEMAND_BUCKET, storage=storage, replicas=replicas, max_age_s=2 * DEMAND_LIFE_S
         )
-        self._noted: dict[Lane, float] = {}  # lanes are those of the catalogue and the machine profiles
+        self._noted: dict[Lane, float] = {}  # bounded: only lanes of the catalogue and the machine profiles
         self._written: dict[Lane, float] = {}
         self._wake = asyncio.Event()
 
     def note(self, lane: Lane) -> None:
-        """Somebody waits for this lane now."""
+        """Record that a request waits for this lane now."""
         now_s = self._now_s()
         if not -AGAIN_S < now_s - self._written.get(lane, -1e12) < AGAIN_S:
             self._noted[lane] = now_s
             self._wake.set()
 
     def drop_pool(self, pool: str) -> None:
-        """The pool is there no more. What was written of it goes with its age."""
+        """Forget the lanes of a pool that does not exist any more. Its records in the broker expire by their age."""
         for entries in (self._noted, self._written):
             for lane in [lane for lane in entries if lane.pool == pool]:
                 del entries[lane]
 
     def pending(self) -> set[Lane]:
-        """Lanes that this gateway noted within the life of a record."""
+        """Return the lanes that this gateway has noted within DEMAND_LIFE_S."""
         now_s = self._now_s()
         return {lane for lane, at_s in {**self._written, **self._noted}.items() if is_live(at_s, now_s)}
 
     async def run(self, stop: Stop) -> None:
-        """Write what is noted until `stop`. What cannot be written stays noted and is tried again."""
+        """Write the noted lanes until `stop`. A write that fails is tried again."""
         while not await stop.wait_woken(self._wake):
             try:
                 await self.write()
             except BrokerError as error:
-                _logger.warning("demand is not recorded: %s", error)
+                _logger.warning("the demand could not be written to the broker: %s", error)
                 self._wake.set()
                 await stop.wait_for(_RETRY_S)
 
     async def write(self) -> None:
-        """Write all that is noted. Raises BrokerError."""
+        """Write all noted lanes. Raises BrokerError."""
         while self._noted:
             lane, at_s = next(iter(self._noted.items()))
             failpoint("gateway.before_demand")
@@ -99,7 +100,7 @@ class DemandRecords:
                 del self._noted[lane]
 
     async def is_wanted(self, lane: Lane) -> bool:
-        """Whether any gateway recorded demand that still counts. Raises BrokerError."""
+        """Return whether the lane has a record of demand that still counts, by any gateway. Raises BrokerError."""
         entry = await self._bucket.get(topology.lane_key(lane))
         if entry is None or entry.value is None:
             return False
@@ -111,7 +112,7 @@ class DemandRecords:
 
 
 class _ColdStart:
-    """A lane without a worker: since when it is asked for, and when it last was."""
+    """Start of a lane without a worker: the times of the first and of the last request for it."""
 
     __slots__ = ("first_s", "last_s")
 
@@ -120,8 +121,8 @@ class _ColdStart:
 
 
 class ColdStarts:
-    """`pending_reason` says of a pool why it has not the workers that it asks for; empty where it has them, or asks for
-    none.
+    """Answers to requests for models that no worker has loaded. `pending_reason` returns why a pool lacks workers that
+    it has reserved; it is empty if the pool has them, or is no reservation.
     """
 
     def __init__(
@@ -137,11 +138,11 @@ class ColdStarts:
         self._metrics = metrics
         self._pending_reason = pending_reason
         self._clock = clock
-        self._starts: dict[Lane, _ColdStart] = {}  # lanes are those of the catalogue and the machine profiles
+        self._starts: dict[Lane, _ColdStart] = {}  # bounded: only lanes of the catalogue and the machine profiles
         self._took_s: dict[Lane, float] = {}
 
     def requested(self, lane: Lane) -> None:
-        """A request came for what no worker of the lane has loaded."""
+        """Record a request for a model that no worker of the lane has loaded."""
         self._demand.note(lane)
         now_s = self._clock()
         start = self._starts.get(lane)
@@ -154,14 +155,14 @@ class ColdStarts:
             self._starts.setdefault(lane, _ColdStart(now_s)).last_s = now_s
 
     def drop_pool(self, pool: str) -> None:
-        """The pool is there no more."""
+        """Forget the lanes of a pool that does not exist any more."""
         for entries in (self._starts, self._took_s):
             for lane in [lane for lane in entries if lane.pool == pool]:
                 del entries[lane]
 
     def check(self, lane: Lane, residency: str) -> bool:
-        """From the end of a hold: whether a worker has it loaded. False: one may soon begin to. Raises ModelLoading,
-        NotProvisioned.
+        """Check at the end of a hold whether a worker has the model loaded. Returns False if a ready worker may soon
+        begin to load it. Raises ModelLoading, NotProvisioned.
         """
         if self._fleet.hosts(lane, residency):
             return True
@@ -193,8 +194,8 @@ class ColdStarts:
         return False
 
     def start_left_s(self, lane: Lane) -> float:
-        """How long it still takes until a worker of the lane is ready, at least 1 s, by the last start that this
-        gateway saw.
+        """Return the expected seconds until a worker of the lane is ready, at least 1. They follow from the last start
+        that this gateway has measured.
         """
         start = self._starts.get(lane)
         waited_s = self._clock() - start.first_s if start is not None else 0.0

@@ -1,8 +1,8 @@
-"""How much work the broker holds and how long the oldest of it waits, by lane and priority and by model: what metrics
-tell of the queue.
+"""Lag of the queue for metrics: the number of waiting messages and the age of the oldest, by lane and priority, and by
+model.
 
-Counts come from the shared backlog, ages from the oldest messages themselves, which also name their models. What cannot
-be asked is unknown, never zero.
+Counts come from the shared backlog. Ages and models come from the oldest messages themselves. If the broker cannot be
+asked, the lag is unknown, and never zero.
 """
 
 from __future__ import annotations
@@ -22,37 +22,39 @@ from sie_gateway.streams.backlog import Backlog
 from sie_runtime.process import Stop, Trouble
 
 EVERY_S = 5.0
-MAX_LANES = 16  # that are told of, those with the most work first
-MAX_SUBJECTS = 24  # of models, the same
+MAX_LANES = 16  # lanes of a pool that are reported, those with the most work first
+MAX_SUBJECTS = 24  # subjects of models of a pool that are reported, those with the most work first
 _ESCAPED = re.compile(r"(?:_[0-9a-f]{2})+")
 _logger = logging.getLogger("sie.gateway.lag")
 Labels = tuple[str, ...]
 
 
 class Lag:
-    """One task runs `run`. A lane that had work once is told of as long as its pool is there, so that its zero is."""
+    """Lag of all lanes. One task calls `run`. A lane that has had work is reported for as long as its pool exists, so
+    that its count can become zero.
+    """
 
     def __init__(self, queue: Queue, backlog: Backlog, pools: Iterable[str], now_s: Callable[[], float]) -> None:
-        """`now_s` is the broker's time."""
+        """Create the lag. `now_s` returns the broker's time."""
         self._queue = queue
         self._backlog = backlog
-        self._pools = pools  # come and go
+        self._pools = pools  # its contents change
         self._now_s = now_s
         self._known: dict[Lane, None] = {}
         self._lanes: dict[Labels, ModelBacklog] = {}
         self._models: dict[Labels, ModelBacklog] = {}
-        self.is_known = False  # else there is nothing to tell, which is not the same as no work
+        self.is_known = False  # False: the lag is unknown, which differs from a lag of zero
 
     def lanes(self) -> Mapping[Labels, ModelBacklog]:
-        """By pool, machine profile, bundle and priority."""
+        """Return the work by pool, machine profile, bundle and priority."""
         return self._lanes
 
     def models(self) -> Mapping[Labels, ModelBacklog]:
-        """By model, pool, machine profile, bundle and priority."""
+        """Return the work by model, pool, machine profile, bundle and priority."""
         return self._models
 
     async def oldest_s(self, lane: Lane) -> float:
-        """How long the oldest message of a lane waits, seconds; 0 where there is none. Raises BrokerError."""
+        """Return the age of the oldest message of a lane, in seconds; 0 if there is none. Raises BrokerError."""
         (first,) = await self._backlog.oldest(lane.pool, [topology.lane_filter(lane)])
         return 0.0 if first is None else self._age_s(first)
 
@@ -60,7 +62,7 @@ class Lag:
         return max(0.0, self._now_s() - stored.sent_s)
 
     async def run(self, stop: Stop) -> None:
-        """Look each EVERY_S until `stop`."""
+        """Refresh the lag each EVERY_S until `stop`."""
         trouble = Trouble(_logger, "the age of the queue is not known")
         while not await stop.wait_for(EVERY_S):
             try:
@@ -71,7 +73,7 @@ class Lag:
                 trouble.met(error)
 
     async def refresh(self) -> None:
-        """Raises BrokerError."""
+        """Read the lag of all pools from the broker. Raises BrokerError."""
         if not self._queue.connected:
             raise BrokerUnavailable("no connection to the broker")
         lanes: dict[Labels, ModelBacklog] = {}
@@ -100,7 +102,7 @@ class Lag:
         ]
         questions: list[
             tuple[str, Labels | None]
-        ] = []  # a filter, with the labels of a lane and priority, None of a subject
+        ] = []  # a filter, with the labels of its lane and priority; None if the filter is the subject of a model
         for lane in list(dict.fromkeys(reported))[:MAX_LANES]:
             for priority in PRIORITIES:
                 labels = lane.pool, lane.machine_profile, lane.bundle, priority
@@ -114,7 +116,7 @@ class Lag:
         answers = await self._backlog.oldest(pool, [question for question, _ in questions])
         answered: set[str] = set()
         for (_, of_lane), first in zip(questions, answers, strict=True):
-            if first is None:  # it was answered meanwhile
+            if first is None:  # the last message was answered meanwhile
                 continue
             oldest_s = self._age_s(first)
             if of_lane is not None:
@@ -123,15 +125,15 @@ class Lag:
                 answered.add(first.subject)
                 lane = lane_of(first.subject)
                 of_model = model, lane.pool, lane.machine_profile, lane.bundle, first.subject.split(".")[5]
-                before = models.get(of_model, ModelBacklog(0))  # by the other way that it may take
+                before = models.get(of_model, ModelBacklog(0))  # a model may have two subjects
                 models[of_model] = ModelBacklog(
                     before.count + counts.get(first.subject, 1), max(before.oldest_s, oldest_s)
                 )
 
 
 def lane_of(subject: str) -> Lane:
-    """The lane of a subject of work. The tokens of a machine profile and a bundle are never cut, so they say what they
-    are made of.
+    """Return the lane of a subject of work. The tokens of a machine profile and of a bundle are never shortened, so the
+    names can be read from them.
     """
     pool, machine_profile, bundle = subject.split(".")[2:5]
     return Lane(pool, _untoken(machine_profile), _untoken(bundle))
@@ -142,7 +144,7 @@ def _untoken(token: str) -> str:
 
 
 def _model_of(stored: StreamMessage) -> str | None:
-    """Model of a message, None if it cannot be read."""
+    """Return the model of a message, None if the message cannot be decoded."""
     try:
         return messages.decode_work(stored.data).model
     except (msgspec.DecodeError, UnicodeDecodeError):

@@ -1,4 +1,4 @@
-"""Live workers, by their heartbeats, and the way of a request: the choice of a lane."""
+"""Live workers by their heartbeats, and the choice of the lane of a request."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ from sie_contracts.wire.heartbeats import Fetched, Heartbeat, ModelStatus
 from sie_contracts.wire.records import ReservationSpec
 from sie_contracts.wire.topology import Lane
 
-STATES = ("loading", "unloading", "loaded", "failed", "available")  # the first that any worker reports is shown
-USUAL_LOAD_S = 10.0  # of a model that no worker has loaded yet
+STATES = ("loading", "unloading", "loaded", "failed", "available")  # the first one that any worker has is shown
+USUAL_LOAD_S = 10.0  # expected seconds of a load, for a model that no worker has loaded yet
 _logger = logging.getLogger("sie.gateway.fleet")
 
 
 def worker_rate(beats: Iterable[Heartbeat]) -> float:
-    """Tokens a second that one worker of a lane runs while it is busy; 0 while none has measured it.
+    """Return the tokens a second that one worker of a lane runs while it is busy; 0 while no worker has measured it.
 
-    Each measured rate counts by the share of its worker that the work of now takes: what an idle worker ran long ago,
-    in larger or smaller batches, would make full workers look half empty or the reverse. Where nobody works it is their
-    mean.
+    Each measured rate has a weight: the share of time for which its worker is busy now. The rate of an idle worker is
+    old. It may come from batches of other sizes, and would make busy workers look half empty, or too full. If no worker
+    is busy, the result is the mean of all rates.
     """
     rates = [(beat.rate, sum(status.cost_rate for status in beat.models)) for beat in beats]
     return mean_rate(np.array([rate for rate, _ in rates]), np.array([arriving for _, arriving in rates]))
 
 
 def mean_rate(rates: NDArray[np.float64], arriving: NDArray[np.float64]) -> float:
-    """Compute `worker_rate` for arrays: each worker's rate and of what comes in there, tokens a second, shape
-    (workers,) each.
+    """Compute `worker_rate` from arrays of shape (workers,): the rate of each worker, and the tokens a second that
+    arrive there.
     """
     is_measured = rates > 0
     rates, arriving = rates[is_measured], arriving[is_measured]
@@ -53,7 +53,7 @@ def mean_rate(rates: NDArray[np.float64], arriving: NDArray[np.float64]) -> floa
 
 
 class _LaneWorkers:
-    """The healthy workers of one lane, by their id, and which of them have a model loaded."""
+    """The healthy workers of one lane by their id, and by model the workers that have it loaded."""
 
     def __init__(self) -> None:
         self.beats: dict[str, Heartbeat] = {}
@@ -63,7 +63,7 @@ class _LaneWorkers:
         self._all: list[Heartbeat] | None = None
 
     def put(self, beat: Heartbeat) -> None:
-        """A worker that is not here."""
+        """Add a worker that is not in the lane yet."""
         self.beats[beat.worker] = beat
         self.types[_type(beat)] += 1
         self._all = None
@@ -75,7 +75,7 @@ class _LaneWorkers:
 
     def drop(self, beat: Heartbeat) -> None:
         del self.beats[beat.worker]
-        self.types -= Counter([_type(beat)])  # a type without workers goes
+        self.types -= Counter([_type(beat)])  # removes a type without workers
         self._all = None
         self.unloading.discard(beat.worker)
         for status in beat.models:
@@ -86,17 +86,19 @@ class _LaneWorkers:
                     del self.loaded[status.model]
 
     def all(self) -> list[Heartbeat]:
-        """By name. Not to be changed: it is the same for all who ask until the next heartbeat."""
+        """Return the heartbeats in the order of names. Callers must not change the list: it is shared until the next
+        heartbeat.
+        """
         if self._all is None:
             self._all = [self.beats[name] for name in sorted(self.beats)]
         return self._all
 
 
 class Fleet:
-    """The last heartbeat of each worker. Silent past SIE_HEARTBEAT_TIMEOUT_MS it no longer counts; at ten times that it
-    is forgotten.
+    """The last heartbeat of each worker. A worker without a heartbeat for SIE_HEARTBEAT_TIMEOUT_MS is not healthy.
+    After ten times this time it is forgotten.
 
-    Indexed by lane and by model: what a request asks costs the same with one worker and with a thousand.
+    Workers are indexed by lane and by model, so that a look-up costs the same with one worker and with a thousand.
     """
 
     def __init__(
@@ -107,19 +109,19 @@ class Fleet:
         *,
         spec: Callable[[str], ReservationSpec | None] = lambda pool: None,
     ) -> None:
-        """`spec`: what the reservation of a name asks for; None for any other pool."""
+        """Create an empty fleet. `spec` returns the spec of a reservation by its name; None for any other pool."""
         self._bus = bus
         self._settings = settings
         self._clock = clock
         self._timeout_s = settings.heartbeat_timeout_ms / 1000
         self._seen: dict[
             str, tuple[float, Heartbeat]
-        ] = {}  # in the order of the heartbeats, the oldest first; so is _healthy
+        ] = {}  # in the order of the heartbeats, the oldest first; _healthy has the same order
         self._healthy: dict[str, Heartbeat] = {}
         self._lanes: dict[Lane, _LaneWorkers] = {}
         self._served: dict[tuple[str, str], dict[str, _LaneWorkers]] = {}  # pool and bundle -> machine profile -> lane
-        self._statuses: dict[str, dict[str, ModelStatus]] = {}  # model -> worker -> what it reports
-        self._loading_s: dict[str, dict[str, float]] = {}  # worker -> model -> when it was first heard to load it
+        self._statuses: dict[str, dict[str, ModelStatus]] = {}  # model -> worker -> its report
+        self._loading_s: dict[str, dict[str, float]] = {}  # worker -> model -> time of its first report of the load
         self.version = 0  # grows with every heartbeat
         self.listeners: list[Callable[[], None]] = []  # called at every heartbeat
         self._own_pools = frozenset({topology.DEFAULT_POOL, settings.pool})
@@ -137,7 +139,7 @@ class Fleet:
         self.note(heartbeat)
 
     def note(self, heartbeat: Heartbeat) -> None:
-        """A worker's heartbeat has come."""
+        """Take the heartbeat of a worker."""
         now_s, worker = self._clock(), heartbeat.worker
         while self._seen:
             name, (seen_s, _) = next(iter(self._seen.items()))
@@ -205,30 +207,32 @@ class Fleet:
             self._leave(worker)
 
     def workers(self) -> list[tuple[Heartbeat, bool]]:
-        """All known workers, by name, each with whether it is healthy: heard of in time, ready and not leaving."""
+        """Return all known workers in the order of names, each with True if it is healthy: its heartbeat is in time,
+        and it is ready and not leaving.
+        """
         self._expire()
         return [(self._seen[name][1], name in self._healthy) for name in sorted(self._seen)]
 
     def is_heard(self, worker: str) -> bool:
-        """Whether its last heartbeat is not overdue, whatever it says."""
+        """Return whether the last heartbeat of a worker is not overdue, also if the worker is not ready."""
         return worker in self._seen and self._clock() - self._seen[worker][0] < self._timeout_s
 
     def listens(self, worker: str) -> bool:
-        """Whether it says that it hears its subject of assignments."""
+        """Return whether a worker reports that it subscribes to its subject of assignments."""
         return worker in self._seen and self._seen[worker][1].listens
 
     def healthy(self) -> list[Heartbeat]:
-        """By name."""
+        """Return the healthy workers in the order of names."""
         self._expire()
         return [self._healthy[name] for name in sorted(self._healthy)]
 
     def lanes(self) -> dict[Lane, list[Heartbeat]]:
-        """The healthy workers of each lane that has one."""
+        """Return the healthy workers of each lane that has any."""
         self._expire()
         return {lane: entry.all() for lane, entry in self._lanes.items()}
 
     def silent(self) -> dict[Lane, list[Heartbeat]]:
-        """The workers whose heartbeat is overdue and was the last of a healthy one, by lane."""
+        """Return, by lane, the workers that were healthy by their last heartbeat, which is overdue now."""
         self._expire()
         silent: dict[Lane, list[Heartbeat]] = {}
         for name, (_, beat) in self._seen.items():
@@ -237,38 +241,38 @@ class Fleet:
         return silent
 
     def worker_names(self) -> Collection[str]:
-        """The ids of all known workers."""
+        """Return the ids of all known workers."""
         return self._seen.keys()
 
     def of_lane(self, lane: Lane) -> list[Heartbeat]:
-        """The healthy workers of a lane, by name."""
+        """Return the healthy workers of a lane in the order of names."""
         self._expire()
         entry = self._lanes.get(lane)
         return entry.all() if entry is not None else []
 
     def hosts(self, lane: Lane, residency: str) -> list[Heartbeat]:
-        """The healthy workers of a lane that have the model loaded, by name."""
+        """Return the healthy workers of a lane that have the model loaded, in the order of names."""
         self._expire()
         entry = self._lanes.get(lane)
         return [entry.beats[name] for name in sorted(entry.loaded.get(residency, ()))] if entry is not None else []
 
     def crossover_tokens(self, residency: str) -> int:
-        """The crossover length of a model (`costs`), as a worker that has it loaded tells; 0 while none does."""
+        """Return the crossover length of a model in tokens (see `costs`), as workers report it; 0 while none does."""
         return max((status.crossover_tokens for status in self._statuses.get(residency, {}).values()), default=0)
 
     def image_cost(self, residency: str) -> ImageCost:
-        """Cost of an image for a model, as a worker that has it loaded tells."""
+        """Return the cost of an image for a model, as workers report it; the default cost while none does."""
         statuses = self._statuses.get(residency, {}).values()
         tokens = max((status.image_tokens for status in statuses), default=0)
         vectors = max((status.image_vectors for status in statuses), default=0)
         return ImageCost(tokens, vectors or tokens) if tokens else ImageCost()
 
     def loading_left_s(self, lane: Lane, residency: str) -> float | None:
-        """How long a load of the model that is under way in the lane still takes, at least 1 s; None while nobody loads
+        """Return the expected seconds until a load of the model in the lane ends, at least 1; None if no worker loads
         it.
 
-        By what its last load took, on any worker. A worker that unloads something makes room for it, which counts as
-        loading.
+        The time follows from the longest last load of the model on any worker. A worker that unloads a model counts as
+        loading, because it makes room.
         """
         self._expire()
         entry = self._lanes.get(lane)
@@ -286,18 +290,19 @@ class Fleet:
         return max(1.0, took_s - (self._clock() - min(since)) if since else took_s)
 
     def lane(self, resolved: Resolved, *, pool: str, machine_profile: str, known_pools: Iterable[str]) -> Lane:
-        """The lane of a request.
+        """Return the lane of a request.
 
-        A machine profile, or type of GPU, that the request names is a constraint; so are those of the model's entry.
-        Where the request names none, one with the model loaded comes before one that serves the bundle, and that
-        before one without a worker, where the work waits; of several the first in the order of the entry, else of
-        SIE_GATEWAY_CONFIGURED_GPUS. A reservation has what it asks for and nothing else.
+        A machine profile or type of GPU in the request is a constraint. The machine profiles of the model's entry are a
+        constraint too. If the request has none, a machine profile with the model loaded is preferred, then one whose
+        workers serve the bundle, then one without a worker, where the work waits. Of several, the first one is chosen,
+        in the order of the entry, else of SIE_GATEWAY_CONFIGURED_GPUS. In a reservation, the machine profiles of its
+        spec take the place of this list.
 
-        A default, SIE_MACHINE_PROFILE of this list, has all work of the bundle `default` that names nothing else, also
+        If SIE_MACHINE_PROFILE is in this list, it gets all work of the bundle `default` without a constraint, also
         while none of its workers is up.
 
-        Raises PoolNotFound, BundleConflict, InvalidInput with reason gpu_not_configured or machine_profile_excluded,
-        and, without a list of machine profiles, NotFound where no worker has the named profile, NotProvisioned while
+        Raises PoolNotFound, BundleConflict, InvalidInput with reason gpu_not_configured or machine_profile_excluded.
+        Without a list of machine profiles, raises NotFound if no worker has the named profile, and NotProvisioned while
         there is no worker at all.
         """
         bundle = resolved.bundle
@@ -311,7 +316,7 @@ class Fleet:
         if spec is not None:
             if spec.bundle and spec.bundle not in (resolved.bundles or (bundle,)):
                 raise BundleConflict(
-                    f"the pool {pool!r} has workers of bundle {spec.bundle!r} alone",
+                    f"the pool {pool!r} has workers of bundle {spec.bundle!r} only",
                     param="model",
                     extras={"compatible_bundles": list(resolved.bundles or (bundle,))},
                 )
@@ -344,12 +349,12 @@ class Fleet:
 
     @staticmethod
     def _with(serving: Mapping[str, _LaneWorkers], residency: str) -> list[str]:
-        """The machine profiles of which a worker has the model loaded."""
+        """Return the machine profiles that have a worker with the model loaded."""
         return [name for name, of_lane in serving.items() if residency in of_lane.loaded]
 
     def _awaited(self, requested: str, pool: str, bundle: str) -> str:
-        """The machine profile whose lane a request waits in, none of whose workers is ready: one that was heard of, or
-        this installation's own. Raises NotFound, NotProvisioned.
+        """Return the machine profile for a named profile without a ready worker. It must be known from a heartbeat, or
+        be that of this installation. The request waits in its lane. Raises NotFound, NotProvisioned.
         """
         types: dict[str, Counter[str]] = {self._settings.profile: Counter([gpu_type(self._settings.gpu_type or "")])}
         serving = self._served.get((pool, bundle), {})
@@ -361,17 +366,17 @@ class Fleet:
         there = sorted({*serving, *(kind for of_lane in serving.values() for kind in of_lane.types if kind)})
         extras: dict[str, Any] = {"status": "gpu_not_configured", "gpu": requested[:60], "configured_gpu_types": there}
         if there:
-            why = f"no worker is {requested[:60]!r}"
+            why = f"no worker matches {requested[:60]!r}"
             if mixed := [name for name, of_lane in serving.items() if gpu_type(requested) in of_lane.types]:
-                why = f"the workers of {mixed[0]} are of several types: give each type a SIE_MACHINE_PROFILE of its own"
+                why = f"the workers of {mixed[0]} have several GPU types: give each type a separate SIE_MACHINE_PROFILE"
             message = f"X-SIE-MACHINE-PROFILE: {why}; there are {', '.join(there)}"
             raise NotFound(message, reason="gpu_not_found", param="X-SIE-MACHINE-PROFILE", extras=extras)
-        message = f"no worker is ready yet, so none is {requested[:60]!r}"
+        message = f"no worker is ready yet, so none matches {requested[:60]!r}"
         waited = {"status": "provisioning", "bundle": bundle, "estimated_wait_s": USUAL_LOAD_S, "message": message}
         raise NotProvisioned(message, param="X-SIE-MACHINE-PROFILE", extras={**extras, **waited})
 
     def model(self, model: str) -> tuple[str, list[tuple[Heartbeat, ModelStatus]]]:
-        """The state of a model over all healthy workers, and what each reports of it, by worker."""
+        """Return the state of a model over all healthy workers, and the report of each worker, sorted by name."""
         self._expire()
         reports = [
             (self._healthy[name], report) for name, report in sorted(self._reports(model)) if name in self._healthy
@@ -383,7 +388,7 @@ class Fleet:
         return self._statuses.get(model, {}).items()
 
     def downloads(self, model: str) -> list[tuple[str, Fetched]]:
-        """The workers to whose disk the weights of a model are on their way, ready or not, and how far they are."""
+        """Return the workers that download the weights of a model, ready or not, with their progress."""
         return [
             (name, status.fetched)
             for name, status in sorted(self._reports(model))
@@ -392,13 +397,14 @@ class Fleet:
 
 
 def _type(beat: Heartbeat) -> str:
-    """Name of the worker's GPU, `cpu` without one."""
+    """Return the type of the worker's GPU, else the type of its device, such as `cpu`."""
     return gpu_type(beat.gpu) or beat.device.partition(":")[0]
 
 
 def _named(requested: str, profiles: Mapping[str, Mapping[str, int]], preferred: Iterable[str]) -> str | None:
-    """The machine profile of `profiles` (with its workers by type) that a request means: by name, its spot kind, or the
-    type that all of its workers have; of several the `preferred`. None where it means none of them.
+    """Return the machine profile that a request names: by its name, by the name of its spot variant, or by the GPU type
+    of all its workers. If several fit by type, a `preferred` one is chosen. `profiles`: number of workers by type of
+    each machine profile. Returns None if none fits.
     """
     for name in (requested, f"{requested}-spot"):
         if name in profiles:
@@ -409,15 +415,15 @@ def _named(requested: str, profiles: Mapping[str, Mapping[str, int]], preferred:
 
 
 def _permits(resolved: Resolved, machine_profile: str) -> bool:
-    """Whether the model's entry lets it run there: it names this machine profile, that of which this is the spot kind,
-    or none at all.
+    """Return whether the model's entry allows a machine profile: it has no list, or the list has this machine profile,
+    or the one of which this is the spot variant.
     """
     allowed = resolved.entry.machine_profiles
     return not allowed or bool({machine_profile, machine_profile.removesuffix("-spot")}.intersection(allowed))
 
 
 def _in_order(resolved: Resolved, configured: Sequence[str]) -> list[str]:
-    """The machine profiles of the model's entry, the first one first: those that are configured, where a list is."""
+    """Return the machine profiles of the model's entry in its order, without those that are not configured."""
     allowed = resolved.entry.machine_profiles
     if not configured:
         return list(allowed)
@@ -427,7 +433,7 @@ def _in_order(resolved: Resolved, configured: Sequence[str]) -> list[str]:
 def _excluded(resolved: Resolved, param: str, why: str) -> InvalidInput:
     allowed = resolved.entry.machine_profiles
     return InvalidInput(
-        f"{param}: {resolved.entry.id} runs on {', '.join(allowed)} alone (machine_profiles of its entry), {why}",
+        f"{param}: {resolved.entry.id} runs only on {', '.join(allowed)} (machine_profiles of its entry), {why}",
         reason="machine_profile_excluded",
         param=param,
         extras={"machine_profiles": list(allowed)},

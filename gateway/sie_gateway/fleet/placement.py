@@ -1,10 +1,10 @@
-"""The placement table of each lane: any gateway computes it, the first to write a change wins, the others read what it
-wrote.
+"""The placement table of each lane. All gateways compute it. The first write of a change wins, and the other gateways
+read the written table.
 
     heartbeats, backlog, table ──Planner.step, each 0.5 s or at once for a cold model──► changed table
     ──compare-and-set──► sidecars
 
-Tables are computed in a thread, which gives way to the event loop each millisecond.
+Tables are computed in a thread, which lets the event loop run each millisecond.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from sie_runtime.failpoints import failpoint
 from sie_runtime.process import Stop, Trouble
 
 EVERY_S = 0.5
-COLD_GAP_S = 0.02  # between two looks for cold models: a burst of them is placed together
-UNHEARD_S = 15.0  # a gateway that starts waits this long for a first heartbeat of each host before it places elsewhere
-MAX_ASKED = 32  # subjects of which the oldest message is asked for, at each look
+COLD_GAP_S = 0.02  # seconds between two steps, so that a burst of cold models is placed together
+UNHEARD_S = 15.0  # seconds that a new gateway waits for the first heartbeat of a host before it moves its models
+MAX_ASKED = 32  # subjects whose oldest message is read in one step
 _logger = logging.getLogger("sie.gateway.placement")
 
 
 def _unheard(lane: Lane, table: Placement, workers: Collection[str]) -> list[Heartbeat]:
-    """Heartbeats of hosts that this gateway has not heard of, as the table describes them."""
+    """Build heartbeats for hosts in the table that have sent none to this gateway yet."""
     models: dict[str, list[ModelStatus]] = {}
     for model, hosts in table.hosts.items():
         for worker in hosts:
@@ -51,9 +51,7 @@ def _unheard(lane: Lane, table: Placement, workers: Collection[str]) -> list[Hea
 
 
 class Placer:
-    """Keeps the tables of all lanes that have a worker or work. `run` belongs to one task; `note` may be
-    called by any.
-    """
+    """Keeper of the tables of all lanes that have a worker or work. One task calls `run`; any task may call `note`."""
 
     def __init__(
         self,
@@ -66,8 +64,8 @@ class Placer:
         storage: str = "file",
         replicas: int = 1,
     ) -> None:
-        """`waiting(lane, models)`: what waits, by model, of these alone. `now_s`: the broker's time. `storage`,
-        `replicas`: of the bucket, where it is made.
+        """Create the placer. `waiting(lane, models)` returns the waiting work of these models. `now_s` returns the
+        broker's time. `storage`, `replicas`: for the bucket, if it is created here.
         """
         self._broker = broker
         self._adopt_after_s = adopt_after_s
@@ -75,14 +73,14 @@ class Placer:
         self._waiting = waiting
         self.now_s = now_s
         self._first_s: float | None = None
-        self._hosts: frozenset[str] = frozenset()  # workers that may host, as of the last look
+        self._hosts: frozenset[str] = frozenset()  # workers that could host models at the last step
         self._tables: dict[str, StoredTable] = {}  # by the key of the lane
-        self._held: list[Callable[[], None]] | None = None  # news that wait for the end of a look
+        self._held: list[Callable[[], None]] | None = None  # changes that are applied after the running step
         self._planners: dict[Lane, Planner] = {}
-        # published since the last look, by model: calls, messages and their tokens
+        # work published since the last step, by model: calls, messages and their tokens
         self._noted: dict[Lane, dict[str, tuple[int, int, int]]] = {}
         self._cold = asyncio.Event()
-        # a table that cannot be read counts as removed: it is computed and written anew
+        # a table that cannot be decoded counts as removed: it is computed and written again
         self._record = Record(
             RecordBucket(broker, topology.PLACEMENT_BUCKET, storage=storage, replicas=replicas),
             stored_tables.decode,
@@ -93,7 +91,7 @@ class Placer:
         broker.on_reconnect(self._record.reconnected)
 
     async def start(self) -> None:
-        """Read the bucket and follow it; made if it is not there. May be called again. Raises BrokerError."""
+        """Read and follow the bucket. It is created if it does not exist. May be called again. Raises BrokerError."""
         await self._record.follow()
 
     def _on_value(self, key: str, value: StoredPart | None, revision: int) -> None:
@@ -106,7 +104,7 @@ class Placer:
         self._when_looked(self._tables.clear)
 
     def _when_looked(self, take: Callable[[], None]) -> None:
-        """At once, or at the end of the look that runs."""
+        """Call `take` at once, or at the end of the running step."""
         if self._held is not None:
             self._held.append(take)
         else:
@@ -123,22 +121,22 @@ class Placer:
         return stored.table if stored is not None else None
 
     def tables(self) -> dict[Lane, Placement]:
-        """Tables of all lanes that have one, and work or a worker."""
+        """Return the tables of all lanes that have a worker or work."""
         lanes = {*self._planners, *self._noted, *self.fleet.lanes()}
         return {lane: table for lane in lanes if (table := self.table(lane)) is not None}
 
     def drop_pool(self, pool: str) -> None:
-        """The pool is there no more."""
+        """Forget the lanes of a pool that does not exist any more."""
         for by_lane in (self._planners, self._noted):
             for lane in [lane for lane in by_lane if lane.pool == pool]:
                 del by_lane[lane]
 
     def note(self, lane: Lane, items: Sequence[WorkItem]) -> None:
-        """Work of one model is being published. Without a live host it is placed at once."""
+        """Record work of one model that is being published. If the model has no live host, it is placed at once."""
         self._note(lane, items[0].model, len(items), sum(item.cost for item in items))
 
     def want(self, lane: Lane, model: str) -> None:
-        """A model is to have a host though no work of it is there. Without a live host it is placed at once."""
+        """Request a host for a model without work. If the model has no live host, it is placed at once."""
         self._note(lane, model, 0, 0)
 
     def _note(self, lane: Lane, model: str, count: int, cost: int) -> None:
@@ -157,11 +155,11 @@ class Placer:
         return planner
 
     async def run(self, stop: Stop) -> None:
-        """Until `stop`: look at all lanes each EVERY_S, and at once when a model without a host gets work."""
+        """Update all tables until `stop`: each EVERY_S, and at once if a model without a host gets work."""
         trouble = Trouble(_logger, "not every placement table could be computed")
         while not await stop.wait_for(COLD_GAP_S) and not await stop.wait_woken(self._cold, EVERY_S):
             try:
-                if trouble.lasting or self._record.is_stale:  # the bucket may have been lost with its broker
+                if trouble.lasting or self._record.is_stale:  # the broker may have lost the bucket
                     await self.start()
                 await self.step()
                 trouble.passed()
@@ -169,8 +167,8 @@ class Placer:
                 trouble.met(error)
 
     async def step(self) -> None:
-        """One look at every lane. Raises BrokerError."""
-        self._held = []  # what a look goes by stays as it is until its end
+        """Update the table of every lane once. Raises BrokerError."""
+        self._held = []  # the stored tables must not change during a step
         try:
             await self._refresh()
         finally:
@@ -179,7 +177,7 @@ class Placer:
                 take()
 
     async def _refresh(self) -> None:
-        """One pool without a stream holds up no other."""
+        """Update all lanes. An error of one lane, such as a missing stream, does not stop the others."""
         live, silent, workers = self.fleet.lanes(), self.fleet.silent(), set(self.fleet.worker_names())
         if self._first_s is None:
             self._first_s = self.now_s()
@@ -190,7 +188,7 @@ class Placer:
         )
 
     async def _look_at(self, lane: Lane, live: list[Heartbeat], silent: list[Heartbeat], workers: set[str]) -> None:
-        """The look at one lane. `live`, `silent`: the last heartbeats of its workers."""
+        """Update one lane. `live`, `silent`: the last heartbeats of its healthy and of its overdue workers."""
         planner, stored = self._planner(lane), self._stored(topology.lane_key(lane))
         planner.note(self._noted.pop(lane, {}))
         if stored.table is not None and self.now_s() - (self._first_s or 0.0) < UNHEARD_S:
@@ -200,7 +198,7 @@ class Placer:
         try:
             backlog = await self._waiting(lane, planner.models)
         except BrokerError:
-            if not live and not planner.models:  # the stream went with its pool
+            if not live and not planner.models:  # the stream was removed with its pool
                 del self._planners[lane]
             raise
         planner.note(self._noted.pop(lane, {}))
@@ -212,14 +210,12 @@ class Placer:
             del self._planners[lane]
 
     def _changed(self, stored: StoredTable, look: Callable[[], Placement | None]) -> TableChange | None:
-        """Table to write after a step, None where the present one stands. In a thread."""
+        """Compute the change of the table after a step; None if it does not change. Runs in a thread."""
         placement = look()
         return stored.change(placement, self._broker.max_payload) if placement is not None else None
 
     async def _write(self, stored: StoredTable, change: TableChange) -> None:
-        """Write a changed table unless another gateway was first; then its table is read, and the next look goes on
-        from there.
-        """
+        """Write a changed table. If another gateway has written first, read its table: the next step begins with it."""
         bucket = self._record.bucket
         failpoint("gateway.before_placement")
         try:
@@ -235,22 +231,22 @@ class Placer:
 
 
 class Ages:
-    """Waiting messages of each model, and the age of the oldest: counts from the shared backlog, ages from the oldest
-    message itself.
+    """Waiting messages of each model, and the age of the oldest one. Counts come from the shared backlog, ages from the
+    oldest message itself.
 
-    Ages are asked for where work was there at two looks in a row, of MAX_ASKED subjects a look, those first that waited
-    longest for it.
+    An age is read only if the subject had work in two steps in a row. In each step, the ages of at most MAX_ASKED
+    subjects are read. The subject whose age was not read for longest comes first.
     """
 
     def __init__(self, backlog: Backlog, now_s: Callable[[], float]) -> None:
         self._backlog = backlog
         self.now_s = now_s
-        self._looks: dict[str, int] = {}  # subject -> looks since its age was asked for
+        self._looks: dict[str, int] = {}  # subject -> steps since its age was read
         self._ages_s: dict[str, float] = {}
         self._names: dict[Lane, dict[str, str]] = {}
 
     async def waiting_of(self, lane: Lane, models: Collection[str]) -> Mapping[str, ModelBacklog]:
-        """By model, without those of which nothing waits. Raises BrokerError."""
+        """Return the waiting work by model. Models without waiting work are left out. Raises BrokerError."""
         await self._backlog.fresh(lane.pool, EVERY_S / 2)
         prefix = topology.lane_filter(lane).removesuffix(">")
         stored = {
@@ -285,13 +281,13 @@ class Ages:
         return {model: ModelBacklog(count, oldest_s[model]) for model, count in counts.items()}
 
     def drop_pool(self, pool: str) -> None:
-        """The pool is there no more."""
+        """Forget the lanes of a pool that does not exist any more."""
         for lane in [lane for lane in self._names if lane.pool == pool]:
             del self._names[lane]
 
     def _names_of(self, lane: Lane, models: Collection[str], stored: Iterable[str]) -> Mapping[str, str]:
-        """The model of each name that ends a subject. A subject is never turned back into a model: that is looked for
-        among `models`.
+        """Return the model of each last token of a subject. A token cannot be decoded to a model, so it is compared
+        with the tokens of `models`.
         """
         names = self._names.setdefault(lane, {})
         if any(subject.rpartition(".")[2] not in names for subject in stored):

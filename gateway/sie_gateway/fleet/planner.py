@@ -1,8 +1,8 @@
-"""The placement table of one lane, kept from look to look: heartbeats, backlog and the table before make the next one.
+"""Planner of the placement table of one lane. Each step makes a new table from heartbeats, backlog and the last table.
 
-Demand is what every gateway can see, so that all compute the same: tokens that workers take in, and what waits in the
-stream. What each model asks for is computed over arrays, and only models and workers of which something has changed are
-looked at one by one.
+Demand comes only from facts that every gateway can see, so that all gateways compute the same: tokens that workers take
+in, and messages that wait in the stream. The demand of all models is computed with arrays. Only models and workers with
+a change are handled one by one.
 """
 
 from __future__ import annotations
@@ -23,20 +23,23 @@ from sie_contracts.wire.placement import USED, Replicas, replicas
 from sie_contracts.wire.records import Placement
 from sie_gateway.fleet.lanes import mean_rate
 
-# a lane with work gets a fresh `at_s` this often: sidecars take an old table with work for a gateway that is gone
+# seconds after which a lane with work gets a new `at_s`: if there is work, sidecars take an old table for a sign that
+# the gateway is gone
 REFRESH_S = 5.0
-MIN_SPAN_S = 5.0  # over which what waits counts as demand: a burst is no rate
-FORGET_S = 3600.0  # without work, on no worker
+MIN_SPAN_S = 5.0  # seconds over which waiting work is spread, at least: a burst must not count as a high rate
+FORGET_S = 3600.0  # seconds without work after which a model that no worker has is forgotten
 UNKNOWN_LOAD_S = 10.0
-UNKNOWN_COST = 32.0  # tokens of a message of a model that this gateway published nothing for
-MAX_MODELS = 10_000  # of a lane that are remembered without a worker that has them; the longest unused goes first
+UNKNOWN_COST = 32.0  # tokens assumed per message, for a model whose messages this gateway has not published
+MAX_MODELS = 10_000  # models of a lane that are remembered although no worker has them; the longest unused goes first
 SLICE_S = 0.001
-SLICE_PAUSE_S = 0.0001  # enough for the event loop to take its turn, which waits 5 ms for one otherwise
+SLICE_PAUSE_S = 0.0001  # seconds in which the event loop gets the interpreter lock, for which it otherwise waits 5 ms
 
 
 @dataclass(frozen=True)
 class ModelBacklog:
-    """Messages of one model in the stream: messages, leased ones included, and the age of the oldest in seconds."""
+    """Work of one model in the stream: number of messages, also of delivered ones, and the age of the oldest in
+    seconds.
+    """
 
     count: int
     oldest_s: float = 0.0
@@ -49,8 +52,8 @@ _NOTHING = ModelBacklog(0)
 class _PlannedWorker:
     """State of a worker by its last heartbeat.
 
-    `statuses`: model, state and error of each of its statuses. `taking`: shape (2, models), float64, the index of each
-    model in the layout and the tokens a second that are taken in for it.
+    `statuses`: model, state and error of each of its statuses. `taking`: float64 of shape (2, models). The first row
+    has the index of each model in the layout, the second row the tokens a second that the worker takes in for it.
     """
 
     beat: Heartbeat
@@ -62,9 +65,7 @@ class _PlannedWorker:
 
 
 class Slices:
-    """Calls of it pause a thread that computes for long, so that the event loop of its process takes its turn each
-    SLICE_S.
-    """
+    """Callable that pauses a thread with a long computation, so that the event loop runs each SLICE_S."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -77,40 +78,38 @@ class Slices:
 
 
 class Planner:
-    """The table of one lane as this gateway would write it. `step` may run in a thread, one call at a time, and
-    nothing else is called meanwhile.
-    """
+    """Planner of one lane. `step` may run in a thread. No two calls of the planner may run at the same time."""
 
     def __init__(self, adopt_after_s: float, pause: Callable[[], None] = lambda: None) -> None:
-        """`pause` is called between parts of a long `step`."""
+        """Create the planner. `pause` is called between parts of a long `step`."""
         self._adopt_after_s = adopt_after_s
         self._pause = pause
         self._layout = Layout(pause)
         self._workers: dict[str, _PlannedWorker] = {}
-        self._table: Placement | None = None  # that the rows are those of
+        self._table: Placement | None = None  # the table from which the rows of the layout come
         self._scales: dict[str, Replicas] = {}
-        self._lowering: set[str] = set()  # models of which fewer hosts would do
-        self._raised_s: dict[str, float] = {}  # of models with more than one host
-        self._counts = np.ones(1)  # by index: how many hosts a model is to have, 0 before that is known
-        self._wanted_s: dict[str, float] = {}  # when work was last seen; the order is that of the last use
-        self._resident_s: dict[str, float] = {}  # since when all hosts of a model have it
-        self._moved: set[str] = set()  # models whose hosts, or what these have, are others than at the last look
-        self._spare_s: float | None = None  # since when a worker loads nothing
-        self._alone: set[str] = set()  # models whose hosts are all the workers that load nothing
-        self._cost: dict[str, float] = {}
+        self._lowering: set[str] = set()  # models for which fewer hosts would be enough
+        self._raised_s: dict[str, float] = {}  # time of the last raise, of models with more than one host
+        self._counts = np.ones(1)  # by index: number of hosts that a model needs, 0 while it is not known
+        self._wanted_s: dict[str, float] = {}  # time of the last work; the longest unused model is the first
+        self._resident_s: dict[str, float] = {}  # time since which all hosts of a model have it loaded
+        self._moved: set[str] = set()  # models whose hosts, or whose state at a host, changed since the last step
+        self._spare_s: float | None = None  # time since which some worker loads nothing
+        self._alone: set[str] = set()  # models hosted by every worker that loads nothing
+        self._cost: dict[str, float] = {}  # mean tokens of a message
         self._noted: dict[str, tuple[int, int, int]] = {}  # since the last step: calls, messages and their tokens
-        self._dropped = False  # whether a row went since the table was made
+        self._dropped = False  # whether a row was dropped since the table was made
         self._hosting: tuple[Placement | None, frozenset[str]] = (None, frozenset())
 
     def note(self, published: Mapping[str, tuple[int, int, int]]) -> None:
-        """Work was published, by model: calls, their messages, and the tokens of these together."""
+        """Record published work by model: number of calls, their messages, and the tokens of these messages."""
         for model, (calls, messages, cost) in published.items():
             calls_before, count, tokens = self._noted.get(model, (0, 0, 0))
             self._noted[model] = calls_before + calls, count + messages, tokens + cost
 
     @property
     def models(self) -> Collection[str]:
-        """All that had work within FORGET_S, and those that the table or a worker has."""
+        """Return the models that had work within FORGET_S, or that the table or a worker has."""
         return self._layout.rows.keys() | self._noted.keys()
 
     def step(
@@ -121,17 +120,17 @@ class Planner:
         backlog: Mapping[str, ModelBacklog],
         now_s: float,
     ) -> Placement | None:
-        """The table to write, or None while the present one stands. `now_s`: the broker's time.
+        """Return the table to write, None if the present table need not change. `now_s`: the broker's time.
 
-        `beats`: of the live workers. `silent`: the last ones of workers whose heartbeats are overdue; they stay hosts
-        while no work of what they host waits past the bound, because lost heartbeats are cheaper than models that move
-        for nothing.
+        `beats`: heartbeats of the live workers. `silent`: last heartbeats of workers whose heartbeats are overdue. They
+        stay hosts while no work of their models waits longer than `adopt_after_s`: only heartbeats may be lost, and a
+        needless move of models would cost more than to wait.
         """
         if silent:
             beats = [*beats, *self._served(silent, table, backlog)]
         self._remember(table, backlog, now_s)
         if not beats:
-            return None  # nobody to place on; who comes back finds the table as it was
+            return None  # there is no worker; a worker that comes back finds the present table
         self._sync_workers(beats, now_s)
         self._forget_unused(now_s)
         if table is not self._table:
@@ -140,7 +139,7 @@ class Planner:
         demand = self._scale(backlog, now_s)
         changes = self._layout.settle(demand)
         self._moved |= changes.keys()
-        # an empty table also says something: that nobody pulls what it does not name
+        # an empty table is written too: sidecars do not pull the work of models that are not in it
         if table is None or changes or self._dropped:
             hosts = {model: row.before for model, row in self._layout.rows.items()}
         elif backlog and now_s - table.at_s >= REFRESH_S:
@@ -151,12 +150,12 @@ class Planner:
         self._table = Placement(now_s, hosts, dict(self._raised_s))
         return self._table
 
-    # ---- what there is
+    # ---- workers, models and the stored table
 
     def _served(
         self, silent: Sequence[Heartbeat], table: Placement | None, backlog: Mapping[str, ModelBacklog]
     ) -> list[Heartbeat]:
-        """The workers that host anything of which nothing waits past the bound."""
+        """Return the silent workers that host models, none of which has work that waits longer than `adopt_after_s`."""
         hosts = table.hosts if table is not None else {}
         if self._hosting[0] is not table:
             self._hosting = table, frozenset(name for names in hosts.values() for name in names)
@@ -170,12 +169,12 @@ class Planner:
 
     def _remember(self, table: Placement | None, backlog: Mapping[str, ModelBacklog], now_s: float) -> None:
         if table is not None and table is not self._table:
-            for model in table.hosts:  # another gateway, or this one before it was started again, knew it
+            for model in table.hosts:  # another gateway placed the model, or this one before its restart
                 if model not in self._wanted_s:
                     self._touch(model, now_s)
         noted, self._noted = self._noted, {}
         for model, (calls, count, tokens) in noted.items():
-            if not count:  # it is wanted without any work, which tells nothing of its cost
+            if not count:  # a host was requested without work, so there are no tokens to measure
                 continue
             mean, previous, weight = tokens / count, self._cost.get(model), 0.9**calls
             self._cost[model] = mean if previous is None else weight * previous + (1 - weight) * mean
@@ -183,7 +182,7 @@ class Planner:
             self._touch(model, now_s)
 
     def _touch(self, model: str, now_s: float) -> None:
-        """A model is wanted now, or on a worker: it has a row."""
+        """Note that a model is used now, or is on a worker. If it has no row in the layout, add one."""
         self._wanted_s.pop(model, None)
         self._wanted_s[model] = now_s
         if model not in self._layout.rows:
@@ -207,7 +206,7 @@ class Planner:
                 self._changed(self._layout.drop_worker(name), now_s)
 
     def _changed(self, models: Iterable[str], now_s: float) -> None:
-        """Workers have these models now and had not, or the reverse."""
+        """Note models that workers have got or lost."""
         for model in models:
             self._moved.add(model)
             if model in self._wanted_s or model in self._layout.having:
@@ -223,7 +222,7 @@ class Planner:
             and worker.taking.shape[1] == len(statuses_read)
             and worker.beat.slots == beat.slots
         ):
-            taking = np.array([worker.taking[0], rates])  # the usual case: it has what it had
+            taking = np.array([worker.taking[0], rates])  # the usual case: the worker has the same models as before
         else:
             statuses = {model_of(status): status for status in in_order(beat.models)}
             self._changed(self._layout.set_worker(beat.worker, holdings(statuses), beat.slots), now_s)
@@ -235,7 +234,9 @@ class Planner:
         self._workers[beat.worker] = _PlannedWorker(beat, statuses_read, taking, beat.rate, sum(rates), load_s)
 
     def _forget_unused(self, now_s: float) -> None:
-        """Rows to drop: models unused for FORGET_S, or too many, that no worker has. The longest unused come first."""
+        """Drop models that no worker has and that were unused for FORGET_S. Above MAX_MODELS, drop the longest unused
+        models too.
+        """
         for _ in range(len(self._wanted_s)):
             model, wanted_s = next(iter(self._wanted_s.items()))
             if now_s - wanted_s <= FORGET_S and len(self._wanted_s) <= MAX_MODELS:
@@ -261,7 +262,7 @@ class Planner:
         self._dropped = True
 
     def _sync_table(self, table: Placement | None, now_s: float) -> None:
-        """Another one than this planner made last, or none: go on from there."""
+        """Take over a table that this planner did not make, or the absence of a table."""
         hosts = table.hosts if table is not None else {}
         for number, (model, row) in enumerate(self._layout.rows.items()):
             if number % 64 == 0:
@@ -275,8 +276,8 @@ class Planner:
         self._table = table
 
     def _replicas(self, model: str, table: Placement | None) -> Replicas | None:
-        """How many hosts the model had: as this gateway remembers, unless another one has raised or
-        lowered them since.
+        """Return the number of hosts of a model. It is the number that this gateway remembers, unless another gateway
+        has raised or lowered it since.
         """
         ours = self._scales.get(model)
         if table is None or model not in table.hosts:
@@ -303,11 +304,11 @@ class Planner:
         if len(self._counts) < self._layout.size:
             self._counts = np.concatenate([self._counts, np.ones(self._layout.size - len(self._counts))])
 
-    # ---- how many hosts
+    # ---- number of hosts
 
     def _note_residency(self, now_s: float) -> None:
-        """Since when all hosts of a model have it, and another one could begin to load it: else it would only make
-        others wait longer.
+        """Update since when all hosts of a model have it loaded, and since when one more worker could load it. Without
+        a free worker, one more host would only make other loads wait longer.
         """
         for model in self._moved:
             row = self._layout.rows.get(model)
@@ -335,26 +336,27 @@ class Planner:
         self._alone = alone
 
     def _most_hosts(self) -> int:
-        """Workers of one model, the leaving one included."""
+        """Return the largest number of workers that one model may have, with a leaving one."""
         return 1 + int(self._counts.max(initial=1))
 
     def _resident(self, model: str) -> float | None:
-        """Since when all hosts of the model have it and a worker is there that could be one more, or None."""
+        """Return the time since which all hosts have the model loaded and one more worker could load it, or None."""
         since_s = self._resident_s.get(model)
         if since_s is None or self._spare_s is None or model in self._alone:
             return None
         return max(since_s, self._spare_s)
 
     def _scale(self, backlog: Mapping[str, ModelBacklog], now_s: float) -> NDArray[np.float64]:
-        """Have each model get as many hosts as it asks for. Returns the demand, shape (size,), in workers' worth of
-        time.
+        """Set the number of hosts of each model by its demand. Return the demand as an array of shape (size,), in busy
+        workers.
         """
         layout, workers = self._layout, self._workers.values()
         self._grow()
         rate = mean_rate(*np.array([(worker.rate, worker.arriving) for worker in workers]).T)
         models, rates = np.concatenate([worker.taking for worker in workers], axis=1)
         tokens_s = np.bincount(models.astype(np.intp), rates, layout.size)
-        # served in order of arrival, what waits has come since the oldest came: also while nothing of it can run yet
+        # Work is served in the order of arrival. So all waiting messages have arrived since the oldest one, also if
+        # none of them can run yet.
         late: set[str] = set()
         for model, entry in backlog.items():
             arriving = entry.count * self._cost.get(model, UNKNOWN_COST) / max(entry.oldest_s, MIN_SPAN_S)
@@ -377,7 +379,7 @@ class Planner:
                 continue
             previous, since_s = self._scales.get(model), self._resident(model)
             waiting = backlog.get(model, _NOTHING)
-            # a wait for a load asks for no host
+            # time that work waited for a load does not count: one more host would not have helped
             age_s = 0.0 if since_s is None else min(waiting.oldest_s, now_s - since_s)
             scale = replicas(
                 previous,
@@ -398,26 +400,26 @@ class Planner:
         return tokens_s / rate if rate else np.zeros(layout.size)
 
     def _cut(self, model: str, count: int) -> None:
-        """Take hosts away, first those that do not have the model."""
+        """Reduce the hosts of a model to `count`. Hosts that do not have it loaded go first."""
         row, workers = self._layout.rows[model], self._layout.workers
         hosts = sorted(row.before, key=lambda name: name not in workers or model not in workers[name].holdings.loaded)
         self._layout.set_before(model, tuple(hosts[:count]))
 
 
 def model_of(status: ModelStatus) -> str:
-    """The model whose queue a residency is served from: profiles with other weights share it."""
+    """Return the model whose queue serves a residency. Profiles with other weights share this queue."""
     return status.model.partition(":")[0]
 
 
 def in_order(statuses: Sequence[ModelStatus]) -> Iterable[ModelStatus]:
-    """With the loaded ones last, so that they stand for their model."""
+    """Sort statuses so that loaded ones come last. If a model has several, the last one counts."""
     if not any(":" in status.model for status in statuses):
         return statuses
     return sorted(statuses, key=lambda status: (status.state == "loaded", status.state == "loading"))
 
 
 def holdings(of_model: Mapping[str, ModelStatus]) -> Holdings:
-    """Models that a worker has, by its statuses."""
+    """Return the models that a worker has, loads or refused, by its statuses."""
     loaded, loading, refused = set(), set(), set()
     for model, status in of_model.items():
         if status.state == "loaded":
@@ -425,5 +427,5 @@ def holdings(of_model: Mapping[str, ModelStatus]) -> Holdings:
         elif status.state == "loading":
             loading.add(model)
         elif status.state == "failed" and status.error is not None and status.error.extras.get("error_class") == "OOM":
-            refused.add(model)  # another worker may have the memory; of any other failure all fail alike
+            refused.add(model)  # another worker may have more memory; any other failure would occur on all workers
     return Holdings(frozenset(loaded), frozenset(loading), frozenset(refused))

@@ -1,7 +1,7 @@
 """Reconciliation of reservations: streams, ends of leases, and the assignment of workers.
 
-each gateway: a stream for each reservation that is there; requests of one that has ended fail
-the leader:   leases that are over end ──► workers are assigned and released ──► what is left of ended ones goes
+each gateway: create the stream of each live reservation; fail the requests of a reservation that has ended
+the leader:   end expired reservations ──► assign and release workers ──► remove the streams of ended reservations
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from sie_runtime.failpoints import failpoint
 from sie_runtime.process import Stop, Trouble
 
 EVERY_S = 1.0
-GAP_S = 0.1  # between two looks: heartbeats that come together are one change
+GAP_S = 0.1  # seconds between two steps, so that heartbeats that come together cause one step
 RENEW_S, LEASE_S = 2.0, 6.0
-# for which a worker whose heartbeats come keeps its place although it is not ready: its adapter may be starting again
+# seconds for which a worker with heartbeats keeps its reservation although it is not ready: its adapter may restart
 UNREADY_S = 30.0
 _logger = logging.getLogger("sie.gateway.pools")
 
 
 class PoolReconciler:
-    """Keeps what reservations need. `run` belongs to one task."""
+    """Reconciler of reservations. One task calls `run`."""
 
     def __init__(
         self,
@@ -50,7 +50,9 @@ class PoolReconciler:
         metrics: Metrics,
         on_gone: Callable[[str], None],
     ) -> None:
-        """`on_gone` is called with the name of each reservation that has ended, before its stream is forgotten."""
+        """Create the reconciler. `on_gone` is called with the name of each reservation that has ended, before this
+        gateway forgets its stream.
+        """
         self._settings = settings
         self._broker = broker
         self._pools = pools
@@ -66,7 +68,7 @@ class PoolReconciler:
         self._tables = RecordBucket(broker, topology.PLACEMENT_BUCKET, storage=storage, replicas=replicas)
         self._is_leader = False
         self._renewed_s = -math.inf
-        self._known: frozenset[str] = frozenset()  # reservations, as of the last look
+        self._known: frozenset[str] = frozenset()  # live reservations at the last step
         self._active: frozenset[str] = frozenset()
         self._unready_s: dict[str, float] = {}
         self._first_s: float | None = None
@@ -77,24 +79,24 @@ class PoolReconciler:
             self._record.woken.set()
 
     async def run(self, stop: Stop) -> None:
-        """See to streams, leases and assignments until `stop`."""
-        trouble = Trouble(_logger, "the pools stand still")
+        """Reconcile streams, leases and assignments until `stop`."""
+        trouble = Trouble(_logger, "reservations are not updated for now")
         while not await stop.wait_woken(self._record.woken, EVERY_S) and not await stop.wait_for(GAP_S):
             try:
                 if trouble.lasting or self._record.is_stale:
                     await self._record.follow()
-                if math.isinf(self._clock.margin_s):  # leases are of the broker's time
+                if math.isinf(self._clock.margin_s):  # leases end by the broker's time
                     await self._clock.measure()
                 await self.step()
                 trouble.passed()
             except BrokerError as error:
                 trouble.met(error)
         if self._is_leader:
-            with contextlib.suppress(BrokerError):  # then the lease lapses
+            with contextlib.suppress(BrokerError):  # without a release, the lease expires
                 await self._lease.release()
 
     async def step(self) -> None:
-        """One look at everything. Raises BrokerError."""
+        """Reconcile all reservations once. Raises BrokerError."""
         live = self._record.live()
         self._metrics.active_lease_gpus.set(sum(sum(reservation.spec.gpus.values()) for reservation in live.values()))
         for name in sorted(self._known - live.keys()):
@@ -105,14 +107,14 @@ class PoolReconciler:
         await independently((functools.partial(self._queue.ensure_pools, unfollowed), self._lead))
 
     async def _lead(self) -> None:
-        """Reconcile as the one gateway that does so for all. Raises BrokerError."""
+        """Do the work of the leader, if this gateway is the leader. Raises BrokerError."""
         if await self._leads():
             await self._expire()
-            await self._assign()  # workers are told to leave before the stream goes
+            await self._assign()  # before the removal, so that workers leave a stream before it is deleted
             await self._remove()
 
     async def _leads(self) -> bool:
-        """Whether this gateway does the work of all gateways for all pools. Without any reservation nobody asks. Raises
+        """Return whether this gateway is the leader. The lease is only requested if there are reservations. Raises
         BrokerError.
         """
         record = self._record
@@ -125,8 +127,8 @@ class PoolReconciler:
         return self._is_leader
 
     async def _expire(self) -> None:
-        """End the reservations whose lease is over for certain."""
-        over_s = self._clock.now_s() - self._clock.margin_s  # minus infinity while the broker's time is not known
+        """End the reservations whose lease has certainly ended, by the margin of the clock."""
+        over_s = self._clock.now_s() - self._clock.margin_s  # minus infinity while the broker's time is unknown
         for name in [
             name for name, reservation in self._record.reservations.pools.items() if over_s >= reservation.expires_s
         ]:
@@ -137,7 +139,7 @@ class PoolReconciler:
                 _logger.info("the lease of reservation %s is over", name)
 
     async def _remove(self) -> None:
-        """Remove what is left of reservations that have ended; their names are free then."""
+        """Remove the streams and tables of reservations that have ended. Then their names are free."""
         await independently(functools.partial(self._remove_one, name) for name in list(self._record.reservations.ended))
 
     async def _remove_one(self, name: str) -> None:
@@ -153,7 +155,7 @@ class PoolReconciler:
             await bucket.write([Write(key, None) for key in keys])
 
     async def _assign(self) -> None:
-        """Write who serves what, if that has changed."""
+        """Write the assignment of workers to reservations, if it has changed."""
         live, before = self._record.live(), self._record.assigned.workers
         assigned = assignments.assign(live.values(), self._candidates(), before)
         if assigned != before:
@@ -164,7 +166,7 @@ class PoolReconciler:
             ):
                 self._count("assigned" if worker in assigned else "released")
                 _logger.info("worker %s serves %s", worker, assigned.get(worker, "its own pool again"))
-                # a hint; it asks every few seconds anyway
+                # only a hint: the worker asks for its assignment every few seconds
                 await self._broker.send(topology.assigned_subject(worker), b"")
         active = frozenset(name for name, reservation in live.items() if self._pools.is_active(reservation))
         self._count("active", len(active - self._active))
@@ -175,10 +177,10 @@ class PoolReconciler:
         self._metrics.pool_events.labels(event).inc(count)
 
     def _candidates(self) -> dict[str, AssignableWorker]:
-        """The workers that may be reserved, or keep their reservation.
+        """Return the workers that may be reserved, or may keep their reservation.
 
-        A worker that has a place keeps it while its heartbeats come and it has not been unready for UNREADY_S; and for
-        the time of a heartbeat's time-out after this gateway's start, until it can have heard of it.
+        A reserved worker keeps its reservation while its heartbeats come and it was not unready for UNREADY_S. After
+        the start of this gateway it also keeps it for the time-out of heartbeats, until the first one can have arrived.
         """
         now_s = asyncio.get_running_loop().time()
         if self._first_s is None:

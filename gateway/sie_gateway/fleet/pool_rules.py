@@ -1,4 +1,4 @@
-"""Changes of the record of reservations, and its view as Pool objects. Pure functions.
+"""Changes of the record of reservations, and Pool objects of pools. Pure functions.
 
 Each change takes the record of all reservations and returns the next one, so that compare-and-set can repeat it.
 Times are seconds of the broker's clock.
@@ -21,12 +21,12 @@ MAX_RESERVATIONS = 64
 MAX_RESERVATIONS_OF_A_KEY = 16
 HELD_BACK = "it would take the last worker of a bundle that serves everybody, for which the scope admin is needed"
 TOO_FEW = "not as many workers are free as it asks for"
-HIDDEN = "reserved"  # stands for the name of a reservation that the reader has no right to see
+HIDDEN = "reserved"  # takes the place of the name of a reservation that the reader may not see
 ON_THEIR_WAY = "its workers do not serve it yet"
 
 
 def shown(name: str) -> str:
-    """A pool's name as Pool objects print it."""
+    """Return a pool's name as Pool objects print it."""
     return "default" if name == topology.pool_name("default") else name
 
 
@@ -35,7 +35,7 @@ def not_found(name: str) -> PoolNotFound:
 
 
 def exists(name: str, pool: api.Pool) -> PoolConflict:
-    """The error for the name of a pool that is no reservation. `pool`: its Pool object."""
+    """Return the error for the name of a pool that is no reservation. `pool`: its Pool object."""
     return PoolConflict(
         f"name: a pool {shown(name)!r} exists and is no reservation",
         param="name",
@@ -44,7 +44,7 @@ def exists(name: str, pool: api.Pool) -> PoolConflict:
 
 
 def exists_elsewhere(name: str) -> PoolConflict:
-    """The error for a reservation of somebody else, of which nothing is shown."""
+    """Return the error for a reservation of another key. It shows nothing of the reservation."""
     return PoolConflict(f"name: {name!r} is taken by a reservation of another key", param="name")
 
 
@@ -52,10 +52,11 @@ def exists_elsewhere(name: str) -> PoolConflict:
 
 
 def created(record: Reservations, spec: ReservationSpec, grant: Grant, now_s: float) -> Reservations:
-    """With a reservation of this spec: new, or the same one renewed, or with this spec in place of its own.
+    """Return the record with a reservation of this spec. It is a new reservation, or an existing one that is renewed
+    and gets this spec.
 
-    Raises PoolConflict for one of another key, QueueUnavailable while an earlier one of its name is being removed,
-    PoolOperationForbidden over a limit.
+    Raises PoolConflict for a reservation of another key, QueueUnavailable while an earlier reservation of this name is
+    being removed, PoolOperationForbidden over a limit.
     """
     name = spec.name
     present = record.pools.get(name)
@@ -70,42 +71,44 @@ def created(record: Reservations, spec: ReservationSpec, grant: Grant, now_s: fl
         raise PoolOperationForbidden(f"this key has {own} reservations, the limit is {MAX_RESERVATIONS_OF_A_KEY}")
     if present is None:
         present = Reservation(spec, now_s, now_s, owner=grant.key)
-    # a right that was used for one spec is no right to change it
+    # only an administrator may take a last worker; without that scope, a changed spec loses the permission
     takes_last = "admin" in grant.scopes or (present.takes_last and present.spec == spec)
     return _with(record, msgspec.structs.replace(present, spec=spec, renewed_s=now_s, takes_last=takes_last))
 
 
 def renewed(record: Reservations, name: str, grant: Grant, now_s: float) -> Reservations:
-    """With the lease of a reservation begun anew. Raises PoolNotFound, also for one of somebody else."""
+    """Return the record with the lease of a reservation renewed. Raises PoolNotFound, also for that of another key."""
     present = live(record, name, grant, now_s)
     return _with(record, msgspec.structs.replace(present, renewed_s=max(now_s, present.renewed_s)))
 
 
 def deleted(record: Reservations, name: str, grant: Grant, now_s: float) -> Reservations:
-    """With a reservation ended. Raises PoolNotFound, also for one of somebody else."""
+    """Return the record with a reservation ended. Raises PoolNotFound, also for that of another key."""
     live(record, name, grant, now_s)
     return without(record, name, now_s)
 
 
 def expired(record: Reservations, name: str, over_s: float, now_s: float) -> Reservations:
-    """With a reservation ended if its lease was over at `over_s`; else as it is."""
+    """Return the record with a reservation ended if its lease had ended at `over_s`; else the same record."""
     present = record.pools.get(name)
     return without(record, name, now_s) if present is not None and over_s >= present.expires_s else record
 
 
 def without(record: Reservations, name: str, ended_s: float | None) -> Reservations:
-    """Without a reservation. `ended_s`: what is left of it is to be removed; None: nothing is left of it."""
+    """Return the record without a reservation. `ended_s`: time of its end, if its stream must still be removed; None if
+    nothing is left of it.
+    """
     pools = {pool: reservation for pool, reservation in record.pools.items() if pool != name}
     return Reservations(pools, record.ended if ended_s is None else {**record.ended, name: ended_s})
 
 
 def removed(record: Reservations, name: str) -> Reservations:
-    """With nothing left of a reservation that has ended: its name is free."""
+    """Return the record after the stream of an ended reservation was removed: its name is free."""
     return Reservations(record.pools, {pool: at_s for pool, at_s in record.ended.items() if pool != name})
 
 
 def live(record: Reservations, name: str, grant: Grant, now_s: float) -> Reservation:
-    """A reservation of this credential whose lease has not ended. Raises PoolNotFound."""
+    """Return a reservation of this credential whose lease has not ended. Raises PoolNotFound."""
     present = record.pools.get(name)
     if present is None or now_s >= present.expires_s or not grant.owns(present.owner):
         raise not_found(name)
@@ -120,13 +123,13 @@ def _with(record: Reservations, reservation: Reservation) -> Reservations:
 
 
 def own_pool(name: str, workers: Sequence[Heartbeat]) -> api.Pool:
-    """The Pool object of a pool that is no reservation."""
+    """Return the Pool object of a pool that is no reservation."""
     status = api.PoolStatus(state="active", assigned_workers=list(map(_worker, workers)))
     return api.Pool(name=shown(name), spec=api.PoolSpec(name=shown(name), gpus={}), status=status)
 
 
 def reserved_pool(reservation: Reservation, workers: Sequence[Heartbeat], pending_reason: str) -> api.Pool:
-    """The Pool object of a reservation. `pending_reason`: why it is not active; empty where it is."""
+    """Return the Pool object of a reservation. `pending_reason`: why it is not active; empty if it is active."""
     spec = api.PoolSpec(
         name=reservation.spec.name,
         bundle=reservation.spec.bundle or None,

@@ -1,11 +1,12 @@
-"""The pools that work can be routed to: this installation's own, and reservations, which come and go over `/v1/pools`.
+"""Pools to which work can be routed: the pools of this installation, and reservations, which clients create and delete
+over `/v1/pools`.
 
     POST, renew, DELETE ──pool_rules──► PoolRecord, compare-and-set ──watch──► every gateway: routes, Pool objects
                                             ▲
     PoolReconciler: streams; the leader of the gateways: expiry, removal, assignments ──► sidecars ask any gateway
 
-A reservation has a stream of its own. It ends at once for everybody by the broker's clock: requests that wait for it
-fail with POOL_NOT_FOUND, then its stream goes. Its name is free again when that is done.
+A reservation has a separate stream. It ends at the same time for all gateways, by the broker's clock. Requests that
+wait for it fail with POOL_NOT_FOUND, then its stream is removed. After that its name is free again.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from sie_gateway.streams.publish import WorkQueue
 from sie_runtime.clock import BrokerClock
 from sie_runtime.failpoints import failpoint
 
-REMOVED_WITHIN_S = 5.0  # a call waits for the end of an earlier pool of its name
+REMOVED_WITHIN_S = 5.0  # seconds for which a call waits for the removal of an earlier pool with the same name
 _RESERVATIONS, _ASSIGNED = "reservations", "assigned"
 
 
@@ -43,14 +44,12 @@ def _decode(entry: Entry) -> Reservations | Assigned:
 
 
 class PoolRecord(Collection[str]):
-    """The names of all pools that are there now: `own`, of this installation, and the reservations whose lease has not
-    ended. `woken` is set at each change.
+    """The names of all pools that exist now: `own`, the pools of this installation, and the reservations whose lease
+    has not ended. `woken` is set at each change.
 
-    Reservations and assignments of workers are two keys of the bucket `sie_pools`.
-
-    Every gateway follows both. Any gateway changes the reservations by compare-and-set; the leader of the gateways
-    writes the assignments. A bucket that was lost with its broker took all reservations with it: their requests fail,
-    and their workers return to their own pools.
+    The bucket `sie_pools` has two keys: the reservations, and the assignments of workers. Every gateway follows both.
+    Any gateway changes the reservations by compare-and-set. Only the leader of the gateways writes the assignments. If
+    the broker loses the bucket, all reservations end: their requests fail, and their workers return to their own pools.
     """
 
     def __init__(self, settings: Settings, broker: Store, clock: BrokerClock) -> None:
@@ -60,7 +59,7 @@ class PoolRecord(Collection[str]):
         self.woken = asyncio.Event()
         self._clock = clock
         self._reservations_revision = self._assigned_revision = 0
-        self._changed = asyncio.Event()  # another one after each change of the reservations
+        self._changed = asyncio.Event()  # set and replaced at each change of the reservations
         self._is_read = False
         bucket = RecordBucket(
             broker, topology.POOLS_BUCKET, storage=settings.stream_storage, replicas=settings.stream_replicas
@@ -70,11 +69,11 @@ class PoolRecord(Collection[str]):
 
     @property
     def is_stale(self) -> bool:
-        """The bucket may have been lost: `follow` has to be called."""
+        """Return whether the bucket may have been lost, so that `follow` must be called."""
         return self._record.is_stale
 
     async def follow(self) -> None:
-        """Read the bucket and follow it; made if it is not there. May be called again. Raises BrokerError."""
+        """Read and follow the bucket. It is created if it does not exist. May be called again. Raises BrokerError."""
         await self._record.follow()
         self._is_read = True
         self.woken.set()
@@ -99,7 +98,7 @@ class PoolRecord(Collection[str]):
         self.woken.set()
 
     def require_read(self) -> None:
-        """Raises NotReady before the bucket was read."""
+        """Raise NotReady until the bucket has been read."""
         if not self._is_read:
             raise NotReady("the pools have not been read from the broker yet")
 
@@ -114,14 +113,14 @@ class PoolRecord(Collection[str]):
         return len(self.own) + len(self.live())
 
     def live(self) -> dict[str, Reservation]:
-        """The reservations whose lease has not ended, by name."""
+        """Return the reservations whose lease has not ended, by name."""
         now_s = self._clock.now_s()
         return {
             name: reservation for name, reservation in self.reservations.pools.items() if now_s < reservation.expires_s
         }
 
     def reservation(self, name: str) -> Reservation | None:
-        """A reservation whose lease has not ended."""
+        """Return a reservation whose lease has not ended; None if there is none."""
         reservation = self.reservations.pools.get(name)
         return reservation if reservation is not None and self._clock.now_s() < reservation.expires_s else None
 
@@ -129,18 +128,19 @@ class PoolRecord(Collection[str]):
         return self.reservation(name) is not None
 
     def spec(self, name: str) -> ReservationSpec | None:
-        """Specification of a reservation; None for any other name."""
+        """Return the spec of a reservation; None for any other name."""
         reservation = self.reservation(name)
         return reservation.spec if reservation is not None else None
 
     def workers(self) -> Mapping[str, str]:
-        """The reservation of each worker that has one."""
+        """Return the live reservation of each reserved worker."""
         live = self.live()
         return {worker: pool for worker, pool in self.assigned.workers.items() if pool in live}
 
     async def change(self, make: Callable[[Reservations], Reservations]) -> Reservations:
-        """Write what `make` returns for the present reservations; it may be called again. Raises NotReady, BrokerError,
-        QueueUnavailable after too many races, and what `make` raises.
+        """Change the reservations by `make`, which is called again after a conflict with another gateway. Return the
+        stored reservations. Raises NotReady, BrokerError, QueueUnavailable after too many conflicts, and the errors of
+        `make`.
         """
 
         def changed(before: Reservations | Assigned | None) -> Reservations | None:
@@ -159,8 +159,8 @@ class PoolRecord(Collection[str]):
         return stored if isinstance(stored, Reservations) else Reservations()
 
     async def assign(self, workers: dict[str, str]) -> bool:
-        """Write the assignments over those that are known here. False, and they are read again, where another gateway
-        was first. Raises BrokerError.
+        """Replace the known assignments. If another gateway has changed them, read them again and return False. Raises
+        BrokerError.
         """
         write = Write(_ASSIGNED, messages.encode(Assigned(workers)), self._assigned_revision)
         try:
@@ -174,7 +174,7 @@ class PoolRecord(Collection[str]):
         return True
 
     async def until_removed(self, name: str) -> None:
-        """Wait until nothing of an earlier reservation of this name is left. Raises QueueUnavailable."""
+        """Wait until an earlier reservation of this name is removed. Raises QueueUnavailable after REMOVED_WITHIN_S."""
         try:
             async with asyncio.timeout(REMOVED_WITHIN_S):
                 while name in self.reservations.ended or (
@@ -186,7 +186,7 @@ class PoolRecord(Collection[str]):
 
 
 class PoolDirectory:
-    """Operations of clients on pools, and the pools that they see. May be called by any task."""
+    """Operations of clients on pools, and the pools that they see. Any task may call it."""
 
     def __init__(
         self, record: PoolRecord, fleet: Fleet, queue: WorkQueue, clock: BrokerClock, metrics: Metrics
@@ -197,13 +197,14 @@ class PoolDirectory:
         self._clock = clock
         self._metrics = metrics
 
-    # ---- what clients do
+    # ---- changes by clients
 
     async def create(self, spec: ReservationSpec, grant: Grant) -> Reservation:
-        """Make a reservation and its stream, or give one of the same owner this spec and a new lease.
+        """Create a reservation and its stream. If the owner has a reservation of this name, it gets the spec and a new
+        lease.
 
-        Raises PoolConflict for a name that is no reservation, or of another key; PoolOperationForbidden over a limit,
-        QueueUnavailable, BrokerError.
+        Raises PoolConflict if the name belongs to a pool that is no reservation, or to another key;
+        PoolOperationForbidden over a limit, QueueUnavailable, BrokerError.
         """
         name = spec.name
         if name in self.record.own or name in self._physical():
@@ -231,13 +232,15 @@ class PoolDirectory:
         return record.pools[name]
 
     async def _undo(self, name: str, *, removes: bool) -> None:
-        """Take back a reservation that got no stream. What fails here ends with its lease."""
+        """Remove a reservation whose stream could not be created. If this fails, it ends with its lease."""
         ended_s = self._clock.now_s() if removes else None
         with contextlib.suppress(BrokerError):
             await self.record.change(lambda record: pool_rules.without(record, name, ended_s))
 
     async def renew(self, name: str, grant: Grant) -> Reservation | None:
-        """Begin its lease anew. None for a pool that needs none. Raises PoolNotFound, BrokerError."""
+        """Renew the lease of a reservation. Returns None for a pool that has no lease. Raises PoolNotFound,
+        BrokerError.
+        """
         if name in self.record.own:
             return None
         record = await self.record.change(lambda record: pool_rules.renewed(record, name, grant, self._clock.now_s()))
@@ -245,29 +248,31 @@ class PoolDirectory:
         return record.pools[name]
 
     async def delete(self, name: str, grant: Grant) -> None:
-        """End a reservation. Raises PoolNotFound, PoolOperationForbidden for a pool that is none, BrokerError."""
+        """End a reservation. Raises PoolNotFound, BrokerError, PoolOperationForbidden for a pool that is no
+        reservation.
+        """
         if name in self.record.own:
             raise PoolOperationForbidden(f"the pool {pool_rules.shown(name)!r} is no reservation and cannot be deleted")
         await self.record.change(lambda record: pool_rules.deleted(record, name, grant, self._clock.now_s()))
         self._count("deleted")
-        with contextlib.suppress(QueueUnavailable):  # it is gone for everybody, only its stream is not yet
+        with contextlib.suppress(QueueUnavailable):  # the reservation has ended; only its stream still exists
             await self.record.until_removed(name)
 
-    # ---- what is told of them
+    # ---- views of pools
 
     def assigned(self, worker: str) -> tuple[str, ...]:
-        """The pools that a worker is to serve. Raises InvalidInput, PoolNotFound, NotReady before the record is
-        known.
+        """Return the pools that a worker must serve. Raises InvalidInput, PoolNotFound, NotReady until the record has
+        been read.
         """
         self.record.require_read()
         return assignments.assigned(worker, [beat for beat, _ in self._fleet.workers()], self.record.workers())
 
     def pinned(self, pools: Iterable[str]) -> list[str]:
-        """The models that workers of these pools load before anybody asks for them."""
+        """Return the models that workers of these pools load before the first request."""
         return [model for pool in pools if (spec := self.record.spec(pool)) is not None for model in spec.pinned_models]
 
     def serving(self, name: str) -> list[Heartbeat]:
-        """The healthy workers that serve a pool."""
+        """Return the healthy workers that serve a pool."""
         reserved = self.record.workers()
         own = name in self.record.own
         return [
@@ -275,21 +280,23 @@ class PoolDirectory:
         ]
 
     def is_active(self, reservation: Reservation) -> bool:
-        """Whether every count is met by healthy workers that serve it."""
+        """Return whether the healthy workers that serve a reservation reach all its counts."""
         return assignments.is_met(
             reservation.spec, map(AssignableWorker.from_heartbeat, self.serving(reservation.spec.name))
         )
 
     def visible(self, grant: Grant) -> Callable[[str], bool]:
-        """Names of the pools that a credential may read: those of the installation, and those that it reserved."""
+        """Return a function that checks whether a credential may read the name of a pool. It may read the names of the
+        installation's pools and of its own reservations.
+        """
         if not grant.key or "admin" in grant.scopes:
             return lambda name: True
-        own = self.record.own | self._physical() | {""}  # a worker that has not said where it belongs
+        own = self.record.own | self._physical() | {""}  # "" is the pool of a worker that has not reported one
         own |= {name for name, reservation in self.record.reservations.pools.items() if grant.owns(reservation.owner)}
         return own.__contains__
 
     def pool(self, name: str, grant: Grant) -> api.Pool:
-        """The Pool object of a name. Raises PoolNotFound, also for a reservation of somebody else."""
+        """Return the Pool object of a name. Raises PoolNotFound, also for a reservation of another key."""
         present = self.record.reservation(name)
         if present is not None:
             if not grant.owns(present.owner):
@@ -305,7 +312,7 @@ class PoolDirectory:
         return pool_rules.reserved_pool(reservation, workers, self.pending_reason(name))
 
     def pending_reason(self, name: str) -> str:
-        """Why a reservation is not active. Empty for one that is, and for any other pool."""
+        """Return the reason why a reservation is not active; empty if it is active, and for any other pool."""
         reservation = self.record.reservation(name)
         if reservation is None or self.is_active(reservation):
             return ""
@@ -327,12 +334,12 @@ class PoolDirectory:
         return assignments.is_held_back(reservation, workers, self.record.assigned.workers)
 
     def _physical(self) -> set[str]:
-        """The pools that workers belong to."""
+        """Return the pools to which workers belong, without reservations."""
         return {beat.own_pool or beat.pool for beat, _ in self._fleet.workers()} - self.record.reservations.pools.keys()
 
     def pools(self, grant: Grant) -> list[api.Pool]:
-        """The Pool objects that a credential may see: the default pool, others that are no reservation, then its
-        reservations by name.
+        """Return the Pool objects that a credential may see: first pools that are no reservation, then its
+        reservations, both in the order of names.
         """
         live = self.record.live()
         own = (self.record.own | self._physical()) - live.keys()
@@ -340,7 +347,7 @@ class PoolDirectory:
         return [self.pool(name, grant) for name in (*sorted(own), *reserved)]
 
     def reserved(self) -> Counter[tuple[str, str, str]]:
-        """The workers that reservations ask for, by reservation, machine profile and bundle."""
+        """Return the number of workers that reservations request, by reservation, machine profile and bundle."""
         beats = {beat.worker: beat for beat, _ in self._fleet.workers()}
         gpus: dict[str, int] = {}
         for beat in beats.values():
@@ -355,12 +362,12 @@ class PoolDirectory:
                 reservation.spec, held.get(name, []), gpus
             ).items():
                 counts[name, profile, bundle] += count
-            if self._is_held_back(reservation):  # it comes when there is one more
+            if self._is_held_back(reservation):  # with one more worker, it would be met
                 counts[name, min(reservation.spec.gpus), reservation.spec.bundle or assignments.DEFAULT_BUNDLE] += 1
         return counts
 
     def pending(self) -> set[tuple[str, str, str]]:
-        """Part of `reserved` that belongs to reservations that are not active."""
+        """Return the keys of `reserved` that belong to reservations that are not active."""
         active = {name for name, reservation in self.record.live().items() if self.is_active(reservation)}
         return {reservation for reservation in self.reserved() if reservation[0] not in active}
 

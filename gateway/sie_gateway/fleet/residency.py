@@ -1,11 +1,12 @@
-"""`POST /v1/models/{model}/load` and `/unload`: an operator has a model loaded before its first request, or unloaded.
+"""`POST /v1/models/{model}/load` and `/unload`: an operator requests the load of a model before its first request, or
+its unload.
 
-    load ──► a wish: each EVERY_S the lane counts as wanted (a worker may have to be started), the model as placed
+    load ──► a wish: each EVERY_S it requests the lane (a worker may have to be started) and a host for the model
              └──► its first host, as soon as the table names one ──► messages.Residency, again until heartbeats show it
     unload ──► messages.Residency, once, to each worker that has the model
 
-A wish is in the memory of one gateway. It ends when a worker of the lane has the model, loads it or failed to, or after
-LIFE_S. The worker decides: what is in flight there is finished before a model goes.
+A wish is in the memory of one gateway. It ends when a worker of the lane has loaded the model, loads it, or could not
+load it, or after LIFE_S. The worker decides when it unloads a model: it finishes the work in flight first.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ if TYPE_CHECKING:
     pass
 
 EVERY_S = 0.5
-AGAIN_S = 2.0  # after a message that changed nothing: it was lost, or the worker's catalogue is older
-LIFE_S = 600.0  # a worker that has to be started, and its machine, take minutes
+AGAIN_S = 2.0  # seconds before a message is sent again: it may be lost, or the worker's catalogue may be old
+LIFE_S = 600.0  # lifetime of a wish in seconds: the start of a worker with its machine takes minutes
 SLOWEST_FIRST: tuple[ResidencyState, ...] = ("provisioning", "loading", "loaded")
 _HERE = ("loading", "loaded", "unloading")
 _logger = logging.getLogger("sie.gateway.residency")
@@ -42,7 +43,7 @@ _logger = logging.getLogger("sie.gateway.residency")
 
 @dataclass
 class _Wish:
-    """A load that somebody asked for. `sent_s`: when a worker last got it."""
+    """A load that an operator requested. `sent_s`: time of the last message to a worker."""
 
     model: str  # the id of the entry
     until_s: float
@@ -50,7 +51,7 @@ class _Wish:
 
 
 class Placed(NamedTuple):
-    """A model in a lane, its state there, and what the workers that are concerned report of it."""
+    """A model in a lane, its state there, and the reports of its workers."""
 
     name: str
     lane: Lane
@@ -59,7 +60,7 @@ class Placed(NamedTuple):
 
 
 class Where(NamedTuple):
-    """The workers that a request means. Empty: any pool, any machine profile."""
+    """Selection of workers for an unload. An empty field fits any pool, or any machine profile."""
 
     pool: str = ""
     machine_profile: str = ""
@@ -69,7 +70,7 @@ class Where(NamedTuple):
 
 
 class Residencies:
-    """The loads that operators asked for, and the messages to workers. One task runs `run`."""
+    """Loads and unloads that operators request, and the messages to workers. One task calls `run`."""
 
     def __init__(
         self,
@@ -84,14 +85,16 @@ class Residencies:
         self._placer = placer
         self._cold = cold
         self._clock = clock
-        self._wishes: dict[tuple[Lane, str], _Wish] = {}  # by lane and residency: those of the catalogue
+        self._wishes: dict[tuple[Lane, str], _Wish] = {}  # by lane and residency; bounded by the catalogue
         self._wake = Event()
 
     async def load(self, lane: Lane, resolved: Resolved) -> Placed:
-        """Have a worker of the lane load this model, one that may have to be started first. Raises QueueUnavailable."""
+        """Request that a worker of the lane loads this model. The worker may have to be started first. Raises
+        QueueUnavailable.
+        """
         reports = self._of_lane(lane, resolved)
         if having := [beat for beat, status in reports if status.state == "loaded"]:
-            for beat in having:  # it may be about to unload it
+            for beat in having:  # a worker may be about to unload the model
                 await self._publish(beat, "load", resolved.residency)
             return Placed(resolved.canonical, lane, "loaded", reports)
         self._wishes[lane, resolved.residency] = _Wish(resolved.entry.id, self._clock() + LIFE_S)
@@ -99,7 +102,7 @@ class Residencies:
         return Placed(resolved.canonical, lane, "loading" if self._fleet.of_lane(lane) else "provisioning", reports)
 
     def _of_lane(self, lane: Lane, resolved: Resolved) -> list[tuple[Heartbeat, ModelStatus]]:
-        """The workers of a lane that have a model or are its hosts, and what they report of it."""
+        """Return the workers of a lane that have a model or are its hosts, with their reports."""
         table = self._placer.table(lane)
         hosts = table.hosts.get(resolved.entry.id, ()) if table is not None else ()
         workers_of_lane = []
@@ -110,7 +113,7 @@ class Residencies:
         return workers_of_lane
 
     async def unload(self, resolved: Resolved, where: Where) -> list[Placed]:
-        """Have these workers unload this model when they have no work of it. Raises QueueUnavailable."""
+        """Request that the selected workers unload this model when it has no work. Raises QueueUnavailable."""
         for lane, residency in list(self._wishes):
             if residency == resolved.residency and where.means(lane.pool, lane.machine_profile):
                 del self._wishes[lane, residency]
@@ -123,24 +126,24 @@ class Residencies:
         return [Placed(resolved.canonical, lane, "unloading", reports) for lane, reports in sorted(placed.items())]
 
     async def _publish(self, beat: Heartbeat, action: messages.ResidencyAction, residency: str) -> None:
-        """Send as `_send` does. Raises QueueUnavailable."""
+        """Send a message by `_send`. Raises QueueUnavailable."""
         try:
             await self._send(beat, action, residency)
         except BrokerError as error:
-            raise QueueUnavailable("the broker did not take the message to the worker") from error
+            raise QueueUnavailable("the broker did not accept the message to the worker") from error
 
     async def _send(self, beat: Heartbeat, action: messages.ResidencyAction, residency: str) -> None:
         data = messages.encode(messages.Residency(action, residency))
         await self._bus.send(topology.residency_subject(beat.worker), data)
 
     def drop_pool(self, pool: str) -> None:
-        """The pool is there no more."""
+        """Forget the wishes for a pool that does not exist any more."""
         for key in [key for key in self._wishes if key[0].pool == pool]:
             del self._wishes[key]
 
     async def run(self, stop: Stop) -> None:
-        """Have the wishes fulfilled until `stop`."""
-        trouble = Trouble(_logger, "loads that operators asked for are not passed on")
+        """Send the messages for the wishes until `stop`."""
+        trouble = Trouble(_logger, "loads that operators requested could not be sent to workers")
         while not await stop.wait_woken(self._wake, EVERY_S if self._wishes else None):
             try:
                 for (lane, residency), wish in list(self._wishes.items()):
@@ -151,7 +154,7 @@ class Residencies:
                 trouble.met(error)
 
     async def _is_over(self, lane: Lane, residency: str, wish: _Wish) -> bool:
-        """Whether nothing more is to be done for a wish. Raises BrokerError."""
+        """Work on a wish. Return whether it has ended. Raises BrokerError."""
         now_s, workers = self._clock(), self._fleet.of_lane(lane)
         states = {status.state for beat in workers if (status := _status(beat, residency)) is not None}
         since_s = None if wish.sent_s is None else now_s - wish.sent_s
@@ -176,6 +179,3 @@ class Residencies:
 
 def _status(beat: Heartbeat, residency: str) -> ModelStatus | None:
     return next((status for status in beat.models if status.model == residency), None)
-
-
-# handlers

@@ -1,5 +1,5 @@
-"""How many workers a lane wants: one pure function of facts that every gateway reads alike, and the answer that an
-autoscaler polls.
+"""Number of workers that a lane needs: a pure function of facts that are the same for all gateways, and the answer that
+an autoscaler polls.
 """
 
 from __future__ import annotations
@@ -23,20 +23,22 @@ from sie_gateway.fleet.pools import PoolDirectory
 from sie_gateway.streams.backlog import Backlog
 from sie_runtime.feed import CatalogueFeed
 
-USED = 0.7  # of a worker's rate is planned with: the rest absorbs bursts
-DRAIN_S = 30.0  # a backlog is to be gone after this
+USED = 0.7  # share of a worker's rate that is planned: the rest absorbs bursts
+DRAIN_S = 30.0  # seconds in which a backlog must be finished
 
 
 def wanted_replicas(
     *, backlog_cost: float, arriving: float, rate: float, ready_workers: int, reserved: int = 0, demand: bool = False
 ) -> int:
-    """Workers that a lane wants.
+    """Return the number of workers that a lane needs.
 
-    `reserved`: workers that reservations have or ask for, which do nothing else. `backlog_cost`: tokens that wait or
-    run, in the queue and in gateways. `arriving`: tokens a second that come in, `rate`: tokens a second that one worker
-    runs while it is busy, 0 while nobody knows. Enough for what comes in and to end the backlog within DRAIN_S; one
-    where anything waits or somebody asked lately; and what is reserved, on top. Without a known rate work keeps the
-    workers that are ready. A hundredth of a worker is nothing, so that traffic which fades out ends.
+    `reserved`: workers that reservations have or request; they do no other work. `backlog_cost`: tokens that wait or
+    run, in the queue and in gateways. `arriving`: tokens a second that arrive. `rate`: tokens a second that one busy
+    worker runs, 0 while it is not known.
+
+    The number is enough for the arriving tokens and to finish the backlog within DRAIN_S. It is at least one if work
+    waits, or if there is demand. The reserved workers are added. While the rate is not known, a lane with work keeps
+    its ready workers. A hundredth of a worker is ignored, so that a lane can become empty while traffic fades out.
     """
     busy = backlog_cost > 0
     least = 1 if busy or demand else 0
@@ -46,7 +48,7 @@ def wanted_replicas(
 
 
 class Scaling:
-    """`GET /v1/scaling/{lane}`."""
+    """Answers to `GET /v1/scaling/{lane}`."""
 
     def __init__(
         self,
@@ -69,11 +71,11 @@ class Scaling:
         self._pools = pools
         self.further: list[
             Callable[[Lane], int]
-        ] = []  # workers that others want of a lane, such as jobs with deadlines
+        ] = []  # functions that return workers of a lane for other needs, such as jobs with deadlines
 
     def find(self, name: str, grant: Grant | None = None) -> Lane:
-        """The lane of this name, `pool.machine profile.bundle`, among those that work can be routed to and that a
-        credential may see. Raises NotFound.
+        """Return the lane of a name, `pool.machine_profile.bundle`. Work must be routable to it, and the credential
+        must be allowed to see it. Raises NotFound.
         """
         beats = [beat for beat, _ in self._fleet.workers()]
         profiles = {
@@ -92,7 +94,7 @@ class Scaling:
         raise NotFound(f"no lane named {name[:200]!r}: expected pool.machine_profile.bundle")
 
     async def answer(self, name: str, grant: Grant | None = None) -> LaneFigures:
-        """The figures of a lane. Raises NotFound, QueueUnavailable."""
+        """Return the figures of a lane. Raises NotFound, QueueUnavailable."""
         lane = self.find(name, grant)
         try:
             await self._backlog.fresh(lane.pool, 0.0)
@@ -101,10 +103,9 @@ class Scaling:
             oldest_s = await self._lag.oldest_s(lane) if items else 0.0
             demand = await self._demand.is_wanted(lane)
         except BrokerError as error:
-            raise QueueUnavailable("the broker could not be asked for the backlog") from error
+            raise QueueUnavailable("the backlog could not be read from the broker") from error
         requested, pending = self._pools.reserved(), self._pools.pending()
-        # workers of reservations are those of the default pool, and it is its lane that a deployment of them is scaled
-        # by
+        # workers of reservations come from the default pool, so their deployment is scaled by the lane of that pool
         is_default = lane.pool == topology.pool_name("default")
         mine = {
             lane_key
@@ -113,7 +114,7 @@ class Scaling:
         }
         reserved = sum(requested[lane_key] for lane_key in mine)
         traffic = {priority: self._peers.traffic(lane, priority) for priority in PRIORITIES}
-        # where no gateway has sent lately, what is there was sent before: in messages of the usual size
+        # if no gateway has sent work lately, the size of the waiting messages is unknown: assume the usual size
         cost = sum(
             count * (mean_cost(traffic[priority]) or self._settings.chunk_cost) for priority, count in counts.items()
         )

@@ -1,9 +1,9 @@
-"""Workers by their own status sockets: local diagnostics, never what work is routed by.
+"""Status of workers from their status websockets. It is for diagnostics only: work is never routed by it.
 
     SIE_GATEWAY_WORKERS ───────────────────────┐
     SIE_GATEWAY_KUBERNETES ──► EndpointSlices ─┴──► URLs ──► ws://worker/ws/status ──► the last frame of each
 
-With SIE_GATEWAY_HEALTH_MODE=ws every worker is watched all the time, else only while somebody looks at it.
+With SIE_GATEWAY_HEALTH_MODE=ws every worker is watched all the time, else only while a client views it.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from sie_runtime.process import Stop, Trouble
 RETRY_S = 1.0
 OPEN_S = 2.0
 MAX_FRAME_BYTES = 8 << 20
-WATCH_S = 60  # how long the API server keeps a watch open
-MIN_PAUSE_S = 1.0  # between two lists of endpoints
-# workers are reached directly; before version 15 websockets knows no proxies
+WATCH_S = 60  # seconds for which the API server keeps a watch open
+MIN_PAUSE_S = 1.0  # seconds between two lists of endpoints, at least
+# no proxy: workers are reached directly. The package websockets has this parameter since version 15
 _DIRECT: dict[str, Any] = {} if version.startswith("14.") else {"proxy": None}
 API = "https://kubernetes.default.svc"
-ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")  # where a pod finds its credentials
+ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")  # folder with the credentials of a pod
 _logger = logging.getLogger("sie.gateway.workers")
 
 
@@ -71,12 +71,12 @@ _status = msgspec.json.Decoder(WorkerFrame)
 
 class _Connect(connect):
     def process_redirect(self, exc: Exception) -> Exception | str:
-        return exc  # elsewhere nobody is to see the token
+        return exc  # do not follow a redirect: another server must not get the token
 
 
 class WorkerSocket:
-    """The status socket of one worker. `frame` is the last one, None while it is not connected or has said nothing for
-    `stale_s`.
+    """The status websocket of one worker. `frame`: its last frame; None while it is not connected, or if no frame came
+    for `stale_s`.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class WorkerSocket:
 
     @property
     def status(self) -> WorkerFrame | None:
-        """Status by the last frame; None without one, or if it is no status."""
+        """Return the status in the last frame; None without a frame, or if the frame is no status."""
         frame = self.frame
         if frame is None:
             return None
@@ -140,18 +140,20 @@ class WorkerSocket:
                 self._trouble.met(error)
             self._frame = None
             self._first.clear()
-            await asyncio.sleep(RETRY_S)  # between attempts at a worker that is away
+            await asyncio.sleep(RETRY_S)  # before the next attempt to connect
 
 
 def _socket_url(url: str) -> str:
-    """`http://host:port/prefix` as the address of its status socket."""
+    """Return the address of a worker's status websocket. `url`: its URL, such as `http://host:port/prefix`."""
     pieces = urlsplit(url if "//" in url else f"//{url}")
     scheme = "wss" if pieces.scheme in ("https", "wss") else "ws"
     return urlunsplit((scheme, pieces.netloc.rpartition("@")[2], f"{pieces.path.rstrip('/')}/ws/status", "", ""))
 
 
 class WorkerSockets:
-    """All status sockets of one gateway. Raises SettingError where Kubernetes is to be asked and this is no pod."""
+    """All status websockets of one gateway. Raises SettingError if workers are to be read from Kubernetes, but the
+    gateway does not run in a pod.
+    """
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -159,20 +161,20 @@ class WorkerSockets:
         self._found: tuple[str, ...] = ()
         self._endpoints = Endpoints(settings) if settings.gateway_kubernetes else None
         self._sockets: dict[str, WorkerSocket] = {}
-        self._kept: dict[str, contextlib.AsyncExitStack] = {}  # those that are watched all the time
+        self._kept: dict[str, contextlib.AsyncExitStack] = {}  # by URL: websockets that are always open
         self._changed = asyncio.Event()
 
     def urls(self) -> list[str]:
-        """Names of the workers that may be looked at, in a steady order."""
+        """Return the URLs of the workers that may be viewed, in a stable order."""
         return list(dict.fromkeys((*self._static, *self._found)))
 
     def statuses(self) -> list[tuple[str, WorkerFrame | None]]:
-        """Status of each worker; None for one without."""
+        """Return the status of each worker; None if it has sent none."""
         return [(url, socket.status if (socket := self._sockets.get(url)) else None) for url in self.urls()]
 
     @contextlib.asynccontextmanager
     async def watched(self, url: str) -> AsyncIterator[WorkerSocket]:
-        """The socket of a worker, connected as long as anybody watches."""
+        """Yield the websocket of a worker. It stays open while at least one watcher uses it."""
         socket = self._sockets.get(url)
         if socket is None:
             token = self._settings.config_read_token
@@ -189,7 +191,7 @@ class WorkerSockets:
                 await asyncio.gather(socket.task, return_exceptions=True)
 
     async def run(self, stop: Stop) -> None:
-        """Until `stop`: follow the endpoints, and in mode ws watch every worker."""
+        """Follow the endpoints until `stop`. In mode ws, also watch every worker."""
         following = (
             asyncio.create_task(self._endpoints.run(self._on_found), name="endpoints") if self._endpoints else None
         )
@@ -243,9 +245,10 @@ _slices = msgspec.json.Decoder(_SliceList)
 
 
 class Endpoints:
-    """The pods behind a service, by the API server's EndpointSlices (discovery.k8s.io/v1), unready ones included.
+    """The pods behind a service, by the API server's EndpointSlices (discovery.k8s.io/v1), also pods that are not
+    ready.
 
-    The pod's service account needs `list` and `watch` on endpointslices. Raises SettingError where there is none.
+    The pod's service account needs `list` and `watch` on endpointslices. Raises SettingError without a service account.
     """
 
     def __init__(self, settings: Settings, *, api: str = API, account: Path = ACCOUNT) -> None:
@@ -255,12 +258,14 @@ class Endpoints:
         self._account = account
         if not (account / "token").is_file():
             raise SettingError(
-                "SIE_GATEWAY_KUBERNETES", f"no service account at {account}: this is no pod, or it has none"
+                "SIE_GATEWAY_KUBERNETES", f"no service account at {account}: the gateway needs a pod that has one"
             )
 
     async def run(self, on_found: Callable[[tuple[str, ...]], None]) -> None:
-        """List, then list again after whatever changes, until cancelled. What cannot be asked stays as it was."""
-        trouble = Trouble(_logger, f"the endpoints of {self._namespace}/{self._service}")
+        """List the endpoints, and list them again after each change, until cancelled. If the API server does not
+        answer, the last list stays.
+        """
+        trouble = Trouble(_logger, f"cannot read the endpoints of {self._namespace}/{self._service}")
         verify = (
             ssl.create_default_context(cafile=str(self._account / "ca.crt"))
             if self._api.startswith("https:")
@@ -275,7 +280,7 @@ class Endpoints:
                     await self._change(client, version)
                 except (httpx.HTTPError, msgspec.DecodeError, OSError) as error:
                     trouble.met(error)
-                await asyncio.sleep(MIN_PAUSE_S)  # however fast pods come and go
+                await asyncio.sleep(MIN_PAUSE_S)  # limits the requests while pods change fast
 
     @property
     def _path(self) -> str:
@@ -286,15 +291,15 @@ class Endpoints:
         return {"labelSelector": f"kubernetes.io/service-name={self._service}"}
 
     def _headers(self) -> dict[str, str]:
-        # read each time: the kubelet renews it
+        # read the token each time, because the kubelet renews it
         return {
             "Authorization": f"Bearer {(self._account / 'token').read_text().strip()}",
             "Accept": "application/json",
         }
 
     async def _list(self, client: httpx.AsyncClient) -> tuple[tuple[str, ...], str]:
-        """The URLs of the workers, and the version of that answer. Raises httpx.HTTPError, msgspec.DecodeError,
-        OSError.
+        """Return the URLs of the workers, and the resource version of the list. Raises httpx.HTTPError,
+        msgspec.DecodeError, OSError.
         """
         answer = await client.get(self._path, params=self._selected, headers=self._headers())
         answer.raise_for_status()
@@ -310,7 +315,7 @@ class Endpoints:
         ), slices.metadata.resource_version
 
     async def _change(self, client: httpx.AsyncClient, version: str) -> None:
-        """Return when something changed since `version`, or when the API server ends the watch."""
+        """Return when an endpoint has changed since `version`, or when the API server ends the watch."""
         params = {**self._selected, "watch": "1", "resourceVersion": version, "timeoutSeconds": str(WATCH_S)}
         timeout = httpx.Timeout(5.0, read=WATCH_S + 10.0)
         async with client.stream("GET", self._path, params=params, headers=self._headers(), timeout=timeout) as answer:

@@ -1,5 +1,5 @@
-"""The HTTP surface. `Edge` is what every call passes: ids, auth, drain, errors, metrics. It dispatches by
-`routes.TABLE`; FastAPI serves the OpenAPI document and its page.
+"""The HTTP surface. Every call passes `Edge`: it handles authorisation, drain, errors and metrics, and dispatches by
+`routes.TABLE`. FastAPI serves only the OpenAPI document and its page.
 """
 
 from __future__ import annotations
@@ -53,19 +53,19 @@ if TYPE_CHECKING:
     from sie_runtime.spans import Tracer
 
 _logger = logging.getLogger("sie.gateway")
-CLIENT_GONE = 499  # in metrics and logs only, as proxies have it: nobody was there to read a status
+CLIENT_GONE = 499  # status in metrics and logs only, as in nginx: the client was gone before its answer
 CORS_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
-CORS_AGE_S = 600  # a browser keeps the answer to a preflight
+CORS_AGE_S = 600  # seconds for which a browser keeps the answer to a preflight request
 MAX_VERSIONS = 1024
 _SDK = sdk_versions.HEADER
-_VECTORS = ("encode", "embed")  # with which the endpoints of routes begin whose replies are vectors
+_VECTORS = ("encode", "embed")  # prefixes of the endpoints whose replies are vectors
 _MINOR = re.compile(r"[0-9]{1,6}\.[0-9]{1,6}(?![0-9])")
 _STARTS = frozenset({"http.response.start", "websocket.http.response.start", "websocket.accept"})
 
 
 def create_app(gateway: Gateway, gate: Gate, readiness: GatewayReadiness, tracer: Tracer | None = None) -> App:
-    """The application of the main port."""
-    app = FastAPIOffline(  # the page of documents must work where nothing else can be reached
+    """Build the application of the main port."""
+    app = FastAPIOffline(  # the offline variant: the page of the documents must work without internet access
         title="SIE",
         version=sie_contracts.__version__,
         description="encode, score, extract: the small models behind search and RAG",
@@ -86,13 +86,13 @@ async def _on_error(request: Request, error: Exception) -> Response:
 
 
 def _with_cors(app: App, origins: Sequence[str]) -> App:
-    """Tells browsers that pages of these origins may read the answers of `app` (https://fetch.spec.whatwg.org).
+    """Wrap `app` so that browsers let pages of these origins read its answers (https://fetch.spec.whatwg.org).
 
-    Without credentials: a page sends its key in a header, and no cookie counts.
+    Credentials of the browser are not allowed: a page sends its key in a header, and the gateway uses no cookies.
     """
     if not origins:
         return app
-    # every header that a page asks for is allowed, and every one of an answer can be read
+    # a page may send every header, and may read every header of an answer
     return cast(
         App,
         CORSMiddleware(
@@ -107,8 +107,8 @@ def _with_cors(app: App, origins: Sequence[str]) -> App:
 
 
 def _options(method: str, path: str, error: Exception) -> Response | None:
-    """The answer to OPTIONS: what a path takes. No row has this method, so who may know gets `error` 405 from the
-    gate.
+    """Return the answer to OPTIONS with the methods of the path, or None if the call is not such a request. No row has
+    the method OPTIONS, so for a caller with access the gate raises `error` with status 405.
     """
     if method != "OPTIONS" or not isinstance(error, HTTPException) or error.status_code != 405:
         return None
@@ -119,8 +119,8 @@ def _options(method: str, path: str, error: Exception) -> Response | None:
 
 
 def error_response(error: Exception, call: Call) -> Response:
-    """The envelope of any exception. What is not of the tree is a fault of ours: logged with its traceback, told as
-    INTERNAL_ERROR.
+    """Return the error reply for any exception. An exception that is not an SIEError is a fault of the server: it is
+    logged with its traceback and reported as INTERNAL_ERROR.
     """
     errors: list[dict[str, Any]] | None = None
     headers: dict[str, str] = {}
@@ -158,14 +158,14 @@ def error_response(error: Exception, call: Call) -> Response:
 
 
 class ClientVersions:
-    """Tells each minor version of a client library once, so that it is known who would be hurt by a change."""
+    """Logs each minor version of a client library once, so that operators know which clients a change would break."""
 
     def __init__(self) -> None:
         self._met: set[str] = set()
 
     def met(self, version: str) -> None:
-        """Log a client's version once: only `1.2` of `1.2.3` is read, so no other text of the client reaches
-        the log.
+        """Log the version of a client when it is seen for the first time. Only `1.2` of `1.2.3` is read, so no other
+        text from the client reaches the log.
         """
         match = _MINOR.match(version)
         if match is not None and match[0] not in self._met and len(self._met) < MAX_VERSIONS:
@@ -174,10 +174,10 @@ class ClientVersions:
 
 
 class Edge:
-    """Pure ASGI. Gives every call its id, lets it in or not, and counts it.
+    """ASGI application that authorises every call, dispatches it, and counts it.
 
-    Routes are answered here: FastAPI's layers around a route took half of the gateway's time for a request. FastAPI
-    answers what has no handler: the OpenAPI document and its page.
+    It answers routes without FastAPI: FastAPI's layers around a route took half of the gateway's time for a request.
+    FastAPI answers the paths that have no handler: the OpenAPI document and its page.
     """
 
     def __init__(
@@ -198,7 +198,8 @@ class Edge:
         is_socket = scope["type"] == "websocket"
         if scope["type"] != "http" and not is_socket:
             return
-        received_s: float = scope.get(FIRST_BYTE) or time.perf_counter()  # an upgrade has no first byte
+        # the upgrade to a websocket has no time of a first byte
+        received_s: float = scope.get(FIRST_BYTE) or time.perf_counter()
         headers = headers_of(scope)
         path = plain_path(scope["path"], scope.get("raw_path") or b"")
         if self._root and (path + "/").startswith(self._root + "/"):
@@ -207,7 +208,7 @@ class Edge:
             await self._probes({**scope, "path": path}, receive, send)
             return
         connection = scope
-        # as ASGI has it: the path begins with the root path
+        # ASGI requires a path that begins with the root path
         scope = {
             **scope,
             "path": self._root + path,
@@ -223,7 +224,7 @@ class Edge:
             dialect=sdk_versions.dialect_of(headers[_SDK]) if _SDK in headers else sdk_versions.NATIVE,
         )
         scope["sie.call"] = call
-        # a pipelined request begins in the task of the request before it, and so with that one's trace
+        # a pipelined request starts in the task of the request before it, and would inherit its trace
         if self._tracer is not None or "traceparent" in headers or current_trace.TRACE_ID.get() is not None:
             telemetry.begin_trace(None if is_socket else self._tracer, call, scope.get("method", "GET"))
             connection[TRACE_ID] = call.span.trace_id if call.span is not None else None
@@ -242,7 +243,7 @@ class Edge:
         route: GatewayRoute | None = None
         try:
             match = TABLE.match(path)
-            # of a method that the path does not have, the label and the errors of one that it has
+            # if the path lacks this method, another route of the path gives the metric label and the shape of errors
             route = match.route(method) or match.route("GET") or next(iter(match.methods.values()), None)
             if route is not None and not is_socket:
                 call.shape = route.shape
@@ -260,23 +261,21 @@ class Edge:
             else:
                 assert route is not None, "a path without a route is not let in"
                 await self._dispatch(call, route, {**scope, "path_params": match.parameters}, receive, tagged)
-        except (ClientGone, ClientDisconnect):  # in the middle of its body, and nobody reads an answer
+        except (ClientGone, ClientDisconnect):  # the client left while it sent its body, so no one would read an answer
             status = CLIENT_GONE
-        except Exception as error:  # the root of a request; what FastAPI has answered already it raises again
+        except Exception as error:  # the outermost handler; FastAPI raises an error again after it has answered it
             if not status:
                 await (_options(method, path, error) or error_response(error, call))(scope, receive, tagged)
             elif is_socket:
                 raise
-            elif (
-                not is_whole
-            ):  # the server closes the connection of a reply that breaks off, so its client sees that it did
+            elif not is_whole:  # the server closes the connection of an incomplete reply, so that the client notices
                 status = InternalFailure.status
                 _logger.error("request %s: its reply broke off", call.id, exc_info=error, extra={"request_id": call.id})
-        except asyncio.CancelledError:  # this process ends, and its server answers or closes the connection
+        except asyncio.CancelledError:  # the process ends; the HTTP server answers or closes the connection
             status = status if is_whole else InternalFailure.status
             raise
         finally:
-            # of the others the work may have run; of what did run nothing is left to refund
+            # after status 499 or 504 the work may have run; a settled charge has nothing left to refund
             if call.charge is not None and status not in (CLIENT_GONE, GatewayTimeout.status):
                 call.charge.refund()
             self._count(route, call, status, None if is_socket else time.perf_counter() - received_s)
@@ -284,7 +283,7 @@ class Edge:
     async def _dispatch(self, call: Call, route: GatewayRoute, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["method"] != route.method and not route.head:
             raise HTTPException(405, headers={"Allow": route.method})
-        if route.body is not None and FORM not in route.body.media:  # a file may be of any type
+        if route.body is not None and FORM not in route.body.media:  # an uploaded file may have any content type
             check_type(call.headers, route.body.media)
         if isinstance(route, InferenceRoute):
             call.model = scope["path_params"].get("model")
@@ -298,7 +297,7 @@ class Edge:
             plain = decoded(scope["method"], call.headers, plain)
         receive = bounded(plain, limit=route.body_bytes, within_s=route.body_s)
         if route.handler is None:
-            # the page of documents has no route for HEAD; the server leaves the body of its answer out
+            # FastAPI has no HEAD route for its page; the server leaves the body out of the answer
             await self._app({**scope, "method": route.method}, receive, documented(send))
             return
         response = await route.handler(self._gateway, Request(scope, receive))
@@ -341,8 +340,8 @@ def _healthy_workers(gateway: Gateway) -> int:
 
 
 def metrics_app(gateway: Gateway, readiness: GatewayReadiness) -> App:
-    """The application of the metrics port: metrics, probes and what an autoscaler polls, never behind a token, nothing
-    else.
+    """Build the application of the metrics port: metrics, probes and the figures that an autoscaler polls. It needs no
+    token and serves nothing else.
     """
     healthy = functools.partial(_healthy_workers, gateway)
     inner = probes(readiness.not_ready, gateway.metrics.registry, healthy)
@@ -361,6 +360,6 @@ def metrics_app(gateway: Gateway, readiness: GatewayReadiness) -> App:
 async def _scaling(gateway: Gateway, scope: Scope, receive: Receive, send: Send) -> None:
     try:
         answer = await handlers.scaling(gateway, Request(scope, receive))
-    except Exception as error:  # noqa: BLE001  the root of a request
+    except Exception as error:  # noqa: BLE001 the outermost handler of a request
         answer = error_response(error, Call(scope[REQUEST_ID], time.perf_counter(), {}))
     await answer(scope, receive, send)

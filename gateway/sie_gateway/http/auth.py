@@ -1,10 +1,10 @@
 """Access control: each row of `routes.ROUTES` has a scope, and credentials have scopes.
 
     method, path ──► row of ROUTES ──► its scope ──► does the credential have it? ──► Grant
-                       └ none: NotFound, or 405 with `Allow`, to whoever may read
+                       └ no row: NotFound, or 405 with `Allow`, for a caller with scope read
 
-What is not in ROUTES is not served, so no route is without a scope. Tests make the matrix of all rows and credentials
-from the same table (`tests/unit/test_auth.py`).
+A path that is not in ROUTES is not served, so every route has a scope. Tests check each row with each credential from
+the same table (`tests/unit/test_auth.py`).
 """
 
 from __future__ import annotations
@@ -26,18 +26,17 @@ from sie_runtime.http.server import Send
 from sie_runtime.keys import Key, Keys
 
 USER_SCOPES = frozenset({"infer", "read", "pools"})
-POLICY_VIOLATION = 1008  # RFC 6455
-GUARDED = frozenset({"config", "admin"})  # in mode none too
+POLICY_VIOLATION = 1008  # close code of a websocket (RFC 6455)
+GUARDED = frozenset({"config", "admin"})  # scopes that need a token also in auth mode none
 
 
 def require_tokens(settings: Settings) -> None:
-    """Raises SettingError for the mode static without a token: nobody could call."""
+    """Raise SettingError if the auth mode is static and no token is set: no client could call."""
     if settings.auth_mode == "static" and not (settings.auth_token or settings.auth_tokens):
         raise SettingError("SIE_AUTH_MODE", "static needs SIE_AUTH_TOKEN or SIE_AUTH_TOKENS")
 
 
-# routes of servers of language models, for which clients have methods
-# routes of other servers that this one has no counterpart of, with what to use
+# routes of other servers, such as text generation, that this gateway does not have, with the route to use instead
 _ELSEWHERE = (
     (
         re.compile(r"/v1/(chat/completions|completions|responses|generate|estimate|recommend)(/|$)"),
@@ -52,15 +51,17 @@ _ELSEWHERE = (
 
 
 class Gate:
-    """Checks a call's credentials. Every comparison takes the same time, and all static tokens are compared, whatever
-    matched.
+    """Checks the credentials of a call. Every comparison takes constant time, and all static tokens are compared even
+    after a match.
     """
 
     def __init__(self, settings: Settings, keys: Keys | None = None) -> None:
-        """`keys` in mode token, and there alone. Raises SettingError."""
+        """`keys` must be given in auth mode token, and in no other mode. Raises SettingError."""
         require_tokens(settings)
         if (settings.auth_mode == "token") != (keys is not None):
-            raise SettingError("SIE_AUTH_MODE", "token, and no other mode, needs the keys of a broker")
+            raise SettingError(
+                "SIE_AUTH_MODE", "mode token needs the keys of a broker, and no other mode may have them"
+            )
         self._guarded = settings.auth_mode != "none"
         self._pools = "admin" if settings.pool_write_role == "admin" else "pools"
         self._keys = keys
@@ -74,10 +75,10 @@ class Gate:
             self._static.append((settings.admin_token, _static(settings.admin_token, frozenset(SCOPES), "admin")))
 
     def check(self, method: str, path: str, authorization: str) -> Grant:
-        """Let the call in or not. The handshake of a websocket is a GET.
+        """Return the grant of a call that may go on. The handshake of a websocket counts as a GET.
 
-        Raises Unauthenticated, PermissionDenied, NotReady while the keys are not known; then, to those who may know,
-        NotFound for a path that no row has, and HTTPException 405 with `Allow` for another method.
+        Raises Unauthenticated, PermissionDenied, and NotReady until the keys are read. For a caller with scope read:
+        raises NotFound if no row has the path, and HTTPException 405 with `Allow` if no row of the path has the method.
         """
         match = TABLE.match(path)
         row = match.route(method)
@@ -86,8 +87,9 @@ class Gate:
             scope = "read" if row is None else self._pools if row.scope == "pools" else row.scope
             if self._guarded or scope in GUARDED:
                 grant = self._granted(scope, authorization, reads_config=row is not None and row.reader)
-            elif scope in ("pools", ANY) and authorization:  # needs none, but an administrator may do more
-                # whoever calls, what is made has one owner
+            # no token is needed in auth mode none, but an admin token gives more scopes
+            elif scope in ("pools", ANY) and authorization:
+                # in auth mode none all callers share one owner key
                 grant = replace(self._static_grant(bearer(authorization)) or ANYBODY, key=ANYBODY.key)
             if scope == ANY:
                 grant = replace(grant, scopes=self._usable(grant.scopes))
@@ -106,8 +108,8 @@ class Gate:
         return grant
 
     def of_key(self, key: str) -> Grant | None:
-        """The grant of the credential that this is the key of, as it is now: for work that outlives the call that asked
-        for it. None where it is not valid any more. Raises NotReady while the keys are not known.
+        """Return the current grant of the credential with this key, for work that outlives the call that asked for it.
+        Return None if the credential is no longer valid. Raises NotReady until the keys are read.
         """
         if not key and not self._guarded:
             return replace(ANYBODY, scopes=self._usable(frozenset()))
@@ -122,8 +124,8 @@ class Gate:
         return None if key_record is None or self._keys.ended(key_record) else _grant_of(key_record)
 
     def watched(self, path: str, authorization: str, send: Send) -> Send:
-        """`send` of a websocket that was let in, for as long as it would be let in again: then the next frame is a
-        close (1008).
+        """Wrap `send` of a websocket so that the credential is checked again before each frame. If it is no longer
+        accepted, the next frame is a close (1008).
         """
 
         async def checked(message: MutableMapping[str, Any]) -> None:
@@ -154,7 +156,9 @@ class Gate:
         )
 
     def _usable(self, scopes: frozenset[str]) -> frozenset[str]:
-        """The scopes whose routes let a credential with `scopes` in: in mode none all that are not guarded."""
+        """Return the scopes whose routes accept a credential with `scopes`. In auth mode none they include every scope
+        that is not guarded.
+        """
         lets = (scopes & frozenset(SCOPES)) | (frozenset() if self._guarded else frozenset(SCOPES) - GUARDED)
         return lets | {"pools"} if self._pools in lets else lets - {"pools"}
 

@@ -1,4 +1,4 @@
-"""Type of a row of the gateway's routes, and the parameters that several rows share."""
+"""Type of a row in the gateway's table of routes, and the parameters that several rows share."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from sie_runtime.http.routes import Content, Parameter, Route
 
 @dataclass(frozen=True, kw_only=True)
 class GatewayRoute(Route):
-    """A route of a gateway. `handler` takes the Gateway and a Request; without one the application of the documents
-    answers. `shape` is how its errors look, `shapes` are others that its body may choose.
+    """Route of a gateway. `handler` takes the Gateway and a Request; a route without a handler is answered by the
+    FastAPI application of the documents. `shape` builds the body of an error; `shapes` are further shapes that the body
+    of the request may select.
     """
 
-    head: bool = False  # HEAD is answered as well
-    body_bytes: int = CONTROL_BYTES  # of a body that the handler reads, at most
-    body_s: float = CONTROL_S  # in which such a body must be complete
+    head: bool = False  # the route answers HEAD as well
+    body_bytes: int = CONTROL_BYTES  # most bytes of a body that the handler reads
+    body_s: float = CONTROL_S  # seconds in which the whole body must arrive
     shape: ErrorShape = native_shape
     shapes: tuple[ErrorShape, ...] = ()
 
@@ -77,7 +78,9 @@ def control(
     body: Any = None,
     **more: Any,
 ) -> GatewayRoute:
-    """`names`: the tag and the summary. What GET answers, HEAD answers as well (RFC 9110, 9.1)."""
+    """Build a route of the control API. `names` is the tag and the summary. A route for GET answers HEAD as well (RFC
+    9110, 9.1).
+    """
     return GatewayRoute(
         method=method,
         path=path,

@@ -1,5 +1,5 @@
-"""All routes of a gateway, one row for each method and path. Scopes, dispatch, labels in metrics and the OpenAPI
-document derive from it; what is not here is not served.
+"""Table of all routes of a gateway, with one row for each method and path. Scopes, dispatch, labels in metrics and the
+OpenAPI document derive from it. A path that is not in the table is not served.
 
 To add a route, see "Where to change what" in ARCHITECTURE.md.
 """
@@ -57,7 +57,7 @@ NATIVE = (
 )
 
 
-# other servers' routes
+# routes of the APIs of other servers
 
 
 def _dialect(
@@ -70,7 +70,7 @@ def _dialect(
     shape: ErrorShape,
     **more: Any,
 ) -> InferenceRoute:
-    """`names`: the tag and the summary."""
+    """Build a route of another server's API. `names` is the tag and the summary."""
     return InferenceRoute(
         method="GET" if body is None else "POST",
         path=path,
@@ -138,7 +138,7 @@ DIALECTS = (
 )
 
 
-# Text Embeddings Inference, over the default models and below /tei/{model} over any
+# Text Embeddings Inference: for the default models, and below /tei/{model} for any model
 
 _MAIN = (
     "main_task",
@@ -286,11 +286,11 @@ CATALOGUE = tuple(
 )
 
 
-# what operates a gateway
+# operation of a gateway: probes, metrics, documents, status
 
 
 def _operated(path: str, summary: str, media: str, handler: Any = None, **more: Any) -> GatewayRoute:
-    """A GET of something that is no JSON, or no API."""
+    """Build a GET route for metrics, the OpenAPI document or its page."""
     reply = Content(dict[str, Any], (media,))
     return control("GET", path, "other", handler, ("Operations", summary), reply, **more)
 
@@ -375,7 +375,7 @@ TABLE = Table(ROUTES)
 
 
 def inference_route(path: str) -> InferenceRoute | None:
-    """The route that answers POST of a path, where it asks a model."""
+    """Return the route that answers POST of this path, or None if it runs no inference."""
     route = TABLE.match(path).route("POST")
     return route if isinstance(route, InferenceRoute) else None
 
@@ -389,5 +389,5 @@ def _errors(route: Route) -> openapi.Statuses:
 
 
 def openapi_document(about: Mapping[str, Any]) -> dict[str, Any]:
-    """The OpenAPI document of a gateway. `about` is its head."""
+    """Return the OpenAPI document of a gateway. `about` has its head, for example title and version."""
     return openapi.document(ROUTES, PLACEHOLDERS, _errors, about=about)

@@ -1,6 +1,6 @@
-"""A request from its body to its reply: `call` reads it, `handler` plans it, `chunk` cuts it, `runner` publishes its
-chunks, `results` takes in and joins what comes back, and `reply` writes it.
+"""An inference request from its body to its reply: `call` reads it, `handler` plans it, `chunk` splits it, `runner`
+publishes its chunks, `results` collects and joins the results, and `reply` writes the reply.
 
-Images, aliases with shadows, results in parts, traces and clients that leave are entered only for requests that have
-them.
+The modules for images, shadows of aliases, results in parts, traces and clients that leave run only for requests that
+need them.
 """

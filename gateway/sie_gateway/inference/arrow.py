@@ -1,10 +1,10 @@
-"""Vectors as an Arrow stream: a row for each input, in order, with a column for each output and what describes it.
+"""Vectors as an Arrow stream: one row per input, in order, with columns for each output and its scales.
 
     id · dense · dense_scale · dense_offset · sparse_indices · sparse_values · multivector · multivector_scale ·
     multivector_offset · error
 
-A dense vector is a fixed-size list, a multivector a list of such lists, one for each token. Where an input failed its
-outputs are null and `error` says why. Rows are made as they are sent, a batch of BATCH_BYTES at a time.
+A dense vector is a fixed-size list. A multivector is a list of fixed-size lists, one per token. If an input failed, its
+outputs are null and `error` has the reason. Rows are built while the stream is sent, about BATCH_BYTES at a time.
 """
 
 from __future__ import annotations
@@ -29,15 +29,17 @@ _TYPES = {"<f4": na.float32, "<f2": na.float16, "|i1": na.int8, "|u1": na.uint8,
 
 
 class ArrowRows:
-    """The stream of one reply, in pieces. May be read more than once; each reading makes it anew."""
+    """Arrow stream of one reply, in pieces. Each iteration builds the stream again, so it can be read more than
+    once.
+    """
 
     def __init__(self, items: Sequence[RequestItem], outcomes: Sequence[Placed], run: RunOptions) -> None:
-        """At least one of the outcomes is a value."""
+        """At least one of the outcomes must be an Ok."""
         self._items = items
         self._outcomes = outcomes
         self._run = run
         value = next(outcome for _, outcome in outcomes if isinstance(outcome, Ok))
-        # numbers in a row, or bytes of packed bits
+        # width of a vector by output: numbers, or bytes of packed bits
         self._widths = {name: value.outputs[name].shape[-1] for name in run.outputs if name != "sparse"}
         size = sum(len(result.block) for result in {id(result): result for result, _ in outcomes}.values())
         self._step = max(1, len(items) * BATCH_BYTES // max(size, BATCH_BYTES))
@@ -83,12 +85,12 @@ Given = list[arrays.Array | None]
 
 
 def _rows(outcomes: Iterable[Placed], name: str) -> Given:
-    """One array of each input, None where it failed."""
+    """Return one array per input, or None if the input failed."""
     return [array_of(result, outcome, name) if isinstance(outcome, Ok) else None for result, outcome in outcomes]
 
 
 def _valid(rows: Sequence[Any]) -> tuple[Any, int]:
-    """The bitmap of what is not null, and how many are."""
+    """Return the validity bitmap of an Arrow array, or None if no row is null, and the number of nulls."""
     nulls = sum(row is None for row in rows)
     return (np.packbits([row is not None for row in rows], bitorder="little") if nulls else None), nulls
 

@@ -1,12 +1,14 @@
-"""A call as every route sees it: what the edge knows of the request, its body, what a model is to do, what goes back.
+"""Objects of a call that every route uses: the request as the edge knows it, its body, the work for a model, and the
+reply.
 
     Call ──► BodyReader: the bytes, within size, memory and pace ──► decode: plain values ──► InferRequest
     ──► EncodedReply
 
-Bodies count in bytes when they have arrived, not when they are announced, so announcing many costs a gateway nothing.
-Values count before they are decoded. The first bytes of each body do not count: what is small is let in also while
-somebody's large bodies take all the room. And what is small does not wait for them: while such requests are in
-progress, large bodies are read at a pace that leaves the event loop to them. Large bodies are decoded beside it.
+Memory for a body counts when its bytes arrive, not when they are announced, so a client cannot take memory by
+announcements. The values of a body count before they are decoded. The first bytes of each body do not count, so small
+requests are let in even while large bodies take all the memory. Small requests do not wait for large bodies either:
+while small ones are in progress, large bodies are read at a limited pace, which leaves the event loop to the small
+ones. Large bodies are decoded in a thread.
 """
 
 from __future__ import annotations
@@ -44,13 +46,15 @@ ROUTE_KEY = "X-SIE-Route-Key"
 MAX_KEY_CHARS = 128
 _ROUTE_KEY_HEADER = ROUTE_KEY.lower()
 ErrorShape = Callable[[SIEError, str, list[dict[str, Any]] | None], tuple[int, dict[str, Any]]]
-"""The status and the JSON body of an error, of a request id and of the failures of single inputs, as a client family
-reads them.
+"""Function from an error, a request id and the failures of single inputs to the status and the JSON body that a client
+family reads.
 """
 
 
 def family(name: str) -> ErrorShape:
-    """Errors with their own status, and the body that a family of `errors.FAMILIES` reads."""
+    """Return the ErrorShape that keeps the status of an error and builds the body that a family of `errors.FAMILIES`
+    reads.
+    """
 
     def shape(error: SIEError, request_id: str, errors: list[dict[str, Any]] | None) -> tuple[int, dict[str, Any]]:
         return error.status, envelope(error, request_id, errors, name)
@@ -63,37 +67,35 @@ native_shape = family("native")
 
 @dataclass
 class Call:
-    """One HTTP request: what the edge knows of it. `labels` are filled in as the request is understood, for metrics and
-    logs.
-    """
+    """HTTP request with all that the edge knows about it. `labels` are set step by step, for metrics and logs."""
 
     id: str
     received_s: float
     headers: Mapping[str, str]
     labels: dict[str, str] = field(default_factory=dict)
     path: str = ""
-    receive: Receive | None = None  # tells when the client goes away
-    grant: Grant = ANYBODY  # what its credential is let in with
-    charge: Charge | None = None  # the tokens that it uses of its key's quota, if that has one
+    receive: Receive | None = None  # also reports that the client has gone away
+    grant: Grant = ANYBODY  # rights of its credential
+    charge: Charge | None = None  # charge for its tokens, if its key has a quota
     shape: ErrorShape = native_shape
     dialect: Dialect = NATIVE
-    budget_s: float = 0.0  # from received_s on
-    model: str | None = None  # the name of a model that the path has; None where the body names it
-    resolved: Resolved | None = None  # the model of that name
-    client: str = ""  # its address
-    body: bytes = b""  # of an inference request
-    reader: BodyReader | None = None  # of its body, where a connection brought it
-    infer_request: InferRequest | None = None  # the last one that was understood
-    attempt: int = 0  # how often it began anew because the model's entry changed
-    finished: RequestResult | None = None  # what ran last
-    code: str = ""  # of the error that it was answered with
-    message: str = ""  # of that error
-    context: Context = NONE  # of its trace, which its work carries on: our span's, or else its client's
-    span: Span | None = None  # where this gateway traces
+    budget_s: float = 0.0  # seconds from received_s
+    model: str | None = None  # name of the model in the path; None if the body names it
+    resolved: Resolved | None = None  # the resolved `model`
+    client: str = ""  # address of the client
+    body: bytes = b""  # body of an inference request
+    reader: BodyReader | None = None  # reader of the body; None if no connection brought it, as for a line of a batch
+    infer_request: InferRequest | None = None  # the last request that was parsed
+    attempt: int = 0  # number of restarts because the entry of the model changed
+    finished: RequestResult | None = None  # result of the last run
+    code: str = ""  # code of the error that it was answered with
+    message: str = ""  # message of that error
+    context: Context = NONE  # trace context for its work: of the gateway's span, or else of the client
+    span: Span | None = None  # None if this gateway does not trace
 
     def follow(self, previous: Call) -> None:
-        """Be answered with the run of another call, by the same request: all that is told of that one is
-        told of this.
+        """Take over the run of an earlier call with the same request: logs, metrics and errors of this call are then
+        those of the earlier one.
         """
         self.labels.update(previous.labels)
         self.shape, self.infer_request, self.finished = previous.shape, previous.infer_request, previous.finished
@@ -101,14 +103,14 @@ class Call:
             self.span.lead_to(previous.span)
 
     def again(self) -> None:
-        """Begin anew, with other work: that of before is given back."""
+        """Prepare another attempt: it has a new id for its work, and the charge of the attempt before is refunded."""
         self.attempt += 1
         if self.charge is not None:
             self.charge.refund()
 
     @property
     def explains(self) -> bool:
-        """Whether the client asks where the time was spent."""
+        """True if the client asks where the time was spent."""
         return self.headers.get("x-sie-explain") == "1"
 
     def digest(self) -> bytes:
@@ -124,21 +126,23 @@ class Call:
 
     @property
     def work_id(self) -> str:
-        """Id of its work: a new id at each attempt, so that no result of an earlier attempt counts."""
+        """Id of its work. It is new for each attempt, so that no result of an earlier attempt counts."""
         return f"{self.id}-{self.attempt}" if self.attempt else self.id
 
     @property
     def key(self) -> str:
-        """Whose turn it takes among others: one name per credential, the same for all who need none."""
+        """Key by which it takes its turn among other calls: one per credential, and a common one for calls without a
+        credential.
+        """
         return self.grant.key
 
 
 def route_key(call: Call | None) -> str:
-    """The key by which calls get the same target of an alias: X-SIE-Route-Key, else the API key, else the client's
-    address.
+    """Return the key by which calls get the same target of an alias: X-SIE-Route-Key, else the API key, else the
+    client's address.
 
-    A named one counts whoever sends it, so the writer and the readers of an index can agree on one. Empty for nobody's
-    call, which gets the heaviest target. Raises InvalidInput.
+    A key from the header counts the same for all clients, so the writer and the readers of an index can agree on one.
+    Without a call the key is empty, which gives the heaviest target. Raises InvalidInput.
     """
     if call is None:
         return ""
@@ -155,7 +159,7 @@ def route_key(call: Call | None) -> str:
 
 @dataclass(frozen=True)
 class EncodedReply:
-    """A success, or what a client that waits for capacity takes for "not yet". A body in pieces may be read more than
+    """Reply of success, or the 202 that tells a client to wait for capacity. A body in pieces can be read more than
     once.
     """
 
@@ -167,11 +171,11 @@ class EncodedReply:
 
 @dataclass(frozen=True)
 class InferRequest:
-    """A request to a model, independent of the client's API. `parameters` is a map as a native body has it (contract
-    5).
+    """Request to a model, independent of the client's API. `parameters` is a map as in a native body (contract 5).
 
-    `run` stands for all parameters where the operation takes none of a model's. `side` is that of texts whose side no
-    parameter names: none on the routes of other servers, which then give what the model's own library gives.
+    `run` replaces all parameters if the operation takes no parameters of a model. `side` is the side (query or
+    document) of texts if no parameter names it. It is none for routes of other servers, which then return what the
+    model's own library returns.
     """
 
     operation: Operation
@@ -179,33 +183,37 @@ class InferRequest:
     items: tuple[RequestItem, ...]
     parameters: Mapping[str, Any]
     query: RequestItem | None = None
-    priority: Priority | None = None  # what the body says; a header comes first
+    priority: Priority | None = None  # priority from the body; a header has precedence
     run: RunOptions | None = None
     side: Side = "document"
 
 
 class EntryChanged(Exception):
-    """Gateway and workers do not know the same entry of the model: what was asked must be understood
-    anew, all of it.
+    """Raised if gateway and workers have different entries of the model. The whole request must then be parsed
+    again.
     """
 
     def __init__(self, entry: ModelEntry) -> None:
-        """`entry` is the model's as it was understood."""
+        """`entry` is the model's entry by which the request was parsed."""
         super().__init__(entry.id)
         self.entry = entry
 
 
 MAX_HELD_BYTES = 1 << 30
-COPIES = 3  # of a byte of a body while its request runs: as it came, decoded, and in a message of the queue
-FREE_BYTES = COPIES * (256 << 10)  # of each body in memory; SIE_MAX_CONCURRENT_REQUESTS of them at most
-PACE_BYTES_S = 128 << 20  # of large bodies in all while small ones are served: a third of what a core receives
-PACE_STEP_S = 0.002  # that a body may be ahead of it
-CONTROL_BYTES = 1 << 20  # of a body that is no inference
+COPIES = 3  # copies of each byte of a body while its request runs: received, decoded, and in a message of the queue
+# bytes of each body that do not count; at most SIE_MAX_CONCURRENT_REQUESTS bodies have them
+FREE_BYTES = COPIES * (256 << 10)
+# bytes per second of all large bodies together while small ones are served: a third of what a core can receive
+PACE_BYTES_S = 128 << 20
+PACE_STEP_S = 0.002  # seconds that a body may be ahead of this pace
+CONTROL_BYTES = 1 << 20  # bytes of a body of a route without inference
 CONTROL_S = 30.0
 
 
 def body_memory(settings: Settings) -> int:
-    """SIE_BODY_MEMORY_BYTES. By default half of what the control group leaves this process, MAX_HELD_BYTES at most."""
+    """Return SIE_BODY_MEMORY_BYTES. Its default is half of the memory limit of the control group, and at most
+    MAX_HELD_BYTES.
+    """
     if settings.body_memory_bytes is not None:
         return settings.body_memory_bytes
     limit = control_group.memory_limit()
@@ -213,34 +221,34 @@ def body_memory(settings: Settings) -> int:
 
 
 class BodyIntake:
-    """All bodies of a gateway, `max_bytes` of memory. One more always may be read if no other counts, so the budget is
-    no limit on one body.
+    """All request bodies of a gateway, with `max_bytes` of memory. A body is always read if no other body counts, so
+    the limit does not restrict a single body.
     """
 
     def __init__(self, max_bytes: int = MAX_HELD_BYTES, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self.held_bytes = 0
         self.max_bytes = max_bytes
-        self.small = 0  # requests in progress whose bodies do not count
+        self.small = 0  # requests in progress whose bodies do not count as memory
         self._paced_until_s = 0.0
 
     def count_small(self, more: int) -> None:
-        """Count so many more requests whose bodies do not count, or fewer."""
+        """Add `more` to the number of requests whose bodies do not count. A negative number removes requests."""
         self.small += more
 
     def hold(self, more_bytes: int) -> None:
-        """Count so many more, or fewer."""
+        """Add `more_bytes` to the held bytes. A negative number releases bytes."""
         self.held_bytes += more_bytes
 
     def reader(self, headers: Mapping[str, str], receive: Receive, limit: int) -> BodyReader:
-        """Reads one body of at most `limit` bytes. What it holds counts until `close`. PayloadTooLarge if it is
-        announced as larger.
+        """Return a reader of one body of at most `limit` bytes. Its memory counts until `close`. Raises PayloadTooLarge
+        if a larger body is announced.
         """
         check_length(headers, limit)
         return BodyReader(self, receive, limit)
 
     def paced(self, receive: Receive) -> Receive:
-        """`receive` of a body that has no reader, at the pace of all of them once it is large."""
+        """Return `receive` for a body without a reader. A large body is received at the common pace of large bodies."""
         size = 0
 
         async def receive_paced() -> MutableMapping[str, Any]:
@@ -255,7 +263,7 @@ class BodyIntake:
         return receive_paced
 
     async def turn(self, size: int) -> None:
-        """So many bytes of a large body have come: wait until more may."""
+        """Count `size` bytes of a large body that have arrived, then wait until more may arrive."""
         if not self.small:
             return
         now_s = self._clock()
@@ -265,7 +273,7 @@ class BodyIntake:
 
 
 class BodyReader:
-    """One body."""
+    """Reader of one request body."""
 
     def __init__(self, intake: BodyIntake, receive: Receive, limit: int) -> None:
         self._intake = intake
@@ -277,8 +285,8 @@ class BodyReader:
         intake.count_small(1)
 
     async def read(self) -> bytes:
-        """The whole body. Raises PayloadTooLarge, QueueFull, ClientGone."""
-        body = io.BytesIO()  # gives its own memory away in the end, where pieces that are joined exist twice
+        """Read the whole body. Raises PayloadTooLarge, QueueFull, ClientGone."""
+        body = io.BytesIO()  # getvalue() returns the buffer without a copy; joined pieces would exist twice
         size = 0
         while True:
             message = await self._receive()
@@ -299,7 +307,7 @@ class BodyReader:
                 await self._intake.turn(len(piece))
 
     def count_values(self, values: int) -> None:
-        """It is about to be decoded to so many. Raises QueueFull."""
+        """Count the values to which the body is about to be decoded. Raises QueueFull."""
         self._values = values
         self._count()
 
@@ -326,22 +334,22 @@ class BodyReader:
         self._is_small = False
 
     def close(self) -> None:
-        """The body is not held any more."""
+        """Release the memory of the body."""
         self._leave_small()
         self._intake.hold(-self._counted)
         self._counted = 0
 
 
 def check_length(headers: Mapping[str, str], limit: int) -> None:
-    """Raise PayloadTooLarge for a body that is announced as larger than `limit` bytes."""
+    """Raise PayloadTooLarge if Content-Length announces more than `limit` bytes."""
     declared = headers.get("content-length", "")
     if declared.isascii() and declared.isdigit() and (len(declared) > 18 or int(declared) > limit):
         raise _too_large(f"{declared[:18]} bytes, at most {limit}", limit)
 
 
 def bounded(receive: Receive, *, limit: int = CONTROL_BYTES, within_s: float = CONTROL_S) -> Receive:
-    """`receive` for routes that read bodies themselves: PayloadTooLarge past `limit` bytes, GatewayTimeout for one that
-    is not complete in `within_s` from its first look on.
+    """Return `receive` for routes that read their body themselves. It raises PayloadTooLarge above `limit` bytes, and
+    GatewayTimeout if the body is not complete `within_s` seconds after the first read.
     """
     size = 0
     until_s: float | None = None
@@ -375,13 +383,13 @@ LARGE_BYTES = 256 << 10
 
 
 async def beside(body: bytes, work: Callable[[], T]) -> T:
-    """Run `work` on a body, in a thread if it is large."""
+    """Run `work` on a body. It runs in a thread if the body is large."""
     return work() if len(body) <= LARGE_BYTES else await asyncio.to_thread(work)
 
 
 async def decode_body(call: Call, body: bytes, *, msgpack: bool = False) -> Mapping[str, Any]:
-    """The top-level map of a request body. Raises InvalidInput with reason malformed, too_many_values or schema, and
-    QueueFull.
+    """Return the top-level map of a request body. Raises InvalidInput with reason malformed, too_many_values or schema,
+    and QueueFull.
     """
     if len(body) <= plain.SMALL_BYTES:
         return bodies.decode(body, msgpack=msgpack)

@@ -1,8 +1,8 @@
-"""A request becomes queue messages: consecutive inputs, bounded by cost, by the size of the message and by the size of
-its result.
+"""Split of a request into queue messages: consecutive inputs, bounded by cost, by the size of the message and by the
+size of its result.
 
     items, query, options ──plan──► sizes ──► bounds of the results ──split──► chunks
-                              └ what no message or no reply can hold: PayloadTooLarge
+                              └ too large for any message or reply: PayloadTooLarge
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from sie_contracts.wire.messages import Operation, RunOptions
 from sie_gateway.inference.body import MAX_BODY_BYTES, RequestItem, sizes
 from sie_gateway.inference.images import pixels
 
-BYTES_PER_TOKEN = 4  # of English UTF-8; an estimate for splitting only, the sidecar counts truly
+BYTES_PER_TOKEN = 4  # bytes of English UTF-8; an estimate for the split only: the sidecar counts the tokens
 SPECIAL_TOKENS = 2
 ITEM_RESULT_OVERHEAD_BYTES = 64
 EXTRACTED_TOKEN_BYTES = 64
 LABEL_RESULT_BYTES = 48
-TOKENIZED_BYTES = 48  # of a token: its id, its text and its position
+TOKENIZED_BYTES = 48  # bytes of a token in a result: its id, its text and its position
 SPARSE_IDS_PER_TOKEN = 32
-BARE_OPTIONS_BYTES = 64  # of options without texts
-STORED_CHUNK_BYTES = 8 << 20  # of the inputs of a chunk whose query goes through the payload store
-MAX_RESULT_BYTES = 1 << 30  # of all results of a request
-MAX_PIXELS = 400_000_000  # of all images of a request that a worker would decode
+BARE_OPTIONS_BYTES = 64  # bytes of options without texts
+STORED_CHUNK_BYTES = 8 << 20  # bytes of the inputs of a chunk whose query goes through the payload store
+MAX_RESULT_BYTES = 1 << 30  # bytes of all results of a request
+MAX_PIXELS = 400_000_000  # pixels of all images of a request that a worker would decode
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Inputs `start` to `stop` of a request. `cost`: the estimated tokens of their rows; `squares`: the sum of the
-    squares of these.
+    """Inputs from `start` to `stop` of a request. `cost` is the estimated tokens of their rows, and `squares` the sum
+    of the squared tokens of each row.
     """
 
     start: int
@@ -50,8 +50,8 @@ class Chunk:
 
 
 class ItemFiles(NamedTuple):
-    """The images and sounds that an input is run with, how many bytes of its own size its files are, and what its
-    document costs.
+    """Files of an input: the number of images and sounds that it is run with, the bytes of its own files within its
+    size, and the cost of its document.
     """
 
     images: int = 0
@@ -63,9 +63,9 @@ _NO_FILES, _IMAGE = ItemFiles(), ImageCost()
 
 
 class ChunkLimits(NamedTuple):
-    """The bounds of one chunk: estimated tokens, bytes of its inputs in the message, bytes of its results.
+    """Limits of one chunk: estimated tokens, bytes of its inputs in the message, bytes of its results.
 
-    `any_size`: an input above `payload_bytes` goes through the payload store.
+    `any_size` is true if an input above `payload_bytes` goes through the payload store.
     """
 
     cost: int
@@ -83,16 +83,18 @@ def plan(
     limits: ChunkLimits,
     image: ImageCost = _IMAGE,
 ) -> tuple[list[Chunk], int]:
-    """The chunks of a request, and the bytes of its items. `image`: what each image costs. Raises PayloadTooLarge."""
+    """Return the chunks of a request, and the bytes of its items. `image` is the cost of each image. Raises
+    PayloadTooLarge.
+    """
     query_bytes = query.size if query else 0
-    # what every message of the request repeats, beside its inputs
+    # bytes that every message of the request repeats, beside its inputs
     options_bytes = len(messages.encode(run))
     shared_bytes = query_bytes + (options_bytes if options_bytes > BARE_OPTIONS_BYTES else 0)
     inline_bytes = limits.payload_bytes
     payload_bytes = inline_bytes - shared_bytes
     is_query = query_bytes > shared_bytes // 2
     if payload_bytes < inline_bytes // 2:
-        if not limits.any_size or shared_bytes - query_bytes > inline_bytes // 2:  # options are always in the message
+        if not limits.any_size or shared_bytes - query_bytes > inline_bytes // 2:  # options never go through the store
             limit = inline_bytes // 2
             name = "query" if is_query else "labels" if run.labels else "instruction"
             raise PayloadTooLarge(f"{name}: at most {limit} bytes are allowed", param=name, extras={"limit": limit})
@@ -118,7 +120,7 @@ def plan(
         item_result_bytes=item_bytes,
         token_result_bytes=token_bytes,
         limits=limits._replace(payload_bytes=payload_bytes),
-        # a model with a row per label reads its hypothesis in each row; any other model reads what is shared with
+        # a model with one row per label reads its hypothesis in each row; any other model reads the shared text with
         # each input
         rows=len(run.labels) if run.labels and families.row(entry.family).has_row_per_label else 1,
         each_tokens=estimated_tokens(shared_text_bytes, max_tokens) if shared_text_bytes else 0,
@@ -132,13 +134,15 @@ def plan(
             "all"
         )
         raise PayloadTooLarge(message, param=name, extras={"limit": MAX_BODY_BYTES // len(chunks)})
-    if operation in ("tokenize", "decode"):  # these take nothing of the device
+    if operation in ("tokenize", "decode"):  # these operations do not use the device
         chunks = [replace(piece, cost=1, squares=0) for piece in chunks]
     return chunks, sum(item_sizes)
 
 
 def _files(items: Sequence[RequestItem], query: RequestItem | None) -> list[ItemFiles]:
-    """The files of each input; empty if there are none. Those of the query are read with each of them."""
+    """Return the files of each input, or an empty list if there are none. The files of the query count for each input,
+    because each is read with them.
+    """
     shared = len(query.files) if query else 0
     if not shared and not any(item.files for item in items):
         return []
@@ -156,7 +160,7 @@ def estimated_tokens(size_bytes: int, max_tokens: int) -> int:
 
 
 def result_bytes(operation: Operation, entry: ModelEntry, run: RunOptions) -> tuple[int, int]:
-    """An estimate of the result of one input in a message: bytes of the input, and bytes for each of its tokens."""
+    """Estimate the result of one input in a message. Return its bytes per input, and its bytes per token."""
     if operation in ("tokenize", "decode"):
         return ITEM_RESULT_OVERHEAD_BYTES, TOKENIZED_BYTES
     if operation == "extract":
@@ -177,8 +181,9 @@ def result_bytes(operation: Operation, entry: ModelEntry, run: RunOptions) -> tu
 
 
 def _check_pixels(items: Sequence[RequestItem]) -> None:
-    """Decoding takes time by pixels, and a file of some kilobytes may have any number of them. An image of more than a
-    worker decodes is left to it: it fails alone. Raises PayloadTooLarge.
+    """Raise PayloadTooLarge if the images have too many pixels in total: the time to decode goes by pixels, and a file
+    of some kilobytes may have any number of them. An image that is too large for a worker does not count, because the
+    worker fails it alone.
     """
     counts = (pixels(file) for item in items for file in item.images)
     total = sum(count for count in counts if count <= MAX_DECODED_PIXELS)
@@ -190,7 +195,9 @@ def _check_pixels(items: Sequence[RequestItem]) -> None:
 
 
 def _check_reply(expected_bytes: int) -> None:
-    """The gateway holds all results of a request until its reply is sent. Raises PayloadTooLarge."""
+    """Raise PayloadTooLarge if the results would be too large: the gateway holds all results of a request until its
+    reply is sent.
+    """
     if expected_bytes > MAX_RESULT_BYTES:
         limit = MAX_RESULT_BYTES >> 20
         message = (
@@ -212,12 +219,12 @@ def split(
     files: Sequence[ItemFiles] = (),
     image: ImageCost = _IMAGE,
 ) -> list[Chunk]:
-    """Cut inputs of these sizes into chunks. Each chunk holds at least one input, and is within the limits unless it
-    holds just one.
+    """Split inputs of these sizes into chunks. Each chunk has at least one input. A chunk of several inputs is within
+    the limits.
 
-    The result of an input has at most `item_result_bytes`, and `token_result_bytes` for each token, where a byte may be
-    a token. `each_tokens` are added to every input, such as those of a query. Each input is run as `rows` rows.
-    `files`: the files of each input, if there are any; an image or a sound costs as `image` says.
+    The result of an input has at most `item_result_bytes`, plus `token_result_bytes` for each token, where each byte
+    may be a token. `each_tokens` are added to every input, for example the tokens of a query. Each input is run as
+    `rows` rows. `files` has the files of each input, if there are any; `image` is the cost of an image or a sound.
     """
     chunks: list[Chunk] = []
     start = cost = squares = payload = result = 0

@@ -1,4 +1,4 @@
-"""The entities that a client names in `metadata.entities` of an item, between which models look for relations."""
+"""Entities that a client names in `metadata.entities` of an item. Models look for relations between them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from sie_contracts.models.option_values import bad
 from sie_contracts.wire.messages import Mention
 from sie_gateway.inference.body import RequestItem
 
-MAX_MENTIONS = 100  # each is paired with each, and each pair scored for each label
+MAX_MENTIONS = 100  # most entities of an item: every pair of them is scored for every label
 MAX_LABEL = 1000  # characters
 _PATH = "metadata.entities"
 
 
 def mentions(item: RequestItem) -> tuple[Mention, ...]:
-    """Read the entities of an item with a text, in the client's order; empty if it has none. Raises InvalidInput naming
+    """Return the entities of an item with a text, in the client's order, or an empty tuple. Raises InvalidInput with
     the path within the item.
     """
     entities = item.metadata.get("entities") if isinstance(item.metadata, dict) else None

@@ -1,6 +1,6 @@
 """Results that are larger than a message and come in parts.
 
-part ──► Fragments: held until all are there ──► put_together, in a thread: the digest is checked
+part ──► Fragments: held until all parts are there ──► put_together, in a thread: checks the digest
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ import msgspec
 from sie_contracts.wire import messages
 from sie_contracts.wire.messages import Fragment, WorkResult
 
-MAX_HELD_BYTES = 512 << 20  # of results of which parts are missing
+MAX_HELD_BYTES = 512 << 20  # bytes of all incomplete results
 MAX_REQUEST_BYTES = 256 << 20
 MAX_PARTS = 1 << 16
-MAX_SILENCE_S = 30.0  # several times what a worker waits for a confirmation
-_SLOT_BYTES = 64  # of the list, and of the object around a part
+MAX_SILENCE_S = 30.0  # seconds without a part; several times the time that a worker waits for a confirmation
+_SLOT_BYTES = 64  # bytes of memory of a part beside its data: a list slot and an object
 
 
 class InboxFull(Exception):
-    """A part that would pass a bound of this gateway."""
+    """Raised for a part that would exceed a limit of this gateway."""
 
 
 @dataclass
 class Assembly:
-    """One encoded result, as far as it has come. Two attempts at a chunk differ in their digests and are two
+    """Encoded result of which some parts have come. Two attempts at a chunk have different digests, so they are two
     assemblies.
     """
 
@@ -47,18 +47,17 @@ class Assembly:
 
 @dataclass
 class Fragments:
-    """All unfinished results of a gateway. `held_bytes` is what they hold now. Pure: time is an argument.
+    """All incomplete results of a gateway. `held_bytes` is the memory that they hold. Pure: the time is an argument.
 
-    Each request, and all of them together, hold so many bytes at most. An assembly that has had no part for
-    `silence_s` is dropped where its room is needed: its sender learns that parts are missing when it sends the last
-    one, and sends them again.
+    The bytes of each request, and of all requests together, are limited. If room is needed, an assembly is dropped that
+    has had no part for `silence_s`. Its sender learns with the last part that others are missing, and sends them again.
     """
 
     max_bytes: int = MAX_HELD_BYTES
     max_request_bytes: int = MAX_REQUEST_BYTES
     silence_s: float = MAX_SILENCE_S
     held_bytes: int = 0
-    # the one that has waited longest for a part is first
+    # ordered by the time of the last part, the oldest first
     _all: dict[tuple[str, int, str], Assembly] = field(default_factory=dict)
     _requests: dict[str, set[tuple[str, int, str]]] = field(default_factory=dict)
 
@@ -66,12 +65,15 @@ class Fragments:
         return len(self._all)
 
     def add(self, part: Fragment, now_s: float) -> Assembly:
-        """Keep a part, once. Raises InboxFull, and ValueError for one that is no part of anything."""
+        """Store a part unless it is there already, and return its assembly. Raises InboxFull, and ValueError for an
+        invalid part.
+        """
         if not (0 <= part.index < part.count <= MAX_PARTS and part.data):
             raise ValueError(f"part {part.index} of {part.count} with {len(part.data)} bytes")
         key = (part.request, part.chunk, part.digest)
         assembly = self._all.pop(key, None)
-        if assembly is not None and len(assembly.parts) != part.count:  # sent again for a broker that takes other sizes
+        # the worker cut the result again, for a broker with another message limit
+        if assembly is not None and len(assembly.parts) != part.count:
             self._all[key] = assembly
             self.drop(assembly)
             assembly = None
@@ -93,7 +95,7 @@ class Fragments:
     def _find_room(self, keep: Assembly, size: int, now_s: float) -> None:
         held = sum(self._all[key].held_bytes for key in self._requests[keep.request])
         if held + size > self.max_request_bytes:
-            raise InboxFull(f"parts of the results of one request pass {self.max_request_bytes >> 20} MiB")
+            raise InboxFull(f"parts of the results of one request exceed {self.max_request_bytes >> 20} MiB")
         if self.held_bytes + size > self.max_bytes:
             self._expire(now_s)
         if self.held_bytes + size > self.max_bytes:
@@ -107,7 +109,7 @@ class Fragments:
             self.drop(oldest)
 
     def drop(self, assembly: Assembly) -> None:
-        """Forget an assembly, whole or not."""
+        """Remove an assembly, complete or not."""
         if self._all.pop(assembly.key, None) is not assembly:
             return
         self.held_bytes -= assembly.held_bytes
@@ -117,17 +119,17 @@ class Fragments:
             del self._requests[assembly.request]
 
     def drop_request(self, request: str) -> None:
-        """Forget all parts of a request that ended."""
+        """Remove all parts of a request that has ended."""
         for key in tuple(self._requests.get(request, ())):
             self.drop(self._all[key])
 
 
 class Damaged(Exception):
-    """Parts that do not make up the result that was sent."""
+    """Raised for parts that do not make up the result that was sent."""
 
 
 def put_together(parts: Sequence[bytes], digest: str) -> WorkResult:
-    """The result that these parts are, in order. Raises Damaged."""
+    """Return the result that these parts, in order, make up. Raises Damaged."""
     data = b"".join(parts)
     if hashlib.sha256(data).hexdigest() != digest:
         raise Damaged("its digest differs")

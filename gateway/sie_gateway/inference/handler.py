@@ -1,9 +1,9 @@
-"""How an inference request is answered: from its route to its reply.
+"""Handling of an inference request, from its route to its reply.
 
-    answer: resolve name ─► read body ─► a client family's handler, which calls
+    answer: resolve name ─► read body ─► the handler of a client family, which calls
     run:    choose lane ─► merge options ─► Runner: check items ─► split ─► admit ─► publish ─► collect
 
-Everything before `publish` refuses at once, in the order of the contract, so no bad request ever causes a load.
+All checks come before `publish`, in the order of the contract, so that a bad request never causes a load.
 """
 
 from __future__ import annotations
@@ -48,14 +48,16 @@ from sie_gateway.metrics import Metrics
 from sie_runtime.feed import CatalogueFeed
 
 WATCH_AFTER_S = 1.0
-MAX_ATTEMPTS = 4  # of a request whose model's entry changes on its way
-RENEWED_WITHIN_S = 1.0  # by then this gateway's catalogue has what a worker's has
+MAX_ATTEMPTS = 4  # attempts of a request if the entry of its model changes meanwhile
+RENEWED_WITHIN_S = 1.0  # seconds in which the gateway's catalogue gets the entry that a worker has
 _HUB_ID = re.compile(r"[a-zA-Z0-9][\w.-]*/[\w.-]+", re.ASCII)
 _NO_PARAMETERS = frozenset({"items", "inputs", "input", "query", "model"})
 
 
 class Inference:
-    """Answers inference requests. `shadows` copies some of them, `away` keeps those whose clients left for a while."""
+    """Answers inference requests. `shadows` copies some of them to a second model. `away` keeps the runs of clients
+    that have left, for a while.
+    """
 
     def __init__(
         self,
@@ -81,12 +83,12 @@ class Inference:
         self.shadows = Shadows(lambda: feed.catalogue, fleet, admission, metrics, self.run)
         self.away: Attachments[EncodedReply] = Attachments()
         self.watch_after_s = WATCH_AFTER_S
-        # runs whose clients are not watched yet, the oldest first, each with its beginning
+        # runs whose clients are not watched yet, with their start times, the oldest first
         self._unwatched: dict[asyncio.Task[Any], tuple[Call, float]] = {}
-        self._is_timed = False  # whether `_watch` will be called
+        self._is_timed = False  # true if a call of `_watch` is scheduled
         self.in_progress = 0
         self._pace = AnswerPace()
-        self.idle = asyncio.Event()  # set while nothing is in progress
+        self.idle = asyncio.Event()  # set while no request is in progress
         self.idle.set()
 
     @property
@@ -98,7 +100,7 @@ class Inference:
 
     @property
     def max_concurrent(self) -> int:
-        """Requests that may be in progress at this gateway."""
+        """Most requests that may be in progress at this gateway."""
         return self._settings.max_concurrent_requests
 
     @property
@@ -107,24 +109,24 @@ class Inference:
         return self._settings.gateway_request_timeout
 
     def workers_of(self, bundle: str) -> list[Heartbeat]:
-        """The workers that live and serve a bundle."""
+        """Return the healthy workers that serve a bundle."""
         return [beat for beat in self._fleet.healthy() if beat.bundle == bundle]
 
     @property
     def default_models(self) -> Mapping[str, str]:
-        """The model that answers where a request names none, by capability."""
+        """Model by capability, for requests that name no model."""
         return self._default_models
 
     def max_items(self, call: Call) -> int:
-        """Inputs that a request may have: what its key may send, at most what anybody may."""
+        """Return the most inputs of a request: the limit of its key, but at most that of the gateway."""
         most = self._settings.max_items_per_request
         return min(most, call.grant.limits.items or most)
 
     def resolve(self, spec: str, call: Call | None = None, able: Able = any_model) -> Resolved:
-        """The model of a request, an alias' by who calls. A name that is unknown is told with those like it of models
-        that are `able`.
+        """Return the model that a request names. An alias is resolved by the key of the call. The error for an unknown
+        name suggests similar names of models that are `able`.
 
-        Raises NotReady before the catalogue is there, InvalidInput, ModelNotFound, BundleConflict.
+        Raises NotReady before the catalogue is loaded, InvalidInput, ModelNotFound, BundleConflict.
         """
         catalogue = self.catalogue
         if ".." in spec.split("/"):
@@ -145,11 +147,11 @@ class Inference:
         read: Callable[[], Awaitable[bytes]],
         send: Callable[[EncodedReply], Awaitable[None]],
     ) -> None:
-        """`POST` of an inference route. A model that the path names comes first: an unknown one is refused before the
-        body is read.
+        """Answer `POST` of an inference route. A model in the path is resolved first, so an unknown one is refused
+        before the body is read.
 
-        The request counts as in progress from here until its reply is sent, which holds its results, and its budget
-        runs, so that slow uploads are bounded like everything else.
+        The request counts as in progress until its reply is sent, because its results are held until then. Its budget
+        also runs while the body is read, which limits slow uploads.
         """
         self._resolve(call, route)
         _check_remote(call.headers)
@@ -162,7 +164,9 @@ class Inference:
             self._enter(-1)
 
     async def answered(self, call: Call, route: InferenceRoute, raw: bytes) -> EncodedReply:
-        """The answer to a body that no connection sent, such as a line of a batch. Raises SIEError, FailedRequest."""
+        """Return the answer to a body that no connection sent, such as a line of a batch. Raises SIEError,
+        FailedRequest.
+        """
         call.body, call.shape = raw, route.shape
         self._resolve(call, route)
         call.budget_s = self.max_budget_s
@@ -190,8 +194,8 @@ class Inference:
         return answer
 
     def _watch_later(self, task: asyncio.Task[Any], call: Call) -> None:
-        """Have the client of a run watched if it is still in progress after `watch_after_s`, twice that at most: a run
-        that is over before costs no task and no digest.
+        """Schedule the watch of a run's client. It begins after `watch_after_s` to twice that time, if the run is still
+        in progress: a shorter run costs no task and no digest.
         """
         loop = asyncio.get_running_loop()
         self._unwatched[task] = call, loop.time()
@@ -213,8 +217,8 @@ class Inference:
             loop.call_later(self.watch_after_s, self._watch)
 
     async def _handled(self, call: Call, route: InferenceRoute, raw: bytes) -> EncodedReply:
-        """The route's answer by one entry of the model from start to end: anew, all of it, where that changed on the
-        way.
+        """Run the handler of the route with one entry of the model throughout. If the entry changes meanwhile, start
+        again.
         """
         while True:
             try:
@@ -229,7 +233,7 @@ class Inference:
             self._resolve(call, route)
 
     async def _renewed(self, entry: ModelEntry, timeout_s: float) -> None:
-        """Have the catalogue read again, until it has another entry of this model."""
+        """Read the catalogue again until it has another entry of this model."""
         await self._feed.renewed(lambda catalogue: catalogue.entries.get(entry.id) != entry, timeout_s)
 
     def _check_concurrency(self, call: Call) -> None:
@@ -246,16 +250,17 @@ class Inference:
         )
 
     def understand(self, call: Call, request: InferRequest) -> PlannedRequest:
-        """Merge the parameters and choose the lane. Raises SIEError: what is asked can never be done."""
+        """Merge the parameters and choose the lane. Raises SIEError if the request can never be done."""
         headers, resolved, call.infer_request = call.headers, request.resolved, request
-        lane = self.lane(headers, resolved)  # a pool that is not there comes before parameters that are wrong
+        lane = self.lane(headers, resolved)  # an unknown pool is reported before wrong parameters
         if bodies.has_links(request.items, request.query):
             self._urls.check(request.items, request.query)
         if request.run is None:
             strict = headers.get("x-sie-strict", "").lower() == "true"
             mode = _error_mode(call)
             resolved, options = self._options(resolved, request, mode, strict=strict)
-            if resolved is not request.resolved:  # another profile, which other workers may have loaded
+            # the options chose another profile, which may be loaded by other workers
+            if resolved is not request.resolved:
                 lane = self.lane(headers, resolved)
         else:
             options = RequestOptions(request.run)
@@ -277,13 +282,13 @@ class Inference:
         )
 
     async def run(self, call: Call, request: InferRequest) -> RequestResult:
-        """Have a model do what is asked, within the call's budget. Raises SIEError; what became of each input is in the
-        result.
+        """Run a request with its model, within the budget of the call. The result has the outcome of each input. Raises
+        SIEError.
         """
         return await self.execute(call, self.understand(call, request))
 
     async def execute(self, call: Call, request: PlannedRequest) -> RequestResult:
-        """Run a request that is planned already. Images at URLs are fetched."""
+        """Run a request that is planned already. Images at URLs are fetched first."""
         reads = "image" in request.resolved.entry.inputs and request.operation in ("encode", "score", "extract")
         if not reads or not bodies.has_links(request.items, request.query):
             return await self._execute(call, request)
@@ -292,14 +297,14 @@ class Inference:
         async with self._urls.fetched(items, asyncio.get_running_loop().time() + left_s) as files:
             count = len(request.items)
             request = replace(request, items=tuple(files[:count]), query=files[count] if request.query else None)
-            if call.infer_request is not None:  # its copies are run with the same files
+            if call.infer_request is not None:  # shadow copies use the same files
                 call.infer_request = replace(call.infer_request, items=request.items, query=request.query)
             return await self._execute(call, request)
 
     async def _execute(self, call: Call, request: PlannedRequest) -> RequestResult:
         try:
             finished = await self._runner.run(call, request)
-        except QueueFull as error:  # the broker's own refusal knows no depth
+        except QueueFull as error:  # an error of the broker has no queue depth
             error.extras.setdefault("queue_depth", self._admission.queue_depth(request.lane))
             raise
         call.finished = finished
@@ -310,8 +315,8 @@ class Inference:
     def _options(
         self, resolved: Resolved, request: InferRequest, on_item_error: str, *, strict: bool
     ) -> tuple[Resolved, RequestOptions]:
-        """`run_options`; the outcome for a body without parameters is kept: it is that of every such body, and a tenth
-        of a request.
+        """Call `run_options`. The result for a body without parameters is cached: it is the same for all of them, and
+        takes a tenth of the time of a request.
         """
         body = request.parameters
         if any(
@@ -353,7 +358,7 @@ class Inference:
         raise InvalidInput("X-SIE-Priority: expected interactive or bulk", reason="schema", param="X-SIE-Priority")
 
     def lane(self, headers: Mapping[str, str], resolved: Resolved) -> Lane:
-        """The lane of a request with these headers. Raises InvalidInput, PoolNotFound, BundleConflict, NotFound,
+        """Return the lane of a request with these headers. Raises InvalidInput, PoolNotFound, BundleConflict, NotFound,
         NotProvisioned.
         """
         machine_profile = headers.get("x-sie-machine-profile", "").strip().lower()
@@ -373,7 +378,7 @@ class Inference:
 
 
 def _remedy(name: str, like: list[str]) -> str:
-    """The end of a message that no model has this name: names like it, and the command that adds a model of the hub."""
+    """Return the end of a ModelNotFound message: similar names, and the command that adds a model of the hub."""
     adds = f"`sie models add {name}` adds it if the Hugging Face Hub has it" if _HUB_ID.fullmatch(name) else ""
     if like:
         return f"; did you mean {' or '.join(like)}?{f' {adds}' if adds else ''}"
@@ -381,7 +386,9 @@ def _remedy(name: str, like: list[str]) -> str:
 
 
 def _pool_name(value: str) -> str:
-    """The pool that a header names, the default one where it names none. Raises InvalidInput with reason pool_name."""
+    """Return the pool that a header names, or the default pool if the value is empty. Raises InvalidInput with reason
+    pool_name.
+    """
     try:
         return topology.pool_name(value) if value else topology.DEFAULT_POOL
     except ValueError as error:
@@ -389,8 +396,8 @@ def _pool_name(value: str) -> str:
 
 
 def _error_mode(call: Call) -> str:
-    """Mode of errors of single inputs, unless the body sets it: the header, else the dialect of the client. Raises
-    InvalidInput.
+    """Return the mode for errors of single inputs if the body sets none: from the header, else from the client's
+    dialect. Raises InvalidInput.
     """
     mode = call.headers.get("x-sie-on-item-error") or call.dialect.on_item_error
     if mode not in ("slot", "fail"):
@@ -399,7 +406,7 @@ def _error_mode(call: Call) -> str:
 
 
 def _check_remote(headers: Mapping[str, str]) -> None:
-    """Raise InvalidInput for a client that wants another server to answer: this one always answers by itself."""
+    """Raise InvalidInput if the client asks for another server to answer: this gateway always answers itself."""
     named = headers.get("x-sie-remote")
     if named is not None and named.strip().lower() != "forbid":
         raise InvalidInput("X-SIE-Remote: expected forbid", reason="schema", param="X-SIE-Remote")
@@ -418,6 +425,6 @@ Handler = Callable[[Inference, Call, bytes], Awaitable[EncodedReply]]
 
 @dataclass(frozen=True, kw_only=True)
 class InferenceRoute(GatewayRoute):
-    """A route whose handler asks a model."""
+    """Route whose handler runs a model."""
 
     handler: Handler

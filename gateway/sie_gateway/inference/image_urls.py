@@ -1,14 +1,14 @@
-"""Images at URLs: this gateway fetches them, from hosts that SIE_IMAGE_URL_HOSTS names and from public addresses alone.
+"""Fetch of images at URLs, only from hosts that SIE_IMAGE_URL_HOSTS names and only from public addresses.
 
     URL ──► scheme, host, port ──► addresses of the host, all public ──► a connection to one of these ──► its answer
                ▲                                                                                             │
                └───────────────── a redirect, at most MAX_REDIRECTS ◄────────────────────────────────────────┤
                                                                      at most MAX_BYTES, within MAX_S: a file ◄┘
 
-A client chooses the URL, so a fetch must not reach what this gateway can reach and the client cannot: services of the
-cluster, metadata of a cloud. A name is resolved once for a connection, and the connection goes to the address that was
-checked: a second answer of the DNS changes nothing. A proxy of the environment is not used, since it would resolve the
-name again. Nothing of the client's request is sent. No message repeats a URL, which may hold a signature.
+A client chooses the URL. So a fetch must not reach a service that only this gateway can reach: services of the cluster,
+metadata of a cloud. A name is resolved once for a connection, and the connection goes to the address that was checked:
+a second answer of the DNS changes nothing. A proxy of the environment is not used, because it would resolve the name
+again. The fetch sends nothing from the client's request. No message repeats a URL, because it may hold a signature.
 """
 
 from __future__ import annotations
@@ -35,17 +35,18 @@ from sie_runtime.http.protocol import matches, parts
 if TYPE_CHECKING:
     from sie_gateway.inference.body import RequestItem
 
-MAX_BYTES = 32 << 20  # of an image
-MAX_REQUEST_BYTES = 256 << 20  # of the images of a request: as many as its body may have
-MAX_HELD_BYTES = 1 << 30  # of the images of all requests
-MAX_URLS = 256  # of a request
-MAX_URL = 8192  # characters of one
-MAX_HEAD_BYTES = 64 << 10  # of an answer: its headers, and interim answers before them
-MAX_PIECES, PIECE_BYTES = 1000, 64  # of an answer, and one more for so many bytes: each takes the event loop's time
-MAX_S = 10.0  # of an image, redirects included
+MAX_BYTES = 32 << 20  # bytes of an image
+MAX_REQUEST_BYTES = 256 << 20  # bytes of the images of a request: as many as its body may have
+MAX_HELD_BYTES = 1 << 30  # bytes of the images of all requests
+MAX_URLS = 256  # URLs of a request
+MAX_URL = 8192  # characters of a URL
+MAX_HEAD_BYTES = 64 << 10  # bytes of the head of an answer: its headers, and interim answers before them
+# most pieces of an answer, plus one for each PIECE_BYTES: each piece takes time of the event loop
+MAX_PIECES, PIECE_BYTES = 1000, 64
+MAX_S = 10.0  # seconds for an image, redirects included
 MAX_REDIRECTS = 3
 AT_ONCE, AT_ONCE_OF_A_REQUEST = 64, 8
-CONNECT_S = 3.0  # to one of the addresses of a host
+CONNECT_S = 3.0  # seconds to connect to one of the addresses of a host
 _ANY = "*"
 _PORTS = {"http": 80, "https": 443}
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
@@ -54,8 +55,8 @@ _HEADERS = (
     (b"accept-encoding", b"identity"),
     (b"user-agent", f"sie/{sie_contracts.__version__}".encode()),
 )
-# All of IANA's registries of special purposes, reachable from everywhere or not: none of them has pictures. Python's
-# own table differs from version to version.
+# All of IANA's special-purpose registries, also the ranges that are reachable from everywhere: none of them has images.
+# Python's own table differs from version to version.
 _INSIDE_V4 = tuple(
     map(
         ipaddress.IPv4Network,
@@ -64,10 +65,10 @@ _INSIDE_V4 = tuple(
             "10.0.0.0/8",
             "100.64.0.0/10",
             "127.0.0.0/8",
-            "168.63.129.16/32",  # the host of a virtual machine of Azure
+            "168.63.129.16/32",  # host services for a virtual machine in Azure
             "169.254.0.0/16",
             "172.16.0.0/12",
-            "192.0.0.0/24",  # metadata of Oracle's cloud among them
+            "192.0.0.0/24",  # includes the metadata service of Oracle's cloud
             "192.0.2.0/24",
             "192.31.196.0/24",
             "192.52.193.0/24",
@@ -81,15 +82,17 @@ _INSIDE_V4 = tuple(
         ),
     )
 )
-_UNICAST = ipaddress.IPv6Network("2000::/3")  # of IPv6 nothing else is public
+_UNICAST = ipaddress.IPv6Network("2000::/3")  # the only public range of IPv6
 _INSIDE_V6 = tuple(
     map(ipaddress.IPv6Network, ("2001::/23", "2001:db8::/32", "2002::/16", "2620:4f:8000::/48", "3fff::/20"))
 )
-_NAT64 = ipaddress.IPv6Network("64:ff9b::/96")  # what a network without IPv4 reaches public IPv4 addresses by
+_NAT64 = ipaddress.IPv6Network("64:ff9b::/96")  # prefix by which an IPv6-only network reaches public IPv4 addresses
 
 
 class _Unfetched(Exception):
-    """Why there is no file: it was refused, or its server failed. `extras`: the limit that the message names."""
+    """Reason why there is no file: the URL was refused, or its server failed. `extras` has the limit that the message
+    names.
+    """
 
     def __init__(self, message: str, result: Literal["refused", "failed"] = "refused", **extras: float) -> None:
         super().__init__(message)
@@ -98,16 +101,16 @@ class _Unfetched(Exception):
 
 
 async def resolved(host: str, port: int) -> list[str]:
-    """The addresses of a host, each once. Raises OSError, UnicodeError.
+    """Return the addresses of a host, each once. Raises OSError, UnicodeError.
 
-    A client chooses the host, so its name server may take its time: each name has a thread of its own, since the event
-    loop has a few for all names, that of the broker too.
+    A client chooses the host, and its name server may be slow. So each name is resolved in a thread of its own: the
+    event loop has only a few threads for all names, including that of the broker.
     """
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[list[str]] = loop.create_future()
 
     def settle(result: list[str] | Exception) -> None:
-        if answer.done():  # nobody waits any more
+        if answer.done():  # the fetch was cancelled meanwhile
             return
         if isinstance(result, Exception):
             answer.set_exception(result)
@@ -130,8 +133,8 @@ async def resolved(host: str, port: int) -> list[str]:
 
 @dataclass(frozen=True)
 class Network:
-    """The network as this gateway uses it. `resolve` gives the addresses of a host, `connections` connects to an
-    address; `tls` makes the context that verifies certificates.
+    """The network that this gateway uses. `resolve` returns the addresses of a host, `connections` connects to an
+    address, and `tls` builds the context that verifies certificates.
     """
 
     resolve: Callable[[str, int], Awaitable[Sequence[str]]] = resolved
@@ -143,8 +146,8 @@ NETWORK = Network()
 
 
 class ImageUrls:
-    """Belongs to the gateway's loop. `hosts` as SIE_IMAGE_URL_HOSTS has them; without any, nothing is fetched. `count`
-    is told of each URL whether it was fetched, refused, or failed.
+    """Fetches images at URLs. Used only in the gateway's event loop. `hosts` is SIE_IMAGE_URL_HOSTS; without hosts
+    nothing is fetched. `count` is called for each URL with fetched, refused or failed.
     """
 
     def __init__(
@@ -156,12 +159,13 @@ class ImageUrls:
         self._hosts = tuple(host.strip().lower() for host in hosts or ())
         self._count = count
         self._network = network
-        self._make_tls = functools.cache(network.tls)  # when the first URL comes: it reads some hundred certificates
+        # built at the first URL, because it reads some hundred certificates
+        self._make_tls = functools.cache(network.tls)
         self._slots = asyncio.Semaphore(AT_ONCE)
         self.held_bytes = 0
 
     def check(self, items: Sequence[RequestItem], query: RequestItem | None) -> None:
-        """Raises InvalidInput for URLs that are not even tried, and for too many."""
+        """Raise InvalidInput for URLs that may not be fetched, and for too many URLs."""
         urls = links(items, query)
         for link in urls:
             if not self._hosts:
@@ -180,9 +184,10 @@ class ImageUrls:
 
     @contextlib.asynccontextmanager
     async def fetched(self, items: Sequence[RequestItem], until_s: float) -> AsyncIterator[list[RequestItem]]:
-        """The items with the files in the place of their URLs, or with what is wrong. `until_s`: on the loop's clock.
+        """Yield the items with files in the place of their URLs, or with the fault. `until_s` is a time of the loop's
+        clock.
 
-        What is held counts until the end of the context. Raises PayloadTooLarge, QueueFull.
+        The memory of the files counts until the context ends. Raises PayloadTooLarge, QueueFull.
         """
         own_bytes = 0
 
@@ -201,7 +206,7 @@ class ImageUrls:
         try:
             files = dict(zip(urls, await asyncio.gather(*tasks.values()), strict=True))
             items_read = [_with(item, files) for item in items]
-            # a file that is used twice travels twice
+            # a file that is used twice is sent twice
             _check_total(
                 sum(item_read.file_bytes for item, item_read in zip(items, items_read, strict=True) if item.links)
             )
@@ -238,7 +243,7 @@ class ImageUrls:
             raise _Unfetched(f"the image was not complete within {max_s:g} s", "failed", limit=max_s) from None
 
     async def _fetch(self, url: str, take: Callable[[int], None]) -> bytes:
-        """Raises _Unfetched, and what httpcore raises."""
+        """Return the file at the URL. Raises _Unfetched and the exceptions of httpcore."""
         target = self._target(url)
         for _ in range(MAX_REDIRECTS + 1):
             async with self._answer(target) as answer:
@@ -249,7 +254,9 @@ class ImageUrls:
 
     @contextlib.asynccontextmanager
     async def _answer(self, target: httpx.URL) -> AsyncIterator[httpcore.Response]:
-        """On a connection of its own: one that is kept may lead to what a name meant before."""
+        """Open a new connection and yield the answer. A kept connection could lead to an address that the name had
+        before.
+        """
         url = httpcore.URL(scheme=target.raw_scheme, host=target.raw_host, port=target.port, target=target.raw_path)
         headers = [(b"host", target.netloc), *_HEADERS]
         public = _Public(self._network)
@@ -278,7 +285,9 @@ class ImageUrls:
         return target
 
     def _is_listed(self, host: str, port: int) -> bool:
-        """A name without a port means the ports of http and https."""
+        """Return True if SIE_IMAGE_URL_HOSTS has this host and port. An entry without a port allows the ports of http
+        and https.
+        """
         for host_listed in self._hosts:
             name, own = parts(host_listed)
             if (own or port in _PORTS.values()) and (name == _ANY or matches(host_listed, host, str(port))):
@@ -293,7 +302,7 @@ def _check_total(nbytes: int) -> None:
 
 
 def _with(item: RequestItem, fetched: dict[str, bytes | _Unfetched]) -> RequestItem:
-    """The item with its files, or with the first thing that is wrong with one."""
+    """Return the item with its files, or with the first fault of one of them."""
     if item.unfit is not None or not item.links:
         return item
     files = list(item.images)
@@ -319,7 +328,7 @@ def _header(answer: httpcore.Response, name: bytes) -> bytes:
 
 
 async def _body(answer: httpcore.Response, take: Callable[[int], None]) -> bytes:
-    """Raises _Unfetched."""
+    """Read the body of an answer, in limits. Raises _Unfetched."""
     if answer.status != 200:
         raise _Unfetched(f"the server of the URL answered {answer.status}, expected 200", "failed")
     if _header(answer, b"content-encoding").lower() not in (b"", b"identity"):
@@ -346,7 +355,9 @@ def _too_large() -> _Unfetched:
 
 
 class _Public(httpcore.AsyncNetworkBackend):
-    """A connection to a public address, for one answer. TLS still verifies the name, which httpcore passes on."""
+    """Backend that connects only to public addresses, for one answer. TLS verifies the host name, which httpcore passes
+    on.
+    """
 
     def __init__(self, network: Network) -> None:
         self._network = network
@@ -361,7 +372,9 @@ class _Public(httpcore.AsyncNetworkBackend):
         local_address: str | None = None,
         socket_options: Iterable[Any] | None = None,
     ) -> httpcore.AsyncNetworkStream:
-        """Raises _Unfetched if one of the host's addresses is not public, whichever would be taken."""
+        """Connect to the host. Raises _Unfetched if any of its addresses is not public, even if another one would be
+        used.
+        """
         try:
             addresses = await self._network.resolve(host, port)
         except (OSError, UnicodeError):
@@ -377,14 +390,16 @@ class _Public(httpcore.AsyncNetworkBackend):
         raise httpcore.ConnectError("no address of the host can be reached")
 
     def _count(self, nbytes: int) -> None:
-        """Raises _Unfetched for a server that sends headers and interim answers, and never its answer."""
+        """Count the bytes of the head. Raises _Unfetched for a server that sends headers and interim answers without
+        end.
+        """
         self._head_bytes += 0 if self.is_answered else nbytes
         if self._head_bytes > MAX_HEAD_BYTES:
             raise _Unfetched(f"the head of the server's answer has more than {MAX_HEAD_BYTES} bytes", "failed")
 
 
 class _Counted(httpcore.AsyncNetworkStream):
-    """A stream that reads in small parts, so that the event loop has its turns, and counts their bytes."""
+    """Stream that reads in small parts, so that the event loop gets its turns, and counts their bytes."""
 
     def __init__(self, stream: httpcore.AsyncNetworkStream, count: Callable[[int], None]) -> None:
         self._stream = stream
@@ -411,8 +426,8 @@ class _Counted(httpcore.AsyncNetworkStream):
 
 
 def is_public(address: str) -> bool:
-    """Whether anybody may reach this address, as far as its number says. One that is translated or mapped is what it
-    carries.
+    """Return True if the address is public, judged by its number. A translated or mapped address is judged by the IPv4
+    address that it contains.
     """
     try:
         parsed = ipaddress.ip_address(address)
@@ -427,6 +442,6 @@ def is_public(address: str) -> bool:
 
 
 def links(items: Sequence[RequestItem], query: RequestItem | None) -> Sequence[Link]:
-    """Links of all inputs and of the query."""
+    """Return the links of all inputs and of the query."""
     urls = [link for item in items if item.links for link in item.links]
     return [*urls, *query.links] if query else urls

@@ -1,4 +1,6 @@
-"""Headers of image files, read from the first bytes: no pixel is decoded. For replies that describe their images."""
+"""Headers of image files, read from their first bytes without decoding a pixel, for replies that describe their images.
+Also files in request bodies.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,13 @@ from sie_contracts.errors import ErrorInfo, InvalidInput
 from sie_contracts.media.documents import DocumentFile
 from sie_contracts.models.option_values import bad
 
-_PNG_CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}  # by colour type
-_NO_FRAME = frozenset({0xC4, 0xC8, 0xCC})  # among the markers of a JPEG that begin frames
-_STANDALONE = frozenset({0x01, *range(0xD0, 0xD9)})  # without a length
+_PNG_CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}  # channels of a PNG by colour type
+_NO_FRAME = frozenset({0xC4, 0xC8, 0xCC})  # JPEG markers in the range of frame markers that begin no frame
+_STANDALONE = frozenset({0x01, *range(0xD0, 0xD9)})  # JPEG markers without a length field
 
 
 class ImageHeader(NamedTuple):
-    """Size in pixels as stored, and bits of one pixel."""
+    """Header of an image: its stored size in pixels, its format, and the bits of one pixel."""
 
     width: int
     height: int
@@ -28,13 +30,13 @@ class ImageHeader(NamedTuple):
 
 
 def pixels(data: bytes) -> int:
-    """Count the pixels of a file by its header; 0 where that cannot be read here."""
+    """Return the number of pixels of a file by its header; 0 if the header cannot be read."""
     image = header(data)
     return image.width * image.height if image is not None else 0
 
 
 def header(data: bytes) -> ImageHeader | None:
-    """None if the file is of another format than PNG, JPEG, GIF, WebP and BMP, or too short."""
+    """Return the header of a PNG, JPEG, GIF, WebP or BMP file; None for another format or a file that is too short."""
     for magic, read in _READERS:
         if data.startswith(magic):
             try:
@@ -61,11 +63,11 @@ def _bmp(data: bytes) -> ImageHeader:
 
 
 def _jpeg(data: bytes) -> ImageHeader | None:
-    """The first frame: segments are skipped by their lengths."""
+    """Return the header from the first frame. Other segments are skipped by their lengths."""
     place = 2
     while data[place] == 0xFF:
         marker = data[place + 1]
-        if marker == 0xFF:  # filling
+        if marker == 0xFF:  # fill byte
             place += 1
         elif marker in _STANDALONE:
             place += 2
@@ -98,18 +100,18 @@ _READERS: tuple[tuple[bytes, Callable[[bytes], ImageHeader | None]], ...] = (
     (b"RIFF", _webp),
     (b"BM", _bmp),
 )
-MAX_IMAGES = 64  # of one input
+MAX_IMAGES = 64  # images of one input
 EXPECTED = "the bytes of an image file, as base64 or in a data URI"
 EXPECTED_SOUND = "the bytes of a sound file, as base64 or in a data URI"
 EXPECTED_DOCUMENT = "the bytes of a document, as base64 or in a data URI"
 MAX_FORMAT = 32
-_URL = re.compile(r"\s*[a-z][a-z0-9+.-]{0,30}:", re.IGNORECASE)  # no base64 has a colon
+_URL = re.compile(r"\s*[a-z][a-z0-9+.-]{0,30}:", re.IGNORECASE)  # base64 never contains a colon
 _TO_STANDARD = bytes.maketrans(b"-_", b"+/")
-_SPACE = b" \t\r\n"  # between the lines that some tools cut base64 into
+_SPACE = b" \t\r\n"  # whitespace between lines, which some tools put into base64
 
 
 class Link(NamedTuple):
-    """An image that is at a URL. `place`: among the images of its input; `path`: in the request."""
+    """Image at a URL. `place` is its index among the images of its input, and `path` its path in the request."""
 
     place: int
     url: str
@@ -117,9 +119,9 @@ class Link(NamedTuple):
 
 
 class Images(NamedTuple):
-    """The files of one input, in order. None of them where `fault` says why the input cannot be run.
+    """Image files of one input, in order. `fault` is the reason why the input cannot be run; then there are no files.
 
-    `links`: those that are at URLs, each of which has an empty file.
+    `links` are the images at URLs. Each of them has an empty file until it is fetched.
     """
 
     files: tuple[bytes, ...] = ()
@@ -128,40 +130,40 @@ class Images(NamedTuple):
 
 
 class File(NamedTuple):
-    """The file of one input. None where `fault` says why the input cannot be run."""
+    """File of one input. `fault` is the reason why the input cannot be run; then the file is empty."""
 
     file: bytes = b""
     fault: ErrorInfo | None = None
 
 
 class Parsable(NamedTuple):
-    """The document of one input. None where `fault` says why the input cannot be run."""
+    """Document of one input. `fault` is the reason why the input cannot be run; then the document is None."""
 
     document: DocumentFile | None = None
     fault: ErrorInfo | None = None
 
 
 class _Undecodable(Exception):
-    """Why a text gives no bytes."""
+    """Reason why a text does not decode to bytes."""
 
 
 def read(value: Any, path: str) -> Images:
-    """A list of images, or a single one. Raises InvalidInput with reason schema."""
+    """Read a list of images, or a single image. Raises InvalidInput with reason schema."""
     entries = [(f"{path}[{index}]", entry) for index, entry in enumerate(value)] if isinstance(value, list) else None
     return gather(entries if entries is not None else [(path, value)], path)
 
 
 def read_sound(value: Any, path: str) -> File:
-    """A sound. Raises InvalidInput: schema, invalid_media for a URL."""
+    """Read a sound. Raises InvalidInput with reason schema, or invalid_media for a URL."""
     if isinstance(value, dict):
-        rate = value.get("sample_rate")  # the file says it, too
+        rate = value.get("sample_rate")  # only its type is checked: the file has the rate as well
         if rate is not None and (isinstance(rate, bool) or not isinstance(rate, int)):
             raise bad(f"{path}.sample_rate", rate, "a whole number or null")
     return _single(value, path, "sounds", EXPECTED_SOUND, "the sound as a WAV file")
 
 
 def read_document(value: Any, path: str) -> Parsable:
-    """A document, and what the client says that it is. Raises as `read_sound`."""
+    """Read a document, and the format that the client names. Raises the exceptions of `read_sound`."""
     data, fault = _single(value, path, "documents", EXPECTED_DOCUMENT, "the document as a file")
     if fault is not None:
         return Parsable(None, fault)
@@ -181,14 +183,14 @@ def _single(value: Any, path: str, kind: str, expected: str, instead: str) -> Fi
 
 
 def gather(entries: Sequence[tuple[str, Any]], path: str) -> Images:
-    """The images of an input that are at these places of it, each with its path. Raises as `read`."""
+    """Collect the images of an input from these values, each with its path. Raises the exceptions of `read`."""
     if len(entries) > MAX_IMAGES:
         message = f"{path}: got {len(entries)} images, at most {MAX_IMAGES} are allowed in one input"
         return _fault(message, path, limit=MAX_IMAGES)
     files: list[bytes] = []
     links: list[Link] = []
     fault = None
-    for where, entry in entries:  # all of them: a later one may fail the request
+    for where, entry in entries:  # no early end: a later entry may fail the whole request
         try:
             file = _file(entry, where, len(files))
         except _Undecodable as error:
@@ -208,7 +210,7 @@ def _fault(message: str, path: str, **extras: int) -> Images:
 def _file(
     value: Any, path: str, place: int, expected: str = EXPECTED, instead: str = "the image as a PNG file"
 ) -> bytes | Link:
-    """Raises _Undecodable, InvalidInput."""
+    """Return the bytes of a file, or the link to it. Raises _Undecodable, InvalidInput."""
     if isinstance(value, dict):
         if "nd" in value:
             message = f"{path}: expected {expected}, got an array: send {instead}"
@@ -228,15 +230,15 @@ def _file(
 
 
 def _decoded(text: str) -> bytes:
-    """Raises _Undecodable."""
+    """Decode base64 or a data URI. Raises _Undecodable."""
     if text[:5].lower() == "data:":
         head, _, text = text.partition(",")
         if not head.lower().endswith(";base64"):
             raise _Undecodable("expected a data URI of the form data:TYPE;base64,DATA")
     try:
         try:
-            return msgspec.convert(text, bytes)  # in a quarter of the time of the standard library's
-        except msgspec.ValidationError:  # which takes it in one form alone
+            return msgspec.convert(text, bytes)  # takes a quarter of the time of the standard library
+        except msgspec.ValidationError:  # msgspec accepts only the standard alphabet with padding and without spaces
             bare = text.encode("ascii").translate(_TO_STANDARD, _SPACE).decode("ascii")
             return msgspec.convert(bare + "=" * (-len(bare) % 4), bytes)
     except (msgspec.ValidationError, UnicodeEncodeError):

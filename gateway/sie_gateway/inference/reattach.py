@@ -1,13 +1,14 @@
-"""Clients that go away and come back. A run outlives its client for a while, and the same request again takes the
-client's place.
+"""Clients that leave and come back. A run goes on for a while after its client has left, and the same request again
+takes over the run.
 
     client leaves ──► the run goes on ──► the window ends: the run is cancelled, its work withdrawn, its permits given
     back
                           └─ the same body, path, token and headers again ──► waits for this run and gets its answer
 
-Only a run whose client is away can be joined: two clients that ask the same at once are two requests, each with its
-place among others. The answer of a run is bytes and headers that nobody changes; it is all that a client who joins gets
-of it. `Inference` has a client watched once its run has taken a while: a run that is over before is never here.
+Only a run whose client is away can be joined. Two clients with the same request at the same time are two requests, each
+with its own place in the queue. The answer of a run is bytes and headers, which are never changed afterwards; a client
+that joins gets nothing else of the run. `Inference` watches a client only after its run has taken a while, so short
+runs never come here.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from sie_runtime.failpoints import failpoint
 from sie_runtime.http.server import Receive
 from sie_runtime.process import Tasks
 
-REATTACH_WINDOW_S = 10.0  # contract 2.7
+REATTACH_WINDOW_S = 10.0  # seconds (contract 2.7)
 MAX_AWAY = 256
-MAX_AWAY_BYTES = 256 << 20  # of bodies
-# what makes a request another one, beside its path and body
+MAX_AWAY_BYTES = 256 << 20  # bytes of the bodies of these runs
+# headers that distinguish requests, beside path and body
 HEADERS = (
     "authorization",
     "content-type",
@@ -45,22 +46,24 @@ _logger = logging.getLogger("sie.gateway.attach")
 
 
 class ClientGone(Exception):
-    """Nobody is there to be answered."""
+    """Raised if the client has gone, so that no one reads an answer."""
 
 
 class Caller(Protocol):
-    """A client as its request describes it. `receive` None: a disconnect cannot be noticed."""
+    """Client as its request describes it. If `receive` is None, a disconnect cannot be noticed."""
 
     path: str
     headers: Any
     receive: Receive | None
 
     def follow(self, previous: Any) -> None:
-        """Be answered with the run of that one: what is told of it is told of this one too, and errors look alike."""
+        """Take over the run of an earlier caller: logs and errors are then those of that caller."""
 
 
 class Attachments(Generic[A]):
-    """The runs of a gateway whose clients are away. One that has no room here is cancelled when its client leaves."""
+    """Runs of a gateway whose clients are away. A run for which there is no room is cancelled when its client
+    leaves.
+    """
 
     def __init__(self, *, window_s: float = REATTACH_WINDOW_S) -> None:
         self.window_s = window_s
@@ -80,22 +83,22 @@ class Attachments(Generic[A]):
         self.abandoned += 1
 
     def watch(self, task: asyncio.Task[Any], caller: Caller, body: bytes, receive: Receive) -> None:
-        """Notice from now on when the client of a run leaves: `receive` says so."""
+        """Watch from now on if the client of a run leaves, which `receive` reports."""
         self._watched[task] = Run(self, task, caller, body, receive)
 
     def ended(self, task: asyncio.Task[Any], error: BaseException | None, answer: A | None = None) -> bool:
-        """A run has ended, watched or not. Returns whether its own client had left. Raises ClientGone from the
-        cancellation of a run that was given up.
+        """Note the end of a run, watched or not. Return True if its own client had left. Raises ClientGone if the run
+        was cancelled because its client stayed away.
         """
         run = self._watched.pop(task, None)
         return run is not None and run.end(error, answer)
 
     def find(self, caller: Caller, body: bytes) -> Run[A] | None:
-        """The oldest run of the same request whose client is away."""
+        """Return the oldest run of the same request whose client is away, or None."""
         return next((run for run in self._away.get(_identity(caller, body), ()) if run.body == body), None)
 
     def keep(self, run: Run[A]) -> bool:
-        """Make a run findable; false if there is no room."""
+        """Make a run findable. Return False if there is no room."""
         if self._closed or self.count >= MAX_AWAY or self._bytes + len(run.body) > MAX_AWAY_BYTES:
             return False
         self._away.setdefault(_identity(run.caller, run.body), []).append(run)
@@ -113,8 +116,8 @@ class Attachments(Generic[A]):
         self._bytes -= len(run.body)
 
     def close(self) -> None:
-        """Whoever is away will come back to another gateway: give up their runs, and those of all who leave from now
-        on.
+        """Cancel the runs of clients that are away, and from now on the run of each client that leaves: these clients
+        come back to another gateway.
         """
         self._closed = True
         for run in [run for runs in self._away.values() for run in runs]:
@@ -126,7 +129,7 @@ def _identity(caller: Caller, body: bytes) -> Identity:
 
 
 class Run(Generic[A]):
-    """One request in progress whose client is watched, run by `task`."""
+    """Request in progress whose client is watched. `task` runs it."""
 
     __slots__ = (
         "_is_given_up",
@@ -149,23 +152,26 @@ class Run(Generic[A]):
         self.body = body
         self._table = table
         self._task = task
-        self._left = False  # whether its own client went away
+        self._left = False  # true after its own client has left
         self._present = 1
         self._is_kept = False
         self._is_given_up = False
         self._window: asyncio.TimerHandle | None = None
-        self._outcome: asyncio.Future[A] | None = None  # made when its client leaves
+        self._outcome: asyncio.Future[A] | None = None  # created when its client leaves
         self._watcher: asyncio.Task[None] | None = table.tasks.start(self._until_left(receive), "presence of a client")
 
     def end(self, error: BaseException | None, answer: A | None) -> bool:
-        """The run has ended. Returns whether its own client had left. Raises ClientGone where it was given up."""
+        """Note the end of the run. Return True if its own client had left. Raises ClientGone if the run was cancelled
+        for that.
+        """
         if self._watcher is not None:
             self._watcher.cancel()
         if self._is_kept:
             self._unkeep()
         if self._outcome is not None:
             self._settle(self._outcome, error, answer)
-        # both end in an exception, whose traceback holds this run: the body would stay until a garbage collection
+        # both end in an exception whose traceback holds this run; without this the body would stay in memory until a
+        # garbage collection
         self._watcher = self._outcome = None
         if self._is_given_up and isinstance(error, asyncio.CancelledError):
             self._task.uncancel()
@@ -184,7 +190,7 @@ class Run(Generic[A]):
             else ShuttingDown("this gateway is shutting down; another one takes the request")
         )
         outcome.set_exception(ended)
-        outcome.exception()  # read: there may be nobody to join
+        outcome.exception()  # marks the exception as retrieved, in case no client joins
 
     async def _until_left(self, receive: Receive) -> None:
         await disconnected(receive)
@@ -192,7 +198,7 @@ class Run(Generic[A]):
         self._leave()
 
     def _leave(self) -> None:
-        """One client less. Without any, the window begins."""
+        """Count one client less. If none is left, the window begins."""
         self._present -= 1
         if self._present:
             return
@@ -213,7 +219,7 @@ class Run(Generic[A]):
             self._window.cancel()
 
     def give_up(self) -> None:
-        """Nobody came back: cancel the run. What it holds is released on its way out, as at any other end."""
+        """Cancel the run because no client came back. Its resources are released as at any other end."""
         if self._is_kept:
             self._unkeep()
         self._is_given_up = True
@@ -221,8 +227,8 @@ class Run(Generic[A]):
         self._task.cancel()
 
     async def join(self, caller: Caller, timeout_s: float) -> A:
-        """Take the place of the client that left. Raises what the run raises, GatewayTimeout, and ClientGone if this
-        one leaves too.
+        """Wait for the run in the place of the client that left. Raises the exceptions of the run, GatewayTimeout, and
+        ClientGone if this client leaves too.
         """
         outcome = self._outcome
         assert outcome is not None
@@ -249,11 +255,11 @@ class Run(Generic[A]):
             if leaving is not None and leaving.done():
                 raise ClientGone
             raise GatewayTimeout("no result within what is left of the budget")
-        finally:  # the traceback of what is raised holds this frame
+        finally:  # the traceback of the exception holds this frame
             del outcome, waited, leaving
 
 
 async def disconnected(receive: Receive) -> None:
-    """Return when the client is gone. The whole body was read before."""
+    """Return when the client is gone. The whole body must have been read before."""
     while (await receive())["type"] != "http.disconnect":
         pass

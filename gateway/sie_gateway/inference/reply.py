@@ -1,5 +1,5 @@
-"""Results become the body of a response: negotiation of the format, slots of the inputs, JSON and msgpack, written in
-pieces where they are large. Both formats carry the same values.
+"""Body of a reply from results: choice of the format, slots of the inputs, JSON and msgpack. Large bodies are written
+in pieces. Both formats have the same values.
 """
 
 from __future__ import annotations
@@ -24,23 +24,24 @@ if TYPE_CHECKING:
     from sie_gateway.inference.body import RequestItem
 
 MSGPACK_TYPES = ("application/msgpack", "application/x-msgpack", "application/vnd.msgpack")
-EXTRAS = {"int8": ("scale",), "uint8": ("scale", "offset")}  # what a client needs beside the values of a dtype
+EXTRAS = {"int8": ("scale",), "uint8": ("scale", "offset")}  # values that a client needs beside the numbers of a dtype
 WIRE_DTYPES = {"float32": "<f4", "float16": "<f2", "int8": "|i1", "uint8": "|u1", "binary": "|u1", "ubinary": "|u1"}
 RAW, ARROW = "application/octet-stream", "application/vnd.apache.arrow.stream"
-PIECE_VALUES = 50_000  # numbers, some 5 ms of JSON
+PIECE_VALUES = 50_000  # numbers of a piece: JSON of them takes some 5 ms
 _EXTRACTED = ("entities", "relations", "classifications", "objects")
 
 
 Format = Literal["json", "msgpack", "raw", "arrow"]
 Row = Callable[[Any], Any]
 Piece = bytes | memoryview
-Placed = tuple[WorkResult, Outcome]  # what became of an input, with the result that it came in
-Late = Callable[[float], Mapping[str, Any]]  # the last entry of a map, by the seconds that writing all else of it took
+Placed = tuple[WorkResult, Outcome]  # outcome of an input, with the result that it came in
+# builds the last entry of a map from the seconds that writing the other entries took
+Late = Callable[[float], Mapping[str, Any]]
 
 
 def requested_format(accept: str, *, body_is_msgpack: bool = False, raw: bool = False, msgpack: bool = True) -> Format:
-    """How a success is sent. Never fails: what cannot be served is answered in JSON. `raw`: whether this route has
-    formats of vectors, `msgpack`: whether it has that.
+    """Return the format of a success. It never fails: an Accept that cannot be met gets JSON. `raw`: the route offers
+    the formats of vectors. `msgpack`: the route offers msgpack.
     """
     own: Format = "msgpack" if body_is_msgpack else "json"
     if not accept:
@@ -73,7 +74,7 @@ def requested_format(accept: str, *, body_is_msgpack: bool = False, raw: bool = 
 def _json_default(value: Any) -> Any:
     if isinstance(value, bytes | memoryview):
         return base64.b64encode(value).decode("ascii")
-    raise TypeError(f"{type(value).__name__} does not travel")
+    raise TypeError(f"{type(value).__name__} cannot be encoded")
 
 
 _msgpack = msgspec.msgpack.Encoder(
@@ -82,15 +83,15 @@ _msgpack = msgspec.msgpack.Encoder(
 
 
 def encode(body: Mapping[str, Any], *, msgpack: bool) -> tuple[bytes, str]:
-    """The bytes of a success and their content type. numpy arrays may stand anywhere in `body`."""
+    """Return the bytes of a success and their content type. `body` may contain numpy arrays anywhere."""
     if msgpack:
         return _msgpack.encode(body), "application/msgpack"
     return _json(body), "application/json"
 
 
 def _timed(pieces: Iterator[Piece], last: Callable[[float], bytes]) -> Iterator[Piece]:
-    """The pieces, then the last one, by the seconds that making the others took: not the time in which a client reads
-    them.
+    """Yield the pieces, then the last piece, which depends on the seconds that building the others took. The time in
+    which the client reads does not count.
     """
     spent_s = 0.0
     while True:
@@ -105,8 +106,8 @@ def _timed(pieces: Iterator[Piece], last: Callable[[float], bytes]) -> Iterator[
 
 
 class Streamed:
-    """msgpack of a map whose `items` are many: written in pieces of PIECE_VALUES numbers, so that it never exists as a
-    whole beside its results. May be read more than once.
+    """Encoded msgpack of a map with many `items`. It is written in pieces of PIECE_VALUES numbers, so that the whole
+    never exists beside its results. It can be read more than once.
     """
 
     def __init__(self, body: Mapping[str, Any], values: int, row: Row | None, late: Late | None = None) -> None:
@@ -122,7 +123,8 @@ class Streamed:
 
     def _pieces(self) -> Iterator[bytes]:
         rest = _msgpack.encode(self._rest)
-        # a map of fewer than 16 entries has them behind its first byte; an array of up to 2^32 is dd and four bytes
+        # msgpack: the first byte of a map has the number of its entries if they are fewer than 16; the head of an array
+        # of up to 2^32 is dd and four bytes
         entries = rest[0] + 1 + (self._late is not None)
         yield bytes([entries]) + rest[1:] + _msgpack.encode("items") + b"\xdd" + len(self._items).to_bytes(4, "big")
         for start in range(0, len(self._items), self._step):
@@ -134,17 +136,17 @@ def _rendered(values: Sequence[Any], row: Row | None) -> Sequence[Any]:
 
 
 def _step(values: Sequence[Any], numbers: int) -> int:
-    """How many of them make a piece."""
+    """Return the number of values that make one piece."""
     return max(1, PIECE_VALUES * len(values) // max(1, numbers))
 
 
 def body_of(
     body: dict[str, Any], values: int, *, msgpack: bool, row: Row | None = None, late: Late | None = None
 ) -> tuple[Body, str]:
-    """Encode a body as `encode` does, in pieces where there are many `values`: a large body takes 600 ms, which would
-    block the event loop.
+    """Encode a body as `encode` does, in pieces if it has many `values`: a large body takes 600 ms, which would block
+    the event loop.
 
-    `row` makes a slot of each of the `items`, when it is its turn; `late` the one entry that is written last.
+    `row` renders each of the `items` when its turn comes. `late` builds the entry that is written last.
     """
     if "items" not in body or values <= PIECE_VALUES:
         began_s = time.perf_counter()
@@ -193,14 +195,14 @@ class _Listed:
 
 
 def _is_wide(value: Any) -> bool:
-    """Whether a matrix in it makes more than a piece by itself."""
+    """Return True if the value has a matrix that is larger than a piece."""
     if isinstance(value, np.ndarray):
         return value.ndim == 2 and value.size > PIECE_VALUES
     return isinstance(value, dict) and any(map(_is_wide, value.values()))
 
 
 def _parts(value: Any) -> Iterator[Piece]:
-    """JSON of a value, a wide matrix in it some rows at a time."""
+    """Yield the JSON of a value. A wide matrix in it comes some rows at a time."""
     if not _is_wide(value):
         yield _json(value)
     elif isinstance(value, dict):
@@ -221,11 +223,10 @@ def listed(
     after: bytes | Callable[[float], bytes] = b"]",
     row: Row | None = None,
 ) -> Body:
-    """JSON of a list of `numbers` numbers between two ends, in pieces where there are many. Values may hold numpy
-    arrays.
+    """Return the JSON of a list of `numbers` numbers between `before` and `after`, in pieces if there are many. Values
+    may contain numpy arrays.
 
-    `row` makes what is written of a value, when it is its turn; `after` may depend on the seconds that writing the
-    values took.
+    `row` renders each value when its turn comes. `after` may depend on the seconds that writing the values took.
     """
     end = (lambda _: after) if isinstance(after, bytes) else after
     body = _Listed(values, numbers, before, end, row)
@@ -246,7 +247,7 @@ def _pieces(part: Body) -> Iterable[Piece]:
 
 
 def chained(parts: Sequence[Body], last: Callable[[float], bytes]) -> Body:
-    """Bodies one after the other, in pieces where one of them is; `last` may depend on the seconds that writing them
+    """Join bodies one after the other, in pieces if one of them is. `last` may depend on the seconds that writing them
     took.
     """
     body = _Chain(parts, last)
@@ -258,7 +259,7 @@ def _json(value: Any) -> bytes:
 
 
 def slot_error(info: ErrorInfo) -> dict[str, Any]:
-    """An error in the place of a value."""
+    """Return the map of an error that stands in the place of a value."""
     error = SIEError.from_info(info)
     error_map: dict[str, Any] = {"code": error.code, "message": error.message, "retryable": error.retryable}
     if error.reason:
@@ -269,7 +270,7 @@ def slot_error(info: ErrorInfo) -> dict[str, Any]:
 
 
 def array_of(result: WorkResult, outcome: Ok, name: str) -> arrays.Array:
-    """One output as a view on the result's block."""
+    """Return one output as a view on the block of the result."""
     piece = outcome.outputs[name]
     return np.frombuffer(result.block, dtype=piece.dtype, count=math.prod(piece.shape), offset=piece.offset).reshape(
         piece.shape
@@ -277,8 +278,8 @@ def array_of(result: WorkResult, outcome: Ok, name: str) -> arrays.Array:
 
 
 def _packed_of(result: WorkResult, outcome: Ok, name: str) -> dict[bytes, Any]:
-    """One output as msgpack has it, its bytes where they are: an array for each row would take longer than all the rest
-    of it.
+    """Return one output in its msgpack form, without a copy of its bytes: an array per row would take longer than the
+    rest of the reply.
     """
     piece = outcome.outputs[name]
     size = math.prod(piece.shape) * int(piece.dtype[2:])
@@ -286,13 +287,15 @@ def _packed_of(result: WorkResult, outcome: Ok, name: str) -> dict[bytes, Any]:
 
 
 def _exact_array_of(result: WorkResult, outcome: Ok, name: str) -> arrays.Array:
-    """For JSON, float16 as float64: the shortest digits of that are the exact value, those of a float16 are not."""
+    """Return one output for JSON. A float16 becomes a float64: the shortest digits of a float64 are the exact value,
+    those of a float16 are not.
+    """
     values = array_of(result, outcome, name)
     return values.astype(np.float64) if values.dtype == np.float16 else values
 
 
 class Joined:
-    """One output of each input, one after the other, as they lie in the results: neighbours are sent together, nothing
+    """One output of all inputs, one after the other, as views on the results: neighbours are sent together, and nothing
     is copied.
     """
 
@@ -323,8 +326,8 @@ def _echo(item: RequestItem) -> dict[str, Any]:
 
 
 def _usage(outcome: Outcome) -> dict[str, Any]:
-    """The tokens of one input. Those of all inputs add up to the usage of the request, which stands
-    beside the slots.
+    """Return the tokens of one input. The tokens of all inputs add up to the usage of the request, which stands beside
+    the slots.
     """
     tokens, is_cut = (outcome.tokens, outcome.truncated) if isinstance(outcome, Ok) else (0, False)
     return {"prompt_tokens": tokens, "total_tokens": tokens, "truncated": is_cut}
@@ -333,7 +336,7 @@ def _usage(outcome: Outcome) -> dict[str, Any]:
 def encode_slots(
     items: Sequence[RequestItem], outcomes: Sequence[Placed], entry: ModelEntry, run: RunOptions, *, msgpack: bool
 ) -> list[dict[str, Any]]:
-    """One slot per input, in order, each with the outputs that were asked for, or its error."""
+    """Return one slot per input, in order, each with the requested outputs or its error."""
     token_dims = run.dimensions or entry.outputs.get("multivector", 0)
     dense_dims = run.muvera.width(token_dims) if run.muvera else run.dimensions or entry.outputs.get("dense", 0)
     read: Callable[[WorkResult, Ok, str], Any] = array_of
@@ -379,7 +382,9 @@ def encode_slots(
 
 
 def score_entries(items: Sequence[RequestItem], outcomes: Sequence[Placed]) -> list[dict[str, Any]]:
-    """One entry per input: by score, ties by position, failed ones last. Ranks are dense and begin at 0."""
+    """Return one entry per input, ordered by score, then by position; failed inputs come last. Ranks are dense and
+    begin at 0.
+    """
     entries: list[tuple[float, int, dict[str, Any]]] = []
     for index, (item, (_, outcome)) in enumerate(zip(items, outcomes, strict=True)):
         entry = _echo(item)
@@ -395,7 +400,7 @@ def score_entries(items: Sequence[RequestItem], outcomes: Sequence[Placed]) -> l
 
 
 def extract_slot(index: int, item: RequestItem, outcome: Outcome) -> dict[str, Any]:
-    """The slot of one input, all keys present whatever was found."""
+    """Return the slot of one input. It has all keys, also if nothing was found."""
     data = outcome.data or {} if isinstance(outcome, Ok) else {}
     slot: dict[str, Any] = {"id": f"item-{index}", **_echo(item), **{name: data.get(name, []) for name in _EXTRACTED}}
     slot["entities"] = [{"start": None, "end": None, "bbox": None, **entity} for entity in slot["entities"]]

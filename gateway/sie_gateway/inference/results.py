@@ -1,11 +1,11 @@
-"""Results: how they come back, and what a request that ran says in its reply.
+"""Results: how they come back from workers, and how a finished request describes them in its reply.
 
     result ───────────────────────────► ResultInbox ──► OutcomeCollector of its request ──► first outcome of a chunk
-    the sidecar acks part of one ──► `fragments` ──┘    wins ──► confirmation: the sidecar acks
+    part of a result ──► `fragments` ──────────────┘    wins ──► confirmation: the sidecar acks
     all chunks there ──► RequestResult: the outcome of each input at its place, usage, timing, errors, headers
 
-One subscription per gateway only decodes, hands over and confirms. A request has an address of its own below the
-inbox's subject, so that also a message that the client library drops names its request.
+A gateway has one subscription, which only decodes results, hands them over and confirms them. Each request has its own
+subject below the subject of the inbox, so that the request is known even for a message that the client library drops.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ _TIMING_HEADERS = (
     ("X-Total-Time", "total_time"),
     ("X-Batch-Wait-Time", "batch_wait_time"),
 )
-FOUND_VALUES = 20  # of something that was found in a text, as many numbers as are written in its time
+FOUND_VALUES = 20  # numbers that are written in the time of one entity or label
 
 
 @dataclass(frozen=True)
 class PlannedRequest:
-    """A request with every parameter merged and the lane chosen."""
+    """Request with all parameters merged and the lane chosen."""
 
     operation: Operation
     resolved: Resolved
@@ -72,31 +72,31 @@ class PlannedRequest:
     priority: Priority
 
     def with_run(self, run: RunOptions) -> PlannedRequest:
-        """The same request with other options of the run."""
+        """Return the same request with other options of the run."""
         return replace(self, options=replace(self.options, run=run))
 
     def with_warnings(self, *warnings: str) -> PlannedRequest:
-        """The same request with further warnings of its reply."""
+        """Return the same request with further warnings for its reply."""
         return replace(self, options=replace(self.options, warnings=(*self.options.warnings, *warnings)))
 
 
 class RequestResult:
-    """The outcomes of a request, in the order of its inputs."""
+    """Outcomes of a request, in the order of its inputs."""
 
     def __init__(self, request: PlannedRequest, refused: Mapping[int, Failed]) -> None:
         self.request = request
-        self.publish_ms = 0.0  # until the first messages were stored
-        self.last: WorkResult | None = None  # of the chunk that finished last
-        self.reported_times: Mapping[str, float] = {}  # the stages that its reply names
-        self.written_ms = 0.0  # of the last of them, making the reply
-        self._waits_ms: dict[int, float] = {}  # by chunk, from publishing to its result's arrival
+        self.publish_ms = 0.0  # milliseconds until the first messages were stored
+        self.last: WorkResult | None = None  # result of the chunk that finished last
+        self.reported_times: Mapping[str, float] = {}  # times of the stages as the reply reports them
+        self.written_ms = 0.0  # milliseconds of the last stage that were spent to build the reply
+        self._waits_ms: dict[int, float] = {}  # by chunk, time from publishing to the arrival of its result
         self._results: list[WorkResult] = [WorkResult("", -1, "", (failure,)) for failure in refused.values()]
         self._positions: list[list[int]] = [[index] for index in refused]
 
     def add_results(
         self, indices: list[int], chunks: list[Chunk], results: list[WorkResult], waits_ms: list[float]
     ) -> None:
-        """Put the result of each chunk at its place. Raises InvalidOutcomeCount."""
+        """Put the result of each chunk in its place. Raises InvalidOutcomeCount."""
         for piece, result in zip(chunks, results, strict=True):
             places = indices[piece.start : piece.stop]
             if len(places) != len(result.outcomes):
@@ -108,7 +108,7 @@ class RequestResult:
 
     @cached_property
     def outcomes(self) -> list[Placed]:
-        """The outcome of each input, with the result it came in."""
+        """Outcome of each input, with the result that it came in."""
         return placed(len(self.request.items), self._results, self._positions)
 
     @cached_property
@@ -118,7 +118,9 @@ class RequestResult:
 
     @cached_property
     def usage(self) -> dict[str, Any]:
-        """Number of tokens that ran, the positions of truncated inputs, and how many images ran if any did."""
+        """Usage: the number of tokens that ran, the positions of truncated inputs, and the number of images if there
+        were any.
+        """
         tokens, images, truncated = 0, 0, []
         for result, places in zip(self._results, self._positions, strict=True):
             for place, outcome in zip(places, result.outcomes, strict=True):
@@ -132,7 +134,7 @@ class RequestResult:
 
     @property
     def device_s(self) -> float:
-        """Seconds at the device: of each batch that a chunk ran in, its share by tokens."""
+        """Seconds of device time: for each batch that a chunk ran in, its share by tokens."""
         found_ms = 0.0
         for result in self.worker_results:
             tokens = sum(outcome.tokens for outcome in result.outcomes if isinstance(outcome, Ok))
@@ -148,7 +150,7 @@ class RequestResult:
 
     @property
     def values(self) -> int:
-        """Numbers in the reply, roughly."""
+        """Approximate number of numbers in the reply."""
         count = sum(
             len(listed)
             for result in self.worker_results
@@ -160,21 +162,22 @@ class RequestResult:
         return sum(len(result.block) for result in self.worker_results) // 4 + FOUND_VALUES * count
 
     def check(self, name: str = "") -> None:
-        """Raises FailedRequest when all inputs failed, or one did and the client wants that to fail the request.
+        """Raise FailedRequest if all inputs failed, or if one failed and the client wants that to fail the request.
 
-        `name`: what a client family without slots for errors calls its inputs: there any failed input fails the
-        request, and is named.
+        `name` is the field of inputs of a client family that has no slots for errors. For such a family any failed
+        input fails the request, and the error names the input.
         """
         any_fails = bool(name) or self.request.options.on_item_error == "fail"
         failure = failure_of(self.request.items, self.outcomes, any_fails=any_fails)
         if failure is None:
             return
         error, listed = failure
-        is_input = isinstance(error, InvalidInput)  # else it is no fault of this input
-        # what failed of an input may name its field; other clients have other names for images
+        is_input = isinstance(error, InvalidInput)  # any other error is not caused by this input
+        # the error may name a field of the input; image fields are left out for other client families, whose names
+        # differ
         field = error.param if error.param == "text" or (not name and error.param.startswith("images[")) else ""
         place = f"{name or 'items'}[{listed[0]['index']}]" + (f".{field}" if is_input and field else "")
-        if is_input and error.param.startswith(place):  # it was told with its path
+        if is_input and error.param.startswith(place):  # the message already has the path of the input
             raise FailedRequest(error, listed)
         if name or is_input:
             error.param = place
@@ -183,24 +186,24 @@ class RequestResult:
         raise FailedRequest(error, listed)
 
     def succeeded(self, name: str) -> list[tuple[WorkResult, Ok]]:
-        """The value of each input, for a client family that has no place for errors. Raises FailedRequest, as `check`
-        does.
+        """Return the value of each input, for a client family that has no place for errors. Raises FailedRequest like
+        `check`.
         """
         self.check(name)
         return [(result, outcome) for result, outcome in self.outcomes if isinstance(outcome, Ok)]
 
     def arrays(self, name: str, output: str) -> list[arrays.Array]:
-        """One output of each input, as views. Raises FailedRequest."""
+        """Return one output of each input, as views. Raises FailedRequest."""
         return [array_of(result, outcome, output) for result, outcome in self.succeeded(name)]
 
     @property
     def waited_ms(self) -> float:
-        """From publishing to the arrival of the last result."""
+        """Milliseconds from publishing to the arrival of the last result."""
         return max(self._waits_ms.values(), default=0.0)
 
     def timing(self, received_s: float, written_s: float = 0.0) -> dict[str, float]:
-        """Milliseconds by stage, up to now; kept for the log and the trace, which are to say what the client read.
-        `written_s`: what making the reply of the results took, which counts as postprocessing.
+        """Return the milliseconds by stage until now. They are kept, so that the log and the trace report what the
+        client reads. `written_s` is the time to build the reply from the results, and counts as postprocessing.
         """
         wait_ms = self._waits_ms[self.last.chunk] if self.last else 0.0
         total_ms = (time.perf_counter() - received_s) * 1000
@@ -211,16 +214,17 @@ class RequestResult:
         return times
 
     def late(self, received_s: float, began_s: float) -> Callable[[float], dict[str, Any]]:
-        """The last entry of a reply, `timing`, by the seconds that writing all other entries took. What was done for
-        the reply since `began_s` counts as well, and is all that headers can tell that leave before it is written.
+        """Return a function that builds the last entry of a reply, `timing`, from the seconds that writing the other
+        entries took. The time since `began_s` counts as well. Headers are sent before the body is written, so they have
+        that part only.
         """
         prepared_s = time.perf_counter() - began_s
         self.timing(received_s, prepared_s)
         return lambda spent_s: {"timing": self.timing(received_s, prepared_s + spent_s)}
 
     def item_timings(self) -> list[dict[str, float]]:
-        """The same of each input, from publishing to the arrival of its result; one for all inputs of a chunk, nothing
-        for those refused here.
+        """Return the stage times of each input, from publishing to the arrival of its result. The inputs of a chunk
+        have the same times; an input that was refused here has zeros.
         """
         none = stage_times(total_ms=0.0, wait_ms=0.0, last=None)
         timings = {
@@ -231,7 +235,9 @@ class RequestResult:
         return [timings.get(result.chunk, none) for result, _ in self.outcomes]
 
     def shared(self, *, explain: bool) -> dict[str, Any]:
-        """Fields of every reply that is a map, beside its results and `timing`, which is written last."""
+        """Return the fields that every reply has beside its results, if it is a map. `timing` is not among them, as it
+        is written last.
+        """
         fields: dict[str, Any] = {"usage": self.usage, "fingerprint": self.fingerprint}
         if warnings := [*self.request.options.warnings, *self._half_read()]:
             fields["warnings"] = warnings
@@ -251,7 +257,7 @@ class RequestResult:
         return fields
 
     def _half_read(self) -> list[str]:
-        """Warn of image files with several images."""
+        """Return a warning if image files had several images, of which only the first was read."""
         count = sum(isinstance(outcome, Ok) and outcome.first_of_several for _, outcome in self.outcomes)
         if not count:
             return []
@@ -259,7 +265,7 @@ class RequestResult:
         return [f"images: {count} of {total} inputs have a file of several images, of which the first was read"]
 
     def headers(self, timing: Mapping[str, float]) -> dict[str, str]:
-        """Headers of every success."""
+        """Return the headers of every success."""
         resolved, truncated = self.request.resolved, len(self.usage["truncated_items"])
         failed = sum(isinstance(outcome, Failed) for _, outcome in self.outcomes)
         fetch_ms = self.last.stages.fetch_ms if self.last else 0.0
@@ -283,15 +289,17 @@ class RequestResult:
 
 
 class InvalidOutcomeCount(Exception):
-    """A worker answered a chunk with another number of outcomes than it has inputs: nothing of it can be trusted."""
+    """Raised if a worker returns another number of outcomes than the chunk has inputs. No outcome of the chunk can then
+    be trusted.
+    """
 
     def __init__(self, got: int, expected: int) -> None:
         super().__init__(f"a chunk of {expected} inputs came back with {got} outcomes")
 
 
 def placed(count: int, results: Sequence[WorkResult], places: Sequence[Sequence[int]]) -> list[Placed]:
-    """The outcome of each input, in order, with the result it came in. `places` gives the input positions of each
-    result's outcomes.
+    """Return the outcome of each input, in order, with the result that it came in. `places` has the input positions of
+    each result's outcomes.
     """
     placed_values: list[Any] = [None] * count
     for result, positions in zip(results, places, strict=True):
@@ -303,8 +311,8 @@ def placed(count: int, results: Sequence[WorkResult], places: Sequence[Sequence[
 def failure_of(
     items: Sequence[RequestItem], outcomes: Sequence[Placed], *, any_fails: bool
 ) -> tuple[SIEError, list[dict[str, Any]]] | None:
-    """The error that the whole request ends in, with one entry per failed input: when all failed, or any did and the
-    client asked so.
+    """Return the error of the whole request, with one entry per failed input, or None. The request fails if all inputs
+    failed, or if any failed and the client asked for that.
     """
     failed = [(index, outcome) for index, (_, outcome) in enumerate(outcomes) if isinstance(outcome, Failed)]
     if not failed or (len(failed) < len(items) and not any_fails):
@@ -326,8 +334,8 @@ def failure_of(
 def stage_times(
     *, total_ms: float, wait_ms: float, last: WorkResult | None, written_ms: float = 0.0
 ) -> dict[str, float]:
-    """Contiguous stages of the chunk that finished last. `wait_ms` is from publishing to its result's arrival,
-    `written_ms` what making the reply of the results took.
+    """Return the consecutive stages of the chunk that finished last. `wait_ms` is the time from publishing to the
+    arrival of its result, and `written_ms` the time to build the reply.
     """
     stages = last.stages if last else None
     preprocess, batch, inference, post, worker = (
@@ -335,7 +343,7 @@ def stage_times(
         if stages
         else (0.0,) * 5
     )
-    # waiting for the broker, for large inputs, for a load and for the device are one stage: the queue
+    # the waits for the broker, for large inputs, for a load and for the device are one stage: the queue
     queue = max(0.0, wait_ms - worker) + (stages.fetch_ms + stages.load_ms + stages.device_wait_ms if stages else 0.0)
     post += written_ms
     rest = max(0.0, total_ms - queue - preprocess - batch - inference - post)
@@ -360,7 +368,7 @@ def timing_headers(values: Mapping[str, float]) -> dict[str, str]:
 
 
 class FailedRequest(Exception):
-    """A request that ends in `error`, with one entry per failed input."""
+    """Raised for a request that ends in `error`, with one entry per failed input."""
 
     def __init__(self, error: SIEError, errors: list[dict[str, Any]]) -> None:
         super().__init__(error.message)
@@ -368,7 +376,8 @@ class FailedRequest(Exception):
         self.errors = errors
 
 
-HELD_MESSAGES = 1 << 16  # between the connection and this loop: more than ten seconds of results at 5,000 a second
+# messages that wait between the connection and the event loop: more than ten seconds of results at 5,000 per second
+HELD_MESSAGES = 1 << 16
 HELD_BYTES = 256 << 20
 CHECKING_THREADS = 2
 Verdict = Literal["taken", "duplicate", "unknown", "part"]
@@ -382,23 +391,23 @@ _logger = logging.getLogger("sie.gateway.inbox")
 
 
 class OutcomeCollector:
-    """The outcomes of one request, by chunk. Complete when each chunk has its first terminal result."""
+    """Outcomes of one request, by chunk. It is complete when each chunk has its first terminal result."""
 
     def __init__(self, request: str, chunks: int, pool: str = "") -> None:
         self.request = request
         self.pool = pool
         self.results: list[WorkResult | None] = [None] * chunks
         self.missing = chunks
-        self.arrivals_s = [0.0] * chunks  # when the result of each was taken
-        self.on_taken: Callable[[WorkResult], None] | None = None  # called with each result that was taken
+        self.arrivals_s = [0.0] * chunks  # time when the result of each chunk was accepted
+        self.on_taken: Callable[[WorkResult], None] | None = None  # called with each accepted result
         self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def awaits(self, chunk: int) -> bool:
-        """Whether that chunk exists and has no result yet."""
+        """Return True if the chunk exists and has no result yet."""
         return 0 <= chunk < len(self.results) and self.results[chunk] is None
 
     def offer(self, result: WorkResult) -> bool:
-        """Take a result; false if its chunk has one already, or does not exist."""
+        """Accept a result. Return False if its chunk has a result already or does not exist."""
         if not self.awaits(result.chunk):
             return False
         self.results[result.chunk] = result
@@ -416,7 +425,7 @@ class OutcomeCollector:
             self._done.set_exception(error)
 
     async def wait(self, timeout_s: float) -> None:
-        """Until complete. Raises TimeoutError, or the error given to `fail`."""
+        """Wait until the collector is complete. Raises TimeoutError, or the error given to `fail`."""
         done, _ = await asyncio.wait((self._done,), timeout=timeout_s)
         if not done:
             raise TimeoutError
@@ -424,13 +433,16 @@ class OutcomeCollector:
 
     def close(self) -> None:
         if self._done.done() and not self._done.cancelled():
-            self._done.exception()  # read, so that a failure after a time-out is not reported as lost
+            # marks the exception as retrieved, so that asyncio does not report a failure after a time-out
+            self._done.exception()
         else:
             self._done.cancel()
 
 
 class ResultInbox:
-    """All open requests of this gateway. The subject holds 122 random bits: nobody who was not told can send here."""
+    """Inbox for the results of all open requests of this gateway. Its subject has 122 random bits, so only a worker
+    that got the subject can send here.
+    """
 
     def __init__(
         self,
@@ -440,7 +452,7 @@ class ResultInbox:
         *,
         on_late: Callable[[WorkResult], None] = lambda result: None,
     ) -> None:
-        """`on_late` is called with each result whose request is over."""
+        """`on_late` is called with each result whose request has ended."""
         self.subject = f"sie.result.{uuid.uuid4().hex}"
         self._on_late = on_late
         self._bus = bus
@@ -448,7 +460,7 @@ class ResultInbox:
         self._open: dict[str, OutcomeCollector] = {}
         self._subscription: Subscription | None = None
         self._fragments = Fragments() if fragments is None else fragments
-        self._checks = Tasks(_logger, lambda: None)  # each answers for its own failure
+        self._checks = Tasks(_logger, lambda: None)  # each check handles its own errors
         self._pool = ThreadPoolExecutor(CHECKING_THREADS, "results")
 
     async def start(self) -> None:
@@ -467,7 +479,7 @@ class ResultInbox:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def address(self, request: str) -> str:
-        """Subject to which results of this request are sent."""
+        """Return the subject to which results of this request are sent."""
         return f"{self.subject}.{request}"
 
     def open(self, request: str, chunks: int, pool: str = "") -> OutcomeCollector:
@@ -489,7 +501,7 @@ class ResultInbox:
         return self._fragments.held_bytes
 
     def fail_pool(self, pool: str, error: SIEError) -> None:
-        """End the open requests of a pool that is there no more."""
+        """Fail the open requests of a pool that was removed."""
         for collector in list(self._open.values()):
             if collector.pool == pool:
                 collector.fail(error)
@@ -499,7 +511,9 @@ class ResultInbox:
             collector.fail(error)
 
     def _on_dropped(self, subject: str) -> None:
-        """The client library had no room for a message. Its sender would send it again, into the same overload."""
+        """Fail the request of a message for which the client library had no room. If its sender sent it again, it would
+        meet the same overload.
+        """
         self._metrics.inbox_dropped.inc()
         collector = self._open.get(subject.rpartition(".")[2])
         if collector is not None:
@@ -530,7 +544,7 @@ class ResultInbox:
     # results in parts
 
     def _keep(self, part: Fragment, reply: str) -> Verdict | None:
-        """Verdict on a part; None while the digest of the whole is checked."""
+        """Store a part and return the verdict on it; None while the digest of the complete result is checked."""
         collector = self._open.get(part.request)
         if collector is None:
             return "unknown"
@@ -540,14 +554,15 @@ class ResultInbox:
             assembly = self._fragments.add(part, time.monotonic())
         except ValueError as error:
             self._metrics.outcomes.labels("undecodable").inc()
-            _logger.error("request %s: what was sent is no part of a result: %s", part.request, error)
+            _logger.error("request %s: an invalid part of a result was received: %s", part.request, error)
             return "unknown"
         except InboxFull as error:
             self._metrics.outcomes.labels("no_room").inc()
             self._fragments.drop_request(part.request)
             collector.fail(
                 ResourceExhausted(
-                    f"the results of this request have no room: {error}; send fewer inputs or ask for less"
+                    f"there is no room for the results of this request: {error}; send fewer inputs or ask "
+                    "for fewer outputs"
                 )
             )
             return "unknown"
@@ -559,8 +574,8 @@ class ResultInbox:
         return None
 
     async def _check(self, assembly: Assembly, reply: str) -> None:
-        """Hand over a whole result, or have it sent again: its last part is then confirmed as one of a result that is
-        not whole.
+        """Hand over a complete result, or make its sender send it again. For that, the last part is confirmed as a part
+        of an incomplete result.
         """
         try:
             parts = [part for part in assembly.parts if part is not None]
@@ -575,7 +590,7 @@ class ResultInbox:
                 "request %s: a result of %d parts is damaged: %s", assembly.request, len(assembly.parts), error
             )
             verdict = "part"
-        except Exception:  # the root of a task: what it held must be answered
+        except Exception:  # outermost handler of a task: the request that waits must get an answer
             _logger.exception("a result could not be put together")
             collector = self._open.get(assembly.request)
             if collector is not None:
@@ -586,5 +601,5 @@ class ResultInbox:
         if reply:
             try:
                 await self._bus.send(reply, _CONFIRMATIONS[verdict])
-            except BrokerError as error:  # then the last part comes again, and is told to be a duplicate
+            except BrokerError as error:  # the sender then sends the last part again, and gets the verdict duplicate
                 _logger.warning("a result could not be confirmed: %s", error)

@@ -1,5 +1,5 @@
-"""A request that was understood is run: its inputs are checked and cut into chunks, the chunks are admitted and
-published, their results are collected.
+"""Run of a planned request: its inputs are checked and split into chunks, the chunks are admitted and published, and
+their results are collected.
 
     check items ─► chunks ─► admission ─► publish, as permits are granted ─► results ─► RequestResult
                                              └ on any failure: messages without a result are withdrawn from the queue
@@ -34,12 +34,14 @@ from sie_runtime.failpoints import failpoint
 from sie_runtime.feed import CatalogueFeed
 
 CHECK_AGAIN_S = 1.0
-MAX_TAKERS = 3  # models that are named in an error
+MAX_TAKERS = 3  # most models that an error names
 _logger = logging.getLogger("sie.gateway.runner")
 
 
 class Runner:
-    """Runs requests against the queue. `load_hold_s`: how long a request is held for a model that is not loaded."""
+    """Runs requests through the queue. `load_hold_s` is the longest time that a request is held for a model that is not
+    loaded.
+    """
 
     def __init__(
         self,
@@ -60,14 +62,15 @@ class Runner:
         self._load_hold_s = load_hold_s
 
     async def run(self, call: Call, request: PlannedRequest) -> RequestResult:
-        """Publish the items that can be run, wait for their results, and put these beside the failures of the others.
+        """Publish the items that can be run, wait for their results, and join these with the failures of the other
+        items.
 
-        Raises SIEError, and EntryChanged where gateway and workers do not know the same entry of the model.
+        Raises SIEError, and EntryChanged if gateway and workers have different entries of the model.
         """
         takers = _Takers(self._feed, request.operation)
         if request.query is not None and (failed := _unusable(request.query, request, takers)) is not None:
             error = failed.error
-            if error.param.startswith("query"):  # it was told with its path
+            if error.param.startswith("query"):  # the message already has the path
                 raise InvalidInput(error.message, reason=error.reason, param=error.param)
             raise InvalidInput(f"query: {error.message}", reason=error.reason, param="query")
         refused = {
@@ -142,7 +145,9 @@ class Runner:
         return finished
 
     def _revision(self, entry: ModelEntry) -> int:
-        """The revision of an entry in the catalogue of now. Raises EntryChanged where that has another entry."""
+        """Return the revision of an entry in the current catalogue. Raises EntryChanged if the catalogue has another
+        entry.
+        """
         catalogue = self._feed.catalogue
         if (now := catalogue.entries.get(entry.id)) is not entry and now != entry:
             raise EntryChanged(entry)
@@ -151,8 +156,8 @@ class Runner:
     async def _results(
         self, call: Call, request: PlannedRequest, collector: OutcomeCollector, deadline_s: float
     ) -> None:
-        """Wait for all results until the end of the budget. From the end of the hold on, until a worker has the model,
-        check each CHECK_AGAIN_S whether one loads it.
+        """Wait for all results until the end of the budget. After the hold, and until a worker has the model, check
+        every CHECK_AGAIN_S seconds if a worker loads it.
 
         Raises ModelLoading, NotProvisioned, GatewayTimeout, and the error that the collector was failed with.
         """
@@ -162,7 +167,8 @@ class Runner:
                 await collector.wait(max(0.0, until_s - time.perf_counter()))
                 return
             except TimeoutError as error:
-                # a load that begins after the hold, or a worker that leaves, is reported like one before its end
+                # a load that begins after the hold, or a worker that leaves, is reported in the same way as during the
+                # hold
                 hosted = hosted or self._cold.check(request.lane, request.resolved.residency)
                 if until_s >= deadline_s:
                     raise GatewayTimeout(f"no result within the budget of {call.budget_s:g} s") from error
@@ -170,8 +176,8 @@ class Runner:
 
 
 class _Sending:
-    """The chunks of one request on their way into the queue, as their permits are granted. `build` makes the message of
-    a chunk when it is published, so that its budget is what is left then.
+    """Publisher of the chunks of one request, as their permits are granted. `build` builds the message of a chunk when
+    it is published, so that the message has the budget that is left then.
     """
 
     def __init__(
@@ -196,7 +202,7 @@ class _Sending:
         self._rest: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Publish what is permitted now; a task publishes the rest. Raises SIEError; a later failure fails the
+        """Publish the chunks with permits now; a task publishes the rest. Raises SIEError. A later failure fails the
         collector.
         """
         granted = self._permits.pop()
@@ -219,7 +225,7 @@ class _Sending:
                 await self._publish(await self._permits.more())
         except SIEError as error:
             self._collector.fail(error)
-        except Exception:  # the root of a task: its request must hear of it
+        except Exception:  # outermost handler of a task: its request must get the error
             _logger.exception("request %s could not be published", self._collector.request)
             self._collector.fail(InternalFailure("the gateway failed while it queued this request"))
 
@@ -229,7 +235,7 @@ class _Sending:
             await self._rest
 
     async def withdraw(self) -> None:
-        """Publish nothing more, and remove from the queue what has no result."""
+        """Stop publishing, and remove the messages without a result from the queue."""
         if self._rest is not None:
             self._rest.cancel()
             await asyncio.gather(self._rest, return_exceptions=True)
@@ -247,11 +253,13 @@ def _builder(
     revision: int,
     reply: str,
 ) -> Callable[[int], WorkItem]:
-    """The work item of each chunk, by its number. Its budget is what is left of the call's when it is built."""
+    """Return a function from a chunk's number to its work item. The budget of an item is the rest of the call's budget
+    when the item is built.
+    """
     resolved = request.resolved
     deadline_s = call.received_s + call.budget_s
     query = None if request.query is None else _input(request.query)
-    # the one route that workers count apart from its operation
+    # workers count this route apart from its operation
     endpoint = "embeddings" if call.labels.get("endpoint") == "embeddings" else ""
     asker = call.grant.name if has_images(items, request.query) else ""
 
@@ -283,7 +291,9 @@ def _builder(
 
 
 def _result_listener(permits: Permits, collector: OutcomeCollector, entry: ModelEntry) -> Callable[[WorkResult], None]:
-    """Called with each result: gives its permit back, and ends the request where the worker has another entry."""
+    """Return the function that is called with each result. It gives the permit back, and ends the request if the worker
+    has another entry of the model.
+    """
 
     def on_result(result: WorkResult) -> None:
         permits.result_arrived(result)
@@ -294,8 +304,8 @@ def _result_listener(permits: Permits, collector: OutcomeCollector, entry: Model
 
 
 class _Takers:
-    """Models of the catalogue that take a modality, for the messages of one request. Computed when a message
-    needs it.
+    """Models of the catalogue that accept a modality, for the errors of one request. They are looked up when an error
+    needs them.
     """
 
     def __init__(self, feed: CatalogueFeed, operation: Operation) -> None:
@@ -304,7 +314,7 @@ class _Takers:
         self._told: dict[str, str] = {}
 
     def models_of(self, modality: str) -> str:
-        """End of a message: the first few models that take the modality."""
+        """Return the end of an error: the first few models that accept the modality."""
         if modality not in self._told:
             able = (
                 entry.id
@@ -321,7 +331,7 @@ class _Takers:
 
 
 def _unusable(item: RequestItem, request: PlannedRequest, takers: _Takers) -> Failed | None:
-    """Why this model cannot run the item, as far as the gateway can tell; None if it can."""
+    """Return the failure of an item that this model cannot run, as far as the gateway can tell, or None."""
     entry = request.resolved.entry
     accepted = [*entry.inputs]
     if "multivector" in entry.outputs and (request.operation == "score" or request.options.run.muvera):
@@ -329,7 +339,7 @@ def _unusable(item: RequestItem, request: PlannedRequest, takers: _Takers) -> Fa
     foreign = [modality for modality in item.modalities if modality not in accepted]
     if foreign:
         message = f"{entry.id} takes {', '.join(accepted)}, not {foreign[0]}"
-        if foreign[0] != "multivector":  # which is no input of a model, but what one gives
+        if foreign[0] != "multivector":  # multivector is an output of models, so no model is suggested
             message += takers.models_of(foreign[0])
         return Failed(ErrorInfo("INVALID_INPUT", message, reason="unsupported_modality"))
     if item.unfit is not None:
@@ -350,7 +360,7 @@ def _reads_mentions(request: PlannedRequest) -> bool:
 
 
 def _input(item: RequestItem) -> Input:
-    """The part of an item that a worker needs."""
+    """Return the part of an item that a worker needs."""
     if item.tokens is None and item.pair is None and item.vectors is None and not item.files:
         return Input(item.text, mentions=item.mentions)
     return Input(

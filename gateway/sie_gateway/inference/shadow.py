@@ -1,12 +1,12 @@
-"""Shadow traffic: a copy of a share of an alias' requests goes to a second model, after the answer, and is only
+"""Shadow traffic: a share of the requests of an alias is copied to a second model after the answer. The copy is only
 measured.
 
-    answered ──► its share? ──► room: few in flight, a lane without a queue, a model that is there ──► bulk ──►
+    answered ──► in the share? ──► room: few in flight, a lane without a queue, a known model ──► bulk ──►
     compared, dropped
-                                  └ none: counted as dropped, with the reason
+                                  └ no room: counted as dropped, with the reason
 
-Nothing of it is waited for or billed, and none of its failures reaches a client. A model that no worker has is opened
-by one copy at a time, only where it fits beside what is loaded: a shadow takes no model's place.
+No request waits for a copy or is billed for it, and no failure of a copy reaches a client. If no worker has the second
+model, one copy at a time may load it, and only where it fits beside the loaded models: a shadow takes no model's place.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from sie_gateway.metrics import Metrics
 from sie_runtime.http.server import uuid7
 from sie_runtime.ranks import spearman
 
-MAX_IN_FLIGHT = 4  # of a gateway
-MAX_ITEMS = 64  # of a request; the others of its inputs are not copied
-MAX_VALUES = 1 << 20  # numbers of an answer that is held until its copy is there
-MAX_BYTES = 4 << 20  # of the inputs of a request: copies do not count as the memory of bodies
+MAX_IN_FLIGHT = 4  # copies in flight of a gateway
+MAX_ITEMS = 64  # inputs of a request that are copied; the rest are left out
+MAX_VALUES = 1 << 20  # numbers of an answer that is held until its copy has run
+MAX_BYTES = 4 << 20  # bytes of the inputs of a request: copies do not count as memory of bodies
 BUDGET_S = 30.0
-LOADED_S = 0.25  # a lane in which work waits longer gets no copies
-PAUSE_S, SHORT_PAUSE_S = 60.0, 5.0  # after a copy that failed, and after one that failed for now
-KEY = "_shadow"  # one turn among the keys for all copies
-_ROUNDING = 1e-6  # of a share times a count
+LOADED_S = 0.25  # seconds: a lane whose work waits longer gets no copies
+PAUSE_S, SHORT_PAUSE_S = 60.0, 5.0  # seconds without copies after a permanent failure, and after a temporary one
+KEY = "_shadow"  # key of all copies: they share one turn among the keys
+_ROUNDING = 1e-6  # tolerance for rounding of a share times a count
 _COMPARED = ("float32", "float16")
 _logger = logging.getLogger("sie.gateway.shadow")
 
@@ -54,7 +54,7 @@ Result = Literal["done", "failed", "busy", "loaded", "cold", "paused", "large", 
 
 
 class Mean:
-    """The mean of what was added, None before."""
+    """Mean of the added values; None before the first."""
 
     def __init__(self) -> None:
         self._sum, self._count = 0.0, 0
@@ -70,7 +70,9 @@ class Mean:
 
 @dataclass
 class ShadowStatistics:
-    """Measurements of a shadow since this gateway started: the metrics fold aliases beyond a number of them."""
+    """Measurements of a shadow since the start of this gateway. They are exact for every alias, while metrics fold
+    aliases above a number.
+    """
 
     model: str
     copies: Counter[Result] = field(default_factory=Counter)
@@ -90,7 +92,9 @@ class ShadowStatistics:
 
 
 class Shadows:
-    """Owned by the gateway's loop. `after` returns at once and raises nothing."""
+    """Copies requests of aliases to their shadows. Used only in the gateway's event loop. `after` returns at once and
+    raises nothing.
+    """
 
     def __init__(
         self,
@@ -107,23 +111,23 @@ class Shadows:
         self._metrics = metrics
         self._run = run
         self._clock = clock
-        self._met: dict[str, int] = {}  # by alias, requests whose share is copied
+        self._met: dict[str, int] = {}  # by alias, number of requests from which the share is taken
         self._figures: dict[str, ShadowStatistics] = {}  # by alias
-        self._paused_s: dict[str, float] = {}  # by model, until when
-        self._opening: set[str] = set()  # residencies that a copy is to have loaded
+        self._paused_s: dict[str, float] = {}  # by model, time until which it gets no copies
+        self._opening: set[str] = set()  # residencies that a copy is loading
         self._tasks: set[asyncio.Task[None]] = set()
 
     def after(self, call: Call, finished: RequestResult) -> None:
-        """A request that came by an alias was answered: count it, and copy it if its turn has come."""
+        """Count an answered request of an alias, and copy it if its turn has come."""
         if call.infer_request is None or call.infer_request.run is not None or call.grant.key == KEY:
             return
         try:
             self._after(call, call.infer_request, finished)
-        except Exception:  # an answer never fails for its copy
+        except Exception:  # an error of a copy must not fail the answer
             _logger.exception("a request of %s could not be copied", finished.request.resolved.alias)
 
     def figures(self, alias: str, model: str) -> ShadowStatistics:
-        """Measurements of the alias's shadow; they begin anew for another model."""
+        """Return the measurements of the alias's shadow. They start at zero if the shadow model changes."""
         figures = self._figures.get(alias)
         if figures is None or figures.model != model:
             figures = self._figures[alias] = ShadowStatistics(model)
@@ -152,7 +156,7 @@ class Shadows:
             lane = self._fleet.lane(resolved, pool=pool, machine_profile="", known_pools=(pool,))
         except (
             SIEError
-        ):  # the model is gone, or nothing of this pool serves it: the same for every copy until that changes
+        ):  # the model is gone, or no lane of this pool serves it: every copy fails the same way until that changes
             self._count(alias, model, "unsuited")
             return
         if request.operation not in resolved.entry.tasks or resolved.canonical == finished.request.resolved.canonical:
@@ -164,7 +168,7 @@ class Shadows:
             return
         if not self._fleet.hosts(lane, resolved.residency):
             self._opening.add(resolved.residency)
-        # as its client asked, less who asked, for how long, and where: only the pool stays
+        # the client's headers without identity, budget and machine profile: only the pool and the mode of errors stay
         headers = {name: value for name, value in call.headers.items() if name in ("x-sie-pool", "x-sie-on-item-error")}
         own = Call(uuid7(), self._clock(), {**headers, "x-sie-priority": "bulk"}, grant=Grant(KEY), budget_s=BUDGET_S)
         copied = replace(request, resolved=resolved, items=request.items[:MAX_ITEMS], priority="bulk")
@@ -175,7 +179,7 @@ class Shadows:
         task.add_done_callback(self._tasks.discard)
 
     def _refused(self, finished: RequestResult, resolved: Resolved, lane: Lane) -> Result | None:
-        """Why there is no copy now."""
+        """Return the reason why no copy is made now, or None."""
         if self._clock() < self._paused_s.get(resolved.canonical, 0.0):
             return "paused"
         if len(self._tasks) >= MAX_IN_FLIGHT:
@@ -186,14 +190,14 @@ class Shadows:
         return "loaded" if any(self._is_loaded(candidate) for candidate in {lane, finished.request.lane}) else None
 
     def _is_loaded(self, lane: Lane) -> bool:
-        """Whether work waits in the lane; of one without workers nothing is known, and nothing would run there."""
+        """Return True if work waits in the lane, or if the wait is unknown, as in a lane without workers."""
         waits_s = [self._admission.expected_s(lane, priority) for priority in PRIORITIES]
         return any(each_s is None or each_s > LOADED_S for each_s in waits_s)
 
     async def _measured(
         self, call: Call, request: InferRequest, finished: RequestResult, alias: Alias, model: str
     ) -> None:
-        """Run a copy. Every error of it ends here."""
+        """Run a copy and measure it. No error leaves this method."""
         canonical = request.resolved.canonical
         result: Result = "failed"
         try:
@@ -203,13 +207,13 @@ class Shadows:
                 raise SIEError.from_info(first.error)
             self._compare(finished, copied, alias, model)
             result = "done"
-        except (InvalidInput, PayloadTooLarge):  # what this client asks the second model does not do
+        except (InvalidInput, PayloadTooLarge):  # the second model does not support this request
             result = "unsuited"
         except SIEError as error:
             result = "cold" if isinstance(error, ModelLoading) else "failed"
             self._pause(alias, canonical, error.code, SHORT_PAUSE_S if error.retryable else PAUSE_S)
-        except Exception as error:  # the root of its task; no client waits for it
-            _logger.exception("a copy of a request of %s to %s failed", alias.id, canonical)
+        except Exception as error:  # outermost handler of the task; no client waits for it
+            _logger.exception("a copy of a request of alias %s to model %s failed", alias.id, canonical)
             self._pause(alias, canonical, type(error).__name__, PAUSE_S)
         finally:
             self._opening.discard(request.resolved.residency)
@@ -240,7 +244,7 @@ class Shadows:
             figures.rank.add(agreement)
 
     async def close(self) -> None:
-        """End those that run; what they have in the queue is withdrawn."""
+        """Cancel the running copies. Their work in the queue is withdrawn."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -248,21 +252,21 @@ class Shadows:
 
 
 def _is_large(call: Call, request: InferRequest, finished: RequestResult) -> bool:
-    """Whether a copy would hold too much of a request until it is done: its body, its inputs, its answer."""
+    """Return True if a copy would hold too much of a request until it is done: its body, its inputs, its answer."""
     if finished.values > MAX_VALUES or len(call.body) > MAX_BYTES:
         return True
     return sum(item.size for item in (*request.items, *filter(None, (request.query,)))) > MAX_BYTES
 
 
 def _has_room(beat: Heartbeat) -> bool:
-    """Whether another model of the usual size fits beside what a worker has and is loading."""
+    """Return True if another model of the usual size fits beside the models that a worker has or is loading."""
     held = sum(status.state in ("loaded", "loading", "unloading") for status in beat.models)
     return held == 0 or held < beat.slots
 
 
 def cosines(finished: RequestResult, copied: RequestResult) -> list[float]:
-    """Cosine of the two dense vectors of each input, where both are floats of the same width; other inputs
-    are skipped.
+    """Return the cosine of the two dense vectors of each input, if both are floats of the same width. Other inputs are
+    skipped.
     """
     runs = [result.request.options.run for result in (finished, copied)]
     if any("dense" not in run.outputs or run.dtype not in _COMPARED for run in runs):
@@ -280,7 +284,9 @@ def cosines(finished: RequestResult, copied: RequestResult) -> list[float]:
 
 
 def rank_agreement(finished: RequestResult, copied: RequestResult) -> float | None:
-    """Spearman's correlation of the scores of a request's documents, None where there are fewer than three of both."""
+    """Return Spearman's correlation of the scores of a request's documents; None if fewer than three have both
+    scores.
+    """
     pairs = [
         (first.score, two.score)
         for (_, first), (_, two) in zip(finished.outcomes, copied.outcomes, strict=False)

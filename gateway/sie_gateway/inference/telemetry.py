@@ -1,7 +1,7 @@
-"""The spans of one request, entered where this gateway or the client traces. Nothing of it comes from a body or a
-credential.
+"""Spans of one request. The module is used only if this gateway or the client traces. Spans contain nothing from a body
+or a credential.
 
-A trace has a span of the request, what publishing it took, and how long each of its chunks was in the queue. The worker
+A trace has a span of the request, the time to publish it, and the time of each of its chunks in the queue. The worker
 reports its own stages below the span of the request.
 """
 
@@ -19,12 +19,12 @@ from sie_runtime import tracing
 if TYPE_CHECKING:
     from sie_runtime.spans import Span, Tracer
 
-_POLLED = ("/health", "/v1/scaling/")  # by machines, every few seconds
+_POLLED = ("/health", "/v1/scaling/")  # paths that machines poll every few seconds: they get no trace
 _TIMED = (*STAGES, "total_time")
 
 
 def begin_trace(tracer: Tracer | None, call: Call, method: str) -> None:
-    """Take over the client's trace context, and begin a span where this gateway traces."""
+    """Take over the client's trace context, and begin a span if this gateway traces."""
     own = None if call.path.startswith(_POLLED) else tracer
     call.context, call.span = tracing.begin_request(own, call.headers, method, call.id, call.received_s)
 
@@ -32,8 +32,8 @@ def begin_trace(tracer: Tracer | None, call: Call, method: str) -> None:
 def trace_chunks(
     span: Span, published_s: float, publish_ms: float, results: Sequence[WorkResult], waits_ms: Sequence[float]
 ) -> None:
-    """The chunks were published at `published_s` (perf_counter), the first ones were stored `publish_ms` later; each
-    result arrived `waits_ms` after `published_s`.
+    """Add the spans of chunks. They were published at `published_s` (perf_counter); the first ones were stored
+    `publish_ms` later, and each result arrived `waits_ms` after `published_s`.
     """
     if not span.is_recording:
         return
@@ -45,7 +45,7 @@ def trace_chunks(
 
 
 def end_trace(call: Call, span: Span, endpoint: str, status: int) -> None:
-    """The answer was sent, with that status."""
+    """End the span of a request after its answer was sent with this status."""
     if span.is_recording:
         span.set({f"sie.{name}": value for name, value in call.labels.items() if value})
         if call.finished is not None and call.finished.reported_times:

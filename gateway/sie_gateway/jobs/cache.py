@@ -203,7 +203,7 @@ class AnswerCache:
         return self._read[number]
 
     async def keep(self, name: str, values: Mapping[bytes, RowAnswer]) -> int:
-        """Store values as a segment under a name that no other shard has. Return its bytes. Raises StoreError."""
+        """Store values as a segment. `name`: unique for the shard. Return its size in bytes. Raises StoreError."""
         import obstore
 
         if not values:

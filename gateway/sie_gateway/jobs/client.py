@@ -1,7 +1,7 @@
 """Requests of a job to its model. They wait while there is no capacity. An input that failed is sent again alone.
 
     items ──► room (items in flight) ──► Inference.execute, bulk ──► outcome of each item
-                 └ no capacity now: wait as long as the error says, then try again, without a limit of tries
+                 └ no capacity now: wait as long as the error says, then try again, as often as needed
 
 A job never gives up because the cluster is busy, scaled to zero, or not reachable. It ends with an error only if a
 request can never succeed, for example because the model is gone.
@@ -38,7 +38,7 @@ from sie_runtime.http.server import uuid7
 
 ATTEMPTS = 3  # attempts for an input whose error may pass, such as a lack of memory
 MAX_PAUSE_S = 30.0
-FIRST_ROOM, MAX_ROOM = 512, 8192  # items in flight
+FIRST_ROOM, MAX_ROOM = 512, 8192  # items in flight at the begin; items in flight, at most
 ROOM_S = 4.0  # seconds of work in flight
 _T = TypeVar("_T")
 
@@ -64,7 +64,7 @@ class Halted(Exception):
 @dataclass(frozen=True)
 class JobIdentity:
     """Identity that a job works for. `grant` looks up the current grant of the credential; it returns None if the
-    credential is not valid any more. `charge` opens the charge of one call to its quota.
+    credential is not valid any more. `charge` begins the accounting of one call against its quota.
     """
 
     key: str
@@ -124,8 +124,8 @@ class Room:
 class Throttle:
     """Limit of the mean rate of a job, in tokens a second; 0 is no limit. Each request takes the time that its tokens
     need at this rate, and the next request starts after this time. Until the tokens of a request are known, they are
-    estimated by the mean of earlier inputs. `until_open` returns when a request may start. Requests wait for it one by
-    one: if all had waited for their time before, all would start when it returns.
+    estimated by the mean of earlier inputs. `until_open` returns when a request may start. Requests wait for it in
+    turn, so that not all of them start at once when it returns.
     """
 
     def __init__(
@@ -218,7 +218,7 @@ class JobClient:
                     self._on_trouble(error)
                 tries += 1
                 pause_s = min(MAX_PAUSE_S, max(0.2, pause_s, 0.2 * 2 ** min(tries, 8)))
-                await asyncio.sleep(pause_s * random.uniform(0.75, 1.25))  # noqa: S311  spreads groups
+                await asyncio.sleep(pause_s * random.uniform(0.75, 1.25))  # noqa: S311  spreads the retries of groups
         finally:
             if is_told:
                 self._on_trouble(None)

@@ -43,8 +43,8 @@ SINK_DTYPES = ("float32", "float16")  # other dtypes are packed bits, or need a 
 
 
 class Credentials(NamedTuple):
-    """Functions for the credential of a job: `grant` looks up its current grant, `charge` opens the charge of a call to
-    its quota.
+    """Functions for the credential of a job: `grant` looks up its current grant, `charge` begins the accounting of a
+    call against its quota.
     """
 
     grant: Callable[[str], Grant | None]
@@ -238,7 +238,7 @@ class JobEngine:
 
 
 def headers_of(request: JobRequest) -> dict[str, str]:
-    """Return the options of a job that a request of a client has as headers."""
+    """Return the options of a job that its requests have as headers."""
     return {
         **({"x-sie-pool": request.pool} if request.pool else {}),
         **({"x-sie-machine-profile": request.machine_profile} if request.machine_profile else {}),

@@ -105,7 +105,7 @@ class BatchCut:
         self._rows += 1
         if self._requests > MAX_LINES:
             message = (
-                f"input_file_id: more than {MAX_LINES} lines, which a batch may have; POST /v1/jobs takes any number"
+                f"input_file_id: more than {MAX_LINES} lines, the limit of a batch; POST /v1/jobs takes any number"
             )
             raise InvalidInput(message, reason="too_many_items", param="input_file_id")
         request = _lenient(line)
@@ -155,7 +155,7 @@ def read(line: bytes, number: int, endpoint: str, *, is_repeated: bool) -> LineR
     if bytes(request.method) and _text(request.method) != "POST":
         raise BadLine("invalid_method", f"{where}: method: expected POST")
     if url is None or not (url == endpoint or url.startswith(f"{endpoint}/")):
-        raise BadLine("mismatched_url", f"{where}: url: expected {endpoint}, as the batch has it")
+        raise BadLine("mismatched_url", f"{where}: url: expected {endpoint}, the endpoint of the batch")
     body = bytes(request.body)
     if not body.startswith(b"{"):
         raise BadLine("missing_required_parameter", f"{where}: body: expected a map")

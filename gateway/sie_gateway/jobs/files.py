@@ -31,10 +31,10 @@ from sie_store.files import FileObjects
 from sie_store.object_stores import ObjectMissing, StoreError, StoreFull
 
 MAX_FILE_BYTES = 512 << 20
-UPLOADS_AT_ONCE, UPLOADS_OF_A_KEY = 16, 4  # uploads of all keys; of one key. Each holds a few parts in memory
+UPLOADS_AT_ONCE, UPLOADS_OF_A_KEY = 16, 4  # uploads at once: of all keys, of one key; each holds a few parts in memory
 OUTPUTS_AT_ONCE = 4  # outputs of batches that are written at once; they never wait for uploads
 WRITE_S = 3600.0
-ABANDONED_S = WRITE_S + 600.0  # after this time no gateway writes the file; clocks may differ by the 600 seconds
+ABANDONED_S = WRITE_S + 600.0  # seconds after which no gateway writes a file any more; clocks may differ by 600 s
 CLEAN_S = 20.0
 _logger = logging.getLogger("sie.gateway.files")
 

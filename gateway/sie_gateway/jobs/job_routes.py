@@ -83,7 +83,7 @@ def requested(body: Mapping[str, Any]) -> dict[str, Any]:
         raise _schema_fault(error) from error
     src = job.src or job.source
     if job.execution != "run":
-        raise _refused("execution", "expected run: a job begins at once, and nothing is planned without it")
+        raise _refused("execution", "expected run: a job always begins at once, and cannot only be planned")
     for name, named, place in (("connection", job.connection, src), ("sink_connection", job.sink_connection, job.sink)):
         if named and named != _authority(place):
             raise _refused(name, "leave it out: SIE_JOBS_URLS and the gateway's own credentials give access to places")
@@ -131,7 +131,7 @@ def _output(sink: str) -> dict[str, Any]:
     if not sink:
         return {}
     if sink.startswith(_UPLOADED) or "://" not in sink:
-        raise _refused("sink", "leave it out: the output is then read from /v1/jobs/{job}/manifest; or name a folder")
+        raise _refused("sink", "leave it out, and read the output from /v1/jobs/{job}/manifest; or name a folder")
     return {"url": sink}
 
 

@@ -1,4 +1,4 @@
-"""Records of jobs and files in the broker, with the number and the bytes that one key and all keys have, and limits."""
+"""Records of jobs and files in the broker, and the limits of their number and bytes, for one key and for all keys."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RETRY_S = 60
 
 
 class RecordUse(NamedTuple):
-    """Number of records, and bytes."""
+    """Number of records, and their bytes."""
 
     records: int = 0
     size: int = 0

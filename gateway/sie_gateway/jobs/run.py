@@ -10,8 +10,8 @@ record of the job has the error as its `trouble`.
 
 A job may also be the reason why its leaders die, for example by an input that takes all memory. A leader works on the
 first SHARDS_AT_ONCE shards without an answer. So after a death, the next leader answers these shards one by one. The
-count of deaths begins again if more rows are done than at any death before. A job fails after MAX_LOST deaths in a row,
-over the first shard without an answer, the plan, or the output.
+count of deaths begins again if more rows are done than at any death before. A job fails after MAX_LOST deaths in a row
+during the same work: the first shard without an answer, the plan, or the output.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class JobRun:
         self._live: dict[int, tuple[int, int]] = {}  # by shard in work: answered rows, failed rows
         self._unread: tuple[Unread, ...] = ()
         self._trouble: ErrorInfo | None = None
-        self._is_ending = False  # this run writes the end of the job
+        self._is_ending = False  # whether this run writes the end of the job
         self._pace = JobPace()
         self._changed = asyncio.Event()
 
@@ -205,7 +205,7 @@ class JobRun:
 
     def _left(self, error: Exception) -> None:
         """Log that this run ends. The next leader, which may be this gateway, goes on."""
-        _logger.warning("job %s is left for now: %s", self._id, error)
+        _logger.warning("this gateway leaves job %s for now: %s", self._id, error)
 
     # progress of the work
 
@@ -222,7 +222,7 @@ class JobRun:
         """See JobProgress. Outside its windows a job has the trouble OUTSIDE_WINDOW, and its rate is not measured."""
         request = self._job.request
         while request is not None and (wait_s := pace.opens_in_s(request.windows, request.time_zone, self._now_s())):
-            message = f"it works from {' and '.join(request.windows)} {request.time_zone}"
+            message = f"the job works from {' and '.join(request.windows)} {request.time_zone}"
             self.trouble(ErrorInfo(OUTSIDE_WINDOW, message))
             await asyncio.sleep(min(wait_s, MAX_PAUSE_S))
         if self._is_outside:

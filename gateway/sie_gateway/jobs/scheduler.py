@@ -44,7 +44,7 @@ class _Running:
 
     def _left(self) -> None:
         if not self.task.done():
-            _logger.warning("job %s is left: its lease could not be renewed", self._id)
+            _logger.warning("job %s is stopped here: its lease could not be renewed", self._id)
             self.task.cancel()
 
 
@@ -73,7 +73,7 @@ class JobScheduler:
         self._at_once = at_once
         self._now_s = now_s
         # Leases of jobs that other gateways run; the lease that was not checked for longest is the first. They are kept
-        # because a lease can only be seen to expire over time. There are as many as all other gateways run jobs.
+        # because a lease can only be seen to expire over time. Other gateways run at least as many jobs.
         self._observed: dict[str, LeaderLease] = {}
         self._running: dict[str, _Running] = {}
 

@@ -1,5 +1,5 @@
-"""Requests of the page at `/` to the config service, passed on by the gateway: writes and the history of models. A page
-may ask nobody but the gateway that it came from. Programs ask the config service itself.
+"""Requests of the page at `/` to the config service, forwarded by the gateway: writes and the history of models. The
+page may send requests only to the gateway that served it. Programs use the config service directly.
 
     /console/configs/ID ──► scope at the gateway ──► /v1/configs/models/ID, with the caller's own token ──► its answer
 """
@@ -39,13 +39,15 @@ _logger = logging.getLogger("sie.gateway.configs")
 
 
 async def _forward(gateway: Gateway, request: Request, after: str = "") -> Response:
-    """Raises NotFound where there is no config service, and NotReady while it does not answer."""
+    """Forward a request to the config service, with `after` at the end of its path. Raises NotFound if there is no
+    config service, NotReady if it does not answer.
+    """
     url = gateway.settings.config_service_url
     if url is None:
         raise NotFound("this gateway has no config service: SIE_CONFIG_SERVICE_URL names it")
     headers = {name: request.headers[name] for name in _SENT if name in request.headers}
     reader = gateway.settings.config_read_token
-    if request.method == "GET" and reader is not None:  # who may read is for this gateway to say
+    if request.method == "GET" and reader is not None:  # this gateway has checked that the caller may read
         headers["authorization"] = f"Bearer {reader.reveal()}"
     path = f"{url.rstrip('/')}{MODELS}{_named(request.path_params.get('id', ''))}{after}"
     try:
@@ -59,25 +61,25 @@ async def _forward(gateway: Gateway, request: Request, after: str = "") -> Respo
             )
     except httpx.HTTPError as error:
         _logger.warning("the config service does not answer: %s", type(error).__name__)
-        raise NotReady("the config service does not answer; what it wrote before stays in use") from error
+        raise NotReady("the config service does not answer; its earlier writes stay in use") from error
     forwarded = {name: answer.headers[name] for name in _TOLD if name in answer.headers}
     return Response(answer.content, answer.status_code, forwarded)
 
 
 def _named(model: str) -> str:
-    """Raises NotFound for a name that would leave the folder of models."""
+    """Return the path of a model below the models of the config service. Raises NotFound if a part is `.` or `..`."""
     if any(part in (".", "..") for part in model.split("/")):
         raise NotFound("no such path")
     return f"/{quote(model, safe='/:@')}" if model else ""
 
 
 async def forward(gateway: Gateway, request: Request) -> Response:
-    """A write of a model, or a new one."""
+    """Forward a write of a model."""
     return await _forward(gateway, request)
 
 
 async def history(gateway: Gateway, request: Request) -> Response:
-    """The revisions of a model, newest first."""
+    """Return the revisions of a model, the newest first."""
     return await _forward(gateway, request, "/history")
 
 
@@ -102,11 +104,11 @@ def _own(route: Route) -> GatewayRoute:
 
 
 CONFIG_FORWARD = tuple(_own(row) for row in config_routes.bound(_HANDLERS) if row.handler is not None)
-SOURCE = "catalogue"  # who wrote an entry, the config service knows alone
+SOURCE = "catalogue"  # the source of each entry in answers: only the config service knows the writer of an entry
 
 
 def _catalogue(gateway: Gateway) -> Catalogue:
-    return gateway.inference.catalogue  # NotReady before there is one
+    return gateway.inference.catalogue  # raises NotReady while there is none
 
 
 def _document(
@@ -117,7 +119,7 @@ def _document(
 
 
 async def models(gateway: Gateway, _request: Request) -> Response:
-    """All models and aliases."""
+    """Return all models and aliases."""
     present = _catalogue(gateway)
     documents: dict[str, dict[str, Any]] = {
         model: {"profiles": entry.profiles} for model, entry in present.entries.items()
@@ -129,7 +131,7 @@ async def models(gateway: Gateway, _request: Request) -> Response:
 
 
 async def status(gateway: Gateway, request: Request) -> Response:
-    """Revisions of a model that gateways and workers serve."""
+    """Return the revisions of a model that gateways and workers serve."""
     present = _catalogue(gateway)
     entry = _entry(present, request.path_params["id"])
     bundles = {}
@@ -144,7 +146,7 @@ async def status(gateway: Gateway, request: Request) -> Response:
     revision, since = present.revisions[entry.id], present.since(entry.id)
     gateways = gateway.peers.epochs()
 
-    def revision_at(epoch: str) -> int | None:  # of others that lag, or lead, this gateway knows no revision
+    def revision_at(epoch: str) -> int | None:  # unknown for a gateway that is behind or ahead of this one
         return revision if configs.has_seen(epoch, since) and configs.has_seen(present.epoch, epoch) else None
 
     served = None if isinstance(entry, Alias) else bundles
@@ -154,25 +156,25 @@ async def status(gateway: Gateway, request: Request) -> Response:
 
 
 async def model(gateway: Gateway, request: Request) -> Response:
-    """The configuration of a model."""
+    """Return the configuration of a model."""
     present = _catalogue(gateway)
     entry = _entry(present, request.path_params["id"])
     return _document(request, msgspec.to_builtins(entry), headers={"ETag": f'"{present.revisions[entry.id]}"'})
 
 
 async def bundles(gateway: Gateway, _request: Request) -> Response:
-    """All bundles."""
+    """Return all bundles."""
     return json_response(configs.bundle_list(_catalogue(gateway).bundles))
 
 
 async def bundle(gateway: Gateway, request: Request) -> Response:
-    """One bundle."""
+    """Return one bundle."""
     bundle_entry = configs.bundle_of(_catalogue(gateway).bundles, request.path_params["id"])
     return _document(request, bundle_entry, configs.YAML)
 
 
 async def resolve(gateway: Gateway, request: Request) -> Response:
-    """The model and profile that a name stands for, and the bundles that can serve it."""
+    """Return the model and the profile of a name, and the bundles that can serve them."""
     return json_response(configs.resolution(_catalogue(gateway), await request.body()))
 
 

@@ -1,4 +1,4 @@
-"""`/v1/dead-letters`: rows and handlers, for administrators."""
+"""Routes of `/v1/dead-letters` and their handlers, for administrators."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ _logger = logging.getLogger("sie.gateway.dead_letters")
 
 
 def _checked(request: Request, *more: str) -> None:
-    """A misspelt filter would mean more letters than its writer did. Raises InvalidInput."""
+    """Check the names of query parameters. Raises InvalidInput for an unknown name: if a misspelt filter were ignored,
+    the operation would take too many letters.
+    """
     for name in request.query_params:
         if name not in ("pool", *more):
             raise InvalidInput(
@@ -50,20 +52,20 @@ def _whole(request: Request, name: str, default: int, least: int, most: int) -> 
 
 
 async def page(gateway: Gateway, request: Request) -> Response:
-    """A page of the list. Raises InvalidInput, PoolNotFound, QueueUnavailable."""
+    """Return a page of the list. Raises InvalidInput, PoolNotFound, QueueUnavailable."""
     _checked(request, *FILTERS, "before", "limit")
     before, limit = _whole(request, "before", 0, 0, 1 << 53), _whole(request, "limit", 50, 1, 200)
     return json_response(await gateway.dead_letters.page(_filter(gateway, request), before, limit))
 
 
 async def show(gateway: Gateway, request: Request) -> Response:
-    """One letter. Raises InvalidInput, NotFound, PoolNotFound, QueueUnavailable."""
+    """Return one letter. Raises InvalidInput, NotFound, PoolNotFound, QueueUnavailable."""
     _checked(request)
     return json_response(await gateway.dead_letters.show(_pool(gateway, request), request.path_params["letter"]))
 
 
 async def replay(gateway: Gateway, request: Request) -> Response:
-    """Run one again. Raises InvalidInput, NotFound, PoolNotFound, QueueUnavailable."""
+    """Run one letter again. Raises InvalidInput, NotFound, PoolNotFound, QueueUnavailable."""
     _checked(request, "timeout_s")
     timeout_s = number(request.query_params, "timeout_s", LETTER_S, 1, REPLAY_S)
     name, pool = request.path_params["letter"], _pool(gateway, request)
@@ -73,7 +75,7 @@ async def replay(gateway: Gateway, request: Request) -> Response:
 
 
 async def replay_all(gateway: Gateway, request: Request) -> Response:
-    """Run those again that fit. Raises InvalidInput, PoolNotFound, QueueUnavailable."""
+    """Run the letters that fit the filters again. Raises InvalidInput, PoolNotFound, QueueUnavailable."""
     _checked(request, *FILTERS, "after", "limit", "timeout_s")
     timeout_s = number(request.query_params, "timeout_s", LETTER_S, 1, REPLAY_S)
     after, limit = _whole(request, "after", 0, 0, 1 << 53), _whole(request, "limit", 20, 1, 100)
@@ -86,7 +88,7 @@ async def replay_all(gateway: Gateway, request: Request) -> Response:
 
 
 async def purge(gateway: Gateway, request: Request) -> Response:
-    """Forget one. Raises InvalidInput, NotFound, PoolNotFound, QueueUnavailable."""
+    """Remove one letter. Raises InvalidInput, NotFound, PoolNotFound, QueueUnavailable."""
     _checked(request)
     name, pool = request.path_params["letter"], _pool(gateway, request)
     done = await gateway.dead_letters.purge(pool, name)
@@ -95,8 +97,8 @@ async def purge(gateway: Gateway, request: Request) -> Response:
 
 
 async def purge_all(gateway: Gateway, request: Request) -> Response:
-    """Forget those that fit. Raises InvalidInput, also where neither a filter nor `all` is named; PoolNotFound,
-    QueueUnavailable.
+    """Remove the letters that fit the filters. Raises InvalidInput, also if the query has neither a filter nor `all`,
+    or both; PoolNotFound, QueueUnavailable.
     """
     _checked(request, *FILTERS, "all")
     letters = _filter(gateway, request)
@@ -112,7 +114,7 @@ async def purge_all(gateway: Gateway, request: Request) -> Response:
     return json_response(done)
 
 
-# rows
+# rows of the routing table
 
 _POOL = Parameter("pool", "query", str, "One of the installation's own pools; by default that of the gateway.")
 _WANTED = (

@@ -1,8 +1,8 @@
 """Dead letters for administrators (`dead_letter_routes.py`). No answer holds a client's input.
 
-page, show     what was given up, why, and how often it was tried
-replay         run it again (`replay.py`): a letter goes only when its work was answered in full
-purge          forget it, with the inputs in it
+page, show     work that was given up: the reason, and the number of attempts
+replay         run the work again (`replay.py`): the letter is removed only if all inputs of the work were answered
+purge          remove a letter, with the inputs in it
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from sie_gateway.fleet.lag import lane_of
 from sie_gateway.metrics import Metrics
 from sie_gateway.operations.replay import Replays, Unreadable, open_replays
 
-LOOK_S = 10.0  # for a list, and for the search of one letter
-EXAMINED = 1000  # letters that one list looks at
+LOOK_S = 10.0  # time limit of a list, or of the search for one letter, in seconds
+EXAMINED = 1000  # letters that one list reads, at most
 EXAMINED_BYTES = 16 << 20
-PURGE_S = 30.0  # then a purge tells how far it came
-REPLAY_S = 110.0  # of several letters together: below the time-outs of clients
-LETTER_S = 60.0  # for the answer of one, by default
-AROUND_S = 15.0  # for what is asked of the broker before and after
-AT_ONCE = 4  # letters in memory, each as large as a message at most
+PURGE_S = 30.0  # seconds after which a purge stops, and returns the number of removed letters
+REPLAY_S = 110.0  # time limit of a replay of several letters, in seconds; below the time-outs of clients
+LETTER_S = 60.0  # seconds to wait for the answer of one letter, by default
+AROUND_S = 15.0  # seconds for the requests to the broker before and after the work
+AT_ONCE = 4  # letters that are replayed, and held in memory, at once; a letter is at most as large as a message
 MAX_PLACES = 4096
 FILTERS = ("lane", "model", "code", "reason")
 _ID = re.compile(r"[0-9a-f]{1,64}")
@@ -44,7 +44,9 @@ _Errors = Counter[tuple[str, str]]  # by code and reason
 
 @dataclass(frozen=True)
 class Filter:
-    """Selection of letters of a pool: those that are equal in all that is not empty."""
+    """Filter for dead letters of a pool. A letter fits if its lane, model, code and reason equal those of the filter.
+    An empty field fits every letter.
+    """
 
     pool: str
     lane: str = ""
@@ -62,15 +64,16 @@ class Filter:
 
     @property
     def is_all(self) -> bool:
-        """Whether nothing is named, so that every letter fits."""
+        """Return whether all fields but the pool are empty, so that every letter fits."""
         return not any(value for _, value in self._values())
 
 
 class DeadLetterOperations:
-    """The dead letters of an installation's own pools, to which its workers also write those of reservations.
+    """Operations on the dead letters of an installation's own pools. Workers write the dead letters of reservations to
+    these pools too.
 
-    Nothing but places is kept here: every answer is read from the broker. Raises QueueUnavailable where the broker does
-    not answer, NotFound, PoolNotFound.
+    Every answer is read from the broker: only the sequences of letters are held in memory. The methods raise
+    QueueUnavailable if the broker does not answer, NotFound, PoolNotFound.
     """
 
     def __init__(
@@ -81,17 +84,19 @@ class DeadLetterOperations:
         pools: Iterable[str],
         on_publish: Callable[[Lane, Sequence[WorkItem]], None],
     ) -> None:
-        """`on_publish`: told of work that is published again, so that its model gets a host."""
+        """Create the operations. `on_publish` is called with work that is published again, so that its model gets a
+        host.
+        """
         self._broker = broker
         self._metrics = metrics
         self._ack_wait_s = float(settings.ack_wait_s)
         self.pool = settings.pool
         self.pools = sorted(pools)
         self._on_publish = on_publish
-        self._places: OrderedDict[tuple[str, str], int] = OrderedDict()  # the sequence of a pool and id, a hint
+        self._places: OrderedDict[tuple[str, str], int] = OrderedDict()  # last known sequence by pool and id
 
     async def page(self, filters: Filter, before: int, limit: int) -> api.DeadLetterPage:
-        """At most `limit` letters below the sequence `before`, 0 for the newest."""
+        """Return at most `limit` letters with a sequence below `before`. If it is 0, begin at the newest letter."""
         letters, more, last, size, examined = self._letters(filters.pool), False, 0, 0, 0
         shown = list[api.DeadLetterInfo]()
         counts: _Errors = Counter()
@@ -123,7 +128,7 @@ class DeadLetterOperations:
         )
 
     async def letter(self, pool: str, name: str) -> DeadLetterEntry:
-        """The letter with this id."""
+        """Return the letter with this id."""
         async with _bounded(LOOK_S):
             return await self._find(pool, name)
 
@@ -140,7 +145,7 @@ class DeadLetterOperations:
         raise NotFound(f"pool {pool} has no dead letter with this id; GET /v1/dead-letters lists them")
 
     async def show(self, pool: str, name: str) -> api.DeadLetterInfo:
-        """All that is told of a letter."""
+        """Return the description of a letter."""
         return self._info(pool, await self.letter(pool, name))
 
     async def replay(self, pool: str, name: str, timeout_s: float) -> api.Replayed:
@@ -150,9 +155,9 @@ class DeadLetterOperations:
             return await _replayed(replays, letter, timeout_s)
 
     async def replay_all(self, filters: Filter, after: int, limit: int, timeout_s: float) -> api.ReplayedAll:
-        """Run at most `limit` letters above the sequence `after` again, AT_ONCE at a time, for REPLAY_S together.
+        """Run at most `limit` letters with a sequence above `after` again, AT_ONCE at a time, in REPLAY_S altogether.
 
-        Those that are written meanwhile are left out: work that fails again is given up again.
+        Letters that are written meanwhile are left out: work that fails again is written as a new letter.
         """
         letters, end_s = self._letters(filters.pool), time.monotonic() + REPLAY_S
         done = list[api.Replayed]()
@@ -175,13 +180,13 @@ class DeadLetterOperations:
         return api.ReplayedAll(replayed=done, next=after if more else None)
 
     async def purge(self, pool: str, name: str) -> api.Purged:
-        """Forget a letter."""
+        """Remove a letter."""
         letter = await self.letter(pool, name)
         async with _bounded(LOOK_S):
             return api.Purged(removed=int(await self._letters(pool).remove(letter)), complete=True)
 
     async def purge_all(self, filters: Filter) -> api.Purged:
-        """Forget all letters of now that fit, as far as PURGE_S allows."""
+        """Remove all letters that fit and exist now. Stop after PURGE_S."""
         letters, removed = self._letters(filters.pool), 0
         end_s = time.monotonic() + PURGE_S
         async with _bounded(PURGE_S + LOOK_S):
@@ -249,7 +254,7 @@ class DeadLetterOperations:
 
 
 async def _first(letters: Letters, filters: Filter, after: int, last: int, most: int) -> list[DeadLetterEntry]:
-    """The `most` oldest letters that fit, above the sequence `after` and up to `last`."""
+    """Return the `most` oldest letters that fit, with sequences above `after` and up to `last`."""
     together = list[DeadLetterEntry]()
     async with contextlib.aclosing(letters.all(after)) as every:
         async for located in every:
@@ -263,7 +268,9 @@ async def _first(letters: Letters, filters: Filter, after: int, last: int, most:
 
 
 async def _replayed(replays: Replays, letter: DeadLetterEntry, timeout_s: float) -> api.Replayed:
-    """Outcome of a replay. Its errors are named by kind: their messages are for the client that asked."""
+    """Run a letter again and return the outcome. It has the codes of the errors, but not their messages, which are for
+    the client of the work.
+    """
 
     def outcome(state: api.State, errors: _Errors | None = None) -> api.Replayed:
         return api.Replayed(
@@ -300,7 +307,7 @@ def _counted(errors: _Errors) -> list[api.DeadLetterCount]:
 
 
 def _lane(located: DeadLetterEntry) -> str:
-    """Empty where the subject of the work names none."""
+    """Return the lane of a letter; empty if the subject of its work has no lane."""
     try:
         return str(lane_of(located.letter.subject))
     except ValueError:
@@ -309,7 +316,7 @@ def _lane(located: DeadLetterEntry) -> str:
 
 @contextlib.asynccontextmanager
 async def _bounded(limit_s: float) -> AsyncIterator[None]:
-    """Raises QueueUnavailable where the broker fails, or takes longer than `limit_s` seconds for all of it."""
+    """Raise QueueUnavailable if the broker fails, or if the block takes longer than `limit_s` seconds."""
     try:
         async with asyncio.timeout(limit_s):
             yield

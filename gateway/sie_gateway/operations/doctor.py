@@ -1,7 +1,6 @@
-"""`sie doctor`, run by a gateway for whoever looks at its page: a process of its own, with the settings of the gateway.
+"""Run of `sie doctor` by a gateway, for its page. It runs in a separate process, with the settings of the gateway.
 
-Its checks connect to the broker, look at ports and start helpers: none of that belongs on the event loop that answers
-requests.
+Its checks connect to the broker, test ports and start helpers. They would block the event loop that answers requests.
 """
 
 from __future__ import annotations
@@ -20,18 +19,18 @@ import msgspec
 
 from sie_contracts.errors import NotFound, NotReady
 
-LIMIT_S = 40.0  # above that of its slowest check
-FRESH_S = 5.0  # a report is told again for so long
+LIMIT_S = 40.0  # seconds for all checks; more than the limit of the slowest check
+FRESH_S = 5.0  # seconds for which a report is returned again
 MAX_BYTES = 1 << 20
 _logger = logging.getLogger("sie.gateway.doctor")
 
 
 class Doctor:
-    """One examination at a time; who asks meanwhile waits for its report."""
+    """Runner of `sie doctor`. Only one run is made at a time: requests that come meanwhile wait for its report."""
 
     def __init__(self, host: str, port: int, data_dir: Path | None) -> None:
-        """`data_dir`: of the `sie serve` that this gateway is a part of; without one the cluster is what is found from
-        the gateway at `host` and `port`.
+        """Set the cluster to check. `data_dir`: the data folder of the `sie serve` that runs this gateway. If it is
+        None, the checks begin at the gateway at `host` and `port`.
         """
         self._options = ("--data-dir", str(data_dir)) if data_dir is not None else ()
         here = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
@@ -41,8 +40,8 @@ class Doctor:
         self._at_s = -FRESH_S
 
     async def report(self) -> dict[str, Any]:
-        """The document of `sie doctor --json`. Raises NotFound where the command is not installed, NotReady where it
-        came to no end.
+        """Return the document of `sie doctor --json`. Raises NotFound if the command is not installed, NotReady if it
+        does not end in time or prints no JSON.
         """
         if importlib.util.find_spec("sie_cli") is None:
             raise NotFound("this gateway has no command line: install the extra `cli` beside it, or run sie doctor")
@@ -69,8 +68,8 @@ class Doctor:
                 await child.wait()
             report = msgspec.json.decode(output, type=dict[str, Any])
         except (TimeoutError, msgspec.DecodeError) as error:
-            _logger.warning("sie doctor told nothing: %s", type(error).__name__)
-            raise NotReady("sie doctor came to no end; run it in a terminal to see why") from error
+            _logger.warning("sie doctor gave no report: %s", type(error).__name__)
+            raise NotReady("sie doctor gave no report; run it in a terminal to see why") from error
         finally:
             if child.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
@@ -80,7 +79,7 @@ class Doctor:
 
 
 async def _all(stream: asyncio.StreamReader) -> bytes:
-    """Up to MAX_BYTES, which no report has."""
+    """Read all bytes of a stream, up to MAX_BYTES. Every report is shorter."""
     output = bytearray()
     while len(output) < MAX_BYTES and (part := await stream.read(1 << 16)):
         output += part

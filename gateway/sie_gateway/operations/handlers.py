@@ -1,4 +1,4 @@
-"""Handlers of models, health, scaling and metrics: what operators and programs ask a gateway."""
+"""Handlers of models, health, scaling and metrics, for operators and programs."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ _logger = logging.getLogger("sie.gateway.residency")
 
 
 def json_response(body: Any, status: int = 200) -> Response:
-    """A struct or builtins as JSON."""
+    """Return a response with a struct or builtins as JSON."""
     return Response(msgspec.json.encode(body), status, media_type="application/json")
 
 
 def number(query: QueryParams, name: str, default: float, least: float, most: float) -> float:
-    """A number of the query. Raises InvalidInput."""
+    """Return a number of the query. Raises InvalidInput."""
     try:
         value = float(query.get(name, default))
     except ValueError:
         value = math.nan
-    if not least <= value <= most:  # nan neither
+    if not least <= value <= most:  # also true for nan
         raise InvalidInput(f"{name}: expected a number from {least:g} to {most:g}", reason="schema", param=name)
     return value
 
 
 async def _listed(gateway: Gateway, query: QueryParams) -> dict[str, Any]:
-    """The part of the catalogue that a query names: `models`, and `total` where it has a limit. Raises InvalidInput."""
+    """Return the models that a query selects: `models`, and `total` if the query has a limit. Raises InvalidInput."""
     listed = await model_list(
         gateway.inference.catalogue,
         gateway.fleet,
@@ -62,20 +62,22 @@ async def _listed(gateway: Gateway, query: QueryParams) -> dict[str, Any]:
 
 
 async def models(gateway: Gateway, request: Request) -> Response:
-    """The catalogue. Raises InvalidInput."""
+    """Return the models of the catalogue. Raises InvalidInput."""
     listed = await _listed(gateway, request.query_params)
     return json_response({"object": "list", "data": listed["models"], **listed})
 
 
 async def models_of_infinity(gateway: Gateway, request: Request) -> Response:
-    """The catalogue, as Infinity's client reads it: it takes no other owner than Infinity. Raises InvalidInput."""
+    """Return the models of the catalogue for the client of Infinity. It accepts no owner but infinity. Raises
+    InvalidInput.
+    """
     listed = await _listed(gateway, request.query_params)
     listed["models"] = [{**info, "owned_by": "infinity"} for info in listed["models"]]
     return json_response({"object": "list", "data": listed["models"], **listed})
 
 
 async def model(gateway: Gateway, request: Request) -> Response:
-    """One model or alias."""
+    """Return one model or alias."""
     resolved = gateway.inference.resolve(request.path_params["model"])
     catalogue = gateway.inference.catalogue
     info = model_info(catalogue, gateway.fleet, resolved.entry, resolved.profile)
@@ -84,18 +86,18 @@ async def model(gateway: Gateway, request: Request) -> Response:
 
 
 async def health(gateway: Gateway, request: Request) -> Response:
-    """The catalogue in use, and the workers."""
+    """Return the health of the cluster: its workers and models."""
     return json_response(gateway.status.health(request.scope["sie.call"].grant))
 
 
 async def scaling(gateway: Gateway, request: Request) -> Response:
-    """Load of a lane. Raises NotFound, also for a lane of somebody else's reservation."""
-    call = request.scope.get("sie.call")  # none at the port of autoscalers, which has no credentials
+    """Return the load of a lane. Raises NotFound, also for a lane of another key's reservation."""
+    call = request.scope.get("sie.call")  # None at the port for autoscalers, which send no credentials
     return json_response(await gateway.scaling.answer(request.path_params["lane"], call and call.grant))
 
 
 async def metrics(gateway: Gateway, request: Request) -> Response:
-    """Metrics for Prometheus. Raises NotFound where SIE_GATEWAY_API_METRICS is off."""
+    """Return metrics for Prometheus. Raises NotFound if SIE_GATEWAY_API_METRICS is off."""
     if not gateway.settings.gateway_api_metrics:
         raise NotFound(
             "/metrics is on the port SIE_GATEWAY_METRICS_PORT; SIE_GATEWAY_API_METRICS=true serves it here as well"
@@ -108,11 +110,11 @@ async def metrics(gateway: Gateway, request: Request) -> Response:
 
 
 def _resolved_models(gateway: Gateway, request: Request) -> tuple[Resolved, ...]:
-    """Models that a name stands for: the model, or each of an alias. Raises ModelNotFound, BundleConflict,
+    """Return the models of a name: one model, or all models of an alias. Raises ModelNotFound, BundleConflict,
     InvalidInput.
     """
     name = request.path_params["model"]
-    gateway.inference.resolve(name)  # an unknown name is refused with those like it
+    gateway.inference.resolve(name)  # refuses an unknown name, with similar names
     return resolve_all(gateway.inference.catalogue, name.removesuffix("/"))
 
 
@@ -135,11 +137,11 @@ def _residency_reply(request: Request, state: ResidencyState, status: int, place
 
 def _log(request: Request, action: str, models: Iterable[Resolved]) -> None:
     name = request.scope["sie.call"].grant.name
-    _logger.info("%s asks to %s %s", name, action, ", ".join(model.canonical for model in models))
+    _logger.info("%s requests to %s %s", name, action, ", ".join(model.canonical for model in models))
 
 
 async def load(gateway: Gateway, request: Request) -> Response:
-    """Have a model loaded: 200 where it is, 202 where it is not yet. Raises InvalidInput, ModelNotFound,
+    """Request the load of a model. Answer 200 if it is loaded, else 202. Raises InvalidInput, ModelNotFound,
     BundleConflict, PoolNotFound, NotFound, NotProvisioned, QueueUnavailable.
     """
     models = _resolved_models(gateway, request)
@@ -151,11 +153,11 @@ async def load(gateway: Gateway, request: Request) -> Response:
 
 
 async def unload(gateway: Gateway, request: Request) -> Response:
-    """Have a model unloaded: 200 where no worker has it, 202 where one does. Raises as `load`."""
+    """Request the unload of a model. Answer 200 if no worker has it, else 202. Raises the errors of `load`."""
     models, headers = _resolved_models(gateway, request), request.headers
     places: list[Where] = []
     for resolved in models:
-        lane = gateway.inference.lane(headers, resolved)  # refuses what is not there
+        lane = gateway.inference.lane(headers, resolved)  # refuses an unknown pool or machine profile
         by_profile = bool(headers.get("x-sie-machine-profile", "").strip())
         by_pool = by_profile or bool(headers.get("x-sie-pool", "").strip())
         places.append(Where(lane.pool if by_pool else "", lane.machine_profile if by_profile else ""))

@@ -1,19 +1,19 @@
-"""Answers of a gateway: a line of each in the log, and of the last hour, for people who ask why something is slow,
-counts, errors and latency by stage in steps of time, and the slowest requests with all that is known of them.
+"""Log and history of the inference requests of a gateway. The history covers the last hour: counts, errors and latency
+by stage for each step of time, and full records of the slowest requests. It shows people why requests are slow.
 
-The log has one line for each inference request. Of those that were refused without having run only the first ones of
-each interval have a line, and then one line says how many more there were: overload must not become an overload of the
-log. Model, request and trace are fields of the record.
+The log has one line for each inference request. Requests that were refused before they ran are an exception: only the
+first ones of each interval have a line, and one more line counts the rest. So overload does not flood the log. Model
+and request id are fields of the log record.
 
     encode 200 in 9.3 ms items=3 tokens=24 queue_time=2.104 preprocess_time=0.312 ... unattributed_time=1.088
     512 more requests were refused in 10 s: encode 503 code=QUEUE_FULL 500, score 503 code=QUEUE_FULL 12
 
-`LogTail` keeps the last lines of the log that belong to a request, for whoever looks for one by its id.
+`LogTail` holds the newest log lines that have a request id, so that people can look up the lines of a request.
 
     a request ends ──► its step of 10 s: requests, errors by code, a histogram of each stage
-                  └──► the slowest and the last failed ones of its minute, whole
+                  └──► full records of the slowest and the last failed requests of its minute
 
-Bounded: so many steps, so many requests of each minute. Nothing of a body or a credential is kept.
+The numbers of steps and of recorded requests are limited. No part of a body or of a credential is stored.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ from sie_gateway.inference.results import STAGES
 if TYPE_CHECKING:
     from sie_gateway.inference.call import Call
 
-REFUSED = frozenset({"QUEUE_FULL", "RATE_LIMITED"})  # before anything of the request ran
+REFUSED = frozenset({"QUEUE_FULL", "RATE_LIMITED"})  # codes of requests that were refused before they ran
 INTERVAL_S = 10.0
-MAX_REFUSED_LINES = 20  # in an interval
+MAX_REFUSED_LINES = 20  # log lines of refused requests in an interval, at most
 STEP_S = 10
 STEPS = 360
 MINUTE_S = 60
-SLOWEST, FAILED = 5, 5  # requests of each minute and key that are kept whole
-MAX_OWNERS = 8  # keys of a minute with places of their own; all others share one more set
-MAX_TEXT = 300  # characters of a message, and of a name that no model has
-MAX_CHUNKS = 32  # of a request, that are told
+SLOWEST, FAILED = 5, 5  # requests of each minute and key that are recorded in full
+MAX_OWNERS = 8  # keys of a minute with separate lists of requests; all other keys share one more list
+MAX_TEXT = 300  # characters of a message, and of the name of an unknown model
+MAX_CHUNKS = 32  # chunks in the record of a request, at most
 STAGES_TOLD = (*STAGES, "total_time")
-# upper bounds in ms: each is a fifth above the one before, so a quantile is at most that far from the truth
+# upper bounds in ms: each bound is a fifth above the previous one, so a quantile is at most a fifth too large
 BOUNDS_MS = tuple(0.05 * 1.2**step for step in range(80))
 _of_stages = itemgetter(*STAGES_TOLD)
 _of_logged = itemgetter(*STAGES)
@@ -60,22 +60,22 @@ _logger = logging.getLogger("sie.gateway")
 
 
 class Note(NamedTuple):
-    """A request that ended, as it is kept."""
+    """Record of a request that has ended."""
 
     total_ms: float
-    number: int  # of two equally slow ones the earlier is the lesser; no more of a note is ever compared
+    number: int  # orders notes of equal time, so that `fields` are never compared
     fields: dict[str, Any]
     owner: str  # the key of its credential
 
 
 @dataclass
 class _HistoryBucket:
-    """`STEP_S` seconds from `at` on, seconds since the epoch."""
+    """Counts of one step: STEP_S seconds, beginning at `at`, in seconds since the epoch."""
 
     at: int
     requests: int = 0
     errors: Counter[str] = field(default_factory=Counter)
-    ran: int = 0  # requests that reached a worker: they alone have stages
+    ran: int = 0  # requests that a worker answered: only these have stages
     stages: tuple[array[int], ...] = ()
 
     def count(self, code: str, times_ms: tuple[float, ...] | None) -> None:
@@ -104,14 +104,16 @@ class _Minute:
     remaining: _SlowestNotes = field(default_factory=_SlowestNotes)
 
     def places(self, owner: str) -> _SlowestNotes:
-        """Notes of a key, so that the requests of one do not push out those of another."""
+        """Return the notes of a key. They are separate, so that the requests of a key do not push out those of another
+        key.
+        """
         if owner not in self.owners and len(self.owners) >= MAX_OWNERS:
             return self.remaining
         return self.owners.setdefault(owner, _SlowestNotes())
 
 
 class RequestHistory:
-    """Belongs to the gateway's loop. `clock`: seconds since the epoch."""
+    """History of the last hour. Only the gateway's event loop uses it. `clock` returns seconds since the epoch."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
@@ -120,7 +122,7 @@ class RequestHistory:
         self._numbers = itertools.count()
 
     def ended(self, call: Call, endpoint: str, status: int, seconds: float) -> None:
-        """An inference request was answered, `seconds` after its head came."""
+        """Record an inference request that was answered, `seconds` after its head arrived."""
         now_s = self._clock()
         times_ms = None
         if call.finished is not None:
@@ -128,7 +130,7 @@ class RequestHistory:
             times_ms = _of_stages(timing)
         code = call.code if status >= 400 else ""
         self._step(now_s).count(code, times_ms)
-        if code in REFUSED:  # overload is counted; its thousands would crowd out what ran
+        if code in REFUSED:  # only counted: in overload they would push out the requests that ran
             return
         places, total_ms = self._minute(now_s).places(call.key), 1000 * seconds
         is_slow = len(places.slowest) < SLOWEST or total_ms > places.slowest[0].total_ms
@@ -142,7 +144,7 @@ class RequestHistory:
 
     def _step(self, now_s: float) -> _HistoryBucket:
         at = int(now_s) // STEP_S * STEP_S
-        if not self._steps or self._steps[-1].at < at:  # a clock that is put back goes on with the last step
+        if not self._steps or self._steps[-1].at < at:  # if the clock was set back, the last step goes on
             self._steps.append(_HistoryBucket(at))
         return self._steps[-1]
 
@@ -153,8 +155,8 @@ class RequestHistory:
         return self._minutes[-1]
 
     def since(self, since_s: float = 0.0, step_s: int = STEP_S) -> dict[str, Any]:
-        """The steps that end after `since_s`, at most an hour old, oldest first; those in which nothing was answered
-        are left out. Several are told as one where `step_s`, a multiple of STEP_S, is longer.
+        """Return the steps that end after `since_s`, at most an hour old, the oldest first. Steps without a request are
+        left out. If `step_s`, a multiple of STEP_S, is longer than a step, several steps are joined to one.
         """
         now_s = self._clock()
         first = max(since_s, now_s - STEPS * STEP_S)
@@ -168,12 +170,14 @@ class RequestHistory:
         }
 
     def requests(self, most: int, grant: Grant) -> list[dict[str, Any]]:
-        """The requests of the last hour that are kept and that a credential may see, the slowest first."""
+        """Return at most `most` recorded requests of the last hour that a credential may see, the slowest first."""
         notes = {note.number: note for note in self._notes(grant)}
         return [note.fields for note in sorted(notes.values(), reverse=True, key=lambda note: note[:2])[:most]]
 
     def find(self, request_id: str, grant: Grant) -> dict[str, Any] | None:
-        """A request that is kept and that a credential may see, by its X-SIE-Request-ID."""
+        """Return the description of a request by its X-SIE-Request-ID; None if there is none that a credential may
+        see.
+        """
         return next((note.fields for note in self._notes(grant) if note.fields["id"] == request_id), None)
 
     def _notes(self, grant: Grant) -> Iterator[Note]:
@@ -185,7 +189,9 @@ class RequestHistory:
 
 
 def quantile(counts: array[int], share: float) -> float:
-    """The upper bound, ms, below which `share` of the observations are; infinite values count as the last bound."""
+    """Return the bound in ms below which `share` of the observations are. A value above all bounds counts as the last
+    bound.
+    """
     rank = share * sum(counts)
     for bound, below in zip(BOUNDS_MS, itertools.accumulate(counts), strict=False):
         if below >= rank:
@@ -194,7 +200,7 @@ def quantile(counts: array[int], share: float) -> float:
 
 
 def _joined(at: int, steps: list[_HistoryBucket]) -> dict[str, Any]:
-    """Several steps as one, with the median and the 99th percentile of each stage, ms, in the order of STAGES_TOLD."""
+    """Join steps to one, with the median and the 99th percentile of each stage in ms, in the order of STAGES_TOLD."""
     errors: Counter[str] = Counter()
     for step in steps:
         errors.update(step.errors)
@@ -208,7 +214,7 @@ def _joined(at: int, steps: list[_HistoryBucket]) -> dict[str, Any]:
 
 
 def _fields(call: Call, endpoint: str, status: int, total_ms: float, now_s: float) -> dict[str, Any]:
-    """Description of a request without its inputs."""
+    """Describe a request without its inputs."""
     finished, request = call.finished, call.infer_request
     fields: dict[str, Any] = {
         "id": call.id,
@@ -240,20 +246,20 @@ def _fields(call: Call, endpoint: str, status: int, total_ms: float, now_s: floa
 
 
 def _model_of(call: Call) -> str:
-    """Model that the client asked for, also where it does not exist."""
+    """Return the name of the requested model, also if it does not exist."""
     return call.resolved.canonical if call.resolved is not None else (call.model or "")[:MAX_TEXT]
 
 
 class RequestLogger:
-    """Owned by the gateway's loop."""
+    """Logger of answered requests. Only the gateway's event loop uses it."""
 
     def __init__(self) -> None:
         self._told = 0  # lines of refused requests in this interval
-        self._left_out: Counter[str] = Counter()  # by endpoint, status and code, which all come from fixed sets
+        self._left_out: Counter[str] = Counter()  # by endpoint, status and code; all three are from fixed sets
         self._timer: asyncio.TimerHandle | None = None  # set while an interval runs
 
     def ended(self, call: Call, endpoint: str, status: int, seconds: float) -> None:
-        """Log a request whose answer was sent, or count it."""
+        """Log a request whose answer was sent. Above MAX_REFUSED_LINES, only count a refused request."""
         if call.code in REFUSED:
             if self._timer is None:
                 self._timer = asyncio.get_running_loop().call_later(INTERVAL_S, self._summarise)
@@ -271,7 +277,9 @@ class RequestLogger:
 
 
 def log_request(call: Call, endpoint: str, status: int, seconds: float) -> None:
-    """Log a request whose answer was sent, `seconds` after its head came. Stages and tokens only where it ran."""
+    """Log a request whose answer was sent, `seconds` after its head arrived. If it ran, the line has stages and
+    tokens.
+    """
     if not _logger.isEnabledFor(logging.INFO):
         return
     words = [f"{endpoint} {status} in {seconds * 1000:.1f} ms"]
@@ -288,12 +296,12 @@ def log_request(call: Call, endpoint: str, status: int, seconds: float) -> None:
 
 
 MAX_LINES = 5_000
-MAX_REQUESTS = 20_000  # whose owners are remembered; of one before them only an administrator sees the lines
-MAX_CHARS = 500  # of one
+MAX_REQUESTS = 20_000  # newest requests with a known owner; only an administrator sees the lines of older requests
+MAX_CHARS = 500  # characters of a line
 
 
 class TailLine(NamedTuple):
-    """`at`: seconds since the epoch."""
+    """Line of the log. `at`: seconds since the epoch."""
 
     request: str
     at: float
@@ -303,8 +311,8 @@ class TailLine(NamedTuple):
 
 
 class LogTail(logging.Handler):
-    """Keeps the newest lines of loggers below `sie` that carry a request id. All but `emit` belongs to the gateway's
-    loop.
+    """Handler that holds the newest lines of loggers below `sie` that have a request id. Any thread may call `emit`.
+    Only the gateway's event loop calls the other methods.
     """
 
     def __init__(self) -> None:
@@ -313,20 +321,20 @@ class LogTail(logging.Handler):
         self._owners: dict[str, str] = {}  # by request id, the oldest first
 
     def admitted(self, request: str, owner: str) -> None:
-        """A request of this key was let in."""
+        """Record the key of a request that was admitted."""
         if len(self._owners) >= MAX_REQUESTS:
             del self._owners[next(iter(self._owners))]
         self._owners[request] = owner
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Called by `logging`, under the lock of this handler."""
+        """Store a line that has a request id. `logging` calls this under the lock of the handler."""
         request = getattr(record, "request_id", None)
         if request:
             message = record.getMessage()[:MAX_CHARS]
             self._lines.append(TailLine(str(request), record.created, record.levelname, record.name, message))
 
     def lines_of(self, request: str, grant: Grant) -> list[dict[str, Any]]:
-        """The lines of a request, the oldest first; none of one that a credential may not see."""
+        """Return the lines of a request, the oldest first; no lines if the credential may not see the request."""
         if "admin" not in grant.scopes and grant.key and self._owners.get(request) != grant.key:
             return []
         with self.lock or contextlib.nullcontext():
@@ -338,7 +346,7 @@ class LogTail(logging.Handler):
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """While the gateway runs."""
+        """Receive log lines for as long as the context lasts."""
         logger = logging.getLogger("sie")
         logger.addHandler(self)
         try:

@@ -1,5 +1,5 @@
-"""The models API: models and aliases of the catalogue as clients see them, with what the workers report. Never causes a
-load.
+"""Models API: descriptions of the models and aliases of the catalogue, with the reports of workers. It never causes the
+load of a model.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from sie_gateway.fleet.lanes import Fleet
 from sie_gateway.inference.shadow import ShadowStatistics
 
 Measured = Callable[[str, str], ShadowStatistics]
-"""What a gateway measured of an alias' shadow, by the names of both."""
-_SLICE = 50  # models that are described in one turn of the loop: a millisecond or two
+"""Function that returns this gateway's measurements of a shadow, by the names of the alias and of the shadow model."""
+_SLICE = 50  # models that are described before other tasks may run: one or two milliseconds
 
 
 def model_info(catalogue: Catalogue, fleet: Fleet, entry: ModelEntry, profile: str = "default") -> dict[str, Any]:
-    """One ModelInfo. A variant carries `variant_of`."""
+    """Return the ModelInfo of a model with a profile. A profile other than the default has `variant_of`."""
     resolved = catalogue.resolve_profile(entry, profile, entry.id)
     state, reports = fleet.model(resolved.residency)
     hosts = [_host(beat, status) for beat, status in reports]
@@ -85,8 +85,8 @@ def model_info(catalogue: Catalogue, fleet: Fleet, entry: ModelEntry, profile: s
 
 
 def _precision(own: str | None, reports: Sequence[tuple[Heartbeat, ModelStatus]]) -> dict[str, Any]:
-    """Precision that the entry or profile asks for, else the default of the workers; the one that they serve; the
-    reason for a difference. Workers may differ.
+    """Return the requested precision (of the entry or profile, else the default of the workers), the precisions that
+    workers serve, and the reasons for a difference. Workers may differ.
     """
     reported = [status.precision for _, status in reports if status.precision is not None]
     requested = own or next((precision.requested for precision in reported if precision.requested), None)
@@ -99,7 +99,7 @@ def _precision(own: str | None, reports: Sequence[tuple[Heartbeat, ModelStatus]]
 
 
 def _engine(own: str | None, reports: Sequence[tuple[Heartbeat, ModelStatus]]) -> dict[str, Any]:
-    """Engine that the entry or profile asks for, if it does; the one that the workers use, and the reason."""
+    """Return the engine that the entry or profile requests, if any, the engines that workers use, and the reasons."""
     reported = [status.engine for _, status in reports if status.engine is not None]
     return {
         "requested": own,
@@ -109,13 +109,13 @@ def _engine(own: str | None, reports: Sequence[tuple[Heartbeat, ModelStatus]]) -
 
 
 def _capabilities(entry: ModelEntry) -> list[str]:
-    """Capabilities of the model by the names that Infinity has for them."""
+    """Return the capabilities of the model by their names in Infinity."""
     can = {"embed": "dense" in entry.outputs, "rerank": "score" in entry.tasks, "classify": classifies(entry)}
     return [name for name, on in can.items() if on]
 
 
 def _host(beat: Heartbeat, status: ModelStatus) -> dict[str, Any]:
-    """The model on one worker."""
+    """Return the state of the model on one worker."""
     error = status.error
     return {
         "worker": beat.worker,
@@ -135,7 +135,7 @@ def _host(beat: Heartbeat, status: ModelStatus) -> dict[str, Any]:
 
 
 def _profiles(entry: ModelEntry) -> dict[str, Any]:
-    """Each profile, and what it decides of a request by itself."""
+    """Return each profile, with its differences from the default profile."""
     default = Catalogue.resolve_profile(entry, "default", entry.id)
     return {name: _profile(default, entry, name) for name in ("default", *entry.profiles)}
 
@@ -155,7 +155,7 @@ def _profile(default: Resolved, entry: ModelEntry, name: str) -> dict[str, Any]:
 
 
 def _differing(default: msgspec.Struct, own: msgspec.Struct) -> dict[str, Any]:
-    """The fields of `own` that are other than those of `default`."""
+    """Return the fields of `own` that differ from those of `default`."""
     return {
         name: msgspec.to_builtins(value)
         for name in own.__struct_fields__
@@ -164,7 +164,9 @@ def _differing(default: msgspec.Struct, own: msgspec.Struct) -> dict[str, Any]:
 
 
 def score_scale(entry: ModelEntry) -> str | None:
-    """Meaning of a score of this model, None where it gives none or only its own files tell."""
+    """Return the scale of the model's scores. None if it has no scores, or if only the files of the model define the
+    scale.
+    """
     if "score" not in entry.tasks:
         return None
     family = families.row(entry.family)
@@ -176,7 +178,7 @@ def score_scale(entry: ModelEntry) -> str | None:
 
 
 class ModelList(NamedTuple):
-    """Some models, and how many there are of their kind."""
+    """The first models of a selection. `total`: number of models in the whole selection."""
 
     infos: list[dict[str, Any]]
     total: int
@@ -194,8 +196,9 @@ async def model_list(
     limit: int | None = None,
     figures: Measured,
 ) -> ModelList:
-    """All models in order of name, each followed by its variants, then the aliases. `named`: only those with this in
-    their name, in any case. `limit`: only the first ones, of which alone the rest is looked up.
+    """Return the models in the order of their names, each followed by its variants, then the aliases. `named`: select
+    names that contain this text, in upper or lower case. `limit`: return only the first ones; without other filters,
+    the rest are not described at all.
     """
     names = _names(catalogue, named.lower(), variants=variants)
     picks = bool(task or output or loaded)
@@ -223,7 +226,9 @@ async def model_list(
 
 
 def _names(catalogue: Catalogue, kind: str, *, variants: bool) -> list[tuple[str, str | None]]:
-    """Entries and profiles in order, then the aliases that can serve, which have no profile."""
+    """Return the names of entries with their profiles, in order, then of the aliases that can serve. An alias has the
+    profile None.
+    """
     names: list[tuple[str, str | None]] = [
         (entry.id, profile)
         for _, entry in sorted(catalogue.entries.items())
@@ -232,15 +237,15 @@ def _names(catalogue: Catalogue, kind: str, *, variants: bool) -> list[tuple[str
     ]
     for _, alias in sorted(catalogue.aliases.items()):
         if kind in alias.id.lower():
-            with contextlib.suppress(ModelNotFound, BundleConflict):  # its model is gone
+            with contextlib.suppress(ModelNotFound, BundleConflict):  # the model of the alias is gone
                 catalogue.resolve(alias.heaviest.model, follow=False)
                 names.append((alias.id, None))
     return names
 
 
 def alias_info(info: dict[str, Any], alias: Alias, figures: Measured) -> dict[str, Any]:
-    """A ModelInfo of the model that serves most keys of an alias, as that of the alias: under its name, with all that
-    it names.
+    """Return the ModelInfo of an alias. It is made from `info`, the ModelInfo of the target with the largest weight,
+    and has all targets and the shadow of the alias.
     """
     fields: dict[str, Any] = {"targets": [{"model": target.model, "weight": target.weight} for target in alias.alias]}
     if alias.shadow is not None:

@@ -1,4 +1,4 @@
-"""The files of the page at `/`."""
+"""Routes of the page at `/`: its files, and the views that it shows."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ CONSOLE_POLICY = (
 
 @functools.cache
 def console(name: str, root: str = "") -> bytes:
-    """One of CONSOLE_FILES. The page needs nothing from elsewhere.
+    """Return the content of one of CONSOLE_FILES. The page loads no other files.
 
-    `root`: the prefix of a reverse proxy. The page then names its files from there, because a browser that has it at
-    the prefix without the final slash would ask for relative ones beside the prefix.
+    `root`: the path prefix of a reverse proxy. The paths of the files in the page then begin with it. Relative paths
+    would fail if the browser has opened the prefix without the final slash.
     """
     content = (CONSOLE / name).read_bytes()
     return content.replace(b'="console/', f'="{root}/console/'.encode()) if root and name == "index.html" else content
@@ -47,7 +47,7 @@ def _grant(request: Request) -> Grant:
 
 
 async def page(_gateway: Gateway, request: Request) -> Response:
-    """The console, or one of its files. Raises NotFound."""
+    """Return the console page, or one of its files. Raises NotFound."""
     name = request.path_params.get("file", "index.html")
     if name not in CONSOLE_FILES:
         raise NotFound("no such path")
@@ -60,22 +60,22 @@ async def page(_gateway: Gateway, request: Request) -> Response:
 
 
 async def cluster(gateway: Gateway, request: Request) -> Response:
-    """The state of the cluster in brief."""
+    """Return a summary of the cluster."""
     return json_response(gateway.status.shown(request.query_params.get("filter", ""), _grant(request)))
 
 
 async def placement(gateway: Gateway, request: Request) -> Response:
-    """Placement: the workers that host each model."""
+    """Return the placement: the workers that host each model."""
     return json_response(gateway.status.placed(request.query_params.get("filter", ""), _grant(request)))
 
 
 async def doctor(gateway: Gateway, _request: Request) -> Response:
-    """Report of `sie doctor`. Raises NotFound, NotReady."""
+    """Return the report of `sie doctor`. Raises NotFound, NotReady."""
     return json_response(await gateway.doctor.report())
 
 
 async def history(gateway: Gateway, request: Request) -> Response:
-    """Answers of this gateway over the last hour. Raises InvalidInput."""
+    """Return counts and latencies of this gateway over the last hour. Raises InvalidInput."""
     query = request.query_params
     since_s = number(query, "since", 0.0, 0.0, math.inf)
     step_s = int(number(query, "step_s", STEP_S, STEP_S, 600))
@@ -85,24 +85,24 @@ async def history(gateway: Gateway, request: Request) -> Response:
 
 
 async def requests(gateway: Gateway, request: Request) -> Response:
-    """The requests of the last hour that are kept, of the caller. Raises InvalidInput."""
+    """Return the recorded requests of the caller in the last hour. Raises InvalidInput."""
     most = int(number(request.query_params, "limit", 50, 1, 1000))
     return json_response({"requests": gateway.status.history.requests(most, _grant(request))})
 
 
 async def request(gateway: Gateway, request: Request) -> Response:
-    """One of them. Raises NotFound."""
+    """Return the description of one request. Raises NotFound."""
     note = gateway.status.history.find(request.path_params["request"], _grant(request))
     if note is None:
         raise NotFound(
-            "this gateway keeps no request of yours with this id: it keeps the slowest and some failed ones of each "
-            "minute, for an hour; its log and the trace have all"
+            "this gateway has no description of your request with this id: it holds the slowest and some failed "
+            "requests of each minute, for an hour; its log and the trace have all requests"
         )
     return json_response(note)
 
 
 async def request_log(gateway: Gateway, request: Request) -> Response:
-    """Lines of this gateway's log about a request; empty where it has none, or none any more."""
+    """Return the lines of this gateway's log about a request. The list is empty if there are none any more."""
     return json_response({"lines": gateway.status.log.lines_of(request.path_params["request"], _grant(request))})
 
 
@@ -114,7 +114,7 @@ def _row(path: str, handler: Any, summary: str, reply: Any, **more: Any) -> Gate
 
 
 def _file(path: str, summary: str, media: str) -> GatewayRoute:
-    """It holds no data, and asks for the key that reading these needs."""
+    """Return the route of a file. It needs no credential: it holds no data, and the page asks for a key."""
     return _row(path, page, summary, Content(dict[str, Any], (media,)), scope=OPEN)
 
 

@@ -1,4 +1,4 @@
-"""`/v1/pools` over HTTP: what a body may ask for, and the handlers, which answer from `Pools`."""
+"""Handlers of `/v1/pools`, and the checks of their bodies. The handlers call `Pools`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 MAX_PROFILES = 64
 MAX_BODY_BYTES = 64 << 10
-MAX_SPEC_BYTES = 8 << 10  # all reservations are one value, which must fit into a message of the broker
+MAX_SPEC_BYTES = 8 << 10  # bytes of one reservation: all are one value, which must fit into a message of the broker
 _NO_NAMES = frozenset({"assignments"})
 _FIELDS = frozenset(PoolRequest.__struct_fields__)
 T = TypeVar("T")
@@ -48,22 +48,22 @@ _logger = logging.getLogger("sie.gateway.pools")
 
 
 def parse_spec(body: object, profiles: Collection[str], catalogue: Catalogue) -> ReservationSpec:
-    """The spec that a body asks for. `profiles`: the machine profiles that there are.
+    """Read the spec of a reservation from a body. `profiles`: the machine profiles that exist.
 
-    Raises InvalidInput with the field, PoolOperationForbidden for what is over a limit, ModelNotFound for a pinned
-    model.
+    Raises InvalidInput with the field, PoolOperationForbidden for a value above a limit, ModelNotFound for an unknown
+    pinned model, PayloadTooLarge.
     """
     if not isinstance(body, dict):
         raise InvalidInput(f"body: expected an object, got {_kind(body)}", reason="schema", param="body")
     unknown = sorted(str(key) for key in body.keys() - _FIELDS)
     if unknown:
         field = unknown[0][:60]
-        hint = did_you_mean(field, _FIELDS) or f"; there are {', '.join(sorted(_FIELDS))}"
+        hint = did_you_mean(field, _FIELDS) or f"; expected {', '.join(sorted(_FIELDS))}"
         raise InvalidInput(f"{field}: no such field{hint}", reason="schema", param=field)
     name = _name(body.get("name"))
     queue_pool = body.get("queue_pool")
     if queue_pool is not None and queue_pool not in ("default", "_default"):
-        message = f"queue_pool: expected default, whose workers reservations take, got {str(queue_pool)[:60]!r}"
+        message = f"queue_pool: expected default, the pool whose workers can be reserved, got {str(queue_pool)[:60]!r}"
         raise InvalidInput(message, reason="schema", param="queue_pool")
     gpus = _counts(body, "gpus", profiles)
     if not gpus:
@@ -114,12 +114,12 @@ def _name(value: object) -> str:
     except ValueError:
         raise InvalidInput("name: expected 1 to 63 letters, digits, _ or -", reason="pool_name", param="name") from None
     if name in _NO_NAMES:
-        raise InvalidInput(f"name: {name!r} is no name of a pool", reason="pool_name", param="name")
+        raise InvalidInput(f"name: {name!r} cannot be the name of a pool", reason="pool_name", param="name")
     return name
 
 
 def _counts(body: Mapping[str, Any], field: str, profiles: Collection[str]) -> dict[str, int]:
-    """Counts by machine profile, as `profiles` writes it."""
+    """Read counts by machine profile, with the names of `profiles`. Raises InvalidInput."""
     counts = body.get(field)
     if counts is None:
         return {}
@@ -165,7 +165,7 @@ def _kind(value: object) -> str:
 
 
 async def _body(request: Request) -> object:
-    """The body as JSON. Raises PayloadTooLarge, InvalidInput."""
+    """Decode the body as JSON. Raises PayloadTooLarge, InvalidInput."""
     data = bytearray()
     async for piece in request.stream():
         data += piece
@@ -180,12 +180,12 @@ async def _body(request: Request) -> object:
 
 
 async def _written(work: Awaitable[T]) -> T:
-    """Result of a change of the record. Raises QueueUnavailable where the broker could not be asked."""
+    """Return the result of a change of the record. Raises QueueUnavailable if the broker fails."""
     try:
         return await work
     except BrokerError as error:
         _logger.warning("a pool could not be changed: %s", error)
-        raise QueueUnavailable("the broker did not take the change of the pool") from error
+        raise QueueUnavailable("the broker did not store the change of the pool") from error
 
 
 def _grant(request: Request) -> Grant:
@@ -202,7 +202,7 @@ def _named(request: Request) -> str:
 
 
 def _profiles(gateway: Gateway) -> set[str]:
-    """The machine profiles that there are: as configured, or those that are up and this installation's own."""
+    """Return the machine profiles: the configured ones, else those of the workers and of this installation."""
     settings = gateway.settings
     if settings.gateway_configured_gpus:
         return {profile.strip().lower() for profile in settings.gateway_configured_gpus}
@@ -210,7 +210,7 @@ def _profiles(gateway: Gateway) -> set[str]:
 
 
 async def create(gateway: Gateway, request: Request) -> Response:
-    """Reserve workers, or change or renew a reservation of the caller."""
+    """Create a reservation, or change or renew a reservation of the caller."""
     catalogue = gateway.inference.catalogue
     spec = parse_spec(await _body(request), _profiles(gateway), catalogue)
     grant = _grant(request)
@@ -219,12 +219,12 @@ async def create(gateway: Gateway, request: Request) -> Response:
 
 
 async def pools(gateway: Gateway, request: Request) -> Response:
-    """The pools of the installation, and the reservations of the caller."""
+    """Return the pools of the installation, and the reservations of the caller."""
     return json_response(Pools(pools=gateway.pools.pools(_grant(request))))
 
 
 async def assignment(gateway: Gateway, request: Request) -> Response:
-    """The pool that a worker is to serve. Raises PoolNotFound, also to a key where the pool is somebody else's."""
+    """Return the pools that a worker serves. Raises PoolNotFound if one of them is a reservation of another key."""
     worker, grant = request.query_params.get("worker", ""), _grant(request)
     served = gateway.pools.assigned(worker)
     if grant.name != WORKERS_NAME and not all(map(gateway.pools.visible(grant), served)):
@@ -234,12 +234,12 @@ async def assignment(gateway: Gateway, request: Request) -> Response:
 
 
 async def pool(gateway: Gateway, request: Request) -> Response:
-    """One pool."""
+    """Return one pool."""
     return json_response(gateway.pools.pool(_named(request), _grant(request)))
 
 
 async def delete(gateway: Gateway, request: Request) -> Response:
-    """End a reservation."""
+    """Delete a reservation."""
     await _written(gateway.pools.delete(_named(request), _grant(request)))
     return json_response(PoolDeleted(message="Pool deleted"))
 

@@ -1,8 +1,8 @@
-"""Work that was given up, back into the queue: the one way in which a gateway and `sie dlq` run a dead letter again.
+"""Replay of dead letters: publish their work again and wait for the answer. Gateways and `sie dlq` use it.
 
     letter ──► marks of poison removed ──► published, acknowledged ──► answered in full ──► the letter is removed
 
-The letter is removed last: whatever fails before, it is there to be tried again.
+The letter is removed last. If a step before fails, the letter is still there for another attempt.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 
 class Unreadable(Exception):
-    """The work of a letter is a message that nobody can read, or its subject is none of work: it cannot be published
-    again.
+    """Raised if a letter cannot be published again: its message cannot be decoded, or its subject is not a subject of
+    work.
     """
 
 
 class Replays:
-    """Runs letters of one pool again. Made by `open_replays`."""
+    """Runner of the letters of one pool. `open_replays` creates it."""
 
     def __init__(
         self,
@@ -49,13 +49,13 @@ class Replays:
         self._on_published = on_published
 
     async def run(self, located: DeadLetterEntry, timeout_s: float) -> WorkResult:
-        """The result of the work, run again; its letter is removed if every input has a value.
+        """Run the work of a letter again and return its result. If every input has a value, the letter is removed.
 
-        A content that is known as poison gets a new chance. `timeout_s` is the budget of the work as well. Raises
-        Unreadable before anything is published, TimeoutError without an answer in time, BrokerError.
+        Marks of poison for its inputs are removed first. `timeout_s` is also the budget of the work. Raises Unreadable
+        before anything is published, TimeoutError if there is no answer in time, BrokerError.
         """
         if located.item is None:
-            raise Unreadable(f"{located.letter.id} holds a message that nobody can read; nothing was published")
+            raise Unreadable(f"{located.letter.id}: its message cannot be decoded; nothing was published")
         try:
             spec = topology.consumer_of(located.letter.subject, self._ack_wait_s)
         except ValueError as error:
@@ -87,7 +87,7 @@ class Replays:
             self._inbox.close(collector)
 
     async def _forgive(self, item: WorkItem) -> None:
-        """Remove the marks of poison of its inputs."""
+        """Remove the marks of poison for the inputs of the work."""
         marks = await self._broker.key_value(topology.POISON_BUCKET, max_age_s=topology.POISON_LIFETIME_S)
         for key in dict.fromkeys(content_keys(item)):
             if await marks.get(key) is not None:
@@ -102,8 +102,8 @@ async def open_replays(
     ack_wait_s: float,
     on_published: Callable[[str, WorkItem], None] | None = None,
 ) -> AsyncIterator[Replays]:
-    """With an inbox of its own for the answers. `on_published` is called with the subject of each work that the broker
-    has taken, and the work. Raises BrokerError.
+    """Create a Replays with a separate inbox for answers. `on_published` is called with the subject and the work item
+    after each publish. Raises BrokerError.
     """
     inbox = ResultInbox(broker, metrics)
     await inbox.start()

@@ -1,7 +1,8 @@
-"""Whether the workers that somebody looks at are there: asked each second, while a page is open.
+"""Status of the cluster for people: health, the views of the page at `/`, and websockets.
 
-A killed worker's heartbeats are missed only after SIE_HEARTBEAT_TIMEOUT_MS, but the broker knows at once that nobody
-listens on its subject any more. This is for people: where work goes is the fleet's.
+While a page is open, `WorkerProbe` checks each second that the shown workers are connected. The loss of a worker's
+heartbeats is noticed only after SIE_HEARTBEAT_TIMEOUT_MS, but the broker knows at once that its subject has no
+subscriber. The result is only shown: the placement of work does not depend on it.
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ from sie_runtime.http.websocket import Seats, ViewerFrames
 from sie_runtime.process import Stop
 
 EVERY_S = 1.0
-MAX_ASKED = 16  # in one round, the others take turns: each question costs 0.1 ms
-LOOKED_S = 5.0  # after the last look nobody is asked any more
-HEARD_S = 0.5  # the broker says within this time that nobody listens; who listens says nothing
+MAX_ASKED = 16  # workers checked in one round, in turns; each check costs 0.1 ms
+LOOKED_S = 5.0  # seconds after the last view of the page at which the checks stop
+HEARD_S = 0.5  # seconds to wait for the broker's reply that a subject has no subscriber; a worker does not reply
 
 
 class WorkerProbe:
-    """`gone`: workers that were looked for and are not connected. `run` belongs to one task."""
+    """Probe for lost workers. `gone`: workers that were checked and are not connected. One task calls `run`."""
 
     def __init__(self, bus: Bus, clock: Callable[[], float] = time.monotonic) -> None:
         self._bus = bus
@@ -55,12 +56,12 @@ class WorkerProbe:
         self.gone: frozenset[str] = frozenset()
 
     def watch(self, workers: Iterable[str]) -> None:
-        """Somebody looks at these, which listen while they are connected."""
+        """Set the workers that a page shows. Each of them must have a subscription while it is connected."""
         self._wanted = tuple(sorted(workers))
         self._until_s = self._clock() + LOOKED_S
 
     async def run(self, stop: Stop) -> None:
-        """Look for them each EVERY_S until `stop`, while somebody looks."""
+        """Check the watched workers each EVERY_S until `stop`, while a page shows them."""
         while not await stop.wait_for(EVERY_S):
             workers = self._wanted if self._clock() < self._until_s else ()
             first = self._next % max(1, len(workers))
@@ -75,13 +76,13 @@ class WorkerProbe:
             await self._bus.request(topology.assigned_subject(worker), b"", HEARD_S)
         except NoResponder:
             return True
-        except BrokerError:  # it is heard, or the broker is away, which others report
+        except BrokerError:  # a subscriber exists; or the broker is away, which other parts report
             return False
         return False
 
 
 CLUSTER_EVERY_S = 1.0
-WORKER_EVERY_S = 0.1  # a worker makes five frames a second, at times of its own
+WORKER_EVERY_S = 0.1  # seconds between two looks for a new frame: a worker sends five frames a second
 FIRST_FRAME_S = 2.0
 MAX_SOCKETS = 128
 DEAD_EVERY_S = 5.0
@@ -91,8 +92,8 @@ _OF_LANE = ("pool", "machine_profile", "bundle", "priority")
 
 @dataclass(frozen=True)
 class ViewedWorker:
-    """A worker as it is shown, and the state and queue depth of each model that it reports. `failures`: why it could
-    not load a model, by model.
+    """Description of a worker. `models`: state and queue depth of each model that it reports. `failures`: by model, the
+    reason why it could not be loaded.
     """
 
     info: WorkerInfo
@@ -125,7 +126,7 @@ def of_heartbeat(beat: Heartbeat, *, healthy: bool) -> ViewedWorker:
 
 
 def of_socket(url: str, status: WorkerFrame | None) -> ViewedWorker:
-    """A worker by its own status; None while its socket tells nothing."""
+    """Describe a worker by the status from its websocket; `status` is None while the websocket has sent none."""
     url = public_url(url)
     if status is None:
         return ViewedWorker(WorkerInfo(url, url, "", 0, "", [], 0, 0, 0, False, "", "", ""), {})
@@ -149,8 +150,8 @@ def of_socket(url: str, status: WorkerFrame | None) -> ViewedWorker:
 
 
 def summaries(models: Iterable[str], workers: Iterable[ViewedWorker]) -> list[ModelSummary]:
-    """Summary of each model, from healthy workers. A profile that needs other weights is another copy of it, named
-    `model:profile`.
+    """Return a summary of each model, from the reports of `workers`. A profile with other weights is reported as
+    `model:profile`, and counts for its model.
     """
     reports: dict[str, list[tuple[WorkerInfo, str, int]]] = {model: [] for model in models}
     for worker in workers:
@@ -160,7 +161,7 @@ def summaries(models: Iterable[str], workers: Iterable[ViewedWorker]) -> list[Mo
 
 
 def failures(workers: Iterable[ViewedWorker]) -> dict[str, str]:
-    """Why healthy workers could not load a model, the first reason of each model."""
+    """Return by model the first reason why a healthy worker could not load it."""
     errors: dict[str, str] = {}
     for worker in workers:
         if worker.info.healthy:
@@ -181,8 +182,8 @@ def _summary(model: str, reports: list[tuple[WorkerInfo, str, int]]) -> ModelSum
 
 
 class ClusterStatus:
-    """The view of one gateway. `dead_letters`: how many pieces of work were ever given up in these pools, as the broker
-    last told.
+    """Status of the cluster, as this gateway sees it. `dead_letters`: how many dead letters were ever written in these
+    pools, by the last answer of the broker.
     """
 
     def __init__(
@@ -197,8 +198,8 @@ class ClusterStatus:
         nats_monitor_url: str | None,
         visible: Callable[[Grant], Callable[[str], bool]] = lambda grant: lambda pool: True,
     ) -> None:
-        """`visible`: which names of pools a credential may read. Raises SettingError where Kubernetes is to be asked
-        and this is no pod.
+        """Create the status. `visible(grant)` returns a function that checks whether the credential may read the name
+        of a pool. Raises SettingError if workers are to be read from Kubernetes, but the gateway does not run in a pod.
         """
         self._settings = settings
         self._queue = queue
@@ -218,12 +219,12 @@ class ClusterStatus:
         self.seats = Seats(MAX_SOCKETS, "gateway")
         self._frames: dict[
             tuple[str, WorkerSocket | None], ViewerFrames
-        ] = {}  # by key and worker, None: of the cluster
+        ] = {}  # by key and worker; a worker of None means the cluster
         self._glance = CachedSummary(self._summarise)
         self._placed = CachedSummary(self._look_at_tables)
 
     async def run(self, stop: Stop) -> None:
-        """Until `stop`: keep the log of requests, ask how much work was given up."""
+        """Collect log lines, and read the number of dead letters from the broker, until `stop`."""
         with self.log.listening():
             while not await stop.wait_for(DEAD_EVERY_S):
                 await self._count_dead_letters()
@@ -232,17 +233,17 @@ class ClusterStatus:
         try:
             states = [await self._queue.stream_state(_letters(pool)) for pool in sorted(self._pools)]
         except BrokerError:
-            return  # it is away, which others report, or a new pool's stream is not made yet
+            return  # the broker is away, which other parts report, or the stream of a new pool does not exist yet
         self.dead_letters = sum(state.last_sequence for state in states)
 
     def workers(self) -> list[ViewedWorker]:
-        """All workers that are known, healthy or not, by name or URL."""
+        """Return all known workers, healthy or not, in the order of their names or URLs."""
         if self._settings.gateway_health_mode == "ws":
             return [of_socket(url, status) for url, status in self.sockets.statuses()]
         return [of_heartbeat(beat, healthy=healthy) for beat, healthy in self.fleet.workers()]
 
     def view(self) -> tuple[list[ViewedWorker], ClusterInfo, list[ModelSummary]]:
-        """Workers, sums and models of now."""
+        """Return the current workers, sums over them, and models."""
         workers = self.workers()
         healthy = [worker for worker in workers if worker.info.healthy]
         cluster = ClusterInfo(
@@ -254,7 +255,7 @@ class ClusterStatus:
         return workers, cluster, summaries(sorted(self._feed.catalogue.entries), healthy)
 
     def health(self, grant: Grant) -> Health:
-        """The body of `/health`, for a credential."""
+        """Return the body of `/health` for a credential."""
         settings = self._settings
         workers, cluster, models = self.view()
         visible = self._visible(grant)
@@ -276,7 +277,9 @@ class ClusterStatus:
         )
 
     def queues(self) -> tuple[list[QueueInfo], list[QueueInfo]] | None:
-        """Queues of lanes, and of the models with the most or the oldest work; None while the broker has not told."""
+        """Return the queues of lanes, and those of the models with the most or the oldest work; None while they are not
+        known.
+        """
         if not self._lag.is_known:
             return None
         return _queues(_OF_LANE, self._lag.lanes()), _queues(("model", *_OF_LANE), self._lag.models())
@@ -314,9 +317,8 @@ class ClusterStatus:
         return ClusterSummary(cluster, infos, models, failures(workers), sum(info.queue_depth for info in infos))
 
     def shown(self, text: str, grant: Grant) -> dict[str, Any]:
-        """View of the page at `/` for a credential: counts of everything; of the workers those that are not healthy
-        first, then the busiest; of the models whose name has `text` in it those that are in use first. At most
-        MAX_SHOWN of each.
+        """Return the view of the page at `/` for a credential: counts, and at most MAX_SHOWN workers and models.
+        Unhealthy workers come first, then the busiest. Models have `text` in their name; those in use come first.
         """
         glance, queues, visible = self._glance(), self.queues(), self._visible(grant)
         self.pulse.watch(info.name for info in glance.workers[:MAX_SHOWN] if self.fleet.listens(info.name))
@@ -327,8 +329,8 @@ class ClusterStatus:
         }
 
     def placed(self, text: str, grant: Grant) -> dict[str, Any]:
-        """The placement table of each lane, for a credential: models whose name has `text` in it, those with work
-        first, at most MAX_SHOWN of a lane.
+        """Return the placement table of each lane for a credential: at most MAX_SHOWN models with `text` in their name.
+        Models with work come first.
         """
         visible = self._visible(grant)
         return {"lanes": [lane.shown(text.lower(), visible) for lane in self._placed()]}
@@ -342,9 +344,9 @@ class ClusterStatus:
         ]
 
     async def show(self, path: str, query: str, grant: Grant, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a websocket to its end; `grant`: of the credential that it was let in with.
+        """Serve a websocket until it is closed. `grant`: the grant of its credential.
 
-        Raises NotFound, NotReady, ResourceExhausted before it is accepted.
+        Raises NotFound, NotReady, ResourceExhausted before the websocket is accepted.
         """
         if path not in (CLUSTER_PATH, WORKER_PATH):
             raise NotFound("no such path")
@@ -370,7 +372,7 @@ class ClusterStatus:
             await self._show(frames, scope, receive, send)
 
     async def _show(self, frames: ViewerFrames, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve frames, which all sockets of a key share."""
+        """Serve frames to a websocket. All websockets of a key share them."""
         try:
             await frames.show(scope, receive, send)
         finally:
@@ -378,12 +380,12 @@ class ClusterStatus:
                 self._frames = {key: entry for key, entry in self._frames.items() if entry is not frames}
 
     def _asked_for(self, query: str) -> str:
-        """The URL of the worker that a query names by its place, the first by default. Raises NotFound."""
+        """Return the URL of the worker with the index in the query, by default the first worker. Raises NotFound."""
         urls = self.sockets.urls()
         place = parse_qs(query).get("worker", ["0"])[0]
         if not urls:
             raise NotFound(
-                f"this gateway has no worker of its own to show (SIE_GATEWAY_WORKERS): {CLUSTER_PATH} shows all workers"
+                f"this gateway has no URL of a worker (SIE_GATEWAY_WORKERS): {CLUSTER_PATH} shows all workers"
             )
         if not place.isdecimal() or len(place) > 4 or int(place) >= len(urls):
             raise NotFound(f"worker: expected a number from 0 to {len(urls) - 1}")

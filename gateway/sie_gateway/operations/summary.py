@@ -1,5 +1,5 @@
-"""Summary of a cluster of any size for the page at `/`: built once for all open pages, no more often than a fixed share
-of a core allows.
+"""Summary of the cluster for the page at `/`. It is built once for all open pages. The larger the cluster is, the less
+often it is built, so that the builds take a fixed share of a core.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from sie_gateway.fleet.lag import Labels
 from sie_gateway.fleet.planner import ModelBacklog
 from sie_gateway.fleet.pool_rules import HIDDEN
 
-COST_SHARE = 0.002  # of a core, for one kind of look by all open pages; past it they see older figures
-MAX_SHOWN = 50  # workers and models of the page, so that a large cluster costs a page no more than a small one
+COST_SHARE = 0.002  # share of a core for the builds of one kind of summary, for all open pages together
+MAX_SHOWN = 50  # workers and models on the page, so that the page does not grow with the cluster
 T = TypeVar("T")
 Pooled = TypeVar("Pooled", WorkerInfo, QueueInfo)
 
 
 class CachedSummary(Generic[T]):
-    """Last result of `build`, built again after so long that building it takes COST_SHARE of the time."""
+    """Cache of the result of `build`. It is built again so late that the builds take COST_SHARE of the time."""
 
     def __init__(self, build: Callable[[], T]) -> None:
         self._build = build
@@ -44,7 +44,7 @@ class CachedSummary(Generic[T]):
 
 @dataclass(frozen=True)
 class ClusterSummary:
-    """Workers and models of the whole cluster, in the order in which they are shown."""
+    """Workers and models of the whole cluster, in the order of the page."""
 
     cluster: ClusterInfo
     workers: Sequence[WorkerInfo]
@@ -53,7 +53,9 @@ class ClusterSummary:
     in_flight: int
 
     def shown(self, text: str, dead_letters: int, visible: Callable[[str], bool]) -> dict[str, Any]:
-        """The first workers, and the first models with `text` in their name. `visible`: names of pools."""
+        """Return the first workers, and the first models with `text` in their name. `visible` checks whether the name
+        of a pool may be shown.
+        """
         matching = [entry for entry in self.models if text in entry.name.lower()] if text else self.models
         models = matching[:MAX_SHOWN]
         return {
@@ -71,12 +73,12 @@ class ClusterSummary:
 
 
 def of_pool(info: Pooled, visible: Callable[[str], bool]) -> Pooled:
-    """A worker or a queue without the name of its pool, if that is not visible."""
+    """Return a worker or a queue; its pool is replaced by HIDDEN unless the name is visible."""
     return info if visible(info.pool) else msgspec.structs.replace(info, pool=HIDDEN)
 
 
 class Waitings:
-    """Waiting work of each model of a lane, of any priority."""
+    """Waiting work by model and lane, over all priorities."""
 
     def __init__(self, waiting_by_labels: Mapping[Labels, ModelBacklog]) -> None:
         self._found: dict[tuple[str, ...], list[ModelBacklog]] = {}
@@ -92,7 +94,7 @@ class Waitings:
 
 @dataclass(frozen=True)
 class LaneTable:
-    """The placement table of a lane. `rows`: of its models, those with work first."""
+    """The placement table of a lane. `rows`: a row for each model; models with work come first."""
 
     lane: Lane
     age_s: float
@@ -103,7 +105,7 @@ class LaneTable:
     def from_table(
         cls, table: Placement, lane: Lane, beats: Sequence[Heartbeat], waiting: Waitings, now_s: float
     ) -> LaneTable:
-        """`beats`: of the healthy workers of the lane."""
+        """Build the rows of a lane. `beats`: heartbeats of its healthy workers."""
         reports = {beat.worker: {status.model: status for status in beat.models} for beat in beats}
         rows = list[dict[str, Any]]()
         for model, hosts in table.hosts.items():
@@ -125,7 +127,7 @@ class LaneTable:
         return cls(lane, round(max(0.0, now_s - table.at_s), 1), len(beats), rows)
 
     def shown(self, text: str, visible: Callable[[str], bool]) -> dict[str, Any]:
-        """The first models with `text` in their name. `visible`: names of pools."""
+        """Return the first models with `text` in their name. `visible` checks if the name of a pool may be shown."""
         rows = [row for row in self.rows if text in row["model"].lower()] if text else self.rows
         return {
             "lane": str(self.lane if visible(self.lane.pool) else replace(self.lane, pool=HIDDEN)),

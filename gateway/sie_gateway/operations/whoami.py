@@ -1,4 +1,4 @@
-"""Rights of the caller's credential: the row and its handler. The gate has put the answer into the grant."""
+"""Route that returns the scopes of the caller's credential. The gate has put them into the grant."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 async def whoami(gateway: Gateway, request: Request) -> Response:
-    """The scopes of the caller."""
+    """Return the name and the scopes of the caller."""
     grant = request.scope["sie.call"].grant
     return json_response(
         api.Whoami(

@@ -1,7 +1,7 @@
-"""Messages in the broker by lane and priority, waiting and leased, with or without workers.
+"""Number of messages in the broker by lane and priority, both waiting and leased, with or without workers.
 
-Read from the stream, once a second and when somebody needs it newer. While the broker cannot be asked the figures are
-unknown, never zero.
+The numbers are read from the stream once a second, and sooner if a caller needs newer ones. While the broker does not
+answer, they are unknown, never zero.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from sie_gateway.streams.shared import SharedTasks
 from sie_runtime.process import Stop, Trouble
 
 EVERY_S = 1.0
-UNKNOWN_S = 5.0  # figures older than this count no longer
+UNKNOWN_S = 5.0  # seconds after which figures count as unknown
 _logger = logging.getLogger("sie.gateway.backlog")
 
 
 def _by_priority(counts: dict[str, int]) -> dict[str, int]:
-    """Messages by the part of their subject that names lane and priority: its first six tokens."""
+    """Sum messages by the part of their subject that names lane and priority: its first six tokens."""
     sums: dict[str, int] = {}
     for subject, count in counts.items():
         prefix = ".".join(subject.split(".", 6)[:6])
@@ -35,20 +35,22 @@ def _by_priority(counts: dict[str, int]) -> dict[str, int]:
 
 
 class Backlog:
-    """One task runs `run`; whoever needs newer figures awaits `fresh`, and those who do so at once share a question."""
+    """Message counts of the pools. One task calls `run`. A caller that needs newer figures awaits `fresh`; calls at the
+    same time share one read.
+    """
 
     def __init__(self, queue: Queue, pools: Iterable[str], clock: Callable[[], float] = time.monotonic) -> None:
         self._queue = queue
-        self._pools = pools  # come and go
+        self._pools = pools  # a live view: pools are added and removed
         self._clock = clock
         self._read: dict[
             str, tuple[float, dict[str, int], dict[str, int]]
-        ] = {}  # pool -> when, by subject, by lane and priority
+        ] = {}  # by pool: time of the read, messages by subject, messages by lane and priority
         self._asking = SharedTasks()
 
     async def run(self, stop: Stop) -> None:
-        """Read every pool each EVERY_S until `stop`."""
-        trouble = Trouble(_logger, "the backlog is not known")
+        """Read the figures of every pool every EVERY_S seconds until `stop`."""
+        trouble = Trouble(_logger, "the backlog is unknown")
         while not await stop.wait_for(EVERY_S):
             try:
                 await independently(functools.partial(self.fresh, pool, EVERY_S / 2) for pool in sorted(self._pools))
@@ -57,12 +59,12 @@ class Backlog:
                 trouble.met(error)
 
     def drop_pool(self, pool: str) -> None:
-        """The pool is there no more."""
+        """Remove the figures of a pool that was deleted."""
         self._read.pop(pool, None)
 
     async def fresh(self, pool: str, max_age_s: float) -> None:
-        """Return when the pool's figures are no older than this. Raises BrokerError where the broker
-        cannot be asked.
+        """Return when the pool's figures are no older than `max_age_s`. Raises BrokerError if the broker does not
+        answer.
         """
         read = self._read.get(pool)
         if read is not None and self._clock() - read[0] < max_age_s:
@@ -77,24 +79,27 @@ class Backlog:
         self._read[pool] = (asked_s, counts, _by_priority(counts))
 
     async def oldest(self, pool: str, subjects: Sequence[str]) -> list[StreamMessage | None]:
-        """The oldest message of each subject or filter of a pool, None where there is none. Raises BrokerError."""
+        """Return the oldest message of each subject or filter of a pool; None where there is none. Raises
+        BrokerError.
+        """
         stream = topology.stream_name(pool)
         questions = (self._queue.first_stored(stream, subject=subject) for subject in subjects)
-        answers = await asyncio.gather(*questions, return_exceptions=True)  # so that no question outlasts this
+        # wait for all, so that no read runs on after this call
+        answers = await asyncio.gather(*questions, return_exceptions=True)
         failed = next((answer for answer in answers if isinstance(answer, BaseException)), None)
         if failed is not None:
             raise failed
         return [answer for answer in answers if not isinstance(answer, BaseException)]
 
     def messages(self, lane: Lane, priority: Priority) -> int | None:
-        """Messages of a lane and priority, None while not known."""
+        """Return the number of messages of a lane and priority; None while unknown."""
         read = self._read.get(lane.pool)
         if read is None or self._clock() - read[0] > UNKNOWN_S:
             return None
         return read[2].get(topology.lane_filter(lane, priority).removesuffix(".>"), 0)
 
     def by_subject(self, pool: str) -> dict[str, int] | None:
-        """Messages of a pool by their subject, without those of which there are none. None while not known."""
+        """Return the messages of a pool by subject, without empty subjects; None while unknown."""
         read = self._read.get(pool)
         return None if read is None or self._clock() - read[0] > UNKNOWN_S else read[1]
 

@@ -1,4 +1,4 @@
-"""Chunks that no message can hold go through the payload store, and what nobody can need there any more is removed.
+"""Chunks that are too large for a message go through the payload store. Old payloads are removed from it.
 
 chunk over the inline limit ──► Payload of its inputs and query ──put──► key ──► the same chunk, with the key in their
 place
@@ -6,6 +6,7 @@ place
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import random
 import time
@@ -30,7 +31,9 @@ LONGEST_PAUSE_S = 600.0
 
 
 def life_s(settings: Settings, max_age_s: float) -> int:
-    """How long an object lives, seconds: longer than any message that may name it. Raises SettingError."""
+    """Return the lifetime of an object in seconds. It is longer than the life of any message that names the object.
+    Raises SettingError.
+    """
     ttl_s = settings.payload_ttl_s
     if ttl_s is None:
         return int(max_age_s) + TTL_MARGIN_S
@@ -44,7 +47,7 @@ def life_s(settings: Settings, max_age_s: float) -> int:
 
 
 class Offload:
-    """The writing side of the payload store. `wall_clock`: seconds since 1970."""
+    """Writer and cleaner of the payload store. `wall_clock` returns seconds since 1970."""
 
     def __init__(
         self, store: PayloadStore, life_s: int, metrics: Metrics, wall_clock: Callable[[], float] = time.time
@@ -55,8 +58,10 @@ class Offload:
         self._wall_clock = wall_clock
 
     async def stored(self, item: WorkItem, timeout_s: float) -> WorkItem:
-        """The same work with its inputs and query in the store. Raises QueueUnavailable."""
-        data = messages.encode(Payload(item.inputs, item.query))
+        """Store the inputs and the query of a work item, and return the item with the key in their place. Raises
+        QueueUnavailable.
+        """
+        data = await asyncio.to_thread(messages.encode_in_pieces, Payload(item.inputs, item.query))
         try:
             key = await self._store.put(data, period=int(self._wall_clock() // self._life_s), timeout_s=timeout_s)
         except StoreError as error:
@@ -69,15 +74,15 @@ class Offload:
         return msgspec.structs.replace(item, inputs=(), query=None, payload=key, count=len(item.inputs))
 
     async def sweep(self) -> int:
-        """Remove what outlived every message that could name it. Several gateways may do so at once.
-        Raises StoreError.
+        """Remove the objects that are older than every message that could name them, and return their number. Several
+        gateways may do this at once. Raises StoreError.
         """
         return await self._store.sweep(older_than_s=self._life_s, now_s=self._wall_clock(), timeout_s=SWEEP_TIMEOUT_S)
 
     async def run(self, stop: Stop) -> None:
-        """Sweep ten times in a lifetime at least, at moments that differ between gateways."""
+        """Sweep at least ten times per lifetime, at times that differ between gateways."""
         pause_s = min(LONGEST_PAUSE_S, self._life_s / 10)
-        while not await stop.wait_for(pause_s * random.uniform(0.5, 1.0)):  # noqa: S311  no secret
+        while not await stop.wait_for(pause_s * random.uniform(0.5, 1.0)):  # noqa: S311 not secret
             try:
                 removed = await self.sweep()
             except StoreError as error:

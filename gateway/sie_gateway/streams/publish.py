@@ -1,16 +1,16 @@
 """Publishing of work: streams, their durable consumers, acknowledged messages, and their withdrawal.
 
-    WorkQueue.publish ──► WorkConsumers.route: the model's own consumer, or its slot's ──► held until the request's
-    deadline ──► message, acknowledged ──► StreamPosition ──► withdrawn: removed again
+    WorkQueue.publish ──► WorkConsumers.route: the model's own consumer, or that of its slot ──► held until the
+    request's deadline ──► message, acknowledged ──► StreamPosition ──► withdrawn: removed again
 
-    a deletion notice, a reconnect, every 10 s ──► what is held is ensured again, and so is whatever still has
-    messages
-    one gateway, every minute ──► consumers at rest for an hour are deleted ──► subjects are counted, what has messages
-    is made again
+    a deletion notice, a reconnect, every 10 s ──► held consumers are ensured again, and consumers of subjects with
+                                                   messages are created
+    one gateway, every minute ──► consumers at rest for an hour are deleted ──► subjects are counted, consumers of
+                                                   subjects with messages are created again
 
-A deletion can meet a publish that still counts on the consumer. Nothing is lost by it: the message is in the stream,
-and three things make its consumer again, each without the others: the count after the deletion, the publisher that gets
-the notice, and the next round.
+A deletion can happen while a publish still relies on the consumer. No message is lost: it is in the stream, and three
+mechanisms create its consumer again, each independent of the others: the count after the deletion, the publisher that
+gets the notice, and the next round.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from sie_broker.record import LeaderLease, leases_of
 from sie_contracts.errors import PayloadTooLarge, PoolNotFound, QueueFull, QueueUnavailable
 from sie_contracts.settings import SettingError, Settings
 from sie_contracts.wire import messages, topology
-from sie_contracts.wire.messages import CancelRequests, WorkItem
+from sie_contracts.wire.messages import CancelRequests, Input, WorkItem
 from sie_contracts.wire.topology import ConsumerSpec, Lane
 from sie_gateway.metrics import Metrics
 from sie_gateway.streams.offload import PUT_TIMEOUT_S, Offload
@@ -50,21 +50,22 @@ from sie_runtime.process import Stop, Tasks, Trouble
 ROUND_S = 10.0
 SWEEP_S = 60.0
 IDLE_S = 3600.0
-CROWDED_IDLE_S = 300.0  # above the budget of nearly every request, whose gateway would make the consumer again
+# seconds; longer than the budget of nearly every request, whose gateway would create the consumer again
+CROWDED_IDLE_S = 300.0
 _AT_ONCE = 16
 _ATTEMPTS = 3
 _consumers_logger = logging.getLogger("sie.gateway.consumers")
 
 
 class WorkRoute(NamedTuple):
-    """Subject where a model's work is published, and the consumer that serves it."""
+    """Subject to which a model's work is published, and the consumer that serves it."""
 
     subject: str
     consumer: ConsumerSpec
 
 
 class Rest(NamedTuple):
-    """A consumer that has not delivered since `since_s`, and how much it had delivered until then."""
+    """State of a consumer at rest: it has delivered no message since `since_s`, and `delivered` messages before."""
 
     delivered: int
     since_s: float
@@ -72,7 +73,7 @@ class Rest(NamedTuple):
 
 @functools.lru_cache(4096)
 def _routes(lane: Lane, priority: str, model: str, ack_wait_s: float) -> tuple[WorkRoute, WorkRoute]:
-    """A model's own way, and the one by its slot."""
+    """Return the route by the model's own consumer, and the route by its slot."""
     own, shared = topology.work_subject(lane, priority, model), topology.slot_subject(lane, priority, model)
     return WorkRoute(own, topology.consumer_of(own, ack_wait_s)), WorkRoute(
         shared, topology.consumer_of(shared, ack_wait_s)
@@ -80,8 +81,8 @@ def _routes(lane: Lane, priority: str, model: str, ack_wait_s: float) -> tuple[W
 
 
 def rests(before: Mapping[str, Rest], states: Iterable[ConsumerState], now_s: float) -> dict[str, Rest]:
-    """Since when each consumer has been at rest, as far as was seen: nothing delivered, waiting or leased. Busy ones
-    begin anew.
+    """Return since when each consumer has been at rest, as far as this gateway has seen: no message delivered, waiting
+    or leased. For a busy consumer the rest begins now.
     """
     resting = {}
     for state in states:
@@ -92,9 +93,9 @@ def rests(before: Mapping[str, Rest], states: Iterable[ConsumerState], now_s: fl
 
 
 def given_up(resting: Mapping[str, Rest], now_s: float, limit: int, idle_s: float) -> list[str]:
-    """The consumers to delete: those at rest for `idle_s`; and where more than 15/16 of the `limit` of models have one
-    of their own, those at rest for the longest until it is so again, so that a model of a slot which has work finds a
-    place.
+    """Return the consumers to delete: those at rest for `idle_s`. If more than 15/16 of the `limit` of models still
+    have an own consumer then, also delete the ones that rested longest, down to 15/16. So a model that shares a slot
+    can get its own consumer when it has work.
     """
     order = sorted(resting, key=lambda name: resting[name].since_s)
     idle = [name for name in order if now_s - resting[name].since_s >= idle_s]
@@ -107,10 +108,10 @@ def given_up(resting: Mapping[str, Rest], now_s: float, limit: int, idle_s: floa
 
 
 class StreamConsumers:
-    """Consumers of one stream as this gateway knows them, and the ones that it needs.
+    """Consumers of one stream that this gateway knows, and the consumers that it needs.
 
-    `own` is bounded by `limit` (each gateway for itself, so that several which fill the last places at once may pass
-    it), `verified` by what exists, `held` by what was routed to within a request's budget.
+    `own` is bounded by `limit`. Each gateway counts for itself, so several that take the last places at once may exceed
+    it. `verified` is bounded by the existing consumers, and `held` by the routes of requests within their budgets.
     """
 
     def __init__(
@@ -125,12 +126,12 @@ class StreamConsumers:
         self._verified: set[str] = set()
         self._held: dict[str, tuple[ConsumerSpec, float]] = {}
         self._ensuring = SharedTasks()
-        self._stale: set[str] = set()  # deleted while they were ensured
+        self._stale: set[str] = set()  # names of consumers that were deleted while they were ensured
         self._rests: dict[str, Rest] = {}
         self._watch: Subscription | None = None
 
     async def start(self) -> None:
-        """Learn of consumers from now on, and of those that exist. Raises BrokerError."""
+        """Watch for changes of consumers, and read the existing ones. Raises BrokerError."""
         watch = await self._broker.watch_consumers(self._stream, self._on_consumer)
         try:
             self._own |= {name for name in await self._broker.consumers(self._stream) if not topology.is_slot(name)}
@@ -140,22 +141,23 @@ class StreamConsumers:
         self._watch = watch
 
     def route(self, own: WorkRoute, shared: WorkRoute, deadline_s: float) -> WorkRoute:
-        """The way of a request, whose consumer is kept there until `deadline_s` of this object's clock."""
+        """Return the route of a request, and hold its consumer until `deadline_s` of this object's clock."""
         name = own.consumer.name
         route = own if name in self._own or len(self._own) < self._limit else shared
         if route is own:
-            self._own.add(name)  # a place is taken at once; the next round gives back those that came to nothing
+            # the place is taken at once; the next round frees places of consumers that were not created
+            self._own.add(name)
         spec = route.consumer
         held = self._held.get(spec.name)
         self._held[spec.name] = (spec, deadline_s if held is None else max(deadline_s, held[1]))
         return route
 
     def is_verified(self, spec: ConsumerSpec) -> bool:
-        """It was there, as it should be, the last time anything was heard of it."""
+        """Return True if the consumer existed with the right settings at its last check or notice."""
         return spec.name in self._verified
 
     async def ensure(self, spec: ConsumerSpec) -> None:
-        """Make it, or compare it. Raises TopologyMismatch, BrokerError."""
+        """Create the consumer, or compare its settings. Raises TopologyMismatch, BrokerError."""
         if not self.is_verified(spec):
             await self._ensuring.run(spec.name, functools.partial(self._make, spec))
 
@@ -178,11 +180,11 @@ class StreamConsumers:
         if name in self._ensuring:
             self._stale.add(name)
         if (spec := self._needed(name)) is not None:
-            # where it fails the next round is the net
+            # if this fails, the next round tries again
             self._ensuring.begin(spec.name, functools.partial(self._make, spec))
 
     def _needed(self, name: str) -> ConsumerSpec | None:
-        """The consumer of this name, if an open request of ours counts on it."""
+        """Return the consumer of this name if an open request of this gateway relies on it, else None."""
         held = self._held.get(name)
         return held[0] if held is not None and held[1] > self._clock() else None
 
@@ -192,7 +194,9 @@ class StreamConsumers:
         self._stale.update(self._ensuring)
 
     async def refresh(self, ack_wait_s: float) -> None:
-        """The net under the notices: ensure what is held, and what has messages and no consumer. Raises BrokerError."""
+        """Ensure the held consumers, and the consumers of subjects that have messages. This also covers missed notices.
+        Raises BrokerError.
+        """
         now_s = self._clock()
         self._held = {name: held for name, held in self._held.items() if held[1] > now_s}
         verified = set(self._verified)
@@ -225,10 +229,10 @@ class StreamConsumers:
             )
 
     async def sweep(self, ack_wait_s: float) -> int:
-        """Delete the consumers that nobody needs, then make those again that turn out to be needed. Returns how many
-        were deleted.
+        """Delete the unused consumers, then create again those that are needed after all. Return the number of
+        deletions.
 
-        Raises BrokerError; what was deleted until then is looked after by the next round of any gateway.
+        Raises BrokerError. The next round of any gateway then checks the consumers that were deleted before.
         """
         now_s = self._clock()
         self._rests = rests(self._rests, await self._broker.consumer_states(self._stream), now_s)
@@ -253,7 +257,7 @@ class StreamConsumers:
 
 
 class WorkConsumers:
-    """The consumers of all pools of this gateway."""
+    """Consumers of all pools of this gateway."""
 
     def __init__(
         self,
@@ -263,20 +267,20 @@ class WorkConsumers:
         idle_s: float = IDLE_S,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`clock` is that of the deadlines. `idle_s`: rest after which a consumer is deleted."""
+        """`clock` is the clock of the deadlines. `idle_s` is the rest after which a consumer is deleted."""
         self._broker = broker
         self._settings = settings
         self._ack_wait_s = float(settings.ack_wait_s)
         self._idle_s = idle_s
         self._clock = clock
-        self._streams: dict[str, StreamConsumers] = {}  # one for each pool
-        self._following = asyncio.Lock()  # one begins at a time
+        self._streams: dict[str, StreamConsumers] = {}  # by pool
+        self._following = asyncio.Lock()  # only one `follow` or `unfollow` runs at a time
         leases = leases_of(broker, storage=settings.stream_storage, replicas=settings.stream_replicas)
         self._lease = LeaderLease(leases, "consumers")
         self._swept_s = -SWEEP_S
 
     async def follow(self, pool: str) -> StreamConsumers:
-        """Learn of the consumers of a pool's stream, which must be there. Raises BrokerError."""
+        """Begin to follow the consumers of a pool's stream, which must exist. Raises BrokerError."""
         async with self._following:
             if pool not in self._streams:
                 limit = topology.own_consumers(self._settings.stream_replicas)
@@ -286,7 +290,7 @@ class WorkConsumers:
         return self._streams[pool]
 
     def route(self, lane: Lane, priority: str, model: str, deadline_s: float) -> WorkRoute:
-        """Route of a request's work. Raises KeyError for a pool that is not followed."""
+        """Return the route of a request's work. Raises KeyError for a pool that is not followed."""
         own, shared = _routes(lane, priority, model, self._ack_wait_s)
         return self._streams[lane.pool].route(own, shared, deadline_s)
 
@@ -294,7 +298,7 @@ class WorkConsumers:
         return pool in self._streams
 
     async def unfollow(self, pool: str) -> None:
-        """The pool is there no more."""
+        """Stop following a pool that was removed."""
         async with self._following:
             stream = self._streams.pop(pool, None)
         if stream is not None:
@@ -304,8 +308,8 @@ class WorkConsumers:
         return pool in self._streams and self._streams[pool].is_verified(spec)
 
     async def ensure(self, pool: str, spec: ConsumerSpec) -> None:
-        """Make it, or compare it. Raises PoolNotFound for a pool that is not followed any more, TopologyMismatch,
-        BrokerError.
+        """Create the consumer, or compare its settings. Raises PoolNotFound for a pool that is no longer followed,
+        TopologyMismatch, BrokerError.
         """
         stream = self._streams.get(pool)
         if stream is None:
@@ -318,7 +322,7 @@ class WorkConsumers:
             stream.discard_verified()
 
     async def reverify(self) -> None:
-        """After a reconnect, when notices may have been missed. Raises BrokerError."""
+        """Verify all consumers again after a reconnect, when notices may have been missed. Raises BrokerError."""
         for stream in self._streams.values():
             stream.discard_verified()
         await self._refresh()
@@ -329,8 +333,8 @@ class WorkConsumers:
         )
 
     async def run(self, stop: Stop) -> None:
-        """Keep what is needed and, while this gateway is the leader, delete what is not."""
-        trouble, pause_s = Trouble(_consumers_logger, "not every consumer could be seen to"), 0.0
+        """Keep the needed consumers. While this gateway is the leader, also delete the unused ones."""
+        trouble, pause_s = Trouble(_consumers_logger, "not every consumer could be checked"), 0.0
         while not await stop.wait_for(pause_s):
             pause_s = ROUND_S
             try:
@@ -344,7 +348,7 @@ class WorkConsumers:
             await stream.stop()
 
     async def take_turn(self) -> int:
-        """Sweep, if that is due and this gateway is the leader. Returns how many consumers were deleted. Raises
+        """Sweep if a sweep is due and this gateway is the leader. Return the number of deleted consumers. Raises
         BrokerError.
         """
         if not await self._lease.acquire() or self._clock() - self._swept_s < SWEEP_S:
@@ -358,18 +362,19 @@ class WorkConsumers:
 PUBLISH_TIMEOUT_S = 2.0
 PUBLISHES_AT_ONCE = 64
 PUBLISH_PATIENCE_S = 10.0
-LAST_ATTEMPT_S = 0.1  # that the last attempt may outlast its time, so that it ends in its own words
+LAST_ATTEMPT_S = 0.1  # seconds that the last attempt may run over its time, so that it ends with its own error
 UNDO_S = 2.0
 LOAD_CEILING_S = 600.0
-HEADROOM_BYTES = 16 << 10  # of a message, for everything that is not input
-HEADER_BYTES = 256  # of a publish: its message id
-# a result of one input of the widest model, and a worker's heartbeat with a few hundred models
+HEADROOM_BYTES = 16 << 10  # bytes of a message for all parts that are not input
+HEADER_BYTES = 256  # bytes of the headers of a publish: its message id
+# bytes; enough for the result of one input of the widest model, and for the heartbeat of a worker with a few hundred
+# models
 MIN_PAYLOAD_BYTES = 64 << 10
 _logger = logging.getLogger("sie.gateway.queue")
 
 
 def work_spec(settings: Settings, pool: str, *, reserved: bool = False) -> topology.StreamSpec:
-    """The work stream of a pool, as these settings want it. `reserved`: it is that of a reservation."""
+    """Return the spec of a pool's work stream by these settings. `reserved` is true for the pool of a reservation."""
     max_bytes = topology.reservation_bytes(settings.queue_max_bytes) if reserved else settings.queue_max_bytes
     return topology.work_stream(
         pool,
@@ -382,16 +387,18 @@ def work_spec(settings: Settings, pool: str, *, reserved: bool = False) -> topol
 
 
 class StreamPosition(NamedTuple):
-    """Place of a message in a stream. A stream that was lost and created again counts from 1 again: there the sequence
-    is somebody else's message.
+    """Position of a message in a stream. A stream that was lost and created again counts from 1 again, so there the
+    same sequence is another message.
     """
 
-    created: str  # of the stream, as the broker tells it
+    created: str  # creation time of the stream, as the broker reports it
     sequence: int
 
 
 class WorkQueue:
-    """The gateway says what streams and consumers there are; everybody else verifies. Raises SettingError."""
+    """Work streams of the pools. The gateway defines the streams and consumers; all other processes only verify them.
+    Raises SettingError.
+    """
 
     def __init__(
         self,
@@ -405,9 +412,9 @@ class WorkQueue:
         serves: Callable[[str], bool] = lambda pool: True,
         is_reservation: Callable[[str], bool] = lambda pool: False,
     ) -> None:
-        """`on_lost` is called when a stream turns out to have been lost with the work in it, `on_publish` with the work
-        items of a request before they are published. `offload` takes what no message can hold. `serves` says whether a
-        pool is there, `is_reservation` whether it is a reservation.
+        """`on_lost` is called if a stream was lost with the work in it. `on_publish` is called with the work items of a
+        request before they are published. `offload` stores inputs that are too large for a message. `serves` returns
+        True if a pool exists, `is_reservation` if it is a reservation.
         """
         self._broker = broker
         self._settings = settings
@@ -417,8 +424,8 @@ class WorkQueue:
         self._on_publish = on_publish
         self._serves = serves
         self._is_reservation = is_reservation
-        self._created: dict[str, str] = {}  # by pool, when the broker created its stream
-        self._undoing = Tasks(_logger, lambda: None)  # each is bounded by the time-outs of its questions
+        self._created: dict[str, str] = {}  # by pool, the time when the broker created its stream
+        self._undoing = Tasks(_logger, lambda: None)  # each task is bounded by the time-outs of its broker requests
         self._ensuring = SharedTasks()
         self.consumers = WorkConsumers(broker, settings)
         inline_bytes, limit = settings.inline_payload_bytes, broker.max_payload - HEADROOM_BYTES
@@ -430,26 +437,28 @@ class WorkQueue:
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes of input in one message at most. The broker's own limit is read again with every connection."""
+        """Most bytes of input in one message. The broker's own limit is read again with every connection."""
         limit = max(1, self._broker.max_payload - HEADROOM_BYTES)
         return min(limit, self._settings.inline_payload_bytes or limit)
 
     @property
     def result_bytes(self) -> int:
-        """Bytes of results that fit one message, beside what is not results. An input with more comes back in parts."""
+        """Bytes of results that fit in one message beside its other parts. An input with a larger result is returned in
+        parts.
+        """
         return max(1, self._broker.max_payload - HEADROOM_BYTES)
 
     @property
     def holds_any_size(self) -> bool:
-        """Whether inputs that no message can hold go through the payload store."""
+        """True if inputs that are too large for a message go through the payload store."""
         return self._offload is not None
 
     async def ensure_pool(self, pool: str) -> None:
-        """Create or verify the pool's stream. If it is another one than this gateway knew, what was in it is lost, and
-        told so.
+        """Create or verify the pool's stream. If it is a new stream in place of a lost one, call `on_lost`, because the
+        work in it is lost.
 
-        All requests that meet a broker which does not answer come here between their attempts: they share one.
-        Raises PoolNotFound for a reservation that has ended, BrokerError.
+        All requests that meet a broker which does not answer call this between their attempts; they share one call to
+        the broker. Raises PoolNotFound for a reservation that has ended, BrokerError.
         """
         name = topology.stream_name(pool)
         try:
@@ -460,7 +469,7 @@ class WorkQueue:
         self._broker.troubles.pop(name, None)
 
     async def ensure_pools(self, pools: Iterable[str]) -> None:
-        """Ensure each pool, without those that have ended. Raises BrokerError."""
+        """Ensure each pool; skip reservations that have ended. Raises BrokerError."""
 
         async def ensure(pool: str) -> None:
             with contextlib.suppress(PoolNotFound):
@@ -471,11 +480,13 @@ class WorkQueue:
     async def _ensure_pool(self, pool: str) -> None:
         self._require(pool)
         reserved = self._is_reservation(pool)
-        if not reserved:  # its dead letters outlive a reservation, so its workers put them to those of their own pool
+        # dead letters must outlive a reservation, so its workers write them to the stream of their own pool
+        if not reserved:
             await self._ensure_dead_letters(pool)
         spec = work_spec(self._settings, pool, reserved=reserved)
         state = await self._broker.ensure_stream(spec, owner=True)
-        if not self._serves(pool):  # it ended meanwhile, and may have been removed before this made it again
+        # the reservation ended meanwhile: its stream may have been removed, and then created again here
+        if not self._serves(pool):
             await self._broker.delete_stream(spec.name)
             self._require(pool)
         before = self._created.get(pool)
@@ -490,32 +501,32 @@ class WorkQueue:
             raise PoolNotFound(f"there is no pool {pool!r} any more: its lease is over", param="X-SIE-Pool")
 
     async def forget_pool(self, pool: str) -> None:
-        """A reservation has ended."""
+        """Stop using the pool of a reservation that has ended."""
         self._created.pop(pool, None)
         self._broker.troubles.pop(topology.stream_name(pool), None)
         await self.consumers.unfollow(pool)
 
     async def remove_pool(self, pool: str) -> None:
-        """Remove the stream of a reservation that has ended, with what waits in it. Raises BrokerError."""
+        """Remove the stream of a reservation that has ended, with the messages in it. Raises BrokerError."""
         await self.forget_pool(pool)
         await self._broker.delete_stream(topology.stream_name(pool))
 
     async def _ensure_dead_letters(self, pool: str) -> None:
-        """Ensure what workers need before they find the pool's stream: the stream of dead letters, and the marks of
-        poison.
+        """Ensure the stream of dead letters and the bucket of poison marks, which workers need before they find the
+        pool's stream.
         """
         replicas, queue_bytes = self._settings.stream_replicas, self._settings.queue_max_bytes
         spec = topology.dead_letter_stream(pool, storage="file", replicas=replicas, queue_bytes=queue_bytes)
         try:
             await self._broker.ensure_stream(spec, owner=True)
-        except TopologyMismatch as error:  # its letters are kept all the same
+        except TopologyMismatch as error:  # not fatal: the stream still keeps dead letters
             _logger.error("%s", error)
         await self._broker.key_value(
             topology.POISON_BUCKET, storage="file", replicas=replicas, max_age_s=topology.POISON_LIFETIME_S
         )
 
     async def reverify(self) -> bool:
-        """After a reconnect: make sure of every stream, and of the consumers of what is open. Raises BrokerError."""
+        """Verify every stream after a reconnect, and the consumers of open requests. Raises BrokerError."""
         if self._broker.max_payload < MIN_PAYLOAD_BYTES:
             _logger.error("%s", _too_small(self._broker.max_payload))
         pools = list(self._created)
@@ -523,10 +534,11 @@ class WorkQueue:
         return True
 
     async def publish(self, lane: Lane, items: Sequence[WorkItem], deadline_s: float) -> list[StreamPosition]:
-        """Store all chunks of a request, or none: when one cannot be stored the others are removed. Returns where they
-        lie.
+        """Store all chunks of a request, or none: if one cannot be stored, the others are removed. Return their
+        positions.
 
-        A message is kept also before its consumer exists, so both are made at once. Raises QueueFull, QueueUnavailable.
+        The stream keeps a message even before its consumer exists, so messages and consumer are created at the same
+        time. Raises QueueFull, QueueUnavailable.
         """
         first = items[0]
         self._on_publish(lane, items)
@@ -534,7 +546,8 @@ class WorkQueue:
         if not self.consumers.follows(lane.pool):
             await self._with_patience(functools.partial(self.ensure_pool, lane.pool), lane.pool, deadline_s)
         subject, spec = self.consumers.route(lane, first.priority, first.model, deadline_s)
-        if len(items) == 1 and self.consumers.is_verified(lane.pool, spec):  # nearly every request: no task, no turn
+        # the case of nearly every request: it needs no task and no semaphore
+        if len(items) == 1 and self.consumers.is_verified(lane.pool, spec):
             stored = [await self._publish_one(lane, subject, first, deadline_s)]
         else:
             stored = await self._publish_all(lane, subject, spec, items, deadline_s)
@@ -544,7 +557,8 @@ class WorkQueue:
     async def _publish_all(
         self, lane: Lane, subject: str, spec: ConsumerSpec, items: Sequence[WorkItem], deadline_s: float
     ) -> list[StreamPosition]:
-        turns = asyncio.Semaphore(PUBLISHES_AT_ONCE)  # the messages of a large request are not all in memory at once
+        # limits the messages of a large request that are in memory at once
+        turns = asyncio.Semaphore(PUBLISHES_AT_ONCE)
 
         async def in_turn(item: WorkItem) -> StreamPosition:
             async with turns:
@@ -566,13 +580,15 @@ class WorkQueue:
         return stored
 
     def undo(self, work: Coroutine[Any, Any, None]) -> None:
-        """Have this done beside everything else: the answer of a request that failed does not wait for it."""
+        """Run this work in the background: the answer of a failed request does not wait for it."""
         self._undoing.start(work, "undo")
 
     async def close(self) -> None:
-        """Wait for what is being undone, for UNDO_S at most."""
+        """Wait for background work, at most UNDO_S seconds, then stop."""
         if not await self._undoing.settle(UNDO_S):
-            _logger.warning("the messages of %d requests that nobody awaits are left in the queue", len(self._undoing))
+            _logger.warning(
+                "the messages of %d ended requests could not be removed from the queue in time", len(self._undoing)
+            )
         await self._undoing.cancel()
         await self._ensuring.stop()
         await self.consumers.close()
@@ -584,13 +600,19 @@ class WorkQueue:
         await self.withdraw(pool, [stored for stored in settled if isinstance(stored, StreamPosition)], request)
 
     async def _publish_one(self, lane: Lane, subject: str, item: WorkItem, deadline_s: float) -> StreamPosition:
-        """Store one message. Cancelled, it takes back what may have been stored; elsewhere the budget in the message
-        ends it.
+        """Store one message. If cancelled, withdraw a message that may have been stored. After another failure such a
+        message ends by its own budget.
         """
         message_id = f"{item.request}.{item.chunk}.{item.attempt}"
         stored, tried = StreamPosition("", 0), False
-        data = messages.encode(item)
-        if self._offload is not None and len(data) > self.payload_bytes and self._is_too_large(item, len(data)):
+        data = b""
+        # large inputs are not made a message first: that would hold the event loop
+        is_large = self._offload is not None and _least_bytes(item) > self.payload_bytes
+        if not is_large:
+            data = messages.encode(item)
+        if self._offload is not None and (
+            is_large or (len(data) > self.payload_bytes and self._is_too_large(item, len(data)))
+        ):
             data = messages.encode(await self._offload.stored(item, _bounded(PUT_TIMEOUT_S, deadline_s)))
 
         async def attempt() -> None:
@@ -616,22 +638,23 @@ class WorkQueue:
         return stored
 
     async def _take_back(self, pool: str, subject: str, data: bytes, message_id: str, request: str) -> None:
-        """Withdraw what may be stored or not: the same message id again is answered with its sequence."""
-        with contextlib.suppress(BrokerError):  # then its age limit removes it
+        """Withdraw a message that may or may not be stored. A publish with the same message id returns its sequence."""
+        with contextlib.suppress(BrokerError):  # on an error the age limit of the stream removes it
             created = self._created.get(pool, "")
             sequence = (await self._broker.publish(subject, data, message_id, PUBLISH_TIMEOUT_S)).sequence
             await self.withdraw(pool, [StreamPosition(created, sequence)], request)
 
     def _is_too_large(self, item: WorkItem, message_bytes: int) -> bool:
-        """Whether its inputs pass the inline limit, or all of it what the broker takes."""
-        inputs = (*item.inputs, item.query) if item.query else item.inputs
-        size = sum(entry.nbytes for entry in inputs)
-        return size > self.payload_bytes or message_bytes > self._broker.max_payload - HEADER_BYTES
+        """Return True if the inputs exceed the inline limit, or the whole message exceeds the limit of the broker."""
+        if message_bytes > self._broker.max_payload - HEADER_BYTES:
+            return True
+        return sum(entry.nbytes for entry in _inputs(item)) > self.payload_bytes
 
     async def _with_patience(self, attempt: Callable[[], Awaitable[None]], pool: str, deadline_s: float) -> None:
-        """Try again while the broker is away, for at most PUBLISH_PATIENCE_S and the request's budget.
+        """Try again while the broker is away, for at most PUBLISH_PATIENCE_S seconds and at most the request's budget.
 
-        A broker that is there and does not answer may have lost the stream, so that is made sure of between attempts.
+        A broker that does not answer although it is connected may have lost the stream. So the stream is ensured
+        between attempts.
         """
         end_s = min(time.perf_counter() + PUBLISH_PATIENCE_S, deadline_s)
         try:
@@ -658,9 +681,9 @@ class WorkQueue:
             except BrokerUnavailable as error:
                 if time.perf_counter() + 0.1 >= end_s:
                     raise QueueUnavailable("the broker could not be reached") from error
-                await asyncio.sleep(0.1)  # a pause between attempts; the broker's client reconnects on its own
+                await asyncio.sleep(0.1)  # pause between attempts; the client of the broker reconnects by itself
                 if self._broker.connected:
-                    with contextlib.suppress(BrokerError):  # then the next attempt fails in its own words
+                    with contextlib.suppress(BrokerError):  # the next attempt then reports its own error
                         await self.ensure_pool(pool)
             except BrokerError as error:
                 raise QueueUnavailable(f"the broker refused: {error}") from error
@@ -668,28 +691,29 @@ class WorkQueue:
                 return
 
     async def withdraw(self, pool: str, stored: Sequence[StreamPosition], request: str = "") -> None:
-        """Remove messages that nobody awaits any more, waiting or leased; what the broker cannot remove now its age
-        limit will.
+        """Remove messages that no request waits for, both waiting and leased. If the broker cannot remove a message
+        now, its age limit removes it later.
 
-        What lay in a stream that was lost since is gone with it, and its sequences are left alone. With `request`,
-        workers are told as well, and then: one that has room before the rest is gone would take more of it.
+        Messages of a stream that was lost are gone with it, so their sequences are not deleted. With `request`, workers
+        are told last to cancel it: a worker that gets room before the messages are removed would take more of them.
         """
         if stored and self._serves(pool):
             try:
                 await self._remove(topology.stream_name(pool), stored)
             except BrokerError as error:
-                _logger.warning("of %d withdrawn messages not all could be removed: %s", len(stored), error)
+                _logger.warning("not all of %d withdrawn messages could be removed: %s", len(stored), error)
         if request:
             failpoint("publish.before_cancel")
             try:
                 await self._broker.send(topology.cancel_subject(pool), messages.encode(CancelRequests((request,))))
             except BrokerError as error:
-                _logger.info("request %s: its workers were not told that nobody waits: %s", request, error)
+                _logger.info("request %s: its cancellation was not sent to the workers: %s", request, error)
 
     async def _remove(self, stream: str, stored: Sequence[StreamPosition]) -> None:
-        """Raises BrokerError."""
+        """Delete these messages from the stream. Raises BrokerError."""
         for start in range(0, len(stored), PUBLISHES_AT_ONCE):
-            created = (await self._broker.stream_state(stream)).created  # a lost stream may not be known yet
+            # read each time: the loss of a stream may not be noticed yet
+            created = (await self._broker.stream_state(stream)).created
             piece = stored[start : start + PUBLISHES_AT_ONCE]
             removals = [
                 self._broker.delete(stream, message.sequence) for message in piece if message.created == created
@@ -699,8 +723,16 @@ class WorkQueue:
                     raise outcome
 
 
+def _inputs(item: WorkItem) -> Sequence[Input]:
+    return (*item.inputs, item.query) if item.query else item.inputs
+
+
+def _least_bytes(item: WorkItem) -> int:
+    return sum(entry.least_bytes for entry in _inputs(item))
+
+
 def _bounded(timeout_s: float, deadline_s: float) -> float:
-    """A time-out that does not outlast the request's deadline."""
+    """Return a time-out that does not exceed the request's deadline."""
     return max(0.05, min(timeout_s, deadline_s - time.perf_counter()))
 
 

@@ -1,4 +1,4 @@
-"""Work that those who want it at once share, one attempt at a time for each key."""
+"""Work that several callers share: at most one attempt runs at a time for each key."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from sie_broker import BrokerUnavailable
 
 
 class SharedTasks:
-    """Whoever stops waiting does not end it for the others. How it ended is read also when nobody waits any more."""
+    """Tasks by key. A caller that stops waiting does not end the task for the other callers. The exception of a task is
+    retrieved even if no caller waits any more.
+    """
 
     def __init__(self) -> None:
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -23,7 +25,7 @@ class SharedTasks:
         return iter(self._tasks)
 
     def begin(self, key: str, work: Callable[[], Coroutine[Any, Any, None]]) -> asyncio.Task[None]:
-        """The attempt that is under way, or a new one."""
+        """Return the running task of this key, or start a new one."""
         task = self._tasks.get(key)
         if task is None:
             task = self._tasks[key] = asyncio.get_running_loop().create_task(work(), name=key)
@@ -31,8 +33,8 @@ class SharedTasks:
         return task
 
     async def run(self, key: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Wait for it. Raises what it raises; BrokerUnavailable where it was stopped: nobody has cancelled those who
-        wait.
+        """Wait for the task of this key. Raises the exception of the task, or BrokerUnavailable if the task was
+        stopped: the callers themselves were not cancelled.
         """
         task = self.begin(key, work)
         await asyncio.wait([task])

@@ -1,17 +1,17 @@
-"""Choice of the next batch: a pure function of the waiting work, the time and the limits. No clock, no I/O, no
+"""Choice of the next batch: a pure function of the waiting work, the time and the limits, without a clock, I/O or
 randomness.
 
     jobs ──add──► Waiting ──next_batch(now, device)──► Batch | Wait(until) | nothing
 
-Jobs share a batch when their keys are equal. A batch is sealed when it is full (cost or requests), when its oldest job
-has waited its bound, or at once when the device is idle and nothing more is expected; while the device is busy batches
-grow. Of a full batch only the first jobs run where the deadlines of those in it allow no more (`sizing`).
+Jobs share a batch if their keys are equal. A batch is sealed when it is full (cost or requests), when its oldest job
+has waited for the limit, or at once when the device is idle and no more work is expected. While the device is busy,
+batches grow. If the deadlines of its jobs allow no full batch, only the first jobs run (`sizing`).
 
-Order: interactive work first, but between two bulk batches at most `bulk_max_overtakes` interactive ones. Within a
-priority the model whose oldest job has waited longest; within a model its keys (LoRAs, operations) in turn, so that a
-backlog of one does not hold the others. From the moment that a job is due and the oldest of its priority, at most the
-K-th batch of that priority holds it, K being the number of keys of its model that have work. With k overtakes that is K
-+ ceil(K / k) batches in all for interactive work and K (k + 1) for bulk.
+Order: interactive work goes first, but between two bulk batches there are at most `bulk_max_overtakes` interactive
+ones. Within a priority, the model goes first whose oldest job has waited longest. Within a model, its keys (LoRAs,
+operations) take turns, so that the backlog of one key does not block the others. Once a job is due and the oldest of
+its priority, it is in one of the next K batches of that priority, where K is the number of keys of its model that have
+work. With k overtakes, these are K + ceil(K / k) batches in total for interactive work, and K (k + 1) for bulk work.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from sie_sidecar.batching.sizing import LEAD_S, Ask, binds, fitting
 
 T = TypeVar("T")
 
-READY_PER_LANE = 2  # full batches that may wait for each lane
-TIMES_OVER = 20  # batches from which is learnt what one of this model takes
-MAX_TIMES = 1024  # models of which that is known
-LOOK_AHEAD = 4  # batches' worth of jobs among which a model that pads may choose
+READY_PER_LANE = 2  # full batches that may wait per lane
+TIMES_OVER = 20  # batches by which the time of a batch of one model is learned
+MAX_TIMES = 1024  # models whose batch times are kept
+LOOK_AHEAD = 4  # a model that pads chooses among the jobs of this many batches
 
 
 class BatchKey(NamedTuple):
-    """Properties that two jobs must share to run in one forward pass. Output options are not here: they are applied per
-    item.
+    """Properties that jobs must have in common to run in one forward pass. Output options are not among them: they are
+    applied per item.
 
-    `padded`: the model fills the rows of a batch up to the longest, so jobs of like cost are taken together.
+    `padded`: the model pads the rows of a batch to the longest row, so jobs of similar cost are taken together.
     """
 
     residency: str
@@ -52,10 +52,11 @@ class BatchKey(NamedTuple):
 
 @dataclass(frozen=True)
 class BatchLimits:
-    """Bounds of a batch: tokens, work items, seconds that the oldest may wait, overtakes of bulk work, and bytes of
+    """Limits of a batch: tokens, work items, seconds that the oldest job may wait, overtakes of bulk work, and bytes of
     pixels and features.
 
-    `reorder_s`: in a model that pads, no job is overtaken by one of its key that arrived more than so much later.
+    `reorder_s`: in a model that pads, a job may overtake a job of the same key only if it arrived at most this much
+    later.
     """
 
     cost: int
@@ -63,15 +64,15 @@ class BatchLimits:
     wait_s: float
     bulk_max_overtakes: int = 4
     reorder_s: float = 0.25
-    media_bytes: int = 96 << 20  # of the 128 MiB that a frame to the adapter may have
+    media_bytes: int = 96 << 20  # bytes, of the 128 MiB that a frame to the adapter may have
 
 
 @dataclass(frozen=True)
 class DeviceLoad:
-    """`running` batches of `lanes` that can run at once, and `sent` batches out of `depth` that may be sent ahead.
+    """Load of the device: `sent` batches are at the adapter, of at most `depth`; `lanes` batches can run at once.
 
-    `more_expected`: deliveries are on their way or not yet tokenised, so an idle device may wait for them, within the
-    bound. `busy_s`: seconds until a batch that is sent now would begin, as predicted.
+    `more_expected`: deliveries are on their way or not tokenised yet, so an idle device may wait for them within the
+    limit. `busy_s`: predicted seconds until a batch that is sent now would begin.
     """
 
     sent: int
@@ -83,11 +84,11 @@ class DeviceLoad:
 
 @dataclass
 class BatchEntry(Generic[T]):
-    """One tokenised work item. `cost`: what it takes of the budget of a batch. `time_cost`: in tokens of short texts
-    that take as long (0: the same).
-    `alone`: it was in a batch that killed an adapter and now runs by itself. It is due at `deadline_s`, and had
-    `budget_s` seconds when it was published. `media_bytes`: of its images and sounds. `writes`: its answer is written
-    beside the lanes of the device (`ipc.Rows.writes`).
+    """Tokenised work item. `cost` is its share of the budget of a batch. `time_cost` is the number of tokens of short
+    texts that take as long; 0 means equal to `cost`. `alone`: it was in a batch that killed an adapter, and now runs by
+    itself. It is due at `deadline_s`, and had `budget_s` seconds when it was published. `media_bytes` is the size of
+    its images and sounds. `writes`: its answer is written token by token, beside the lanes of the device
+    (`ipc.Rows.writes`).
     """
 
     key: BatchKey
@@ -105,7 +106,9 @@ class BatchEntry(Generic[T]):
 
 @dataclass(frozen=True)
 class Batch(Generic[T]):
-    """Jobs of one key, the cheapest first. Within `BatchLimits.cost` unless it is a single job."""
+    """Jobs of one key, the cheapest first. Their cost is within `BatchLimits.cost`, unless the batch is a single
+    job.
+    """
 
     key: BatchKey
     jobs: tuple[BatchEntry[T], ...]
@@ -113,25 +116,26 @@ class Batch(Generic[T]):
 
     @property
     def writes(self) -> bool:
-        """Whether its answers are written beside the lanes."""
-        return bool(self.jobs) and self.jobs[0].writes  # they wait in a line of their own
+        """True if its answers are written token by token, beside the lanes."""
+        # all jobs of a batch are equal in this: written jobs wait in their own queue
+        return bool(self.jobs) and self.jobs[0].writes
 
 
 @dataclass(frozen=True)
 class WaitUntil:
-    """No batch is due before `until_s`, unless work arrives or a batch ends."""
+    """Result of `next_batch` if no batch is due before `until_s`, unless work arrives or a batch ends."""
 
     until_s: float
 
 
 @dataclass(eq=False)
 class _KeyQueue(Generic[T]):
-    """The jobs of one key, in order of arrival."""
+    """Jobs of one key, in order of arrival."""
 
     key: BatchKey
     jobs: deque[BatchEntry[T]] = field(default_factory=deque)
     cost: int = 0
-    alone: int = 0  # jobs that run by themselves
+    alone: int = 0  # number of jobs that run by themselves
 
     @property
     def head_s(self) -> float:
@@ -141,7 +145,7 @@ class _KeyQueue(Generic[T]):
         return idle or self.is_full(limits) or now_s >= self.head_s + limits.wait_s
 
     def is_full(self, limits: BatchLimits) -> bool:
-        """Whether a batch of its jobs could not grow any more."""
+        """Return True if a batch of its jobs could not grow any more."""
         return self.alone > 0 or self.cost >= limits.cost or len(self.jobs) >= limits.requests
 
     def insert(self, job: BatchEntry[T], place: int) -> None:
@@ -150,7 +154,9 @@ class _KeyQueue(Generic[T]):
         self.alone += job.alone
 
     def take(self, limits: BatchLimits, begins_s: float, times: BatchTimes) -> list[BatchEntry[T]]:
-        """The oldest job and what runs with it from `begins_s` on, in order of arrival. An oversize job runs alone."""
+        """Take the oldest job and the jobs that run with it from `begins_s` on, in order of arrival. An oversize job
+        runs alone.
+        """
         places = self._together(limits)
         places = sorted(places[: fitting(self._asks(places, begins_s), times)])
         if places[-1] == len(places) - 1:
@@ -165,7 +171,7 @@ class _KeyQueue(Generic[T]):
         return jobs
 
     def binds(self, limits: BatchLimits, begins_s: float, times: BatchTimes) -> bool:
-        """Whether a deadline matters to when the next batch runs."""
+        """Return True if a deadline limits when the next batch may be sealed."""
         return binds(self._asks(self._together(limits), begins_s), times)
 
     def _asks(self, places: Sequence[int], begins_s: float) -> list[Ask]:
@@ -173,7 +179,9 @@ class _KeyQueue(Generic[T]):
         return [Ask(job.time_cost or job.cost, job.deadline_s - begins_s, job.budget_s) for job in jobs]
 
     def _together(self, limits: BatchLimits) -> list[int]:
-        """The oldest job and those that may run with it, in the order in which a smaller batch would take them."""
+        """Return the places of the oldest job and of the jobs that may run with it, in the order in which a smaller
+        batch would take them.
+        """
         if self.jobs[0].alone:
             return [0]
         return self._alike(limits) if self.key.padded else self._first(limits)
@@ -194,8 +202,8 @@ class _KeyQueue(Generic[T]):
         return list(range(number))
 
     def _alike(self, limits: BatchLimits) -> list[int]:
-        """The head, and of the jobs that came soon after it those whose cost is nearest to its own, the
-        nearest first.
+        """Return the place of the first job, and of jobs that came soon after it and whose cost is nearest to its own,
+        the nearest first.
         """
         head = self.jobs[0]
         near = []
@@ -214,13 +222,13 @@ class _KeyQueue(Generic[T]):
 
 
 class _ModelLine(Generic[T]):
-    """The queues of one residency, the one whose turn is next first. `entry` is the number of its entry among the heads
-    of its line.
+    """Queues of one residency, in the order of their turns. `entry` is the number of its newest entry in the heap of
+    its priority.
     """
 
     def __init__(self, name: str, head_s: float) -> None:
         self.name = name
-        self.head_s = head_s  # when its oldest job arrived
+        self.head_s = head_s  # arrival time of its oldest job
         self.entry = 0
         self.queues: dict[BatchKey, _KeyQueue[T]] = {}
 
@@ -229,8 +237,8 @@ class _ModelLine(Generic[T]):
 
 
 class _PriorityLine(Generic[T]):
-    """The jobs of one priority. `_heads` is a heap of (head, entry, model); what is not its model's last entry is
-    dropped at the top.
+    """Jobs of one priority. `_heads` is a heap of (head, entry, model). An entry that is not the newest of its model is
+    dropped when it comes to the top.
     """
 
     def __init__(self) -> None:
@@ -242,7 +250,7 @@ class _PriorityLine(Generic[T]):
         return (queue for model in self.models.values() for queue in model.queues.values())
 
     def add(self, job: BatchEntry[T], *, in_order: bool) -> None:
-        """Behind all others, or to its place in the order of arrival if it was taken before."""
+        """Add a job: after all others, or, if it was taken before, at its place in the order of arrival."""
         model = self.models.get(job.key.residency)
         if model is None:
             model = self.models[job.key.residency] = _ModelLine(job.key.residency, job.arrived_s)
@@ -259,7 +267,7 @@ class _PriorityLine(Generic[T]):
             self._enter(model)
 
     def oldest(self) -> _ModelLine[T] | None:
-        """The model whose oldest job has waited longest."""
+        """Return the model whose oldest job has waited longest."""
         while self._heads:
             _, entry, model = self._heads[0]
             if entry == model.entry:
@@ -268,19 +276,19 @@ class _PriorityLine(Generic[T]):
         return None
 
     def pick(self, now_s: float, limits: BatchLimits, *, idle: bool) -> _KeyQueue[T] | None:
-        """The queue to send from now, if any is ready."""
+        """Return the queue to send from now, or None if no queue is ready."""
         model = self.oldest()
         if model is None:
             return None
         queue = model.pick(now_s, limits, idle=idle)
         if queue is not None:
             return queue
-        # nothing has waited its bound, so all that is here came within it: few keys to look through
+        # no job has waited for the limit, so all jobs came within it: there are few keys to search
         full = (queue for queue in self.queues() if queue.is_full(limits))
         return min(full, key=lambda queue: queue.head_s, default=None)
 
     def pick_oldest(self) -> _KeyQueue[T]:
-        """The queue of the oldest job, ready or not."""
+        """Return the queue of the oldest job, ready or not."""
         model = self.oldest()
         assert model is not None
         return min(model.queues.values(), key=lambda queue: queue.head_s)
@@ -290,7 +298,7 @@ class _PriorityLine(Generic[T]):
         jobs = queue.take(limits, begins_s, times)
         del model.queues[queue.key]
         if queue.jobs:
-            model.queues[queue.key] = queue  # behind the others
+            model.queues[queue.key] = queue  # last in the order of turns
         self._place(model)
         return jobs
 
@@ -304,7 +312,7 @@ class _PriorityLine(Generic[T]):
             self._place(model)
 
     def _place(self, model: _ModelLine[T]) -> None:
-        """After its oldest job may have gone."""
+        """Place a model again after its oldest job may have been removed."""
         if not model.queues:
             del self.models[model.name]
             model.entry = 0
@@ -313,7 +321,7 @@ class _PriorityLine(Generic[T]):
         self._enter(model)
 
     def _enter(self, model: _ModelLine[T]) -> None:
-        """Give a model its place by its head; of equal heads, behind the others."""
+        """Put a model into the heap by its head. Models with equal heads keep the order of entry."""
         model.entry = next(self._entries)
         heapq.heappush(self._heads, (model.head_s, model.entry, model))
 
@@ -323,17 +331,17 @@ class Waiting(Generic[T]):
 
     def __init__(self) -> None:
         self.lines: tuple[_PriorityLine[T], _PriorityLine[T]] = (_PriorityLine(), _PriorityLine())  # interactive, bulk
-        self.overtakes = 0  # interactive batches sent since the last bulk one, while bulk work waited
+        self.overtakes = 0  # interactive batches sent since the last bulk batch while bulk work waited
         self.cost = 0
         self._length = 0
         self._times: dict[str, BatchTimes] = {}  # by residency
 
     def ran(self, batch: Batch[T], seconds: float) -> None:
-        """A batch took the device so long."""
+        """Note the time that a batch took on the device."""
         self._times_of(batch.key.residency).note(_time_cost(batch), seconds)
 
     def seconds(self, batch: Batch[T]) -> float:
-        """Predicted duration of a batch in seconds; 0 before its model was measured."""
+        """Return the predicted time of a batch in seconds; 0 before its model was measured."""
         return self._times_of(batch.key.residency).seconds(_time_cost(batch))
 
     def _times_of(self, residency: str) -> BatchTimes:
@@ -344,11 +352,11 @@ class Waiting(Generic[T]):
         return times
 
     def add(self, job: BatchEntry[T]) -> None:
-        """A job that arrived now: after all that are here."""
+        """Add a job that arrived now, after all others."""
         self._add(job, in_order=True)
 
     def put_back(self, job: BatchEntry[T]) -> None:
-        """Return a job that was sent and did not run to its place in the order of arrival."""
+        """Return a job that was sent but did not run to its place in the order of arrival."""
         self._add(job, in_order=False)
 
     def _add(self, job: BatchEntry[T], *, in_order: bool) -> None:
@@ -357,7 +365,7 @@ class Waiting(Generic[T]):
         self._length += 1
 
     def remove(self, job: BatchEntry[T]) -> None:
-        """Forget a job that waits here."""
+        """Remove a job that waits here."""
         self.lines[job.bulk].remove(job)
         self.cost -= job.cost
         self._length -= 1
@@ -371,8 +379,8 @@ class Waiting(Generic[T]):
     def next_batch(
         self, queue: _KeyQueue[T], now_s: float, limits: BatchLimits, device: DeviceLoad
     ) -> Batch[T] | WaitUntil | None:
-        """The batch that `queue` gives now. Where a budget binds, none before the device is about to be free: until
-        then it may grow.
+        """Return the batch that `queue` gives now. If a budget binds, wait until the device is nearly free, because the
+        batch may grow until then.
         """
         begins_s, times = now_s + device.busy_s, self._times_of(queue.key.residency)
         if (
@@ -396,8 +404,8 @@ class Waiting(Generic[T]):
 def next_batch(
     waiting: Waiting[T], now_s: float, limits: BatchLimits, device: DeviceLoad
 ) -> Batch[T] | WaitUntil | None:
-    """The batch to send now, or until when to wait, or None while nothing can be sent before a batch ends or a job
-    arrives.
+    """Return the batch to send now, or the time until which to wait. Return None if no batch can be sent before a batch
+    ends or a job arrives.
     """
     if device.sent >= device.depth or not len(waiting):
         return None
@@ -414,7 +422,7 @@ def next_batch(
         )
     if not bulk.models:
         return waiting.next_batch(first, now_s, limits, device)
-    if limits.bulk_max_overtakes == 0:  # no overtaking either way: first come, first served
+    if limits.bulk_max_overtakes == 0:  # no overtaking: first come, first served
         second = bulk.pick(now_s, limits, idle=idle)
         return waiting.next_batch(first if second is None or heads[0] <= heads[1] else second, now_s, limits, device)
     if waiting.overtakes < limits.bulk_max_overtakes:
@@ -435,8 +443,8 @@ class Load(NamedTuple):
 
 
 def credit(load: Load, mean_cost: float, limits: BatchLimits) -> int:
-    """Deliveries of `mean_cost` tokens to have outstanding: what READY_PER_LANE batches for each lane can take beyond
-    what is held.
+    """Return the number of deliveries of `mean_cost` tokens to have outstanding: as many as READY_PER_LANE batches per
+    lane can take beyond the held work.
     """
     room = READY_PER_LANE * load.lanes * limits.cost - load.cost
     places = READY_PER_LANE * load.lanes * limits.requests - load.items

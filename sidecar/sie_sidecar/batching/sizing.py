@@ -1,20 +1,20 @@
-"""How many jobs a batch may hold, so that it does not make late what is in it. Pure: times and costs come in, a number
+"""Size of a batch: the number of jobs with which none of them becomes late. Pure: times and costs come in, a number
 goes out.
 
     jobs of a full batch, each with the time that it has left ──┐
-    what batches of this model took (`BatchTimes`) ─────────────┴──► how many of them run now, the first of them always
+    times of batches of this model (`BatchTimes`) ──────────────┴──► number of jobs that run now, at least the first
 
-A batch may take SHARE of the time that a job in it has left: the rest is for what the prediction misses. Jobs that have
-enough time for the full batch change nothing. A smaller batch costs all others, since each batch has a fixed part, so
-two rules bound what one job may cost:
+A batch may take SHARE of the time that a job in it has left; the rest is for errors of the prediction. Jobs that have
+enough time for the full batch do not change its size. A smaller batch costs all other jobs time, because each batch has
+a fixed time. So two rules limit the effect of one job:
 
-* Jobs that are x of the cost of the full batch cut at most x / 2 of its tokens a second, and so at most half of them in
-  all.
+* Jobs with a share x of the cost of the full batch reduce its tokens per second by at most x / 2. So all jobs together
+  reduce them by at most half.
 * A job that would be late in the smaller batch as well is not considered.
 
-A batch that is sent while another one runs waits at the device, and what arrives meanwhile waits for both before its
-own batch runs: three batches. So where a budget is shorter than that and what the prediction misses, it `binds`: a
-batch is sealed no sooner than LEAD_S before the device is free.
+A batch that is sent while another one runs waits at the device. A job that arrives meanwhile waits for both before its
+own batch runs: three batches. If a budget is shorter than three batches with a margin for errors, it `binds`: a batch
+is then sealed at most LEAD_S before the device is free.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from typing import NamedTuple
 from sie_contracts.models.costs import AHEAD_SHARE, BatchTimes
 from sie_contracts.settings import Settings
 
-SHARE = 0.4  # of the time that a job has left: about two batches fit into it
-MAX_LOSS = 0.5  # of the tokens a second of a full batch, where all jobs in it ask for a smaller one
-LEAD_S = 0.01  # long enough to have the next batch at the device when the one that runs ends
-# a job with no more time than this asks for a small batch while nobody knows how long a full one takes
+SHARE = 0.4  # share of the time that a job has left: about two batches fit into that time
+MAX_LOSS = 0.5  # greatest loss of tokens per second, if all jobs of the full batch ask for a smaller one
+LEAD_S = 0.01  # seconds; long enough to have the next batch at the device when the running one ends
+# seconds: a job with a shorter budget asks for a small batch while the time of a full batch is unknown
 UNKNOWN_S = 10.0
 
 
 class Ask(NamedTuple):
-    """A job: its cost in tokens of short texts (`costs`), the seconds from the begin of the batch to its deadline, and
-    those that it had when it was published.
+    """Needs of a job: its cost in tokens of short texts (`costs`), the seconds from the start of the batch to its
+    deadline, and the seconds of budget that it had when it was published.
     """
 
     cost: float
@@ -48,8 +48,8 @@ class Ask(NamedTuple):
 
 
 def fitting(asks: Sequence[Ask], times: BatchTimes) -> int:
-    """How many of these jobs, which a full batch would hold, run in the next batch: the first so many, at least one.
-    They are in the order in which a smaller batch would take them.
+    """Return how many of these jobs, which fill a batch, run in the next batch. It takes the first ones, at least one.
+    The jobs are in the order in which a smaller batch would take them.
     """
     if len(asks) < 2:
         return len(asks)
@@ -64,8 +64,9 @@ def fitting(asks: Sequence[Ask], times: BatchTimes) -> int:
 
 
 def binds(asks: Sequence[Ask], times: BatchTimes) -> bool:
-    """Whether a batch, of these jobs or as the last ones were, takes so much of a budget that what arrives after it was
-    sealed would be late: more than AHEAD_SHARE. While nothing is known of the model, whether any has little time.
+    """Return True if a batch takes more than AHEAD_SHARE of a job's budget, so that jobs which arrive after it was
+    sealed would be late. The batch is one of these jobs, or the mean of the last ones. While no times are known, return
+    True if any job has a short budget.
     """
     if not times.is_known:
         return any(ask.budget_s <= UNKNOWN_S for ask in asks)
@@ -74,7 +75,7 @@ def binds(asks: Sequence[Ask], times: BatchTimes) -> bool:
 
 
 def _cost(asking: Sequence[Ask], full: float, times: BatchTimes) -> float:
-    """The smallest batch that jobs ask for, may ask for, and would be in time in."""
+    """Return the cost of the smallest batch that jobs ask for, are allowed to ask for, and would be in time in."""
     smallest_cost = full
     asking_cost = 0.0
     for cost, left_s, _ in sorted(asking, key=lambda ask: ask.left_s):
@@ -89,37 +90,38 @@ def _cost(asking: Sequence[Ask], full: float, times: BatchTimes) -> float:
 
 
 class DeviceForecast:
-    """When a device of `lanes` is free of the batches that were sent to it, as predicted. Pure: the caller has the
-    clock. A batch has a number that no other one at the device has.
+    """Forecast of the time when a device of `lanes` lanes has finished the batches that were sent to it. Pure: the
+    caller has the clock. Each batch at the device has a unique number.
     """
 
     def __init__(self) -> None:
-        self._sent: dict[int, float] = {}  # what each takes
+        self._sent: dict[int, float] = {}  # predicted seconds by batch
         self._free_s = 0.0
 
     def sent(self, batch: int, seconds: float, now_s: float, lanes: int) -> None:
-        """A batch was sent that is thought to take so long."""
+        """Add a batch that was sent, with its predicted time."""
         self._free_s = max(now_s, self._free_s) + seconds / lanes
         self._sent[batch] = seconds
 
     def ended(self, batch: int, now_s: float, lanes: int) -> None:
-        """One of them is done, or failed: the next one begins now."""
+        """Remove a batch that is done or failed: the next batch begins now."""
         if self._sent.pop(batch, None) is not None:
             self._free_s = now_s + sum(self._sent.values()) / lanes
 
     def busy_s(self, now_s: float, lanes: int) -> float:
-        """Seconds until a batch that is sent now would begin."""
+        """Return the seconds until a batch that is sent now would begin."""
         return max(0.0, self._free_s - now_s) if len(self._sent) >= lanes else 0.0
 
 
-WINDOW = 128  # answers whose median counts
-WINDOW_S = 10.0  # an older answer says nothing about the load now
-EVERY = 16  # answers between two medians
+WINDOW = 128  # number of answers for the median
+WINDOW_S = 10.0  # seconds; older answers do not count
+EVERY = 16  # answers between two computations of the median
 
 
 class Quantum:
-    """Between `shortest_s` and `longest_s`: the shortest where the median time at the worker is at `target_p50_s` or
-    above, and the longer the further it is below. Without answers to judge by it is the shortest.
+    """Time for which deliveries are gathered, between `shortest_s` and `longest_s`. It is the shortest if the median
+    time at the worker is at `target_p50_s` or above, and longer the further the median is below. Without recent answers
+    it is the shortest.
     """
 
     def __init__(self, shortest_s: float, longest_s: float, target_p50_s: float) -> None:
@@ -131,7 +133,7 @@ class Quantum:
         self.p50_s: float | None = None
 
     def answered(self, at_worker_s: float, now_s: float) -> None:
-        """A work item was answered so long after it was delivered."""
+        """Note the time from delivery to answer of one work item."""
         if self._answers and now_s - self._answers[-1][0] > WINDOW_S:
             self._answers.clear()
             self.p50_s = None
@@ -142,15 +144,15 @@ class Quantum:
             self.p50_s = statistics.median(taken_s for at_s, taken_s in self._answers if now_s - at_s <= WINDOW_S)
 
     def seconds(self, now_s: float) -> float:
-        """The quantum now."""
+        """Return the quantum at this time."""
         if self.p50_s is None or now_s - self._answers[-1][0] > WINDOW_S:
             return self.shortest_s
         headroom = max(0.0, 1.0 - self.p50_s / self._target_p50_s)
         return self.shortest_s + headroom * (self._longest_s - self.shortest_s)
 
     def until_s(self, began_s: float, last_s: float) -> float:
-        """When a gathering ends that began at `began_s` and had its last delivery at `last_s`, though
-        more is expected.
+        """Return the end of a gathering that began at `began_s` and had its last delivery at `last_s`, even if more is
+        expected.
         """
         return min(began_s + self.seconds(last_s), last_s + self.shortest_s)
 
@@ -164,15 +166,15 @@ def quantum_of(settings: Settings) -> Quantum:
     )
 
 
-MEMORY_S = 10.0  # busy seconds after which a batch counts 1/e
+MEMORY_S = 10.0  # seconds of busy time after which the weight of a batch is 1/e
 
 
 class Rate:
-    """Tokens a second, over the time in which at least one batch is at the adapter, so several lanes and batches sent
-    ahead count once.
+    """Tokens per second during the time in which at least one batch is at the adapter. Batches that overlap, in several
+    lanes or sent ahead, count this time once.
 
-    Tokens and busy time fade together, which weighs a batch by the time it took. It is the rate of batches as they are
-    formed now: small ones, of an idle worker, make it lower than what the device can do.
+    Tokens and busy time fade together, so a batch counts by its time. It is the rate of batches as they are formed now:
+    an idle worker forms small ones, and its rate is lower than the device could reach.
     """
 
     def __init__(self) -> None:
@@ -187,17 +189,17 @@ class Rate:
 
     @property
     def tokens_per_s(self) -> float:
-        """0 until a batch has ended."""
+        """Tokens per second; 0 until a batch has ended."""
         return self._tokens / self._busy_s if self._tokens and self._busy_s else 0.0
 
     def sent(self, now_s: float) -> None:
-        """A batch is at the adapter from now on."""
+        """Note that a batch is at the adapter."""
         if self._running == 0:
             self._since_s = now_s
         self._running += 1
 
     def ended(self, tokens: int, now_s: float) -> None:
-        """A batch of so many tokens is done; 0 if it failed: its time was spent all the same."""
+        """Note the end of a batch with its tokens. A failed batch has 0 tokens, but its time counts."""
         spent_s = now_s - self._since_s
         decay = math.exp(-spent_s / MEMORY_S)
         self._tokens = self._tokens * decay + tokens

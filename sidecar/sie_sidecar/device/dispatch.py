@@ -1,5 +1,5 @@
-"""Tokenised work items run: queued for the device, sent in batches, and answered; or queued again, where the model, its
-LoRA or the adapter went away meanwhile.
+"""Run of tokenised work items: they are queued for the device, sent in batches, and answered. They are queued again if
+the model, its LoRA or the adapter went away meanwhile.
 
     add ──► DeviceQueue ──► batch ──► adapter ──► answered
              ▲                          ├──► model evicted, adapter gone: loaded, then put back ──┐
@@ -7,13 +7,13 @@ LoRA or the adapter went away meanwhile.
                                         ├──► LoRA evicted: loaded and run in its turn
                                         └──► adapter died with the batch: `isolate`
 
-`DeviceQueue`: what waits for the device, what is at it, and who may send the next batch.
+`DeviceQueue` has the work that waits for the device and the work at the device, and decides which batch is sent next.
 
     put ──► waiting ──► next (a batch, by `batch.next_batch`) ──► run ──► end
        └──► writing ──► next (a work item) ──► run ──► end
 
-What models write token by token waits in a line of its own, and holds no lane: the adapter puts the rows of all such
-work items together. It takes no credit from other work either.
+Work whose answer is written token by token waits in its own queue (`writing`) and uses no lane: the adapter puts the
+rows of all such work items together. It takes no credit from other work either.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ from sie_sidecar.results.settle import Settle
 if TYPE_CHECKING:
     from sie_runtime.spans import Span, Tracer
 
-WRITTEN_AT_ONCE = 16  # work items that the adapter writes at a time; each has a connection
-WRITTEN_READY = 16  # those that may wait here; more are left to other workers
-_LONGEST_S = 86_400.0  # that an event loop is asked to wait
+WRITTEN_AT_ONCE = 16  # written work items at the adapter at a time; each has a connection
+WRITTEN_READY = 16  # written work items that may wait here; more are left to other workers
+_LONGEST_S = 86_400.0  # longest timer of the event loop
 
 
 class DeviceQueue:
-    """The tokenised work of one worker, and the batches that are at its adapter."""
+    """Tokenised work of one worker, and the batches at its adapter."""
 
     def __init__(
         self,
@@ -77,46 +77,47 @@ class DeviceQueue:
         self.clock = clock
         self.waiting: Waiting[InFlight] = Waiting()
         self.writing: Waiting[InFlight] = Waiting()
-        self.wake = asyncio.Event()  # something changed that decides what is sent next
-        self._ended = asyncio.Event()  # a batch left the adapter
-        self.is_taken = False  # for an input that runs alone
-        self.sent = 0  # batches at the adapter for its lanes
-        self._written: dict[int, asyncio.Event] = {}  # by the identity of work that is written: nobody waits for it
-        self._writers: set[str] = set()  # consumers whose work is written
-        self.number = 0  # batches that were ever sent
+        self.wake = asyncio.Event()  # set when a change may decide which batch is sent next
+        self._ended = asyncio.Event()  # set when a batch has left the adapter
+        self.is_taken = False  # true while the device is reserved for an input that runs alone
+        self.sent = 0  # batches at the adapter that use lanes
+        # by id() of written work: set when no request waits for it any more
+        self._written: dict[int, asyncio.Event] = {}
+        self._writers: set[str] = set()  # consumers of written work
+        self.number = 0  # number of batches sent since the start
         self.rate = Rate()
         self._ahead = DeviceForecast()
 
     @property
     def lanes(self) -> int:
-        """Batches that run at once."""
+        """Batches that can run at once."""
         return self.link.description.lanes if self.link.description else 1
 
     @property
     def depth(self) -> int:
-        """Batches that may be at the adapter at once."""
+        """Most batches at the adapter at once."""
         ahead = self.lanes + self._pipeline_depth - 1
         return min(ahead, self._most)
 
     def capacity(self) -> tuple[int, int]:
-        """The tokens and the work items of one priority that this worker takes in at most: full batches that wait, and
-        those that are at the adapter.
+        """Return the most tokens and work items of one priority that this worker takes in: full batches that wait, and
+        the batches at the adapter.
         """
         full = batches.READY_PER_LANE * self.lanes + self.depth
         return full * self.limits.cost, full * self.limits.requests
 
     def room(self, bulk: bool) -> Load | None:
-        """Load ahead of the next work item of that priority; None while nothing can run. Interactive work does not wait
-        at the broker for bulk work that is here.
+        """Return the load ahead of the next work item of that priority; None while nothing can run. Interactive work
+        does not wait at the broker because of bulk work that is here.
         """
         if not self.link.connected:
             return None
         return Load(*self._inventory.load(bulk=bulk), self.lanes)
 
-    # what waits
+    # waiting work
 
     def job(self, flight: InFlight, arrived_s: float) -> BatchEntry[InFlight]:
-        """A tokenised work item as the scheduler sees it; its cost is counted from now on as what waits."""
+        """Return a tokenised work item as a job of the scheduler, and count its cost as waiting."""
         assert flight.hosted is not None
         item, ready = flight.item, flight.hosted.ready
         padded = ready is not None and ready.loaded.attention.endswith(" padded")
@@ -142,8 +143,8 @@ class DeviceQueue:
         )
 
     def put(self, flight: InFlight, *, back: bool = False) -> None:
-        """It is tokenised and waits behind all others. `back`: its batch was lost, and it waits in the order of
-        arrival.
+        """Queue a tokenised work item after all others. `back`: its batch was lost, so it goes to its place in the
+        order of arrival.
         """
         job = self.job(flight, flight.received_s if back else self.clock())
         flight.move("waiting", job)
@@ -160,24 +161,27 @@ class DeviceQueue:
         return self.writing if job.writes else self.waiting
 
     def is_full_of(self, consumer: str) -> bool:
-        """Whether no more work of this consumer is to be pulled: enough waits to be written."""
+        """Return True if no more work of this consumer should be pulled, because enough written work waits."""
         return consumer in self._writers and len(self.writing) >= WRITTEN_READY
 
     def withdraw(self, flight: InFlight) -> None:
-        """It must not run any more."""
+        """Remove a work item that must not run any more."""
         if flight.job is not None:
             self._line(flight.job).remove(flight.job)
             flight.job = None
 
     def abandon(self, flight: InFlight) -> bool:
-        """Nobody waits for it any more: have the adapter stop if it is written now. False if it is not."""
+        """Make the adapter stop a written work item that no request waits for. Return False if it is not being
+        written.
+        """
         if id(flight) not in self._written:
             return False
         self._written[id(flight)].set()
         return True
 
     def next(self, *, more_expected: bool) -> Batch[InFlight] | WaitUntil | None:
-        """The batch to send now, which counts as sent, or until when to wait; None: until something changes.
+        """Return the batch to send now, which then counts as sent, or the time until which to wait. Return None to wait
+        for a change.
 
         `more_expected`: deliveries are on their way, or are being tokenised.
         """
@@ -198,14 +202,14 @@ class DeviceQueue:
             self.begin(action)
         return action
 
-    # what is at the adapter
+    # batches at the adapter
 
     def begin(self, batch: Batch[InFlight]) -> None:
-        """It takes a place at the adapter, until `end`."""
+        """Count a batch as at the adapter, until `end`."""
         if batch.writes:
             flight = batch.jobs[0].work
             abandoned = self._written[id(flight)] = asyncio.Event()
-            # an answer may take longer than anybody waits: then its row makes room for others
+            # an answer may take longer than its request waits: then its row makes room for others
             asyncio.get_running_loop().call_later(
                 min(max(0.0, flight.deadline_s - self.clock()), _LONGEST_S), abandoned.set
             )
@@ -226,15 +230,17 @@ class DeviceQueue:
         self.wake.set()
 
     def note_sent(self) -> None:
-        """Tell the metrics how many batches are at the adapter."""
+        """Set the metric of batches at the adapter."""
         self._metrics.batches.set(self.sent + len(self._written))
 
     def ran(self, batch: Batch[InFlight], seconds: float) -> None:
-        """A batch took the device so long."""
+        """Note the time that a batch took on the device."""
         self._line(batch.jobs[0]).ran(batch, seconds)
 
     async def run(self, batch: Batch[InFlight], on_started: Callable[[], None]) -> tuple[ipc.BatchDone, BatchNote]:
-        """Have the adapter run a batch; `on_started` is called when the device has it. Raises AdapterGone, SIEError."""
+        """Run a batch at the adapter. `on_started` is called when the device begins with it. Raises AdapterGone,
+        SIEError.
+        """
         self.number += 1
         flights = [job.work for job in batch.jobs]
         with spans.batch(self._tracer, flights) if self._tracer is not None else contextlib.nullcontext() as span:
@@ -245,11 +251,15 @@ class DeviceQueue:
         return done, note
 
     def _gone(self, batch: Batch[InFlight]) -> asyncio.Event | None:
-        """Is set when nobody waits for a batch that is written: it was abandoned, or its budget is over."""
+        """Return the event that is set when no request waits for a written batch: it was abandoned, or its budget is
+        over. Other batches have none.
+        """
         return self._written.get(id(batch.jobs[0].work))
 
     def alone(self, flight: InFlight) -> Batch[InFlight]:
-        """A batch of this work item, which does not wait in the queue. Raises NotReady: its model has changed."""
+        """Return a batch of this work item, which does not wait in the queue. Raises NotReady if its model has
+        changed.
+        """
         if flight.is_outdated:
             raise changed()
         job = self.job(flight, flight.received_s)
@@ -257,7 +267,7 @@ class DeviceQueue:
         return Batch(job.key, (job,), job.cost)
 
     async def take(self) -> None:
-        """Send no more batches until `give_back`. Returns when nothing else is at the adapter."""
+        """Send no more batches until `give_back`. Return when nothing else is at the adapter."""
         self.is_taken = True
         while self.sent or self._written:
             await self.next_end()
@@ -268,15 +278,15 @@ class DeviceQueue:
         await self._ended.wait()
 
     def give_back(self) -> None:
-        """Send batches again, if it was taken."""
+        """Send batches again after `take`."""
         if self.is_taken:
             self.is_taken = False
             self.wake.set()
 
 
 def _frame(batch: Batch[InFlight], name: str, span: Span | None) -> tuple[ipc.RunBatch, BatchNote]:
-    """The batch as the adapter reads it, and what is told of it. `span`: of the batch; without one it belongs to its
-    first work item.
+    """Return the frame of a batch for the adapter, and the note about it. `span` is the span of the batch; without it
+    the batch belongs to the trace of its first work item.
     """
     parts = []
     for job in batch.jobs:
@@ -312,7 +322,9 @@ def _frame(batch: Batch[InFlight], name: str, span: Span | None) -> tuple[ipc.Ru
 
 
 class SuspectRuns(Protocol):
-    """Runs of inputs that may have ended an adapter, one by one: `Isolate`. `marked_models`: models that have some."""
+    """Protocol of `Isolate`: runs inputs that may have ended an adapter one by one. `marked_models` are the models that
+    have suspects.
+    """
 
     marked_models: Mapping[str, int]
 
@@ -324,7 +336,7 @@ class SuspectRuns(Protocol):
 
 
 class Dispatch:
-    """Sends batches to the device. One task runs `run`; `work` keeps those of single batches."""
+    """Sends batches to the device. One task calls `run`; `work` keeps the tasks of single batches."""
 
     def __init__(
         self,
@@ -336,7 +348,7 @@ class Dispatch:
         metrics: SidecarMetrics,
         work: Tasks,
     ) -> None:
-        """`quantum` learns how long answers take."""
+        """`quantum` learns the time of answers."""
         self._device = device
         self._isolate = isolate
         self._loading = loading
@@ -347,7 +359,7 @@ class Dispatch:
         self._clock = device.clock
 
     def add(self, flight: InFlight) -> None:
-        """It is tokenised."""
+        """Queue a tokenised work item, or answer it if nothing of it can run."""
         if flight.settled:
             return
         if flight.refused is not None:
@@ -360,7 +372,9 @@ class Dispatch:
             self._device.put(flight)
 
     async def run(self, more_expected: Callable[[], bool]) -> None:
-        """Send batches until cancelled. `more_expected`: whether deliveries are on their way or being prepared."""
+        """Send batches until cancelled. `more_expected` returns True if deliveries are on their way or being
+        prepared.
+        """
         device = self._device
         while True:
             device.wake.clear()
@@ -374,8 +388,8 @@ class Dispatch:
                     await device.wake.wait()
 
     async def _run(self, batch: Batch[InFlight], *, in_turn: bool = False) -> bool:
-        """Run a batch and answer it, or have it run again. False if its LoRA was not there and it is the caller's
-        `in_turn`.
+        """Run a batch and answer it, or queue it to run again. Return False if its LoRA was not loaded and the caller
+        handles that (`in_turn`).
         """
         sent, batch = batch, self._fit(batch)
         if not batch.jobs:
@@ -408,9 +422,9 @@ class Dispatch:
                     self._answer(batch, done, note)
                 except AdapterGone as gone:
                     self._on_gone(flights, suspects=started and gone.died)
-                except ModelLoading:  # evicted since it was prepared
+                except ModelLoading:  # the model was evicted after the preparation
                     self._again(flights)
-                except LoraLoading:  # evicted for others since
+                except LoraLoading:  # the LoRA was evicted meanwhile for other LoRAs
                     if in_turn:
                         return False
                     self._work.start(self._run_in_turn(batch), "lora")
@@ -420,7 +434,9 @@ class Dispatch:
         return True
 
     def _fit(self, batch: Batch[InFlight]) -> Batch[InFlight]:
-        """Without what must not run: late or cancelled since it was prepared, or suspect by what was learnt since."""
+        """Return the batch without work that must not run: late or cancelled since its preparation, or suspect by
+        now.
+        """
         pending = self._settle.still_wanted([job.work for job in batch.jobs])
         suspects = []
         if batch.jobs[0].work.item.model in self._isolate.marked_models:
@@ -447,14 +463,14 @@ class Dispatch:
             fill = batch.cost / device.limits.cost
             hosted.filled(fill)
             self._metrics.ran(hosted.name, note, done, fill)
-        if batch.writes:  # an answer takes as long as it is: no reason to gather less
+        if batch.writes:  # the time of a written answer depends on its length, so it must not change the quantum
             return
         answered_s = self._clock()
         for job in batch.jobs:
             self._quantum.answered(answered_s - job.work.received_s, answered_s)
 
     async def _run_in_turn(self, batch: Batch[InFlight]) -> None:
-        """Load the LoRA of a batch again and run it before another one can take the place."""
+        """Load the LoRA of a batch again, and run the batch before another LoRA can take its place."""
         flights, lora = [job.work for job in batch.jobs], batch.key.lora
         hosted = flights[0].hosted
         assert hosted is not None
@@ -476,7 +492,7 @@ class Dispatch:
         self._device.wake.set()
 
     def _on_gone(self, flights: list[InFlight], *, suspects: bool) -> None:
-        """The adapter went away with this batch. If the device had it, its inputs are suspects."""
+        """Handle a batch with which the adapter went away. If the device had begun with it, its inputs are suspects."""
         for flight in flights:
             if flight.hosted is not None:
                 flight.hosted.mark_unloaded()

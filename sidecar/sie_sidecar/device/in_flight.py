@@ -1,16 +1,15 @@
-"""A work item in flight: one object with one stage, and how its outcomes are put together. Pure: no I/O, no clock.
+"""Work item in flight: one object with one stage, and the functions that join its outcomes. Pure: no I/O, no clock.
 
     preparing ──► waiting ──► sealed ──► running ──► settled
         ▲                                 │   ▲
-        └── model evicted, adapter gone ◄─┘   └── isolated: an input of it was in a batch that killed an adapter
+        └── model evicted, adapter gone ◄─┘   └── isolated: one of its inputs was in a batch that killed an adapter
 
-It is settled from any stage: cancelled, late, refused or answered. A cancelled item that runs is answered all the same,
-unless its answer is written a token at a time: the adapter stops that.
+It can be settled from any stage: cancelled, late, refused or answered. A cancelled item that runs is still answered,
+unless its answer is written token by token: the adapter stops such an answer.
 
-`Inventory`: all work items in flight, what they cost, and what they keep: credit, and the models that must not be
-evicted.
+`Inventory` has all work items in flight, their cost, and what they occupy: credit, and models that must not be evicted.
 
-    delivery ──► add ──► keep_model (from now on `Hosting` counts it) ──► count (what waits for the device)
+    delivery ──► add ──► keep_model (from now on `Hosting` counts it) ──► count (cost that waits for the device)
     ──► let_model_go ──► remove
 """
 
@@ -42,81 +41,84 @@ Stage = Literal["preparing", "waiting", "sealed", "running", "isolated", "settle
 
 
 class Lease:
-    """One delivery in our hands."""
+    """Delivery that this worker holds."""
 
     __slots__ = ("delivery", "renewed_s", "slot")
 
     def __init__(self, delivery: Delivery, now_s: float, slot: int) -> None:
         self.delivery = delivery
         self.renewed_s = now_s
-        self.slot = slot  # in the ledger
+        self.slot = slot  # slot in the ledger; 0 if it has none
 
 
 @dataclass(eq=False)
 class InFlight:
-    """A work item from its delivery to its settlement. The times say when it entered each stage.
+    """Work item from its delivery to its settlement. The times are those at which it entered each stage.
 
-    `rows`: the first `shared` ones belong to all inputs, then each input has equally many, in order.
+    `rows`: the first `shared` rows belong to all inputs. After them each input has the same number of rows, in order.
     """
 
     lease: Lease
     item: WorkItem
     received_s: float
-    deadline_s: float  # when it is late for certain
-    due_s: float = math.inf  # when its budget is over: before `deadline_s`, by the doubt about the broker's clock
+    deadline_s: float  # time from which it is certainly late
+    due_s: float = math.inf  # end of its budget; before `deadline_s` by the uncertainty of the broker's clock
     hosted: ModelState | None = None
-    entry: ModelEntry | None = None  # of its model when `hosted` was found, None until then: it is run by no other
-    fingerprint: str = ""  # of the copy that runs it, once it is at the device
+    # entry of its model when `hosted` was found, None until then; it runs with no other entry
+    entry: ModelEntry | None = None
+    fingerprint: str = ""  # fingerprint of the copy that runs it, once it is at the device
     layout: ipc.Layout = "text"
     rows: list[TokenRow] = field(default_factory=list)
     shared: int = 0
-    refused: SIEError | None = None  # why it has no rows
-    unfit: Mapping[int, SIEError] = field(default_factory=dict)  # why an input must not run
+    refused: SIEError | None = None  # reason why it has no rows
+    unfit: Mapping[int, SIEError] = field(default_factory=dict)  # reason by input that must not run
     fetched_s: float = 0.0
     loaded_s: float = 0.0
     tokenised_s: float = 0.0
-    reload_s: float = 0.0  # how long it waited for loads between `tokenised_s` and `sealed_s`
+    reload_s: float = 0.0  # seconds that it waited for loads between `tokenised_s` and `sealed_s`
     sealed_s: float = 0.0
     started_s: float = 0.0
     stage: Stage = "preparing"
-    settled: bool = False  # its outcome is on its way, or nobody waits for one
-    job: BatchEntry[InFlight] | None = None  # while it is waiting for the device
-    given_up: SIEError | None = None  # why it becomes a dead letter
-    dead: list[Mark] = field(default_factory=list)  # of its inputs that are poison
-    payload_bytes: int = 0  # what its inputs take that came from the payload store
-    counted: int = 0  # its share of the cost that waits for the device
-    span: Span | None = None  # where it is traced
+    settled: bool = False  # true if its outcome is being sent, or no request waits for it
+    job: BatchEntry[InFlight] | None = None  # set while it waits for the device
+    given_up: SIEError | None = None  # reason why it becomes a dead letter
+    dead: list[Mark] = field(default_factory=list)  # marks of its poison inputs
+    payload_bytes: int = 0  # bytes of its inputs that came from the payload store
+    counted: int = 0  # its part of the cost that waits for the device
+    span: Span | None = None  # None if it is not traced
 
     def move(self, stage: Stage, job: BatchEntry[InFlight] | None = None) -> None:
-        """Enter a stage, with its `job` if that is `waiting`; settled is the last one."""
+        """Enter a stage. `job` is given for `waiting`. After `settled` there is no other stage."""
         self.job = job
         if not self.settled:
             self.stage, self.settled = stage, stage == "settled"
 
     def waited_for_load(self, seconds: float) -> None:
-        """It waited for a model or a LoRA; the wait before it is tokenised is known by its times."""
+        """Add time that it waited for a model or a LoRA. The wait before it was tokenised follows from its times
+        instead.
+        """
         if self.tokenised_s and not self.sealed_s:
             self.reload_s += seconds
 
     @property
     def is_outdated(self) -> bool:
-        """Whether its model's entry changed since it was taken in."""
+        """True if the entry of its model has changed since the work item was taken in."""
         return self.hosted is not None and self.hosted.resolved.entry is not self.entry
 
     def of_input(self, index: int) -> list[TokenRow]:
-        """The rows that only this input has."""
+        """Return the rows of this input alone."""
         count = (len(self.rows) - self.shared) // len(self.item.inputs)
         first = self.shared + index * count
         return self.rows[first : first + count]
 
     @property
     def is_whole(self) -> bool:
-        """Whether all inputs run."""
+        """True if all inputs run."""
         return self.item.options.truncate != "NONE" and not self.unfit
 
     def stopped(self) -> list[SIEError | None]:
-        """For each input why it does not run, or None: the model does not take it, or it would have to be cut and must
-        not be.
+        """Return for each input the reason why it does not run, or None. An input does not run if the model does not
+        take it, or if it is too long and must not be cut.
         """
         if self.is_whole:
             return [None] * len(self.item.inputs)
@@ -131,12 +133,12 @@ class InFlight:
 
 
 def unsettled(flights: Iterable[InFlight]) -> int:
-    """How many of them still need their model."""
+    """Return how many of them still need their model."""
     return sum(not flight.settled for flight in flights)
 
 
 def runnable(flight: InFlight) -> tuple[list[TokenRow], list[int]]:
-    """The rows that go to the device, and the inputs they belong to: all, but for those that are stopped."""
+    """Return the rows that go to the device, and the inputs that they belong to: all except stopped inputs."""
     if flight.is_whole:
         return flight.rows, list(range(len(flight.item.inputs)))
     inputs = [index for index, error in enumerate(flight.stopped()) if error is None]
@@ -147,14 +149,14 @@ def runnable(flight: InFlight) -> tuple[list[TokenRow], list[int]]:
 
 
 def changed() -> NotReady:
-    """Refusal of work that was planned with a former entry of its model: its gateway plans it again."""
+    """Return the refusal of work that was planned with an old entry of its model. Its gateway plans it again."""
     return NotReady(
         "the model was changed or removed while this request was on its way", reason=CONFIG_CHANGED, retry_after_s=1
     )
 
 
 def too_long(row: TokenRow) -> InvalidInput:
-    """Why an input over the limit does not run that must not be cut."""
+    """Return the error for an input that is above the limit and must not be cut."""
     limit = len(row.ids)
     return InvalidInput(
         f"the input has {row.full} tokens, the limit is {limit}",
@@ -164,7 +166,9 @@ def too_long(row: TokenRow) -> InvalidInput:
 
 
 def merge(flight: InFlight, outcomes: tuple[Outcome, ...]) -> tuple[Outcome, ...]:
-    """One outcome per input, told of which not all was read: of those that ran, and of those that were stopped."""
+    """Return one outcome per input, both for inputs that ran and for stopped ones. An outcome is marked if not all of
+    its input was read.
+    """
     ran = iter(outcomes)
     common = any(row.truncated for row in flight.rows[: flight.shared])
     outcomes_by_input: list[Outcome] = []
@@ -184,7 +188,7 @@ def merge(flight: InFlight, outcomes: tuple[Outcome, ...]) -> tuple[Outcome, ...
 
 
 def cut(outcomes: tuple[Outcome, ...], block: memoryview) -> tuple[tuple[Outcome, ...], bytes]:
-    """These outcomes with a block of their own: consecutive items have consecutive slices."""
+    """Return these outcomes with their own block: consecutive items have consecutive slices of the common block."""
     slices = [piece for outcome in outcomes if isinstance(outcome, Ok) for piece in outcome.outputs.values()]
     if not slices:
         return outcomes, b""
@@ -206,7 +210,7 @@ def cut(outcomes: tuple[Outcome, ...], block: memoryview) -> tuple[tuple[Outcome
 
 
 def only(flight: InFlight, index: int) -> InFlight:
-    """The same work with one of its inputs. It has the lease of the whole, and must not be settled."""
+    """Return the same work with one of its inputs. It has the lease of the whole, and must not be settled."""
     item = msgspec.structs.replace(flight.item, inputs=(flight.item.inputs[index],), first=flight.item.first + index)
     return replace(
         flight, item=item, rows=[*flight.rows[: flight.shared], *flight.of_input(index)], unfit={}, counted=0
@@ -214,7 +218,7 @@ def only(flight: InFlight, index: int) -> InFlight:
 
 
 def joined(parts: Sequence[tuple[Outcome, bytes]]) -> tuple[tuple[Outcome, ...], bytes]:
-    """Outcomes that each came with a block of their own, with one block for all of them."""
+    """Return outcomes, each of which came with its own block, together with one block for all."""
     outcomes: list[Outcome] = []
     start = 0
     for outcome, block in parts:
@@ -234,16 +238,17 @@ def _size(piece: ArraySlice) -> int:
 
 
 def stages_of(flight: InFlight, now_s: float, done: ipc.BatchDone | None) -> Stages:
-    """Contiguous marks: received, fetched, loaded, tokenised, sealed, started, answered. Of the last the adapter tells
-    its own share. Loads between tokenised and sealed are of what was evicted meanwhile.
+    """Return the durations between consecutive marks: received, fetched, loaded, tokenised, sealed, started, answered.
+    The adapter reports its own part of the last one. Loads between tokenised and sealed are of models or LoRAs that
+    were evicted meanwhile.
     """
     fetched_s = flight.fetched_s or flight.received_s
     loaded_s = flight.loaded_s or fetched_s
     tokenised_s = flight.tokenised_s or loaded_s
     sealed_s = flight.sealed_s or tokenised_s
     inference_ms, postprocess_ms = (done.inference_ms, done.postprocess_ms) if done else (0.0, 0.0)
-    tokenised_there_ms = done.preprocess_ms if done else 0.0  # by a family that does it itself
-    # the notice of the start may be read together with the result: what the adapter did is not waiting
+    tokenised_there_ms = done.preprocess_ms if done else 0.0  # by a family that tokenises in the adapter
+    # the start notice may be read only together with the result: the adapter's own time is not waiting
     max_ms = (now_s - sealed_s) * 1000 - inference_ms - postprocess_ms - tokenised_there_ms
     return Stages(
         fetch_ms=(fetched_s - flight.received_s) * 1000,
@@ -258,7 +263,7 @@ def stages_of(flight: InFlight, now_s: float, done: ipc.BatchDone | None) -> Sta
 
 
 class Inventory:
-    """Every work item from its delivery until it is removed."""
+    """All work items, from their delivery until they are removed."""
 
     def __init__(
         self,
@@ -267,17 +272,20 @@ class Inventory:
         on_free: Callable[[str], None],
         clock: Callable[[], float],
     ) -> None:
-        """`on_less` is called when less waits for the device, `on_free` with a consumer whose item kept others back."""
+        """`on_less` is called when less work waits for the device. `on_free` is called with a consumer whose work item
+        kept other work back.
+        """
         self._hosting = hosting
         self._on_less = on_less
         self._on_free = on_free
         self._clock = clock
         self._all: dict[Lease, InFlight] = {}
-        self._loads = ([0, 0], [0, 0])  # cost and work items, interactive and bulk, of what is not at the device yet
-        self._coming: Counter[str] = Counter()  # deliveries of each model of which hosting does not know yet
+        # cost and number of work items that are not at the device yet: interactive, bulk
+        self._loads = ([0, 0], [0, 0])
+        self._coming: Counter[str] = Counter()  # by model, deliveries that hosting does not count yet
 
     def __iter__(self) -> Iterator[InFlight]:
-        """In the order of delivery; what changes meanwhile changes nothing here."""
+        """Iterate in the order of delivery, over a copy."""
         return iter(list(self._all.values()))
 
     def add(self, flight: InFlight) -> None:
@@ -286,11 +294,11 @@ class Inventory:
         self.count(flight, max(1, flight.item.cost))
 
     def is_coming(self, model: str) -> bool:
-        """Whether something of it was delivered that hosting does not count yet."""
+        """Return True if work of this model was delivered that hosting does not count yet."""
         return model in self._coming
 
     def keep_model(self, flight: InFlight, hosted: ModelState) -> None:
-        """It needs this model, which must not be evicted from now on."""
+        """Note that the work item needs this model, which must not be evicted from now on."""
         flight.hosted, flight.entry = hosted, hosted.resolved.entry
         self._hosting.take(hosted)
         self._arrived(flight)
@@ -302,30 +310,30 @@ class Inventory:
             del self._coming[flight.item.model]
 
     def let_model_go(self, flight: InFlight) -> None:
-        """It needs its model no more."""
+        """Note that the work item needs its model no more."""
         if flight.hosted is not None:
             self._hosting.let_go(flight.hosted)
-            if flight.hosted.state != "loaded":  # its load failed: the next one to wait for it may come
+            if flight.hosted.state != "loaded":  # its load failed: the next work item may come and wait for it
                 self._on_free(flight.lease.delivery.consumer)
             flight.hosted = None
 
     def remove(self, flight: InFlight) -> None:
-        """It is settled, and its message with it."""
+        """Remove a work item that is settled, together with its message."""
         if flight.span is not None:
             flight.span.end()
         del self._all[flight.lease]
         if flight.entry is None:
             self._arrived(flight)
-            # it stood for others that its model's load would have served
+            # no other work of its model was pulled while it was on its way
             self._on_free(flight.lease.delivery.consumer)
         self.let_model_go(flight)
 
     def made_room(self, flight: InFlight) -> None:
-        """It is not written any more: one more of its consumer may come."""
+        """Note that a written work item has ended, so that its consumer may send one more."""
         self._on_free(flight.lease.delivery.consumer)
 
     def count(self, flight: InFlight, cost: int) -> None:
-        """So many of its tokens wait for the device; 0 once it is there, or over."""
+        """Set the tokens of the work item that wait for the device; 0 once it is at the device or has ended."""
         if cost < flight.counted:
             self._on_less()
         load = self._loads[flight.item.priority == "bulk"]
@@ -334,12 +342,12 @@ class Inventory:
         flight.counted = cost
 
     def load(self, *, bulk: bool) -> tuple[int, int]:
-        """The tokens and the work items that wait for the device, those of bulk work only if asked for."""
+        """Return the tokens and the work items that wait for the device. With `bulk` they include bulk work."""
         (cost, items), (bulk_cost, bulk_items) = self._loads
         return cost + bulk * bulk_cost, items + bulk * bulk_items
 
     def ages(self) -> tuple[int, dict[str, float]]:
-        """Sum the tokens of all work, estimated until it is tokenised, and give for each model the seconds since its
+        """Return the tokens of all work, estimated until it is tokenised, and for each model the seconds since its
         oldest delivery.
         """
         cost, oldest_s = 0, dict[str, float]()
@@ -351,7 +359,7 @@ class Inventory:
         return cost, oldest_s
 
     def pending_inputs(self) -> dict[str, int]:
-        """Inputs that are in flight and not answered, by model."""
+        """Return the number of inputs in flight without an answer, by model."""
         counts: Counter[str] = Counter()
         for flight in self._all.values():
             if flight.hosted is not None and not flight.settled:

@@ -1,11 +1,11 @@
-"""Isolation retry: what was in a batch that killed an adapter runs again, one input at a time with nothing else at the
-device, so that a death names the input that caused it.
+"""Isolation retry: the inputs of a batch that killed an adapter run again, one at a time with nothing else at the
+device, so that another death shows which input caused it.
 
     work that an adapter died with ──► its inputs in turn ──► answered: cleared of suspicion
-                                                     └──► the adapter dies: one death more, poison at the second,
-                                                     refused without a run
+                                                     └──► the adapter dies: one more death; the second makes the
+                                                     input poison, which is refused without a run
 
-All other work waits while an input runs alone, for SLICE_S at a time: then a batch goes first, if one waits.
+All other work waits while an input runs alone. After SLICE_S a waiting batch goes first.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from sie_sidecar.models.models import ModelState
 from sie_sidecar.results.settle import Settle
 
 SLICE_S = 0.05
-BATCH_BETWEEN_S = 1.0  # at most, for the batch that goes first
+BATCH_BETWEEN_S = 1.0  # most seconds to wait for the batch that goes first
 
 
 class Isolate:
-    """All suspects of this worker. One task runs `run`."""
+    """All suspect work items of this worker. One task calls `run`."""
 
     def __init__(
         self,
@@ -54,18 +54,20 @@ class Isolate:
         self._metrics = metrics
         self._work = work
         self._clock = device.clock
-        # bounded by the pull credit, as all that is in flight; parked, else the model that one needs would wait for
-        # those behind it
+        # Bounded by the pull credit, as all work in flight. Suspects are parked: otherwise their model would have to
+        # stay, and the model that the first one needs could wait for the ones behind it.
         self._suspects: deque[tuple[InFlight, Callable[[], None]]] = deque()
         self._news = asyncio.Event()
         self._slice_s = 0.0
 
     def is_suspect(self, flight: InFlight) -> bool:
-        """Whether an input of it killed an adapter before, here or elsewhere. Asked of models in `marked_models`."""
+        """Return True if an input of it killed an adapter before, here or at another worker. Called only for models in
+        `marked_models`.
+        """
         return any(self._marks.of(key) for key in content_keys(flight.item))
 
     async def suspect(self, flights: Sequence[InFlight]) -> None:
-        """An adapter died with a batch of these: from now on each of their inputs runs alone."""
+        """Run each input of these work items alone from now on, because an adapter died with a batch of them."""
         keys = [key for flight in flights for key in content_keys(flight.item)]
         await self._marks.suspected(flights[0].item.model, keys)
         failpoint("isolate.suspects_marked")
@@ -74,7 +76,7 @@ class Isolate:
             self.add(flight)
 
     def add(self, flight: InFlight) -> None:
-        """It runs alone, after those that were added before."""
+        """Add a work item that runs alone, after the ones added before."""
         if flight.settled:
             return
         flight.move("isolated")
@@ -82,7 +84,7 @@ class Isolate:
         self._news.set()
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Run the suspects until cancelled."""
         while True:
             self._news.clear()
             while self._suspects:
@@ -112,7 +114,7 @@ class Isolate:
     async def _outcome(
         self, flight: InFlight, index: int, key: str
     ) -> tuple[Outcome, bytes, tuple[ipc.BatchDone, BatchNote] | None]:
-        """Outcome of one input, which is run until it is answered, judged, or late."""
+        """Return the outcome of one input. It is run until it is answered, found to be poison, or late."""
         hosted, lora = flight.hosted, flight.item.options.lora
         assert hosted is not None
         single = only(flight, index)
@@ -128,21 +130,22 @@ class Isolate:
                 if hosted.state != "loaded" or (lora and lora not in hosted.loras):
                     self._device.give_back()
                 await self._loading.ensure(hosted, [flight], past_gate=True)
-                if flight.settled:  # cancelled meanwhile: nobody reads what became of it
+                if flight.settled:  # cancelled meanwhile: no request reads this outcome
                     raise GatewayTimeout("the request was withdrawn before its model was loaded")
                 await self._take_device()
                 done, note = await self._run_alone(flight, single, key, hosted)
             except AdapterGone:
                 continue
-            except ModelLoading:  # evicted since
+            except ModelLoading:  # the model was evicted meanwhile
                 hosted.mark_unloaded()
                 continue
-            except LoraLoading:  # evicted for others since
+            except LoraLoading:  # the LoRA was evicted meanwhile for other LoRAs
                 hosted.loras.discard(lora)
                 continue
             except SIEError as error:
                 return Failed(error.info()), b"", None
-            self._work.start(self._marks.clear([key]), "marks")  # the broker may be away, and the device is ours
+            # in the background: the broker may be away, and the device must not wait for it
+            self._work.start(self._marks.clear([key]), "marks")
             return done.outcomes[0], done.block, (done, note)
 
     async def _run_alone(
@@ -170,7 +173,7 @@ class Isolate:
             raise
 
     async def _take_device(self) -> None:
-        """Return when nothing else is at the device. A batch that waits goes first, once a slice is over."""
+        """Return when nothing else is at the device. If a batch waits, it goes first once the slice is over."""
         device = self._device
         if device.is_taken and self._clock() - self._slice_s > SLICE_S and len(device.waiting):
             before = device.number

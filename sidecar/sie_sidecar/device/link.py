@@ -1,5 +1,5 @@
-"""The connection to the adapter: a pool for batches and loads, one more for short questions, and the ping that decides
-readiness.
+"""Connections to the adapter: a pool for batches and loads, one control connection for short requests, and the ping
+that decides readiness.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ _logger = logging.getLogger("sie.sidecar.link")
 
 
 class AdapterGone(Exception):
-    """The adapter closed the connection or does not listen. What was sent may have run, and did not answer.
+    """Raised if the adapter closed the connection or does not listen. Work that was sent may have run, but has no
+    answer.
 
-    `died`: it was the adapter that closed. False when we gave up on a frozen one, which proves nothing about the work
-    it had.
+    `died`: the adapter closed the connection. It is False if this side gave up a frozen adapter, which proves nothing
+    about the work that it had.
     """
 
     def __init__(self, message: str, *, died: bool = True) -> None:
@@ -40,7 +41,7 @@ class _AdapterConnection:
         self._given_up = False
 
     async def send(self, frame: bytes) -> None:
-        if self._writer.is_closing():  # it was reset: a write would be uvloop's RuntimeError
+        if self._writer.is_closing():  # the connection was reset; a write would raise uvloop's RuntimeError
             raise AdapterGone("sending failed: the connection was reset", died=not self._given_up)
         try:
             self._writer.write(frame)
@@ -61,14 +62,16 @@ class _AdapterConnection:
 
 @contextlib.asynccontextmanager
 async def _cancelled_when(abandoned: asyncio.Event | None, connection: _AdapterConnection) -> AsyncIterator[None]:
-    """Within: the batch on this connection is cancelled once `gone` is set. It is answered all the same."""
+    """Cancel the batch on this connection if `abandoned` is set while the context lasts. The batch is answered all the
+    same.
+    """
     if abandoned is None:
         yield
         return
 
     async def cancel() -> None:
         await abandoned.wait()
-        with contextlib.suppress(AdapterGone):  # whoever waits for the answer learns of it
+        with contextlib.suppress(AdapterGone):  # the caller that waits for the answer gets the error
             await connection.send(ipc.frame(ipc.Cancel()))
 
     cancelling = asyncio.create_task(cancel())
@@ -87,29 +90,31 @@ async def _connect(path: str) -> _AdapterConnection:
 
 
 class AdapterLink:
-    """All connections to one adapter. A lost one loses all: residency is gone with the process, and `on_change(False)`
-    says so once.
+    """All connections to one adapter. If one is lost, all are closed: the loaded models are gone with the process. Each
+    listener is then called once with False.
     """
 
     def __init__(
         self, path: str, *, size: int | Callable[[int], int], ping_s: float, stale_s: float, clock: Callable[[], float]
     ) -> None:
-        """`size`: connections for batches, or how many by the lanes of the device."""
+        """`size` is the number of connections for batches, or a function from the device's lanes to this number."""
         self.path = path
         self.description: ipc.Description | None = None
-        self.fetching: dict[str, Fetched] = {}  # how far weights are that come to this node, by the id of their entry
+        # progress of weights that are fetched to this node, by id of their entry
+        self.fetching: dict[str, Fetched] = {}
         self._size_of = size if callable(size) else lambda _: size
         self._ping_s = ping_s
         self._stale_s = stale_s
         self._clock = clock
         self._idle: asyncio.LifoQueue[_AdapterConnection] = asyncio.LifoQueue()
-        self._more: asyncio.LifoQueue[_AdapterConnection] = asyncio.LifoQueue()  # for batches that hold no lane
+        # connections for batches that use no lane
+        self._more: asyncio.LifoQueue[_AdapterConnection] = asyncio.LifoQueue()
         self._all: list[_AdapterConnection] = []
         self._control: _AdapterConnection | None = None
-        self._control_lock = asyncio.Lock()  # one question at a time
+        self._control_lock = asyncio.Lock()  # one request at a time on the control connection
         self._loads = asyncio.Semaphore(1)
         self._lost = asyncio.Event()
-        self._given_up = False  # it was we who ended it: nothing is known of what it had
+        self._given_up = False  # true if this side ended the connection: the state of its work is then unknown
         self._last_pong_s = -1e9
         self._up = asyncio.Event()
         self.listeners: list[Callable[[bool], None]] = []
@@ -117,7 +122,7 @@ class AdapterLink:
         self._dropped: Callable[[tuple[str, ...]], None] = lambda names: None
 
     def attach(self, may_drop: Callable[[], tuple[str, ...]], dropped: Callable[[tuple[str, ...]], None]) -> None:
-        """`may_drop` returns the models that a batch which is sent now may unload, the first one first; `dropped` is
+        """`may_drop` returns the models that the adapter may unload for a batch, the first one first. `dropped` is
         called with the models that a reply names as unloaded.
         """
         self._may_drop, self._dropped = may_drop, dropped
@@ -130,7 +135,7 @@ class AdapterLink:
         await self._up.wait()
 
     async def describe(self) -> ipc.Description | None:
-        """Ask the adapter for its description and keep it in `description`; None if the reply is of another type.
+        """Ask the adapter for its description and keep it in `description`. Return None if the reply has another type.
         Raises AdapterGone, SIEError.
         """
         answer = await self.ask(ipc.Describe())
@@ -140,11 +145,11 @@ class AdapterLink:
         return answer
 
     def is_fresh(self) -> bool:
-        """Whether the adapter has answered a ping in time."""
+        """Return True if the adapter has answered a ping in time."""
         return self._clock() - self._last_pong_s < self._stale_s
 
     async def run(self, stop: Stop) -> None:
-        """Connect, ping, reconnect, until cancelled. The path is named once for each time the adapter is away."""
+        """Connect, ping and reconnect until cancelled. The log names the path once each time the adapter is away."""
         trouble = Trouble(_logger, "waiting for the adapter", START_S)
         while True:
             try:
@@ -192,14 +197,14 @@ class AdapterLink:
         self._given_up = False
         self._control, self._all, self.description = control, connections, description
         self._idle, self._more = asyncio.LifoQueue(), asyncio.LifoQueue()
-        self._loads = asyncio.Semaphore(max(1, size - 1))  # one connection is always left to batches
+        self._loads = asyncio.Semaphore(max(1, size - 1))  # one connection is always kept for batches
         for connection in connections:
             self._idle.put_nowait(connection)
         self._last_pong_s = self._clock()
         self._up.set()
 
     def _close(self) -> None:
-        """Close all connections. Whoever noticed first that the adapter died, its batches died with it."""
+        """Close all connections. If the adapter died, its batches on all connections died with it."""
         self._up.clear()
         for connection in [*self._all, *([self._control] if self._control else [])]:
             connection.close(given_up=self._given_up)
@@ -220,7 +225,7 @@ class AdapterLink:
                 self.fetching = pong.fetching
 
     async def ask(self, question: ipc.Request) -> ipc.Reply:
-        """A short question on the control connection. Raises AdapterGone, SIEError."""
+        """Send a short request on the control connection and return the reply. Raises AdapterGone, SIEError."""
         async with self._control_lock:
             control = self._control
             if control is None:
@@ -230,7 +235,8 @@ class AdapterLink:
                     answer = await self._exchange(control, question)
             except BaseException as error:
                 self._given_up = self._given_up or not isinstance(error, AdapterGone)
-                self._lost.set()  # given up in the middle of a frame, perhaps: what comes next could not be read
+                # the exchange may have stopped in the middle of a frame, so later frames could not be read
+                self._lost.set()
                 if isinstance(error, TimeoutError):
                     raise AdapterGone(f"{self.path}: no answer in {CONTROL_TIMEOUT_S} s") from error
                 raise
@@ -242,7 +248,7 @@ class AdapterLink:
         return await connection.receive()
 
     async def _next(self, pool: asyncio.LifoQueue[_AdapterConnection]) -> _AdapterConnection:
-        """A connection that comes back, unless the adapter goes away first."""
+        """Return the next free connection of the pool. Raises AdapterGone if the adapter goes away first."""
         getting = asyncio.ensure_future(pool.get())
         lost = asyncio.ensure_future(self._lost.wait())
         try:
@@ -260,8 +266,8 @@ class AdapterLink:
 
     @contextlib.asynccontextmanager
     async def _borrowed(self, *, more: bool = False) -> AsyncIterator[_AdapterConnection]:
-        """A connection that comes back. `more`: one beside those for batches, opened if need be; whoever asks bounds
-        their number.
+        """Borrow a connection while the context lasts. `more`: take one beside those for batches, and open it if
+        needed; the caller limits their number.
         """
         if not self.connected:
             raise AdapterGone(f"{self.path}: not connected")
@@ -277,7 +283,7 @@ class AdapterLink:
             self._lost.set()
             raise
         except BaseException:
-            connection.close()  # an answer may still arrive on it
+            connection.close()  # an answer may still arrive on it, so it cannot be used again
             self._given_up = True
             self._lost.set()
             raise
@@ -296,13 +302,13 @@ class AdapterLink:
         """Let the adapter unload these models, the first one first, while memory is above its threshold. Raises
         AdapterGone, SIEError.
 
-        Not on the control connection: giving much memory back takes longer than a short question may.
+        This does not use the control connection, because freeing much memory takes longer than a short request may.
         """
         async with self._borrowed() as connection:
             self._unwrapped(await self._exchange(connection, ipc.Ping(may_drop)))
 
     async def ensure_lora(self, question: ipc.EnsureLora) -> str:
-        """Load a LoRA; returns the digest of its files. Raises AdapterGone, or the SIEError of a failed load."""
+        """Load a LoRA and return the digest of its files. Raises AdapterGone, or the SIEError of a failed load."""
         async with self._loads, self._borrowed() as connection:
             answer = await self._exchange(connection, question)
         done = self._unwrapped(answer)
@@ -313,10 +319,12 @@ class AdapterLink:
     async def run_batch(
         self, batch: ipc.RunBatch, on_started: Callable[[], None], abandoned: asyncio.Event | None = None
     ) -> ipc.BatchDone:
-        """Run one batch; `on_started` is called when the device takes it. Raises AdapterGone, or the SIEError of a
-        refused batch. Of a batch that is written `gone` is set when nobody waits for it any more.
+        """Run one batch. `on_started` is called when the device begins with it. For a batch that is written token by
+        token, `abandoned` is set when no request waits for it any more. Raises AdapterGone, or the SIEError of a
+        refused batch.
 
-        A batch that the adapter would not read is refused here: it would end the connection, and with it everybody's.
+        A batch that is too large for the adapter to read is refused here: it would end the connection, and with it all
+        other batches.
         """
         if may_drop := self._may_drop():
             batch = msgspec.structs.replace(batch, may_drop=may_drop)
@@ -339,7 +347,7 @@ class AdapterLink:
         return done
 
     def _unwrapped(self, answer: ipc.Reply) -> ipc.Reply:
-        """The answer, once the models that it names as unloaded are known. Raises the SIEError of a refusal."""
+        """Return the answer after reporting the models that it names as unloaded. Raises the SIEError of a refusal."""
         if isinstance(answer, (ipc.Pong, ipc.Ready, ipc.BatchDone, ipc.Refused)) and answer.dropped:
             self._dropped(answer.dropped)
         if isinstance(answer, ipc.Refused):

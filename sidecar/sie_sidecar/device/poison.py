@@ -1,11 +1,12 @@
-"""Inputs that ended adapters, known to every worker and over restarts. A content is known by its digest, never by its
-text.
+"""Inputs that ended adapters, recorded for all workers and over restarts. A content is identified by its digest, never
+by its text.
 
     an adapter dies ──► the inputs that it had begun are suspects: they run alone ──► answered: cleared
-                                                           └──► one dies again, alone: poison, refused before it runs
+                                                           └──► an adapter dies with one alone: poison, refused before
+                                                           it runs
 
 The marks are in a bucket whose keys expire after POISON_LIFETIME_S; every worker follows it. Without a broker a worker
-uses the marks that it has. When the bucket was lost they stay too, and count as marks that the broker does not have.
+uses the marks that it has. If the bucket is lost, they are kept, and count as marks that the broker does not have.
 """
 
 from __future__ import annotations
@@ -24,15 +25,17 @@ from sie_contracts.wire.topology import POISON_BUCKET, POISON_LIFETIME_S
 from sie_runtime.failpoints import failpoint
 
 POISON_DEATHS = 2
-MAX_MARKS = 1 << 16  # beyond it the oldest is forgotten, which costs one more death
-WRITES_AT_ONCE = 256  # a broker takes at most 1,000 in one batch
-PATIENCE_S = 2.0  # for the broker, before work goes on without it
+MAX_MARKS = 1 << 16  # marks in memory; above it the oldest is forgotten, which costs one more death
+WRITES_AT_ONCE = 256  # marks per write; a broker takes at most 1,000 in one batch
+PATIENCE_S = 2.0  # seconds to wait for the broker before work goes on without it
 REOPEN_S = 2.0
 _logger = logging.getLogger("sie.sidecar.poison")
 
 
 class Mark(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Record of deaths of one content. `at_s` is the broker's time of the last one, `workers` where they happened."""
+    """Record of the deaths by one content. `at_s` is the broker's time of the last death, and `workers` are the workers
+    where adapters died.
+    """
 
     model: str
     deaths: int
@@ -52,7 +55,7 @@ def _decode(entry: Entry) -> Mark:
 
 
 def after_death(before: Mark | None, model: str, worker: str, now_s: float) -> Mark:
-    """The mark of a content that just ended an adapter, alone or with others."""
+    """Return the mark of a content that just ended an adapter, alone or with others."""
     deaths, workers = (before.deaths, before.workers) if before else (0, ())
     return Mark(model, min(deaths + 1, POISON_DEATHS), now_s, (*workers, worker)[-POISON_DEATHS:])
 
@@ -62,13 +65,15 @@ def refusal() -> InferenceFailed:
 
 
 class PoisonMarks:
-    """All marks that this worker knows. `now_s` is broker time."""
+    """All marks that this worker knows. `now_s` returns the time of the broker."""
 
     def __init__(self, broker: Store, worker: str, now_s: Callable[[], float]) -> None:
         self._worker = worker
         self._now_s = now_s
-        self._known: OrderedDict[str, tuple[Mark, int]] = OrderedDict()  # with the revision, 0 until the broker has it
-        self.models: Counter[str] = Counter()  # with a marked content: contents of other models are not looked at
+        # by digest: the mark and its revision, which is 0 until the broker has it
+        self._known: OrderedDict[str, tuple[Mark, int]] = OrderedDict()
+        # number of marked contents by model; contents of other models are not looked up
+        self.models: Counter[str] = Counter()
         self._is_open = False
         self._bucket = RecordBucket(broker, POISON_BUCKET, max_age_s=POISON_LIFETIME_S)
         self._record = Record(self._bucket, _decode, self._on_mark, on_lost=self._on_lost)
@@ -79,7 +84,7 @@ class PoisonMarks:
         self._is_open = True
 
     async def run(self) -> None:
-        """Open, try again until it works, and again when the bucket was lost."""
+        """Open the bucket, try again until it works, and open it again if it was lost."""
         while True:
             if self._record.is_stale:
                 try:
@@ -92,7 +97,7 @@ class PoisonMarks:
         await self._record.close()
 
     def of(self, key: str) -> Mark | None:
-        """The mark of a content; one that is past its life is forgotten here."""
+        """Return the mark of a content, or None. A mark past its lifetime is removed."""
         entry = self._known.get(key)
         if entry is None:
             return None
@@ -102,9 +107,9 @@ class PoisonMarks:
         return entry[0]
 
     async def died(self, model: str, keys: Iterable[str]) -> None:
-        """These contents were being run when an adapter died: one death more for each of them.
+        """Add one death to each of these contents, which were running when an adapter died.
 
-        The broker is told before this returns, or not within PATIENCE_S.
+        The marks are written to the broker before this returns, unless that takes longer than PATIENCE_S.
         """
         writes = []
         for key in dict.fromkeys(keys):
@@ -117,13 +122,13 @@ class PoisonMarks:
         await self._write(writes)
 
     async def suspected(self, model: str, keys: Iterable[str]) -> None:
-        """Record a death of contents that were run together: none of them is judged by it, however often it
-        happened.
+        """Record a death of contents that ran together. It is recorded once per content, so no content becomes poison
+        by such deaths.
         """
         await self.died(model, [key for key in keys if self.of(key) is None])
 
     async def clear(self, keys: Iterable[str]) -> None:
-        """These contents were answered."""
+        """Remove the marks of contents that were answered."""
         marked = [(key, self._known[key]) for key in dict.fromkeys(keys) if key in self._known]
         for key, _ in marked:
             self._forget(key)
@@ -142,7 +147,9 @@ class PoisonMarks:
             )
 
     async def _write_some(self, writes: list[Write]) -> None:
-        """All at once; one by one where somebody else wrote some of them, who then knows as much as we do."""
+        """Write all marks at once. If another worker has written some of them, write one by one; the marks of that
+        worker stay.
+        """
         try:
             last = await self._bucket.write(writes)
         except WrongRevision:

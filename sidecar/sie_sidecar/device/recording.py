@@ -1,8 +1,8 @@
-"""Recording of the work of this worker, as lengths and times without any text: a trace for `sie bench replay`. Off
-unless a file was named.
+"""Recording of the work of this worker as lengths and times, without any text: a trace for `sie bench replay`. It is
+off unless a file is named.
 
-The work of each batch is written once it ran, with the broker's time at which it was published: in the order of
-batches, not of arrival.
+The work of each batch is written after the batch ran, in the order of batches, not of arrival. Each line has the
+broker's time at which the work was published.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Recording:
-    """Appends to one file. A write that fails ends it, with a log line: answers matter more."""
+    """Writer of one trace file. A failed write ends the recording with a log line, and answers go on."""
 
     def __init__(self, path: Path, settings: Settings) -> None:
-        """Raises OSError."""
+        """Open the file. Raises OSError."""
         self._file: BinaryIO | None = path.open("ab", buffering=0)
         self._settings: dict[str, float] | None = {
             "max_wait_ms": settings.batcher_coalesce_ms,
@@ -41,7 +41,7 @@ class Recording:
         }
 
     def ran(self, batch: Batch[InFlight], note: BatchNote, done: BatchDone, lanes: int) -> None:
-        """A batch came back from a device of so many lanes."""
+        """Record a batch that came back from a device with this number of lanes."""
         if self._file is None:
             return
         lines: list[object] = []
@@ -71,17 +71,17 @@ class Recording:
             self._file = None
 
 
-current: Recording | None = None  # None while nothing is recorded
+current: Recording | None = None  # None if there is no recording
 
 
 def begin(path: Path, settings: Settings) -> None:
-    """Record what this process runs from now on, until `end`. Raises OSError."""
+    """Record the batches of this process from now on, until `end`. Raises OSError."""
     global current
     current = Recording(path, settings)
 
 
 def end() -> None:
-    """Record nothing more."""
+    """Stop the recording."""
     global current
     if current is not None:
         current.close()

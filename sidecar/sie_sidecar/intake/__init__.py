@@ -1,1 +1,3 @@
-"""Deliveries come in: `pull` asks the consumers of the lane's pool, `intake` leases, checks and gathers each item."""
+"""Deliveries come in: `pull` requests messages from the consumers of the lane's pool, `intake` leases, checks and
+gathers each work item.
+"""

@@ -1,8 +1,8 @@
-"""The first stage: a delivery becomes a work item in flight, work items are gathered in groups that are prepared
-together, and cancelled ones leave.
+"""First stage of a worker: a delivery becomes a work item in flight, and work items are gathered in groups that are
+prepared together. Cancelled work items are dropped.
 
     delivery ──► lease ──► InFlight ──► gathered ──► groups of one model and one truncation
-                   └──► of work that is in flight already: its lease had lapsed
+                   └──► a delivery of work that is in flight already: its lease had lapsed, and is renewed
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from sie_sidecar.results.settle import Leases, Settle
 if TYPE_CHECKING:
     from sie_runtime.spans import Tracer
 
-CHARACTERS_PER_TOKEN = 4  # of the gateway's estimate of a cost
-LATE_S = 0.25  # beyond what is known of the broker's clock
+CHARACTERS_PER_TOKEN = 4  # characters per token in the gateway's estimate of a cost
+LATE_S = 0.25  # seconds beyond the error of the broker's clock
 _logger = logging.getLogger("sie.sidecar.intake")
 
 
 class Gathered(NamedTuple):
-    """Work items that arrived together: `groups` whose texts can be tokenised in one call, those whose inputs are in
-    the payload `store`, and about how many `characters` the groups have.
+    """Work items that arrived together. `groups` have texts that can be tokenised in one call, with about `characters`
+    characters in total. The inputs of `stored` ones are in the payload store.
     """
 
     groups: list[list[InFlight]]
@@ -70,11 +70,13 @@ class WorkIntake:
         self._tracer = tracer
         self._limits = device.limits
         self._clock = device.clock
-        self.arrived: list[InFlight] = []  # and not prepared yet
+        self.arrived: list[InFlight] = []  # work items that are not prepared yet
         self._arrival = asyncio.Event()
 
     def take(self, delivery: Delivery) -> InFlight | None:
-        """A new work item in flight; None if the delivery is of one that is, or cannot be read."""
+        """Return a new work item in flight. Return None if the delivery cannot be read, or is of work that is in flight
+        already.
+        """
         now_s = self._clock()
         self._metrics.deliveries.labels("true" if delivery.delivered > 1 else "false").inc()
         if (lease_in_hand := self._leases.adopt(delivery)) is not None:
@@ -98,8 +100,8 @@ class WorkIntake:
         return flight
 
     def _left_s(self, delivery: Delivery, item: WorkItem) -> tuple[float, float]:
-        """Seconds until the budget of a delivery is over, and how many more until that is certain: a redelivery keeps
-        its age, and no doubt about the time counts against it.
+        """Return the seconds until the budget of a delivery is over, and the further seconds until that is certain. A
+        redelivery keeps its age. Uncertainty about the time never shortens a budget.
         """
         left_s = item.budget_ms / 1000
         if not math.isfinite(self._broker_clock.margin_s):
@@ -107,14 +109,14 @@ class WorkIntake:
         return left_s - (self._broker_clock.now_s() - delivery.sent_s), self._broker_clock.margin_s + LATE_S
 
     async def on_cancel(self, message: CoreMessage) -> None:
-        """A gateway says for which requests nobody waits any more."""
+        """Cancel the requests that a gateway no longer waits for."""
         try:
             self.cancel(messages.decode_cancel(message.data).requests)
         except msgspec.DecodeError as error:
             _logger.error("a cancellation could not be read: %s", error)
 
     def cancel(self, requests: Collection[str]) -> None:
-        """Drop what is in flight for these requests and not at the device yet, or written there a token at a time."""
+        """Drop the work of these requests that is not at the device yet, or is being written there token by token."""
         dropped = [
             flight
             for flight in self._inventory
@@ -129,13 +131,16 @@ class WorkIntake:
             self._device.wake.set()
 
     def gathering(self) -> tuple[float | None, float]:
-        """Seconds: the median time at this worker lately, None without answers; how long deliveries are gathered."""
+        """Return the recent median time at this worker in seconds, None without answers, and the seconds for which
+        deliveries are gathered.
+        """
         return self._quantum.p50_s, self._quantum.seconds(self._clock())
 
     async def next(self, is_tokenising: Callable[[], bool], more_expected: Callable[[], bool]) -> Gathered:
-        """Wait for a delivery, then for those that are on their way, so that they are tokenised in one call.
+        """Wait for a delivery, then for other deliveries on their way, so that all are tokenised in one call.
 
-        `is_tokenising`: whether the ones before still are. `more_expected`: whether the broker may send more.
+        `is_tokenising` returns True while earlier work is tokenised. `more_expected` returns True if the broker may
+        send more.
         """
         await self._arrival.wait()
         began_s = last_s = self._clock()
@@ -155,8 +160,8 @@ class WorkIntake:
         return _grouped(arrived)
 
     def _is_more_coming(self, is_tokenising: Callable[[], bool], more_expected: Callable[[], bool]) -> bool:
-        """Whether what has arrived may get company: not if it fills a batch, nor if the broker told with it that this
-        was all.
+        """Return True if it is worth waiting for more deliveries: the arrived ones do not fill a batch, and the broker
+        did not report them as the last.
         """
         if (
             len(self.arrived) >= self._limits.requests

@@ -1,5 +1,5 @@
-"""Pool that this worker pulls from, as the gateways assign it. Without an answer `_default` stays open, any other pool
-closes.
+"""Pool that this worker pulls from, as gateways assign it. Without an answer the pool `_default` stays open, and any
+other pool closes.
 
 every ASK_S, and at a hint: GET {SIE_GATEWAY_URL}/v1/pools/assignments?worker=ID ──► {"worker", "pools"} ──► exactly
 this pool
@@ -28,7 +28,7 @@ _logger = logging.getLogger("sie.sidecar.admission")
 
 
 class Assignments(msgspec.Struct, frozen=True):
-    """The gateway's answer. `pinned_models`: to be loaded before anybody asks for them."""
+    """Answer of a gateway. `pinned_models` are loaded before any request needs them."""
 
     worker: str
     pools: tuple[str, ...]
@@ -39,11 +39,11 @@ _answer = msgspec.json.Decoder(Assignments)
 
 
 def admitted(own: str, answered: tuple[str, ...], silent_s: float) -> str | None:
-    """The pool to pull from, None for none. `answered`: the last answer, `own` alone before the first. `silent_s`:
-    seconds since it, or since the start.
+    """Return the pool to pull from, or None. `answered` is the last answer, and `own` alone before the first one.
+    `silent_s` is the seconds since the last answer, or since the start.
 
-    A worker serves one pool at a time, and a gateway names one; of several it is the worker's own, if that is among
-    them.
+    A worker serves one pool at a time, and a gateway names one. If it names several, the worker takes its own pool if
+    it is among them, else the first.
     """
     if silent_s > CLOSED_AFTER_S:
         return own if own == _DEFAULT else None
@@ -51,12 +51,14 @@ def admitted(own: str, answered: tuple[str, ...], silent_s: float) -> str | None
 
 
 class PoolMembership:
-    """Asks until `stop`, of several gateways the next one where one does not answer. `asked` is set after the first
-    attempt at all of them, `changed` each time another pool is to be served.
+    """Asks gateways for the pool of this worker until `stop`. If one gateway does not answer, the next is asked.
+    `asked` is set after the first attempt at all gateways, and `changed` whenever another pool is to be served.
     """
 
     def __init__(self, urls: str, token: Secret | None, worker: str, own: str, clock: Callable[[], float]) -> None:
-        """`urls`: of one gateway or of several, with commas between. `own`: the pool that the worker belongs to."""
+        """`urls` is the URL of one gateway, or of several, separated by commas. `own` is the pool of the worker
+        itself.
+        """
         headers = {"authorization": f"Bearer {token.reveal()}"} if token else {}
         self._client = httpx.AsyncClient(headers=headers, timeout=ANSWER_WITHIN_S, trust_env=False)
         self._urls = [url.strip().rstrip("/") for url in urls.split(",")]
@@ -71,16 +73,18 @@ class PoolMembership:
         self.changed = asyncio.Event()
 
     def pool(self) -> str | None:
-        """The pool to serve now."""
+        """Return the pool to serve now."""
         return admitted(self._own, self._answered, self._clock() - self._answered_s)
 
     async def on_hint(self, message: CoreMessage) -> None:
-        """The answer may be another one now. Whoever wants a reply only asks whether this worker is there."""
+        """Ask again, because the answer may have changed. A message with a reply subject only asks if this worker
+        exists, and changes nothing.
+        """
         if not message.reply:
             self._again.set()
 
     async def run(self, stop: Stop) -> None:
-        """Ask now, every ASK_S and after each hint until `stop`."""
+        """Ask now, every ASK_S seconds and after each hint, until `stop`."""
         trouble, pool = Trouble(_logger, "no gateway assigns a pool", START_S), self.pool()
         try:
             while True:
@@ -98,18 +102,19 @@ class PoolMembership:
             await self._client.aclose()
 
     async def _ask_any(self) -> str:
-        """Take the first answer that there is; returns why there was none, or nothing."""
+        """Take the first answer of any gateway. Return the reasons if there was none, else an empty string."""
         reasons = []
         for url in list(self._urls):
             trouble = await self._ask(url)
             if not trouble:
                 return ""
             reasons.append(trouble)
-            self._urls.append(self._urls.pop(0))  # the one that answered last is asked first
+            # to the end of the list: the gateway that answered last is asked first
+            self._urls.append(self._urls.pop(0))
         return "; ".join(dict.fromkeys(reasons))
 
     async def _ask(self, url: str) -> str:
-        """Take a gateway's answer; returns why there was none, or nothing."""
+        """Take the answer of a gateway. Return the reason if there was none, else an empty string."""
         failpoint("sidecar.before_admission")
         try:
             answer = await self._client.get(f"{url}/v1/pools/assignments", params={"worker": self._worker})

@@ -1,12 +1,11 @@
 """Models that this worker hosts, by the placement table of its lane, and the pulls that follow from it.
 
-    KV watch ──► Assignment.table ──role(model)──► pull with credit · probe with 1 · load ahead of the work · leave it
-    alone
+    KV watch ──► HostAssignment.table ──role(model)──► pull with credit · probe with 1 · load ahead of the work · none
 
-Where there never was a table nothing is pulled until the first one comes, FIRST_S at most: a gateway writes it within a
-second of the first worker's heartbeat, and workers that begin without it each load every model that has work. After
-that, without any gateway, everything is pulled. A table that nobody confirmed for OLD_S while work waits means that no
-gateway is there: hosts stay hosts, and a worker that has a model loaded also takes work of it that waits.
+Before the first table nothing is pulled, for at most FIRST_S seconds. A gateway writes the table within a second of the
+first worker's heartbeat; workers that began without it would each load every model that has work. After FIRST_S without
+any gateway, everything is pulled. A table that was not confirmed for OLD_S seconds while work waits means that no
+gateway is there: hosts stay hosts, and a worker that has a model loaded also takes waiting work of it.
 """
 
 from __future__ import annotations
@@ -34,20 +33,21 @@ from sie_sidecar.models.loading import Loading
 
 FIRST_S = 5.0
 OLD_S = 15.0
-AHEAD_AGAIN_S = 60.0  # a model that went after it was loaded ahead had to make room: not at once again
+# seconds before a model that was loaded ahead, and then had to make room, is loaded ahead again
+AHEAD_AGAIN_S = 60.0
 Role = Literal["pull", "probe", "ahead", "none"]
 _ORDER: dict[Role, int] = {"none": 0, "ahead": 1, "probe": 2, "pull": 3}
 _logger = logging.getLogger("sie.sidecar.pull")
 
 
 def role(hosts: tuple[str, ...], worker: str, *, loaded: bool, held: bool, waits: bool) -> Role:
-    """Role of `worker` for a model with these `hosts`. `held`: it has work of it in hand, or the model makes room for
-    another one here: what came would wait for two loads, and might run elsewhere before the first has ended. `waits`:
-    work of it waits in the stream and no gateway is there to place it.
+    """Return the role of `worker` for a model with these `hosts`. `held`: the worker has work of this model, or the
+    model makes room for another one; new work would wait for two loads here, and might run sooner elsewhere. `waits`:
+    work of the model waits in the stream, and no gateway is there to place it.
 
-    Where it is not loaded only the first host asks for one message, which then waits here for the load: the table has a
-    host first that has the model, if there is one, so that no work is locked up by a load elsewhere. The others load it
-    without any work, then pull.
+    If the model is not loaded here, only the first host requests one message, which then waits here for the load. The
+    table puts a host with the model first, if there is one, so that no work waits for a load while another worker could
+    run it. The other hosts load the model without work, then pull.
     """
     if worker not in hosts:
         return "pull" if loaded and waits else "none"
@@ -59,7 +59,7 @@ def role(hosts: tuple[str, ...], worker: str, *, loaded: bool, held: bool, waits
 
 
 class HostAssignment:
-    """The table of one lane as this worker knows it."""
+    """Placement table of one lane, as this worker knows it."""
 
     def __init__(
         self,
@@ -72,9 +72,9 @@ class HostAssignment:
         on_change: Callable[[], None],
         is_up: Callable[[], bool],
     ) -> None:
-        """`now_s`: the broker's time. `loaded`, `held`: whether this worker has the model loaded, has work of it in
-        hand. `on_change` is called when the table has changed. `is_up`: whether the adapter is there, without which no
-        gateway places anything here.
+        """`now_s` returns the broker's time. `loaded` returns True if this worker has a model loaded, `held` if it has
+        work of the model. `on_change` is called when the table has changed. `is_up` returns True if the adapter is
+        connected; without it no gateway places a model here.
         """
         self._broker = broker
         self._lane = lane
@@ -84,11 +84,11 @@ class HostAssignment:
         self._held = held
         self._on_change = on_change
         self._is_up = is_up
-        self._was_up = False  # when the wait for the first table began
-        self._first: asyncio.TimerHandle | None = None  # while the first table is waited for
-        self._waiting: frozenset[str] = frozenset()  # models with work at two looks in a row while the table was old
+        self._was_up = False  # whether the adapter was connected when the wait for the first table began
+        self._first: asyncio.TimerHandle | None = None  # set while the first table is awaited
+        self._waiting: frozenset[str] = frozenset()  # models with work in two checks in a row while the table was old
         self._seen: frozenset[str] = frozenset()
-        self._consumers: dict[str, set[str]] = {}  # consumer name -> models that it may bring
+        self._consumers: dict[str, set[str]] = {}  # by consumer name, the models whose work it may deliver
         self._ahead_s: dict[str, float] = {}
         self.table: Placement | None = None
         self._stored = StoredTable(topology.lane_key(lane))
@@ -97,14 +97,14 @@ class HostAssignment:
             RecordBucket(broker, topology.PLACEMENT_BUCKET),
             stored_tables.decode,
             self._on_value,
-            on_lost=self._stored.forget,  # the last table counts until the new bucket has one
+            on_lost=self._stored.forget,  # the last table is used until the new bucket has one
             read=functools.partial(stored_tables.read_lane, lane_key=self._stored.key),
             wants=self._stored.has,
         )
         self._is_stopped = False
 
     async def start(self) -> None:
-        """Read the table, and learn of each change. Raises BrokerError."""
+        """Read the table, and follow its changes. Raises BrokerError."""
         await self._record.follow()
         if self.table is None:
             self._await_table()
@@ -114,7 +114,7 @@ class HostAssignment:
         self._first = asyncio.get_running_loop().call_later(FIRST_S, self._no_table)
 
     def _no_table(self) -> None:
-        if not self._was_up:  # only now may a gateway have heard of this worker
+        if not self._was_up:  # no gateway could place models here before the adapter was connected
             self._await_table()
             return
         _logger.warning("no placement table within %g s: no gateway is there, all work is pulled", FIRST_S)
@@ -122,7 +122,7 @@ class HostAssignment:
         self._on_change()
 
     async def stop(self) -> None:
-        """Hear of no change any more."""
+        """Stop following the table."""
         self._is_stopped = True
         self._end_wait()
         await self._record.close()
@@ -148,7 +148,7 @@ class HostAssignment:
         self._on_change()
 
     def _index(self) -> None:
-        """Index the consumers that bring work of this worker's models."""
+        """Index the consumers that deliver work of this worker's models."""
         self._consumers = {}
         mine = self.models() or ()
         for model in {*mine, *self._waiting}:
@@ -158,14 +158,14 @@ class HostAssignment:
         self._ahead_s = {model: at_s for model, at_s in self._ahead_s.items() if model in mine}
 
     def models(self) -> frozenset[str] | None:
-        """The models that this worker hosts; None while there is no table."""
+        """Return the models that this worker hosts; None while there is no table."""
         return self._mine
 
     def is_old(self) -> bool:
         return self.table is not None and self._now_s() - self.table.at_s > OLD_S
 
     def role(self, consumer: str) -> Role:
-        """Role for the consumer of this name: the highest among its models."""
+        """Return the role for the consumer of this name: the highest role among its models."""
         if self.table is None:
             return "pull" if self._first is None else "none"
         return max(
@@ -178,8 +178,8 @@ class HostAssignment:
         return role(hosts, self._worker, loaded=loaded, held=held, waits=model in self._waiting)
 
     def ahead(self) -> list[str]:
-        """The models to load now without waiting for work: hosted beside others, not loaded, not tried within
-        AHEAD_AGAIN_S.
+        """Return the models to load now without waiting for work: this worker hosts them with other workers, they are
+        not loaded, and were not tried for AHEAD_AGAIN_S seconds.
         """
         if self.table is None or self.is_old():
             return []
@@ -194,12 +194,12 @@ class HostAssignment:
         return models
 
     def unloaded(self, model: str) -> None:
-        """An operator had it unloaded: it is not loaded ahead of work within AHEAD_AGAIN_S."""
+        """Note that an operator unloaded a model: it is not loaded ahead of work for AHEAD_AGAIN_S seconds."""
         self._ahead_s[model] = self._now_s()
 
     async def look(self, loaded: Iterable[str]) -> None:
-        """Every few seconds: while the table is old, which `loaded` models of other hosts have work that waits. Raises
-        BrokerError.
+        """Check, while the table is old, which of the `loaded` models that other workers host have waiting work. Called
+        every few seconds. Raises BrokerError.
         """
         if self._is_stopped:
             return
@@ -223,11 +223,11 @@ class HostAssignment:
             self._on_change()
 
 
-ACTIVE_S = 1.0  # a consumer that delivered this recently is active
+ACTIVE_S = 1.0  # seconds since its last delivery for which a consumer is active
 
 
 class _DeliveryStatistics:
-    """Statistics of recent deliveries of one durable consumer. `mean_cost` in tokens."""
+    """Statistics of recent deliveries of one durable consumer. `mean_cost` is in tokens."""
 
     def __init__(self) -> None:
         self.mean_cost = 0.0
@@ -235,9 +235,9 @@ class _DeliveryStatistics:
 
 
 class Pulling:
-    """The open pulls of a lane. `room` tells, at each refill, what already waits for the device before work of that
-    priority (whether it is bulk); None while nothing should be pulled. `role` tells what a consumer may get: see
-    `assignment`.
+    """Open pulls of a lane. At each refill, `room` returns the work that waits for the device before work of a priority
+    (True for bulk), or None if nothing should be pulled. `role` returns what a consumer may deliver, as
+    `HostAssignment.role` does.
     """
 
     def __init__(
@@ -262,29 +262,29 @@ class Pulling:
         self._active: dict[str, _DeliveryStatistics] = {}
         self._short: dict[
             str, None
-        ] = {}  # in order: what delivered since it was looked at, or has less than an idle device would get
-        self._more: set[str] = set()  # what the broker holds back work of, as its last delivery said
-        self._announced: set[str] = set()  # since the last look at what exists began
-        self._open = False  # whether anything may be pulled, as of the last refill
+        ] = {}  # in order: consumers that delivered since the last refill, or have less credit than at an idle device
+        self._more: set[str] = set()  # consumers for which the broker has more work, by their last delivery
+        self._announced: set[str] = set()  # consumers announced since the last listing began
+        self._open = False  # true if anything may be pulled, as of the last refill
         self._pulls: Pulls = queue.pulls(self._stream, on_delivery)
         self._notices: Subscription | None = None
         self._stopped = False
 
     async def start(self) -> None:
-        """Learn of consumers from now on, and of those that exist. Raises BrokerError."""
+        """Watch for changes of consumers, and read the existing ones. Raises BrokerError."""
         self._notices = await self._queue.watch_consumers(self._stream, self._on_consumer)
         await self.look()
 
     async def look(self) -> None:
-        """`find_consumers` now, if the broker can be asked: notices may have been missed."""
+        """Call `find_consumers` now if the broker answers: notices may have been missed."""
         try:
             await self.find_consumers()
         except BrokerError as error:
             _logger.warning("the consumers could not be listed, the next look is within ten seconds: %s", error)
 
     async def find_consumers(self) -> None:
-        """Learn which durable consumers of this lane exist: the net under the broker's notices. Raises BrokerError."""
-        if self._notices is None:  # before the start, when a reconnect asks as well, and after the end
+        """List the durable consumers of this lane, in case a notice of the broker was missed. Raises BrokerError."""
+        if self._notices is None:  # before the start, when a reconnect may call this as well, and after the end
             return
         before, self._announced = set(self._consumers), set()
         names = [
@@ -314,7 +314,7 @@ class Pulling:
         self._pulls.want(name, 0)
 
     def note(self, delivery: Delivery) -> None:
-        """Account for a delivery, whatever is in it: it used up credit."""
+        """Count a delivery with any content: it used up credit."""
         name = delivery.consumer
         consumer = self._active[name] = self._consumers.setdefault(name, _DeliveryStatistics())
         consumer.delivered_s = self._clock()
@@ -325,33 +325,33 @@ class Pulling:
             self._more.discard(name)
 
     def estimate(self, name: str, cost: int) -> None:
-        """A delivery of this consumer has about `cost` tokens: what goes until some were counted."""
+        """Set the mean cost of a consumer to an estimate of `cost` tokens. It is used until tokens were counted."""
         if (consumer := self._consumers.get(name)) is not None and not consumer.mean_cost:
             consumer.mean_cost = cost
 
     def weigh(self, name: str, cost: int) -> None:
-        """A delivery of this consumer has `cost` tokens, as counted: estimates may be wrong by a factor."""
+        """Update the mean cost of a consumer by a delivery of `cost` counted tokens. Estimates may be wrong by a
+        factor.
+        """
         if (consumer := self._consumers.get(name)) is not None:
             consumer.mean_cost += 0.1 * (cost - consumer.mean_cost)
 
     def refill_all(self) -> None:
-        """Have the right credit outstanding for every consumer: when time has passed, or what the worker hosts has
-        changed.
-        """
+        """Set the right credit for every consumer, after some time or after a change of the hosted models."""
         self._refill(list(self._consumers))
 
     def refill_one(self, consumer: str) -> None:
-        """Have the right credit outstanding for this one."""
+        """Set the right credit for this consumer."""
         if consumer in self._consumers:
             self._refill([consumer])
 
     def refill(self) -> None:
-        """Have the right credit outstanding for every consumer that may be short of it."""
+        """Set the right credit for every consumer that may have too little."""
         self._refill(list(self._short))
 
     def level(self) -> None:
-        """Have the right credit outstanding for every consumer that delivers, those that have too much of it among
-        them. Once a second is enough: the broker takes seconds to act on less credit as well.
+        """Set the right credit for every active consumer, also if it has too much. Once a second is enough: the broker
+        needs seconds to act on less credit as well.
         """
         self._refill(list(self._active))
 
@@ -366,10 +366,12 @@ class Pulling:
             target = ideal = 0
             room = rooms[name.startswith(self._bulk)]
             if room is not None and (role := self._role(name)) in ("pull", "probe"):
-                target = ideal = 1  # on a quiet one also while the device has enough: what comes is one message
+                # a quiet consumer keeps a credit of 1 even if the device has enough work: it delivers one message at
+                # most
+                target = ideal = 1
                 if role == "pull" and now_s - consumer.delivered_s < ACTIVE_S:
                     target, ideal = (self._share(load, consumer) for load in (room, Load(0, 0, room.lanes)))
-            # in strides, so that a busy consumer costs one pull for many messages
+            # renewed when half is used, so that a busy consumer needs one pull for many messages
             if target == 0 or self._pulls.outstanding(name) <= target // 2:
                 self._pulls.want(name, target)
             if target >= ideal:
@@ -385,18 +387,20 @@ class Pulling:
         return min(credit, max(1, credit // max(1, len(self._active))))
 
     def more_expected(self) -> bool:
-        """Whether the broker has told of more and may send it."""
+        """Return True if the broker has reported more work and may send it."""
         return any(self._pulls.outstanding(name) > 0 for name in self._more)
 
     async def stop(self) -> None:
-        """Pull nothing more. What is on the wire is still delivered before this returns."""
+        """Stop pulling. Messages on their way are still delivered before this returns."""
         self._stopped = True
         notices, self._notices = self._notices, None
         await asyncio.gather(self._pulls.stop(), *([notices.stop()] if notices is not None else []))
 
 
 class WorkSource:
-    """Pulls from one pool at a time. `take` makes a work item of a delivery; None: there is none to wait for."""
+    """Source of deliveries from one pool at a time. `take` makes a work item from a delivery; it returns None if there
+    is no new work item.
+    """
 
     def __init__(
         self,
@@ -409,7 +413,7 @@ class WorkSource:
         inventory: Inventory,
         take: Callable[[Delivery], InFlight | None],
     ) -> None:
-        """`now_s`: the broker's time."""
+        """`now_s` returns the broker's time."""
         self._broker = broker
         self._worker_id = worker_id
         self._now_s = now_s
@@ -417,13 +421,13 @@ class WorkSource:
         self._loading = loading
         self._inventory = inventory
         self._take = take
-        self.pool: str | None = None  # that it pulls from, None while from none
+        self.pool: str | None = None  # pool that it pulls from; None if it does not pull
         self._paused: set[str] = set()
         self._refilling = False
         self._open(lane)
 
     def _open(self, lane: Lane) -> None:
-        """Go by the table and the stream of a lane from now on."""
+        """Use the table and the stream of this lane from now on."""
         self.lane = lane
         self.assignment = HostAssignment(
             self._broker,
@@ -452,13 +456,15 @@ class WorkSource:
         return "none" if held else self.assignment.role(consumer)
 
     def _holds(self, model: str) -> bool:
-        """Whether no more work of it is to wait here: some does, or it could not even be loaded for now."""
+        """Return True if no more work of this model should wait here: work of it waits already, or the model cannot be
+        loaded for now.
+        """
         hosting = self._loading.hosting
         return self._inventory.is_coming(model) or hosting.holds(model) or hosting.makes_room(model)
 
     async def pull(self) -> bool:
-        """Follow the placement table and begin to pull; may be tried again. The lane's stream must exist. Raises
-        BrokerError.
+        """Follow the placement table and begin to pull. It can be called again after a failure. The stream of the lane
+        must exist. Raises BrokerError.
         """
         await self.assignment.start()
         await self.pulling.start()
@@ -466,9 +472,10 @@ class WorkSource:
         return True
 
     async def serve(self, pool: str | None) -> bool:
-        """Pull from this pool alone, or from none. What was pulled before is finished here. May be tried again.
+        """Pull only from this pool, or from none. Work that was pulled before is finished here. It can be called again
+        after a failure.
 
-        Raises BrokerError, also where the pool has no stream yet: then nothing is pulled.
+        Raises BrokerError, also if the pool has no stream yet; then nothing is pulled.
         """
         if pool == self.pool:
             return True
@@ -481,12 +488,12 @@ class WorkSource:
         return await self.pull()
 
     async def stop(self) -> None:
-        """Pull nothing more. What is on the wire is still delivered before this returns."""
+        """Stop pulling. Messages on their way are still delivered before this returns."""
         await asyncio.gather(self.assignment.stop(), self.pulling.stop())
 
     async def upkeep(self, *, look: bool) -> None:
-        """Once a second: credit and loads that depend on time. With `look`, every ten, what the broker knows. Raises
-        BrokerError.
+        """Update credit and loads that depend on time. Called once a second. With `look`, every ten seconds, also list
+        the consumers and check the table. Raises BrokerError.
         """
         self.pulling.level()
         self._load_ahead()
@@ -501,7 +508,7 @@ class WorkSource:
         self._load_ahead()
 
     def _load_ahead(self) -> None:
-        """Load what this worker hosts beside others, so that it pulls only what it can run."""
+        """Load models that this worker hosts with other workers, so that it pulls only work that it can run."""
         if self._device.link.connected and self.pool is not None:
             self._loading.ahead(self.assignment.ahead())
 
@@ -514,12 +521,12 @@ class WorkSource:
             pulling.estimate(delivery.consumer, flight.item.cost)
 
     def weigh(self, flight: InFlight) -> None:
-        """It is tokenised: its consumer's credit goes by what its deliveries really cost."""
+        """Update the credit of a work item's consumer by its tokens, once it is tokenised."""
         if flight.job is not None:
             self.pulling.weigh(flight.lease.delivery.consumer, sum(row.cost for row in flight.rows))
 
     def refill_soon(self) -> None:
-        """Once in this turn of the loop, however many call."""
+        """Refill once in this turn of the event loop, however often this is called."""
         if not self._refilling:
             self._refilling = True
             asyncio.get_running_loop().call_soon(self._refill)
@@ -530,7 +537,9 @@ class WorkSource:
 
     @contextlib.contextmanager
     def paused(self, consumers: set[str]) -> Iterator[None]:
-        """Within: nothing is pulled of these, whose models' newest entries this worker waits for."""
+        """Pull nothing from these consumers while the context lasts: this worker waits for the newest entries of their
+        models.
+        """
         self._paused.update(consumers)
         for consumer in consumers:
             self.pulling.refill_one(consumer)

@@ -1,5 +1,5 @@
-"""LoRAs at the adapter: one load however many wait for it, a hold that is shorter than that of a model, failures that
-are remembered.
+"""Loading of models and LoRAs: one load of a LoRA for all callers that wait for it, a shorter hold than for a model,
+and failures that are remembered. Requests of operators to load or unload models.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from sie_sidecar.models.models import Hosting, ModelState
 
 HOLD_S = 5.0
 COOL_DOWN_S = 30.0
-MAX_REMEMBERED = 1000  # clients choose the names
+MAX_REMEMBERED = 1000  # most remembered names; clients choose them, so their number is limited
 _Key = tuple[str, str]
 
 
 class LoraLoads:
-    """Loads LoRAs for models that are loaded. `ModelState.loras` are those that the adapter has, less those it dropped
-    and not yet told.
+    """Loads LoRAs for loaded models. `ModelState.loras` has the LoRAs that the adapter has. It may still include LoRAs
+    that the adapter dropped without a report.
     """
 
     def __init__(self, link: AdapterLink, clock: Callable[[], float]) -> None:
@@ -51,15 +51,15 @@ class LoraLoads:
         self._failures: dict[_Key, tuple[float, ErrorInfo]] = {}
 
     def turn(self, hosted: ModelState) -> asyncio.Lock:
-        """Held by a batch whose LoRA was dropped while it waited, until it has run: no other LoRA of this model begins
-        to load meanwhile.
+        """Return the lock that a batch holds from the reload of its dropped LoRA until it has run. Meanwhile no other
+        LoRA of this model begins to load.
 
-        Without it, requests for more LoRAs than the adapter keeps would drop each other's for ever.
+        Without it, requests for more LoRAs than the adapter keeps would drop each other's LoRAs for ever.
         """
         return self._turns.setdefault(hosted.name, asyncio.Lock())
 
     async def ensure(self, hosted: ModelState, name: str, *, in_turn: bool = False) -> None:
-        """Return when `name` is loaded for a loaded model. Raises LoraLoading after HOLD_S, LoraLoadFailed,
+        """Return when the LoRA `name` is loaded for a loaded model. Raises LoraLoading after HOLD_S, LoraLoadFailed,
         ModelLoading, AdapterGone.
         """
         if name in hosted.loras:
@@ -78,8 +78,8 @@ class LoraLoads:
         load.result()
 
     async def preload(self, hosted: ModelState) -> None:
-        """Load what the profiles of a loaded model name, one after the other. What fails is logged; who asks for it is
-        told why.
+        """Load the LoRAs that the profiles of a loaded model name, one after the other. A failure is logged; a request
+        for that LoRA gets the reason.
         """
         for name in named(hosted.resolved):
             try:
@@ -88,7 +88,7 @@ class LoraLoads:
                 _logger.warning("a profile of %s names a LoRA: %s", hosted.name, error, extra={"model": hosted.name})
 
     async def stop(self) -> None:
-        """End the loads that are under way; whoever waits for one is cancelled with it."""
+        """Cancel the running loads, and with them the callers that wait."""
         loads = list(self._loads.values())
         for load in loads:
             load.cancel()
@@ -99,7 +99,7 @@ class LoraLoads:
         load = self._loads.get(key)
         if load is None:
             load = self._loads[key] = asyncio.create_task(self._load(hosted, name), name="lora")
-            # its waiters may have gone by then
+            # marks the exception as retrieved: the waiters may be gone by then
             load.add_done_callback(lambda task: task.cancelled() or task.exception())
         return load
 
@@ -126,7 +126,7 @@ class LoraLoads:
 
 
 def named(resolved: Resolved) -> list[str]:
-    """The LoRAs of the profiles that this loaded copy of the weights serves."""
+    """Return the LoRAs of the profiles that this loaded copy of the weights serves."""
     entry = resolved.entry
     views = [Catalogue.resolve_profile(entry, profile, entry.id) for profile in ("default", *entry.profiles)]
     return list(
@@ -134,12 +134,12 @@ def named(resolved: Resolved) -> list[str]:
     )
 
 
-RESTORED_S = 10.0  # for the config service to make the revision before a failed one the newest
+RESTORED_S = 10.0  # seconds in which the config service may restore the revision before a failed one
 _logger = logging.getLogger("sie.sidecar.loading")
 
 
 class Loading:
-    """Loading of models for work. `work` keeps the loads that nobody waits for."""
+    """Loading of models for work. `work` keeps the tasks of loads that no caller waits for."""
 
     def __init__(
         self,
@@ -158,17 +158,21 @@ class Loading:
         self._clock = clock
 
     def revision(self, model: str) -> int:
-        """Revision of the model in this worker's catalogue; 0 if it has none."""
+        """Return the revision of the model in this worker's catalogue; 0 if it has none."""
         return self._feed.catalogue.revisions.get(model, 0)
 
     async def renewed(self, item: WorkItem, within_s: float) -> None:
-        """Return when this worker's catalogue has the model of `item` as its gateway knew it, or after `within_s`."""
+        """Return when this worker's catalogue has the model of `item` at the gateway's revision or a later one, or
+        after `within_s` seconds.
+        """
         await self._feed.renewed(
             lambda catalogue: catalogue.revisions.get(item.model, 0) >= item.config_revision, max(0.0, within_s)
         )
 
     def find(self, item: WorkItem) -> ModelState | None:
-        """The residency for this work, or None if this worker's catalogue does not know that revision of the model."""
+        """Return the residency for this work, or None if this worker's catalogue does not have that revision of the
+        model.
+        """
         entry = self._feed.catalogue.entries.get(item.model)
         if entry is None or entry.revision != item.revision or self.revision(item.model) < item.config_revision:
             return None
@@ -176,8 +180,8 @@ class Loading:
         return self.hosting.of(resolved, self.revision(item.model))
 
     async def restored(self, item: WorkItem, hosted: ModelState) -> bool:
-        """Whether the config service replaced the revision that `hosted` cannot load. Waits for that until RESTORED_S
-        after the failed load, where the worker had an earlier revision loaded.
+        """Return True if the config service replaced the revision that `hosted` cannot load. If the worker had an
+        earlier revision loaded, wait for that until RESTORED_S seconds after the failed load.
         """
         left_s = hosted.failed_s + RESTORED_S - self._clock()
         if hosted.refusal(self._clock()) is None or not 0 < hosted.loaded_revision < hosted.revision or left_s <= 0:
@@ -186,13 +190,13 @@ class Loading:
         return await self._feed.renewed(lambda catalogue: catalogue.revisions.get(item.model, 0) > refused, left_s)
 
     def ahead(self, names: Iterable[str]) -> None:
-        """Load these, each a model or model:profile, beside everything else, before work needs them; what cannot be
-        loaded is told in the log.
+        """Load these models, each given as model or model:profile, in the background before work needs them. Failures
+        are logged.
         """
         for name in names:
             with contextlib.suppress(
                 ModelNotFound, BundleConflict
-            ):  # this worker's catalogue lags, or another one's did
+            ):  # this worker's catalogue is older than the sender's, or newer
                 resolved = self._feed.catalogue.resolve(name)
                 hosted = self.hosting.of(resolved, self.revision(resolved.entry.id))
                 self._work.start(self._load(hosted), "load ahead")
@@ -200,17 +204,17 @@ class Loading:
     async def _load(self, hosted: ModelState) -> None:
         try:
             await self.hosting.ensure(hosted)
-        except (SIEError, AdapterGone) as error:  # nobody waits for it; work that comes is answered with the reason
+        except (SIEError, AdapterGone) as error:  # no caller waits for it; later work is answered with the reason
             _logger.warning("%s could not be loaded ahead: %s", hosted.name, error, extra={"model": hosted.name})
 
     async def ensure(
         self, hosted: ModelState, flights: Sequence[InFlight], *, past_gate: bool = False, in_turn: bool = False
     ) -> None:
-        """Return when the model of these work items and their LoRA are loaded, or none of them is left to run.
+        """Return when the model of these work items and their LoRA are loaded, or when no work item is left to run.
 
-        As Hosting.ensure, over any number of adapters, until the last of their deadlines: an input that kills every
-        adapter must not run for ever, nor keep its place while a load does not end. `in_turn`: they have the turn of
-        their LoRA. Raises SIEError.
+        It works like Hosting.ensure, but over any number of adapters, until the last of their deadlines: an input that
+        kills every adapter must not run for ever, nor hold its place while a load does not end. `in_turn`: the caller
+        holds the turn of the LoRA. Raises SIEError.
         """
         began_s = self._clock()
         try:
@@ -236,7 +240,7 @@ class Loading:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(until_s - self._clock()):
                         await self._link.wait_connected()
-            except ModelLoading:  # evicted before its LoRA came
+            except ModelLoading:  # the model was evicted before its LoRA was loaded
                 hosted.mark_unloaded()
             else:
                 if hosted.state == "loaded":  # else it was evicted while its LoRA was loaded
@@ -244,7 +248,9 @@ class Loading:
         raise GatewayTimeout("the budget of the request was over before its model was loaded")
 
     def park(self, flight: InFlight) -> Callable[[], None]:
-        """Its model may be evicted until it is its turn. Returns what to call then."""
+        """Allow the model of a work item to be evicted until it is the work item's turn. Return the function to call at
+        that time.
+        """
         assert flight.hosted is not None
         count = functools.partial(unsettled, [flight])
         self.hosting.park(flight.hosted, count)
@@ -252,7 +258,9 @@ class Loading:
 
 
 class ResidencyRequests:
-    """Obeys `messages.Residency`. `work` keeps the unloads that wait. `on_unloaded` gets the id of an entry."""
+    """Handler of `messages.Residency`. `work` keeps the unloads that wait. `on_unloaded` is called with the id of an
+    entry.
+    """
 
     def __init__(self, loading: Loading, work: Tasks, on_unloaded: Callable[[str], None]) -> None:
         self._loading = loading
@@ -261,11 +269,13 @@ class ResidencyRequests:
         self._on_unloaded = on_unloaded
 
     async def on_message(self, message: CoreMessage) -> None:
-        """A gateway passes on what an operator asks. Nothing answers: heartbeats report the state."""
+        """Carry out a request of an operator that a gateway passes on. There is no reply: heartbeats report the
+        state.
+        """
         try:
             request = messages.decode_residency(message.data)
         except msgspec.DecodeError as error:
-            _logger.error("what an operator asks could not be read: %s", error)
+            _logger.error("a request of an operator could not be read: %s", error)
             return
         hosted = self._hosting.find(request.model)
         if request.action == "load":
@@ -278,7 +288,7 @@ class ResidencyRequests:
     async def _unload(self, hosted: ModelState) -> None:
         try:
             if await self._hosting.unload_when_idle(hosted):
-                _logger.info("%s is unloaded, as an operator asked", hosted.name, extra={"model": hosted.name})
+                _logger.info("%s was unloaded by request of an operator", hosted.name, extra={"model": hosted.name})
                 self._on_unloaded(hosted.resolved.entry.id)
         except (AdapterGone, SIEError) as error:
             _logger.warning("%s could not be unloaded: %s", hosted.name, error, extra={"model": hosted.name})

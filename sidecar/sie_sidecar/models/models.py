@@ -1,15 +1,15 @@
-"""Models that this worker holds: `ModelStates` has their states and decides which may be evicted, without I/O;
-`Hosting` loads and unloads them: one load per model however many wait for it, room for it by turns, release when idle.
+"""Models that this worker holds. `ModelStates` has their states and decides, without I/O, which may be evicted.
+`Hosting` loads and unloads them: one load per model for all callers that wait for it, room by turns, release when idle.
 
     available ──► loading ──► loaded ──released──► unloading ──► available
                     │           └──dropped by the adapter, or the adapter is gone──► available
                     └──refused──► failed ──cool-down──► loading
 
 The worker decides which models may be evicted, and in what order; the adapter decides when. Each request to the adapter
-names the models that may be dropped for it, and its reply those that were.
+names the models that may be dropped for it, and its reply names the dropped ones.
 
     Hosting.ensure ──► loaded, and its gate is open ──► return
-          └──► load ──► the adapter drops what may go ──► Ready
+          └──► load ──► the adapter drops models that it may ──► Ready
                   └──► no room beside models with work ──► one of them is closed to new work ──► load again
 
 Memory pressure is relieved with every batch, and once a second.
@@ -38,20 +38,23 @@ from sie_sidecar.prepare.tokens import ModelTokenizer
 
 State = Literal["available", "loading", "loaded", "unloading", "failed"]
 
-COOL_DOWN_S = {"OOM": 60.0}  # after a failure that may pass; a permanent one stands until the entry changes
+# seconds after a temporary failure, by error class; a permanent failure stands until the entry changes
+COOL_DOWN_S = {"OOM": 60.0}
 OTHER_COOL_DOWN_S = 30.0
-PASSING = ("OOM", "NETWORK")  # tried again however often
+PASSING = ("OOM", "NETWORK")  # error classes that are tried again without a limit
 PERMANENT = ("GATED", "NOT_FOUND", "DEPENDENCY", "INCOMPATIBLE", "CERTIFICATE")
-MAX_ATTEMPTS = 3  # of any other failure
-MEMORY_USED = 0.85  # of the device, where the adapter does not report its threshold
+MAX_ATTEMPTS = 3  # attempts after any other failure
+MEMORY_USED = 0.85  # share of the device's memory to use if the adapter reports no threshold
 RATE_OVER_S = 10.0
-FILL_WEIGHT = 0.1  # of the last batch
-MAX_TURN_S = 5.0  # that a load gives its model: the next one is held for SIE_LOAD_HOLD_S, and its load comes on top
+FILL_WEIGHT = 0.1  # weight of the last batch in the mean
+# longest turn of a model after its load, in seconds: the request for the next model is held for SIE_LOAD_HOLD_S, and
+# its own load must fit into that time as well
+MAX_TURN_S = 5.0
 
 
 def _image_cost(ready: ipc.Ready) -> tuple[int, int]:
-    """Cost of an image, and the number of ids that stand for it, as `layouts` makes its row: the maximum of all
-    operations.
+    """Return the cost of an image, and the number of ids that stand for it in the row of `layouts`: the maximum over
+    all operations.
     """
     costs = []
     for rows in ready.rows.values():
@@ -63,17 +66,17 @@ def _image_cost(ready: ipc.Ready) -> tuple[int, int]:
 
 
 def _precision(loaded: ipc.LoadedModel) -> ServedPrecision:
-    """In which precision it computes, as heartbeats report it."""
+    """Return the precision in which it computes, as heartbeats report it."""
     return ServedPrecision(loaded.precision, loaded.requested_precision, loaded.precision_reason)
 
 
 class ModelState:
-    """One residency on this worker. `held` counts its work items here, whatever stage they are in."""
+    """One residency on this worker. `held` counts its work items here, in any stage."""
 
     def __init__(self, resolved: Resolved) -> None:
         self.resolved = resolved
-        self.revision = 0  # of the entry in `resolved`; 0: not known
-        self.loaded_revision = 0  # of the copy that was loaded last
+        self.revision = 0  # revision of the entry in `resolved`; 0 if unknown
+        self.loaded_revision = 0  # revision of the copy that was loaded last
         self.state: State = "available"
         self.ready: ipc.Ready | None = None
         self.tokenizer: ModelTokenizer | None = None
@@ -81,22 +84,26 @@ class ModelState:
         self.failed_s = 0.0
         self.attempts = 0
         self.held = 0
-        self.before_gate: list[Callable[[], int]] = []  # for each caller that waits there: how many of its items do
-        self.arriving = False  # the adapter is loading it now
-        self.leaves = False  # it is unloaded once it is idle: an operator asked
-        self.makes_room = False  # new work waits before a gate: another model waits for this one's memory
+        # functions of the callers that wait before the gate: number of their work items
+        self.before_gate: list[Callable[[], int]] = []
+        self.arriving = False  # true while the adapter loads it
+        self.leaves = False  # true if an operator asked to unload it once it is idle
+        # true while new work waits before a gate, because another model needs this one's memory
+        self.makes_room = False
         self.loaded_s = 0.0
-        self.used_s = 0.0  # when work last came or went
-        self.uses = 0  # how often that was
-        self.swapped = False  # whether its last load closed another model to new work
-        self.load_s = 0.0  # what the last load took
-        self.memory_bytes = 0  # of the copy that was loaded last
-        self.fill_ratio: float | None = None  # of its batches lately: their tokens by those of a full one
+        self.used_s = 0.0  # time when work last came, ran or ended
+        self.uses = 0  # number of times that work came or ended
+        self.swapped = False  # true if its last load closed another model to new work
+        self.load_s = 0.0  # seconds of the last load
+        self.memory_bytes = 0  # memory of the copy that was loaded last
+        # mean fill of its recent batches: their tokens divided by those of a full batch
+        self.fill_ratio: float | None = None
         self._cost_rate = 0.0
         self._cost_s = 0.0
-        self.wanted: list[Callable[[], int]] = []  # for each caller that waits for it: how much of its work needs it
-        self.loras: set[str] = set()  # that the loaded copy has, unless it dropped one since
-        self.lora_digests: dict[str, str] = {}  # of the files that they, and those it dropped, were loaded from
+        # functions of the callers that wait for it: number of their work items that need it
+        self.wanted: list[Callable[[], int]] = []
+        self.loras: set[str] = set()  # LoRAs of the loaded copy, as far as known; the adapter may have dropped some
+        self.lora_digests: dict[str, str] = {}  # digests of the files of these LoRAs and of dropped ones
         self._fingerprints: dict[tuple[str, str], str] = {}
 
     @property
@@ -105,53 +112,53 @@ class ModelState:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether a caller that waits for it still needs it."""
+        """True if a caller that waits for it still needs it."""
         return any(count() for count in self.wanted)
 
     @property
     def parked(self) -> int:
-        """How many of the held work items wait before the gate."""
+        """Number of its held work items that wait before the gate."""
         return sum(count() for count in self.before_gate)
 
     @property
     def is_quiet(self) -> bool:
-        """Whether nothing is held for it but what waits before the gate: it may go."""
+        """True if all of its held work waits before the gate, so that the model may be unloaded."""
         return self.held == self.parked
 
     def came_in(self, cost: int, now_s: float) -> None:
-        """Work of so many tokens was taken in."""
+        """Count the tokens of work that was taken in."""
         self._cost_rate = self.cost_rate(now_s) + cost / RATE_OVER_S
         self._cost_s = now_s
 
     def used(self, now_s: float) -> None:
-        """Work of it came, ran or went."""
+        """Note that work of this model came, ran or ended."""
         self.used_s = now_s
 
     def took(self, items: int, now_s: float) -> None:
-        """So many more work items, or fewer, are held for it."""
+        """Add `items` to the held work items. A negative number removes some."""
         self.held += items
         self.uses += 1
         self.used(now_s)
 
     def filled(self, ratio: float) -> None:
-        """A batch ran that was so full."""
+        """Note how full a batch was."""
         self.fill_ratio = (
             ratio if self.fill_ratio is None else self.fill_ratio + FILL_WEIGHT * (ratio - self.fill_ratio)
         )
 
     def cost_rate(self, now_s: float) -> float:
-        """Tokens a second that came in: a mean whose weights fall by e in RATE_OVER_S."""
+        """Return the tokens per second that come in: a mean whose weights fall by a factor e in RATE_OVER_S seconds."""
         return self._cost_rate * math.exp((self._cost_s - now_s) / RATE_OVER_S)
 
     def fingerprint(self, profile: str, options: RunOptions) -> str:
-        """Fingerprint of answers of this profile with these options; empty while nothing is loaded."""
+        """Return the fingerprint of answers of this profile with these options; empty while the model is not loaded."""
         if self.ready is None:
             return ""
         loaded, entry = self.ready.loaded.fingerprint, self.resolved.entry
         if (loaded, profile) not in self._fingerprints:
             self._fingerprints[loaded, profile] = profile_fingerprint(loaded, entry, profile)
         fingerprint = self._fingerprints[loaded, profile]
-        # a LoRA counts by what its files hold: they may change under one name
+        # a LoRA counts by the digest of its files, which may change under the same name
         for part in (options.lora and (self.lora_digests.get(options.lora) or options.lora), options.variant):
             if part:
                 fingerprint = hashlib.sha256(f"{fingerprint} {part}".encode()).hexdigest()[:16]
@@ -181,17 +188,17 @@ class ModelState:
         )
 
     def refusal(self, now_s: float) -> SIEError | None:
-        """The error of its last load, while it is not to be tried again."""
+        """Return the error of its last load if the load must not be tried again yet, else None."""
         if self.state != "failed" or self.error is None:
             return None
         cool_down_s = COOL_DOWN_S.get(str(self.error.extras.get("error_class")), OTHER_COOL_DOWN_S)
         if not self.error.extras.get("permanent") and now_s - self.failed_s >= cool_down_s:
             return None
-        # a new exception each time: a kept one would collect the frames of everybody who ever met it
+        # a new exception each time: a stored one would keep the frames of all callers that got it
         return SIEError.from_info(self.error.info())
 
     def mark_unloaded(self) -> None:
-        """The adapter does not hold it any more."""
+        """Note that the adapter does not have the model any more."""
         self._fingerprints.clear()
         self.reset_loras()
         if self.state == "loaded":
@@ -199,18 +206,18 @@ class ModelState:
         self.ready = None
 
     def reset_failure(self) -> None:
-        """Its next load is tried as the first."""
+        """Forget its failed loads, so that the next load counts as the first."""
         self.attempts = 0
         if self.state == "failed":
             self.state, self.error = "available", None
 
     def retain(self) -> None:
-        """An operator wants it loaded: it is not unloaded when idle, and a load that failed is tried again."""
+        """Keep it loaded by request of an operator: it is not unloaded when idle, and a failed load is tried again."""
         self.leaves = False
         self.reset_failure()
 
     def reset_loras(self) -> None:
-        """A LoRA that is not known is asked for again, which costs nothing if the adapter has it."""
+        """Forget its LoRAs. An unknown LoRA is requested again, which costs nothing if the adapter has it."""
         self.loras.clear()
         self.lora_digests.clear()
 
@@ -226,9 +233,9 @@ class ModelStates:
         assigned: Callable[[], frozenset[str] | None] = lambda: None,
         fetching: Callable[[], Mapping[str, Fetched]] = dict,
     ) -> None:
-        """`swap_after_s`: a model with work is closed for another one after that at the earliest. `assigned`: the
-        models that this worker is a host of, None while not known. `fetching`: how far weights are that come to this
-        node, by the id of their entry.
+        """`swap_after_s` is the least time before a model with work is closed for another one. `assigned` returns the
+        models that this worker is a host of, or None while unknown. `fetching` returns the progress of weights that are
+        fetched to this node, by id of their entry.
         """
         self._clock = clock
         self._swap_after_s = swap_after_s
@@ -236,7 +243,7 @@ class ModelStates:
         self._fetching = fetching
         self._hosted: dict[str, ModelState] = {}
         self._of_model: dict[str, list[ModelState]] = {}
-        self._room_bytes: float | None = None  # for models, when last no load was under way
+        self._room_bytes: float | None = None  # memory for models, as measured when no load was running
 
     def all(self) -> list[ModelState]:
         return list(self._hosted.values())
@@ -246,30 +253,33 @@ class ModelStates:
         return tuple(hosted.status(now_s, fetching.get(hosted.resolved.entry.id)) for hosted in self._hosted.values())
 
     def is_loaded(self, model: str) -> bool:
-        """Whether a residency of this model is loaded."""
+        """Return True if a residency of this model is loaded."""
         return any(hosted.state == "loaded" for hosted in self._of_model.get(model, ()))
 
     def takes(self, model: str) -> bool:
-        """Whether work of this model may come: a residency is loaded, and need not make room for another model."""
+        """Return True if work of this model may come: a residency is loaded, and does not make room for another
+        model.
+        """
         return any(hosted.state == "loaded" and not hosted.makes_room for hosted in self._of_model.get(model, ()))
 
     def holds(self, model: str) -> bool:
-        """Whether work of this model is held here."""
+        """Return True if work of this model is held here."""
         return any(hosted.held for hosted in self._of_model.get(model, ()))
 
     def makes_room(self, model: str) -> bool:
-        """Whether work of this model would wait here until another model had its load."""
+        """Return True if work of this model would have to wait for the load of another model."""
         return any(hosted.makes_room for hosted in self._of_model.get(model, ()))
 
     def loaded_models(self) -> list[str]:
         return [model for model in self._of_model if self.is_loaded(model)]
 
     def slots(self, device: ipc.Description) -> int:
-        """How many models of the mean size of those that were loaded here fit beside what else the device holds, before
-        any of them has to go; 0 while nobody knows.
+        """Return how many models of the mean loaded size fit on the device before one of them must be evicted, beside
+        its other memory; 0 while unknown.
         """
         sizes = [hosted.memory_bytes for hosted in self._hosted.values() if hosted.memory_bytes]
-        if not any(hosted.state == "loading" for hosted in self._hosted.values()):  # whose bytes are in no model's yet
+        # the bytes of a model that is loading count for no model yet
+        if not any(hosted.state == "loading" for hosted in self._hosted.values()):
             beside_bytes = max(0, device.memory_used_bytes - sum(model.memory_bytes for model in device.models))
             self._room_bytes = (
                 device.threshold_percent / 100 or MEMORY_USED
@@ -277,8 +287,8 @@ class ModelStates:
         return max(1, int(self._room_bytes * len(sizes) / sum(sizes))) if sizes and self._room_bytes is not None else 0
 
     def of(self, resolved: Resolved, revision: int = 0) -> ModelState:
-        """The residency that serves `resolved`, the entry of a model at `revision`. An entry that changed since is
-        another one: the old copy is not used for it.
+        """Return the residency that serves `resolved`, the entry of a model at `revision`. A changed entry is another
+        model: the old copy is not used for it.
         """
         hosted = self._hosted.get(resolved.residency)
         if hosted is None:
@@ -287,40 +297,45 @@ class ModelStates:
         elif hosted.resolved.entry != resolved.entry:
             hosted.resolved = resolved
             hosted.mark_unloaded()
-            hosted.tokenizer = None  # that of another model
+            hosted.tokenizer = None  # it is the tokenizer of another model
             hosted.reset_failure()
         hosted.revision = revision
         return hosted
 
     def find(self, residency: str) -> ModelState | None:
-        """The residency of this name, None where nothing here ever asked for it."""
+        """Return the residency of this name, or None if no work here has used it."""
         return self._hosted.get(residency)
 
     def take(self, hosted: ModelState, items: int = 1) -> None:
-        """Hold `items` more work items for `hosted`. From now on no request permits to unload it."""
+        """Hold `items` more work items for `hosted`. From now on no request permits its eviction."""
         hosted.took(items, self._clock())
 
     def let_go(self, hosted: ModelState) -> None:
-        """One work item of `hosted` is settled."""
+        """Note that one work item of `hosted` is settled."""
         hosted.took(-1, self._clock())
 
     def park(self, hosted: ModelState, items: Callable[[], int]) -> None:
-        """So many of the work items of `hosted` need it again later, and not now: it may go meanwhile."""
+        """Note work items of `hosted` that need it later, but not now. `items` returns their number. The model may be
+        evicted meanwhile.
+        """
         hosted.before_gate.append(items)
 
     def unpark(self, hosted: ModelState, items: Callable[[], int]) -> None:
-        """They need it now."""
+        """Note that the parked work items need the model now."""
         hosted.before_gate.remove(items)
 
     def idle(self, seconds: float) -> list[ModelState]:
-        """Loaded models without work, other than what waits before the gate, that were last used this long ago."""
+        """Return the loaded models without work, except work before the gate, that were last used at least `seconds`
+        ago.
+        """
         before_s = self._clock() - seconds
         loaded = (hosted for hosted in self._hosted.values() if hosted.state == "loaded")
         return [hosted for hosted in loaded if hosted.is_quiet and hosted.used_s <= before_s]
 
     def evictable(self, idle_s: float) -> list[ModelState]:
-        """The models that were idle for so long, in the order in which they may go: those that are placed elsewhere
-        come first. Of these, and of the others, the least recently used one, then the largest one first.
+        """Return the models that were idle for `idle_s` seconds, in the order in which they may be evicted. Models that
+        are placed on other workers come first. In each of the two groups the least recently used model is first, then
+        the others by size, the largest first.
         """
         assigned = self._assigned()
         elsewhere: list[ModelState] = []
@@ -335,19 +350,21 @@ class ModelStates:
         ]
 
     def busy(self, hosted: ModelState) -> list[ModelState]:
-        """The other models that take memory now: loaded with work, or on their way."""
+        """Return the other models that take memory now: loaded with work, or loading."""
         states = (state for state in self._hosted.values() if state is not hosted)
         return [state for state in states if state.arriving or (state.state == "loaded" and not state.is_quiet)]
 
     def left_over(self, loaded_models: Iterable[ipc.LoadedModel]) -> list[str]:
-        """List the adapter's models that an earlier process of this worker left: this process never requested them."""
+        """Return the adapter's models that an earlier process of this worker left: this process never requested
+        them.
+        """
         names = {hosted.name for hosted in self._hosted.values() if hosted.state in ("loading", "loaded")}
         return [loaded.model for loaded in loaded_models if loaded.model not in names]
 
     def next_to_close(self, had_work: list[ModelState], asked_s: float) -> tuple[ModelState | None, float | None]:
-        """Choose the model to close to new work, for a load that does not fit beside these and was requested at
-        `asked_s`; and in how many seconds: once the load has waited long enough, and the turn of the model is over.
-        None while all of them make room for other loads.
+        """Return the model to close to new work, for a load that was requested at `asked_s` and does not fit beside
+        these models; and the seconds until it is closed. It is closed once the load has waited long enough and the turn
+        of the model is over. Return None if all of them already make room for other loads.
         """
         able = [state for state in had_work if state.state == "loaded" and not state.makes_room]
         first = min(able, key=self._turn_ends_s, default=None)
@@ -356,13 +373,13 @@ class ModelStates:
         return first, max(asked_s + self._swap_after_s, self._turn_ends_s(first)) - self._clock()
 
     def _turn_ends_s(self, hosted: ModelState) -> float:
-        """A model that was loaded for its own work gets to it for as long as its load took, at most MAX_TURN_S: else
-        there would only be loads.
+        """Return the end of a model's turn. A model that was loaded for its own work keeps its turn for as long as its
+        load took, at most MAX_TURN_S: otherwise models would only be loaded and never run.
         """
         return hosted.loaded_s + max(self._swap_after_s, min(hosted.load_s, MAX_TURN_S))
 
     def loaded(self, hosted: ModelState, ready: ipc.Ready, load_s: float) -> None:
-        """The adapter has loaded `hosted`, in so many seconds."""
+        """Note that the adapter has loaded `hosted`, and the seconds of the load."""
         hosted.ready, hosted.error, hosted.attempts = ready, None, 0
         hosted.loaded_revision = hosted.revision
         hosted.tokenizer = ModelTokenizer(ready.tokenizer, ready.max_tokens)
@@ -370,7 +387,7 @@ class ModelStates:
         hosted.memory_bytes, hosted.load_s = ready.loaded.memory_bytes, load_s
 
     def failed(self, hosted: ModelState, error: SIEError) -> SIEError:
-        """The adapter has refused to load `hosted`. Returns the error that is remembered."""
+        """Note that the adapter has refused to load `hosted`. Return the error that is remembered."""
         error_class = error.extras.get("error_class", "UNKNOWN")
         hosted.attempts += 1
         permanent = error_class in PERMANENT or (error_class not in PASSING and hosted.attempts >= MAX_ATTEMPTS)
@@ -380,14 +397,14 @@ class ModelStates:
         return hosted.error
 
     def dropped(self, names: Iterable[str]) -> list[ModelState]:
-        """The adapter has unloaded these models. Returns the residencies that are known of them."""
+        """Note that the adapter has unloaded these models. Return their known residencies."""
         unloaded = [self._hosted[name] for name in names if name in self._hosted]
         for hosted in unloaded:
             hosted.mark_unloaded()
         return unloaded
 
 
-IDLE_S = 1.0  # a model with less than this between its uses is not worth a reload
+IDLE_S = 1.0  # seconds since its last use before a model may be evicted: a model in steady use is not worth a reload
 RELIEVE_S = 1.0
 EARLIER_LOAD_S = 0.5
 _logger = logging.getLogger("sie.sidecar.hosting")
@@ -402,7 +419,7 @@ def _names(models: list[ModelState]) -> tuple[str, ...]:
 
 
 class Hosting(ModelStates):
-    """The models of this worker, with the adapter that loads and drops them."""
+    """Models of this worker, with the adapter that loads and drops them."""
 
     def __init__(
         self,
@@ -416,16 +433,17 @@ class Hosting(ModelStates):
         on_failed: Callable[[ModelState, SIEError], object] = lambda hosted, error: None,
         on_role: Callable[[ModelState], object] = lambda hosted: None,
     ) -> None:
-        """A model that does not fit waits for the others' work to end, for `swap_after_s` at most before one of them is
-        closed to more. `assigned`: the models that this worker is a host of, None while not known. `on_role`: a
-        residency is unloaded, makes room, or need not any more.
+        """A model that does not fit waits for other models to finish their work, and after `swap_after_s` one of them
+        is closed to new work. `assigned` returns the models that this worker is a host of, or None while unknown.
+        `on_role` is called when a residency is unloaded, makes room, or need not make room any more.
         """
         super().__init__(clock, swap_after_s, assigned=assigned, fetching=lambda: link.fetching)
         self.swaps = 0
         self.idle_evictions = 0
-        self._asked = 0  # loads asked for
-        self._waiters: list[tuple[float, asyncio.Future[None]]] = []  # for room: since when, and what wakes them
-        self._gates: dict[str, asyncio.Event] = {}  # of the models that are closed: set when they open
+        self._asked = 0  # number of requested loads
+        # callers that wait for room: start of their wait, and the future that wakes them
+        self._waiters: list[tuple[float, asyncio.Future[None]]] = []
+        self._gates: dict[str, asyncio.Event] = {}  # gates of closed models; set when a model opens
         self._loading: dict[str, asyncio.Task[None]] = {}
         self._releasing: dict[str, asyncio.Task[None]] = {}
         self._link = link
@@ -462,12 +480,12 @@ class Hosting(ModelStates):
     async def ensure(
         self, hosted: ModelState, items: Callable[[], int] | None = None, *, past_gate: bool = False
     ) -> None:
-        """Return when the model is loaded and its gate is open, or when nobody needs it any more. Raises
+        """Return when the model is loaded and its gate is open, or when no caller needs it any more. Raises
         ModelLoadFailed, AdapterGone.
 
-        `items`: for how many of the work items that are held for it, without those that were cancelled since; without
-        it the model is wanted for no work in particular. `past_gate`: they were through the gate before and hold what
-        others wait for, so that they must not wait there again.
+        `items` returns the number of held work items that wait for it, without cancelled ones; if it is None, the model
+        is loaded for no particular work. `past_gate`: the work items passed the gate before and hold resources that
+        others wait for, so they must not wait at the gate again.
         """
         count = items or _one
         hosted.wanted.append(count)
@@ -486,17 +504,18 @@ class Hosting(ModelStates):
             if (refusal := hosted.refusal(self._clock())) is not None:
                 raise refusal
             if (releasing := self._releasing.get(hosted.name)) is not None:
-                await asyncio.wait([releasing])  # whatever comes of it, what comes now loads it again
+                # whether the release works or not, the model is loaded again for the new work
+                await asyncio.wait([releasing])
                 continue
             if (loading := self._loading.get(hosted.name)) is None:
                 loading = asyncio.create_task(self._load(hosted), name=f"load:{hosted.name}")
-                # its waiters may have gone by then
+                # marks the exception as retrieved: the waiters may be gone by then
                 loading.add_done_callback(lambda task: task.cancelled() or task.exception())
                 self._loading[hosted.name] = loading
             await asyncio.shield(loading)
 
     async def stop(self) -> None:
-        """End the loads that are under way; whoever waits for one is cancelled with it."""
+        """Cancel the running loads, and with them the callers that wait."""
         loads = list(self._loading.values())
         for load in loads:
             load.cancel()
@@ -516,10 +535,12 @@ class Hosting(ModelStates):
                 began_s = self._clock()
             if ready is None:
                 return
-            if hosted.resolved.entry == resolved.entry:  # else it changed meanwhile: what was loaded is another model
+            # else the entry changed meanwhile, and the loaded copy is of another model
+            if hosted.resolved.entry == resolved.entry:
                 self._ready(hosted, ready, ready.load_s or self._clock() - began_s)
         except SIEError:
-            if hosted.resolved.entry == resolved.entry:  # else whoever waits wants another model, which is loaded next
+            # else the waiting callers want another entry, which is loaded next
+            if hosted.resolved.entry == resolved.entry:
                 raise
         finally:
             if hosted.state == "loading":
@@ -531,11 +552,13 @@ class Hosting(ModelStates):
 
     @staticmethod
     def _still_loads(hosted: ModelState, resolved: Resolved) -> bool:
-        """Whether somebody waits for this very model: a load that nobody needs would drop one that somebody needs."""
+        """Return True if a caller still waits for exactly this model: a load without a caller would drop a model that
+        is needed.
+        """
         return hosted.is_wanted and hosted.resolved.entry == resolved.entry
 
     async def _asked_to_load(self, hosted: ModelState, resolved: Resolved) -> ipc.Ready | None:
-        """The loaded model, or None if it did not fit beside models that had work meanwhile or were on their way.
+        """Return the loaded model, or None if it did not fit beside models that had work meanwhile or were loading.
         Raises AdapterGone, ModelLoadFailed.
         """
         offered = [candidate for candidate in self.evictable(0.0) if candidate is not hosted]
@@ -551,7 +574,8 @@ class Hosting(ModelStates):
                 beside or came or self.busy(hosted) or await self._went_to_earlier_loads(error, left_over)
             ):
                 return None
-            if hosted.resolved.entry != resolved.entry:  # it changed meanwhile: what failed says nothing of it
+            # the entry changed meanwhile: the failure does not concern the new one
+            if hosted.resolved.entry != resolved.entry:
                 raise
             failure = self.failed(hosted, error)
             self._on_failed(hosted, failure)
@@ -562,29 +586,29 @@ class Hosting(ModelStates):
             self._look_again()
 
     async def _went_to_earlier_loads(self, error: SIEError, offered: list[str]) -> bool:
-        """Whether the room is taken by loads that an earlier process of this worker began and nobody here knows of.
-        Those under way are given some time; those that have ended can be offered. Raises AdapterGone.
+        """Return True if loads that an earlier process of this worker began, unknown to this process, take the room.
+        Loads that still run get some time; models whose load has ended can be offered for eviction. Raises AdapterGone.
         """
         arriving = error.extras.get("arriving")
         if isinstance(arriving, (list, tuple)) and set(arriving) - {
             hosted.name for hosted in self.all() if hosted.arriving
         }:
-            await asyncio.sleep(EARLIER_LOAD_S)  # nothing tells of its end
+            await asyncio.sleep(EARLIER_LOAD_S)  # there is no notice of its end
             return True
         await self._link.describe()
         there = {loaded.model for loaded in self._described()}
         finding = [load for name, load in self._loading.items() if name in there]
-        if finding:  # its own load finds it there, which makes it one that has work or can be offered
+        if finding:  # its own load finds the model there; then it has work or can be offered
             await asyncio.wait(finding, timeout=EARLIER_LOAD_S)
             return True
         return any(name not in offered for name in self.left_over(self._described()))
 
     def _described(self) -> tuple[ipc.LoadedModel, ...]:
-        """Models that the adapter held at its last description."""
+        """Return the models that the adapter held at its last description."""
         return self._link.description.models if self._link.description else ()
 
     async def _before_gate(self, hosted: ModelState, items: Callable[[], int]) -> None:
-        """Wait until the gate opens; work that is past it is finished first."""
+        """Wait until the gate opens. Work that has passed the gate is finished first."""
         self.park(hosted, items)
         try:
             await self._gates[hosted.name].wait()
@@ -592,14 +616,14 @@ class Hosting(ModelStates):
             self.unpark(hosted, items)
 
     async def _make_room(self, hosted: ModelState, asked_s: float, closed: ModelState | None) -> ModelState | None:
-        """Return when one more of the other models has no work, or nobody wants this one any more. Once `hosted` has
-        waited `swap_after_s`, the model whose turn is over first is closed to new work, when it is, until `hosted` had
-        its load; returns it.
+        """Return when one more of the other models has no work, or no caller needs this one any more. Once `hosted` has
+        waited `swap_after_s`, the model whose turn ends first is closed to new work at the end of its turn, until
+        `hosted` is loaded. Return the closed model.
         """
         had_work = self.busy(hosted)
         while hosted.is_wanted and had_work and all(busy_model in self.busy(hosted) for busy_model in had_work):
             if closed is not None and (closed.state != "loaded" or not closed.makes_room):
-                self._open(closed)  # its room went to another load
+                self._open(closed)  # another load took its room
                 closed = None
             first, due_s = self.next_to_close(had_work, asked_s) if closed is None else (None, None)
             if first is not None and due_s is not None and due_s <= 0:
@@ -613,7 +637,7 @@ class Hosting(ModelStates):
         return closed
 
     async def _until_quiet(self, asked_s: float, timeout_s: float | None) -> None:
-        """Return when a model may have no more work, or after `timeout_s`."""
+        """Return when a model may have no more work, or after `timeout_s` seconds."""
         waiter = asked_s, asyncio.get_running_loop().create_future()
         self._waiters.append(waiter)
         try:
@@ -624,21 +648,21 @@ class Hosting(ModelStates):
             self._waiters.remove(waiter)
 
     def _look_again(self) -> None:
-        """Wake those who wait for room, in the order in which they came: else two models could take turns for ever
-        beside a third.
+        """Wake the callers that wait for room, in the order in which they came. Otherwise two models could take turns
+        for ever while a third one waits.
         """
         for _, waiter in sorted(self._waiters, key=lambda entry: entry[0]):
             if not waiter.done():
                 waiter.set_result(None)
 
     def _close(self, hosted: ModelState) -> None:
-        """New work of it waits before its gate."""
+        """Make new work of the model wait before its gate."""
         hosted.makes_room = True
         self._gates[hosted.name] = asyncio.Event()
         self._on_role(hosted)
 
     def _open(self, hosted: ModelState) -> None:
-        """It takes new work again, and may be closed for another one."""
+        """Let the model take new work again. It may be closed for another model later."""
         hosted.makes_room = False
         if (gate := self._gates.pop(hosted.name, None)) is not None:
             gate.set()
@@ -652,7 +676,7 @@ class Hosting(ModelStates):
         self._on_loaded(hosted)
 
     async def release(self, hosted: ModelState) -> None:
-        """Unload a model that nothing is held for; work that comes meanwhile waits, and loads it again. Raises
+        """Unload a model that no work is held for. Work that comes meanwhile waits, and loads it again. Raises
         AdapterGone, SIEError.
         """
         hosted.mark_unloaded()
@@ -664,12 +688,12 @@ class Hosting(ModelStates):
         await asyncio.shield(releasing)
 
     async def unload_when_idle(self, hosted: ModelState) -> bool:
-        """Unload the model once its load has ended and nothing is in flight for it; whether this call did. Raises
-        AdapterGone, SIEError.
+        """Unload the model once its load has ended and no work of it is in flight. Return True if this call unloaded
+        it. Raises AdapterGone, SIEError.
 
-        After `ModelState.retain` it stays.
+        After `ModelState.retain` the model stays loaded.
         """
-        if hosted.leaves:  # another call waits
+        if hosted.leaves:  # another call waits for this already
             return False
         hosted.leaves = True
         try:
@@ -691,7 +715,9 @@ class Hosting(ModelStates):
             self._on_change()
 
     async def run(self, idle_evict_s: int | None) -> None:
-        """Until cancelled: let the adapter relieve its memory, and unload what was idle for `idle_evict_s` seconds."""
+        """Let the adapter relieve its memory every second, and unload models that were idle for `idle_evict_s` seconds,
+        until cancelled.
+        """
         while True:
             await asyncio.sleep(RELIEVE_S)
             await self.relieve()
@@ -713,6 +739,6 @@ class Hosting(ModelStates):
         try:
             await self._link.relieve(may_drop)
         except AdapterGone:
-            pass  # nothing is loaded then
+            pass  # without an adapter no model is loaded
         except SIEError as error:
             _logger.warning("memory could not be relieved: %s", error)

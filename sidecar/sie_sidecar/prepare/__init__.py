@@ -1,3 +1,3 @@
-"""Items become rows for the device: texts are tokenised, long texts are cut, images and sounds are decoded in processes
-of `media_pool`. `prepare` is the door; media are entered only for items that have them.
+"""Work items become rows for the device: texts are tokenised, long texts are cut, images and sounds are decoded in the
+processes of `media_pool`. `prepare` is the entry; the modules for media run only for items that have media.
 """

@@ -1,8 +1,7 @@
-"""Inputs that no message holds, from the payload store: bounded in bytes, each chunk in a task of its own so that
-nothing waits for it.
+"""Fetch of inputs that are too large for a message from the payload store. Their bytes are limited, and each chunk has
+its own task, so that no other work waits for it.
 
-delivery with a key ──► room for its bytes ──► object, again and again until the budget ends ──► the work item with its
-inputs
+delivery with a key ──► room for its bytes ──► object, tried until the budget ends ──► the work item with its inputs
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ from sie_sidecar.device.in_flight import InFlight
 from sie_store.object_stores import StoreError
 from sie_store.payloads import PayloadMissing, PayloadStore
 
-MAX_BYTES = 512 << 20  # of fetched inputs in hand; one that is larger is taken alone
+MAX_BYTES = 512 << 20  # bytes of fetched inputs that are held; a larger one is taken if it is the only one
 ATTEMPT_S = 30.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
-MAX_MISSES = 3  # a shared folder may show a new file a moment late
+MAX_MISSES = 3  # times that an object may be missing: a shared folder may show a new file a moment late
 _logger = logging.getLogger("sie.sidecar.fetching")
 
 
 class PayloadFetching:
-    """The reading side of the payload store. `held_bytes` is what was fetched and is not given back."""
+    """Reader of the payload store. `held_bytes` is the size of fetched inputs that are not given back yet."""
 
     def __init__(self, store: PayloadStore, clock: Callable[[], float], max_bytes: int = MAX_BYTES) -> None:
         self.held_bytes = 0
@@ -38,7 +37,7 @@ class PayloadFetching:
         self._freed = asyncio.Event()
 
     async def fetch(self, flight: InFlight) -> None:
-        """Put the inputs and the query of `flight` in place; `let_go` gives their room back. Raises QueueUnavailable,
+        """Put the inputs and the query of `flight` in place; `let_go` releases their room. Raises QueueUnavailable,
         InternalFailure.
         """
         try:
@@ -66,7 +65,7 @@ class PayloadFetching:
                     raise QueueUnavailable(
                         "the payload store, which holds the inputs of this request, could not be read"
                     ) from error
-            await asyncio.sleep(pause_s)  # between attempts at a store that is away
+            await asyncio.sleep(pause_s)  # pause between attempts, as the store may be away
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     async def _find_room(self, flight: InFlight, size: int) -> None:
@@ -76,12 +75,12 @@ class PayloadFetching:
                 async with asyncio.timeout(max(0.0, flight.deadline_s - self._clock())):
                     await self._freed.wait()
             except TimeoutError as error:
-                raise StoreError("other large inputs leave no room for these") from error
+                raise StoreError("other large inputs leave no memory for these inputs") from error
         flight.payload_bytes = size
         self.held_bytes += size
 
     def let_go(self, flight: InFlight) -> None:
-        """The inputs are not needed any more."""
+        """Release the room of inputs that are not needed any more."""
         if flight.payload_bytes:
             self.held_bytes -= flight.payload_bytes
             flight.payload_bytes = 0

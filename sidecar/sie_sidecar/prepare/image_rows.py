@@ -1,4 +1,4 @@
-"""The ids that stand for images in rows, and rows of texts with images in their prompt. Pure: called in the tokenising
+"""Ids that stand for images in rows, and rows of texts with images in their prompt. Pure: called in the tokenising
 threads.
 """
 
@@ -21,7 +21,7 @@ _NONE = np.zeros(0, np.int32)
 
 
 class Beside(NamedTuple):
-    """A text with images before it, `ids` and `cost` theirs, and its prompt around both."""
+    """Text `after` images, and the prompt `before` them. `ids` and `cost` are those of the images."""
 
     before: str
     images: PreparedImages
@@ -31,7 +31,7 @@ class Beside(NamedTuple):
 
 
 def alone(images: PreparedImages, layout: Rows) -> TokenRow:
-    """The row of images: a text beside them is not read."""
+    """Return the row of images alone: a text beside them is not read."""
     assert layout.images is not None
     ids, pixels = ids_of(images, layout), cost_of(images, layout)
     uncounted = pixels - len(images) if has_one_size(layout.images) else 0
@@ -41,7 +41,9 @@ def alone(images: PreparedImages, layout: Rows) -> TokenRow:
 def beside(
     tokenizer: ModelTokenizer, content: Beside, around: tuple[Ids, Ids], most: int, truncate: Truncate
 ) -> TokenRow:
-    """The row of a text with images, between the tokens `around` each. The text is cut, never its images."""
+    """Return the row of a text with images, between the two token sequences `around`. The text is cut, never the
+    images.
+    """
     first, last = around
     before = tokenizer.contents([content.before], most, "END")[0].ids
     fixed = len(first) + len(before) + len(content.ids) + len(last)
@@ -59,8 +61,9 @@ def of_pieces(
     truncate: Truncate,
     limit: int,
 ) -> TokenRow:
-    """The row of one input in the pieces of a template, each field with its images before its text. `texts`: those of
-    the query and of the input. What is behind the input's images in its piece loses its end.
+    """Return the row of one input in the pieces of a template, where each field has its images before its text. `texts`
+    are the texts of the query and of the input. The text after the input's images, in its piece, loses its end if there
+    is no room.
     """
     text_of = dict(zip(("query", "document"), texts, strict=True))
     images_of = {"query": item.images.get(OF_QUERY, ()), "document": item.images.get(index, ())}
@@ -99,7 +102,7 @@ def _whole(ids: Ids) -> Tokens:
 
 
 def ids_of(images: PreparedImages, layout: Rows) -> Ids:
-    """The ids of images one after the other; none for a model whose images have none."""
+    """Return the ids of images one after the other; an empty array for a model whose images have no ids."""
     tokens = layout.image_tokens
     if tokens is None:
         return _NONE
@@ -108,13 +111,13 @@ def ids_of(images: PreparedImages, layout: Rows) -> Ids:
 
 
 def cost_of(images: PreparedImages, layout: Rows) -> int:
-    """Cost of preparing and reading their pixels on the device, in tokens."""
+    """Return the cost of preparing and reading the pixels of images on the device, in tokens."""
     assert layout.images is not None
     return sum(cost(layout.images, Size(image.height, image.width)) for image in images)
 
 
 def _count(image: PreparedImage, layout: Rows, tokens: ImageTokens) -> int:
-    """How many tokens stand for its pixels."""
+    """Return the number of tokens that stand for the pixels of an image."""
     if tokens.count:
         return tokens.count
     assert layout.images is not None
@@ -123,7 +126,7 @@ def _count(image: PreparedImage, layout: Rows, tokens: ImageTokens) -> int:
 
 
 def unreserved(work_rows: WorkRows, layout: Rows, tokens: ImageTokens) -> WorkRows:
-    """With the inputs refused whose text holds the token that stands for a part of an image."""
+    """Return the rows with those inputs refused whose text holds the token that stands for a part of an image."""
     error = InvalidInput("text: it holds a token that the model reserves for images", reason="reserved_token")
     bad = [
         number

@@ -1,10 +1,10 @@
-"""The bytes of an image file become the pixels that a model reads. Pure, on Pillow; only media workers import it, since
-decoders are C code that reads what a client sent.
+"""Decoding of image files to the pixels that a model reads. Pure, with Pillow. Only media workers import it, because
+decoders are C code that reads the data of clients.
 
     magic ──► header ──► limits ──► decode ──► upright ──► white under alpha, 16 bits to 8 ──► resize, crop or pad
 
-What is read: FORMATS. Of a file with several images, the first. Colour profiles and gamma are ignored, as the image
-processors of transformers ignore them.
+FORMATS are read. If a file has several images, the first one is read. Colour profiles and gamma are ignored, as in the
+image processors of transformers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MAGIC: tuple[tuple[str, Callable[[bytes], bool]], ...] = (
     ("BMP", lambda head: head.startswith(b"BM")),
     (AVIF, lambda head: head[4:8] == b"ftyp" and head[8:12] in (b"avif", b"avis", b"mif1", b"msf1")),
 )
-_ORIENTATION = 0x0112  # of EXIF
+_ORIENTATION = 0x0112  # EXIF tag of the orientation
 _UPRIGHT: Mapping[int, Image.Transpose] = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -51,17 +51,19 @@ _FILTERS: Mapping[Filter, Image.Resampling] = {
     "box": Image.Resampling.BOX,
     "hamming": Image.Resampling.HAMMING,
 }
-_STRIP_PIXELS = 1 << 20  # composed at a time: whole images would be in memory five times
+_STRIP_PIXELS = 1 << 20  # pixels that are composed at a time: a whole image would be in memory five times
 _LEVELS_16 = [round(level / 257) for level in range(1 << 16)]
 
-Image.MAX_IMAGE_PIXELS = None  # `check` has bounds of its own, before anything is decoded
+Image.MAX_IMAGE_PIXELS = None  # `check` has its own limits, which apply before decoding
 AvifImagePlugin.DEFAULT_MAX_THREADS = (
-    1  # the workers are what runs at once, and threads would count against their memory
+    1  # several workers run at once, and threads would count against their memory limit
 )
 
 
 class Pixels(NamedTuple):
-    """uint8 RGB, row by row. `upright`: of the file, as a person sees it. `animated`: the file has more images."""
+    """Pixels of an image, uint8 RGB, row by row. `upright` is the size of the file's image as a person sees it.
+    `animated`: the file has more images.
+    """
 
     pixels: bytes
     size: Size
@@ -69,19 +71,19 @@ class Pixels(NamedTuple):
     animated: bool
 
     def digest(self) -> bytes:
-        """SHA-256 of the pixels and their size."""
+        """Return the SHA-256 of the pixels and their size."""
         digest = hashlib.sha256(b"%d x %d\n" % self.size)
         digest.update(self.pixels)
         return digest.digest()
 
 
 def prepare(data: bytes, recipe: Recipe) -> Pixels:
-    """The pixels of a file. Raises InvalidInput, reason invalid_media, whose message begins with the cause: too_large,
-    undecodable or aspect.
+    """Return the pixels of a file. Raises InvalidInput with reason invalid_media. Its message begins with the cause:
+    too_large, undecodable or aspect.
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of metadata that nobody reads
+            warnings.simplefilter("ignore")  # warnings about metadata, which is not used
             return _prepared(data, recipe)
     except InvalidInput:
         raise
@@ -89,7 +91,7 @@ def prepare(data: bytes, recipe: Recipe) -> Pixels:
         raise fault("too_large", "decoding the image takes more memory than a media worker has") from error
     except UnidentifiedImageError as error:
         raise fault("undecodable", "the header of the image file is damaged") from error
-    except Exception as error:  # decoders raise whatever a damaged file makes of their state
+    except Exception as error:  # decoders may raise any exception for a damaged file
         raise fault("undecodable", "the image file is damaged or incomplete") from error
 
 
@@ -104,18 +106,18 @@ def _prepared(data: bytes, recipe: Recipe) -> Pixels:
 
 
 def _decoded(data: bytes, recipe: Recipe) -> tuple[Image.Image, bool]:
-    """Upright and RGB, and whether the file has more images."""
+    """Return the upright RGB image, and True if the file has more images."""
     image = _opened(data)
     check(recipe, Size(image.height, image.width))
-    # the further images of a camera's JPEG are previews
+    # the other images in a camera's JPEG are previews
     animated = image.format != "MPO" and bool(getattr(image, "is_animated", False))
     image.load()
-    check(recipe, Size(image.height, image.width))  # a frame may enlarge it
+    check(recipe, Size(image.height, image.width))  # checked again: a frame may be larger than the header says
     return _rgb(_upright(image)), animated
 
 
 def _opened(data: bytes) -> ImageFile.ImageFile:
-    """After its header. Only the decoder of the format that the first bytes say is tried."""
+    """Open a file and read its header. Only the decoder of the format in the first bytes is tried."""
     if not data:
         raise fault("undecodable", "the image file is empty")
     kind = next((kind for kind, is_of in _MAGIC if kind in FORMATS and is_of(data[:16])), None)
@@ -125,7 +127,7 @@ def _opened(data: bytes) -> ImageFile.ImageFile:
 
 
 def _upright(image: Image.Image) -> Image.Image:
-    """Turned as its EXIF says. One that cannot be read says nothing, as in browsers."""
+    """Turn the image as its EXIF data says. EXIF data that cannot be read is ignored, as in browsers."""
     turn = None
     with suppress(Exception):
         turn = _UPRIGHT.get(image.getexif().get(_ORIENTATION, 1))
@@ -133,9 +135,11 @@ def _upright(image: Image.Image) -> Image.Image:
 
 
 def _rgb(image: Image.Image) -> Image.Image:
-    """8 bits a channel, composed on white where the file has alpha."""
+    """Convert to 8 bits per channel, composed on white if the file has alpha."""
     if image.mode in ("F", "I"):
-        raise fault("undecodable", f"samples of mode {image.mode} have no range that is white: 8 and 16 bits are read")
+        raise fault(
+            "undecodable", f"samples of mode {image.mode} have no fixed value of white: only 8 and 16 bits are read"
+        )
     if image.mode.startswith("I;16"):
         return _of_16_bits(image)
     if "A" not in image.getbands() and image.info.get("transparency") is None:
@@ -150,7 +154,7 @@ def _rgb(image: Image.Image) -> Image.Image:
 
 
 def _of_16_bits(image: Image.Image) -> Image.Image:
-    """Grey. Pillow's own conversion makes everything above 255 white."""
+    """Convert a 16 bit grey image. Pillow's own conversion makes every value above 255 white."""
     levels, clear = _LEVELS_16, image.info.get("transparency")
     if isinstance(clear, int) and 0 <= clear < len(levels):
         levels = [*levels[:clear], 255, *levels[clear + 1 :]]
@@ -158,7 +162,7 @@ def _of_16_bits(image: Image.Image) -> Image.Image:
 
 
 def _placed(image: Image.Image, recipe: Recipe, size: Size) -> Image.Image:
-    """The middle of it, or it in the middle."""
+    """Return the middle of a larger image, or a page with the image in its middle."""
     if (image.height, image.width) == size:
         return image
     if recipe.kind == "page":

@@ -1,4 +1,4 @@
-"""The inputs of a work item become the rows that its model reads, one function per layout of `ipc.Rows`. Pure: called
+"""Rows that a model reads, made from the inputs of a work item, by one function per layout of `ipc.Rows`. Pure: called
 in the tokenising threads.
 
 inputs, query, options ──► pieces of text ──► contents (ids without special tokens), cut to their room ──► rows
@@ -36,15 +36,16 @@ from sie_sidecar.prepare.rows import (
 )
 from sie_sidecar.prepare.tokens import Ids, ModelTokenizer, PairTemplate, Tokens, cut
 
-QUERY_SHARE = 0.75  # of a pair's room that its query may always take; more only where the document leaves it
-NOWHERE = -1  # the place of a special token
-# Of the rows of one work item: each text stands beside each label.
+# share of a pair's room that its query may always take; it gets more only if the document leaves room
+QUERY_SHARE = 0.75
+NOWHERE = -1  # place of a special token
+# tokens in the rows of one work item, where each text stands beside each label
 MAX_TOKENS = 8 << 20
 _NONE = np.zeros(0, np.int32)
 
 
 def make(tokenizer: ModelTokenizer, layout: Rows, items: Sequence[WorkItemInput]) -> list[WorkRows]:
-    """The rows of work items of one model that agree in how texts are cut; their texts are tokenised together."""
+    """Return the rows of work items of one model with the same truncation. Their texts are tokenised together."""
     options = items[0].options
     limit = min(options.max_tokens, tokenizer.max_tokens) if options.max_tokens else tokenizer.max_tokens
     checked = [checked_work(tokenizer, layout, item) for item in items]
@@ -77,14 +78,14 @@ def _text(
     return [WorkRows([next(rows) for _ in item.inputs]) for item in items]
 
 
-# A text to tokenise, with images before it or not, ids without special tokens to cut, or a row that is made.
+# a text to tokenise; with images before it; ids without special tokens, to be cut; or a finished row
 _Content = str | Ids | Beside | TokenRow
 
 
 def _contents(
     tokenizer: ModelTokenizer, layout: Rows, item: WorkItemInput, pairs: Iterator[TokenRow]
 ) -> list[_Content]:
-    """Contents of the inputs, each with its prompt around it."""
+    """Return the contents of the inputs, each with its prompt around it."""
     contents: list[_Content] = []
     prompt: tuple[Ids, Ids] | None = None
     for index, source in enumerate(item.inputs):
@@ -113,7 +114,7 @@ def _seen(source: Input, images: PreparedImages | InvalidInput, layout: Rows, op
 
 
 def _heard(sound: SoundFeatures | InvalidInput, layout: Rows) -> TokenRow:
-    """The row of a sound: a text beside it is not read."""
+    """Return the row of a sound: a text beside it is not read."""
     assert layout.sounds is not None
     assert isinstance(sound, SoundFeatures)
     return TokenRow(_NONE, 0, expanded=layout.sounds.cost(sound.shape), sound=sound)
@@ -124,7 +125,7 @@ def _given(vectors: Vectors) -> TokenRow:
 
 
 def _pairs(tokenizer: ModelTokenizer, inputs: Sequence[Input], truncate: Truncate, limit: int) -> Iterator[TokenRow]:
-    """The row of each pair; its second text is cut."""
+    """Return the row of each pair. If it is too long, its second text is cut."""
     if not inputs:
         return iter(())
     template = tokenizer.pair
@@ -154,7 +155,7 @@ def _sides(
 
 
 def _document_side(tokenizer: ModelTokenizer, side: Side, options: RunOptions) -> Side:
-    """The side of documents of which no more than `document_tokens` are read."""
+    """Return the side of documents, limited to `document_tokens` if that is set."""
     if not options.document_tokens:
         return side
     most = (
@@ -168,7 +169,7 @@ def _document_side(tokenizer: ModelTokenizer, side: Side, options: RunOptions) -
 def _sided(
     tokenizer: ModelTokenizer, contents: Sequence[_Content], sides: list[Side], truncate: Truncate, limit: int
 ) -> list[TokenRow]:
-    """One row per content, with what its side adds; texts of one side are tokenised together."""
+    """Return one row per content, with the tokens that its side adds. Texts of one side are tokenised together."""
     rows: dict[int, TokenRow] = {}
     for side in dict.fromkeys(sides):
         chosen = [index for index, candidate in enumerate(sides) if candidate == side]
@@ -244,7 +245,7 @@ def _hypotheses(
 
 
 def _said(options: RunOptions) -> list[str]:
-    """The hypothesis of each label."""
+    """Return the hypothesis of each label."""
     before, _, after = str(options.parameters.get("hypothesis_template", HYPOTHESIS)).partition("{}")
     return [before + label + after for label in options.labels]
 
@@ -252,8 +253,8 @@ def _said(options: RunOptions) -> list[str]:
 def _joined(
     template: PairTemplate, left: Tokens, right: Tokens, room: int, truncate: Truncate, *, cut_first: bool
 ) -> TokenRow:
-    """A pair as the tokenizer's own template has it: one is cut to the room that the other leaves, which keeps at least
-    its share.
+    """Return the row of a pair in the tokenizer's own template. One text is cut to the room that the other leaves; the
+    other keeps at least its share.
     """
     whole, shortened = (right, left) if cut_first else (left, right)
     kept_ids = _kept(whole, shortened, room, truncate)
@@ -268,7 +269,7 @@ def _joined(
 
 
 def _kept(whole: Tokens, shortened: Tokens, room: int, truncate: Truncate) -> Ids:
-    """The ids of the side of a pair that keeps its share."""
+    """Return the ids of the text of a pair that keeps its share."""
     return cut(whole.ids, max(int(room * QUERY_SHARE), room - shortened.full), truncate)
 
 
@@ -284,7 +285,7 @@ def _pieces(
 
 
 def _said_of(item: WorkItemInput, empty: str) -> WorkItemInput:
-    """With `empty` in the place of a text where there is nothing else."""
+    """Return the work item with the text `empty` for each input that has neither text nor images."""
     if not empty:
         return item
 
@@ -299,7 +300,7 @@ def _said_of(item: WorkItemInput, empty: str) -> WorkItemInput:
 def _pieces_with_images(
     tokenizer: ModelTokenizer, layout: Rows, item: WorkItemInput, truncate: Truncate, limit: int
 ) -> WorkRows:
-    """Make the pieces as for texts; no image is cut."""
+    """Return the rows of pieces, as for texts. Images are never cut."""
     query = query_of(item)
     shown = query if truncate == "NONE" else tokenizer.prefix_of(query, int(limit * QUERY_SHARE))
     rows = []
@@ -314,10 +315,12 @@ def _pieces_with_images(
 def _text_pieces(
     tokenizer: ModelTokenizer, items: Sequence[WorkItemInput], truncate: Truncate, limit: int
 ) -> list[WorkRows]:
-    """Each piece by itself, then joined: the answer stands after the last, so no end of the template is ever cut.
+    """Tokenise each piece by itself, then join them: the answer comes after the last piece, so the end of the template
+    is never cut.
 
-    A query in a piece of its own keeps its share of the limit, as one beside the document does. The piece with the
-    document loses its end to what the others leave. Source: README of Qwen3-Reranker, the library mxbai-rerank.
+    A query in its own piece keeps its share of the limit, as does a query beside the document. The piece with the
+    document loses its end if the other pieces leave too little room. Source: README of Qwen3-Reranker, the library
+    mxbai-rerank.
     """
     share = int(limit * QUERY_SHARE)
     texts = dict.fromkeys(
@@ -330,7 +333,7 @@ def _text_pieces(
     for item in items:
         place, query = _place(item.options), query_of(item)
         is_beside = "query" in item.options.pieces[place][1::2] and truncate != "NONE"
-        # a character has at most four bytes, and a token at least one
+        # a character has at most four bytes, and a token has at least one
         shown = tokenizer.prefix_of(query, share) if is_beside and 4 * len(query) > share else query
         shortened.append(shown != query)
         read = [_document(tokenizer, source.text or "", item.options.document_tokens) for source in item.inputs]
@@ -358,16 +361,16 @@ def _text_pieces(
 
 
 def _document(tokenizer: ModelTokenizer, text: str, most: int) -> str:
-    """The text, as far as its first `most` tokens reach, 0: all of it."""
-    max_bytes = len(text) if text.isascii() else 4 * len(text)  # and a token has at least one
+    """Return the part of the text that its first `most` tokens cover. With 0 it is the whole text."""
+    max_bytes = len(text) if text.isascii() else 4 * len(text)  # a token has at least one byte
     if not 0 < most < max_bytes:
         return text
     read = tokenizer.prefix_of(text, most)
-    return text if read == text else read.rstrip()  # a space before the next token may be a part of that one
+    return text if read == text else read.rstrip()  # a space before the next token may belong to that token
 
 
 def _place(options: RunOptions) -> int:
-    """The piece that is cut."""
+    """Return the index of the piece that is cut."""
     return next(index for index, piece in enumerate(options.pieces) if is_cut(piece))
 
 
@@ -424,8 +427,8 @@ def _passages(
 def _raw(
     tokenizer: ModelTokenizer, layout: Rows, items: Sequence[WorkItemInput], truncate: Truncate, limit: int
 ) -> list[WorkRows]:
-    """The model reads the texts; the ids are only counted, so nothing is cut here. Images travel beside their text, and
-    so does a sound or a document.
+    """Return rows for a model that reads the texts. The ids are only counted, so nothing is cut here. Images, sounds
+    and documents go beside their text.
     """
     results = []
     for item in items:

@@ -1,25 +1,25 @@
-"""A text far longer than the limit is tokenised in pieces, from the end that is kept, until the limit is reached.
+"""Tokenising of very long texts in pieces, from the end that is kept, until the limit is reached.
 
     text ──► pieces, cut only where every tokenizer step treats both sides apart ──► ids of each piece ──► joined: ids
     of the whole text
 
-Why the joined ids equal those of the whole text. A cut lies between a character that is not white space and the white
-space after it (some pipelines allow more places). Then, step by step:
+The joined ids equal the ids of the whole text. A cut lies between a character that is not white space and the white
+space after it (some pipelines allow more places). The reasons, for each step of a pipeline:
 
-- Added tokens: matches are leftmost and do not overlap, so only a match across the cut could tell the whole from its
-  parts. A pattern of places that any added token could straddle, the white space that its `rstrip` takes included, is
-  narrowed or given up.
-- Normalizers: white space is a starter that composes with nothing before it and begins a grapheme, so NFC to NFKD,
-  Precompiled charsmaps (which work by grapheme) and maps of single characters never look across. Letters that begin a
-  grapheme with what follows (prepended marks) are no left side.
-- Pre-tokenizers: each known one starts a new word at the cut and never looks past it. Without one (Llama 2, Gemma) BPE
-  sees the text as one word; merges then act on both sides apart, because no token of the vocabulary holds a space after
-  something else.
-- The first word of a text is treated specially (a prepended space), so each later piece follows the one-word text
-  SENTINEL, whose tokens are dropped. What treats the text after each added token so is not cut there.
+- Added tokens: matches are leftmost and do not overlap, so only a match across the cut could change the ids. If an
+  added token, with the white space that its `rstrip` takes, could lie across a place of the pattern, the pattern is
+  narrowed or not used.
+- Normalizers: white space composes with nothing before it and begins a grapheme. So NFC to NFKD, Precompiled charsmaps
+  (which work by grapheme) and maps of single characters never look across the cut. Letters that form a grapheme with
+  the next character (prepended marks) are not allowed on the left side.
+- Pre-tokenizers: each known one starts a new word at the cut and never looks past it. Without a pre-tokenizer (Llama 2,
+  Gemma) BPE sees the text as one word. Its merges still act on both sides apart, because no token of the vocabulary has
+  a space after another character.
+- The first word of a text is treated specially (a prepended space). So each later piece follows the one-word text
+  SENTINEL, whose tokens are dropped. A pipeline that treats the text after each added token in this way is not cut
+  there.
 
-A pipeline that is not recognised is tried on hard text, as are all others for good measure; one that fails is never
-cut.
+Every pipeline is tried on hard text, in particular one that is not recognised. A pipeline that fails is never cut.
 """
 
 from __future__ import annotations
@@ -36,19 +36,20 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-FIRST_CHARACTERS_PER_TOKEN = 8  # of the first piece: English has 4 to 5, so that one piece is nearly always enough
+# characters per token of the first piece: English has 4 to 5, so one piece is nearly always enough
+FIRST_CHARACTERS_PER_TOKEN = 8
 GROWTH = 4
-MAX_PIECE_CHARACTERS = 1 << 18  # bounds memory: a token takes some 100 bytes in the tokenizer
+MAX_PIECE_CHARACTERS = 1 << 18  # limits memory: a token takes some 100 bytes in the tokenizer
 
 SENTINEL = "x"
 _CLAUSE_MARKS = "\u3001\u3002\uff01\uff0c\uff1a\uff1b\uff1f"
-# U+0D4E and some beyond the first plane join the grapheme of what follows
+# U+0D4E and some characters beyond the first plane join the grapheme of the next character
 _LEFT = rf"[!-~{_CLAUSE_MARKS}]|[^\W\u0d4e\U00010000-\U0010ffff]"
 _SPACE = rf"(?<={_LEFT})(?= )"
 _WHITE_SPACE = rf"(?<={_LEFT})(?=[ \t\r\n])"
 _IDEOGRAPHS = r"(?<=[\u4e00-\u9fff])(?=[\u4e00-\u9fff])"
 _CLAUSE = rf"(?<=[A-Za-z\u4e00-\u9fff])(?=[\r\n{_CLAUSE_MARKS}])"
-# letters and digits that no normalization form turns into punctuation, with which an added token may end
+# letters and digits that no normalization form turns into punctuation; an added token may end with punctuation
 _NARROW = r"(?<=[^\W_\u0080-\u00bf\u0d4e\u2000-\u303f\u3200-\u33ff\ua000-\uabff\ud7a4-\U0010ffff])(?= )"
 
 _LOCAL_NORMALIZERS = {
@@ -67,9 +68,9 @@ _LOCAL_NORMALIZERS = {
 _WHITE_SPACE_SPLITTERS = {"BertPreTokenizer", "Whitespace", "WhitespaceSplit"}
 _OF_WHITE_SPACE = {" ", " +", " {2,}", r"\s+", r"\s{2,}"}
 
-# Alternatives of the Split patterns in use (GPT-2, Llama 3, Qwen 2 to 3.5, o200k, Tekken). None matches white space
-# after anything else, but for newlines after punctuation; none continues a letter with a clause mark; only white space
-# looks ahead, at one character.
+# Alternatives of the Split patterns in use (GPT-2, Llama 3, Qwen 2 to 3.5, o200k, Tekken). None of them matches white
+# space after another character, except newlines after punctuation. None continues a letter with a clause mark. Only
+# patterns of white space look ahead, by one character.
 _CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _CASED = (rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+", rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*")
@@ -136,8 +137,8 @@ HARD_TEXT = (
 
 
 class LongTexts:
-    """Ids of long texts by one tokenizer that neither truncates nor pads. Finding the places takes tens of
-    milliseconds, at first use.
+    """Ids of long texts by one tokenizer, which neither truncates nor pads. The first use takes tens of milliseconds to
+    find the places of cuts.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -145,7 +146,7 @@ class LongTexts:
 
     @cached_property
     def places(self) -> re.Pattern[str] | None:
-        """Pattern of the places where a text may be cut, matches of width 0; None: nowhere."""
+        """Pattern of the places where a text may be cut, with matches of width 0; None if no cut is safe."""
         pattern = _pattern(self._tokenizer)
         if pattern is None or not self._holds(pattern):
             return None
@@ -154,10 +155,10 @@ class LongTexts:
     def read(
         self, texts: Sequence[str], room: int, *, from_end: bool, count_all: bool
     ) -> list[tuple[NDArray[np.int32], int]]:
-        """The first (`from_end`: last) `room` ids of each text without special tokens, int32, and how many there are at
-        least.
+        """Return the first `room` ids of each text (with `from_end` the last ones) without special tokens, int32, and
+        the least number of its ids.
 
-        The number is exact when it is at most `room`, or with `count_all`, which reads each text to its end.
+        The number is exact if it is at most `room`, or with `count_all`, which reads each text to its end.
         """
         readings = [_TextReading(self._pieces(text, room * FIRST_CHARACTERS_PER_TOKEN, from_end)) for text in texts]
         going = readings
@@ -169,11 +170,13 @@ class LongTexts:
         return [(reading.ids(room, from_end), reading.count) for reading in readings]
 
     def head(self, text: str, size: int) -> str:
-        """The first piece of about `size` characters or more."""
+        """Return the first piece, of at least about `size` characters."""
         return next(self._pieces(text, size, False))[0]
 
     def _pieces(self, text: str, size: int, from_end: bool) -> Iterator[tuple[str, int]]:
-        """Pieces in the order of reading, each with the number of its first tokens that are the sentinel's."""
+        """Return the pieces in the order of reading, each with the number of its first tokens that belong to the
+        sentinel.
+        """
         if self.places is None:
             return iter([(text, 0)])
         return (
@@ -193,8 +196,8 @@ class LongTexts:
         return [encoding.ids[dropped:] for (_, dropped), encoding in zip(pieces, encodings, strict=True)]
 
     def _holds(self, places: re.Pattern[str]) -> bool:
-        """Whether the pieces of hard texts, cut at every place, give the ids of the whole."""
-        rng = random.Random(0)  # noqa: S311 - the same trial in each process
+        """Return True if hard texts, cut at every place, have the same ids as the whole texts."""
+        rng = random.Random(0)  # noqa: S311 - not secret; a fixed seed gives the same trial in each process
         added = [token.content for token in islice(self._tokenizer.get_added_tokens_decoder().values(), 64)]
         vocabulary = sorted(self._tokenizer.get_vocab())
         spelt = [
@@ -213,7 +216,7 @@ class LongTexts:
 
 
 class _TextReading:
-    """One text being read: the ids so far, no more than are needed, and their number."""
+    """State of reading one text: the ids that are needed, and the number of ids so far."""
 
     def __init__(self, pieces: Iterator[tuple[str, int]]) -> None:
         self.pieces = pieces
@@ -231,7 +234,7 @@ class _TextReading:
 
 
 def _forward(text: str, size: int, places: re.Pattern[str]) -> Iterator[tuple[int, int]]:
-    """Bounds of pieces of at least `size` characters, growing, from the start of the text."""
+    """Yield the bounds of growing pieces of at least `size` characters, from the start of the text."""
     start = 0
     while start < len(text):
         match = places.search(text, start + size)
@@ -241,7 +244,9 @@ def _forward(text: str, size: int, places: re.Pattern[str]) -> Iterator[tuple[in
 
 
 def _backward(text: str, size: int, places: re.Pattern[str]) -> Iterator[tuple[int, int]]:
-    """Cut as `_forward` does, from the end. The first place in a window is taken, so a piece may be shorter."""
+    """Yield bounds as `_forward` does, but from the end. The first place in a window is taken, so a piece may be
+    shorter.
+    """
     end = len(text)
     while end:
         low, above, match = max(0, end - size), end, None
@@ -253,7 +258,9 @@ def _backward(text: str, size: int, places: re.Pattern[str]) -> Iterator[tuple[i
 
 
 def _pattern(tokenizer: Tokenizer) -> re.Pattern[str] | None:
-    """The places that the pipeline's steps allow; those of an unknown pipeline are a guess to be tried."""
+    """Return the pattern of places that the pipeline's steps allow. For an unknown pipeline it is a guess that must be
+    tested.
+    """
     normalizers, steps = _steps(tokenizer.normalizer, "normalizers"), _steps(tokenizer.pre_tokenizer, "pretokenizers")
     marks = any(step.get("content") == "\u2581" for step in normalizers)
     is_supported = all(_is_local(step) for step in normalizers) and all(_is_known(step) for step in steps)
@@ -271,11 +278,11 @@ def _pattern(tokenizer: Tokenizer) -> re.Pattern[str] | None:
         step["pattern"]["String"] for step in normalizers if step["type"] == "Replace" and "String" in step["pattern"]
     ]
     tokens = list(tokenizer.get_added_tokens_decoder().values())
-    # these change the start of each stretch between added tokens, so a cut must not follow one
+    # these change the start of each text between added tokens, so a cut must not follow an added token
     at_start = not is_supported or any(step["type"] in ("Prepend", "Strip") for step in normalizers)
     for pattern in (re.compile("|".join((_SPACE, *wider))), re.compile(_NARROW)):
         straddled = any(pattern.search(token.content + (" " if token.rstrip or at_start else "")) for token in tokens)
-        # of a word alone, what it follows matters
+        # a token that matches only single words depends on the character before it
         alone = any(token.single_word and pattern.search(SENTINEL + token.content, 1) for token in tokens)
         if not straddled and not alone and not any(map(pattern.search, replaced)):
             return pattern
@@ -283,7 +290,7 @@ def _pattern(tokenizer: Tokenizer) -> re.Pattern[str] | None:
 
 
 def _steps(component: Any, key: str) -> list[dict[str, Any]]:
-    """The steps of a normalizer or pre-tokenizer as its serialised form names them, sequences unrolled."""
+    """Return the steps of a normalizer or pre-tokenizer from its serialised form, with sequences unrolled."""
 
     def unrolled(state: dict[str, Any]) -> Iterable[dict[str, Any]]:
         return [step for child in state[key] for step in unrolled(child)] if state["type"] == "Sequence" else [state]
@@ -312,7 +319,7 @@ def _is_known(step: dict[str, Any]) -> bool:
 
 
 def _splits(step: dict[str, Any]) -> bool:
-    """Whether a pre-tokenizer is known to begin a word at white space after anything else."""
+    """Return True if a pre-tokenizer is known to begin a word at white space after any other character."""
     kind = step["type"]
     if kind == "Split":
         is_kept = step["behavior"] == "Isolated" or (step["behavior"] == "Removed" and step["invert"])
@@ -326,8 +333,8 @@ def _splits(step: dict[str, Any]) -> bool:
 
 
 def _spaces_begin_tokens(tokenizer: Tokenizer) -> bool:
-    """Whether BPE over a whole text treats both sides of a space apart: no token holds one after something else, and it
-    is no unknown.
+    """Return True if BPE over a whole text treats both sides of a space apart: no token has a space after another
+    character, and the space is in the vocabulary.
     """
     vocabulary = tokenizer.get_vocab(with_added_tokens=False)
     across = re.compile("[^\u2581\u0120][\u2581\u0120]")

@@ -19,7 +19,7 @@ _Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 
 
 class ImageJob(msgspec.Struct, frozen=True, tag=True):
-    """One image file, as a client sent it."""
+    """Image file, as a client sent it."""
 
     number: int
     recipe: Recipe
@@ -27,7 +27,7 @@ class ImageJob(msgspec.Struct, frozen=True, tag=True):
 
 
 class SoundJob(msgspec.Struct, frozen=True, tag=True):
-    """One sound file, as a client sent it."""
+    """Sound file, as a client sent it."""
 
     number: int
     recipe: SoundRecipe
@@ -35,7 +35,7 @@ class SoundJob(msgspec.Struct, frozen=True, tag=True):
 
 
 class MadeImage(msgspec.Struct, frozen=True, tag=True):
-    """`pixels`: uint8 [height, width, 3]. `digest`: of them and their size."""
+    """Answer with the `pixels` of an image, uint8 [height, width, 3]. `digest` is of the pixels and their size."""
 
     number: int
     height: _Edge
@@ -56,8 +56,8 @@ class MadeImage(msgspec.Struct, frozen=True, tag=True):
 
 
 class MadeSound(msgspec.Struct, frozen=True, tag=True):
-    """`features`: float32 [views, frames, bins], little-endian. `digest`: of them and their shape. `seconds`: of the
-    file.
+    """Answer with the `features` of a sound, float32 [views, frames, bins], little-endian. `digest` is of the features
+    and their shape. `seconds` is the length of the file.
     """
 
     number: int
@@ -74,8 +74,8 @@ class MadeSound(msgspec.Struct, frozen=True, tag=True):
 
 
 class PreparedImage(NamedTuple):
-    """`pixels`: uint8 [height, width, 3], row by row. `upright`: the size of the file's image as a person sees it.
-    `digest`: SHA-256 of pixels and size. `animated`: the file has more images, which were not read.
+    """Decoded image. `pixels`: uint8 [height, width, 3], row by row. `upright`: the size of the file's image as a
+    person sees it. `digest`: SHA-256 of pixels and size. `animated`: the file has more images, which were not read.
     """
 
     pixels: bytes
@@ -87,8 +87,8 @@ class PreparedImage(NamedTuple):
 
 
 class SoundFeatures(NamedTuple):
-    """`features`: float32 [views, frames, bins], little-endian. `digest`: SHA-256 of features and shape. `seconds`: of
-    the file.
+    """Features of a sound. `features`: float32 [views, frames, bins], little-endian. `digest`: SHA-256 of features and
+    shape. `seconds`: the length of the file.
     """
 
     features: bytes

@@ -1,12 +1,12 @@
-"""The processes that turn image files into pixels and sound files into features: started at the first file, ended with
-the sidecar.
+"""Pool of processes that turn image files into pixels and sound files into features. They start with the first file and
+end with the sidecar.
 
-    prepare ──► queue ──► a keeper ──► its worker ──► Prepared or Heard, or why the file is unusable
+    prepare ──► queue ──► a keeper ──► its worker ──► MadeImage or MadeSound, or the reason why the file is unusable
                              └── the worker died or took too long: that file fails, another worker is started
 
-Processes, because a decoder is C code that reads what a client sent: what it breaks is one file. A keeper is the only
-task that speaks to its worker, and takes a file only after the answer to the one before, so that a caller that leaves
-mixes up no answers. The answer to it is read and dropped.
+Decoders run in processes because they are C code that reads the data of clients: a crash fails one file only. A keeper
+is the only task that talks to its worker. It takes the next file only after the answer to the one before, so a caller
+that leaves cannot mix up answers: the answer to its file is read and dropped.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from sie_sidecar.prepare.media_frames import (
     SoundJob,
 )
 
-DEADLINE_S = 10.0  # of one file, from the moment that a worker is given it
-MEMORY_BYTES = 2 << 30  # address space of a worker: 100 megapixels take 1.3 GB on their way
-MAX_WAITING = 1000  # files for each worker: at 25 ms each they take as long as a request may
+DEADLINE_S = 10.0  # seconds for one file, from the time when a worker gets it
+MEMORY_BYTES = 2 << 30  # bytes of address space of a worker: decoding 100 megapixels takes 1.3 GB
+MAX_WAITING = 1000  # most waiting files per worker: at 25 ms each they take as long as a request may take
 RESULTS = ("prepared", *get_args(Cause), "failed")
-START_S = 30.0  # of a worker, on a busy machine
-DIED_S = 1.0  # until a process whose socket ended has ended too
+START_S = 30.0  # seconds for the start of a worker on a busy machine
+DIED_S = 1.0  # seconds until a process whose socket has ended must have ended too
 _logger = logging.getLogger("sie.sidecar.media")
 
 T = TypeVar("T")
@@ -57,7 +57,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class _MediaFile(Protocol[T_co]):
-    """A file, and what is made of it."""
+    """Protocol of a file and of the outcome that is made from it."""
 
     @property
     def noun(self) -> str: ...
@@ -68,7 +68,7 @@ class _MediaFile(Protocol[T_co]):
     def job(self, number: int) -> Job: ...
 
     def outcome(self, reply: Made) -> T_co:
-        """Raises _Lost if it cannot be true."""
+        """Return the outcome from the answer of a worker. Raises _WorkerLost if the answer cannot be true."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ NOUNS = (_ImageFile.noun, _SoundFile.noun)
 
 
 class _PendingFile(Generic[T]):
-    """A file, and who waits for its outcome."""
+    """File, with the future of its outcome."""
 
     def __init__(self, file: _MediaFile[T]) -> None:
         self.file = file
@@ -128,16 +128,17 @@ class _PendingFile(Generic[T]):
             self.done.set_exception(error)
 
     def succeed(self, reply: Made) -> None:
-        """Raises _Lost if what was made cannot be true."""
+        """Set the outcome from the answer of a worker. Raises _WorkerLost if the answer cannot be true."""
         outcome = self.file.outcome(reply)
         if not self.done.done():
             self.done.set_result(outcome)
 
 
 class MediaPool:
-    """At most `workers` processes; one more is started when a file finds none free. Belongs to one event loop.
+    """Pool of at most `workers` processes. One more is started when a file finds none free. It belongs to one event
+    loop.
 
-    `count` is told of each outcome: one of NOUNS, one of RESULTS.
+    `count` is called for each outcome, with one of NOUNS and one of RESULTS.
     """
 
     def __init__(
@@ -155,13 +156,13 @@ class MediaPool:
         self._queue: asyncio.Queue[_PendingFile[Any]] = asyncio.Queue()
         self._keepers: list[asyncio.Task[None]] = []
         self._workers: set[_MediaProcess] = set()
-        self._free = 0  # keepers that wait for a file
+        self._free = 0  # number of keepers that wait for a file
         self._number = 0
         self._closed = False
 
     @property
     def waiting(self) -> int:
-        """Files that no worker has yet."""
+        """Number of files that no worker has yet."""
         return self._queue.qsize()
 
     @property
@@ -176,9 +177,9 @@ class MediaPool:
     async def prepare(self, data: bytes, recipe: SoundRecipe) -> SoundFeatures: ...
 
     async def prepare(self, data: bytes, recipe: Recipe | SoundRecipe) -> PreparedImage | SoundFeatures:
-        """The pixels of an image file, or the features of a sound file. Raises InvalidInput, reason invalid_media, for
-        a file that is unusable; its message begins with the cause. Raises QueueFull, ResourceExhausted or ShuttingDown
-        where it is not the file.
+        """Return the pixels of an image file, or the features of a sound file. Raises InvalidInput with reason
+        invalid_media for an unusable file; its message begins with the cause. Raises QueueFull, ResourceExhausted or
+        ShuttingDown if the file is not the cause.
         """
         if isinstance(recipe, Recipe):
             return await self._prepared(_ImageFile(data, recipe))
@@ -198,7 +199,7 @@ class MediaPool:
         return outcome
 
     def _admit(self, file: _MediaFile[Any]) -> None:
-        """Raises SIEError for what cannot wait here."""
+        """Check that a file may wait here. Raises SIEError."""
         if self._closed:
             raise ShuttingDown("the media workers have ended")
         size, most = len(file.data), media_frames.MAX_FILE_BYTES
@@ -215,7 +216,7 @@ class MediaPool:
         return job.done
 
     async def close(self) -> None:
-        """End all workers. What waits fails."""
+        """End all workers. Waiting files fail."""
         self._closed = True
         for keeper in self._keepers:
             keeper.cancel()
@@ -228,7 +229,7 @@ class MediaPool:
         try:
             while True:
                 job = await self._next()
-                if job.done.done():  # whoever wanted it has left
+                if job.done.done():  # its caller has left
                     continue
                 try:
                     if worker is not None and worker.is_gone:
@@ -240,13 +241,13 @@ class MediaPool:
                 except _WorkerNotStarted as error:
                     _logger.error("a media worker could not be started: %s", error)
                     job.fail(ResourceExhausted("no media worker could be started"))
-                except Exception as error:  # whoever waits is owed an outcome
+                except Exception as error:  # the caller must get an outcome
                     _logger.exception("preparing a file failed")
                     job.fail(InternalFailure(f"preparing the {job.noun} failed: {type(error).__name__}"))
                     if worker is not None:
                         await self._end(worker)
                     worker = None
-                finally:  # cancelled
+                finally:  # reached without an outcome only if cancelled
                     job.fail(ShuttingDown("the media workers have ended"))
         finally:
             if worker is not None:
@@ -260,7 +261,7 @@ class MediaPool:
             self._free -= 1
 
     async def _serve(self, job: _PendingFile[Any], worker: _MediaProcess) -> _MediaProcess | None:
-        """Answer `job`. Returns who takes the next file: this worker, or the one that was started in its place."""
+        """Answer `job`. Return the worker for the next file: this one, or the one that was started in its place."""
         self._number += 1
         try:
             async with asyncio.timeout(self._deadline_s):
@@ -275,7 +276,8 @@ class MediaPool:
         except _WorkerLost as error:
             status = await worker.ended()
             how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}: {error}"
-            if status == -signal.SIGKILL:  # by nobody here: the kernel wanted memory, and the file may be a good one
+            # not killed by this pool: the kernel needed memory, and the file may be a good one
+            if status == -signal.SIGKILL:
                 job.fail(ResourceExhausted("the media worker was killed, as when a machine runs out of memory"))
             else:
                 job.fail(fault("undecodable", f"the decoder of the {job.noun} crashed"))
@@ -285,7 +287,7 @@ class MediaPool:
         await self._end(worker)
         try:
             return await self._start()
-        except _WorkerNotStarted as error:  # the next file tries again
+        except _WorkerNotStarted as error:  # the next file tries to start a worker again
             _logger.error("a media worker could not be started: %s", error)
             return None
 
@@ -300,15 +302,15 @@ class MediaPool:
 
 
 class _WorkerNotStarted(Exception):
-    """No process, no memory, or its imports fail."""
+    """Raised if no worker could be started: there is no process, no memory, or its imports fail."""
 
 
 class _WorkerLost(Exception):
-    """The worker ended, or says what it must not."""
+    """Raised if the worker ended, or sent an answer that it must not send."""
 
 
 def _usable(answer: Made | Unusable) -> Made:
-    """Raises InvalidInput if the file is unusable."""
+    """Return the answer. Raises InvalidInput if the file is unusable."""
     if isinstance(answer, Unusable):
         _logger.debug("a file is unusable, %s (%s)", answer.cause, answer.raised or "by its header")
         raise fault(answer.cause, answer.what)
@@ -316,7 +318,7 @@ def _usable(answer: Made | Unusable) -> Made:
 
 
 class _MediaProcess:
-    """One process and its socket."""
+    """Worker process and its socket."""
 
     def __init__(
         self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -328,7 +330,7 @@ class _MediaProcess:
 
     @property
     def is_gone(self) -> bool:
-        """Whether it has ended, as the kernel says: the event loop may not know it yet."""
+        """True if the process has ended. The kernel is asked, because the event loop may not know it yet."""
         if self._process.returncode is not None or self._reader.at_eof() or self._writer.is_closing():
             return True
         ended = select.poll()
@@ -337,7 +339,9 @@ class _MediaProcess:
 
     @staticmethod
     async def start(memory_bytes: int) -> _MediaProcess:
-        """Raises _NotStarted. It gets the paths of this process's modules, and no other part of its environment."""
+        """Start a worker process. It gets the module paths of this process, and no other part of its environment.
+        Raises _WorkerNotStarted.
+        """
         ours, theirs = socket.socketpair()
         with theirs:
             try:
@@ -354,9 +358,9 @@ class _MediaProcess:
                     stdout=asyncio.subprocess.DEVNULL,
                     env={
                         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-                        "OPENBLAS_NUM_THREADS": "1",  # the workers are what runs at once; threads take address space
+                        "OPENBLAS_NUM_THREADS": "1",  # several workers run at once, and threads take address space
                     },
-                    start_new_session=True,  # Ctrl-C is for the sidecar, which drains first
+                    start_new_session=True,  # Ctrl-C goes to the sidecar only, which drains first
                 )
             except BaseException as error:
                 ours.close()
@@ -377,7 +381,7 @@ class _MediaProcess:
         return worker
 
     async def run(self, job: Job) -> Made | Unusable:
-        """Raises _Lost."""
+        """Send a job and return its answer. Raises _WorkerLost."""
         try:
             for part in media_frames.frame(job):
                 self._writer.write(part)
@@ -396,7 +400,7 @@ class _MediaProcess:
             raise _WorkerLost(str(error)) from error
 
     async def ended(self) -> int:
-        """The status with which a lost process ended by itself; 0 if it had to be killed."""
+        """Return the status with which a lost process ended by itself; 0 if it had to be killed."""
         status = 0
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(DIED_S):
@@ -405,7 +409,7 @@ class _MediaProcess:
         return status
 
     async def end(self) -> None:
-        """Kill it, whatever it does: it has nothing that would be lost."""
+        """Kill the process in any state: it has no data that could be lost."""
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
         self._writer.close()

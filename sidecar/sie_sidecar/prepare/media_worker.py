@@ -1,10 +1,10 @@
-"""A process that turns image files into pixels and sound files into features, one after the other, for the sidecar at
-the other end of its standard input.
+"""Process that turns image files into pixels and sound files into features, one after the other. The sidecar is at the
+other end of its standard input.
 
     limits ──► Hello ──► Job ──► Made or Unusable ──► Job ... the sidecar is gone ──► end
 
-It holds no secrets: the sidecar starts it without its environment. It ends with the sidecar, however that ends: the
-kernel kills it (Linux), and a socket without a peer ends the wait for a job anywhere.
+It holds no secrets: the sidecar starts it without its own environment. It ends with the sidecar in any case: on Linux
+the kernel kills it, and on all systems a socket without a peer ends the wait for a job.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sie_sidecar.prepare import images, media_frames
 
 
 def main() -> None:
-    """The arguments: the process id of the sidecar, and bytes of memory."""
+    """Run the worker. Its arguments are the process id of the sidecar, and the most bytes of memory."""
     parent, memory_bytes = int(sys.argv[1]), int(sys.argv[2])
     confined.limit(memory_bytes)
     confined.die_with(parent)
@@ -49,7 +49,7 @@ def _image(job: media_frames.ImageJob) -> media_frames.MadeImage:
 
 
 def _sound(job: media_frames.SoundJob) -> media_frames.MadeSound:
-    from sie_sidecar.prepare import sounds  # numpy and libsndfile, which a worker without sounds does not need
+    from sie_sidecar.prepare import sounds  # imported here: a worker without sounds does not need numpy and libsndfile
 
     sound = sounds.prepare(job.data, job.recipe)
     return media_frames.MadeSound(job.number, *sound.shape, sound.seconds, sound.digest(), sound.values.tobytes())

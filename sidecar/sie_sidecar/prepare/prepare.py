@@ -1,9 +1,9 @@
-"""The second stage: from a delivered work item to one that can run. Its inputs are fetched, its model is loaded, its
-texts are tokenised.
+"""Second stage of a worker: from a delivered work item to one that can run. Its inputs are fetched, its model is
+loaded, and its texts are tokenised.
 
-    group ──► entry as the gateway knew it? ──► model loaded ──► images, sounds ──► tokenised ──► returned
-                 │  └──► older here: wait for it, then leave it to others  └──► tokenize, decode: answered
-                 └──► newer here: its gateway asks anew
+    group ──► same entry as the gateway's? ──► model loaded ──► images, sounds ──► tokenised ──► returned
+                 │  └──► older here: wait, then leave it to other workers  └──► tokenize, decode: answered
+                 └──► newer here: its gateway plans it again
 """
 
 from __future__ import annotations
@@ -29,13 +29,15 @@ from sie_sidecar.prepare.rows import OF_QUERY, PreparedImages, WorkItemInput, ef
 from sie_sidecar.prepare.tokens import TokenizerPool
 from sie_sidecar.results.settle import Settle
 
-# deliveries of work whose model nobody here knows: time enough for a catalogue that lags, not for one that moved on
+# deliveries of work whose model is unknown here: enough time for a catalogue that is behind, not for one that is ahead
 MAX_HAND_BACKS = 5
-CATCH_UP_S = 2.0  # for a worker's catalogue that is older than a gateway's
+CATCH_UP_S = 2.0  # seconds to wait for a catalogue that is older than the gateway's
 
 
 class Prepare:
-    """Prepares groups of work items of one model and one truncation. What cannot run is answered or handed back."""
+    """Prepares groups of work items of one model with the same truncation. Work that cannot run is answered or handed
+    back.
+    """
 
     def __init__(
         self,
@@ -48,7 +50,7 @@ class Prepare:
         media: MediaPool,
         clock: Callable[[], float],
     ) -> None:
-        """`fetching`: None where this worker has no payload store."""
+        """`fetching` is None if this worker has no payload store."""
         self._source = source
         self._loading = loading
         self._inventory = inventory
@@ -57,10 +59,10 @@ class Prepare:
         self._tokenizers = tokenizers
         self._media = media
         self._clock = clock
-        self.tokenising = 0  # groups
+        self.tokenising = 0  # number of groups that are being tokenised
 
     async def fetch(self, flight: InFlight) -> bool:
-        """Get the inputs that its message could not hold. False if it is settled instead."""
+        """Fetch the inputs of a work item from the payload store. Return False if the work item is settled instead."""
         if self._fetching is None:
             if flight.lease.delivery.delivered < MAX_HAND_BACKS:
                 await self._settle.hand_back(flight)
@@ -70,17 +72,18 @@ class Prepare:
             return False
         with self._settle.answering([flight], "fetching the input"):
             await self._fetching.fetch(flight)
-        if flight.settled:  # meanwhile, and removed before there was anything to give back
+        if flight.settled:  # settled while the inputs were fetched, so its removal could not release their room
             self._fetching.let_go(flight)
             return False
         flight.fetched_s = self._clock()
         return True
 
     async def run(self, group: list[InFlight], together: int) -> list[InFlight]:
-        """Prepare the group and return the work that is ready for dispatch. Raises SIEError, which answers the whole
-        group.
+        """Prepare the group and return the work that is ready for dispatch. Raises SIEError, with which the caller
+        answers the whole group.
 
-        `together`: characters of all that was gathered with them, which bounds what may be tokenised on the event loop.
+        `together` is the number of characters of all work that was gathered with the group. It limits the tokenising on
+        the event loop.
         """
         group = self._settle.still_wanted(group)
         if not group:
@@ -126,8 +129,8 @@ class Prepare:
         return group
 
     async def _catch_up(self, group: Sequence[InFlight]) -> None:
-        """A gateway's catalogue is newer than this worker's: wait for it, and until then leave such work to other
-        workers.
+        """Wait for this worker's catalogue, which is older than the gateway's, and meanwhile leave work of these
+        consumers to other workers.
         """
         consumers = {flight.lease.delivery.consumer for flight in group}
         until_s = min(self._clock() + CATCH_UP_S, max(flight.deadline_s for flight in group))
@@ -135,7 +138,9 @@ class Prepare:
             await self._loading.renewed(group[0].item, until_s - self._clock())
 
     async def _not_ours(self, group: Sequence[InFlight]) -> None:
-        """This worker's catalogue does not know the model, or not its revision. Another one's may."""
+        """Hand back work whose model or revision is not in this worker's catalogue: another worker may have it. After
+        MAX_HAND_BACKS deliveries give it up.
+        """
         for flight in group:
             if flight.lease.delivery.delivered < MAX_HAND_BACKS:
                 await self._settle.hand_back(flight)
@@ -152,7 +157,7 @@ class Prepare:
             raise InvalidInput(f"{hosted.name} does not {operation}", reason="unsupported_task")
         if any(_has_files(flight.item) for flight in group):
             work = await asyncio.gather(*(self._work(flight.item, layout) for flight in group))
-        else:  # without tasks, which would take 0.13 ms of a short text
+        else:  # without tasks, which would add 0.13 ms to a short text
             work = [WorkItemInput(flight.item.inputs, flight.item.query, flight.item.options) for flight in group]
         effort = sum(effort_of(layout, rows) for rows in work)
         results = await self._tokenizers.run(
@@ -168,12 +173,12 @@ class Prepare:
             flight.unfit = rows.unfit
 
     async def _work(self, item: WorkItem, layout: Rows) -> WorkItemInput:
-        """With its images and sounds, as far as the model takes them."""
+        """Return the work item with its images and sounds, if the model reads them."""
         images, sounds = await asyncio.gather(self._seen(item, layout.images), self._heard(item, layout.sounds))
         return WorkItemInput(item.inputs, item.query, item.options, images, sounds)
 
     async def _seen(self, item: WorkItem, recipe: Recipe | None) -> Mapping[int, PreparedImages | InvalidInput]:
-        """The pixels of the inputs that have images, by their index, and of the query, or why they have none."""
+        """Return the pixels of the inputs with images, by index, and of the query; or the reason why there are none."""
         if recipe is None:
             return {}
         files = {index: source.images for index, source in enumerate(item.inputs) if source.images}
@@ -183,7 +188,7 @@ class Prepare:
         return dict(zip(files, pixels, strict=True))
 
     async def _heard(self, item: WorkItem, recipe: SoundRecipe | None) -> Mapping[int, SoundFeatures | InvalidInput]:
-        """The features of the inputs that have a sound, by their index, or why they have none."""
+        """Return the features of the inputs with a sound, by index; or the reason why there are none."""
         if recipe is None:
             return {}
         sounds = {index: source.audio for index, source in enumerate(item.inputs) if source.audio}
@@ -212,7 +217,7 @@ class Prepare:
     async def _answer_by_tokenizer(
         self, group: Sequence[InFlight], hosted: ModelState, loaded_s: float, together: int
     ) -> None:
-        """Answer what needs no more than the tokenizer, which stays when the model is unloaded."""
+        """Answer requests that need only the tokenizer, which is kept when the model is unloaded."""
         tokenizer = hosted.tokenizer
         assert tokenizer is not None
 

@@ -1,5 +1,5 @@
-"""The rows of a work item: what they are, which inputs and how much of them may become rows, and the batch frame that
-they travel in. `layouts` makes them. Pure: called in the tokenising threads.
+"""Rows of a work item: their types, the checks and limits of inputs that become rows, and the batch frame that has
+them. `layouts` makes the rows. Pure: called in the tokenising threads.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from sie_contracts.wire.trace_context import NONE, Context
 from sie_sidecar.prepare.media_frames import PreparedImage, SoundFeatures
 from sie_sidecar.prepare.tokens import Ids, ModelTokenizer
 
-# The images of an input as pixels.
+# images of an input, decoded to pixels
 PreparedImages = Sequence[PreparedImage]
 
 OF_QUERY = -1
 HYPOTHESIS = "This text is about {}."
-# Of one work item. A client chooses how often its prompts, its query and its labels are repeated, so their product is
-# bounded before it is made.
+# Limits of one work item. A client chooses how often its prompts, its query and its labels are repeated, so the product
+# is checked before the rows are made.
 MAX_CHARACTERS = 32 << 20
 MAX_ROWS = 1 << 16
 MAX_VECTOR_BYTES = 64 << 20
-VECTOR_BYTES = 512  # that cost as a token: 128 numbers, the width of most token vectors
-ROW_CHARACTERS = 24  # making a row takes as long as reading so many
-COST_CHARACTERS = 64  # text that travels beside few tokens counts as a token for so many
+VECTOR_BYTES = 512  # bytes of vectors that cost as much as a token: 128 numbers, the width of most token vectors
+ROW_CHARACTERS = 24  # characters: making a row takes as long as reading this many
+COST_CHARACTERS = 64  # characters that count as one token, for text that is sent beside few tokens
 
 
 @dataclass(frozen=True)
 class TokenRow:
-    """Ids of one row, int32 [length], special tokens included. `full` is its length before truncation.
+    """Ids of one row, int32 [length], with special tokens. `full` is its length before truncation.
 
-    `types`: uint8 [length] where a pair has them. `offsets`: int32 [length, 2], code points, for `spans` and
-    `passages`. `expanded`: its length on the device, or the cost of what goes beside its ids, if that is more.
-    `vectors` stand in the place of ids. So do `images`, and so do `sound` and `document`. `uncounted`: how many tokens
-    of its cost the budget of a batch leaves out.
+    `types`: uint8 [length], if a pair has token types. `offsets`: int32 [length, 2], in code points, for `spans` and
+    `passages`. `expanded`: the length on the device, or the cost of data beside the ids, if that is more. `vectors`,
+    `images`, `sound` or `document` can stand in the place of ids. `uncounted`: tokens of its cost that do not count in
+    the budget of a batch.
     """
 
     ids: Ids
@@ -65,27 +65,27 @@ class TokenRow:
 
     @property
     def cost(self) -> int:
-        """Tokens on the device after truncation, special ones included. An image costs the patches of its tower, and
-        the tokens that stand for it; where all images of an encoder have one size, `batch_cost` counts 1 for the
-        patches of each. That attention costs the square of a length is not in here: `BatchNote` tells it.
+        """Tokens on the device after truncation, with special ones. An image costs the patches of its tower and the
+        tokens that stand for it. If all images of an encoder have one size, `batch_cost` counts 1 for the patches of
+        each. The cost of attention, which grows with the square of the length, is not included: `BatchNote` has it.
         """
         return max(len(self.ids), self.expanded)
 
     @property
     def batch_cost(self) -> int:
-        """Share of the budget of a batch."""
+        """Cost of the row in the budget of a batch."""
         return self.cost - self.uncounted
 
     @property
     def media_bytes(self) -> int:
-        """Bytes of the pixels of its images, the features of its sound and the file of its document."""
+        """Bytes of the pixels of its images, the features of its sound, and the file of its document."""
         beside = len(self.sound.features) if self.sound else len(self.document.data) if self.document else 0
         return beside + sum(len(image.pixels) for image in self.images) if self.images else beside
 
 
 class WorkItemInput(NamedTuple):
-    """Sources of the rows of one work item. `images` and `sounds`: those of each input that has any, by its index, or
-    why they are none; the images of the query are at OF_QUERY.
+    """Sources of the rows of one work item. `images` and `sounds` have, by index of the input, its decoded media or the
+    reason why there are none. The images of the query are at OF_QUERY.
     """
 
     inputs: Sequence[Input]
@@ -97,9 +97,10 @@ class WorkItemInput(NamedTuple):
 
 @dataclass(frozen=True)
 class WorkRows:
-    """The rows of one work item: `shared` ones first, then those of each input in turn; or why none were made.
+    """Rows of one work item: `shared` rows first, then the rows of each input in turn. `error` is the reason why no
+    rows were made.
 
-    `unfit`: why an input must not run, whose rows are there all the same.
+    `unfit` is the reason, by index, why an input must not run. Its rows exist all the same.
     """
 
     rows: list[TokenRow]
@@ -111,8 +112,8 @@ class WorkRows:
 def checked_work(
     tokenizer: ModelTokenizer, layout: Rows, item: WorkItemInput
 ) -> tuple[WorkItemInput, InvalidInput | None, dict[int, InvalidInput]]:
-    """A work item as rows can be made of it, or why not of it, or of which of its inputs: in the place of these stands
-    an empty text.
+    """Check a work item before its rows are made. Return the work item, the error of the whole, and the errors of
+    single inputs. An input with an error is replaced by an empty text.
     """
     error = _excess(layout, item)
     unfit: dict[int, InvalidInput] = {}
@@ -146,7 +147,7 @@ def _is_text(source: Input) -> bool:
 
 
 def _unfit(tokenizer: ModelTokenizer, layout: Rows, source: Input, options: RunOptions) -> InvalidInput | None:
-    """Why an input does not suit the model or what is asked of it."""
+    """Return the reason why an input does not suit the model or the options, or None."""
     if _is_text(source):
         return None
     if source.document is not None:
@@ -192,7 +193,7 @@ def _unsupported(param: str, why: str) -> InvalidInput:
 
 
 def bad_token(tokenizer: ModelTokenizer, tokens: Sequence[int]) -> InvalidInput | None:
-    """Why these are no ids of the tokenizer, if they are none."""
+    """Return an error if one of these numbers is not an id of the tokenizer, else None."""
     place = tokenizer.first_unknown(tokens)
     if place is None:
         return None
@@ -221,7 +222,7 @@ def _unfit_vectors(layout: Rows, vectors: Vectors, options: RunOptions) -> Inval
 
 
 def _excess(layout: Rows, item: WorkItemInput) -> InvalidInput | None:
-    """Why no rows are made of a work item that memory could not hold, or that has none to make."""
+    """Return the reason why a work item is too large for memory or has no rows, or None."""
     rows, characters = _row_count(layout, item), _characters(layout, item)
     if not rows and item.inputs:
         return InvalidInput("labels: the model needs the labels to look for", reason="labels_required", param="labels")
@@ -250,7 +251,7 @@ def _row_count(layout: Rows, item: WorkItemInput) -> int:
 
 
 def _characters(layout: Rows, item: WorkItemInput) -> int:
-    """Count the characters of all texts made of a work item: repeated text counts each time."""
+    """Count the characters of all texts that are made of a work item. A repeated text counts each time."""
     options, query = item.options, len(query_of(item))
     around = len(options.prefix) + len(options.suffix)
     once = query + len(options.query_prefix) + len(options.query_suffix)
@@ -267,28 +268,28 @@ def _characters(layout: Rows, item: WorkItemInput) -> int:
             once += length
     if layout.pairs:
         once += sum(len(source.pair or "") for source in item.inputs)
-    # an id takes about as long as a character
+    # an id takes about as long as a character to read
     return once + sum(len(source.text or source.tokens or "") + around for source in item.inputs)
 
 
 def effort_of(layout: Rows, item: WorkItemInput) -> int:
-    """Effort of making the rows of a work item, as characters to read."""
+    """Return the effort of making the rows of a work item, as a number of characters to read."""
     return _characters(layout, item) + ROW_CHARACTERS * _row_count(layout, item)
 
 
 def prompted(source: Input, options: RunOptions, empty: str = "") -> str:
-    """A text in its prompt; `empty` where there is none."""
+    """Return a text in its prompt; `empty` is used if there is no text."""
     return options.prefix + (source.text or empty) + options.suffix
 
 
 def texts_of(item: WorkItemInput) -> list[str]:
-    """Texts for a model that reads texts, one per row."""
+    """Return the texts for a model that reads texts, one per row."""
     query = [item.query.text or ""] if item.query else []
     return [*query, *(prompted(source, item.options) for source in item.inputs)]
 
 
 def reached(texts: Sequence[str], rows: Sequence[TokenRow]) -> list[str]:
-    """Each text as far as the tokens of its row reach, which is where its end was cut."""
+    """Return each text up to the last token of its row, which differs from the whole if its end was cut."""
     return [
         text if row.offsets is None or not row.truncated else text[: int(row.offsets.max(initial=0))]
         for text, row in zip(texts, rows, strict=True)
@@ -296,7 +297,7 @@ def reached(texts: Sequence[str], rows: Sequence[TokenRow]) -> list[str]:
 
 
 def types_of(rows: Sequence[TokenRow]) -> bytes:
-    """Token types of rows side by side, uint8; empty if no row has any."""
+    """Return the token types of rows side by side, uint8; empty if no row has types."""
     if all(row.types is None for row in rows):
         return b""
     return np.concatenate(
@@ -305,14 +306,14 @@ def types_of(rows: Sequence[TokenRow]) -> bytes:
 
 
 def offsets_of(rows: Sequence[TokenRow]) -> bytes:
-    """Places of the tokens of rows side by side, int32; empty if the rows have none."""
+    """Return the places of the tokens of rows side by side, int32; empty if the rows have none."""
     offsets = [row.offsets for row in rows if row.offsets is not None]
     return np.concatenate(offsets).tobytes() if offsets else b""
 
 
 class BatchPart(NamedTuple):
-    """The rows of one work item that run, and the work they were made from: its inputs are those that run. `context`:
-    of its trace. `asker`: whose it is (`messages.WorkItem`).
+    """Rows of one work item that run, and the work that they were made from, limited to the inputs that run. `context`
+    is its trace context. `asker` identifies its client (`messages.WorkItem`).
     """
 
     rows: Sequence[TokenRow]
@@ -321,7 +322,9 @@ class BatchPart(NamedTuple):
     asker: str = ""
 
     def image_keys(self) -> bytes:
-        """Keys of the images of its rows: digests of the asker and the pixels, zeros without an asker."""
+        """Return the cache keys of the images of its rows: digests of the asker and the pixels; zeros without an
+        asker.
+        """
         images = [image for row in self.rows for image in row.images]
         if not self.asker:
             return bytes(IMAGE_KEY_BYTES * len(images))
@@ -341,7 +344,9 @@ def to_batch(
     context: Context = NONE,
     fingerprint: str = "",
 ) -> RunBatch:
-    """The frame of a batch of work items that share a forward pass, for the loaded copy of that fingerprint."""
+    """Return the frame of a batch of work items that share a forward pass, for the loaded copy with that
+    fingerprint.
+    """
     rows: list[TokenRow] = []
     groups: list[Group] = []
     texts: list[str] = []
@@ -399,7 +404,7 @@ def to_batch(
 
 
 def _answered(options: RunOptions) -> RunOptions:
-    """Keep the options that the adapter needs: the prompts are in the ids already, the variant is in the
+    """Return the options that the adapter needs. The prompts are in the ids already, and the variant is in the
     fingerprint.
     """
     prompts = options.prefix or options.suffix or options.pieces or options.query_prefix or options.query_suffix

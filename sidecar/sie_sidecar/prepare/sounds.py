@@ -1,11 +1,11 @@
-"""The bytes of a sound file become the features that a model reads. Pure, on libsndfile and soxr; only media workers
-import it, since decoders are C code that reads what a client sent.
+"""Decoding of sound files to the features that a model reads. Pure, with libsndfile and soxr. Only media workers import
+it, because decoders are C code that reads the data of clients.
 
     magic ──► header ──► limits ──► decode ──► mean of the channels ──► the model's rate ──► its length ──► features
 
-What is read: FORMATS. A sound is resampled as `librosa.load` does it (soxr, high quality). The features are those of
-the feature extractors of transformers, without torch: equal in every bit for a sound that fits into the model's window,
-but for which part of a longer one is read (`contracts/media/sounds.py`).
+FORMATS are read. A sound is resampled as by `librosa.load` (soxr, high quality). The features are those of the feature
+extractors of transformers, computed without torch. For a sound that fits into the model's window they are equal bit for
+bit. For a longer sound, another part of it may be read (`contracts/media/sounds.py`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sie_contracts.errors import InvalidInput
 from sie_contracts.media.media import fault
 from sie_contracts.media.sounds import Shape, SoundHeader, SoundRecipe, check
 
-# by its first bytes, and the formats that libsndfile may say it is
+# test of the first bytes, and the format names of libsndfile that fit it
 _MAGIC: tuple[tuple[Callable[[bytes], bool], frozenset[str]], ...] = (
     (lambda head: head[:4] in (b"RIFF", b"RF64") and head[8:12] == b"WAVE", frozenset({"WAV", "WAVEX", "RF64"})),
     (lambda head: head.startswith(b"fLaC"), frozenset({"FLAC"})),
@@ -33,17 +33,17 @@ _MAGIC: tuple[tuple[Callable[[bytes], bool], frozenset[str]], ...] = (
     (lambda head: head.startswith(b"ID3") or (head[:1] == b"\xff" and head[1:2] >= b"\xe0"), frozenset({"MP3"})),
 )
 FORMATS = ("WAV", "FLAC", "OGG", "MP3")
-_UNKNOWN_LENGTH = 1 << 62  # of libsndfile, and above
-_BLOCK_FRAMES = 4096  # of a spectrogram, transformed at a time: a block takes 50 MB
+_UNKNOWN_LENGTH = 1 << 62  # frames; libsndfile reports this number or more if the length is unknown
+_BLOCK_FRAMES = 4096  # frames of a spectrogram that are transformed at a time: a block takes 50 MB
 _LEAST_POWER = 1e-10
-_RANGE = 8.0  # of relative levels, in powers of ten
+_RANGE = 8.0  # range of relative levels, in powers of ten
 
 Float32 = NDArray[np.float32]
 Float64 = NDArray[np.float64]
 
 
 class Spectrograms(NamedTuple):
-    """Float32 [views, frames, bins], of a sound that lasts so many seconds."""
+    """Features of a sound, float32 [views, frames, bins], and the length of the sound in seconds."""
 
     values: Float32
     seconds: float
@@ -53,15 +53,15 @@ class Spectrograms(NamedTuple):
         return Shape(*self.values.shape)
 
     def digest(self) -> bytes:
-        """SHA-256 of the features and their shape."""
+        """Return the SHA-256 of the features and their shape."""
         digest = hashlib.sha256(b"%d x %d x %d\n" % self.shape)
         digest.update(self.values.tobytes())
         return digest.digest()
 
 
 def prepare(data: bytes, recipe: SoundRecipe) -> Spectrograms:
-    """The features of a file. Raises InvalidInput, reason invalid_media, whose message begins with the cause: too_large
-    or undecodable.
+    """Return the features of a file. Raises InvalidInput with reason invalid_media. Its message begins with the cause:
+    too_large or undecodable.
     """
     try:
         samples, seconds = _decoded(data, recipe.rate)
@@ -70,19 +70,19 @@ def prepare(data: bytes, recipe: SoundRecipe) -> Spectrograms:
         raise
     except MemoryError as error:
         raise fault("too_large", "decoding the sound takes more memory than a media worker has") from error
-    except Exception as error:  # decoders raise whatever a damaged file makes of their state
+    except Exception as error:  # decoders may raise any exception for a damaged file
         raise fault("undecodable", "the sound file is damaged or incomplete") from error
 
 
 def _decoded(data: bytes, rate: int) -> tuple[Float32, float]:
-    """One channel at this rate, and how many seconds the file lasts."""
+    """Return one channel at this rate, and the length of the file in seconds."""
     if not data:
         raise fault("undecodable", "the sound file is empty")
     kinds = next((kinds for is_of, kinds in _MAGIC if is_of(data[:16])), None)
     if kinds is None:
         raise fault("undecodable", f"the first bytes are of no sound format that is read: {', '.join(FORMATS)}")
     with soundfile.SoundFile(io.BytesIO(data)) as file:
-        if file.format not in kinds:  # behind a tag there may be anything
+        if file.format not in kinds:  # any format may follow a tag
             raise fault("undecodable", "the sound file is of another format than its first bytes say")
         if file.frames >= _UNKNOWN_LENGTH:
             raise fault("undecodable", "the header of the sound file does not say how long the sound is")
@@ -99,7 +99,7 @@ def _decoded(data: bytes, rate: int) -> tuple[Float32, float]:
 
 
 def features(samples: Float32, recipe: SoundRecipe) -> Float32:
-    """Features of a sound of one channel at the recipe's rate, [views, frames, bins]. Source: transformers,
+    """Return the features of a sound of one channel at the recipe's rate, [views, frames, bins]. Source: transformers,
     ClapFeatureExtractor, WhisperFeatureExtractor.
     """
     if recipe.whole and len(samples) > recipe.window:
@@ -114,7 +114,7 @@ def features(samples: Float32, recipe: SoundRecipe) -> Float32:
 
 
 def _filled(samples: Float32, recipe: SoundRecipe) -> Float32:
-    """A sound that is no longer than the model's window, made as long as that."""
+    """Fill a sound that is shorter than the model's window to the length of the window."""
     times = recipe.window // len(samples)
     if recipe.filling == "repeat" and len(samples) < recipe.window:
         return np.tile(samples, times + 1)[: recipe.window]
@@ -124,8 +124,8 @@ def _filled(samples: Float32, recipe: SoundRecipe) -> Float32:
 
 
 def _views(whole: Float32, frames: int) -> Float32:
-    """Four of a longer sound: the whole of it in so many frames, and the middle one of the parts that begin in each
-    third.
+    """Return four views of a longer sound: the whole sound in `frames` frames, and from each third of the possible
+    starts the middle part.
     """
     if len(whole) == frames:
         return np.stack([whole] * 4)
@@ -135,8 +135,8 @@ def _views(whole: Float32, frames: int) -> Float32:
 
 
 def _shrunk(whole: Float32, frames: int) -> Float32:
-    """In so many frames, each between the two that are nearest. Source: torch, bilinear interpolation without aligned
-    corners, within 1e-5 of it.
+    """Shrink a spectrogram to `frames` frames, each interpolated between the two nearest. Source: torch, bilinear
+    interpolation without aligned corners, within 1e-5 of it.
     """
     scale = np.float32(len(whole)) / np.float32(frames)
     places = np.maximum((np.arange(frames, dtype=np.float32) + np.float32(0.5)) * scale - np.float32(0.5), 0)
@@ -148,8 +148,8 @@ def _shrunk(whole: Float32, frames: int) -> Float32:
 
 
 def _spectrogram(samples: Float32, recipe: SoundRecipe) -> Float32:
-    """The level of each band, [frames, bins]. Source: transformers, audio_utils.spectrogram, which takes one frame
-    after the other.
+    """Return the level of each band, [frames, bins]. Source: transformers, audio_utils.spectrogram, which takes one
+    frame after the other.
     """
     in_decibels = recipe.levels == "decibels"
     half = recipe.fft // 2
@@ -176,8 +176,8 @@ def _hann(length: int) -> Float64:
 
 @functools.lru_cache(maxsize=16)
 def _bands(recipe: SoundRecipe) -> Float64:
-    """The share of each frequency in each band, [frequencies, bins]. Source: transformers, audio_utils.mel_filter_bank,
-    which has it from librosa and torchaudio.
+    """Return the share of each frequency in each band, [frequencies, bins]. Source: transformers,
+    audio_utils.mel_filter_bank, which has it from librosa and torchaudio.
     """
     to_mel, to_hertz = _SCALES[recipe.scale]
     low, high = (to_mel(np.array([edge], np.float64))[0] for edge in (recipe.low, recipe.high))
@@ -201,7 +201,7 @@ def _htk_to_hertz(mels: Float64) -> Any:
 
 
 def _slaney_to_mel(hertz: Float64) -> Any:
-    """In proportion up to 1,000 Hz, from there on by the logarithm."""
+    """Convert hertz to mels: proportional up to 1,000 Hz, logarithmic above."""
     mels = 3.0 * hertz / 200.0
     above = hertz >= 1000.0
     mels[above] = 15.0 + np.log(hertz[above] / 1000.0) * (27.0 / np.log(6.4))

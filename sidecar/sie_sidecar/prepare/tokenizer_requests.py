@@ -1,9 +1,8 @@
-"""Requests that a model's tokenizer answers without a batch: the tokens of texts, how many they are, and the text of
-ids. Pure.
+"""Requests that a model's tokenizer answers without a batch: the tokens of texts, their number, and the text of ids.
+Pure.
 
-tokenize         text ──► ids, texts, places of all its tokens; nothing is cut
-tokenize, count  text or ids ──► how many tokens an encode would read of it, before it cuts
-decode           ids ──► text
+tokenize text ──► ids, texts and places of all its tokens; nothing is cut tokenize, count text or ids ──► number of
+tokens that an encode would read of it, before it cuts decode ids ──► text
 """
 
 from __future__ import annotations
@@ -21,19 +20,19 @@ from sie_sidecar.prepare.rows import MAX_CHARACTERS, WorkItemInput, bad_token
 from sie_sidecar.prepare.tokens import ModelTokenizer
 
 OPERATIONS: tuple[Operation, ...] = ("tokenize", "decode")
-# Of one work item: a token that is told takes some 500 bytes here and 40 in the result.
+# characters of one work item: each listed token takes some 500 bytes here and 40 in the result
 MAX_TOLD_CHARACTERS = 4 << 20
 
 
 def effort_of(item: WorkItemInput) -> int:
-    """Effort of the answer, as characters to read."""
+    """Return the effort of the answer, as a number of characters to read."""
     options = item.options
     around = len(options.prefix) + len(options.suffix)
     return sum(len(source.text or "") + len(source.tokens or ()) + around for source in item.inputs)
 
 
 def answer(tokenizer: ModelTokenizer, operation: Operation, item: WorkItemInput) -> tuple[Outcome, ...]:
-    """One outcome per input. Raises InvalidInput for a work item that memory could not hold."""
+    """Return one outcome per input. Raises InvalidInput for a work item that is too large for memory."""
     options = item.options
     handler = _decoded if operation == "decode" else _counted if options.parameters.get("count") else _told
     most = MAX_TOLD_CHARACTERS if handler is _told else MAX_CHARACTERS
@@ -98,8 +97,8 @@ def _told(tokenizer: ModelTokenizer, options: RunOptions, inputs: Sequence[Input
 
 
 def _columns(text: str, encoding: Encoding) -> Ok:
-    """Convert an encoding to the map that is sent. The text of a token is its source text, that of a special token its
-    name.
+    """Convert an encoding to the map that is sent. The text of a token is its source text; the text of a special token
+    is its name.
     """
     data: dict[str, Any] = {"ids": encoding.ids, "texts": [], "special": [], "starts": [], "stops": []}
     places = range(len(text) + 1) if text.isascii() else _byte_places(text)
@@ -114,7 +113,7 @@ def _columns(text: str, encoding: Encoding) -> Ok:
 
 
 def _byte_places(text: str) -> list[int]:
-    """The place in the UTF-8 of each code point, and of the end."""
+    """Return the place in the UTF-8 of each code point, and of the end."""
     points = np.frombuffer(text.encode("utf-32-le"), "<u4")
     widths = 1 + (points >= 0x80).astype(np.int64) + (points >= 0x800) + (points >= 0x10000)
     return list(accumulate(widths.tolist(), initial=0))

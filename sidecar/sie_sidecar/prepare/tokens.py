@@ -1,8 +1,8 @@
-"""Texts become token ids: the Rust tokenizer, in threads, batched across requests. Truncation happens here and is
-reported.
+"""Token ids of texts: the Rust tokenizer runs in threads, batched across requests. Texts are truncated here, and the
+truncation is reported.
 
-A tokenizer is immutable once made and releases the interpreter while it works, so all threads share one instance; the
-ids are cut afterwards, which costs less than an instance for each limit.
+A tokenizer does not change after it is made, and releases the interpreter while it works, so all threads share one
+instance. The ids are cut afterwards, which costs less than one instance per limit.
 """
 
 from __future__ import annotations
@@ -25,19 +25,20 @@ from sie_sidecar.prepare.long_text import FIRST_CHARACTERS_PER_TOKEN, SENTINEL, 
 
 Ids = NDArray[np.int32]
 T = TypeVar("T")
-# Up to 1.5 ms of tokenising, the longest that the loop may be held up by all that was gathered together. Below it a
-# thread answers later and holds the loop up as long (bench/results/tokens.md).
+# Characters of up to 1.5 ms of tokenising: the longest time that all work gathered together may block the event loop.
+# Below this limit a thread would answer later and block the loop as long (bench/results/tokens.md).
 INLINE_CHARACTERS = 4096
-THREAD_CHARACTERS = 65536  # of small work that goes to one thread together
+THREAD_CHARACTERS = 65536  # characters of small work that goes to one thread together
 _MAX_CHARACTERS_PER_TOKEN = 64
-LONG_CHARACTERS = 4096  # texts up to this are never read in pieces
+LONG_CHARACTERS = 4096  # characters; texts up to this length are never read in pieces
 
 
 @dataclass(frozen=True)
 class Tokens:
     """Ids of one text, int32 [length]. `full` is the length before truncation.
 
-    Of a long text that END or START cut, `full` is only known to be more than the length: the rest is not read.
+    For a long text that END or START cut, `full` is only known to be more than the length, because the rest is not
+    read.
     """
 
     ids: Ids
@@ -50,7 +51,7 @@ class Tokens:
 
 @dataclass(frozen=True)
 class PairTemplate:
-    """The special tokens around two texts, and the token type of each part: before, left, between, right, after."""
+    """Special tokens around two texts, and the token type of each part: before, left, between, right, after."""
 
     first: Ids
     middle: Ids
@@ -63,11 +64,11 @@ class PairTemplate:
 
 
 class ModelTokenizer:
-    """The tokenizer of one loaded model, from its serialised form. Texts of more than `long_characters` may be read in
-    pieces.
+    """Tokenizer of one loaded model, from its serialised form. Texts of more than `long_characters` characters may be
+    read in pieces.
 
-    `first` and `last`: the special tokens around a text. `pair`: those around two. Raises ValueError where they cannot
-    be told.
+    `first` and `last` are the special tokens around a text, `pair` those around two texts. Raises ValueError if they
+    cannot be determined.
     """
 
     def __init__(self, serialised: bytes, max_tokens: int, long_characters: int = LONG_CHARACTERS) -> None:
@@ -85,10 +86,11 @@ class ModelTokenizer:
         return _pair(self._tokenizer)
 
     def contents(self, texts: Sequence[str], room: int, truncate: Truncate) -> list[Tokens]:
-        """Ids of each text without special tokens, at most `room`. With NONE the caller must refuse what was cut.
+        """Return the ids of each text without special tokens, at most `room`. With NONE the caller must refuse a text
+        that was cut.
 
-        A text many times longer than the room costs what is kept of it, with NONE all of it in bounded memory. See
-        `longtext`.
+        The cost of a text that is many times longer than the room depends on the kept part only. With NONE all of it is
+        read, in limited memory. See `long_text`.
         """
         from_end = truncate == "START"
         least = max(self._long_characters, 2 * room * FIRST_CHARACTERS_PER_TOKEN)
@@ -108,11 +110,11 @@ class ModelTokenizer:
 
     @property
     def vocabulary(self) -> int:
-        """How many tokens there are; nearly always one more than the largest id."""
+        """Number of tokens; nearly always one more than the largest id."""
         return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
 
     def first_unknown(self, ids: Sequence[int]) -> int | None:
-        """The position of the first number that is the id of no token."""
+        """Return the position of the first number that is not the id of a token, or None."""
         vocabulary = self.vocabulary
         if not ids or (min(ids) >= 0 and max(ids) < vocabulary):
             return None
@@ -125,7 +127,7 @@ class ModelTokenizer:
         return 0 <= number < 1 << 32 and self._tokenizer.id_to_token(number) is not None
 
     def content(self, ids: Sequence[int]) -> Ids:
-        """Ids that a client made of a text, known ones all, without the special tokens around them."""
+        """Return ids that a client made from a text, without the special tokens around them. All ids must be known."""
         content = np.array(ids, np.int32)
         if len(self.first) and np.array_equal(content[: len(self.first)], self.first):
             content = content[len(self.first) :]
@@ -134,8 +136,8 @@ class ModelTokenizer:
         return content
 
     def around(self, prefix: str, suffix: str) -> tuple[Ids, Ids]:
-        """Ids of a prompt around a text of which only the ids are known: as beside a word, where the word's own ids
-        stay as they are.
+        """Return the ids of a prompt before and after a text that is given as ids. The prompt is tokenised beside a
+        placeholder word if the ids of that word stay the same, else alone.
         """
         word, led, followed = (
             encoding.ids for encoding in self._plain([SENTINEL, prefix + SENTINEL, SENTINEL + suffix])
@@ -148,18 +150,18 @@ class ModelTokenizer:
         return self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
 
     def whole(self, texts: Sequence[str], *, special: bool) -> list[Encoding]:
-        """All tokens of each text, with their places in code points; with those that stand around every text if
-        `special`.
+        """Return all tokens of each text, with their places in code points. With `special` they include the tokens that
+        stand around every text.
         """
         return self._tokenizer.encode_batch(list(texts), add_special_tokens=special)
 
     def decode(self, ids: Sequence[int], *, skip_special: bool) -> str:
-        """The text of these ids, known ones all."""
+        """Return the text of these ids, all of which must be known."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special)
 
     def encode(self, texts: Sequence[str], truncate: Truncate, limit: int) -> list[Tokens]:
-        """Encode as `contents` does, special tokens included: at most `limit` tokens (0: the model's own), all special
-        tokens in any case.
+        """Encode as `contents` does, but with special tokens: at most `limit` tokens (0: the model's own limit), and
+        all special tokens in any case.
         """
         special = len(self.first) + len(self.last)
         room = max(0, (min(limit, self.max_tokens) if limit else self.max_tokens) - special)
@@ -169,7 +171,9 @@ class ModelTokenizer:
         ]
 
     def spans(self, texts: Sequence[str], room: int, truncate: Truncate) -> list[tuple[Tokens, Ids]]:
-        """Encode as `contents` does, with the place of each token in its text: int32 [length, 2], code points."""
+        """Encode as `contents` does, and return the place of each token in its text: int32 [length, 2], in code
+        points.
+        """
         spans = []
         heads = [self._head(text, room) if truncate == "END" else text for text in texts]
         for encoding in self._tokenizer.encode_batch(heads, add_special_tokens=False):
@@ -179,8 +183,8 @@ class ModelTokenizer:
         return spans
 
     def _head(self, text: str, room: int) -> str:
-        """Head of a long text that surely holds more than `room` tokens, cut where that changes none of them; else the
-        whole text.
+        """Return the head of a long text that holds more than `room` tokens for certain, cut where the cut changes none
+        of them; else the whole text.
         """
         if len(text) <= max(self._long_characters, 2 * room * FIRST_CHARACTERS_PER_TOKEN):
             return text
@@ -188,14 +192,14 @@ class ModelTokenizer:
         return head if len(self._tokenizer.encode(head, add_special_tokens=False).ids) > room else text
 
     def prefix_of(self, text: str, room: int) -> str:
-        """The text, or the part of it that its first `room` tokens cover."""
+        """Return the text, or the part of it that its first `room` tokens cover."""
         read = text[: room * _MAX_CHARACTERS_PER_TOKEN]
         offsets = self._tokenizer.encode(read, add_special_tokens=False).offsets
         return text[: offsets[room][0]] if len(offsets) > room else read
 
 
 def cut(ids: Ids, room: int, truncate: Truncate) -> Ids:
-    """The first, or with START the last, `room` of them."""
+    """Return the first `room` ids, or with START the last ones."""
     room = max(0, room)
     return ids[max(0, len(ids) - room) :] if truncate == "START" else ids[:room]
 
@@ -213,17 +217,17 @@ def _pair(tokenizer: Tokenizer) -> PairTemplate:
 
 
 def _special(tokenizer: Tokenizer) -> tuple[Ids, Ids]:
-    """The special tokens before and after every text, int32. Raises ValueError where they cannot be told."""
+    """Return the special tokens before and after every text, int32. Raises ValueError if they cannot be determined."""
     encoding = tokenizer.encode(SENTINEL)
     content = [place for place, special in enumerate(encoding.special_tokens_mask) if not special]
     if not content:
-        raise ValueError(f"the tokenizer makes nothing of {SENTINEL!r}")
+        raise ValueError(f"the tokenizer returns no tokens for {SENTINEL!r}")
     ids = np.array(encoding.ids, np.int32)
     return ids[: content[0]], ids[content[-1] + 1 :]
 
 
 class _ThreadWork(NamedTuple):
-    """Work that goes to a thread together with other work, and who waits for it."""
+    """Work that goes to a thread together with other work, and the future of its result."""
 
     characters: int
     work: Callable[[], Any]
@@ -231,10 +235,10 @@ class _ThreadWork(NamedTuple):
 
 
 class TokenizerPool:
-    """The threads that tokenise, shared by all models. `run` belongs to one event loop.
+    """Threads that tokenise, shared by all models. `run` belongs to one event loop.
 
-    Small work that is asked for in one turn of the loop goes to a thread together: the hop to a thread and back costs
-    as much as reading 500 characters, and threads with little work each hold each other and the loop up by the
+    Small work that is requested in one turn of the loop goes to a thread together. The change to a thread and back
+    costs as much as reading 500 characters, and threads with little work block each other and the loop by the
     interpreter's lock.
     """
 
@@ -243,8 +247,8 @@ class TokenizerPool:
         self._parts: list[_ThreadWork] = []
 
     async def run(self, characters: int, work: Callable[[], T], together: int = 0) -> T:
-        """`work`, which reads so many characters: in a thread, unless it and all that was gathered with it, `together`,
-        read so few that a thread would cost more.
+        """Run `work`, which reads `characters` characters. It runs in a thread, unless it and all work gathered with it
+        (`together`) read so few that a thread would cost more.
         """
         if max(characters, together) <= INLINE_CHARACTERS:
             return work()
@@ -271,7 +275,7 @@ class TokenizerPool:
 
 
 def _in_threads(parts: Sequence[_ThreadWork]) -> Iterator[list[_ThreadWork]]:
-    """Group the parts by thread: small neighbours share one, up to THREAD_CHARACTERS."""
+    """Group the parts by thread: small neighbours share one, up to THREAD_CHARACTERS characters."""
     some: list[_ThreadWork] = []
     for part in parts:
         if part.characters > INLINE_CHARACTERS:
@@ -291,7 +295,7 @@ def _run_all(parts: Sequence[_ThreadWork]) -> list[Any]:
     for part in parts:
         try:
             results.append(part.work())
-        except Exception as error:  # noqa: BLE001  it is raised where this part is awaited
+        except Exception as error:  # noqa: BLE001 raised where this part is awaited
             results.append(error)
     return results
 
@@ -306,7 +310,7 @@ def _on_run(parts: Sequence[_ThreadWork], running: asyncio.Future[list[Any]]) ->
 
 def _hand_out(parts: Sequence[_ThreadWork], results: Sequence[Any]) -> None:
     for part, result in zip(parts, results, strict=True):
-        if part.done.done():  # nobody waits for it any more
+        if part.done.done():  # its caller was cancelled
             continue
         if isinstance(result, Exception):
             part.done.set_exception(result)

@@ -1,5 +1,5 @@
-"""Work that was given up goes into a stream of its own, whole, before its message leaves the queue. `sie
-dlq` reads it.
+"""Dead letters: work that was given up is copied whole to its own stream before its message leaves the queue. `sie dlq`
+reads it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _logger = logging.getLogger("sie.sidecar.dead_letters")
 
 
 class DeadLetterWriter:
-    """The dead letters that this worker writes, all to its own `pool`: those of a reservation outlive it. `now_s` is
-    broker time.
+    """Writer of dead letters. All go to the worker's own `pool`, because they must outlive a reservation. `now_s`
+    returns the broker's time.
     """
 
     def __init__(
@@ -39,11 +39,11 @@ class DeadLetterWriter:
     async def write(
         self, delivery: Delivery, error: ErrorInfo, *, deaths: int = 0, workers: tuple[str, ...] = ()
     ) -> bool:
-        """Keep a delivery with why it was given up, once however often it is tried. False, with an error in the log, if
-        it is lost.
+        """Store a delivery with the reason why it was given up. Several attempts store it once. Return False, with an
+        error in the log, if it is lost.
 
-        What the broker does not take in ATTEMPTS is lost: work that is never settled would come back for as long as its
-        stream keeps it.
+        After ATTEMPTS failures it is lost: otherwise its message would never be settled, and would be delivered again
+        for as long as its stream keeps it.
         """
         name = letter_id(topology.stream_name(topology.pool_of(delivery.subject)), delivery)
         letter = DeadLetter(
@@ -63,18 +63,18 @@ class DeadLetterWriter:
                 await self._queue.publish(topology.dead_letter_subject(self._pool), data, name, PUBLISH_TIMEOUT_S)
             except BrokerError as failure:
                 if attempt + 1 < ATTEMPTS:
-                    await asyncio.sleep(PAUSE_S)  # between attempts at a broker that is away
+                    await asyncio.sleep(PAUSE_S)  # pause between attempts, as the broker may be away
                     continue
                 _logger.error("dead letter %s is lost: %s", name, failure)
                 self._metrics.dead_letters.labels("lost").inc()
                 return False
             break
-        _logger.error("work was given up, `sie dlq show %s` tells which: %s %s", name, error.code, error.reason)
+        _logger.error("work was given up, see `sie dlq show %s`: %s %s", name, error.code, error.reason)
         self._metrics.dead_letters.labels("kept").inc()
         failpoint("dead_letters.published")
         return True
 
 
 def letter_id(stream: str, delivery: Delivery) -> str:
-    """The same for every delivery of one message."""
+    """Return the id of a dead letter. It is the same for every delivery of one message."""
     return hashlib.sha256(f"{stream} {delivery.sequence} {delivery.sent_s:.6f}".encode()).hexdigest()[:12]

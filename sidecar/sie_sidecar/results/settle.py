@@ -1,21 +1,21 @@
-"""Work items end. `Leases` holds their messages until then, `ResultDelivery` sends a result as a request to the
-gateway's inbox, again until confirmed or the budget is over, and only then the message is acked. `Settle` does it once
-for each work item.
+"""End of work items. `Leases` holds their messages until then. `ResultDelivery` sends a result as a request to the
+gateway's inbox, again and again until it is confirmed or the budget is over. Only then the message is acked. `Settle`
+does this once for each work item.
 
 result of a usual size ──► one request ──► taken, duplicate or unknown
-larger ──► parts, one after the other, each again until confirmed ──► part ... part, taken
-              last one confirmed as a mere part: the gateway misses some, or the whole is damaged; all of them again, a
-              few times
+larger ──► parts, one after the other, each sent until it is confirmed ──► part ... part, taken
+              last one confirmed as `part`: the gateway misses some, or the whole is damaged; all parts are sent again,
+              a few times
 
-`LeaseLedger` has the deliveries in our hands in a file that outlives a killed process: the next one hands them back at
-once, not when they lapse.
+`LeaseLedger` keeps the deliveries that this worker holds in a file that outlives a killed process. So the next process
+hands them back at once, instead of after their leases have lapsed.
 
 hold ──► a slot of the mapped file ──► drop clears it
 kill -9 ──► the next process reads the slots and releases them
 
-The file is mapped memory, all of it reserved at the start: a write is a copy of at most 512 bytes and no system call,
-the kernel keeps it when the process dies, and a disk that fills up later cannot stop it. It is not meant to survive the
-machine: by then the leases lapsed.
+The file is mapped memory, fully reserved at the start. A write copies at most 512 bytes and needs no system call. The
+kernel keeps the memory when the process dies, and a disk that fills up later cannot stop a write. The file need not
+survive a crash of the machine: the leases have lapsed by then.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ from sie_sidecar.results.dead_letters import DeadLetterWriter
 
 CONFIRM_TIMEOUT_S = 2.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
-# of one message: 32 MiB at a broker of 8 MiB took 0.83 s, in parts of 1 MiB 0.20 s (nats-py 2.16, 2 busy cores)
+# bytes of one message: 32 MiB at a broker of 8 MiB took 0.83 s, in parts of 1 MiB 0.20 s (nats-py 2.16, 2 busy cores)
 MAX_BYTES = 1 << 20
-MAX_ROUNDS = 3  # of sending all parts of one result
+MAX_ROUNDS = 3  # rounds of sending all parts of one result
 
 
 class ResultDelivery:
-    """Answers held work."""
+    """Sends results and settles their messages."""
 
     def __init__(self, bus: Bus, leases: Leases, metrics: SidecarMetrics, clock: Callable[[], float]) -> None:
         self._bus = bus
@@ -75,10 +75,10 @@ class ResultDelivery:
         deadline_s: float,
         before_ack: Callable[[], Awaitable[object]] | None = None,
     ) -> None:
-        """Deliver a result and settle its message, `before_ack` in between.
+        """Deliver a result and settle its message. `before_ack` runs in between.
 
-        An error is sent only while the lease is ours: a superseded holder must not answer for the present one. A
-        success always is.
+        An error is sent only while this worker has the lease: a worker that lost it must not answer for the present
+        holder. A success is always sent.
         """
         verdict = await self._answer(lease, item, result, deadline_s)
         self._metrics.settlements.labels(verdict).inc()
@@ -113,7 +113,7 @@ class ResultDelivery:
         return await self._answer(lease, item, failed(result, error), deadline_s)
 
     async def _deliver_parts(self, item: WorkItem, data: bytes, deadline_s: float, fence: Lease | None) -> str:
-        """Send a result that no message holds. `part`: it never was whole at the gateway."""
+        """Send a result that is too large for one message. Return `part` if it was never complete at the gateway."""
         digest = await asyncio.to_thread(lambda: hashlib.sha256(data).hexdigest())
         view = memoryview(data)
         verdict = "part"
@@ -138,8 +138,8 @@ class ResultDelivery:
         return verdict
 
     async def _deliver(self, item: WorkItem, data: bytes, deadline_s: float, fence: Lease | None) -> str:
-        """Send one message until it is confirmed. Returns the verdict, `unconfirmed`, or `fenced` once the lease
-        `fence` is not ours any more. Raises PayloadTooBig.
+        """Send one message until it is confirmed. Return the verdict, `unconfirmed`, or `fenced` if the lease `fence`
+        was lost. Raises PayloadTooBig.
         """
         pause_s = FIRST_PAUSE_S
         while True:
@@ -156,19 +156,19 @@ class ResultDelivery:
             except msgspec.DecodeError:
                 _logger.error("request %s: its inbox answers with something else than a confirmation", item.request)
                 return "unconfirmed"
-            await asyncio.sleep(pause_s)  # between attempts at a gateway that is away
+            await asyncio.sleep(pause_s)  # pause between attempts, as the gateway may be away
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
 
 def part_bytes(item: WorkItem, digest: str, size_bytes: int, message_bytes: int) -> int:
-    """How much of a result a message of that size holds beside what says which part it is."""
+    """Return the bytes of a result that fit in a message of this size, beside the fields that identify the part."""
     frame = Fragment(item.request, item.chunk, item.attempt, size_bytes, size_bytes, digest, b"")
-    # the length of 4 GiB takes four bytes more than that of nothing
+    # in msgpack the length of 4 GiB takes four bytes more than the length of nothing
     return max(1, message_bytes - len(messages.encode(frame)) - 4)
 
 
 def failed(result: WorkResult, error: SIEError) -> WorkResult:
-    """The same chunk, with this error for every input."""
+    """Return the result of the same chunk with this error for every input."""
     info = error.info()
     return msgspec.structs.replace(result, outcomes=tuple(Failed(info) for _ in result.outcomes), block=b"")
 
@@ -178,7 +178,7 @@ _logger = logging.getLogger("sie.sidecar.settle")
 
 
 class Settle:
-    """Ends work items. Each is settled once: what comes later for the same one changes nothing."""
+    """Ends work items. Each is settled once; later calls for the same one change nothing."""
 
     def __init__(
         self,
@@ -203,7 +203,9 @@ class Settle:
 
     @contextlib.contextmanager
     def answering(self, flights: Sequence[InFlight], doing: str) -> Iterator[None]:
-        """Answer the flights with an error that is raised within, so that no work item is lost with its task."""
+        """Answer the work items with any error that is raised inside the context, so that none is lost with its
+        task.
+        """
         try:
             yield
         except SIEError as error:
@@ -213,8 +215,8 @@ class Settle:
             self.answer_all(flights, InternalFailure(f"the worker failed while {doing}"))
 
     def still_wanted(self, flights: Sequence[InFlight]) -> list[InFlight]:
-        """Without what was cancelled, what is too late, and what was made for an entry that has changed; both of these
-        are answered.
+        """Return the work items that should still run: not cancelled, not late, and made for the present entry. Late
+        and outdated ones are answered.
         """
         now_s = self._clock()
         self.answer_changed([flight for flight in flights if not flight.settled and flight.is_outdated])
@@ -225,13 +227,15 @@ class Settle:
         return [flight for flight in flights if not flight.settled and now_s < flight.deadline_s]
 
     def answer_changed(self, flights: Collection[InFlight]) -> None:
-        """Their gateway understands them anew, by the entry as it is now."""
+        """Answer work that was planned with an old entry of its model. Its gateway plans it again with the
+        present one.
+        """
         if flights:
             self._metrics.settlements.labels("changed").inc(len(flights))
             self.answer_all(flights, changed())
 
     def answer_all(self, flights: Collection[InFlight], error: SIEError) -> None:
-        """The same error for every input."""
+        """Answer every input of these work items with the same error."""
         info = error.info()
         for flight in flights:
             self.answer(flight, (Failed(info),) * (flight.item.count or len(flight.item.inputs)))
@@ -244,7 +248,9 @@ class Settle:
         done: ipc.BatchDone | None = None,
         note: BatchNote | None = None,
     ) -> None:
-        """One outcome per input, with their arrays in `block`. `done` and `note`: of the batch that it ran in."""
+        """Answer a work item with one outcome per input, whose arrays are in `block`. `done` and `note` describe the
+        batch that it ran in.
+        """
         if flight.settled:
             return
         flight.move("settled")
@@ -273,7 +279,7 @@ class Settle:
             stages,
             batch,
         )
-        self._inventory.let_model_go(flight)  # a result that nobody confirms needs its lease, not its model
+        self._inventory.let_model_go(flight)  # a result that is not confirmed yet needs its lease, but not its model
         self._work.start(self._answer(flight, result, hosted.name if hosted else "other"), "answer")
 
     async def _answer(self, flight: InFlight, result: WorkResult, name: str) -> None:
@@ -286,7 +292,9 @@ class Settle:
             self._metrics.answered(name, flight.item.endpoint or flight.item.operation, result)
 
     def _burial(self, flight: InFlight) -> Callable[[], Awaitable[object]] | None:
-        """Step between the client's answer and the ack of the message: work that was given up becomes a dead letter."""
+        """Return the step between the answer to the client and the ack of the message: work that was given up becomes a
+        dead letter. None if there is no such step.
+        """
         write = functools.partial(self._dead_letters.write, flight.lease.delivery)
         if flight.given_up is not None:
             return functools.partial(write, flight.given_up.info())
@@ -297,7 +305,7 @@ class Settle:
         return None
 
     def bury(self, lease: Lease, error: SIEError) -> None:
-        """Give up a message that nobody can read."""
+        """Give up a message that cannot be decoded."""
         self._work.start(self._bury(lease, error), "bury")
 
     async def _bury(self, lease: Lease, error: SIEError) -> None:
@@ -306,14 +314,14 @@ class Settle:
         await self._leases.refuse(lease, error.message)
 
     async def hand_back(self, flight: InFlight) -> None:
-        """Another worker may do better."""
+        """Hand a work item back to the queue, because another worker may be able to run it."""
         if not flight.settled:
             self._withdraw(flight, "handed_back")
             await self._leases.hand_back(flight.lease, HAND_BACK_DELAY_S)
             self._remove(flight)
 
     def cancel(self, flight: InFlight) -> None:
-        """Nobody waits for it."""
+        """Settle a work item that no request waits for."""
         self._withdraw(flight, "cancelled")
         self._work.start(self._finish_cancelled(flight), "cancelled")
 
@@ -333,10 +341,10 @@ class Settle:
         self._inventory.remove(flight)
 
 
-SLOTS = 4096  # what is held beyond this many just lapses
+SLOTS = 4096  # most noted leases; leases beyond this number just lapse
 SLOT_BYTES = 512
 _MAGIC = b"SIElease"
-_HEADER = struct.Struct("<8sd")  # magic, broker time of the last renewal of everything
+_HEADER = struct.Struct("<8sd")  # magic, broker time of the last renewal of all leases
 _SLOT = struct.Struct("<IHd")  # checksum of the rest, bytes of the reply, broker time of the delivery
 _EMPTY = bytes(_SLOT.size)
 _SIZE = (1 + SLOTS) * SLOT_BYTES
@@ -344,7 +352,7 @@ _leases_logger = logging.getLogger("sie.sidecar.leases")
 
 
 class LeaseLedger:
-    """One process at a time writes it. `now_s` is broker time, in seconds."""
+    """File of held leases. One process at a time writes it. `now_s` returns the broker's time in seconds."""
 
     def __init__(self, path: Path, file: int, now_s: Callable[[], float]) -> None:
         self.path = path
@@ -354,7 +362,7 @@ class LeaseLedger:
         self._free = list(range(SLOTS, 0, -1))
 
     def put(self, reply: str) -> int:
-        """Note a delivery by its ack subject. Returns its slot for `clear`; 0 if it could not be noted."""
+        """Note a delivery by its ack subject. Return its slot for `clear`, or 0 if it could not be noted."""
         data = reply.encode()
         if not self._free or len(data) > SLOT_BYTES - _SLOT.size:
             return 0
@@ -364,20 +372,21 @@ class LeaseLedger:
         return slot
 
     def clear(self, slot: int) -> None:
-        """The delivery is not ours any more."""
+        """Clear the slot of a delivery that is no longer held."""
         if slot:
             self._map[slot * SLOT_BYTES : slot * SLOT_BYTES + _SLOT.size] = _EMPTY
             self._free.append(slot)
 
     def renewed(self) -> None:
-        """Every delivery that is noted was renewed just now."""
+        """Note that all held deliveries were renewed just now."""
         _HEADER.pack_into(self._map, 0, _MAGIC, self._now_s())
 
     def take_over(self, within_s: float) -> list[str]:
-        """The ack subjects that an earlier process held and renewed at most `within_s` ago, oldest first; forgets
-        everything.
+        """Return the ack subjects that an earlier process held and renewed at most `within_s` seconds ago, the oldest
+        first, and clear the ledger.
 
-        Later ones may be somebody else's by now. What cannot be read is left out, with one line in the log.
+        Leases with an older renewal may belong to another worker by now. Unreadable entries are left out, with one line
+        in the log.
         """
         readable: list[tuple[float, str]] = []
         broken = 0
@@ -398,7 +407,7 @@ class LeaseLedger:
         return [reply for _, reply in sorted(readable)]
 
     def close(self) -> None:
-        """Stop writing; the file goes if nothing is held."""
+        """Stop writing. The file is removed if no lease is held."""
         if len(self._free) == SLOTS:
             self.path.unlink(missing_ok=True)
         self._map.close()
@@ -410,8 +419,8 @@ def _checksum(held_s: float, data: bytes) -> int:
 
 
 def _reserve(file: int) -> None:
-    """An empty ledger, every byte of it written: a hole in the file could not be filled on a full disk, and the write
-    would be a signal.
+    """Write an empty ledger with every byte: a hole in the file could not be filled on a full disk, and a write to it
+    would raise a signal.
     """
     empty = _HEADER.pack(_MAGIC, 0.0).ljust(_SIZE, b"\0")
     if os.pwrite(file, empty, 0) < _SIZE:
@@ -419,8 +428,8 @@ def _reserve(file: int) -> None:
 
 
 def open_ledger(path: Path, now_s: Callable[[], float]) -> LeaseLedger | None:
-    """The ledger at `path`, made if it is not there; None, with one line in the log, where none can be kept: work goes
-    on without.
+    """Open the ledger at `path`, and create it if it does not exist. Return None, with one line in the log, if none can
+    be kept: work goes on without it.
     """
     file = -1
     try:
@@ -429,7 +438,7 @@ def open_ledger(path: Path, now_s: Callable[[], float]) -> LeaseLedger | None:
         size = os.fstat(file).st_size
         if size != _SIZE or os.pread(file, len(_MAGIC), 0) != _MAGIC:
             if size:
-                _leases_logger.warning("%s is no ledger of leases and is made anew", path)
+                _leases_logger.warning("%s is not a ledger of leases and is created again", path)
                 os.ftruncate(file, 0)
             _reserve(file)
         return LeaseLedger(path, file, now_s)
@@ -442,11 +451,11 @@ def open_ledger(path: Path, now_s: Callable[[], float]) -> LeaseLedger | None:
         return None
 
 
-FENCE = 0.8  # share of ack_wait after which an unrenewed lease counts as lost
+FENCE = 0.8  # share of ack_wait after which a lease without a renewal counts as lost
 
 
 class Leases:
-    """All deliveries held by this worker, noted in its ledger if it keeps one."""
+    """All deliveries that this worker holds. They are noted in its ledger if it has one."""
 
     def __init__(
         self,
@@ -456,15 +465,15 @@ class Leases:
         ledger: LeaseLedger | None = None,
         flushed: Callable[[float], Awaitable[None]] | None = None,
     ) -> None:
-        """`flushed`: returns when the broker has received all that was sent, or raises BrokerError after
-        so many seconds.
+        """`flushed` returns when the broker has received everything that was sent, or raises BrokerError after the
+        given seconds.
         """
         self._ack_wait_s = ack_wait_s
         self._ledger = ledger
         self._is_alive = is_alive
         self._flushed = flushed
         self._clock = clock
-        self._held: dict[tuple[str, int], Lease] = {}  # by pool and sequence: each pool's stream counts from 1
+        self._held: dict[tuple[str, int], Lease] = {}  # by pool and sequence: the stream of each pool counts from 1
         self.empty = asyncio.Event()
         self.empty.set()
 
@@ -475,13 +484,13 @@ class Leases:
         return lease
 
     def adopt(self, delivery: Delivery) -> Lease | None:
-        """The lease of work that we still have in hand and that is delivered to us once more, renewed; None for work
-        that is new here.
+        """Renew and return the lease of held work that is delivered to this worker once more. Return None for new
+        work.
         """
         lease = self._held.get(_place(delivery))
         if (
             lease is None or lease.delivery.data != delivery.data
-        ):  # sequences begin anew in a stream that was lost and made again
+        ):  # sequences begin again in a stream that was lost and created again
             return None
         lease.delivery, lease.renewed_s = delivery, self._clock()
         if self._ledger:
@@ -490,8 +499,8 @@ class Leases:
         return lease
 
     async def release_left(self, queue: Queue) -> int:
-        """Hand back what an earlier process of this worker held when it was killed. Returns how many deliveries that
-        were.
+        """Hand back the deliveries that an earlier process of this worker held when it was killed. Return their
+        number.
         """
         left = self._ledger.take_over(FENCE * self._ack_wait_s) if self._ledger else []
         count = 0
@@ -503,7 +512,9 @@ class Leases:
             except ValueError as error:
                 _leases_logger.warning("the ledger of leases: %s", error)
             except BrokerError as error:
-                _leases_logger.warning("what was held before is delivered again when its leases lapse: %s", error)
+                _leases_logger.warning(
+                    "deliveries of the earlier process come again only after their leases lapse: %s", error
+                )
                 break
         return count
 
@@ -514,15 +525,15 @@ class Leases:
         return len(self._held)
 
     def is_mine(self, lease: Lease) -> bool:
-        """Whether nobody else can hold this work yet."""
+        """Return True if no other worker can hold this work yet."""
         return self.left_s(lease) > 0
 
     def left_s(self, lease: Lease) -> float:
-        """For how long that is so without a renewal."""
+        """Return the seconds for which `is_mine` stays true without a renewal."""
         return lease.renewed_s + FENCE * self._ack_wait_s - self._clock()
 
     def drop(self, lease: Lease) -> None:
-        """Forget without a word."""
+        """Forget a lease without a message to the broker."""
         if self._ledger:
             self._ledger.clear(lease.slot)
             lease.slot = 0
@@ -532,12 +543,14 @@ class Leases:
                 self.empty.set()
 
     async def finish(self, lease: Lease) -> None:
-        """The work is done and its result confirmed, or nobody waits for it."""
+        """Ack work that is done and whose result is confirmed, or that no request waits for."""
         self.drop(lease)
         await self._settle(lease.delivery.ack())
 
     async def hand_back(self, lease: Lease, delay_s: float = 0.0) -> bool:
-        """Somebody else may do better. False, and nothing is sent, if the lease is not ours any more."""
+        """Return a message to the queue, because another worker may be able to run it. Return False, and send nothing,
+        if the lease was lost.
+        """
         mine = self.is_mine(lease)
         self.drop(lease)
         if mine:
@@ -545,7 +558,7 @@ class Leases:
         return mine
 
     async def refuse(self, lease: Lease, reason: str) -> None:
-        """Nobody can do this work."""
+        """Terminate a message that no worker can process."""
         mine = self.is_mine(lease)
         self.drop(lease)
         if mine:
@@ -559,10 +572,10 @@ class Leases:
             _leases_logger.warning("a settlement was not sent, the work will be delivered again: %s", error)
 
     async def renew_all(self) -> None:
-        """Renew every lease, if the adapter lives: work of a dead one must go to somebody else.
+        """Renew every lease if the adapter is alive: work of a dead adapter must go to another worker.
 
-        A renewal counts from when it was sent, once the broker has heard it: what goes into a connection that is dead
-        renews nothing.
+        A renewal counts from the time when it was sent, but only once the broker has received it: data sent into a dead
+        connection renews nothing.
         """
         if not self._held or not self._is_alive():
             return
@@ -583,8 +596,8 @@ class Leases:
             self._ledger.renewed()
 
     async def run(self) -> None:
-        """Renew every third of the ack wait until cancelled, so that one which is not heard ends no lease; draining
-        work keeps its leases.
+        """Renew the leases every third of the ack wait until cancelled, so that one lost renewal ends no lease. Leases
+        are also renewed during a drain.
         """
         due_s = self._clock()
         while True:

@@ -1,8 +1,8 @@
-"""Spans of work at a worker that traces: the work item with its stages, below its request, and the batch that it ran
-in.
+"""Spans of work at a worker that traces: the work item with its stages below the span of its request, and the batch
+that it ran in.
 
-A batch is below the first work item in it that is traced, and linked to all of them. The adapter tells of a batch what
-the device did, of each work item `inference` and `postprocess`.
+The span of a batch is below the first traced work item in it, and linked to all traced ones. The adapter adds to a
+batch the steps of the device, and to each work item `inference` and `postprocess`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from sie_runtime.spans import Span, Tracer
     from sie_sidecar.device.in_flight import InFlight
 
-# the spans of a work item in their order, with the stage of a reply's timing that each counts for
+# spans of a work item in their order, each with the stage of a reply's timing that it counts for
 _PARTS = (
     ("fetch", "queue"),
     ("load", "queue"),
@@ -33,7 +33,7 @@ _PARTS = (
 
 
 def of_work(tracer: Tracer, delivery: Delivery, item: WorkItem) -> Span | None:
-    """A span from its delivery on; None where nobody said for whom the work is."""
+    """Begin the span of a delivered work item. Return None if the message has no trace context."""
     if not item.traceparent:
         return None
     own: dict[str, str | int] = {
@@ -49,7 +49,9 @@ def of_work(tracer: Tracer, delivery: Delivery, item: WorkItem) -> Span | None:
 
 @contextlib.contextmanager
 def batch(tracer: Tracer, jobs: Sequence[InFlight]) -> Iterator[Span | None]:
-    """A span for the batch of these, from here to its answer or its failure; None where none of them is traced."""
+    """Yield a span for the batch of these work items; None if none of them is traced. The span ends when the batch is
+    answered or fails.
+    """
     traced = [flight.span for flight in jobs if flight.span is not None and flight.span.is_recording]
     if not traced:
         yield None
@@ -65,7 +67,7 @@ def batch(tracer: Tracer, jobs: Sequence[InFlight]) -> Iterator[Span | None]:
 
 
 def sealed(span: Span, note: BatchNote, model: str) -> None:
-    """Set the attributes of a batch that leaves for the adapter."""
+    """Set the attributes of a batch that is sent to the adapter."""
     values = {"items": note.items, "chunks": note.chunks, "tokens": note.tokens}
     span.set(
         {"sie.batch": note.id, "sie.model": model, **{f"sie.batch.{name}": value for name, value in values.items()}}
@@ -73,7 +75,7 @@ def sealed(span: Span, note: BatchNote, model: str) -> None:
 
 
 def settled(span: Span, stages: Stages, outcomes: Sequence[Outcome], batch: str) -> None:
-    """The outcome of a work item is known, and its stages are."""
+    """End the span of a work item whose outcome and stages are known."""
     if span.is_recording:
         stage_times = msgspec.structs.asdict(stages)
         at_ns = span.ns_before(stages.worker_ms / 1000)

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sie_adapter.engine import item_results
-from sie_adapter.engine.batch import BatchRun
+from sie_adapter.engine.engine import BatchRun
 from sie_adapter.engine.engines import TORCH
 from sie_adapter.engine.item_results import ItemResults
 from sie_adapter.heads import Head, Reduced, Row, States

@@ -167,7 +167,7 @@ def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path: Path, caplog:
     batch_limits.failed(KEY, 100)
     assert batch_limits.limit(KEY) == 50
     assert [record.levelno for record in caplog.records] == [logging.WARNING] * len(caplog.records)
-    assert "cannot be kept" in caplog.text
+    assert "cannot be written" in caplog.text
 
 
 def test_two_processes_keep_what_each_learnt_of_its_models(device: Device) -> None:

@@ -250,9 +250,9 @@ def test_a_digest_of_a_file_that_is_not_there(copy: ModelEntry) -> None:
 @pytest.mark.parametrize(
     ("golden", "text"),
     [
-        ({}, "hold nothing"),
+        ({}, "missing, empty"),
         ({"dense": [{"text": "w7", "vector": [1.0, 2.0]}]}, "2 wide, its own 32"),
-        (None, "are not there"),
+        (None, "are missing"),
     ],
 )
 def test_golden_vectors_that_do_not_fit_are_refused(
@@ -346,7 +346,7 @@ def test_scores_must_also_rank_as_the_reference(labels: int, good: ModelEntry) -
     rows = [torch.tensor([value] if labels == 1 else [-value, value]) for value in values.tolist()]
     assert certificate._agree(good, "it", rows, rows, toys.compute(torch.float32)) == 1.0
     swapped = [*rows[:4], *rows[:3:-1]]
-    with pytest.raises(ModelLoadFailed, match=r"ranks otherwise.*Kendall's tau"):
+    with pytest.raises(ModelLoadFailed, match=r"ranks differently.*Kendall's tau"):
         certificate._agree(good, "it", rows, swapped, toys.compute(torch.float32))
 
 

@@ -381,7 +381,7 @@ def test_minilm_in_8_bits_ranks_texts_as_sentence_transformers() -> None:
     ("facts", "missing", "reason"),
     [
         (replace(TEXTS, device="cuda"), installed, "not openvino: the device is cuda"),
-        (replace(TEXTS, lora="org/lora"), installed, "not torch: it has no weights in 8 bits"),
+        (replace(TEXTS, lora="org/lora"), installed, "not torch: it does not support weights in 8 bits"),
         (TEXTS, absent, r"sie-cluster\[openvino\]"),
     ],
 )

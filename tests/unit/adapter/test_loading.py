@@ -28,7 +28,7 @@ from unit.adapter import toys
 from unit.adapter.states import LENGTHS, states_one_by_one, states_packed
 from unit.adapter.test_batch import message
 
-from sie_adapter.engine.batch import BatchRun
+from sie_adapter.engine.engine import BatchRun
 from sie_adapter.families.text_encoder import TextEncoder
 from sie_adapter.loading import checkpoint
 from sie_adapter.loading.checkpoint import load_model
