@@ -24,6 +24,7 @@ import httpx
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
+from cluster import until
 from measure import PACKAGES
 from stack import Plan, Stack
 
@@ -91,12 +92,16 @@ def of_product(functions: Iterable[tuple[str, str]]) -> Functions:
     }
 
 
+def encode(url: str) -> httpx.Response:
+    body = {"items": ["What is deep learning?"]}
+    return httpx.post(f"{url}/v1/encode/{MODEL}", json=body, timeout=120, trust_env=False)
+
+
 def trace_request(folder: Path, url: str) -> dict[str, Functions]:
     """The functions that one request enters, by process."""
     for address in folder.iterdir():
         notify(address, "begin")
-    body = {"items": ["What is deep learning?"]}
-    reply = httpx.post(f"{url}/v1/encode/{MODEL}", json=body, timeout=120, trust_env=False)
+    reply = encode(url)
     if reply.status_code != 200:
         raise SystemExit(f"the request failed: {reply.status_code} {reply.text[:300]}")
     entered: dict[str, Functions] = defaultdict(set)
@@ -121,9 +126,9 @@ def functions_of_encode() -> dict[str, Mapping[str, list[str]]]:
             start_s=START_S,
         )
         with Stack(Path(name, "stack"), plan) as stack:
-            rounds = [trace_request(folder, stack.urls[0]) for _ in range(REQUESTS + 1)][
-                1:
-            ]  # the first loads the model
+            # a load that is recorded may take longer than a request waits
+            until(lambda: encode(stack.urls[0]).status_code == 200, START_S, "the model is loaded")
+            rounds = [trace_request(folder, stack.urls[0]) for _ in range(REQUESTS)]
     by_role: dict[str, Mapping[str, list[str]]] = {}
     for role in ROLES:
         files = defaultdict(list)

@@ -7,11 +7,18 @@ from collections.abc import Iterator
 
 import click
 
+from sie_cli.display import printable
 from sie_contracts.errors import SIEError
+
+MAX_CHARS = 20_000  # of a refusal
 
 
 class CommandRefused(click.ClickException):
     """Refusal of a command; the message says what to do next. Status 1."""
+
+    def format_message(self) -> str:
+        """Format the message, parts of which servers and files wrote, for a terminal."""
+        return printable(self.message[:MAX_CHARS], lines=True)
 
 
 @contextlib.contextmanager

@@ -48,6 +48,11 @@ class JobInfo(api.JobInfo, kw_only=True, frozen=True):
     state: str  # type: ignore[assignment]
     request: dict[str, Any]  # type: ignore[assignment]
 
+    def request_map(self, name: str) -> dict[str, Any]:
+        """Return a map of the request, such as its `output`; empty where it has none."""
+        value = self.request.get(name)
+        return value if isinstance(value, dict) else {}
+
     @property
     def has_ended(self) -> bool:
         """Return whether the job has ended, so that it does not change any more."""
@@ -121,7 +126,7 @@ def submitted(model: str, source: Any, options: Mapping[str, Any], session: Sess
         if is_sent:
             yield from _abandoned(place["file"], session)
         raise
-    if is_sent and (reply.request.get("input") or {}).get("file") != place["file"]:
+    if is_sent and reply.request_map("input").get("file") != place["file"]:
         yield from _abandoned(place["file"], session)
     return reply
 
@@ -299,7 +304,7 @@ def downloaded(
     job.
     """
     into = Path(folder)
-    if url := (info.request.get("output") or {}).get("url"):
+    if url := info.request_map("output").get("url"):
         invalid(f"{info.id}: its files are at {url}: read them there")
     yield BlockingWork(lambda: _claimed(into, info.id))
     document = yield from manifest(info.id, session)

@@ -19,6 +19,7 @@ from sie_cli.migrating.corpus import OBJECTS, SPAN_ROWS, SPANS, Corpus
 from sie_cli.migrating.migration import (
     KEY,
     STEPS,
+    AliasRevision,
     Earlier,
     MigrationState,
     before_flip,
@@ -74,13 +75,14 @@ def test_a_key_differs_by_all_that_makes_another_job() -> None:
 # ---- the alias
 
 
-def revision(number: int, *paths: str, operation: str = "patch") -> dict[str, Any]:
-    return {
+def revision(number: int, *paths: str, operation: str = "patch") -> AliasRevision:
+    told = {
         "revision": number,
         "operation": operation,
         "created_at": f"2030-01-01T00:00:{number:02}Z",
         "changes": [{"path": path, "before": "x", "after": "y"} for path in paths],
     }
+    return msgspec.convert(told, AliasRevision)
 
 
 def test_the_way_back_passes_over_the_shadow_of_the_migration() -> None:

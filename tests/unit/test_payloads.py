@@ -356,6 +356,46 @@ async def test_a_text_that_no_message_holds_goes_through_the_store(tmp_path: Pat
         assert payload == Payload((Input(text),))
 
 
+@pytest.mark.parametrize("text", [WORDS * 25_000, "h\u00e4llo " * 50_000])
+async def test_a_large_text_is_encoded_beside_the_event_loop_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    """Short requests do not wait for it."""
+    in_loop: list[int] = []
+    loop_thread, encode = threading.get_ident(), messages.encode
+
+    def noted(value: object) -> bytes:
+        data = encode(value)
+        if threading.get_ident() == loop_thread:
+            in_loop.append(len(data))
+        return data
+
+    url = str(tmp_path / "payloads")
+    async with cluster(tmp_path, url) as running:
+        gateway = await running.gateway(SIE_PAYLOAD_STORE_URL=url)
+        await running.sidecar(await running.adapter(), SIE_PAYLOAD_STORE_URL=url)
+        monkeypatch.setattr(messages, "encode", noted)
+        answer = await gateway.encode(text)
+        assert answer.status_code == 200, answer.text
+    assert in_loop
+    assert max(in_loop) < 100_000
+
+
+@pytest.mark.parametrize("text", ["a" * 600_000, "\u00e4" * 600_000, "a\U0001f600" * 300_000, "\u00e4" * 10, ""])
+def test_a_payload_that_is_encoded_in_pieces_is_the_same(text: str) -> None:
+    for payload in (Payload((Input(text),)), Payload((Input("a"), Input(text, pair=text)), Input(text))):
+        assert messages.encode_in_pieces(payload) == messages.encode(payload)
+    assert messages.utf8_bytes(text) == len(text.encode())
+    assert Input(text, pair=text).least_bytes <= Input(text, pair=text).nbytes
+
+
+def test_a_lone_surrogate_in_any_piece_is_no_text() -> None:
+    for at in (0, messages.PIECE_CHARS - 1, messages.PIECE_CHARS, 2 * messages.PIECE_CHARS + 1):
+        text = "\u00e4" * at + "\ud800" + "\u00e4" * messages.PIECE_CHARS
+        with pytest.raises(UnicodeEncodeError):
+            messages.utf8_bytes(text)
+
+
 @pytest.mark.parametrize(("limit", "size"), [({}, 100_000), ({"SIE_INLINE_PAYLOAD_BYTES": "4096"}, 10_000)])
 async def test_the_inline_limit_decides_what_goes_through_the_store(
     tmp_path: Path, limit: dict[str, str], size: int

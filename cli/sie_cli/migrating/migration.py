@@ -17,9 +17,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta, Struct
 
 from sie_cli import display
 from sie_cli.display import printable
@@ -47,6 +48,32 @@ PROBE = "A text that shows whether the model answers."
 LOOK_S = 0.5  # between two looks at what the gateways measured
 FOLLOW_S = 10.0  # until every gateway has a flip
 FAILED_ROWS = 5  # that are shown
+_Number = Annotated[int, Meta(ge=0)]
+_Moment = Annotated[datetime, Meta(tz=True)]
+
+
+class _CopyFigures(Struct, frozen=True):
+    copies: dict[str, int] = {}
+    cosine: float | None = None
+    rank: float | None = None
+    served_ms: float | None = None
+    shadow_ms: float | None = None
+
+
+class _ShadowFields(Struct, frozen=True):
+    model: str
+    figures: _CopyFigures = _CopyFigures()
+
+
+class _AliasFigures(Struct, frozen=True):
+    shadow: _ShadowFields | None = None
+
+
+class _ModelFields(Struct, frozen=True):
+    dims: dict[str, int] = {}
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+    alias: _AliasFigures | None = None
 
 
 @dataclass(frozen=True)
@@ -174,17 +201,17 @@ class Migration:
         report.begin("check")
         widths, prints = [], []
         for name in (alias.target, plan.model):
-            info = self._client.get_model(name)
-            if "alias" in info:
+            info = _described(self._client.get_model(name))
+            if info.alias is not None:
                 raise CommandRefused(f"{name} is an alias: name the model that it stands for")
-            if "dense" not in info["dims"] or "text" not in info["inputs"]:
+            if "dense" not in info.dims or "text" not in info.inputs:
                 raise CommandRefused(
-                    f"{name} does not encode texts as dense vectors (it has {', '.join(info['outputs'])}): without an "
+                    f"{name} does not encode texts as dense vectors (it has {', '.join(info.outputs)}): without an "
                     "index there is nothing to migrate, and `sie models alias` flips at once"
                 )
-            (result,) = self._client.encode(name, [PROBE], output_types=["dense"], on_item_error="fail")
-            widths.append(len(result["dense"]))
-            prints.append(str(result["fingerprint"]))
+            width, fingerprint = self._probed(name)
+            widths.append(width)
+            prints.append(fingerprint)
         old, new = widths
         report.report_step(
             f"{plan.alias} names {alias.target} ({old} wide); {plan.model} is {new} wide and answers",
@@ -210,6 +237,14 @@ class Migration:
         if earlier.job is None and plan.place.folder is not None:
             has_files(plan.place.folder, "")
         return ModelCheck(alias, key, digest or key, earlier)
+
+    def _probed(self, name: str) -> tuple[int, str]:
+        """Width and fingerprint of a vector of this model. Raises CommandRefused, and what the client raises."""
+        (result,) = self._client.encode(name, [PROBE], output_types=["dense"], on_item_error="fail")
+        dense = result.get("dense")
+        if dense is None or dense.ndim != 1 or not dense.size:
+            raise CommandRefused(f"{name} answered without a dense vector")
+        return dense.size, printable(str(result["fingerprint"]))
 
     # quality
 
@@ -321,9 +356,9 @@ class Migration:
 
     def _measured(self) -> dict[str, Any]:
         """Merge the figures of the gateways that have heard of the shadow."""
-        shadows = [client.get_model(self._plan.alias).get("alias", {}).get("shadow", {}) for client in self._clients]
-        own = [shadow for shadow in shadows if shadow.get("model") == self._plan.model]
-        return merged([shadow.get("figures", {}) for shadow in own])
+        aliases = [_described(client.get_model(self._plan.alias)).alias for client in self._clients]
+        shadows = [alias.shadow for alias in aliases if alias is not None and alias.shadow is not None]
+        return merged([msgspec.to_builtins(own.figures) for own in shadows if own.model == self._plan.model])
 
     # flip
 
@@ -331,8 +366,8 @@ class Migration:
         plan, report = self._plan, self._report
         report.begin("flip")
         alias = self._unchanged(checked)
-        (result,) = self._client.encode(plan.model, [PROBE], output_types=["dense"], on_item_error="fail")
-        if job.info.fingerprint and result["fingerprint"] != job.info.fingerprint:
+        _, fingerprint = self._probed(plan.model)
+        if job.info.fingerprint and fingerprint != job.info.fingerprint:
             raise CommandRefused(
                 f"{plan.model} has changed since {job.id} ran: its vectors do not fit the new index. Pin its revision "
                 f"({plan.model}@REVISION) and migrate again"
@@ -356,6 +391,15 @@ class Migration:
                 f"{alias.name} names {alias.target} now: somebody changed it meanwhile, so it is left alone"
             )
         return alias
+
+
+def _described(info: dict[str, Any]) -> _ModelFields:
+    """Convert the description of a model or an alias. Raises CommandRefused for one of another form."""
+    try:
+        return msgspec.convert(info, _ModelFields)
+    except msgspec.ValidationError as error:
+        message = f"the gateway describes a model in a form that this version does not know: {error}"
+        raise CommandRefused(message) from error
 
 
 def merged(figures: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -453,7 +497,7 @@ class Earlier:
     def load(cls, client: SIEClient, key: str) -> Earlier:
         """Raises what the client raises."""
         jobs = list(client.jobs.list())
-        own = [job for job in jobs if (job.info.request.get("metadata") or {}).get(KEY) == key]
+        own = [job for job in jobs if job.info.request_map("metadata").get(KEY) == key]
         ids = {job.id for job in own}
         return cls(own, [job.info for job in jobs if job.id not in ids])
 
@@ -495,7 +539,7 @@ def check_output(jobs: Iterable[JobInfo], output: dict[str, str], model: str, fi
     models do not belong into one index.
     """
     for info in jobs:
-        theirs = info.request.get("output") or {}
+        theirs = info.request_map("output")
         is_same = (info.fingerprint or fingerprint) == fingerprint and (bool(info.fingerprint) or info.model == model)
         if is_same or (info.state in ("failed", "cancelled", "expired") and not info.counts.done):
             continue
@@ -514,6 +558,49 @@ def check_output(jobs: Iterable[JobInfo], output: dict[str, str], model: str, fi
 _TARGETS, _SHADOW = re.compile(r"\$\.alias\b"), re.compile(r"\$\.shadow\b")
 
 
+class AliasChange(Struct, frozen=True):
+    """A field that a revision changed."""
+
+    path: str
+
+
+class AliasRevision(Struct, frozen=True):
+    """A revision of an alias, as the config service lists it."""
+
+    revision: _Number
+    created_at: _Moment
+    operation: str = ""
+    changes: tuple[AliasChange, ...] = ()
+
+
+class _TargetFields(Struct, frozen=True):
+    model: str
+
+
+class _AliasFields(Struct, frozen=True):
+    """Document of a model or an alias. `alias` is None of a model."""
+
+    alias: tuple[_TargetFields | str, ...] | None = None
+    shadow: _TargetFields | str | None = None
+
+
+class _RevisionList(Struct, frozen=True):
+    revisions: Annotated[tuple[AliasRevision, ...], Meta(min_length=1)]
+
+
+class _GatewayAck(Struct, frozen=True):
+    id: str
+    acked: bool
+
+
+class _AckList(Struct, frozen=True):
+    gateways: tuple[_GatewayAck, ...] = ()
+
+
+class _WrittenRevision(Struct, frozen=True):
+    revision: _Number
+
+
 @dataclass(frozen=True)
 class Present:
     """An alias with one target. `history`: its revisions, the newest first."""
@@ -522,7 +609,7 @@ class Present:
     target: str
     shadow: str
     revision: int
-    history: Sequence[dict[str, Any]]
+    history: Sequence[AliasRevision]
 
 
 class Aliases:
@@ -534,21 +621,20 @@ class Aliases:
 
     def read(self, name: str) -> Present:
         """Raises CommandRefused for what is no alias, or one of several models."""
-        answer = self._service.read(path_of(name))
-        body = answer.body
-        if "alias" not in body:
+        document: _AliasFields = self._service.read(path_of(name), _AliasFields).body
+        if document.alias is None:
             raise CommandRefused(
                 f"{name} is a model: clients have to ask for an alias, which `sie models alias NAME {name}` makes"
             )
-        targets = [target["model"] if isinstance(target, dict) else target for target in body["alias"]]
+        targets = [_model_of(target) for target in document.alias]
         if len(targets) != 1:
             raise CommandRefused(
                 f"{name} stands for {len(targets)} models: a migration is from one model, which `sie models alias "
                 f"{name} MODEL` chooses"
             )
-        shadow = body.get("shadow") or {}
-        history = self._service.read(path_of(name, "/history")).body["revisions"]
-        return Present(name, targets[0], shadow.get("model", ""), history[0]["revision"], history)
+        shadow = _model_of(document.shadow) if document.shadow is not None else ""
+        history = self._service.read(path_of(name, "/history"), _RevisionList).body.revisions
+        return Present(name, targets[0], shadow, history[0].revision, history)
 
     def shadow(self, alias: Present, model: str, share: float) -> int:
         """Let a model get copies of a share of the requests. Returns the revision. Raises CommandRefused."""
@@ -565,28 +651,33 @@ class Aliases:
     def _written(self, alias: Present, method: str, suffix: str, body: dict[str, Any], *, dry_run: bool = False) -> int:
         """Write for the revision that was read. Returns the new one."""
         how = dataclasses.replace(self._write, if_match=alias.revision, dry_run=dry_run)
-        reply = self._service.write(method, path_of(alias.name, suffix), msgspec.json.encode(body), how=how)
-        return int(reply.body["revision"])
+        path, data = path_of(alias.name, suffix), msgspec.json.encode(body)
+        written: _WrittenRevision = self._service.write(method, path, data, how=how, body_type=_WrittenRevision).body
+        return written.revision
 
     def waiting(self, name: str) -> list[str]:
         """The gateways that do not have the newest revision yet. Raises CommandRefused."""
-        gateways = self._service.read(path_of(name, "/status")).body.get("gateways", [])
-        return [str(gateway["id"]) for gateway in gateways if not gateway["acked"]]
+        status: _AckList = self._service.read(path_of(name, "/status"), _AckList).body
+        return [gateway.id for gateway in status.gateways if not gateway.acked]
 
 
-def _touches(revision: dict[str, Any], pattern: re.Pattern[str]) -> bool:
-    return any(pattern.match(change["path"]) for change in revision.get("changes", ()))
+def _model_of(target: _TargetFields | str) -> str:
+    return target if isinstance(target, str) else target.model
 
 
-def shadow_since_s(history: Sequence[dict[str, Any]]) -> float:
+def _touches(revision: AliasRevision, pattern: re.Pattern[str]) -> bool:
+    return any(pattern.match(change.path) for change in revision.changes)
+
+
+def shadow_since_s(history: Sequence[AliasRevision]) -> float:
     """Return when the present shadow was set, seconds since 1970: by the newest revision that changed it, else the
     first.
     """
     start = next((revision for revision in history if _touches(revision, _SHADOW)), history[-1])
-    return datetime.fromisoformat(start["created_at"]).timestamp()
+    return start.created_at.timestamp()
 
 
-def before_flip(history: Sequence[dict[str, Any]]) -> int:
+def before_flip(history: Sequence[AliasRevision]) -> int:
     """The revision that an alias had before its target was changed last, and before a shadow was set for that. Raises
     Refused where there is none, and where that change was a rollback itself.
     """
@@ -594,13 +685,13 @@ def before_flip(history: Sequence[dict[str, Any]]) -> int:
     if not flips:
         raise CommandRefused("its target was never changed: there is nothing to go back to")
     flip = history[flips[0]]
-    if flip["operation"] == "rollback":
+    if flip.operation == "rollback":
         raise CommandRefused(
-            f"revision {flip['revision']} went back already; `sie models history` has all revisions, and "
+            f"revision {flip.revision} went back already; `sie models history` has all revisions, and "
             "`sie models rollback` makes any of them the newest"
         )
     before = history[flips[0] + 1 :]
     if not before:
         raise CommandRefused("the revisions before its present target are not kept any more")
     own = (revision for revision in before if _touches(revision, _TARGETS) or not _touches(revision, _SHADOW))
-    return int(next(own, before[-1])["revision"])
+    return next(own, before[-1]).revision

@@ -240,7 +240,12 @@ def _encoded(client: SIEClient, model: str, texts: Sequence[str], *, is_query: b
         on_item_error="fail",
         priority="bulk",
     )
-    rows = np.stack([np.asarray(result["dense"], np.float32) for result in results])
+    vectors = [vector for result in results if (vector := result.get("dense")) is not None]
+    if len(vectors) != len(results) or len({vector.shape for vector in vectors}) != 1:
+        raise CommandRefused(f"{model} answered with vectors of several widths, or without them: nothing to compare")
+    rows = np.stack(vectors).astype(np.float64)
+    if rows.ndim != 2 or not np.isfinite(rows).all():
+        raise CommandRefused(f"{model} answered with vectors that are not all finite numbers: nothing to compare")
     lengths = np.linalg.norm(rows, axis=1, keepdims=True)
     return (rows / np.where(lengths > 0, lengths, 1)).astype(np.float32), str(results[0]["fingerprint"])
 

@@ -20,8 +20,10 @@ from urllib.parse import quote
 import click
 import httpx
 import msgspec
+from msgspec import Struct
 
 from sie_cli.cluster import CONFIG_URL, GATEWAY_URL, SOURCE, Cluster, cluster_options
+from sie_cli.display import printable
 from sie_cli.refusal import CommandRefused
 from sie_contracts.loopback import direct
 from sie_contracts.settings import public_url
@@ -34,6 +36,7 @@ RETRY_S = 20.0
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.2, 5.0
 _OF_DOCUMENT = frozenset({400, 409, 413, 422})  # HTTP statuses that refuse a document
 _ABOUT_TRUST = frozenset({"remote_code", "model_path"})  # reasons of a refusal by the trust settings
+MAX_LINE = 2_000  # characters of a line of a refusal, which the service wrote
 _ENVELOPE = "not the answer of a config service"
 
 
@@ -87,9 +90,9 @@ class ConfigServiceClient:
     def __exit__(self, *_: object) -> None:
         self._client.close()
 
-    def read(self, path: str) -> ServiceReply:
-        """Send a GET. Raises CommandRefused."""
-        return self._send("GET", path, b"", {"accept": JSON})
+    def read(self, path: str, body_type: Any = Any) -> ServiceReply:
+        """Send a GET. `body_type`: form of the body of a config service. Raises CommandRefused."""
+        return self._send("GET", path, b"", {"accept": JSON}, body_type)
 
     def write(
         self,
@@ -99,15 +102,15 @@ class ConfigServiceClient:
         content_type: str = JSON,
         *,
         how: WriteOptions,
+        body_type: Any = Any,
     ) -> ServiceReply:
-        """Send a write, which takes effect at most once. Raises CommandRefused."""
+        """Send a write, which takes effect at most once. `body_type`: as of `read`. Raises CommandRefused."""
         headers = {"content-type": content_type, "idempotency-key": uuid.uuid4().hex}
         if how.if_match is not None:
             headers["if-match"] = f'"{how.if_match}"'
         flags = [name for name in ("dry_run", "force") if getattr(how, name)]
-        return self._send(
-            method, path + ("?" + "&".join(f"{name}=true" for name in flags) if flags else ""), body, headers
-        )
+        query = "?" + "&".join(f"{name}=true" for name in flags) if flags else ""
+        return self._send(method, path + query, body, headers, body_type)
 
     def add(self, model: str, body: bytes, content_type: str, *, write: WriteOptions) -> ServiceReply:
         """Add a model, or with `force` replace an existing one. Raises CommandRefused."""
@@ -115,13 +118,13 @@ class ConfigServiceClient:
         method, path = ("PUT", path_of(model)) if is_there else ("POST", MODELS)
         return self.write(method, path, body, content_type, how=write)
 
-    def _send(self, method: str, path: str, body: bytes, headers: dict[str, str]) -> ServiceReply:
+    def _send(self, method: str, path: str, body: bytes, headers: dict[str, str], body_type: Any) -> ServiceReply:
         end_s, pause_s, is_announced = time.monotonic() + RETRY_S, FIRST_PAUSE_S, False
         while True:
             try:
                 answer = self._client.request(method, path, content=body, headers=headers)
                 if answer.headers.get("x-should-retry") != "true":
-                    return self._accepted(method, answer)
+                    return self._accepted(method, answer, body_type)
                 after = answer.headers.get("retry-after", "1")
                 # a proxy may send a date here
                 wait_s, trouble = (
@@ -145,17 +148,17 @@ class ConfigServiceClient:
                 is_announced = True
             time.sleep(wait_s)  # the pause before another attempt, set by the service or the back-off
 
-    def _accepted(self, method: str, answer: httpx.Response) -> ServiceReply:
+    def _accepted(self, method: str, answer: httpx.Response, body_type: Any) -> ServiceReply:
         if answer.is_success:
             tag = answer.headers.get("etag", "").strip('"')
             try:
-                return ServiceReply(
-                    answer.status_code, msgspec.json.decode(answer.content), int(tag) if tag.isdigit() else None
-                )
-            except msgspec.DecodeError as error:
+                body = msgspec.json.decode(answer.content, type=body_type)
+                return ServiceReply(answer.status_code, body, int(tag) if tag.isascii() and tag.isdigit() else None)
+            except (msgspec.DecodeError, RecursionError, ValueError) as error:
                 raise CommandRefused(f"{public_url(self.url)} gave {_ENVELOPE}: {_WRONG_URL}") from error
         of_document = answer.status_code in _OF_DOCUMENT or _error(answer).get("reason") in _ABOUT_TRUST
-        raise (Rejected if of_document else CommandRefused)("\n".join(self._refusal(method, answer)))
+        lines = (printable(line[:MAX_LINE]) for line in self._refusal(method, answer))
+        raise (Rejected if of_document else CommandRefused)("\n".join(lines))
 
     def _refusal(self, method: str, answer: httpx.Response) -> list[str]:
         error = _error(answer)
@@ -215,13 +218,40 @@ _NEXT = {
 }
 
 
+class _FaultFields(Struct):
+    loc: str
+    message: str
+    line: int | None = None
+
+
+class _ChangedField(Struct):
+    path: str
+
+
+class _RefusalFields(Struct):
+    message: str | None = None
+    code: str | None = None
+    reason: str | None = None
+    revision: int | None = None
+    errors: list[_FaultFields] | None = None
+    diff: list[_ChangedField] | None = None
+
+
+class _RefusalBody(Struct):
+    """The form of a refusal, as far as it is read here."""
+
+    error: _RefusalFields
+    errors: list[_FaultFields] | None = None
+
+
 def _error(answer: httpx.Response) -> dict[str, Any]:
+    """Return the error of a refusal; empty where the reply is none of a config service."""
     try:
-        body = msgspec.json.decode(answer.content)
-    except msgspec.DecodeError:
+        msgspec.json.decode(answer.content, type=_RefusalBody)
+    except (msgspec.DecodeError, RecursionError):
         return {}
-    error = body.get("error") if isinstance(body, dict) else None
-    return error if isinstance(error, dict) else {}
+    error: dict[str, Any] = msgspec.json.decode(answer.content)["error"]
+    return error
 
 
 def _field(path: str) -> str:
@@ -230,7 +260,7 @@ def _field(path: str) -> str:
 
 
 def _message(answer: httpx.Response) -> str:
-    return str(_error(answer).get("message") or f"status {answer.status_code}")
+    return printable(str(_error(answer).get("message") or f"status {answer.status_code}")[:MAX_LINE])
 
 
 def shown(change: dict[str, Any], side: str) -> str:

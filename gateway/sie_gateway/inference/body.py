@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from sie_contracts import arrays, plain
@@ -19,7 +20,7 @@ from sie_contracts.media.documents import DocumentFile
 from sie_contracts.models.option_values import describe
 from sie_contracts.models.options import FIELDS
 from sie_contracts.names import did_you_mean
-from sie_contracts.wire.messages import MENTION_BYTES, Mention
+from sie_contracts.wire.messages import MENTION_BYTES, Mention, utf8_bytes
 from sie_gateway.inference.images import File, Images, Link, Parsable, read_document, read_sound
 from sie_gateway.inference.images import read as read_images
 
@@ -72,13 +73,10 @@ class RequestItem:
         """Bytes of the item's files, which are part of its `size`."""
         return sum(map(len, self.files)) if self.files else 0
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Approximate bytes of the item in a queue message."""
-        text, pair = self.text or "", self.pair or ""
-        size = (len(text) if text.isascii() else len(text.encode())) + (
-            len(pair) if pair.isascii() else len(pair.encode())
-        )
+        size = utf8_bytes(self.text or "") + utf8_bytes(self.pair or "")
         if self.tokens is not None:
             size += ID_BYTES * len(self.tokens)
         size += self.file_bytes
@@ -127,7 +125,10 @@ def items(body: Mapping[str, Any], *, limit: int) -> tuple[RequestItem, ...]:
             param=name,
             extras={"limit": limit},
         )
-    return tuple(_item(value, f"{name}[{index}]") for index, value in enumerate(raw))
+    inputs = tuple(_item(value, f"{name}[{index}]") for index, value in enumerate(raw))
+    for item in inputs:
+        _ = item.size  # counted here: a large body is read beside the event loop
+    return inputs
 
 
 def query(body: Mapping[str, Any]) -> RequestItem:
@@ -304,7 +305,7 @@ def utf8(text: str, path: str) -> str:
     """Return the text if it is valid Unicode. Raises InvalidInput with reason malformed."""
     if not text.isascii():
         try:
-            text.encode()
+            utf8_bytes(text)
         except UnicodeEncodeError as error:
             raise InvalidInput(
                 f"{path}: holds a lone surrogate, which is not valid Unicode", reason="malformed", param=path

@@ -6,6 +6,7 @@ place
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import random
 import time
@@ -60,7 +61,7 @@ class Offload:
         """Store the inputs and the query of a work item, and return the item with the key in their place. Raises
         QueueUnavailable.
         """
-        data = messages.encode(Payload(item.inputs, item.query))
+        data = await asyncio.to_thread(messages.encode_in_pieces, Payload(item.inputs, item.query))
         try:
             key = await self._store.put(data, period=int(self._wall_clock() // self._life_s), timeout_s=timeout_s)
         except StoreError as error:

@@ -39,7 +39,7 @@ from sie_broker.record import LeaderLease, leases_of
 from sie_contracts.errors import PayloadTooLarge, PoolNotFound, QueueFull, QueueUnavailable
 from sie_contracts.settings import SettingError, Settings
 from sie_contracts.wire import messages, topology
-from sie_contracts.wire.messages import CancelRequests, WorkItem
+from sie_contracts.wire.messages import CancelRequests, Input, WorkItem
 from sie_contracts.wire.topology import ConsumerSpec, Lane
 from sie_gateway.metrics import Metrics
 from sie_gateway.streams.offload import PUT_TIMEOUT_S, Offload
@@ -605,8 +605,14 @@ class WorkQueue:
         """
         message_id = f"{item.request}.{item.chunk}.{item.attempt}"
         stored, tried = StreamPosition("", 0), False
-        data = messages.encode(item)
-        if self._offload is not None and len(data) > self.payload_bytes and self._is_too_large(item, len(data)):
+        data = b""
+        # large inputs are not made a message first: that would hold the event loop
+        is_large = self._offload is not None and _least_bytes(item) > self.payload_bytes
+        if not is_large:
+            data = messages.encode(item)
+        if self._offload is not None and (
+            is_large or (len(data) > self.payload_bytes and self._is_too_large(item, len(data)))
+        ):
             data = messages.encode(await self._offload.stored(item, _bounded(PUT_TIMEOUT_S, deadline_s)))
 
         async def attempt() -> None:
@@ -640,9 +646,9 @@ class WorkQueue:
 
     def _is_too_large(self, item: WorkItem, message_bytes: int) -> bool:
         """Return True if the inputs exceed the inline limit, or the whole message exceeds the limit of the broker."""
-        inputs = (*item.inputs, item.query) if item.query else item.inputs
-        size = sum(entry.nbytes for entry in inputs)
-        return size > self.payload_bytes or message_bytes > self._broker.max_payload - HEADER_BYTES
+        if message_bytes > self._broker.max_payload - HEADER_BYTES:
+            return True
+        return sum(entry.nbytes for entry in _inputs(item)) > self.payload_bytes
 
     async def _with_patience(self, attempt: Callable[[], Awaitable[None]], pool: str, deadline_s: float) -> None:
         """Try again while the broker is away, for at most PUBLISH_PATIENCE_S seconds and at most the request's budget.
@@ -715,6 +721,14 @@ class WorkQueue:
             for outcome in await asyncio.gather(*removals, return_exceptions=True):
                 if isinstance(outcome, BaseException):
                     raise outcome
+
+
+def _inputs(item: WorkItem) -> Sequence[Input]:
+    return (*item.inputs, item.query) if item.query else item.inputs
+
+
+def _least_bytes(item: WorkItem) -> int:
+    return sum(entry.least_bytes for entry in _inputs(item))
 
 
 def _bounded(timeout_s: float, deadline_s: float) -> float:

@@ -7,6 +7,7 @@ meaning, no field is renamed, and readers ignore fields that they do not know.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import msgspec
@@ -25,6 +26,18 @@ Operation = Literal["encode", "score", "extract", "tokenize", "decode"]
 Truncate = Literal["END", "START", "NONE"]
 TOKEN_ID_BYTES = 5  # upper bound for one id in a message
 MENTION_BYTES = 16  # upper bound for one mention in a message, without its label
+
+PIECE_CHARS = 256 << 10  # of a text that become bytes before another thread has a turn: less than 1 ms
+
+
+def utf8_pieces(text: str) -> Iterator[bytes]:
+    """Yield a text in UTF-8, in pieces. Raises UnicodeEncodeError."""
+    return (text[at : at + PIECE_CHARS].encode() for at in range(0, len(text), PIECE_CHARS))
+
+
+def utf8_bytes(text: str) -> int:
+    """Count the bytes of a text in UTF-8, in pieces. Raises UnicodeEncodeError."""
+    return len(text) if text.isascii() else sum(map(len, utf8_pieces(text)))
 
 
 class Vectors(msgspec.Struct, frozen=True, array_like=True):
@@ -79,16 +92,22 @@ class Input(msgspec.Struct, frozen=True, omit_defaults=True):
     @property
     def nbytes(self) -> int:
         """Return the bytes that the input takes in a message; the encoding adds a few more."""
-        size = len(self.text.encode()) if self.text else 0
+        size = utf8_bytes(self.text) if self.text else 0
         if self.tokens is not None:
             size += TOKEN_ID_BYTES * len(self.tokens)
         if self.pair:
-            size += len(self.pair.encode())
+            size += utf8_bytes(self.pair)
         if self.images:
             size += sum(map(len, self.images))
         size += sum(MENTION_BYTES + len(mention.label.encode()) for mention in self.mentions)
         size += len(self.audio) + (len(self.document.data) if self.document else 0)
         return size if self.vectors is None else size + len(self.vectors.data)
+
+    @property
+    def least_bytes(self) -> int:
+        """Return the least bytes that the input takes in a message, without a look at its text."""
+        size = len(self.text or "") + len(self.pair or "") + sum(map(len, self.images))
+        return size + len(self.audio) + (len(self.document.data) if self.document else 0)
 
 
 class RunOptions(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -315,6 +334,26 @@ class DeadLetter(msgspec.Struct, frozen=True, omit_defaults=True, tag="dead/1"):
 
 _encoder = msgspec.msgpack.Encoder()
 encode = _encoder.encode
+
+
+def encode_in_pieces(payload: Payload) -> bytes:
+    """Encode a payload as `encode` does. Long texts become bytes in pieces: other threads have a turn between them."""
+    query = None if payload.query is None else _in_pieces(payload.query)
+    return encode(Payload(tuple(map(_in_pieces, payload.inputs)), query))
+
+
+def _in_pieces(part: Input) -> Input:
+    texts = {name: text for name in ("text", "pair") if (text := getattr(part, name)) is not None}
+    packed = {name: _packed(text) for name, text in texts.items() if len(text) > PIECE_CHARS and not text.isascii()}
+    return msgspec.structs.replace(part, **packed) if packed else part
+
+
+def _packed(text: str) -> msgspec.Raw:
+    """Encode a long text."""
+    pieces = list(utf8_pieces(text))
+    return msgspec.Raw(b"".join((b"\xdb", sum(map(len, pieces)).to_bytes(4, "big"), *pieces)))
+
+
 decode_work = msgspec.msgpack.Decoder(WorkItem).decode
 decode_result = msgspec.msgpack.Decoder(WorkResult).decode
 decode_result_or_fragment = msgspec.msgpack.Decoder(WorkResult | Fragment).decode
