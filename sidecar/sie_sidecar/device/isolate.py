@@ -1,5 +1,5 @@
-"""Isolation retry: find the input that killed an adapter. The inputs of the batch run again, one at a time, with nothing
-else at the device. If the adapter dies again, the input that ran caused it.
+"""Isolation retry: find the input that killed an adapter. The inputs of the batch run again, one at a time, with
+nothing else at the device. If the adapter dies again, the input that ran caused it.
 
     work that an adapter died with ──► its inputs in turn ──► answered: cleared of suspicion
                                                      └──► the adapter dies: a death is counted for the input. After
