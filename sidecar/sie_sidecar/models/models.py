@@ -5,8 +5,8 @@
                     │           └──dropped by the adapter, or the adapter is gone──► available
                     └──refused──► failed ──cool-down──► loading
 
-The worker decides which models may be evicted, and in what order; the adapter decides when. Each request to the adapter
-names the models that may be dropped for it, and its reply names the dropped ones.
+The sidecar decides which models may be evicted, and in what order; the adapter decides when. Each request to the
+adapter names the models that may be dropped for it, and its reply names the dropped ones.
 
     Hosting.ensure ──► loaded, and its gate is open ──► return
           └──► load ──► the adapter drops models that it may ──► Ready
