@@ -396,7 +396,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], int, tuple[str, ...]]] = {
         (
             "  max_tokens: 8 -> 16",
             "PUT replaces, PATCH changes",
-            "replace it with --force; with --if-match {revision} too, only if nobody changed it meanwhile",
+            "replace it with --force; with --if-match {revision} too, only if it was not changed meanwhile",
         ),
     ),
     "an unknown revision": (("rollback", "org/one", "9999"), 1, ("org/one has no revision 9999; kept are {revision}",)),
@@ -421,7 +421,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], int, tuple[str, ...]]] = {
         ("'max_tokens'", "expected FIELD=VALUE such as run.pooling=mean"),
     ),
     "a value that is no YAML": (("set", "org/one", "family=[a"), 2, ("family: the value is not YAML", "quoted twice")),
-    "a field twice": (("set", "org/one", "a=1", "a=2"), 2, ("a: is given twice",)),
+    "a field twice": (("set", "org/one", "a=1", "a=2"), 2, ("a: occurs twice",)),
     "both ways": (
         ("add", "{file}", "--models-dir", "x"),
         2,
