@@ -31,6 +31,7 @@ _PR_SET_PDEATHSIG = 1
 _TASKS = Path("/proc/self/task")
 _LOOKS, _LOOK_S = 100, 0.001
 _logger = logging.getLogger("sie.adapter")
+_NOT_FORKED = "the adapter is not forked, so a new one starts with its imports"
 
 
 def keep_one_serving(died: Callable[[], None] = lambda: None) -> int | None:
@@ -74,10 +75,10 @@ def _fork() -> int | None:
     try:
         if _is_alone():
             return os.fork()
-        _logger.warning("there is no warm spare: an imported library runs threads, and a fork would copy their locks")
+        _logger.warning("%s: an imported library runs threads, and a fork would copy their locks", _NOT_FORKED)
         return None
     except OSError as error:
-        _logger.warning("there is no warm spare: %s", error)
+        _logger.warning("%s: %s", _NOT_FORKED, error)
         return None
 
 

@@ -96,7 +96,7 @@ async def guard(
         try:
             check(after, concerned)
         except ValidationFailed:
-            check(after, await catalogue())  # the whole catalogue has the names that are similar
+            check(after, await catalogue())  # again, so that the error can suggest similar names
             raise
         changed = was_alias and (not isinstance(before, Alias) or changes_vectors(before, after, concerned))
         bundles = {concerned.resolve(target.model).bundle for target in after.alias}

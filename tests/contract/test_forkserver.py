@@ -131,7 +131,7 @@ def test_failpoints_are_those_of_the_first_child(start: Start) -> None:
 
 def test_a_process_with_threads_serves_itself_and_says_so(start: Start) -> None:
     parent = start("os._exit(5)", "threading.Thread(target=time.sleep, args=(60,), daemon=True).start()")
-    line_with("there is no warm spare", parent)
+    line_with("the adapter is not forked", parent)
     assert serving(parent) == parent.pid
     assert parent.wait(20) == 5
 

@@ -26,7 +26,7 @@ OPEN_DEFAULTS = "embed=test/dense,rerank=test/cross,embed_sparse=test/sparse"
 # small models under the names that the README has
 README_MODELS = {
     "cross": "BAAI/bge-reranker-v2-m3",
-    "gliner": "urchade/gliner_multi-v2.1",
+    "gliner": "gliner-community/gliner_medium-v2.5",
     "clip": "openai/clip-vit-base-patch32",
     "pages": "vidore/colpali-v1.3-hf",
     "clap": "me/clap",

@@ -95,7 +95,7 @@ def test_a_healthy_cluster_has_nothing(stack: Stack, tmp_path: Path) -> None:
 
 def test_a_wrong_token_is_named_and_not_shown(stack: Stack, tmp_path: Path) -> None:
     found = Examined(tmp_path, {**environ_of(stack), "SIE_AUTH_TOKEN": "sesame-1", "SIE_CONFIG_READ_TOKEN": "sesame-2"})
-    found.named("gateway", "does not let this token read (status 401)", "set SIE_AUTH_TOKEN")
+    found.named("gateway", "does not let this token read (status 401)", "set SIE_API_KEY")
     found.named("config", "refuses this token (status 401)", "set SIE_CONFIG_READ_TOKEN")
     assert "sesame" not in found.output
 

@@ -36,7 +36,7 @@ def test_a_model_of_the_hub_is_served_by_its_name_alone(hub: HubStub, tmp_path: 
     place = ["--port", str(cluster.port), "--data-dir", str(tmp_path / "data")]
     cluster.argv = [SIE, "serve", "org/mini", *place, "--no-spare"]
     try:
-        cluster.start(60)
+        cluster.start(150)
         added = [line for line in cluster.lines if line.startswith("added ")]
         assert added == [f"added org/mini, org/mini@{COMMIT}: {tmp_path / 'models/org/mini.yaml'}"]
         (tried,) = [line for line in cluster.lines if "try     " in line]

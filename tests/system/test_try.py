@@ -153,7 +153,7 @@ def test_a_token_is_found_as_other_commands_find_it(guarded_cluster: Cluster) ->
     assert found.exit_code == 0, found.output
     refused = tried(guarded_cluster, "test/mini", "a")
     assert refused.exit_code == 2
-    assert "set SIE_AUTH_TOKEN to a token with the scopes read and infer" in refused.stderr
+    assert "set SIE_API_KEY to a token with the scopes read and infer" in refused.stderr
 
 
 @pytest.mark.parametrize(

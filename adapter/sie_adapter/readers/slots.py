@@ -1,11 +1,12 @@
-"""Keys and values of the rows that a model writes. Each row has a slot, so that rows join and leave between two steps.
+"""KV cache of the sequences that a model generates together. Each sequence is a row and has a slot, so that rows join
+and leave between two steps.
 
     a row's own states, of its prompt ──► add ──► [slots, heads, positions, width], of each layer
     a step ──► cache: the states of all rows as views ──► each row's new state at its own end ──► advance
     a row that leaves ──► remove: the last row moves into its slot
 
-The first `len` slots hold rows, so a step does not copy earlier states. A row begins at position 0, whatever the other
-rows are. Positions behind its end are masked.
+The first `len` slots hold rows, so a step does not copy earlier states. The positions of each row begin at 0 and
+do not depend on the other rows. Positions behind the end of a row are masked.
 
 Each of the rows that run together needs memory for the longest of them. Together they get no more than `fits` allows:
 on a CPU no allocator refuses memory, and the kernel would end the process. A single row always gets the memory that it

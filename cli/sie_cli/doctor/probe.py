@@ -35,7 +35,7 @@ from sie_contracts.wire.heartbeats import GatewayBeat, Heartbeat
 if TYPE_CHECKING:
     from sie_broker.nats import NatsBroker
 
-CALL_S = 3.0  # of one question over HTTP or a socket
+CALL_S = 3.0  # time limit of one question over HTTP or a socket, in seconds
 BEAT_MARGIN_S = 1.0  # a heartbeat may come so much later than its interval
 GATEWAYS_S = 1.5  # every gateway announces itself within it
 T = TypeVar("T")
@@ -131,7 +131,7 @@ def once(read: Callable[[ClusterProbe], Coroutine[Any, Any, T]]) -> Callable[[Cl
 
 
 class ClusterProbe:
-    """Observations of a cluster in one run of doctor. Use `looking` to make one."""
+    """Observations of a cluster in one run of doctor. Use `open_probe` to make one."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster

@@ -117,7 +117,7 @@ def submit(
     \b
     sie jobs submit sentence-transformers/all-MiniLM-L6-v2 docs.jsonl --text "{title}\\n{body}" --id id -o vectors
     sie jobs submit BAAI/bge-reranker-v2-m3 pairs.csv --query "{question}" --document "{answer}" --format jsonl
-    sie jobs submit urchade/gliner_multi-v2.1 s3://docs/2030/ --operation extract --text "{body}" \\
+    sie jobs submit gliner-community/gliner_medium-v2.5 s3://docs/2030/ --operation extract --text "{body}" \\
         --param labels='["person", "place"]' -o s3://docs/found/ --window 22:00-06:00
     JOB=$(sie jobs submit MODEL docs.parquet --text "{body}"); sie jobs watch $JOB
 

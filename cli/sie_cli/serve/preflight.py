@@ -149,7 +149,9 @@ def _disk(needs: MachineNeeds) -> Iterator[str]:
 
 
 def _stream_bytes(queue_bytes: int) -> int:
-    """Return the bytes that the broker reserves at once: for the work of a pool, and for its dead letters."""
+    """Return the bytes that the broker reserves when it creates the two streams of a pool: for work and for dead
+    letters.
+    """
     dead = topology.dead_letter_stream("_default", storage="file", replicas=1, queue_bytes=queue_bytes)
     return queue_bytes + dead.max_bytes
 

@@ -157,7 +157,9 @@ def verb_of(info: Mapping[str, Any], question: Question) -> str:
 def ask_model(
     client: SIEClient, info: Mapping[str, Any], question: Question, url: str, token: str | None
 ) -> ModelAnswer:
-    """`info`: what the gateway tells of the model. Raises CommandRefused, and what the client raises."""
+    """Send the inputs of a question to its model, and return the answer. `info` is the reply of `get_model` for this
+    model. Raises CommandRefused, and the errors of the client.
+    """
     verb = verb_of(info, question)
     items = [result.item for result in question.inputs]
     if verb == "score":

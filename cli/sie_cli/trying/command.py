@@ -59,7 +59,7 @@ def try_model(cluster: Cluster, model: str, **question: Any) -> None:
     \b
     sie try sentence-transformers/all-MiniLM-L6-v2 "a cat" "a kitten" "a tax form"
     sie try BAAI/bge-reranker-v2-m3 --query "Who wrote the first program?" "Paris." "Ada Lovelace, in 1843."
-    sie try urchade/gliner_multi-v2.1 --labels person,place "Ada met Charles in London."
+    sie try gliner-community/gliner_medium-v2.5 --labels person,place "Ada met Charles in London."
     sie try openai/clip-vit-base-patch32 @cat.jpg "a photo of a cat"
     git log -1 --format=%B | sie try BAAI/bge-m3 - --explain
 

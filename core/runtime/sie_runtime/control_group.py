@@ -33,7 +33,7 @@ def memories() -> list[Memory]:
             if version == 2
             else ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
         )
-        with contextlib.suppress(OSError, ValueError):  # this version has no such file, or it says "max"
+        with contextlib.suppress(OSError, ValueError):  # no such files, or "max", which is no limit
             limit_bytes = int((folder / limit).read_text())
             if limit_bytes >= _NO_LIMIT_BYTES:
                 continue
@@ -55,7 +55,7 @@ def oom_kills() -> int:
     """
     for folder, version in _groups("memory"):
         name = "memory.events" if version == 2 else "memory.oom_control"
-        with contextlib.suppress(OSError, ValueError):  # this version has no such file
+        with contextlib.suppress(OSError, ValueError):  # no such file
             counters = dict(line.split() for line in (folder / name).read_text().splitlines())
             return int(counters.get("oom_kill", 0))
     return 0
@@ -65,7 +65,7 @@ def cores() -> float | None:
     """Return the smallest CPU quota of this group and its parent groups, in cores; None if no group has a quota."""
     quotas = []
     for folder, version in _groups("cpu"):
-        with contextlib.suppress(OSError, ValueError):  # this version has no such file, or it says "max"
+        with contextlib.suppress(OSError, ValueError):  # no such files, or "max", which is no limit
             if version == 2:
                 quota, period = map(int, (folder / "cpu.max").read_text().split())
             else:

@@ -100,7 +100,7 @@ class Labelled(Generic[Child]):
         self._parent: Child = parent
         self._fold = Fold(metric)
         self._found: dict[tuple[str, ...], Child] = {}  # existing series: one look-up on the hot path
-        # label sets by name (first label), for names with series of their own; only of a metric with `each`
+        # number of label sets of each name (the first label) with series of its own; empty without `each`
         self._named: dict[str, int] = {}
         self._waiting: set[str] = set()  # names that needed one more series since the last turn
         self._room = self._most  # label sets left for names without a series

@@ -1,7 +1,8 @@
 """The life of a process: configured logs, signals handled in one place, a graceful stop, a correct exit status.
 
 start ──► run(main) ──► main(stop) ... SIGTERM, SIGINT or SIGHUP sets stop ──► main drains and returns its status
-                                      a second signal ends the lame-duck time, else it ends the process at once
+                                      a second signal during the lame-duck time ends that time; later it ends the
+                                      process at once
 """
 
 from __future__ import annotations

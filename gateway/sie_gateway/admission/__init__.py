@@ -1,7 +1,7 @@
 """Admission: the order in which requests are let in, and the Retry-After of refused requests.
 
-    key ─► `grant`: its scopes and quota ─► `window`: its share ─► `model_queue`: the expected wait
-    ─► admitted, or 429 or 503 with a time from `retry_slots`
+    key ─► `grant`: its scopes ─► `model_queue`: the expected wait ─► `grant`: its quota ─► `window`: its turn
+    ─► admitted, or 429 with the time of the quota, or 503 with a time from `retry_slots`
 
 The table has the refusals of the gateway for lack of room, by the class or function that raises them (`docs/errors.md`
 has the codes, `docs/security.md` has the limits under "What a client may hold"). Other modules refuse connections and

@@ -403,7 +403,7 @@ class AnswerPace:
 
 MARGIN = 1.1  # factor on the expected time of a request
 DOUBT = 1.0  # square of the number of samples with which half of an expected wait is believed
-FLOOR_DOUBT = 2.0  # the same while the work ahead is below the floor
+FLOOR_DOUBT = 2.0  # in place of DOUBT while the work ahead is within the floor: a refusal then needs more evidence
 # batches let in beside the running ones and the turns that are due at once, so that the workers have no pause
 BUSY_BATCHES = 1.5
 TURN_PACE = 0.4  # share of the queue's throughput that turns get; clients without a turn get the rest

@@ -1,5 +1,6 @@
-"""The HTTP surface. Every call passes `Edge`: it handles authorisation, drain, errors and metrics, and dispatches by
-`routes.TABLE`. FastAPI serves only the OpenAPI document and its page.
+"""The HTTP surface. `Edge` handles authorisation, drain, errors and metrics of a call, and dispatches it by
+`routes.TABLE`. Probes leave it first, preflights do not reach it. FastAPI serves only the OpenAPI document and its
+page.
 """
 
 from __future__ import annotations

@@ -265,7 +265,7 @@ class RequestResult:
         return [f"images: {count} of {total} inputs have a file of several images, of which the first was read"]
 
     def headers(self, timing: Mapping[str, float]) -> dict[str, str]:
-        """Return the headers of every success."""
+        """Return the headers of every success of inference."""
         resolved, truncated = self.request.resolved, len(self.usage["truncated_items"])
         failed = sum(isinstance(outcome, Failed) for _, outcome in self.outcomes)
         fetch_ms = self.last.stages.fetch_ms if self.last else 0.0

@@ -1,3 +1,3 @@
-"""Rows become batches. `batch` decides, without I/O, when a batch is sealed and which jobs it has; `sizing` has the
-size of batches, the gathering quantum and the rates.
+"""Work items become batches. `batch` decides, without I/O, when a batch is sealed and which work items it has;
+`sizing` has the size of batches, the gathering quantum and the rates.
 """

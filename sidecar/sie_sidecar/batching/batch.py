@@ -85,10 +85,10 @@ class DeviceLoad:
 @dataclass
 class BatchEntry(Generic[T]):
     """Tokenised work item. `cost` is its share of the budget of a batch. `time_cost` is the number of tokens of short
-    texts that take as long; 0 means equal to `cost`. `alone`: it was in a batch that killed an adapter, and now runs by
-    itself. It is due at `deadline_s`, and had `budget_s` seconds when it was published. `media_bytes` is the size of
-    its images and sounds. `writes`: its answer is written token by token, beside the lanes of the device
-    (`ipc.Rows.writes`).
+    texts that take as long; 0 means equal to `cost`. `alone`: its message was delivered before, perhaps to a worker
+    whose adapter died with it, so it runs in a batch of its own. It is due at `deadline_s`, and had `budget_s` seconds
+    when it was published. `media_bytes` is the size of its images and sounds. `writes`: its answer is written token by
+    token, beside the lanes of the device (`ipc.Rows.writes`).
     """
 
     key: BatchKey

@@ -53,7 +53,8 @@ class Lease:
 
 @dataclass(eq=False)
 class InFlight:
-    """Work item from its delivery to its settlement. The times are those at which it entered each stage.
+    """Work item from its delivery to its settlement. The times are those of its marks; `sealed_s` is
+    set when its batch is sent.
 
     `rows`: the first `shared` rows belong to all inputs. After them each input has the same number of rows, in order.
     """

@@ -1,11 +1,12 @@
-"""Isolation retry: the inputs of a batch that killed an adapter run again, one at a time with nothing else at the
-device, so that another death shows which input caused it.
+"""Isolation retry: find the input that killed an adapter. The inputs of the batch run again, one at a time, with
+nothing else at the device. If the adapter dies again, the input that ran caused it.
 
     work that an adapter died with ──► its inputs in turn ──► answered: cleared of suspicion
-                                                     └──► the adapter dies: one more death; the second makes the
-                                                     input poison, which is refused without a run
+                                                     └──► the adapter dies: a death is counted for the input. After
+                                                     two deaths it is poison, and is refused without a run
 
-All other work waits while an input runs alone. After SLICE_S a waiting batch goes first.
+All other work waits while an input runs alone. Once these inputs have had the device for SLICE_S, a waiting batch runs
+before the next input.
 """
 
 from __future__ import annotations

@@ -149,7 +149,9 @@ class AdapterLink:
         return self._clock() - self._last_pong_s < self._stale_s
 
     async def run(self, stop: Stop) -> None:
-        """Connect, ping and reconnect until cancelled. The log names the path once each time the adapter is away."""
+        """Connect, ping and reconnect until cancelled, or until `stop` is requested while the adapter is away. If the
+        adapter stays away, `Trouble` logs the error, which names the path of its socket.
+        """
         trouble = Trouble(_logger, "waiting for the adapter", START_S)
         while True:
             try:

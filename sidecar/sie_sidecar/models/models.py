@@ -5,8 +5,8 @@
                     │           └──dropped by the adapter, or the adapter is gone──► available
                     └──refused──► failed ──cool-down──► loading
 
-The worker decides which models may be evicted, and in what order; the adapter decides when. Each request to the adapter
-names the models that may be dropped for it, and its reply names the dropped ones.
+The sidecar decides which models may be evicted, and in what order; the adapter decides when. Each request to the
+adapter names the models that may be dropped for it, and its reply names the dropped ones.
 
     Hosting.ensure ──► loaded, and its gate is open ──► return
           └──► load ──► the adapter drops models that it may ──► Ready
@@ -53,8 +53,8 @@ MAX_TURN_S = 5.0
 
 
 def _image_cost(ready: ipc.Ready) -> tuple[int, int]:
-    """Return the cost of an image, and the number of ids that stand for it in the row of `layouts`: the maximum over
-    all operations.
+    """Return the cost of an image, and the number of token ids that stand for an image in a row. Each value is the
+    maximum over all operations of the model.
     """
     costs = []
     for rows in ready.rows.values():
@@ -608,7 +608,7 @@ class Hosting(ModelStates):
         return self._link.description.models if self._link.description else ()
 
     async def _before_gate(self, hosted: ModelState, items: Callable[[], int]) -> None:
-        """Wait until the gate opens. Work that has passed the gate is finished first."""
+        """Wait until the gate of the model opens. Until then its work items are parked, so the model may be evicted."""
         self.park(hosted, items)
         try:
             await self._gates[hosted.name].wait()

@@ -1,5 +1,5 @@
 """Rows that a model reads, made from the inputs of a work item, by one function per layout of `ipc.Rows`. Pure: called
-in the tokenising threads.
+in a tokenising thread, or on the event loop for short texts.
 
 inputs, query, options ──► pieces of text ──► contents (ids without special tokens), cut to their room ──► rows
 """

@@ -124,10 +124,10 @@ class Settings(
 
 
 # Measured values that are better than a documented default on one kind of machine. The documented default itself stays.
-# cpu: 4,096 tokens keep a lane busy for about 0.2 s. More tokens would only lengthen the wait for the lane. With 12
-# messages of one short text each, the fixed cost dominates a forward pass (bench/results/overhead.md). An adapter on a
-# CPU has a lane for each core. The lanes and SIE_RUST_PIPELINE_DEPTH limit the batches there, so the limit of
-# SIE_MAX_CONCURRENT_BATCHES is high: the documented 4 would leave cores idle.
+# cpu: 4,096 tokens keep a lane busy for about 0.2 s. More tokens would only lengthen the wait for the lane. The
+# documented limit of 12 messages is too low for short texts: the fixed cost of a forward pass would dominate. So the
+# limit is 64. An adapter on a CPU has a lane for each core. The lanes and SIE_RUST_PIPELINE_DEPTH limit the batches
+# there, so the limit of SIE_MAX_CONCURRENT_BATCHES is high: the documented 4 would leave cores idle.
 MACHINE_PROFILE_DEFAULTS: Mapping[str, Mapping[str, str]] = {
     "cpu": {
         "SIE_MAX_BATCH_COST": "4096",

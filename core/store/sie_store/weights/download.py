@@ -253,7 +253,7 @@ class SnapshotDownload:
         raise self._source.damaged(file)
 
     def _begun(self, part: Path, digests: Digests) -> int:
-        """Add the bytes of a file that exist already to `digests`. Returns their number."""
+        """Add the bytes that an earlier attempt wrote to `part` to the digests. Returns the number of these bytes."""
         part.parent.mkdir(parents=True, exist_ok=True)
         part.touch()
         return digests.add_file(part, self._progress)
