@@ -342,7 +342,7 @@ def test_the_command_makes_a_trace_and_never_over_another(tmp_path: Path) -> Non
     [
         (("--what-if", "speed=3"), "speed"),
         (("--what-if", "workers=0"), "workers=0"),
-        (("--device", "base_ms=-1"), "below 0"),
+        (("--device", "base_ms=-1"), "must not be negative"),
         ((), "--device"),
         (("--device", "base_ms=0"), "must take some time"),
         (("--base", "min_quantum_ms=20", "--device", "base_ms=1"), "above max_quantum_ms"),
