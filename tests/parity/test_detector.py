@@ -488,8 +488,8 @@ def test_a_tokenizer_with_other_ids_is_refused(cpu_engine: AdapterEngine, tmp_pa
     """The model compares ids with those of bert-base-uncased."""
     folder = detector_checkpoints.grounding_dino(tmp_path / "other", {".": 1013})
     entry = _entry("grounding-dino", folder)
-    assert "the model knows . 1012" in Detector.fault_of_files(folder, entry)
-    with pytest.raises(ModelLoadFailed, match=r"the model knows \. 1012"):
+    assert "the model expects . 1012" in Detector.fault_of_files(folder, entry)
+    with pytest.raises(ModelLoadFailed, match=r"the model expects \. 1012"):
         cpu_engine.residency.ensure("detector/other", entry)
 
 

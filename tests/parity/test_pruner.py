@@ -141,11 +141,11 @@ def test_lower_thresholds_keep_and_highlight_more(load: Load) -> None:
         found = pruned(load(), TEXTS, **parameters)
         return sum(len(each["text"]) for entities in found for each in labelled(entities, label))
 
-    by_prune = [kept("kept", prune_threshold=each) for each in (0.0, 0.4, 0.6, 0.8, 1.1)]
+    by_prune = [kept("kept", prune_threshold=each) for each in (0.0, 0.4, 0.6, 0.8, 1.0)]
     assert by_prune == sorted(by_prune, reverse=True)
     assert len({*by_prune}) == 5
     assert by_prune[-1] == 0
-    by_highlight = [kept("highlight", prune_threshold=0.4, highlight_threshold=each) for each in (0.0, 0.8, 0.9, 1.1)]
+    by_highlight = [kept("highlight", prune_threshold=0.4, highlight_threshold=each) for each in (0.0, 0.8, 0.9, 1.0)]
     assert by_highlight == sorted(by_highlight, reverse=True)
     assert by_highlight[0] == kept("kept", prune_threshold=0.4), "nothing that is pruned is highlighted"
 
