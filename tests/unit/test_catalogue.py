@@ -334,3 +334,9 @@ def test_who_classifies_by_classes_of_its_own() -> None:
         (False, False),
     ]
     assert own.tasks == ("extract",)
+
+
+@pytest.mark.parametrize("name", ["minilm", "MINILM-L6", "l6-v2"])
+def test_a_part_of_a_name_suggests_it(name: str) -> None:
+    entry = msgspec.structs.replace(RICH, id="sentence-transformers/all-MiniLM-L6-v2")
+    assert Catalogue({**CATALOGUE.entries, entry.id: entry}).near(name) == [entry.id]

@@ -79,13 +79,15 @@ class NameIndex:
 
     def near(self, name: str, count: int = 3, keep: Callable[[str], bool] = lambda _: True) -> list[str]:
         """Return the ids that are most similar to `name`, best first, among those for which `keep` returns True. `name`
-        may lack the organisation.
+        may lack the organisation, or be a part of an id.
         """
         folded = name.casefold()[:_LONGEST]
         able = [line for line in self._alike(folded) if keep(self._folded[line][-1])]
         tails = {line.rpartition("/")[2]: line for line in able}
         hits = difflib.get_close_matches(folded, able, count, 0.5)
         hits += [tails[tail] for tail in difflib.get_close_matches(folded.rpartition("/")[2], list(tails), count, 0.6)]
+        if len(folded) >= _PIECE:  # a part of a name
+            hits += sorted((line for line in able if folded in line), key=len)
         return [self._folded[hit][-1] for hit in dict.fromkeys(hits)][:count]
 
     def _alike(self, folded: str) -> list[str]:
