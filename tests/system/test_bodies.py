@@ -80,7 +80,7 @@ def throw(stack: Stack, bomb: Bomb, times: int) -> None:
     file.write_bytes(bomb.body(20 * MIB))
     host, kind = stack.urls[0].removeprefix("http://"), bomb.headers["content-type"]
     argv = [sys.executable, "-c", THROWER, host, PATH, kind, str(file), str(times)]
-    answers = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=300).stdout.splitlines()
+    answers = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=900).stdout.splitlines()
     assert [answer[:3] for answer in answers] == ["400"] * times, f"{bomb.name}: {answers[-1]}"
 
 
@@ -96,6 +96,7 @@ def test_bodies_of_many_values_leave_no_memory_behind(stack: Stack) -> None:
 
 @pytest.mark.long
 @pytest.mark.serial
+@pytest.mark.timeout(3600)
 def test_a_hundred_of_each_leave_no_memory_behind_and_keep_nobody_waiting(stack: Stack) -> None:
     quiet = Requests(stack.urls[0])
     with quiet.running():
