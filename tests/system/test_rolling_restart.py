@@ -484,7 +484,12 @@ async def test_rolling_restart_under_load_fails_no_request(site: Site, order: tu
                     raise AssertionError(
                         f"after {unit.name} was replaced: {error}\n{traffic.failures[:10]}\n{site.log()}"
                     ) from error
-    refused = [str(answer) for answer in [*site.front.answers, *site.configs.answers] if not 200 <= answer.status < 400]
+    refused = [
+        str(answer)
+        for answer in [*site.front.answers, *site.configs.answers]
+        # a new gateway may not have a worker's heartbeat yet: the worker keeps its pool and asks again
+        if not 200 <= answer.status < 400 and "has sent a heartbeat" not in answer.text
+    ]
     failures = [
         *traffic.failures,
         *refused,
