@@ -164,7 +164,7 @@ class _ReplayConsumer:
 class _Feed:
     """State of a consumer at one worker."""
 
-    asked: int = 0  # messages that the broker may still send
+    credit: int = 0  # messages that the broker may still send
     on_way: int = 0
     mean_cost: float = 0.0
     pending: int = 0
@@ -173,7 +173,7 @@ class _Feed:
     @property
     def outstanding(self) -> int:
         """Return the number of messages that the worker requested and has not received."""
-        return self.asked + self.on_way
+        return self.credit + self.on_way
 
 
 class Replay:
@@ -228,7 +228,7 @@ class Replay:
         """Send waiting messages to the workers that requested some, in turn."""
         consumer = self.consumers[name]
         while consumer.items:
-            worker = next((worker for worker in consumer.turns if worker.feeds[name].asked), None)
+            worker = next((worker for worker in consumer.turns if worker.feeds[name].credit), None)
             if worker is None:
                 return
             consumer.turns.remove(worker)
@@ -276,7 +276,7 @@ class _ReplayWorker:
 
     def follow(self, name: tuple[str, bool]) -> None:
         """Request one message of a new consumer."""
-        self.feeds[name] = _Feed(asked=1)
+        self.feeds[name] = _Feed(credit=1)
 
     def _refill(self) -> None:
         """Set the credit of every consumer with recent deliveries, as sie_sidecar.intake.pull does."""
@@ -291,12 +291,12 @@ class _ReplayWorker:
                 whole = credit(loads[name[1]], feed.mean_cost, self._limits)
                 target = min(whole, max(1, whole // len(self._active)))
             if target == 0 or feed.outstanding <= target // 2:
-                feed.asked = max(0, target - feed.on_way)
+                feed.credit = max(0, target - feed.on_way)
                 self._replay.deliver(name)
 
     def send(self, name: tuple[str, bool], item: _ReplayItem) -> None:
         feed = self.feeds[name]
-        feed.asked -= 1
+        feed.credit -= 1
         feed.on_way += 1
         self._wire_s = max(self._wire_s, self._replay.now_s) + self._replay.machine.delivery_s
         self._replay.at(self._wire_s, lambda: self._on_delivery(name, item))

@@ -1,7 +1,7 @@
 """Object stores by URL: opened in one way, each call bounded in time, and their errors as one set of classes.
 
 s3://bucket/prefix, gs://bucket/prefix, file:///path or a path ──opened──► ObjectStore ──within──► answer or error
-                                                                    └── RetryPolicy.asked: repeated, if that may help
+                                                                    └── RetryPolicy.repeated: again, if that may help
 
 StoreError             no answer in time, or a failure that may pass
 ├── ObjectMissing      no such object

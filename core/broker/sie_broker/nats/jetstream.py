@@ -119,12 +119,12 @@ class _PullCredit:
     cannot be assigned to one of them; the sums are exact.
     """
 
-    __slots__ = ("consumer", "index", "issued", "retry", "retry_s", "settled", "single", "wanted", "written_off")
+    __slots__ = ("consumer", "credit", "index", "issued", "retry", "retry_s", "settled", "single", "written_off")
 
     def __init__(self, consumer: str, index: int) -> None:
         self.consumer = consumer
         self.index = index
-        self.wanted = 0
+        self.credit = 0
         self.issued = 0
         self.settled = 0
         # True: the next message exceeds the byte limit of a pull. A pull for one message has no byte limit.
@@ -198,7 +198,7 @@ class NatsPulls:
             entry = _PullCredit(consumer, self._next_index)
             self._next_index += 1
             self._credits[consumer] = self._by_index[entry.index] = entry
-        entry.wanted = max(0, credit)
+        entry.credit = max(0, credit)
         self._consider(entry)
 
     def outstanding(self, consumer: str) -> int:
@@ -255,17 +255,17 @@ class NatsPulls:
     # ---- pull requests
 
     def _consider(self, entry: _PullCredit) -> None:
-        if entry.wanted > entry.open:
+        if entry.credit > entry.open:
             self._dirty[entry] = None
             self._wake.set()
-        elif not entry.wanted and not entry.open and entry.retry is None:
+        elif not entry.credit and not entry.open and entry.retry is None:
             self._credits.pop(entry.consumer, None)
             self._by_index.pop(entry.index, None)
 
     def _renew(self, entry: _PullCredit) -> None:
         # Top-ups leave many small pulls, which become one pull again here. With 200 consumers and a credit of 16,
         # separate renewals of the small pulls cost 5 % of an idle core.
-        if entry.open * 2 < entry.wanted or not entry.open:
+        if entry.open * 2 < entry.credit or not entry.open:
             self._consider(entry)
 
     async def _run(self) -> None:
@@ -296,7 +296,7 @@ class NatsPulls:
         dirty, self._dirty = self._dirty, {}
         now_s = asyncio.get_running_loop().time()
         for entry in dirty:
-            missing = entry.wanted - entry.open
+            missing = entry.credit - entry.open
             if missing <= 0 or entry.retry is not None:
                 continue
             if self._stopping or self._subscription is not subscription:
@@ -358,7 +358,7 @@ class NatsPulls:
         entry = self._credits.get(delivery.consumer)
         if entry is not None:
             entry.settle(1)
-            entry.wanted = max(0, entry.wanted - 1)
+            entry.credit = max(0, entry.credit - 1)
             entry.retry_s = 0.0
             self._consider(entry)
         try:
