@@ -122,8 +122,8 @@ class Overlay:
         return signature
 
     def folders(self) -> Folders:
-        """Read and check everything. Raises ValidationFailed, which names file, field and line, SettingError,
-        OSError.
+        """Read and check everything. Raises SettingError, OSError, and ValidationFailed; the last names file,
+        field and line.
         """
         if not self._packaged:  # the package does not change
             self._packaged = {

@@ -307,7 +307,7 @@ class ModelStates:
         return self._hosted.get(residency)
 
     def take(self, hosted: ModelState, items: int = 1) -> None:
-        """Hold `items` more work items for `hosted`. From now on no request permits its eviction."""
+        """Count `items` more work items that need `hosted`. It is not evicted until they are parked or let go."""
         hosted.took(items, self._clock())
 
     def let_go(self, hosted: ModelState) -> None:
