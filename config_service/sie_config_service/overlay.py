@@ -100,7 +100,7 @@ class Overlay:
         exist or the store fails, and OSError.
         """
         if self._bucket is not None:
-            return self._bucket.look()
+            return self._bucket.list_files()
         root = Path(self.name).expanduser()
         if not root.is_dir():
             if self._settings.models_dir:

@@ -29,7 +29,7 @@ import msgspec
 
 from sie_adapter.engine.device import MemoryUse
 from sie_adapter.engine.engines import Choice
-from sie_adapter.memory.oom import Remedy
+from sie_adapter.memory.oom import Relief, Remedy
 from sie_adapter.memory.shared_lock import SharedLock
 from sie_contracts.errors import ModelLoadFailed, ModelLoading, SIEError
 from sie_contracts.models.catalogue import Catalogue, Resolved, fingerprint
@@ -282,9 +282,9 @@ class ResidentModels:
             self._relieve_due_s = now_s + 1.0
         self._evict_above_threshold(0, permission)
 
-    def make_room(self, permission: Permission) -> Remedy | None:
+    def make_room(self, permission: Permission) -> Relief | None:
         """Free memory after a failed allocation: drop cached outputs, else evict the next model that may go, else wait
-        for the end of a load that takes memory meanwhile. Return the remedy, None if there is none.
+        for the end of a load that takes memory meanwhile. Return the means, None if there is none.
         """
         if self._shed(permission):
             return "cache_clears"
@@ -295,7 +295,7 @@ class ResidentModels:
             pending = next((self._loads[model] for model in self._arriving), None)
         if pending is not None:
             pending.exception()  # only wait; the requests that asked for the load handle its failure
-        return "evictions_triggered" if pending is not None else None
+        return "load_ended" if pending is not None else None
 
     def describe(self) -> tuple[LoadedModel, ...]:
         """Return all resident models, in the order in which they were loaded."""

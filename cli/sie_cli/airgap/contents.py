@@ -244,7 +244,7 @@ def choose(folders: Folders, names: Iterable[str]) -> ArchiveSelection:
     Raises click.BadParameter, ValidationFailed.
     """
     documents = {name: document for name, (document, _) in folders.models.items()}
-    catalogue = Catalogue.of(documents, {}, folders.bundles, "")
+    catalogue = Catalogue.from_documents(documents, {}, folders.bundles, "")
     entries: dict[str, ModelEntry] = {}
     aliases: dict[str, Alias] = {}
     for name in names:

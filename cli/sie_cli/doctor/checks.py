@@ -235,7 +235,7 @@ def _of_step(step: Step, where: str) -> Finding:
     if step.action == "create":
         wrong = f"{step.kind} {step.name} is missing" + (f": {step.reason}" if step.reason else "")
     else:
-        changes = ", ".join(f"{change.field} is {change.found}, wanted {change.wanted}" for change in step.changes)
+        changes = ", ".join(f"{change.field} is {change.actual}, wanted {change.expected}" for change in step.changes)
         wrong = f"{step.kind} {step.name} is not as wanted: {changes or step.reason}"
     if step.action == "refuse":
         return Finding(

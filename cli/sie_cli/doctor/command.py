@@ -170,7 +170,7 @@ async def examined(flags: Mapping[str, str], environ: Mapping[str, str], named: 
     for a wrong one.
     """
     faults, good_flags, good_environ = faults_of(flags, environ)
-    cluster = Cluster.of(load(flags=good_flags, environ=good_environ), named, required=False)
+    cluster = Cluster.locate(load(flags=good_flags, environ=good_environ), named, required=False)
     checks: dict[str, Check] = {"settings": check_settings(faults, good_flags, good_environ), **CHECKS}
     async with open_probe(cluster) as probe:
         return list(await asyncio.gather(*(_report(name, check, probe) for name, check in checks.items())))

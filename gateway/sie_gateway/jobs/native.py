@@ -378,7 +378,7 @@ def _for_sink(rows: Sequence[InputRow], answers: Sequence[RowAnswer]) -> SinkRow
     if not good:
         return None
     vectors = np.stack([answers[place].arrays["dense"] for place in good]).astype(np.float32, copy=False)
-    return SinkRows([rows[place].id for place in good], vectors, [rows[place].kept for place in good])
+    return SinkRows([rows[place].id for place in good], vectors, [rows[place].copied for place in good])
 
 
 def _kinds(rows: Sequence[Mapping[str, Any]]) -> dict[str, Kind]:

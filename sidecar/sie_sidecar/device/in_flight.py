@@ -81,16 +81,16 @@ class InFlight:
     started_s: float = 0.0
     stage: Stage = "preparing"
     settled: bool = False  # true if its outcome is being sent, or no request waits for it
-    job: BatchEntry[InFlight] | None = None  # set while it waits for the device
+    batch_entry: BatchEntry[InFlight] | None = None  # set while it waits for the device
     given_up: SIEError | None = None  # reason why it becomes a dead letter
     dead: list[Mark] = field(default_factory=list)  # marks of its poison inputs
     payload_bytes: int = 0  # bytes of its inputs that came from the payload store
     counted: int = 0  # its part of the cost that waits for the device
     span: Span | None = None  # None if it is not traced
 
-    def move(self, stage: Stage, job: BatchEntry[InFlight] | None = None) -> None:
-        """Enter a stage. `job` is given for `waiting`. After `settled` there is no other stage."""
-        self.job = job
+    def move(self, stage: Stage, batch_entry: BatchEntry[InFlight] | None = None) -> None:
+        """Enter a stage. `batch_entry` is given for `waiting`. After `settled` there is no other stage."""
+        self.batch_entry = batch_entry
         if not self.settled:
             self.stage, self.settled = stage, stage == "settled"
 
@@ -301,7 +301,7 @@ class Inventory:
     def keep_model(self, flight: InFlight, hosted: ModelState) -> None:
         """Note that the work item needs this model, which must not be evicted from now on."""
         flight.hosted, flight.entry = hosted, hosted.resolved.entry
-        self._hosting.take(hosted)
+        self._hosting.add_items(hosted)
         self._arrived(flight)
         hosted.came_in(flight.item.cost, flight.received_s)
 
