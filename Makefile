@@ -4,6 +4,7 @@
 # make images  the images, by docker, podman or buildah  make image-NAME  one of them
 # make eval ARGS="MODEL -t TASK"   how good and fast a model is
 # make bench-queue  what a request costs, overload, fairness      make chaos ARGS="--duration 60"  parts killed under load
+# make gpu PART=parity REHEARSE=1   checks and figures of this machine's GPU
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -16,7 +17,7 @@ SDKS := .venv-sdks
 # without bytecode each of the processes that tests start compiles the product, and each collection rewrites the tests
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install serve eval test test-system test-long lint audit docs images release bench bench-queue chaos clean
+.PHONY: install serve eval test test-system test-long lint audit docs images release bench bench-queue chaos gpu clean
 
 install: $(VENV)/.serve
 
@@ -132,6 +133,11 @@ image-%:
 	$(BUILDER) build -f $(firstword $(wildcard docker/$*.Dockerfile) docker/Dockerfile) -t $(REGISTRY:%=%/)sie-$*:$(VERSION) --build-arg COMPONENT=$* \
 	    --build-arg VERSION=$(VERSION) --label org.opencontainers.image.revision=$(REVISION) --label org.opencontainers.image.source='$(SOURCE)' \
 	    $(FROM_OUTSIDE) $(ARGS) .
+
+# this tree on the GPU of this machine: offline, no environment, PYTHON's packages. PART=tests,parity  GPU_RESULTS=FOLDER
+# REHEARSE=1: tiny models on a processor
+gpu:
+	@$(PYTHON) bench/gpu/run.py $(if $(PART),--parts $(PART)) $(if $(GPU_RESULTS),--results $(GPU_RESULTS)) $(if $(REHEARSE),--rehearse)
 
 bench: $(VENV)/.dev
 	$(BIN)/python bench/overhead.py
