@@ -41,6 +41,7 @@ TOKENS = ["<0>", "<1>", *sorted(pre_tokenizers.ByteLevel.alphabet())]  # one of 
 LETTERS = [TOKENS.index(letter) for letter in "abcdefghijklmnopqrstuvwxyz"]
 MIB = 1 << 20
 TINY: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
+prepare_process()  # as the adapter's process does, before anything computes
 _PACKAGES = ("torch", "transformers", "sentence-transformers", "flash-attn")
 
 
@@ -134,7 +135,6 @@ def entry_of(name: str, folder: Path, width: int) -> ModelEntry:
 @contextlib.contextmanager
 def new_engine(**settings: Any) -> Iterator[AdapterEngine]:
     """An engine on the device with a cache folder of its own."""
-    prepare_process()
     with tempfile.TemporaryDirectory() as cache:
         engine = AdapterEngine(Settings(**{"device": str(DEVICE), "local_cache": cache, **settings}))
         try:

@@ -113,7 +113,7 @@ def measure(engine: AdapterEngine, name: str, config: BertConfig, table: kit.Tab
             kernels = sum(count for _, count, _ in profile.rows)
             found[texts, length] = [*cells, str(kernels), f"{100 * profile.idle_share:.0f} %", f"{gap:.1f}"]
         for layer in backbone._model.encoder.layer:  # one graph for all of them
-            layer.compile(backend="eager" if REHEARSAL else "inductor", dynamic=False)
+            layer.compile(backend="eager" if REHEARSAL else "inductor", dynamic=True)
         for texts, length in BATCHES:
             compiled = cell(lambda texts=texts, length=length: forward_of(backbone, [length] * texts))
             *first, kernels, idle, gap = found[texts, length]
