@@ -1,8 +1,8 @@
 """The whole of `sie serve` on the device: clients of one process that send their next request when the last was
 answered.
 
-Texts of the mix (log-normal lengths, mean about 87 tokens), random letters, OpenAI's request. `busy`: the mean of NVML's
-utilisation, of all processes. `cores`: processor time of all processes of the cluster a second. Without nats-server the
+Texts of the mix (log-normal lengths, mean about 87 tokens), random letters, OpenAI's request. `busy`: the mean of
+NVML's utilisation, of all processes. `cores`: processor time of all processes of the cluster a second. Without nats-server the
 queue is in the gateway's process (`--standalone`), which the head says.
 """
 

@@ -43,7 +43,7 @@ def start(
         "--rootdir",
         str(ROOT),
     ]
-    command += ["-p", "outcome_rows", "--tb=short", "-q", *arguments]
+    command += ["-p", "outcome_rows", "--tb=short", "-q", "--continue-on-collection-errors", *arguments]
     if processes > 1 and importlib.util.find_spec("xdist"):
         command += ["-n", str(processes), "--dist", "worksteal"]
     more = {"GPU_OUTCOMES": str(RESULTS / f"{name}.jsonl"), "OMP_NUM_THREADS": "1", **environ}
