@@ -66,7 +66,7 @@ class Cluster:
     is_named: bool = False
 
     @classmethod
-    def of(
+    def locate(
         cls, loaded_settings: Loaded, named: Path | None = None, *, looks_around: bool = True, required: bool = True
     ) -> Cluster:
         """The cluster of these settings, and of the `sie serve` with the data directory `named`; without one, and where
@@ -249,7 +249,7 @@ def cluster_options(address: str, *settings: str, looks_around: bool = True, req
             values = {BY_NAME[name].field: options.pop(BY_NAME[name].field) for name in names}
             loaded_settings = loaded(values)
             try:
-                cluster = Cluster.of(loaded_settings, data_dir, looks_around=looks_around, required=required)
+                cluster = Cluster.locate(loaded_settings, data_dir, looks_around=looks_around, required=required)
             except SettingError as error:
                 refuse(error)
             return command(cluster, *args, **options)

@@ -50,7 +50,7 @@ _options = cluster_options(BROKER_URL, "SIE_STREAM_REPLICAS")
 
 @click.group(cls=AnyPosition, short_help="Tokens for clients, with scopes and limits.")
 def keys() -> None:
-    """Who may use the gateways: a key for each client, with its scopes, its end and its limits. For
+    """Manage the keys of clients: each client has a key with scopes, an end and limits. For
     SIE_AUTH_MODE=token.
 
     \b

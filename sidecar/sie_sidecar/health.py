@@ -152,5 +152,5 @@ class WorkerHealth:
             return
         with contextlib.suppress(AdapterGone, SIEError):
             if (description := await self._link.describe()) is not None:
-                self.remedies.told(description)
-                self.towers.told(description)
+                self.remedies.update(description)
+                self.towers.update(description)

@@ -182,7 +182,7 @@ def maxsim(query: Array, document: Array) -> float:
 
 
 def given(rows: Array) -> Input:
-    return Input(vectors=Vectors.of(rows))
+    return Input(vectors=Vectors.from_array(rows))
 
 
 @pytest.mark.parametrize("name", ["late", "stanford", "m3"])
@@ -213,7 +213,7 @@ def test_what_is_given_needs_no_pass_and_is_used_as_it_is(
     expected = [maxsim(query, rows) for rows in documents]
     with monkeypatch.context() as patched:
         patched.setattr(model.encoder, "forward", lambda packed: pytest.fail("a pass ran"))
-        found = model.score(given(query), [Input("river", vectors=Vectors.of(rows)) for rows in documents])
+        found = model.score(given(query), [Input("river", vectors=Vectors.from_array(rows)) for rows in documents])
     np.testing.assert_allclose(found, expected, rtol=1e-5)
     assert found[2] == 0
     assert model.score(given(query[:0]), [given(documents[0]), Input("river")]).tolist() == [0, 0]

@@ -155,12 +155,8 @@ class SentenceTransformers:
     def __init__(self, model: str, *, scores_pairs: bool) -> None:
         self.name = "st"
         self.scores_pairs = scores_pairs
-        try:
-            import sentence_transformers
-        except ImportError as error:
-            raise CommandRefused(
-                "-s st needs a package that is not installed: pip install sentence-transformers"
-            ) from error
+        import sentence_transformers
+
         where = _weights_of(model)
         kind: Any = sentence_transformers.CrossEncoder if scores_pairs else sentence_transformers.SentenceTransformer
         try:

@@ -89,7 +89,7 @@ class Corpus:
         objects = await self._objects()
         spans: list[tuple[Place, RowSpan]] = []
         for part in draw.sample(objects, min(OBJECTS, len(objects))):
-            place = self._of(part)
+            place = self._object_place(part)
             spans += [(place, span) for span in await self._spans(place)]
         texts: dict[str, None] = {}
         faults = Counter[str]()
@@ -117,7 +117,7 @@ class Corpus:
             raise CommandRefused(f"--corpus {self.source}: there is nothing to read")
         return objects
 
-    def _of(self, object: ObjectEntry) -> Place:
+    def _object_place(self, object: ObjectEntry) -> Place:
         """The place of one object."""
         if not self.place.is_folder:
             return self.place

@@ -233,7 +233,7 @@ class Migration:
         source = plan.corpus.source if plan.corpus.is_url else ""  # a file here is its bytes, wherever it lies
         key = key_of(plan.alias, plan.model, digest, {**plan.options, "source": source})
         earlier = Earlier.load(self._client, key)
-        check_output(earlier.others, plan.output, plan.model, prints[1])
+        check_output(earlier.other_jobs, plan.output, plan.model, prints[1])
         if earlier.job is None and plan.place.folder is not None:
             has_files(plan.place.folder, "")
         return ModelCheck(alias, key, digest or key, earlier)
@@ -488,10 +488,10 @@ LOST = ("failed", "cancelled", "expired")
 
 @dataclass(frozen=True)
 class Earlier:
-    """`jobs`: those of this migration, the newest first. `others`: all other jobs."""
+    """`jobs`: those of this migration, the newest first. `other_jobs`: all other jobs."""
 
     jobs: Sequence[Job]
-    others: Sequence[JobInfo]
+    other_jobs: Sequence[JobInfo]
 
     @classmethod
     def load(cls, client: SIEClient, key: str) -> Earlier:

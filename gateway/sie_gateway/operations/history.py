@@ -169,6 +169,12 @@ class RequestHistory:
             "steps": [{**entry, "at": entry["at"] * step_s} for entry in joined],
         }
 
+    def counted(self, seconds: float) -> tuple[int, Counter[str]]:
+        """Count the requests of the last `seconds`, and their errors by code."""
+        first = self._clock() - seconds
+        recent = [step for step in reversed(self._steps) if step.at + STEP_S > first]
+        return sum(step.requests for step in recent), sum((step.errors for step in recent), Counter())
+
     def requests(self, most: int, grant: Grant) -> list[dict[str, Any]]:
         """Return at most `most` recorded requests of the last hour that a credential may see, the slowest first."""
         notes = {note.number: note for note in self._notes(grant)}
