@@ -178,7 +178,7 @@ def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
 
 
 def reused_classes() -> dict[str, list[str]]:
-    """Return the places of classes that share a name, without a leading underscore, with another class of the product."""
+    """Return the places of classes that share a name, without a leading underscore, with another product class."""
     places = defaultdict(list)
     for package in PACKAGES:
         for module in modules(package):
@@ -224,7 +224,7 @@ def files_by_folder() -> Counter[str]:
 
 
 def assigned(module: Module) -> Iterator[str]:
-    """Yield attributes of other objects that are set: `a.b = ...` where `a` is neither self nor made in the function."""
+    """Yield attributes of other objects that are set: `a.b = ...`, with `a` neither self nor made in the function."""
     for function in ast.walk(module.tree):
         if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
             continue

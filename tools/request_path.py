@@ -73,7 +73,7 @@ Functions = set[tuple[str, str]]  # the file of each, from the root of the repos
 
 
 def notify(address: Path, word: str) -> list[tuple[str, str]]:
-    """Tell a process to begin or end its record. Returns the functions that it entered; none if the process has ended."""
+    """Tell a process to begin or end its record. Returns the functions that it entered; none if it has ended."""
     with socket.socket(socket.AF_UNIX) as connection:
         try:
             connection.connect(str(address))
