@@ -345,7 +345,7 @@ class Queue(Connection, Protocol):
 
 
 class Administration(Queue, Protocol):
-    """A queue whose streams and consumers can be created, updated and deleted."""
+    """Queue whose streams and consumers can be created, updated and deleted."""
 
     async def ensure_stream(self, spec: StreamSpec, *, owner: bool) -> StreamState:
         """Ensure that a stream exists with these settings. The owner creates it, or updates it from an older topology

@@ -148,7 +148,9 @@ class Labelled(Generic[Child]):
             if room < needed:
                 break
             self._named[name] = before.get(name, 0)
-            more = self._each if name in before and name in self._waiting else 0  # for one more endpoint of the name
+            more = (
+                self._each if name in before and name in self._waiting else 0
+            )  # series for one more endpoint of the name
             room -= needed + min(more, room - needed)
         self._room = self._most - sum(max(sets, self._each) for sets in self._named.values())
         for values in [values for values in self._children if values[0] not in self._named and values[0] != OTHER]:
@@ -230,7 +232,7 @@ class Scrape:
         self._folds = {name: Fold(metric) for name, metric in self._table.items()}
 
     def gauge(self, name: str, values: Mapping[Labels, float] | float) -> GaugeMetricFamily:
-        """A gauge of present values by label set. Values that are folded into one label set are summed."""
+        """Return a gauge of present values by label set. Values in the same folded label set are summed."""
         if not isinstance(values, Mapping):
             return GaugeMetricFamily(name, self._table[name].text, value=float(values))
         metric, fold = self._table[name], self._folds[name]

@@ -49,8 +49,8 @@ QUOTING = (
 
 
 def end_signals() -> tuple[signal.Signals, ...]:
-    """The signals on which a process drains and ends: those of supervisors, of Ctrl-C, and of a terminal or session
-    that closes. SIGHUP is left alone if it is ignored, as under nohup.
+    """Return the signals on which a process drains and ends: signals of supervisors, of Ctrl-C, and of a closed
+    terminal or session. SIGHUP is left alone if it is ignored, as under nohup.
     """
     hangup = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
     return (signal.SIGTERM, signal.SIGINT, *hangup)

@@ -43,7 +43,7 @@ from sie_contracts.wire.messages import Operation, RunOptions
 
 MAX_LABELS = 1000
 MAX_WARNINGS = 20
-# Characters of what is repeated for each input, or is only a name. The message size bounds everything else.
+# Most characters of a parameter that is repeated for each input, or that is a name. The message size limits all others.
 MAX_PROMPT = 1 << 20
 MAX_LORA = 1000
 Side = Literal["document", ""]

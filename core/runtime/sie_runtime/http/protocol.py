@@ -1,4 +1,4 @@
-"""One HTTP/1.1 connection: uvicorn's protocol, with bounds on what a client may leave open or send without being asked.
+"""One HTTP/1.1 connection: uvicorn's protocol, with limits on open and unrequested input of a client.
 
     head ──► body ──► trailers, which are dropped
     answered before its body ended ──► the last response of the connection: it says so; then we stop sending and discard
