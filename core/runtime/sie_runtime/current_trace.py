@@ -35,7 +35,7 @@ def context_from_headers(traceparent: str, tracestate: str) -> Context:
 
 
 def trace_id_of(traceparent: str) -> str | None:
-    """Return the trace id of a context, 32 hex digits. None if it is not sampled, because no collector has the trace."""
+    """Return the trace id of a context, 32 hex digits; None if it is not sampled: no collector has the trace."""
     match = _CONTEXT.fullmatch(traceparent)
     return match["trace"] if match is not None and _flags(match) & _SAMPLED else None
 
