@@ -158,7 +158,7 @@ class Worker:
         self._loops.start(self.broker_clock.run(), "broker clock")
         self._loops.start(self._marks.run(), "marks")
         self._loops.start(self._isolate.run(), "isolate")
-        await retry(self._listen, errors=(BrokerError,), stop=stop, logger=_logger, purpose="listening to gateways")
+        await retry(self._listen, errors=(BrokerError,), stop=stop, logger=_logger, task="listening to gateways")
         self._loops.start(self._take_in(), "intake")
         self._loops.start(self.dispatch.run(self._more_expected), "dispatch")
         self._loops.start(self.leases.run(), "leases")

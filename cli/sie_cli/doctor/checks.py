@@ -264,9 +264,7 @@ KEYS, KEYS_COPY, CATALOGUE, CATALOGUE_COPY, JOBS, SHARDS = (
 
 
 async def damage(probe: ClusterProbe) -> CheckResult:
-    """Check that every stream can be read, and that the buckets of keys, catalogue and jobs agree with their copies and
-    shards.
-    """
+    """Check that streams can be read, and that keys, catalogue and jobs agree with their copies and shards."""
     from sie_broker.nats import operator
 
     broker = await probe.stream_broker()
@@ -476,9 +474,7 @@ CLOCK_S = 2.0  # seconds; wall clocks decide when keys end and stamp logs and re
 
 
 async def clock(probe: ClusterProbe) -> CheckResult:
-    """Compare the wall clocks of this machine, the gateways, the config service and the workers with the broker's
-    clock.
-    """
+    """Compare all wall clocks (this machine, gateways, config service, workers) with the broker's."""
     connection = await probe.stream_broker()
     try:
         names = [str(info.config["name"]) for info in await connection.stream_infos()]

@@ -137,9 +137,7 @@ class MigrationReport:
 
 
 class Migration:
-    """One migration. `clients`: clients of all gateways, the first of them at `url`. `err`: print progress to standard
-    error.
-    """
+    """Migration. `clients`: clients of all gateways, the first at `url`. `err`: progress goes to standard error."""
 
     def __init__(
         self,
@@ -241,7 +239,7 @@ class Migration:
         return ModelCheck(alias, key, digest or key, earlier)
 
     def _probed(self, name: str) -> tuple[int, str]:
-        """Return width and fingerprint of this model's vectors. Raises CommandRefused, and the errors of the client."""
+        """Return width and fingerprint of the model's vectors. Raises CommandRefused and the client's errors."""
         (result,) = self._client.encode(name, [PROBE], output_types=["dense"], on_item_error="fail")
         dense = result.get("dense")
         if dense is None or dense.ndim != 1 or not dense.size:
@@ -680,8 +678,8 @@ def shadow_since_s(history: Sequence[AliasRevision]) -> float:
 
 
 def before_flip(history: Sequence[AliasRevision]) -> int:
-    """Return the revision before the last change of the target, and before the shadow of that change. Raises Refused if
-    there is none, or if that change was a rollback.
+    """Return the revision before the last change of the target, and before the shadow of that change. Raises
+    CommandRefused if there is none, or if that change was a rollback.
     """
     flips = [place for place, revision in enumerate(history) if _touches(revision, _TARGETS)]
     if not flips:

@@ -91,9 +91,7 @@ class Published:
 
 @dataclass(frozen=True)
 class StreamState:
-    """State of a stream. `created` changes when the stream was lost and created again. Counts include leased
-    messages.
-    """
+    """State of a stream. `created` changes when the stream was lost and recreated. Counts include leased messages."""
 
     created: str
     messages: int

@@ -60,9 +60,7 @@ class Dialect:
 
 NATIVE = Dialect()
 _FAILED = {"MODEL_LOAD_FAILED": 502}
-_MIXED = {
-    "ALL_ITEMS_FAILED": "RESOURCE_EXHAUSTED"
-}  # clients repeat this code three times only: inputs may have failed for good
+_MIXED = {"ALL_ITEMS_FAILED": "RESOURCE_EXHAUSTED"}  # clients repeat it only three times: the failure may be permanent
 
 
 def _busy(code: str, *codes: str) -> dict[str, str]:

@@ -116,9 +116,7 @@ class Span:
 
 
 class Tracer:
-    """Makes the spans of one component. It owns a thread that exports them, until `close`. May be used from
-    any thread.
-    """
+    """Makes the spans of one component. Until `close` it owns a thread that exports them. Any thread may use it."""
 
     def __init__(self, settings: Tracing, component: str, instance: str = "") -> None:
         resource = Resource.create(

@@ -24,13 +24,7 @@ from sie_contracts.wire.heartbeats import Fetched, Heartbeat, ModelStatus
 from sie_contracts.wire.records import ReservationSpec
 from sie_contracts.wire.topology import Lane
 
-STATES = (
-    "loading",
-    "unloading",
-    "loaded",
-    "failed",
-    "available",
-)  # states in the order of precedence: the first that a worker has is shown
+STATES = ("loading", "unloading", "loaded", "failed", "available")  # the first state that a worker has is shown
 USUAL_LOAD_S = 10.0  # expected seconds of a load, for a model that no worker has loaded yet
 _logger = logging.getLogger("sie.gateway.fleet")
 

@@ -131,9 +131,7 @@ class _Parameters:
             self._found.pop(name, None)
 
     def side(self, defaults: RunDefaults) -> Side | None:
-        """Return the side of the texts if neither the request nor the defaults name a side or a prompt; otherwise
-        None.
-        """
+        """Return the side of the texts if neither the request nor the defaults name a side or a prompt, else None."""
         is_named = self.is_set("is_query", "input_type", "prompt_name") or defaults.is_query is not None
         return None if is_named else self._side
 

@@ -1,5 +1,4 @@
-"""Codings and types of bodies: gzip of requests and of replies, and the other types of a request (RFC 9110, 8.3 and
-8.4).
+"""Codings and types of bodies: gzip of requests and replies, other types of requests (RFC 9110, 8.3 and 8.4).
 
     request ──► Content-Type, Content-Encoding ──► decoded ──► limits on size and time ──► handler
     reply   ──► compressed, if the client accepts gzip and it saves bytes ──► connection
