@@ -221,7 +221,7 @@ class DeviceQueue:
         if batch.writes:
             flight = batch.entries[0].work
             del self._written[id(flight)]
-            self._inventory.made_room(flight)
+            self._inventory.written_ended(flight)
         else:
             self.sent -= 1
             self._ahead.ended(id(batch), self.clock(), self.lanes)
