@@ -65,12 +65,6 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_minilm_reaches_the_targets_of_the_catalogue(open_cluster: Cluster) -> None:
-    found = figures(MODEL, "-t", "stsb", "-s", "sie,targets", "--url", open_cluster.url)
-    assert found["missed"] == []
-    assert scores(found)["sie"]["spearman"] == pytest.approx(0.820, abs=0.001)
-
-
 @pytest.mark.long
 def test_stsb_and_its_retrieval_are_as_good_as_those_of_the_library(open_cluster: Cluster) -> None:
     for task, metric, bound in (("stsb", "spearman", 1e-4), ("stsb-retrieval", "ndcg@10", 0.0)):
@@ -78,6 +72,7 @@ def test_stsb_and_its_retrieval_are_as_good_as_those_of_the_library(open_cluster
         assert found["missed"] == []
         by_source = scores(found)
         assert by_source["sie"][metric] == pytest.approx(by_source["st"][metric], abs=bound)
+        assert task != "stsb" or by_source["sie"][metric] == pytest.approx(0.820, abs=0.001)
 
 
 @pytest.mark.parametrize(
