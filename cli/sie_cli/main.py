@@ -29,7 +29,7 @@ from sie_cli.options import (
     settings_options,
 )
 from sie_contracts.errors import SIEError
-from sie_contracts.settings import ROWS, SettingError, shown
+from sie_contracts.settings import ROWS, SettingError, default_worker_id, shown
 from sie_runtime.process import Stop, own_stderr
 from sie_runtime.process import run as run_process
 
@@ -225,7 +225,7 @@ def adapter(spare: bool, **values: Any) -> None:
     from sie_adapter.process import run
 
     settings = loaded(values).settings
-    own_stderr(json=settings.log_json)
+    own_stderr(json=settings.log_json, worker=settings.worker_id or default_worker_id())
     try:
         sys.exit(run(settings, spare=spare))
     except SettingError as error:

@@ -274,7 +274,7 @@ class CatalogueStore:
         return stored if stored is not None and stored.revision == revision else None
 
     async def backup(self) -> list[StoredModel]:
-        """List the models that were written over the API, earlier revisions included: no folder has them."""
+        """Return all kept revisions of the models that were written over the API. No models folder has them."""
         models = [
             name for name, held in (await self.snapshot()).held.items() if held.stored and held.stored.source == "api"
         ]

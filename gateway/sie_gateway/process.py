@@ -158,7 +158,7 @@ async def serve(
         settings, broker, feed, placer, admission.peers, record.own, lag, nats_monitor_url, pools.visible
     )
     keys = Keys(broker, settings.stream_replicas, clock) if settings.auth_mode == "token" else None
-    gate = Gate(settings, keys)
+    gate = Gate(settings, keys, host)
     letters = DeadLetterOperations(broker, settings, metrics, record.own, placer.note)
     residencies = Residencies(broker, fleet, placer, cold)
     quotas = Quotas(admission.peers.count)

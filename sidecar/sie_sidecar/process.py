@@ -23,7 +23,7 @@ from sie_runtime.connection import connected
 from sie_runtime.feed import CatalogueFeed, ConfigSource, config_source, packaged_catalogue
 from sie_runtime.http.server import HttpServer
 from sie_runtime.http.websocket import WebSocketProtocol
-from sie_runtime.process import Stop, Tasks, Trouble, retry
+from sie_runtime.process import WORKER, Stop, Tasks, Trouble, retry
 from sie_sidecar.batching.batch import BatchLimits
 from sie_sidecar.collector import WorkerCollector
 from sie_sidecar.device.link import AdapterGone, AdapterLink
@@ -72,6 +72,7 @@ async def serve(
 ) -> int:
     """Serve the lane until `stop`, then drain. Return the exit status. Raises SettingError."""
     worker_id = settings.worker_id or default_worker_id()
+    WORKER.set(worker_id)
     tracer = tracing.start(settings.tracing, "sidecar", worker_id)
     lane = Lane(settings.pool, settings.profile, settings.bundle)
     metrics = SidecarMetrics()

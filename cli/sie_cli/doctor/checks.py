@@ -23,9 +23,11 @@ from sie_cli.cluster import BROKER_URL, GATEWAY_URL, SOURCE
 from sie_cli.display import counted
 from sie_cli.doctor.probe import CheckResult, CheckSkipped, ClusterProbe, Finding, NotApplicable, ProbeResult
 from sie_cli.topology import steps_at
+from sie_contracts.api.views import ClusterView
 from sie_contracts.errors import SIEError
 from sie_contracts.models.trust import is_bucket
 from sie_contracts.settings import SettingError, public_url
+from sie_contracts.status import QueueInfo
 from sie_contracts.wire import topology
 from sie_contracts.wire.configs import ConfigEpoch, has_seen
 from sie_runtime.clock import BrokerClock
@@ -73,9 +75,9 @@ async def gateway(probe: ClusterProbe) -> CheckResult:
             if ready.status == 503:
                 why = ready.body.decode(errors="replace")[:300]
                 findings.append(Finding(f"the gateway at {reply.url} is {why}", READY_FIX))
-    health = await probe.health()
-    findings += _workers(health)
-    cluster = health.get("cluster", {})
+    with contextlib.suppress(CheckSkipped):
+        findings += _of_check("gateway", await probe.views())
+    cluster = (await probe.health()).get("cluster", {})
     return (
         (
             f"{counted(len(replies), 'gateway')}, {counted(cluster.get('worker_count', 0), 'healthy worker')}, "
@@ -103,65 +105,53 @@ async def broker_options(probe: ClusterProbe) -> str:
         return ""
 
 
-def _workers(health: Mapping[str, object]) -> list[Finding]:
-    findings = [
-        Finding(
-            f"worker {info['name']} ({info['pool']}.{info['gpu']}.{info['bundle']}) is not healthy",
-            "GET /readyz on its SIE_WORKER_METRICS_PORT says why; `sie doctor` on its machine looks at its socket",
+def _of_check(check: str, views: Mapping[str, ClusterView]) -> list[Finding]:
+    """The findings of the gateways that belong to a check. Several gateways have the same ones of workers."""
+    return list(
+        dict.fromkeys(
+            Finding(finding.wrong, finding.fix)
+            for view in views.values()
+            for finding in view.findings
+            if finding.check == check
         )
-        for info in _infos(health, "unhealthy_workers")
-    ]
-    if health and not findings and not _infos(health, "workers"):
-        fix = (
-            "start one: `sie sidecar` and `sie adapter` with one SIE_IPC_SOCKET_PATH, or raise the replicas of a worker"
-            " pool"
-        )
-        findings.append(Finding("no worker is there: requests wait or are refused", fix))
-    return findings
-
-
-def _infos(health: Mapping[str, object], key: str) -> list[dict[str, Any]]:
-    return msgspec.convert(health.get(key, []), list[dict[str, Any]])
-
-
-_ROOM = "give it a larger worker, or fewer models beside it"
-_ENTRY = (
-    "change its entry (sie models set ID), or make the revision before it the newest again (sie models history ID, "
-    "sie models rollback ID REVISION)"
-)
-_FIXES = {
-    "OOM": _ROOM,
-    "NETWORK": "make the source of its weights reachable from the worker, which tries again by itself",
-    "GATED": "accept the licence at the hub and set HF_TOKEN of the workers",
-    "DEPENDENCY": "install the package that it names beside the adapter",
-    "UNKNOWN": f"the log of the adapter has the traceback; {_ENTRY}",
-}
+    )
 
 
 async def loads(probe: ClusterProbe) -> CheckResult:
     """List failed loads of models on all workers: one finding for each worker and cause."""
-    for gateway in await probe.gateways():
-        if gateway.is_sie and gateway.status == 200:
-            answer = await probe.get(gateway.url, "/v1/models", probe.cluster.gateway_token)
-            break
-    else:
-        raise CheckSkipped("no gateway tells which models its workers have")
-    if answer.status != 200:
-        raise CheckSkipped(f"{gateway.url}/v1/models answers {answer.trouble or answer.status}")
-    models = msgspec.convert(answer.json().get("models", []), list[dict[str, Any]])
-    # the profiles that share a copy of the weights fail together: one finding for all of them
-    failed: dict[tuple[str, str, str], list[str]] = {}
-    for model in models:
-        for host in model["hosts"]:
-            if host["state"] == "failed" and host["error"] is not None:
-                error = host["error"]
-                failed.setdefault((host["worker"], error["code"], error["message"]), []).append(model["id"])
+    views = await probe.views()
+    loaded = max(view.cluster.models_loaded for view in views.values())
+    return f"{counted(loaded, 'model')} loaded", _of_check("loads", views)
+
+
+async def refusals(probe: ClusterProbe) -> CheckResult:
+    """Requests that the gateways refused in the last minutes because of too much work or a fault of the cluster."""
+    views = await probe.views()
     findings = [
-        Finding(f"worker {worker} cannot load {', '.join(names)}: {code}: {message}", _FIXES.get(code, _ENTRY))
-        for (worker, code, message), names in failed.items()
+        Finding(f"gateway {url}: {finding.wrong}" if len(views) > 1 else finding.wrong, finding.fix)
+        for url, view in views.items()
+        for finding in view.findings
+        if finding.check == "refusals"
     ]
-    loaded = sum(1 for model in models if model["loaded"])
-    return f"{counted(loaded, 'model')} loaded", findings
+    return "at most 1 % of the requests of the last 5 minutes", findings
+
+
+LAG_S = 7.0  # in which a gateway that has just started knows the length of the queue
+
+
+async def queue(probe: ClusterProbe) -> CheckResult:
+    """Queues whose oldest work waits for long, or that grow."""
+    views, end_s = await probe.views(), time.monotonic() + LAG_S
+    while not (waiting := [_messages(view.queues) for view in views.values() if view.queues is not None]):
+        if time.monotonic() > end_s:
+            raise CheckSkipped("no gateway knows the length of the queue")
+        await asyncio.sleep(1.0)  # a gateway that has just started has not asked the broker yet
+        views = await probe.ask_views()
+    return f"{counted(max(waiting), 'message')}, none of them old", _of_check("queue", views)
+
+
+def _messages(queues: Iterable[QueueInfo]) -> int:
+    return sum(entry.messages for entry in queues)
 
 
 MIN_BROKER = (2, 12)

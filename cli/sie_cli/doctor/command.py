@@ -18,7 +18,19 @@ import msgspec
 from sie_broker import BrokerError
 from sie_cli.cluster import Cluster, data_dir_option
 from sie_cli.display import counted
-from sie_cli.doctor.checks import broker, clock, config, damage, gateway, loads, models, streams, versions
+from sie_cli.doctor.checks import (
+    broker,
+    clock,
+    config,
+    damage,
+    gateway,
+    loads,
+    models,
+    queue,
+    refusals,
+    streams,
+    versions,
+)
 from sie_cli.doctor.machine import PROBE_S, disk, gpu, ports, sockets
 from sie_cli.doctor.probe import Check, CheckResult, CheckSkipped, ClusterProbe, Finding, NotApplicable, open_probe
 from sie_cli.options import ManyOptions, flags_of, refuse, settings_options
@@ -98,6 +110,8 @@ CHECKS: dict[str, Check] = {
     "config": config,
     "models": models,
     "loads": loads,
+    "refusals": refusals,
+    "queue": queue,
     "sockets": sockets,
     "gpu": gpu,
     "disk": disk,
@@ -142,8 +156,8 @@ def doctor(data_dir: Path | None, as_json: bool, **values: Any) -> None:
 
     Give it the settings of the processes: it looks for what they would meet. What it is not told, broker and config
     service, it asks the gateway for. It looks at settings, ports, gateways and their workers, the broker, streams and
-    consumers, who is behind the catalogue, models that do not load, the sockets of adapters, GPU, disks, clocks and
-    versions.
+    consumers, who is behind the catalogue, models that do not load, refused requests, queues, the sockets of
+    adapters, GPU, disks, clocks and versions.
 
     Status 0: nothing is wrong. 1: something is. 2: nothing was found, but not all could be looked at.
     """

@@ -162,8 +162,10 @@ async def _is_open(port: int) -> bool:
     return True
 
 
-PROBE_S = 60.0  # seconds for `import torch` on a cold disk
-_CONTROL = Path("/dev/nvidiactl")  # exists once a driver was loaded
+PROBE_S = 60.0  # of `import torch` on a cold disk
+_CONTROL = Path("/dev/nvidiactl")  # there as soon as a driver is loaded, or was
+_PCI = Path("/sys/bus/pci/devices")
+_NVIDIA, _DISPLAY = "0x10de", "0x03"  # the vendor, and the first digits of the class of all display controllers
 _TORCH = (
     "import json,torch;print(json.dumps({'version':torch.__version__,'cuda':torch.version.cuda or '',"
     "'usable':torch.cuda.is_available(),'count':torch.cuda.device_count()}))"
@@ -176,10 +178,13 @@ async def gpu(probe: ClusterProbe) -> CheckResult:
     driver, trouble = _driver()
     has_device = driver is not None or await asyncio.to_thread(_CONTROL.exists)
     is_requested = device.startswith("cuda")
-    if not is_requested and not has_device:
-        return f"none is here, and SIE_DEVICE={device} asks for none", []
     if device == "cpu":
         return "SIE_DEVICE=cpu asks for none", []
+    if not is_requested and not has_device:
+        if importlib.util.find_spec("torch") is None or not await asyncio.to_thread(has_nvidia_card, _PCI):
+            return f"none is here, and SIE_DEVICE={device} asks for none", []
+        fix = "install the driver of NVIDIA (`nvidia-smi` has to work), or set SIE_DEVICE=cpu if the CPU is meant"
+        return "", [Finding(f"an NVIDIA GPU is here, but no driver answers: {trouble}", fix)]
     if not is_requested and importlib.util.find_spec("torch") is None:
         raise NotApplicable("a GPU is here, but no torch: no adapter runs in this environment")
     if importlib.util.find_spec("torch") is None:
@@ -188,6 +193,14 @@ async def gpu(probe: ClusterProbe) -> CheckResult:
     return (
         f"torch {torch.version}, CUDA {torch.cuda or 'none'}, driver {driver or 'none'}, {counted(torch.count, 'GPU')}",
         gpu_faults(device, torch, driver, trouble),
+    )
+
+
+def has_nvidia_card(devices: Path) -> bool:
+    """Whether the folder of PCI devices has a GPU of NVIDIA."""
+    return any(
+        vendor.read_text().strip() == _NVIDIA and vendor.with_name("class").read_text().startswith(_DISPLAY)
+        for vendor in devices.glob("*/vendor")
     )
 
 
@@ -214,14 +227,18 @@ def gpu_faults(device: str, torch: TorchBuild, driver: GpuDriver | None, trouble
     """List the faults of the GPU for SIE_DEVICE `device`. `trouble`: the reason why there is no driver."""
     instead = "or set SIE_DEVICE=cpu" if device.startswith("cuda") else "or set SIE_DEVICE=cpu if that is meant"
     if not torch.cuda:
+        number = torch.version.partition("+")[0]
         return [
             Finding(
                 f"torch {torch.version} is built without CUDA"
                 + (f", but SIE_DEVICE={device}" if device.startswith("cuda") else ""),
-                "install the build for this driver (`pip install torch --index-url "
-                f"https://download.pytorch.org/whl/...`), {instead}",
+                f"install the build for this driver (`pip install --force-reinstall torch=={number}` takes that with "
+                f"CUDA of PyPI), {instead}",
             )
         ]
+    if driver is None and "mismatch" in trouble:
+        fix = "restart the machine: its kernel still has the module of the driver before the update"
+        return [Finding(f"the NVIDIA driver does not answer: {trouble}", fix)]
     if driver is None:
         fix = f"install it (`nvidia-smi` has to work), give the container the GPU, {instead}"
         return [Finding(f"no NVIDIA driver answers: {trouble}", fix)]
@@ -236,8 +253,8 @@ def gpu_faults(device: str, torch: TorchBuild, driver: GpuDriver | None, trouble
             return [Finding(f"CUDA_VISIBLE_DEVICES={hidden} leaves no GPU", fix)]
         fix = f"`nvidia-smi` and the adapter's log say more, {instead}"
         return [Finding(f"torch {torch.version} cannot use the GPU of driver {driver}", fix)]
-    number = int(device.partition(":")[2] or 0)
-    if number >= torch.count:
+    place = int(device.partition(":")[2] or 0)
+    if place >= torch.count:
         names = ", ".join(f"cuda:{number}" for number in range(torch.count))
         return [Finding(f"SIE_DEVICE={device}, but there is {names} alone", f"set SIE_DEVICE to {names}")]
     return []

@@ -27,6 +27,7 @@ import msgspec
 from sie_broker import BrokerUnavailable, CoreMessage
 from sie_cli.cluster import CONFIG_URL, SOURCE, Cluster
 from sie_cli.data_dir import sockets_folder
+from sie_contracts.api.views import ClusterView
 from sie_contracts.settings import Secret, public_url
 from sie_contracts.wire import heartbeats, ipc, topology
 from sie_contracts.wire.configs import ConfigEpoch
@@ -194,6 +195,28 @@ class ClusterProbe:
             if reply.status == 200 and reply.is_sie:
                 return reply.json()
         return {}
+
+    async def ask_views(self) -> dict[str, ClusterView]:
+        """Request `/v1/cluster` of each gateway that answers, by its URL, without the cached result of `views`. Raises
+        CheckSkipped if there is none.
+        """
+        cluster = self.cluster
+        up = {reply.url for reply in await self.gateways() if reply.status == 200 and reply.is_sie}
+        urls = [url for url in cluster.gateway_urls if public_url(url) in up]
+        replies = await asyncio.gather(*(self.get(url, "/v1/cluster", cluster.gateway_token) for url in urls))
+        views = {}
+        for reply in replies:
+            with contextlib.suppress(msgspec.DecodeError):  # of a gateway of an older version
+                views[reply.url] = msgspec.json.decode(reply.body, type=ClusterView)
+        if not views:
+            raise CheckSkipped(
+                f"{replies[0].url}/v1/cluster answers {replies[0].trouble or replies[0].status}"
+                if replies
+                else "no gateway tells the state of the cluster"
+            )
+        return views
+
+    views = once(ask_views)
 
     async def is_standalone(self) -> bool:
         health = await self.health()

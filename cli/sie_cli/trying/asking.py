@@ -82,7 +82,8 @@ def _file(name: str) -> QuestionInput:
     path = Path(name)
     if not path.is_file():
         raise CommandRefused(
-            f"there is no file {printable(name) or '(no name)'}; a text that begins with {FILE} is written {FILE * 2}"
+            f"there is no file {printable(name) or '(no name)'}. To send a text that begins with {FILE}, "
+            f"write {FILE * 2}"
         )
     kind = (mimetypes.guess_type(path.name)[0] or "").partition("/")[0]
     item: Item = {"images": [path]} if kind == "image" else {"audio": path} if kind == "audio" else {"document": path}

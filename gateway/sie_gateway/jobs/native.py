@@ -141,7 +141,7 @@ class NativeJob:
         return fit._replace(rows=min(fit.rows, request.shard_rows))
 
     async def _retried(self) -> Plan:
-        """Return a plan of the spans of another job in which rows failed."""
+        """Return a plan with those spans of the earlier job that have failed rows."""
         before = await self._places.before(self._job.retry_of)
         plan = await before.workplace.plan()
         if plan is None:

@@ -449,8 +449,8 @@ class Load(NamedTuple):
 
 
 def credit(load: Load, mean_cost: float, limits: BatchLimits) -> int:
-    """Return the number of deliveries of `mean_cost` tokens to have outstanding: as many as READY_PER_LANE batches per
-    lane can take beyond the held work.
+    """Return how many deliveries may be requested from the broker at a time, if each has `mean_cost` tokens: those that
+    READY_PER_LANE full batches per lane can take in addition to the held work.
     """
     cost_left = READY_PER_LANE * load.lanes * limits.cost - load.cost
     items_left = READY_PER_LANE * load.lanes * limits.requests - load.items

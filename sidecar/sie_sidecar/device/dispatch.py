@@ -392,15 +392,15 @@ class Dispatch:
             self._device.end(sent)
             return True
         flights = [entry.work for entry in batch.entries]
-        sealed_s = self._clock()
+        dispatched_s = self._clock()
         for flight in flights:
             flight.move("running")
-            flight.sealed_s = sealed_s
+            flight.dispatched_s = dispatched_s
             if flight.hosted is not None:
-                flight.hosted.used(sealed_s)
+                flight.hosted.used(dispatched_s)
                 flight.fingerprint = flight.hosted.fingerprint(flight.item.profile, flight.item.options)
         self._device.note_sent()
-        self._device.rate.sent(sealed_s)
+        self._device.rate.sent(dispatched_s)
         started, ran = False, 0
 
         def on_started() -> None:
@@ -469,7 +469,7 @@ class Dispatch:
         hosted = flights[0].hosted
         assert hosted is not None
         for flight in flights:
-            flight.sealed_s = 0.0
+            flight.dispatched_s = 0.0
         with self._settle.answering(flights, "loading the LoRA"):
             evicted_s = self._clock()
             async with self._loading.loras.turn(hosted):
@@ -500,7 +500,7 @@ class Dispatch:
             if flight.hosted is not None:
                 flight.hosted.mark_unloaded()
             flight.move("preparing")
-            flight.sealed_s = 0.0
+            flight.dispatched_s = 0.0
         for flight in self._settle.still_wanted(flights):
             self._work.start(self._put_back(flight), "again")
 

@@ -73,7 +73,7 @@ class Isolate:
         await self._marks.suspected(flights[0].item.model, keys)
         failpoint("isolate.suspects_marked")
         for flight in flights:
-            flight.sealed_s = 0.0
+            flight.dispatched_s = 0.0
             self.add(flight)
 
     def add(self, flight: InFlight) -> None:
@@ -160,7 +160,7 @@ class Isolate:
             flight.started_s = flight.started_s or self._clock()
 
         flight.move("running")
-        flight.sealed_s = flight.sealed_s or self._clock()
+        flight.dispatched_s = flight.dispatched_s or self._clock()
         flight.fingerprint = hosted.fingerprint(flight.item.profile, flight.item.options)
         batch, number = self._device.alone(single), self._device.number + 1
         failpoint("isolate.before_run")

@@ -2,8 +2,8 @@
 by its text.
 
     an adapter dies ──► the inputs that it had begun are suspects: they run alone ──► answered: cleared
-                                                           └──► an adapter dies with one alone: poison, refused before
-                                                           it runs
+                                                           └──► an adapter dies with one alone, its second death:
+                                                           poison, refused before it runs
 
 The marks are in a bucket whose keys expire after POISON_LIFETIME_S; every worker follows it. Without a broker a worker
 uses the marks that it has. If the bucket is lost, they are kept, and count as marks that the broker does not have.

@@ -308,7 +308,7 @@ class ModelStates:
         return self._hosted.get(residency)
 
     def add_items(self, hosted: ModelState, items: int = 1) -> None:
-        """Hold `items` more work items for `hosted`. From now on no request permits its eviction."""
+        """Count `items` more work items that need `hosted`. It is not evicted until they are parked or let go."""
         hosted.add_items(items, self._clock())
 
     def let_go(self, hosted: ModelState) -> None:
@@ -356,7 +356,7 @@ class ModelStates:
         return [state for state in states if state.arriving or (state.state == "loaded" and not state.is_quiet)]
 
     def left_over(self, loaded_models: Iterable[ipc.LoadedModel]) -> list[str]:
-        """Return the adapter's models that an earlier process of this worker left. This process did not request them."""
+        """Return the adapter's models that an earlier process left. This process never requested them."""
         names = {hosted.name for hosted in self._hosted.values() if hosted.state in ("loading", "loaded")}
         return [loaded.model for loaded in loaded_models if loaded.model not in names]
 

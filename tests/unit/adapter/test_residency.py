@@ -522,12 +522,12 @@ def test_what_a_family_keeps_of_its_entry_is_read_again_when_it_changes(changes:
 def test_a_changed_entry_is_served_from_then_on() -> None:
     world = World()
     world.ensure("a")
-    world.residency.change("a", entry("a", run=RunDefaults(instruction="find")))
+    world.ensure("a", run=RunDefaults(instruction="find"))
+    assert world.loads == ["a"]
     with world.residency.use("a") as resident:
         assert resident.resolved.run.instruction == "find"
-    world.residency.change("a", entry("a", load=LoadOptions(precision="float32")))
-    assert world.loaded() == []
-    world.residency.change("a", None)
+    world.ensure("a", load=LoadOptions(precision="float32"))
+    assert world.loads == ["a", "a"]
 
 
 def test_released_and_absent_models_are_reported_as_loading() -> None:

@@ -63,7 +63,8 @@ class Route:
 
     `reader`: SIE_CONFIG_READ_TOKEN is enough. `served`: False for a route that the config service serves and a gateway
     does not (405). `errors`: the shape of all its errors; None for a probe, whose refusal is one of `replies`. Each
-    process has its own type of handler.
+    process has its own type of handler. `local`: a gateway of auth mode none that listens on loopback alone serves it
+    without a token, whatever its scope.
     """
 
     method: str
@@ -78,6 +79,7 @@ class Route:
     parameters: tuple[Parameter, ...] = ()
     errors: type[Struct] | None = Error
     reader: bool = False
+    local: bool = False
     served: bool = True
 
 

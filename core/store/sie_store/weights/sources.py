@@ -20,7 +20,7 @@ import importlib.metadata
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -335,6 +335,24 @@ class WeightSources:
         if not self.may_download:
             raise FetchFailed("NOT_FOUND", f"no commit of {repository} is known")
         return commit_of(repository, branch or None, label=private)
+
+
+def on_disk(entries: Iterable[ModelEntry], cache: LocalCache) -> tuple[str, ...]:
+    """Return the ids of the models whose weights this machine has, so that a load downloads nothing. Files are not
+    compared with their digests.
+    """
+    return tuple(entry.id for entry in entries if _is_on_disk(entry.weights, entry, cache))
+
+
+def _is_on_disk(weights: Weights, entry: ModelEntry, cache: LocalCache) -> bool:
+    if weights.path and is_model(Path(weights.path).expanduser(), entry):
+        return True
+    if weights.hub and weights.revision:
+        with contextlib.suppress(ManifestError):
+            if cache.place(weights.hub, weights.revision).is_dir() and cache.find(weights.hub, weights.revision):
+                return True
+    is_whole = families.row(entry.family).is_package
+    return bool(weights.package) and (distribution_folder if is_whole else package_folder)(weights.package) is not None
 
 
 def package_folder(package: str) -> Path | None:
