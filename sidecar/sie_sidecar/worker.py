@@ -213,7 +213,7 @@ class Worker:
         self.source.refill_soon()
 
     def _on_free(self, consumer: str) -> None:
-        """Refill one consumer: a work item of it no longer holds others back."""
+        """Refill one consumer after a work item that held back its other messages."""
         self.source.pulling.refill_one(consumer)
 
     def _on_role(self, hosted: ModelState) -> None:
