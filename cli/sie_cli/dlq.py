@@ -153,8 +153,8 @@ def replay(cluster: Cluster, name: str, timeout_s: float) -> None:
 
 
 async def replayed(broker: Broker, settings: Settings, name: str, timeout_s: float) -> WorkResult:
-    """Run the work again and return its result. The letter is removed if every input has a result. Raises Refused,
-    BrokerError.
+    """Run the work again and return its result. The letter is removed if every input has a result. Raises
+    CommandRefused, BrokerError.
     """
     from sie_gateway.metrics import Metrics
     from sie_gateway.operations.replay import Unreadable, open_replays

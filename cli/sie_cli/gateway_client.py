@@ -40,7 +40,9 @@ def gateway_client(cluster: Cluster, scopes: str, *, is_patient: bool = False) -
 
 @contextlib.contextmanager
 def gateway_errors(cluster: Cluster, scopes: str) -> Iterator[None]:
-    """End the process with status 2 if no gateway answers or if the token is refused. Other errors become Refused."""
+    """End the process with status 2 if no gateway answers or if the token is refused. Other errors become
+    CommandRefused.
+    """
     from sie_client.errors import AuthenticationError, ModelNotFoundError, SIEConnectionError, SIEError
 
     try:

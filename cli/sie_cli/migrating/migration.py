@@ -680,8 +680,8 @@ def shadow_since_s(history: Sequence[AliasRevision]) -> float:
 
 
 def before_flip(history: Sequence[AliasRevision]) -> int:
-    """Return the revision before the last change of the target, and before the shadow of that change. Raises Refused if
-    there is none, or if that change was a rollback.
+    """Return the revision before the last change of the target, and before the shadow of that change. Raises
+    CommandRefused if there is none, or if that change was a rollback.
     """
     flips = [place for place, revision in enumerate(history) if _touches(revision, _TARGETS)]
     if not flips:
