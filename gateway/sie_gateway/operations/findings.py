@@ -172,7 +172,7 @@ def of_queues(
     for entry in queues:
         lane = (entry.pool, entry.machine_profile, entry.bundle)
         oldest_s[lane] = max(oldest_s[lane], entry.oldest_s)
-    found = []
+    findings = []
     for lane, messages in _lengths(queues).items():
         grown = trend.grown(lane)
         if oldest_s[lane] > STUCK_S:
@@ -182,14 +182,14 @@ def of_queues(
         else:
             continue
         name = ".".join(lane if visible(lane[0]) else (HIDDEN, *lane[1:]))
-        found.append(
+        findings.append(
             ClusterFinding(
                 check="queue",
                 wrong=f"the queue of {name} {state}; its healthy workers: {healthy[lane]}",
                 fix=_CAPACITY if healthy[lane] else _START,
             )
         )
-    return found
+    return findings
 
 
 def _lengths(queues: Iterable[QueueInfo]) -> Counter[tuple[str, str, str]]:
