@@ -330,11 +330,13 @@ def test_a_time_to_wait_that_is_no_number_of_seconds_is_waited_for_all_the_same(
 
 
 def test_a_patch_is_made_of_fields() -> None:
-    assert patch_of(["a.b=1", "a.c=null", 'x."y.z".w=[1, 2]', "t=text", "e="]) == {
+    assert patch_of(["a.b=1", "a.c=null", 'x."y.z".w=[1, 2]', "t=text", "e=", "p=query: {text}", "m={c: 1}"]) == {
         "a": {"b": 1, "c": None},
         "x": {"y.z": {"w": [1, 2]}},
         "t": "text",
         "e": None,
+        "p": "query: {text}",
+        "m": {"c": 1},
     }
 
 
