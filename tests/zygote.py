@@ -331,6 +331,7 @@ def _become(job: dict[str, object], streams: Sequence[int], parent: int) -> list
     os.chdir(str(job["cwd"]))
     os.environ.clear()
     os.environ.update(job["environ"])  # type: ignore[call-overload]
+    _read_hub()
     argv: list[str] = list(job["argv"])  # type: ignore[call-overload]
     from setproctitle import setproctitle  # here: tools that start processes of their own do without it
 
@@ -338,6 +339,12 @@ def _become(job: dict[str, object], streams: Sequence[int], parent: int) -> list
     if _given is not None:
         _given_to(_given, os.getpid()).write_text(json.dumps(job["environ"]), "utf-8")
     return argv
+
+
+def _read_hub() -> None:
+    """Have the library of the hub read HF_ENDPOINT again, which it does as it is imported."""
+    if (api := sys.modules.get("huggingface_hub.hf_api")) is not None:
+        api.api.endpoint = importlib.reload(api.constants).ENDPOINT
 
 
 def have_children_forked() -> None:
