@@ -24,6 +24,7 @@ import gc
 import importlib
 import json
 import os
+import runpy
 import select
 import shutil
 import signal
@@ -61,6 +62,7 @@ IMPORTS: dict[Kind, tuple[str, ...]] = {  # what the entry imports at its first 
     "fixed_cost_adapter": (),
     "tests": (),
 }
+RUN_FIRST = "PYTEST_RUN_FIRST"  # in the environment: a file that a forked process runs before its entry
 _SHARED = "PYTEST_ZYGOTES"  # in the environment: the process with which they end, and the folder of their sockets
 _LIBC = ctypes.CDLL(None)
 _lock = threading.Lock()
@@ -333,6 +335,9 @@ def _become(job: dict[str, object], streams: Sequence[int], parent: int) -> list
     os.environ.update(job["environ"])  # type: ignore[call-overload]
     _read_hub()
     argv: list[str] = list(job["argv"])  # type: ignore[call-overload]
+    sys.orig_argv = [sys.executable, *argv]
+    if first := os.environ.get(RUN_FIRST):
+        runpy.run_path(first)
     from setproctitle import setproctitle  # here: tools that start processes of their own do without it
 
     setproctitle(" ".join([sys.executable, *argv]))

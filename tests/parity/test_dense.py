@@ -58,7 +58,6 @@ GRAPHS = [
     ("bert", "bfloat16"),
     ("modernbert", "float32"),
     ("qwen3 causal", "float32"),
-    ("mpnet", "float32"),
 ]
 PACKED = [name for name, attention in ATTENTION.items() if attention == "sdpa"]
 ALL = [(name, precision) for name in ARCHITECTURES for precision in PRECISIONS]
