@@ -42,11 +42,12 @@ import psutil
 
 from sie_cli.serve import supervisor
 
-Kind = Literal["sie", "engine", "fixed_cost_adapter", "tests"]
+Kind = Literal["sie", "engine", "fixed_cost_adapter", "qdrant", "tests"]
 ENTRIES: dict[Kind, str] = {
     "sie": "sie_cli.main",
     "engine": "sie_cli.main",
     "fixed_cost_adapter": "fixed_cost_adapter",
+    "qdrant": "qdrant_server",
     "tests": "worker",
 }
 # the last ones are imported when a connection to the broker is opened, and by the first HTTP client and server
@@ -60,6 +61,7 @@ IMPORTS: dict[Kind, tuple[str, ...]] = {  # what the entry imports at its first 
     "sie": _PROCESSES,
     "engine": (*_ENGINE, *_PROCESSES, "sie_cli.serve.command", "sie_cli.serve.standalone"),
     "fixed_cost_adapter": (),
+    "qdrant": ("qdrant_edge", "qdrant_client.models"),
     "tests": (),
 }
 RUN_FIRST = "PYTEST_RUN_FIRST"  # in the environment: a file that a forked process runs before its entry
