@@ -7,8 +7,10 @@
    adapter, SIE_RUST_PIPELINE_DEPTH of the largest size.
 3. Short texts on a device that is as fast as a card, of the fixed-cost adapter: there the way to the device decides. A
    device that 8 clients keep busy leaves a job little to gain.
+4. `client.embed` of an iterator of many texts beside a job over them, in turn: texts a second, and the memory that the
+   client's process needs beside the array that it returns, for these texts and for a fifth of them.
 
-    python bench/jobs.py [--texts 4000 --rounds 3]
+    python bench/jobs.py [--texts 4000 --rounds 3 --embed-texts 100000]
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import json
 import os
 import platform
 import statistics
+import subprocess
 import sys
 import tempfile
 import threading
@@ -37,6 +40,34 @@ from report import Report, add_options, machine
 from stack import Device, Plan, Stack
 
 GOALS = "goals: a job at least 0.95 of the engine alone on the mix and 1.3 of 8 x 32; 0.80 of itself beside requests"
+EMBED_GOALS = "goals: embed at least 0.95 of a job, and no more memory for five times the texts"
+# prints texts a second, and the bytes at the peak beside those before the call and those of the array
+EMBED = """
+import json, sys, threading, time
+import psutil
+from sie_client import SIEClient
+
+url, model, file, count = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])
+client, me, peak = SIEClient(url, progress=False), psutil.Process(), 0
+client.embed(model, ["warm"])
+before, ended = me.memory_info().rss, threading.Event()
+
+def watch():
+    global peak
+    while not ended.wait(0.02):
+        peak = max(peak, me.memory_info().rss)
+
+watching = threading.Thread(target=watch)
+watching.start()
+with open(file) as lines:
+    began_s = time.perf_counter()
+    rows = client.embed(model, (json.loads(line) for line, _ in zip(lines, range(count))))
+    seconds = time.perf_counter() - began_s
+ended.set()
+watching.join()
+assert len(rows) == count
+print(json.dumps([count / seconds, peak - before - rows.nbytes]))
+"""
 DEPTH = 2  # SIE_RUST_PIPELINE_DEPTH
 FAST = Device(batch_ms=2.0, token_us=1.0)
 SHORT_TEXTS = 100_000  # of 14 tokens
@@ -90,6 +121,7 @@ def main() -> None:
     parser.add_argument("--texts", type=int, default=4000)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=6.0, help="of the engine and of the clients")
+    parser.add_argument("--embed-texts", type=int, default=100_000)
     add_options(parser)
     options = parser.parse_args()
     say = Report()
@@ -99,6 +131,7 @@ def main() -> None:
         cluster = Cluster(())
         try:
             measure(alone, cluster, texts, options, say)
+            measure_embed(cluster.port, texts_of("mix", options.embed_texts), options.rounds, say)
         finally:
             cluster.stop()
             alone.engine.stop(5)
@@ -147,6 +180,32 @@ def measure(alone: Alone, cluster: Cluster, texts: list[str], options: argparse.
     say("|---|--:|--:|--:|")
     for name, each in (("nothing beside it", quiet_ms), ("a job beside it", beside_ms)):
         say(f"| {name} | {statistics.median(each):.1f} | {percentile(each, 0.99):.1f} | {len(each)} |")
+
+
+def measure_embed(port: int, texts: list[str], rounds: int, say: Report) -> None:
+    """`client.embed`, in a process of its own, against a job."""
+    url = f"http://127.0.0.1:{port}"
+    rates: dict[str, list[float]] = {"embed": [], "job": []}
+    memory: dict[int, list[float]] = {len(texts) // 5: [], len(texts): []}
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "texts.jsonl"
+        file.write_text("".join(json.dumps(text) + "\n" for text in texts))
+        jobs = Jobs(url, texts)
+        for _ in range(rounds):
+            for count, peaks in memory.items():
+                argv = [sys.executable, "-c", EMBED, url, MODEL, str(file), str(count)]
+                done = subprocess.run(argv, capture_output=True, text=True, check=True)
+                rate, peak = json.loads(done.stdout)
+                peaks.append(peak / 1e6)
+                if count == len(texts):
+                    rates["embed"].append(rate)
+            rates["job"].append(jobs.rate())
+    found = {name: statistics.median(each) for name, each in rates.items()}
+    say(f"\n`client.embed` of {len(texts):,} texts, {rounds} rounds; {EMBED_GOALS}:")
+    say(f"{found['embed']:.0f} texts/s, a job {found['job']:.0f}, {found['embed'] / found['job']:.2f}; load average ")
+    say(f"{os.getloadavg()[1]:.1f}.")
+    for count, peaks in memory.items():
+        say(f"Memory beside the array for {count:,} texts: {statistics.median(peaks):.0f} MB. ")
 
 
 def measure_fast(options: argparse.Namespace, say: Report) -> None:

@@ -415,7 +415,6 @@ EXAMPLES: dict[str, Any] = {
         pixels=bytes(range(6)),
         image_keys=bytes(range(16)),
     ),
-    "ipc3-ApplyConfig": ipc.ApplyConfig("org/model", _ENTRY),
     "ipc3-Drain": ipc.Drain(),
     "ipc3-Cancel": ipc.Cancel(),
     "ipc3-Pong": ipc.Pong(4711, 0.25, 99, ("org/other",)),

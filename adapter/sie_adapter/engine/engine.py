@@ -39,7 +39,7 @@ from sie_adapter.loading.loading import Loader, classed
 from sie_adapter.memory import oom
 from sie_adapter.memory.batch_limits import DeviceLimits, PassRecords, limits_key, split_off
 from sie_adapter.memory.device_errors import is_device_fatal, is_out_of_memory
-from sie_adapter.memory.oom import OomCounters, OomRecovery, Remedy, on_new_thread
+from sie_adapter.memory.oom import OomCounters, OomRecovery, Relief, Remedy, on_new_thread
 from sie_adapter.memory.residency import DeviceMemory, Permission, ResidentModels
 from sie_adapter.packed.lora import ModelLoras
 from sie_adapter.packed.packing import Int64, Items, MalformedBatch, PackedBatch, images, items, sounds
@@ -201,7 +201,7 @@ class AdapterEngine:
         return msgspec.structs.replace(reply, dropped=permission.dropped) if permission.dropped else reply
 
     def _run(
-        self, message: RunBatch, make_room: Callable[[], Remedy | None], preparation: Any, is_gone: Callable[[], bool]
+        self, message: RunBatch, make_room: Callable[[], Relief | None], preparation: Any, is_gone: Callable[[], bool]
     ) -> BatchDone | Refused:
         """Run a batch and return the reply, without relieving memory. Never raises."""
         try:
@@ -367,7 +367,7 @@ class BatchRun:
         model: TextModel,
         device: torch.device,
         message: RunBatch,
-        make_room: Callable[[], Remedy | None] = lambda: None,
+        make_room: Callable[[], Relief | None] = lambda: None,
         batch_limits: DeviceLimits | None = None,
         key: str = "",
         count_remedy: Callable[[Remedy], None] = lambda remedy: None,

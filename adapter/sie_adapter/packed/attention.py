@@ -293,19 +293,10 @@ def _attend_varlen(
 ) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    shares = query.shape[1] != key.shape[1]
-    output: Tensor = varlen_attn(
-        query,
-        key,
-        value,
-        bounds,
-        bounds,
-        longest,
-        longest,
-        scale=scale,
-        window_size=_window(pattern),
-        enable_gqa=shares,
-    )
+    options: dict[str, Any] = {"scale": scale, "window_size": _window(pattern)}
+    if query.shape[1] != key.shape[1]:
+        options["enable_gqa"] = True  # which torch has from 2.12 on
+    output: Tensor = varlen_attn(query, key, value, bounds, bounds, longest, longest, **options)
     return output
 
 

@@ -109,7 +109,7 @@ def _changes(changes: list[dict[str, Any]]) -> str:
 @click.argument("model", metavar="ID")
 @service_options
 def status(cluster: Cluster, model: str, output: str | None) -> None:
-    """Which gateways and workers serve which revision of model ID."""
+    """Show which gateways and workers serve which revision of model ID."""
     with service_of(cluster, writes=False) as service:
         body = service.read(path_of(model, "/status")).body
     print_body(body, output, lambda: _show_status(body))

@@ -59,8 +59,8 @@ class NoResponder(BrokerError):
 class TopologyMismatch(BrokerError):
     """Error of a stream or consumer that exists with other settings. `field` names the first setting that differs."""
 
-    def __init__(self, name: str, field: str, found: object, wanted: object) -> None:
-        super().__init__(f"{name}: {field} is {found!r} at the broker, this process needs {wanted!r}")
+    def __init__(self, name: str, field: str, actual: object, expected: object) -> None:
+        super().__init__(f"{name}: {field} is {actual!r} at the broker, this process needs {expected!r}")
         self.field = field
 
 

@@ -101,9 +101,9 @@ class Span:
             self._tracer.start_span(name, parent, attributes=own, start_time=start_ns).end(end_ns)
         return end_ns
 
-    def lead_to(self, other: Span) -> None:
+    def lead_to(self, span: Span) -> None:
         """Add a link to another span, for whose work this one ran."""
-        self._span.add_link(other._span.get_span_context())
+        self._span.add_link(span._span.get_span_context())
 
     def end(self, end_ns: int | None = None) -> None:
         """End the span, now by default. A second end has no effect."""
@@ -169,12 +169,12 @@ class Tracer:
 
 
 def _sampler(settings: Tracing) -> Sampler:
-    found: dict[str, Sampler] = {
+    samplers: dict[str, Sampler] = {
         "always_on": ALWAYS_ON,
         "always_off": ALWAYS_OFF,
         "traceidratio": TraceIdRatioBased(settings.rate),
     }
-    own = found[settings.sampler.removeprefix("parentbased_")]
+    own = samplers[settings.sampler.removeprefix("parentbased_")]
     return ParentBased(own) if settings.sampler.startswith("parentbased_") else own
 
 
@@ -184,7 +184,7 @@ def _exporter(name: str, settings: Tracing) -> SpanExporter:
     return _SpanCollector(settings.endpoint, settings.protocol)
 
 
-class _Told(logging.Filter):
+class _LastLog(logging.Filter):
     """Keeps the last log message instead of writing it."""
 
     last = ""
@@ -194,7 +194,7 @@ class _Told(logging.Filter):
         return False
 
 
-_told = _Told()
+_last_log = _LastLog()
 
 
 class _SpanCollector(SpanExporter):
@@ -210,12 +210,12 @@ class _SpanCollector(SpanExporter):
         if protocol == "grpc":
             from opentelemetry.exporter.otlp.proto.grpc import trace_exporter as over_grpc
 
-            logging.getLogger(grpc_exporter.__name__).addFilter(_told)
+            logging.getLogger(grpc_exporter.__name__).addFilter(_last_log)
             self._inner = over_grpc.OTLPSpanExporter(endpoint)
         else:
             from opentelemetry.exporter.otlp.proto.http import trace_exporter as over_http
 
-            logging.getLogger(over_http.__name__).addFilter(_told)
+            logging.getLogger(over_http.__name__).addFilter(_last_log)
             self._inner = over_http.OTLPSpanExporter(endpoint)
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
@@ -223,7 +223,7 @@ class _SpanCollector(SpanExporter):
         if result is SpanExportResult.SUCCESS:
             self._trouble.passed()
         else:
-            self._trouble.met(ConnectionError(_told.last or "no reason was given"))
+            self._trouble.met(ConnectionError(_last_log.last or "no reason was given"))
         return result
 
     def shutdown(self) -> None:

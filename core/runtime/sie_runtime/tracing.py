@@ -87,11 +87,11 @@ def begin_request(
     return context, span
 
 
-def end_request(span: Span, what: str, status: int, code: str = "") -> None:
-    """The response was sent. `what` was asked for, and `code` is the error, if any. None of these may come from a
+def end_request(span: Span, operation: str, status: int, code: str = "") -> None:
+    """The response was sent. `operation` was asked for, and `code` is the error, if any. None of these may come from a
     client.
     """
-    span.rename(f"{span.name} {what}")
+    span.rename(f"{span.name} {operation}")
     span.set({"http.response.status_code": status})
     if status >= _FAULT:
         span.fail(code or str(status))

@@ -99,7 +99,7 @@ def _bodies(allowed: Allowed) -> Mapping[str, bytes]:
     try:
         if is_bucket(name):
             bucket = BucketFolder(name, SUFFIXES)
-            paths = [path for path in bucket.look() if not path.startswith("bundles/")]
+            paths = [path for path in bucket.list_files() if not path.startswith("bundles/")]
             return bucket.read(paths, MAX_FILE_BYTES)
         root = Path(name).expanduser()
         if not root.is_dir():

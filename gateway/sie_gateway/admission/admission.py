@@ -604,10 +604,10 @@ class Admission:
         if place in self._crowded:
             self._pump(place)
         if len(self._crowded) > (place in self._crowded):
-            for other in [
-                other for other in self._crowded if other is not place and other.window.shares is place.window.shares
+            for queue in [
+                queue for queue in self._crowded if queue is not place and queue.window.shares is place.window.shares
             ]:
-                self._pump(other)
+                self._pump(queue)
 
     def ended(self, permits: Permits, ticket: Ticket) -> None:
         """End a request: its permits are given back, and none of its chunks waits any more."""

@@ -602,7 +602,9 @@ class ModelQueue:
         return last_s
 
     def peer_announced(self, gateway: str, queued: QueuedWork, now_s: float) -> None:
-        """Note what another gateway announced: its work in the queue, and turns."""
+        """Note what another gateway announced: its work in the queue, and the turns that it booked or that were
+        claimed.
+        """
         self._others = {name: peer for name, peer in self._others.items() if now_s - peer.at_s < OTHER_S}
         self._others[gateway] = _PeerQueue(now_s, queued.tokens, queued.rate, self.window.cost)
         self.turns.peer_announced(now_s, queued.turns, queued.claimed)

@@ -183,7 +183,7 @@ class Settle:
     def __init__(
         self,
         worker_id: str,
-        settlement: ResultDelivery,
+        results: ResultDelivery,
         dead_letters: DeadLetterWriter,
         inventory: Inventory,
         fetching: PayloadFetching | None,
@@ -192,8 +192,8 @@ class Settle:
         clock: Callable[[], float],
     ) -> None:
         self._worker_id = worker_id
-        self._settlement = settlement
-        self._leases = settlement.leases
+        self._results = results
+        self._leases = results.leases
         self._dead_letters = dead_letters
         self._inventory = inventory
         self._fetching = fetching
@@ -286,7 +286,7 @@ class Settle:
         if flight.item.traceparent or TRACE_ID.get() is not None:
             set_current(Context(flight.item.traceparent, flight.item.tracestate))
         try:
-            await self._settlement.answer(flight.lease, flight.item, result, flight.deadline_s, self._burial(flight))
+            await self._results.answer(flight.lease, flight.item, result, flight.deadline_s, self._burial(flight))
         finally:
             self._remove(flight)
             self._metrics.answered(name, flight.item.endpoint or flight.item.operation, result)
@@ -565,9 +565,9 @@ class Leases:
             await self._settle(lease.delivery.term(reason))
 
     @staticmethod
-    async def _settle(settlement: Awaitable[None]) -> None:
+    async def _settle(results: Awaitable[None]) -> None:
         try:
-            await settlement
+            await results
         except BrokerError as error:
             _leases_logger.warning("a settlement was not sent, the work will be delivered again: %s", error)
 

@@ -131,9 +131,9 @@ class MemoryPulls:
         self.detach_all()
         self._credits.clear()
         self._server.pulls[self._stream].discard(self)
-        self._connection.forget(self)
+        self._connection.remove(self)
 
-    def take(self, consumer: Consumer, message: Message) -> None:
+    def deliver_leased(self, consumer: Consumer, message: Message) -> None:
         self.deliver(MemoryDelivery(self._connection, consumer, message))
 
     def deliver(self, delivery: MemoryDelivery) -> None:
@@ -188,7 +188,7 @@ class MemoryQueue(MemoryBus):
         self._server.pulls.setdefault(stream, set()).add(pulls)
         return pulls
 
-    def forget(self, pulls: MemoryPulls) -> None:
+    def remove(self, pulls: MemoryPulls) -> None:
         self._pulls.discard(pulls)
 
     async def subject_counts(self, stream: str, subject_filter: str) -> dict[str, int]:

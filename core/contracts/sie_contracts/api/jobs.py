@@ -35,7 +35,7 @@ Metadata = Annotated[
 
 
 class JobInput(Struct, kw_only=True, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """What a job reads: exactly one of `file` and `url`.
+    """Input of a job: exactly one of `file` and `url`.
 
     `file`: the id of a file that was uploaded (`/v1/files`). `url`: one object, or all objects below a path that ends
     in `/`, in a place that SIE_JOBS_URLS allows. `format` is known by the name of an object, if it is not given.
@@ -57,7 +57,7 @@ class JobInput(Struct, kw_only=True, frozen=True, omit_defaults=True, forbid_unk
 
 
 class JobOutput(Struct, kw_only=True, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """What a job writes. `url`: the place of its files, below one that SIE_JOBS_URLS allows; by default they are kept
+    """Output of a job. `url`: the place of its files, below one that SIE_JOBS_URLS allows; by default they are kept
     with the job and read over HTTP.
 
     `sink`: the name of a database of SIE_JOBS_SINKS that gets the vectors as well, into the collection or table

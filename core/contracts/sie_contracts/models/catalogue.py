@@ -86,7 +86,7 @@ class Catalogue:
     written: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
-    def of(
+    def from_documents(
         cls,
         documents: Mapping[str, ModelEntry | Alias],
         revisions: Mapping[str, int],

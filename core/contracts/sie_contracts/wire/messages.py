@@ -50,7 +50,7 @@ class Vectors(msgspec.Struct, frozen=True, array_like=True):
     data: bytes
 
     @classmethod
-    def of(cls, array: NDArray[Any]) -> Vectors:
+    def from_array(cls, array: NDArray[Any]) -> Vectors:
         """Convert an array [rows, width]."""
         rows, width = array.shape
         return cls(rows, width, array.astype("<f4", copy=False).tobytes())

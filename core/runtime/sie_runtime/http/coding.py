@@ -110,8 +110,8 @@ def _corrupt(why: str) -> InvalidInput:
 def accepts_gzip(accepted: str) -> bool:
     """Return whether an Accept-Encoding header accepts gzip (RFC 9110, 12.5.3)."""
     weights: dict[str, float] = {}
-    for each in accepted.lower().split(","):
-        name, *parameters = (part.strip() for part in each.split(";"))
+    for choice in accepted.lower().split(","):
+        name, *parameters = (part.strip() for part in choice.split(";"))
         weight = next((text[2:] for text in parameters if text.startswith("q=")), "1")
         try:
             weights["gzip" if name == "x-gzip" else name] = float(weight)

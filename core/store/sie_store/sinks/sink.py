@@ -81,7 +81,9 @@ class SinkRows:
             return self
         numbers = sorted(last.values())
         return SinkRows(
-            [self.ids[number] for number in numbers], self.vectors[numbers], [self.payloads[each] for each in numbers]
+            [self.ids[number] for number in numbers],
+            self.vectors[numbers],
+            [self.payloads[number] for number in numbers],
         )
 
 
