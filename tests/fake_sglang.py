@@ -1,8 +1,9 @@
-"""Stands for `python -m sglang.launch_server`, with transformers for what SGLang computes: the options, the routes and
-the bodies are those of sglang 0.5.23. The long tests run the real one.
+"""Stands for `python -m sglang.launch_server`: the options, the routes and the bodies are those of sglang 0.5.23. The
+long tests run the real one. The states come from the tests by `LastStates`, since to import torch takes seconds.
 
-A file `dies` in the model's folder ends it when a batch has the id that the file names; `refuses` ends it at its start;
-`wrong` makes its vectors those of other texts. Each start adds its pid and that of its child to `starts`.
+A file `states` in the model's folder has their address. A file `dies` ends it when a batch has the id that the file
+names; `refuses` ends it at its start; `wrong` makes its vectors those of other texts. Each start adds its pid and that
+of its child to `starts`.
 """
 
 from __future__ import annotations
@@ -13,18 +14,16 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import urllib.request
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
-
-import torch
-from transformers import AutoModel
 
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     folder: ClassVar[Path]
-    model: ClassVar[Any]
     context: ClassVar[int]
 
     def do_GET(self) -> None:
@@ -41,11 +40,13 @@ class Handler(BaseHTTPRequestHandler):
             return
         if not all(texts) or self._dies(texts):
             os._exit(3)
-        with torch.inference_mode():
-            states = [self.model(input_ids=torch.tensor([ids]))[0][0, -1].float() for ids in texts]
-        rows = torch.nn.functional.normalize(torch.stack(states)).roll(int((self.folder / "wrong").exists()), 1)
+        body = json.dumps(texts).encode()
+        with urllib.request.urlopen((self.folder / "states").read_text(), body) as states:
+            rows = [base64.b64decode(row) for row in json.load(states)]
+        if (self.folder / "wrong").exists():
+            rows = [row[-4:] + row[:-4] for row in rows]
         found = [
-            {"object": "embedding", "index": index, "embedding": base64.b64encode(row.numpy().tobytes()).decode()}
+            {"object": "embedding", "index": index, "embedding": base64.b64encode(row).decode()}
             for index, row in enumerate(rows)
         ]
         self._answer(200, {"object": "list", "data": found, "model": "model", "usage": {}})
@@ -57,6 +58,46 @@ class Handler(BaseHTTPRequestHandler):
     def _answer(self, status: int, body: dict[str, Any]) -> None:
         content = json.dumps(body).encode()
         self.send_response(status)
+        self.send_header("content-length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+class LastStates(ThreadingHTTPServer):
+    """Answers ids of texts with the normalised states of their last tokens, by transformers in this process. Writes its
+    address to the model's folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoModel
+
+        super().__init__(("127.0.0.1", 0), _StatesHandler)
+        self.model = AutoModel.from_pretrained(folder).eval()
+        (folder / "states").write_text(f"http://127.0.0.1:{self.server_port}/")
+        self._thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01})
+        self._thread.start()
+
+    def close(self) -> None:
+        self.shutdown()
+        self._thread.join()
+        self.server_close()
+
+
+class _StatesHandler(BaseHTTPRequestHandler):
+    server: LastStates
+
+    def do_POST(self) -> None:
+        import torch
+
+        texts = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        with torch.inference_mode():
+            states = [self.server.model(input_ids=torch.tensor([ids]))[0][0, -1].float() for ids in texts]
+            rows = torch.nn.functional.normalize(torch.stack(states))
+        content = json.dumps([base64.b64encode(row.numpy().tobytes()).decode() for row in rows]).encode()
+        self.send_response(200)
         self.send_header("content-length", str(len(content)))
         self.end_headers()
         self.wfile.write(content)
@@ -81,8 +122,6 @@ def main() -> None:
     child = subprocess.Popen(["sleep", "600"])  # as the real one has children, of its session
     with (Handler.folder / "starts").open("a") as starts:
         starts.write(f"{os.getpid()} {child.pid}\n")
-    dtype = getattr(torch, options.dtype)
-    Handler.model = AutoModel.from_pretrained(Handler.folder, dtype=dtype).eval()
     ThreadingHTTPServer((options.host, options.port), Handler).serve_forever()
 
 

@@ -27,13 +27,14 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from cluster import until
 from measure import PACKAGES
 from stack import Plan, Stack
+from zygote import RUN_FIRST
 
 ROOT = Path(__file__).resolve().parents[1]
 MAX_FILES = 60
-REQUESTS = 40  # so many that what a process does at intervals is missing in one of them, on a busy machine too
+REQUESTS = 40  # enough that some requests have no periodic work of a process in them, even on a busy machine
 MODEL = "sentence-transformers/all-MiniLM-L6-v2"
 
-# runs at the start of every Python process that finds its folder on PYTHONPATH
+# runs at the start of every Python process that finds its folder on PYTHONPATH, or that a test forks with it
 TRACER = """
     import json, os, socket, sys, threading
 
@@ -73,7 +74,7 @@ Functions = set[tuple[str, str]]  # the file of each, from the root of the repos
 
 
 def notify(address: Path, word: str) -> list[tuple[str, str]]:
-    """Have a process begin or end its record; the functions that it entered, none if it has ended."""
+    """Tell a process to begin or end its record. Returns the functions that it entered; none if it has ended."""
     with socket.socket(socket.AF_UNIX) as connection:
         try:
             connection.connect(str(address))
@@ -98,7 +99,7 @@ def encode(url: str) -> httpx.Response:
 
 
 def trace_request(folder: Path, url: str) -> dict[str, Functions]:
-    """The functions that one request enters, by process."""
+    """Return the functions that one request enters, by process."""
     for address in folder.iterdir():
         notify(address, "begin")
     reply = encode(url)
@@ -111,17 +112,19 @@ def trace_request(folder: Path, url: str) -> dict[str, Functions]:
 
 
 def functions_of_encode() -> dict[str, Mapping[str, list[str]]]:
-    """The functions that each of several requests enters, by process and file."""
+    """Return the functions that each of several requests enters, by process and file."""
     with tempfile.TemporaryDirectory() as name:
         folder, code = Path(name, "s"), Path(name, "code")
         folder.mkdir()
         code.mkdir()
-        (code / "sitecustomize.py").write_text(textwrap.dedent(TRACER))
+        tracer = code / "sitecustomize.py"
+        tracer.write_text(textwrap.dedent(TRACER))
         paths = os.pathsep.join([str(code), *filter(None, [os.environ.get("PYTHONPATH")])])
+        traced = {RUN_FIRST: str(tracer)} if "PYTEST_VERSION" in os.environ else {"PYTHONPATH": paths}
         plan = Plan(
             models=(),
             workers=(None,),
-            environ={"PYTHONPATH": paths, "REQUEST_PATH_FOLDER": str(folder)},
+            environ={**traced, "REQUEST_PATH_FOLDER": str(folder)},
             preload=False,
             start_s=START_S,
         )

@@ -124,7 +124,7 @@ def migrate(cluster: Cluster, as_json: bool, yes: bool) -> None:
 
 
 async def steps_at(broker: NatsBroker, settings: Settings) -> list[Step]:
-    """Plan the differences in all present streams of work and of dead letters, and in those that the settings want.
+    """Plan the changes of all present streams of work and dead letters, and of the streams that the settings require.
     Raises BrokerError.
     """
     from sie_broker.nats.operator import plan, read_facts, streams
@@ -134,7 +134,7 @@ async def steps_at(broker: NatsBroker, settings: Settings) -> list[Step]:
     own = {names.pool_name("default"), settings.pool}
     steps: list[Step] = []
     for pool in sorted({name.removeprefix(_WORK) for name in present if name.startswith(_WORK)} | own):
-        # a reservation, whose dead letters are kept elsewhere
+        # a reservation: its dead letters are in another stream
         reserved = pool not in own and f"DEAD_{pool}" not in present
         facts = await read_facts(broker, names.stream_name(pool))
         steps += plan(facts, work_spec(settings, pool, reserved=reserved), float(settings.ack_wait_s))
@@ -148,7 +148,7 @@ async def steps_at(broker: NatsBroker, settings: Settings) -> list[Step]:
 
 
 async def _apply(broker: NatsBroker, settings: Settings, steps: list[Step]) -> list[Step]:
-    """Do what is not refused. Returns what is still to be done then."""
+    """Run the steps that are not refused. Returns the steps that remain then."""
     from sie_broker.nats.operator import apply
 
     for step in steps:

@@ -299,10 +299,13 @@ BAD_OPTIONS: dict[str, list[Json]] = {
 
 async def test_poisoned_options_are_refused_and_do_not_touch_who_runs_beside(client: httpx.AsyncClient) -> None:
     expected = {name: slots(checked(await ask(client, name, [MATES[0]]))) for name in VERBS}
-    for name, params in [(name, params) for name, several in BAD_OPTIONS.items() for params in several]:
-        refused, beside = await asyncio.gather(ask(client, name, [MATES[0]], **params), ask(client, name, [MATES[0]]))
-        body = checked(refused)
-        assert (refused.status_code, body.get("code")) == (400, "INVALID_INPUT"), (name, str(params)[:100], body)
+    for name, several in BAD_OPTIONS.items():
+        beside, *refusals = await asyncio.gather(
+            ask(client, name, [MATES[0]]), *(ask(client, name, [MATES[0]], **params) for params in several)
+        )
+        for params, refused in zip(several, refusals, strict=True):
+            body = checked(refused)
+            assert (refused.status_code, body.get("code")) == (400, "INVALID_INPUT"), (name, str(params)[:100], body)
         check_close(slots(checked(beside)), expected[name])
     for value in (math.nan, math.inf, -math.inf):
         given: list[tuple[str, Json]] = [

@@ -7,9 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
 from cluster import MODEL, Cluster, running
 from dockerfiles import composed, last_stage
+
+from sie_contracts.settings import BY_NAME, load
 
 TEXTS = [f"text {number}" for number in range(96)]
 
@@ -40,9 +41,14 @@ def batches(cluster: Cluster) -> list[int]:
         return list(threads.map(encode, TEXTS))
 
 
-@pytest.mark.parametrize(("most", "expected"), [("", range(4, 33)), ("3", range(1, 4))], ids=["default", "3"])
-def test_the_requests_of_a_batch_of_the_standalone_service_are_bounded_by_its_variable(
-    tmp_path: Path, most: str, expected: range
-) -> None:
-    with standalone(tmp_path, **({"SIE_MAX_BATCH_REQUESTS": most} if most else {})) as cluster:
-        assert max(batches(cluster)) in expected
+def test_the_requests_of_a_batch_of_the_standalone_service_are_bounded_by_its_variable(tmp_path: Path) -> None:
+    with standalone(tmp_path, SIE_MAX_BATCH_REQUESTS="3") as cluster:
+        assert max(batches(cluster)) in range(1, 4)
+
+
+def test_without_the_variable_the_standalone_service_has_the_default() -> None:
+    environ = composed({})["services"]["standalone"]["environment"]
+    assert (
+        load(environ=environ, mode="standalone").settings.max_batch_requests
+        == BY_NAME["SIE_MAX_BATCH_REQUESTS"].default
+    )

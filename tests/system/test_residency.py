@@ -18,7 +18,7 @@ from sie_cli.main import main
 
 ADMIN = "admin-token-of-a-test"
 AS_ADMIN = {"authorization": f"Bearer {ADMIN}"}
-LONG = ["the river runs through the winter garden " * 12] * 200  # seconds of work
+LONG = ["the river runs through the winter garden " * 12] * 80  # seconds of work
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,11 @@ def cluster(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, models: LocalModels
 ) -> Iterator[Cluster]:
     arguments = [*request.param, "--no-spare", "--models-dir", str(models.folder)]
-    with running(tmp_path_factory.mktemp("residency"), *arguments, environ={"SIE_ADMIN_TOKEN": ADMIN}) as cluster:
+    environ = {
+        "SIE_ADMIN_TOKEN": ADMIN,
+        "SIE_LOAD_HOLD_S": "29",
+    }  # on a busy machine a load takes longer than the default
+    with running(tmp_path_factory.mktemp("residency"), *arguments, environ=environ) as cluster:
         yield cluster
 
 

@@ -87,11 +87,11 @@ async def test_sigterm_under_load_drains_and_exits_with_0(cluster: Cluster) -> N
 
 def test_ctrl_c_while_a_job_runs_ends_every_process_by_itself(tmp_path: Path) -> None:
     """Its work that is in flight is handed back, and it goes on at the next start."""
-    rows = b"".join(b'{"t": "%d %s"}\n' % (number, b"some words " * 30) for number in range(3000))
+    rows = b"".join(b'{"t": "%d %s"}\n' % (number, b"some words " * 30) for number in range(1000))
     with running(tmp_path, "--no-spare", "--preload", MODEL) as cluster:
         with JobClient(cluster.url) as jobs:
             source = {"file": jobs.upload("rows.jsonl", rows), "text": "{t}"}
-            job = jobs.submit(MODEL, source)["id"]
+            job = jobs.submit(MODEL, source, shard_rows=20, tokens_per_s=2000.0)["id"]
             until(lambda: jobs.show(job)["counts"]["done"], GONE_S, "rows that are answered", cluster.log)
         assert cluster.process is not None
         cluster.process.send_signal(signal.SIGINT)

@@ -60,7 +60,7 @@ class Link:
     def loaded(self, model: str) -> ipc.LoadedModel:
         return ipc.LoadedModel(model, "local", "f", "float32", "toy", self.memory_bytes)
 
-    async def ask(self, question: ipc.Request) -> ipc.Reply:
+    async def request(self, question: ipc.Request) -> ipc.Reply:
         self.questions.append(question)
         self.asked.set()
         await self.answers.wait()

@@ -46,7 +46,7 @@ class OneModel:
         loaded = ipc.LoadedModel(question.model, "local", "f", "float32", "toy")
         return ipc.Ready(loaded, TOKENIZER, 512, {"encode": ipc.Rows()})
 
-    async def ask(self, question: ipc.Request) -> ipc.Reply:
+    async def request(self, question: ipc.Request) -> ipc.Reply:
         """Describe, the only question that a load asks."""
         models = (ipc.LoadedModel(self.loaded, "local", "f", "float32", "toy"),) if self.loaded else ()
         return ipc.Description(ipc.PROTOCOL, 1, "cpu", "0", models=models)
@@ -238,7 +238,7 @@ async def test_what_an_earlier_sidecar_left_makes_room(described: bool) -> None:
     worker = Worker(1000.0)
     worker.link.loaded = "toy/left"
     if described:
-        answer = await worker.link.ask(ipc.Describe())
+        answer = await worker.link.request(ipc.Describe())
         assert isinstance(answer, ipc.Description)
         worker.link.description = answer
     async with asyncio.timeout(30):

@@ -172,9 +172,7 @@ class AdapterEngine:
             return None
 
     def writes(self, message: RunBatch) -> bool:
-        """Return whether the batch generates text beside the lanes. If so, the caller runs `execute` on its own
-        thread.
-        """
+        """Return whether the batch generates text beside the lanes. If so, the caller runs `execute` on its thread."""
         try:
             with self.residency.use(message.model, message.fingerprint) as resident:
                 rows = resident.weights.rows.get(message.operation)

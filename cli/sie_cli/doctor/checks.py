@@ -45,7 +45,7 @@ READY_FIX = (
 
 
 async def gateway(probe: ClusterProbe) -> CheckResult:
-    """Check that each gateway answers, lets this user read, and has workers that are well."""
+    """Check that each gateway answers, permits reads by this user, and has healthy workers."""
     findings: list[Finding] = []
     replies = await probe.gateways()
     if not probe.cluster.is_given(GATEWAY_URL) and replies[0].trouble:
@@ -70,7 +70,7 @@ async def gateway(probe: ClusterProbe) -> CheckResult:
                     f"{reply.url}/health answers {reply.status}", "read the gateway's log: this route always answers"
                 )
             )
-        elif probe.cluster.local() is None:  # else the check of ports looks
+        elif probe.cluster.local() is None:  # otherwise the check of ports finds it
             ready = await probe.get(reply.url, "/readyz")
             if ready.status == 503:
                 why = ready.body.decode(errors="replace")[:300]
@@ -96,7 +96,7 @@ def _refused(reply: ProbeResult, at_broker: str) -> Finding:
 
 
 async def broker_options(probe: ClusterProbe) -> str:
-    """The options by which a command finds the broker; none where it is not known."""
+    """Return the options with the broker's address; empty if it is not known."""
     if probe.cluster.sources.get(BROKER_URL) == SOURCE:
         return f" --data-dir {shlex.quote(str(probe.data_dir))}"
     try:
@@ -106,7 +106,7 @@ async def broker_options(probe: ClusterProbe) -> str:
 
 
 def _of_check(check: str, views: Mapping[str, ClusterView]) -> list[Finding]:
-    """The findings of the gateways that belong to a check. Several gateways have the same ones of workers."""
+    """Return the gateways' findings of a check. Findings about workers that several gateways report are listed once."""
     return list(
         dict.fromkeys(
             Finding(finding.wrong, finding.fix)
@@ -118,14 +118,14 @@ def _of_check(check: str, views: Mapping[str, ClusterView]) -> list[Finding]:
 
 
 async def loads(probe: ClusterProbe) -> CheckResult:
-    """Failed loads of models on all workers: one finding for each worker and cause."""
+    """List failed loads of models on all workers: one finding for each worker and cause."""
     views = await probe.views()
     loaded = max(view.cluster.models_loaded for view in views.values())
     return f"{counted(loaded, 'model')} loaded", _of_check("loads", views)
 
 
 async def refusals(probe: ClusterProbe) -> CheckResult:
-    """Requests that the gateways refused in the last minutes because of too much work or a fault of the cluster."""
+    """List requests that gateways refused in the last minutes, for too much work or a fault of the cluster."""
     views = await probe.views()
     findings = [
         Finding(f"gateway {url}: {finding.wrong}" if len(views) > 1 else finding.wrong, finding.fix)
@@ -136,16 +136,16 @@ async def refusals(probe: ClusterProbe) -> CheckResult:
     return "at most 1 % of the requests of the last 5 minutes", findings
 
 
-LAG_S = 7.0  # in which a gateway that has just started knows the length of the queue
+LAG_S = 7.0  # seconds until a new gateway knows the length of the queue
 
 
 async def queue(probe: ClusterProbe) -> CheckResult:
-    """Queues whose oldest work waits for long, or that grow."""
+    """List queues whose oldest work has waited long, or that grow."""
     views, end_s = await probe.views(), time.monotonic() + LAG_S
     while not (waiting := [_messages(view.queues) for view in views.values() if view.queues is not None]):
         if time.monotonic() > end_s:
             raise CheckSkipped("no gateway knows the length of the queue")
-        await asyncio.sleep(1.0)  # a gateway that has just started has not asked the broker yet
+        await asyncio.sleep(1.0)  # a new gateway has not read the queue yet
         views = await probe.ask_views()
     return f"{counted(max(waiting), 'message')}, none of them old", _of_check("queue", views)
 
@@ -209,7 +209,7 @@ def _no_jetstream(url: str) -> Finding:
 
 
 async def streams(probe: ClusterProbe) -> CheckResult:
-    """Streams and consumers, against what `sie topology check` wants."""
+    """Compare streams and consumers with those that `sie topology check` expects."""
     connection = await probe.stream_broker()
     where = await broker_options(probe)
     try:
@@ -254,7 +254,7 @@ KEYS, KEYS_COPY, CATALOGUE, CATALOGUE_COPY, JOBS, SHARDS = (
 
 
 async def damage(probe: ClusterProbe) -> CheckResult:
-    """Check that every stream can be read, and that keys, catalogue and jobs have what their copies and shards have."""
+    """Check that streams can be read, and that keys, catalogue and jobs agree with their copies and shards."""
     from sie_broker.nats import operator
 
     broker = await probe.stream_broker()
@@ -328,18 +328,18 @@ async def _catalogue(broker: NatsBroker) -> dict[str, str]:
 
 
 async def _jobs(broker: NatsBroker) -> dict[str, str]:
-    """A job is removed after its shards."""
+    """Find shards whose job is missing: a job is removed after its shards."""
     jobs = {subject.rpartition(".")[2] for subject in await broker.subject_counts(JOBS, "$KV.*.job.>")}
     shards = {subject.split(".")[2] for subject in await broker.subject_counts(SHARDS, ">")}
     lost = sorted(shards - jobs)
     return {JOBS: f"it lacks {counted(len(lost), 'job')} of which there are shards ({_named(lost)})"} if lost else {}
 
 
-DRIFT_S = 5.0  # that a write of the catalogue takes at most to everybody, on a busy machine
+DRIFT_S = 5.0  # seconds until all processes have a write of the catalogue, on a busy machine
 
 
 async def config(probe: ClusterProbe) -> CheckResult:
-    """Check that the config service answers, and that all gateways and workers serve by its catalogue."""
+    """Check that the config service answers, and that all gateways and workers use its catalogue."""
     reply = await probe.config()
     url = await probe.config_url()
     fix = (
@@ -397,7 +397,7 @@ async def config(probe: ClusterProbe) -> CheckResult:
 
 
 async def restored(probe: ClusterProbe, url: str) -> list[Finding]:
-    """Models whose newest revision could not be loaded, so that the one before it serves again."""
+    """List models whose newest revision could not be loaded: the revision before it serves again."""
     answer = await probe.get(url, "/v1/configs/models", probe.config_token)
     fix = "correct the entry and write it again (sie models history ID, sie models set ID)"
     models = msgspec.convert(answer.json().get("models", []), list[dict[str, Any]]) if answer.status == 200 else []
@@ -410,8 +410,8 @@ def drift(
     """List the gateways and workers that are behind the catalogue: gateways by name with their epoch, workers with
     their bundle and epoch.
 
-    A worker is behind when a write that concerns its bundle is missing. Without `epoch`, the config service's word,
-    gateways are compared with each other, and workers by the bucket alone: which writes concern them is not known then.
+    A worker is behind if it lacks a write of its bundle. Without the config service's `epoch`, gateways are compared
+    with each other, and workers with the bucket alone: then it is not known which writes concern a bundle.
     """
     latest = epoch.epoch if epoch else max(gateways.values(), key=_writes, default="")
     findings = [
@@ -443,14 +443,14 @@ def _drifted(name: str, stands: str, expected: str) -> Finding:
 
 
 async def models(probe: ClusterProbe) -> CheckResult:
-    """The folder of models that the local `sie serve` reads: one file that is refused keeps all of it back."""
+    """Check the folder of models that the local `sie serve` reads: one invalid file blocks the whole folder."""
     from sie_config_service.overlay import Overlay
 
     access = probe.cluster.local()
     folder = access.models_dir if access is not None else ""
     if not folder or is_bucket(folder):
         raise NotApplicable("nothing that runs here reads a folder of models")
-    if not await asyncio.to_thread(Path(folder).is_dir):  # the default one, which need not be there
+    if not await asyncio.to_thread(Path(folder).is_dir):  # the default folder may be missing
         raise NotApplicable(f"there is no {folder}, so the models are those of the package")
     try:
         folders = await asyncio.to_thread(Overlay(dataclasses.replace(probe.settings, models_dir=folder)).folders)
@@ -460,11 +460,11 @@ async def models(probe: ClusterProbe) -> CheckResult:
     return f"{counted(len(folders.files), 'model')} in {folder}", []
 
 
-CLOCK_S = 2.0  # keys end, logs and request ids are stamped by wall clocks; ages of work are not
+CLOCK_S = 2.0  # seconds; wall clocks decide when keys end and stamp logs and request ids
 
 
 async def clock(probe: ClusterProbe) -> CheckResult:
-    """Wall clocks of this machine, the gateways, the config service and the workers, against the broker's."""
+    """Compare all wall clocks (this machine, gateways, config service, workers) with the broker's."""
     connection = await probe.stream_broker()
     try:
         names = [str(info.config["name"]) for info in await connection.stream_infos()]
@@ -513,7 +513,7 @@ def _off(whose: str, ahead_s: float) -> Finding:
 
 
 async def versions(probe: ClusterProbe) -> CheckResult:
-    """One version of everything, but during an upgrade."""
+    """Check that all members have one version, except during an upgrade."""
     by_version: dict[str, list[str]] = defaultdict(list)
     by_version[sie_contracts.__version__].append("this `sie`")
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):

@@ -70,7 +70,7 @@ def faults_of(
 
 
 def _contradiction(flags: Mapping[str, str], environ: Mapping[str, str]) -> str:
-    """Return the contradiction of two settings that can each be read; empty where there is none."""
+    """Return the contradiction of two valid settings; empty if there is none."""
     try:
         load(flags=flags, environ=environ)
     except SettingError as error:
@@ -132,8 +132,8 @@ _SHOWN: Mapping[State, tuple[str, str]] = {
 
 
 class CheckReport(msgspec.Struct, frozen=True):
-    """Report of one check. `state`: fine, wrong, absent (nothing to look at), blind (it could not look). `says`: the
-    line beside it.
+    """Report of one check. `state`: fine, wrong, absent (nothing to check) or blind (the check was not possible).
+    `says`: the text beside it.
     """
 
     check: str
@@ -161,7 +161,7 @@ def doctor(data_dir: Path | None, as_json: bool, **values: Any) -> None:
 
     Status 0: nothing is wrong. 1: something is. 2: nothing was found, but not all could be looked at.
     """
-    logging.getLogger("sie.broker").addHandler(logging.NullHandler())  # what matters of it is a finding
+    logging.getLogger("sie.broker").addHandler(logging.NullHandler())  # its important messages become findings
     values.pop("failpoints", None)
     try:
         reports = asyncio.run(examined(flags_of(values), os.environ, data_dir))
@@ -180,8 +180,8 @@ def doctor(data_dir: Path | None, as_json: bool, **values: Any) -> None:
 
 
 async def examined(flags: Mapping[str, str], environ: Mapping[str, str], named: Path | None) -> list[CheckReport]:
-    """The reports of all checks, in their order. `named` is a data directory that was asked for. Raises SettingError
-    for a wrong one.
+    """Return the reports of all checks, in their order. `named`: the data directory that the user named. Raises
+    SettingError if it is invalid.
     """
     faults, good_flags, good_environ = faults_of(flags, environ)
     cluster = Cluster.locate(load(flags=good_flags, environ=good_environ), named, required=False)
@@ -212,7 +212,7 @@ def status_of(reports: list[CheckReport]) -> int:
 
 
 def show(reports: list[CheckReport]) -> None:
-    """Print for people: each check, under it what is wrong and the fix."""
+    """Print each check with its faults and their remedies."""
     width = max(len(report.check) for report in reports)
     for entry in reports:
         word, colour = _SHOWN[entry.state]

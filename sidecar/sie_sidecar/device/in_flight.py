@@ -329,7 +329,7 @@ class Inventory:
             self._on_free(flight.lease.delivery.consumer)
         self.let_model_go(flight)
 
-    def made_room(self, flight: InFlight) -> None:
+    def written_ended(self, flight: InFlight) -> None:
         """Note that a written work item has ended, so that its consumer may send one more."""
         self._on_free(flight.lease.delivery.consumer)
 
