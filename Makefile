@@ -1,9 +1,19 @@
-# make serve   the whole cluster on this machine        make test         what CI runs first; installs what tests need
-# make lint    ruff and mypy                            make test-system  what needs Debian packages and root
-# make docs    the site in build/site                   make release  what a release hands out, in dist
-# make images  the images, by docker, podman or buildah  make image-NAME  one of them
-# make eval ARGS="MODEL -t TASK"   how good and fast a model is
-# make bench-queue  what a request costs, overload, fairness      make chaos ARGS="--duration 60"  parts killed under load
+# make serve               the whole cluster on this machine; ARGS="MODEL --port 8081" are those of `sie serve`
+# make install             the environment of make serve, in .venv
+# make eval                how good and fast a model is: make eval ARGS="MODEL -t TASK"
+# make test                what CI runs first; installs what tests need
+# make test-system         what needs Debian packages and root
+# make test-long           what takes minutes, with public clients of 500 MB
+# make lint                ruff and mypy
+# make docs                the site in build/site
+# make images              the images, by docker, podman or buildah; make image-NAME builds one of them
+# make release             what a release hands out, in dist
+# make audit               the pinned versions against advisories: make audit ADVISORIES=FOLDER
+# make bench               the cluster's overhead over its engine
+# make bench-queue         what a request costs, overload, fairness
+# make gpu                 checks and figures of this machine's GPU: make gpu PART=parity; REHEARSE=1 without one
+# make chaos               parts killed under load: make chaos ARGS="--duration 60"
+# make clean               without the environments and what was built
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -16,9 +26,12 @@ SDKS := .venv-sdks
 # without bytecode each of the processes that tests start compiles the product, and each collection rewrites the tests
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install serve eval test test-system test-long lint audit docs images release bench bench-queue chaos clean
+.PHONY: help install serve eval test test-system test-long lint audit docs images release bench bench-queue chaos gpu clean
 
 install: $(VENV)/.serve
+
+help:
+	@sed -n 's/^# make /make /p' $(firstword $(MAKEFILE_LIST))
 
 # pip 26 resolves in half the time of the one that Python 3.11 brings, whose installation alone takes 6 s
 $(VENV)/.pip:
@@ -132,6 +145,11 @@ image-%:
 	$(BUILDER) build -f $(firstword $(wildcard docker/$*.Dockerfile) docker/Dockerfile) -t $(REGISTRY:%=%/)sie-$*:$(VERSION) --build-arg COMPONENT=$* \
 	    --build-arg VERSION=$(VERSION) --label org.opencontainers.image.revision=$(REVISION) --label org.opencontainers.image.source='$(SOURCE)' \
 	    $(FROM_OUTSIDE) $(ARGS) .
+
+# this tree on the GPU of this machine: offline, no environment, PYTHON's packages. PART=tests,parity  GPU_RESULTS=FOLDER
+# REHEARSE=1: tiny models on a processor
+gpu:
+	@$(PYTHON) bench/gpu/run.py $(if $(PART),--parts $(PART)) $(if $(GPU_RESULTS),--results $(GPU_RESULTS)) $(if $(REHEARSE),--rehearse)
 
 bench: $(VENV)/.dev
 	$(BIN)/python bench/overhead.py

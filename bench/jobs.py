@@ -7,8 +7,10 @@
    adapter, SIE_RUST_PIPELINE_DEPTH of the largest size.
 3. Short texts on a device that is as fast as a card, of the fixed-cost adapter: there the way to the device decides. A
    device that 8 clients keep busy leaves a job little to gain.
+4. `client.embed` of an iterator of many texts beside a job over them, in turn: texts a second, and the memory that the
+   client's process needs beside the array that it returns, for these texts and for a fifth of them.
 
-    python bench/jobs.py [--texts 4000 --rounds 3]
+    python bench/jobs.py [--texts 4000 --rounds 3 --embed-texts 100000]
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import json
 import os
 import platform
 import statistics
+import subprocess
 import sys
 import tempfile
 import threading
@@ -37,8 +40,37 @@ from report import Report, add_options, machine
 from stack import Device, Plan, Stack
 
 GOALS = "goals: a job at least 0.95 of the engine alone on the mix and 1.3 of 8 x 32; 0.80 of itself beside requests"
+EMBED_GOALS = "goals: embed at least 0.95 of a job, and no more memory for five times the texts"
+# prints texts a second, and the bytes at the peak beside those before the call and those of the array
+EMBED = """
+import json, sys, threading, time
+import psutil
+from sie_client import SIEClient
+
+url, model, file, count = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])
+client, me, peak = SIEClient(url, progress=False), psutil.Process(), 0
+client.embed(model, ["warm"])
+before, ended = me.memory_info().rss, threading.Event()
+
+def watch():
+    global peak
+    while not ended.wait(0.02):
+        peak = max(peak, me.memory_info().rss)
+
+watching = threading.Thread(target=watch)
+watching.start()
+with open(file) as lines:
+    began_s = time.perf_counter()
+    rows = client.embed(model, (json.loads(line) for line, _ in zip(lines, range(count))))
+    seconds = time.perf_counter() - began_s
+ended.set()
+watching.join()
+assert len(rows) == count
+print(json.dumps([count / seconds, peak - before - rows.nbytes]))
+"""
 DEPTH = 2  # SIE_RUST_PIPELINE_DEPTH
 FAST = Device(batch_ms=2.0, token_us=1.0)
+STEADY = Device(batch_ms=2.0, token_us=100.0)  # takes little of a processor, whatever else runs on the machine
 SHORT_TEXTS = 100_000  # of 14 tokens
 TOY = "toy/one"
 
@@ -90,6 +122,7 @@ def main() -> None:
     parser.add_argument("--texts", type=int, default=4000)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=6.0, help="of the engine and of the clients")
+    parser.add_argument("--embed-texts", type=int, default=100_000)
     add_options(parser)
     options = parser.parse_args()
     say = Report()
@@ -99,10 +132,14 @@ def main() -> None:
         cluster = Cluster(())
         try:
             measure(alone, cluster, texts, options, say)
+            say("\nOn MiniLM-L6:")
+            url = f"http://127.0.0.1:{cluster.port}"
+            measure_embed(url, MODEL, texts_of("mix", options.embed_texts), options.rounds, say)
         finally:
             cluster.stop()
             alone.engine.stop(5)
     measure_fast(options, say)
+    measure_steady(options, say)
     say.save(options.out)
 
 
@@ -149,6 +186,31 @@ def measure(alone: Alone, cluster: Cluster, texts: list[str], options: argparse.
         say(f"| {name} | {statistics.median(each):.1f} | {percentile(each, 0.99):.1f} | {len(each)} |")
 
 
+def measure_embed(url: str, model: str, texts: list[str], rounds: int, say: Report) -> None:
+    """`client.embed`, in a process of its own, against a job."""
+    rates: dict[str, list[float]] = {"embed": [], "job": []}
+    memory: dict[int, list[float]] = {len(texts) // 5: [], len(texts): []}
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "texts.jsonl"
+        file.write_text("".join(json.dumps(text) + "\n" for text in texts))
+        jobs = Jobs(url, texts, model)
+        for _ in range(rounds):
+            for count, peaks in memory.items():
+                argv = [sys.executable, "-c", EMBED, url, model, str(file), str(count)]
+                done = subprocess.run(argv, capture_output=True, text=True, check=True)
+                rate, peak = json.loads(done.stdout)
+                peaks.append(peak / 1e6)
+                if count == len(texts):
+                    rates["embed"].append(rate)
+            rates["job"].append(jobs.rate())
+    found = {name: statistics.median(each) for name, each in rates.items()}
+    say(f"\n`client.embed` of {len(texts):,} texts, {rounds} rounds; {EMBED_GOALS}:")
+    say(f"{found['embed']:.0f} texts/s, a job {found['job']:.0f}, {found['embed'] / found['job']:.2f}; load average ")
+    say(f"{os.getloadavg()[1]:.1f}.")
+    for count, peaks in memory.items():
+        say(f"Memory beside the array for {count:,} texts: {statistics.median(peaks):.0f} MB. ")
+
+
 def measure_fast(options: argparse.Namespace, say: Report) -> None:
     """A job against 8 clients on the fixed-cost adapter."""
     texts = [f"short {number}" for number in range(SHORT_TEXTS)]
@@ -171,6 +233,17 @@ def measure_fast(options: argparse.Namespace, say: Report) -> None:
     ours, theirs = statistics.median(job), statistics.median(clients)
     say(f"\n{SHORT_TEXTS:,} texts of 14 tokens, on a device that takes {FAST.batch_ms} ms for a batch and ")
     say(f"{FAST.token_us} us for a token: job {ours:.0f} texts/s, 8 x 32 {theirs:.0f} texts/s, {ours / theirs:.2f}.")
+
+
+def measure_steady(options: argparse.Namespace, say: Report) -> None:
+    """`client.embed` against a job on a device whose speed does not depend on the load of this machine."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "stack").mkdir()
+        environ = {"SIE_PAYLOAD_STORE_URL": f"{folder}/payloads"}
+        with Stack(Path(folder) / "stack", Plan(workers=(STEADY,), environ=environ)) as stack:
+            say(f"\nOn a device that takes {STEADY.batch_ms} ms for a batch and {STEADY.token_us} us for a token:")
+            texts = [f"short {number}" for number in range(options.embed_texts)]
+            measure_embed(stack.urls[0], TOY, texts, options.rounds, say)
 
 
 if __name__ == "__main__":

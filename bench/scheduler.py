@@ -38,9 +38,9 @@ def measured(models: int, depth: int, requests: int, rounds: int) -> tuple[float
         batch = next_batch(waiting, now_s, limits, DEVICE)
         spent_s += time.perf_counter() - began_s
         assert isinstance(batch, Batch)
-        batches, jobs = batches + 1, jobs + len(batch.jobs)
+        batches, jobs = batches + 1, jobs + len(batch.entries)
         began_s = time.perf_counter()
-        arrive(len(batch.jobs))
+        arrive(len(batch.entries))
         spent_s += time.perf_counter() - began_s
     return spent_s / jobs * 1e6, spent_s / batches * 1e6
 

@@ -18,6 +18,7 @@ from stack import Stack
 
 import sie_cli.doctor.command as doctor
 from sie_cli.main import main
+from sie_gateway.operations import findings
 
 TOKEN, READ, ADMIN = "user-token", "read", "admin-token-of-a-test"
 COMMAND_S = 60.0
@@ -42,10 +43,11 @@ def ran(command: str, **environ: str) -> str:
 
 
 def doctor_templates() -> set[str]:
-    """Every text of the package of `sie doctor`, docstrings excluded, that names a `sie` command; `{}` stands for what
-    is filled in.
+    """Every text of `sie doctor` and of the findings of gateways, docstrings excluded, that names a `sie` command; `{}`
+    stands for what is filled in.
     """
-    return {text for file in Path(str(doctor.__file__)).parent.glob("*.py") for text in _templates(file)}
+    files = [*Path(str(doctor.__file__)).parent.glob("*.py"), Path(str(findings.__file__))]
+    return {text for file in files for text in _templates(file)}
 
 
 def _templates(file: Path) -> Iterator[str]:

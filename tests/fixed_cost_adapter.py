@@ -154,8 +154,6 @@ class Adapter:
                 )
             case ipc.Release(model):
                 self.loaded.pop(model, None)
-            case ipc.ApplyConfig(model, None):
-                self.loaded.pop(model, None)
             case ipc.Drain():
                 asyncio.get_running_loop().call_soon(os.kill, os.getpid(), signal.SIGTERM)
         return ipc.Done()

@@ -236,6 +236,7 @@ EXAMPLES: dict[str, Any] = {
     "heartbeat-1-own-pool": Heartbeat("w4", "team", "l4", "default", True, "0.2.0", own_pool="_default"),
     "heartbeat-1-clock": Heartbeat("w5", "_default", "l4", "default", True, "0.2.0", clock_ahead_s=7.25),
     "heartbeat-1-listens": Heartbeat("w6", "_default", "l4", "default", True, "0.3.0", listens=True),
+    "heartbeat-1-on-disk": Heartbeat("w7", "_default", "l4", "default", True, "0.3.0", on_disk=("org/a", "org/b")),
     "heartbeat-1-items": _heartbeat(
         credit_items=24,
         batch_cost=16_384,
@@ -414,7 +415,6 @@ EXAMPLES: dict[str, Any] = {
         pixels=bytes(range(6)),
         image_keys=bytes(range(16)),
     ),
-    "ipc3-ApplyConfig": ipc.ApplyConfig("org/model", _ENTRY),
     "ipc3-Drain": ipc.Drain(),
     "ipc3-Cancel": ipc.Cancel(),
     "ipc3-Pong": ipc.Pong(4711, 0.25, 99, ("org/other",)),

@@ -20,14 +20,25 @@ CELLS = "[...document.querySelectorAll('{0} tr')].map(row => [...row.cells].map(
 COPIED = "document.addEventListener('copy', () => { window.copied = document.activeElement.value; })"
 
 
+def pick(page: Page, picker: str, model: str) -> None:
+    """Choose a model of a picker; an empty name is the choice of none."""
+    if page.evaluate(f"document.querySelector('#{picker}').value") == model:
+        return
+    click(page, f"#{picker}")
+    search = f"#{picker} ~ .popover [role=combobox]"
+    page.wait(f"Boolean(document.querySelector('{search}'))", bool)
+    typed(page, search, model)
+    option = f'#{picker} ~ .popover [data-model="{model}"]'
+    page.wait(f"Boolean(document.querySelector('{option}'))", bool)
+    click(page, option)
+    page.wait(f"document.querySelector('#{picker}').value", lambda name: name == model)
+
+
 def choose(page: Page, verb: str, model: str, beside: str = "") -> None:
-    page.evaluate(
-        f"[...document.querySelectorAll('[name=verb]')].find(each => each.parentElement.innerText.trim() === '{verb}')"
-        ".click()"
-    )
-    page.wait("[...document.querySelectorAll('#model option')].map(each => each.value)", lambda names: model in names)
-    typed(page, "#model", model)
-    typed(page, "#beside", beside)
+    click(page, f"[name=verb][value={verb}]")
+    page.wait("document.querySelector('.card.on input').value", lambda name: name == verb)
+    pick(page, "model", model)
+    pick(page, "beside", beside)
 
 
 def files(*given: tuple[str, str, bytes]) -> str:
@@ -54,9 +65,11 @@ def attach(page: Page, *given: tuple[str, str, bytes], to: str = "#files") -> No
 
 def ask(page: Page, results: int = 1) -> None:
     """Run it, and wait for as many results."""
-    page.evaluate("document.querySelectorAll('.beside article').forEach(each => { each.dataset.old = 1; })")
     page.wait("document.querySelector('#run').disabled", lambda disabled: not disabled)
-    click(page, "#run")
+    page.evaluate(  # at once: the page may run by itself
+        "document.querySelectorAll('.beside article').forEach(each => { each.dataset.old = 1; }), "
+        "document.querySelector('#run').click()"
+    )
     fresh = "document.querySelectorAll('.beside article:not([data-old])').length"
     page.wait(fresh, lambda count: count >= results, timeout_s=ANSWER_S)
 

@@ -30,11 +30,11 @@ _ABSENT = re.compile(r"No matching distribution found for torch\b")
 
 
 class StepFailed(Exception):
-    """Failure of a step; the text says what to do next."""
+    """Failure of a step. The text says what to do next."""
 
 
 def has_gpu() -> bool:
-    """Whether a driver of NVIDIA shows a GPU, as a device or, as WSL has it, by nvidia-smi alone."""
+    """Return whether the driver of NVIDIA shows a GPU: as a device, or under WSL only by nvidia-smi."""
     if any(Path("/dev").glob("nvidia[0-9]*")):
         return True
     try:
@@ -45,7 +45,7 @@ def has_gpu() -> bool:
 
 
 class Installer:
-    """Steps that pip does in the environment at `venv`. `pip` is its command."""
+    """Steps of pip in the environment at `venv`. `pip` is the command."""
 
     def __init__(self, venv: Path, environ: Mapping[str, str]) -> None:
         self.pip: Sequence[str] = [str(venv / "bin/python"), "-m", "pip"]
@@ -73,7 +73,7 @@ class Installer:
             self._install_torch(f"torch {version}+cpu of {CPU_INDEX}", named, CPU_INDEX)
 
     def _install_torch(self, title: str, named: str, index: str = "") -> None:
-        """Install one build. Its libraries are left to the next step, which knows the constraints."""
+        """Install one build without its libraries. The next step installs them, because it has the constraints."""
         source = ["--index-url", index, "--retries", "2", "--timeout", "30"] if index else []
         try:
             self.run(title, "--no-deps", *source, named)
@@ -87,7 +87,7 @@ class Installer:
             raise
 
     def run(self, title: str, *arguments: str) -> None:
-        """Run one `pip install`, with a line that says how long it takes. Raises StepFailed."""
+        """Run one `pip install`, with a line about its duration. Raises StepFailed."""
         options = ["--disable-pip-version-check", "--no-compile", "--progress-bar", "off"]
         started_s = time.monotonic()
         is_terminal = sys.stdout.isatty()
@@ -110,12 +110,12 @@ class Installer:
             raise StepFailed(f"{reasons[-1] if reasons else f'pip ended with {status}'}; the log is {self._log}")
 
     def _tail(self) -> str:
-        """Read what the last step wrote."""
+        """Read the output of the last step."""
         return self._log.read_text("utf-8", "replace").rpartition("\n== ")[2]
 
 
 def torch_version(root: Path) -> str:
-    """Read the version of torch that the package names."""
+    """Read the version of torch that the package requires."""
     match = re.search(r'"torch==([\w.]+)"', (root / "pyproject.toml").read_text("utf-8"))
     assert match is not None
     return match[1]

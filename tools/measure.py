@@ -20,7 +20,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = {  # by the folder that each is in
+PACKAGES = {  # package by folder
     "core/contracts": "sie_contracts",
     "core/broker": "sie_broker",
     "core/runtime": "sie_runtime",
@@ -93,7 +93,7 @@ class Module:
 
 @functools.cache
 def modules(folder: str) -> Sequence[Module]:
-    """Of the package in one of the folders of `PACKAGES`, in the order of their paths."""
+    """Return the modules of the package in a folder of `PACKAGES`, in the order of their paths."""
     base = ROOT / folder
     found = []
     for file in sorted((base / PACKAGES[folder]).rglob("*.py")):
@@ -104,7 +104,9 @@ def modules(folder: str) -> Sequence[Module]:
 
 
 def names_that_are_gone(module: Module) -> Iterator[str]:
-    """Files (`name.py`) and exceptions (`Raises Name`) that a docstring of the module names and the product lacks."""
+    """Yield files (`name.py`) and exceptions (`Raises Name`) that a docstring of the module names and the product
+    lacks.
+    """
     for node in ast.walk(module.tree):
         if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             continue
@@ -125,7 +127,7 @@ def _file_names() -> set[str]:
 
 @functools.cache
 def _exceptions() -> set[str]:
-    """Names of the classes of the product and of Python that derive from an exception."""
+    """Return the names of all exception classes of the product and of Python."""
     builtin = {
         name for name, value in vars(builtins).items() if isinstance(value, type) and issubclass(value, BaseException)
     }
@@ -143,7 +145,9 @@ def _exceptions() -> set[str]:
 
 
 def imports(found: Sequence[Module]) -> dict[str, set[str]]:
-    """What each module of a package imports of that package. A package is imported for the names of its own file."""
+    """Return the imports of each module within its package. An import of a package counts for the names of its own
+    file.
+    """
     names = {module.name for module in found}
     graph: dict[str, set[str]] = {}
     for module in found:
@@ -159,7 +163,7 @@ def imports(found: Sequence[Module]) -> dict[str, set[str]]:
 
 
 def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
-    """The circles that are left when each one found is cut at its last import."""
+    """Return the circles of imports. Each circle that is found is cut at its last import before the next search."""
     graph = {name: set(used) for name, used in graph.items()}
     found = []
     while True:
@@ -174,7 +178,7 @@ def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
 
 
 def reused_classes() -> dict[str, list[str]]:
-    """Places of the classes that share a name, without a leading underscore, with another class of the product."""
+    """Return the places of classes that share a name, without a leading underscore, with another product class."""
     places = defaultdict(list)
     for package in PACKAGES:
         for module in modules(package):
@@ -189,7 +193,7 @@ def within_a_package(places: Sequence[str]) -> bool:
 
 
 def vague_names(module: Module) -> Iterator[str]:
-    """Values and functions that are called by a participle or pronoun, once for each function that has them."""
+    """Yield values and functions that are called by a participle or pronoun, once for each function that has them."""
     for node in ast.walk(module.tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             if node.name.strip("_") in VAGUE_FUNCTIONS | VAGUE_VALUES:
@@ -206,7 +210,7 @@ def vague_names(module: Module) -> Iterator[str]:
 
 
 def docstrings_without_subject(module: Module) -> Iterator[str]:
-    """Docstrings that begin with neither a verb nor the noun that they describe."""
+    """Yield docstrings that begin with neither a verb nor the noun that they describe."""
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             text = ast.get_docstring(node) or ""
@@ -215,12 +219,12 @@ def docstrings_without_subject(module: Module) -> Iterator[str]:
 
 
 def files_by_folder() -> Counter[str]:
-    """The number of modules directly in each folder of the product."""
+    """Return the number of modules directly in each folder of the product."""
     return Counter(str(module.file.parent.relative_to(ROOT)) for package in PACKAGES for module in modules(package))
 
 
 def assigned(module: Module) -> Iterator[str]:
-    """Attributes of another object that are set: `a.b = ...` where `a` is neither self nor made in the function."""
+    """Yield attributes of other objects that are set: `a.b = ...`, with `a` neither self nor made in the function."""
     for function in ast.walk(module.tree):
         if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
             continue

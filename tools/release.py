@@ -33,11 +33,11 @@ SUMS = "SHA256SUMS"
 
 
 class ReleaseError(Exception):
-    """Why nothing is released. The message says what to change."""
+    """Reason why nothing is released. The message says what to change."""
 
 
 def run(*command: str | Path, **environ: str) -> str:
-    """Its standard output; the rest goes to the terminal. Raises ReleaseError."""
+    """Run a command and return its standard output. Its errors go to the terminal. Raises ReleaseError."""
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, **environ}, stdout=subprocess.PIPE, text=True)
     if done.returncode:
         raise ReleaseError(f"{' '.join(map(str, command))} ended with status {done.returncode}\n{done.stdout}")
@@ -45,7 +45,7 @@ def run(*command: str | Path, **environ: str) -> str:
 
 
 def checked_version(*, dirty: bool) -> str:
-    """The version of this checkout. Raises ReleaseError where two places disagree, and for changes."""
+    """Return the version of this checkout. Raises ReleaseError if two places differ, or if files are changed."""
     found = version.current()
     if wrong := [f"{place} has {other}" for place, other in version.found() if other != found]:
         raise ReleaseError(f"the version is {found}, but {', '.join(wrong)}: run python tools/version.py {found}")
@@ -56,7 +56,7 @@ def checked_version(*, dirty: bool) -> str:
 
 
 def distributions(out: Path) -> None:
-    """The wheel is built from the source archive, so that the archive is known to have all that it needs."""
+    """Build the source archive, and the wheel from it. So the archive is known to have all that the wheel needs."""
     at = run("git", "log", "-1", "--format=%ct").strip()
     build = (sys.executable, "-m", "build", "--no-isolation", "--outdir", out)
     run(*build, ROOT, SOURCE_DATE_EPOCH=at)
@@ -73,7 +73,9 @@ def bill(out: Path, of: str) -> None:
 
 
 def images(out: Path, of: str) -> list[str]:
-    """Builds them where a builder is, with the variables of `make image-NAME`. Returns what is left out, and why."""
+    """Build the images if a builder exists, with the variables of `make image-NAME`. Returns the images that are left
+    out, and the reason.
+    """
     cuda = "image adapter-cuda: `make image-adapter-cuda` builds it, from NVIDIA's image with its compiler"
     if not os.environ.get("BUILDER") and not any(map(shutil.which, BUILDERS)):
         return [f"images {', '.join(IMAGES)}: none of {', '.join(BUILDERS)} is installed", cuda]
@@ -89,7 +91,7 @@ def images(out: Path, of: str) -> list[str]:
 
 
 def sums(out: Path) -> None:
-    """As sha256sum writes them; `sha256sum --check SHA256SUMS` reads them."""
+    """Return digests in the format of sha256sum, which `sha256sum --check SHA256SUMS` reads."""
     files = sorted(path for path in out.iterdir() if path.name != SUMS)
     lines = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in files]
     (out / SUMS).write_text("".join(lines))

@@ -31,7 +31,7 @@ from zygote import RUN_FIRST
 
 ROOT = Path(__file__).resolve().parents[1]
 MAX_FILES = 60
-REQUESTS = 40  # so many that what a process does at intervals is missing in one of them, on a busy machine too
+REQUESTS = 40  # enough that some requests have no periodic work of a process in them, even on a busy machine
 MODEL = "sentence-transformers/all-MiniLM-L6-v2"
 
 # runs at the start of every Python process that finds its folder on PYTHONPATH, or that a test forks with it
@@ -74,7 +74,7 @@ Functions = set[tuple[str, str]]  # the file of each, from the root of the repos
 
 
 def notify(address: Path, word: str) -> list[tuple[str, str]]:
-    """Have a process begin or end its record; the functions that it entered, none if it has ended."""
+    """Tell a process to begin or end its record. Returns the functions that it entered; none if it has ended."""
     with socket.socket(socket.AF_UNIX) as connection:
         try:
             connection.connect(str(address))
@@ -99,7 +99,7 @@ def encode(url: str) -> httpx.Response:
 
 
 def trace_request(folder: Path, url: str) -> dict[str, Functions]:
-    """The functions that one request enters, by process."""
+    """Return the functions that one request enters, by process."""
     for address in folder.iterdir():
         notify(address, "begin")
     reply = encode(url)
@@ -112,7 +112,7 @@ def trace_request(folder: Path, url: str) -> dict[str, Functions]:
 
 
 def functions_of_encode() -> dict[str, Mapping[str, list[str]]]:
-    """The functions that each of several requests enters, by process and file."""
+    """Return the functions that each of several requests enters, by process and file."""
     with tempfile.TemporaryDirectory() as name:
         folder, code = Path(name, "s"), Path(name, "code")
         folder.mkdir()

@@ -34,14 +34,14 @@ def current(root: Path = ROOT) -> str:
 
 
 def copies(root: Path = ROOT) -> Iterator[tuple[Path, re.Pattern[str]]]:
-    """Files with a copy, each with the pattern whose second group is the version."""
+    """Return the files with a copy, each with the pattern whose second group is the version."""
     for places, before in COPIES.items():
         for path in sorted(root.glob(places)):
             yield path, re.compile(f"({before})({_VERSION})", re.MULTILINE)
 
 
 def found(root: Path = ROOT) -> Iterator[tuple[str, str]]:
-    """Each copy: its place as file:line, and the version that stands there."""
+    """Yield each copy: its place as file:line, and its version."""
     for path, pattern in copies(root):
         text = path.read_text("utf-8")
         for match in pattern.finditer(text):
@@ -49,7 +49,7 @@ def found(root: Path = ROOT) -> Iterator[tuple[str, str]]:
 
 
 def write(version: str, root: Path = ROOT) -> None:
-    """Raises ValueError for what is no version of three numbers."""
+    """Write the version to all places. Raises ValueError if it is not three numbers."""
     if not re.fullmatch(_VERSION, version):
         raise ValueError(f"{version}: expected a version such as 0.2.0 or 0.2.0rc1")
     source = root / SOURCE

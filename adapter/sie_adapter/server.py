@@ -210,8 +210,6 @@ class AdapterServer:
                 return ipc.Done(self._engine.ensure_lora(request.model, request.lora))
             case ipc.Release():
                 residency.release(request.model)
-            case ipc.ApplyConfig():
-                self._change(request.model, request.entry)
         return ipc.Done()
 
     def _entry(self, raw: dict[str, Any]) -> ModelEntry:
@@ -226,17 +224,6 @@ class AdapterServer:
                 message, reason=refused.reason, param=refused.loc, extras={"error_class": "INCOMPATIBLE"}
             )
         return entry
-
-    def _change(self, model: str, raw: dict[str, Any] | None) -> None:
-        """Serve another entry from now on. If the entry is refused, unload the model: its next load returns the
-        reason.
-        """
-        entry = None
-        try:
-            entry = None if raw is None else self._entry(raw)
-        except ModelLoadFailed as error:
-            _logger.error("%s is unloaded: %s", model, error.message)
-        self._engine.residency.change(model, entry)
 
 
 def _send(connection: socket.socket, reply: Reply) -> None:

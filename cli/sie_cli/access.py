@@ -1,4 +1,4 @@
-"""The file in which a `sie serve` tells the commands of its user its addresses and passwords.
+"""File in which a `sie serve` leaves its addresses and passwords for the commands of its user.
 
     sie serve ──► DATA_DIR/access.json (mode 0600) ──► Cluster of `sie keys`, `sie dlq`, `sie models`, ...
 
@@ -22,19 +22,19 @@ OPERATOR = "operator"
 
 
 class Access(msgspec.Struct, frozen=True, kw_only=True):
-    """The addresses and credentials that `sie serve` leaves to the commands of its user. An address is empty where this
-    start has no such process.
+    """Addresses and credentials that `sie serve` leaves to the commands of its user. An address is empty if this start
+    has no such process.
     """
 
     gateway_url: str
     config_url: str = ""
     broker_url: str = ""  # without a user
-    broker_monitor_url: str = ""  # with a path that nobody guesses: the server's monitor knows no passwords
+    broker_monitor_url: str = ""  # its path is secret: the server's monitor has no passwords
     operator_password: str = ""
     admin_token: str = ""
-    metrics_urls: tuple[str, ...] = ()  # of gateways, then of workers, without a path: metrics and probes
-    models_dir: str = ""  # the folder or bucket whose models it serves
-    unread_stream: str = ""  # whose files its broker began to read and has not read to the end, while that lasts long
+    metrics_urls: tuple[str, ...] = ()  # addresses of metrics and probes: gateways, then workers; no path
+    models_dir: str = ""  # folder or bucket of the served models
+    unread_stream: str = ""  # stream whose files the broker has been reading for long
 
     def __repr__(self) -> str:
         return (
@@ -43,8 +43,8 @@ class Access(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Write a file that its owner alone may read, as a whole: nobody ever sees half of it, or follows a link to another
-    file.
+    """Write a file that only its owner may read. It is replaced as a whole: no reader sees a part of it, and no link is
+    followed.
     """
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)  # mode 0600
     try:
@@ -74,8 +74,8 @@ def published(data_dir: Path, access: Access) -> Iterator[None]:
 
 
 def read(data_dir: Path) -> Access | None:
-    """Read the file that the `sie serve` of this data directory wrote; None where none runs. Raises SettingError for a
-    file that cannot be used.
+    """Read the file that the `sie serve` of this data directory wrote. Return None if none runs. Raises SettingError
+    for a file that cannot be used.
     """
     path = data_dir / FILE
     try:
@@ -89,5 +89,5 @@ def read(data_dir: Path) -> Access | None:
 
 
 def as_operator(broker_url: str) -> str:
-    """The broker's address with the user of people's commands."""
+    """Return the broker's address with the user for commands of people."""
     return broker_url.replace("://", f"://{OPERATOR}@", 1)

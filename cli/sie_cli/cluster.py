@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 CONNECT_S = 5.0  # to the broker
-SOURCE = "data directory"  # of an address or a credential that a `sie serve` wrote down
-GATEWAY = client_environment.LOOPBACK  # where no address is known
+SOURCE = "data directory"  # source of an address or a credential that a `sie serve` wrote
+GATEWAY = client_environment.LOOPBACK  # address of the gateway if none is known
 BROKER_URL, CONFIG_URL, GATEWAY_URL = "SIE_NATS_URL", "SIE_CONFIG_SERVICE_URL", "SIE_GATEWAY_URL"
 
 
 @dataclass(frozen=True)
 class _ClusterPart:
-    """A part of a cluster: its name, the setting and the field of Access that hold its address."""
+    """Part of a cluster: its name, its setting, and the field of Access with its address."""
 
     name: str
     field: str
@@ -56,8 +56,8 @@ _PARTS: Mapping[str, _ClusterPart] = {
 
 @dataclass(frozen=True)
 class Cluster:
-    """The parts of a cluster as a command reaches them. `settings` hold their addresses and credentials, `sources` say
-    where each comes from. `data_dir` is that of the `sie serve` that was looked for; `is_named`: somebody gave it.
+    """Parts of a cluster. `settings`: addresses and credentials. `sources`: the origin of each setting. `data_dir`:
+    data directory of the `sie serve` to look for. `is_named`: the user named the directory.
     """
 
     settings: Settings
@@ -66,13 +66,13 @@ class Cluster:
     is_named: bool = False
 
     @classmethod
-    def of(
+    def locate(
         cls, loaded_settings: Loaded, named: Path | None = None, *, looks_around: bool = True, required: bool = True
     ) -> Cluster:
-        """The cluster of these settings, and of the `sie serve` with the data directory `named`; without one, and where
-        `looks_around`, of the `sie serve` with the default data directory.
+        """Return the cluster of these settings and of the `sie serve` with the data directory `named`. Without `named`,
+        and with `looks_around`, the default data directory is used.
 
-        Raises SettingError for a file of a `sie serve` that cannot be read, and if `required` where none runs with
+        Raises SettingError if the file of a `sie serve` cannot be read, or if `required` and no `sie serve` runs with
         `named`.
         """
         data_dir = (named or default_data_dir()).absolute()
@@ -91,7 +91,7 @@ class Cluster:
         return cluster._with(written)
 
     def _with(self, written: Access) -> Cluster:
-        """Add the addresses and credentials of a `sie serve`, where the user gave none."""
+        """Add the addresses and credentials of a `sie serve` that the user has not set."""
         sources = dict(self.sources)
         chosen = {
             name for name in _PARTS if sources[name] == "flag" or (sources[name] == "environment" and not self.is_named)
@@ -101,7 +101,7 @@ class Cluster:
         local_names = {
             name for name in chosen if public_url(configured[name] or "").rstrip("/") in local[name].split(",")
         }
-        # if one address is that of another cluster, the others are not of this one
+        # if the user named another cluster, the addresses of this `sie serve` do not belong to it
         is_ours = self.is_named or chosen == local_names
         changes: dict[str, Any] = {}
         for name, part in _PARTS.items():
@@ -114,21 +114,21 @@ class Cluster:
         return dataclasses.replace(self, settings=dataclasses.replace(self.settings, **changes), sources=sources)
 
     def local(self) -> Access | None:
-        """Read the file that the `sie serve` of the data directory wrote; None where none runs. Raises SettingError."""
+        """Read the file that the `sie serve` of the data directory wrote; None if none runs. Raises SettingError."""
         return access.read(self.data_dir)
 
     def is_given(self, name: str) -> bool:
-        """Whether somebody gave this setting to the command itself."""
+        """Return whether the user set this setting for the command itself."""
         return self.sources.get(name) in ("flag", "environment")
 
     @property
     def serve(self) -> str:
-        """The command that starts `sie serve` with this data directory."""
+        """Return the command that starts `sie serve` with this data directory."""
         return f"sie serve{self.data_dir_option}"
 
     @property
     def data_dir_option(self) -> str:
-        """` --data-dir FOLDER` for a command line; empty of the default one."""
+        """Return ` --data-dir FOLDER` for a command line; empty for the default directory."""
         is_default = self.data_dir == default_data_dir().absolute()
         return "" if is_default else f" --data-dir {shlex.quote(str(self.data_dir))}"
 
@@ -136,26 +136,26 @@ class Cluster:
 
     @property
     def gateway_urls(self) -> list[str]:
-        """The gateways, without a slash at the end. One that nobody named is at the default address."""
+        """Return the addresses of the gateways without a final slash; the default address if no address is set."""
         return [url.strip().rstrip("/") for url in (self.settings.gateway_url or GATEWAY).split(",")]
 
     @property
     def gateway_token(self) -> Secret | None:
-        """Token to show to the gateways. An address of the command line gets no administrator's token."""
+        """Return the token for the gateways. An address of the command line gets no administrator's token."""
         settings = self.settings
         own = settings.auth_token or (settings.auth_tokens or (None,))[0]
         return own or (settings.admin_token if self.sources.get(GATEWAY_URL) == "environment" else None)
 
     @property
     def gateway_admin_token(self) -> Secret | None:
-        """Token to show to a gateway for actions of administrators: SIE_ADMIN_TOKEN, unless the gateway is that of a
-        `sie serve`, which wrote down its own.
+        """Return the token for actions of administrators: SIE_ADMIN_TOKEN. For the gateway of a `sie serve` it is the
+        token that this `sie serve` wrote.
         """
         own = None if self.sources.get(GATEWAY_URL) == SOURCE else self.settings.admin_token
         return own or self.gateway_token
 
     def without_gateway(self) -> str:
-        """Advice for the case that no gateway answers."""
+        """Return advice if no gateway answers."""
         if self.settings.gateway_url is not None:
             return "is it running, and is that its address? --url names another one"
         return f"that is the default address, for {self.missing(GATEWAY_URL)}"
@@ -170,8 +170,8 @@ class Cluster:
     # ---- broker
 
     async def open_broker(self, name: str, url: str = "") -> NatsBroker:
-        """A connection to the broker, at `url` if that is given. The caller closes it. Raises SettingError where no
-        address is known, BrokerUnavailable.
+        """Connect to the broker, at `url` if it is not None. The caller closes the connection. Raises SettingError if
+        no address is known, BrokerUnavailable.
         """
         from sie_broker.nats import NatsBroker
 
@@ -183,7 +183,7 @@ class Cluster:
         return broker
 
     def at_broker(self, name: str, work: Callable[[NatsBroker], Awaitable[T]]) -> T:
-        """The outcome of `work` with a connection. Where the broker cannot be asked the process ends with status 2."""
+        """Return the result of `work` with a connection. End with status 2 if no broker answers."""
         from sie_broker import BrokerError
 
         async def run() -> T:
@@ -202,7 +202,7 @@ class Cluster:
     # ---- nothing runs
 
     def missing(self, name: str) -> str:
-        """Explain why the part whose setting is `name` has no known address, and what to do."""
+        """Explain why the address of the part with the setting `name` is not known, and what to do."""
         part = _PARTS[name].name
         running = self.local()
         if running is None:
@@ -217,8 +217,8 @@ class Cluster:
 
 
 def _as_client(loaded_settings: Loaded) -> tuple[Settings, dict[str, str]]:
-    """The settings and their sources, with the variables that all clients read: SIE_API_KEY, which SIE_AUTH_TOKEN means
-    too, and SIE_BASE_URL, where nothing names the gateway otherwise.
+    """Return settings and sources with the variables that all clients read. SIE_API_KEY also sets SIE_AUTH_TOKEN.
+    SIE_BASE_URL is used if nothing else names the gateway.
     """
     changes: dict[str, Any] = {}
     sources = dict(loaded_settings.sources)
@@ -230,7 +230,7 @@ def _as_client(loaded_settings: Loaded) -> tuple[Settings, dict[str, str]]:
 
 
 def _credentials(name: str, written: Access) -> dict[str, object]:
-    """The settings that say who asks, for one of the addresses."""
+    """Return the settings with the credentials for an address."""
     if name == BROKER_URL:
         return {"nats_url": as_operator(written.broker_url), "nats_password": Secret(written.operator_password)}
     token = Secret(written.admin_token)
@@ -238,8 +238,8 @@ def _credentials(name: str, written: Access) -> dict[str, object]:
 
 
 def cluster_options(address: str, *settings: str, looks_around: bool = True, required: bool = True) -> Callable[[F], F]:
-    """Give a command the Cluster as its first argument, by options: --url, which means the setting `address`,
-    --data-dir, and one for each of these settings. Not `required`: nothing needs to run with that data directory.
+    """Give a command the Cluster as its first argument, from --url for the setting `address`, --data-dir, and one
+    option for each of these settings. `required`: a `sie serve` must run with that data directory.
     """
     names = (address, *settings)
 
@@ -249,7 +249,7 @@ def cluster_options(address: str, *settings: str, looks_around: bool = True, req
             values = {BY_NAME[name].field: options.pop(BY_NAME[name].field) for name in names}
             loaded_settings = loaded(values)
             try:
-                cluster = Cluster.of(loaded_settings, data_dir, looks_around=looks_around, required=required)
+                cluster = Cluster.locate(loaded_settings, data_dir, looks_around=looks_around, required=required)
             except SettingError as error:
                 refuse(error)
             return command(cluster, *args, **options)

@@ -1,4 +1,4 @@
-"""The data directory of `sie serve`: who holds it, and where the sockets of its workers are."""
+"""Data directory of `sie serve`: its lock, and the sockets of its workers."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from typing import TextIO
 from sie_contracts.settings import SettingError
 from sie_contracts.wire.ownership import distrusted
 
-MAX_SOCKET_BYTES = 100  # of the path of a socket, which the kernel bounds (unix(7))
+MAX_SOCKET_BYTES = 100  # limit of the kernel for the path of a socket (unix(7))
 _LONGEST = "worker-999.sock"
 
 
 def default_data_dir() -> Path:
-    """`sie` in the folder for a user's data (XDG Base Directory Specification)."""
+    """Return `sie` in the user's folder for data (XDG Base Directory Specification)."""
     named = os.environ.get("XDG_DATA_HOME", "")
     base = named if os.path.isabs(named) else os.path.expanduser("~/.local/share")
     return Path(base) / "sie"
 
 
 def sockets_folder(data_dir: Path) -> Path:
-    """`run` in the data directory; where its path is too long for a socket's, one of its own in the directory for
-    temporary files.
+    """Return `run` in the data directory. If its path is too long for a socket, return a folder for it in the directory
+    for temporary files.
     """
     own = data_dir / "run"
     if len(os.fsencode(own / _LONGEST)) <= MAX_SOCKET_BYTES:
@@ -40,8 +40,8 @@ def socket_path(data_dir: Path, worker: int) -> Path:
 
 
 def private_folder(path: Path) -> Path:
-    """Make a folder that this user alone may use, or take the one that is there. Raises SettingError for what is not
-    ours, OSError.
+    """Create a folder that only this user may use, or accept an existing one. Raises SettingError if it belongs to
+    another user, OSError.
     """
     path.mkdir(mode=0o700, exist_ok=True)
     status = path.lstat()
@@ -65,7 +65,7 @@ class InUse(SettingError):
 
 
 class DataDir:
-    """The data directory, held by one `sie serve` at a time. What it holds is private to its user."""
+    """Data directory, locked by one `sie serve` at a time. Its contents are private to the user."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -74,7 +74,7 @@ class DataDir:
     def __enter__(self) -> DataDir:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            # one that was there keeps its mode, what is in it is private in any case
+            # an existing folder keeps its mode, since its contents are private in any case
             self._path.mkdir(mode=0o700, exist_ok=True)
             if why := distrusted(self._path):
                 raise SettingError(
@@ -83,11 +83,11 @@ class DataDir:
             sockets = sockets_folder(self._path)
             try:
                 private_folder(sockets)
-            except SettingError:  # anybody may write where temporary files are
+            except SettingError:  # any user may write to the directory for temporary files
                 raise SettingError(
                     "--data-dir", f"{sockets}, for sockets, is another user's; name a directory with a shorter path"
                 ) from None
-            self._lock = open(self._path / "lock", "w", opener=_private)  # else another user could hold it
+            self._lock = open(self._path / "lock", "w", opener=_private)  # otherwise another user could lock it
             os.fchmod(self._lock.fileno(), 0o600)
         except OSError as error:
             raise SettingError("--data-dir", f"{self._path}: {error.strerror}") from error
@@ -102,5 +102,5 @@ class DataDir:
         if self._lock is not None:
             self._lock.close()
         if (sockets := sockets_folder(self._path)).parent != self._path:
-            with contextlib.suppress(OSError):  # a process that was killed has left its socket
+            with contextlib.suppress(OSError):  # a killed process leaves its socket behind
                 sockets.rmdir()

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def size(count: float) -> str:
-    """A number of bytes, in powers of 1,024."""
+    """Format a number of bytes, in powers of 1,024."""
     for unit in ("B", "KiB", "MiB"):
         if count < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -23,13 +23,13 @@ def size(count: float) -> str:
 
 
 def counted(count: int, noun: str, plural: str | None = None) -> str:
-    """`1 file`, `2 files`."""
+    """Format a count with its noun: `1 file`, `2 files`."""
     return f"{count} {noun}" if count == 1 else f"{count} {plural or noun + 's'}"
 
 
 def printable(text: str, *, lines: bool = False) -> str:
-    """The same number of characters without one that a terminal would obey: text comes from outside. `lines`: its line
-    breaks stay.
+    """Replace each character that a terminal would obey, because the text comes from outside. The length stays.
+    `lines`: keep line breaks.
     """
     return "".join(
         letter if letter.isprintable() or (lines and letter == "\n") else " " if letter.isspace() else "?"
@@ -38,7 +38,7 @@ def printable(text: str, *, lines: bool = False) -> str:
 
 
 def document(value: Any) -> str:
-    """A value as JSON. What a terminal would obey is escaped, as JSON allows everywhere that it can stand."""
+    """Encode a value as JSON. Characters that a terminal would obey are escaped."""
     text = msgspec.json.format(msgspec.json.encode(value)).decode()
     return re.sub(r"[^ -~]", lambda match: _escaped(match[0]), text)
 
@@ -51,21 +51,21 @@ def _escaped(letter: str) -> str:
 
 
 def table(rows: Sequence[Sequence[str]], *, err: bool = False) -> None:
-    """Print rows, the first of which is the header, in columns as wide as need be. `err`: to standard error."""
+    """Print rows in aligned columns. The first row is the header. `err`: print to standard error."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip(), err=err)
 
 
 def transfers() -> Progress:
-    """Bars of bytes on standard error where that is a terminal, nothing anywhere else. Use as a context manager."""
+    """Show bars of bytes on standard error if it is a terminal, else nothing. Use as a context manager."""
     from rich.progress import DownloadColumn, TransferSpeedColumn
 
     return _bars(DownloadColumn(binary_units=True), TransferSpeedColumn())
 
 
 def items() -> Progress:
-    """Bars of things on standard error where that is a terminal, nothing anywhere else. Use as a context manager."""
+    """Show bars of counts on standard error if it is a terminal, else nothing. Use as a context manager."""
     from rich.progress import MofNCompleteColumn
 
     return _bars(MofNCompleteColumn())

@@ -1,4 +1,4 @@
-"""`sie dlq`: work that was given up, and its way back into the queue."""
+"""`sie dlq`: lists dead letters and puts their work into the queue again."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
-NOTE_S = 5.0  # between notes that a replay still waits
+NOTE_S = 5.0  # seconds between notes that a replay still waits
 
 
 def _letters(broker: Broker, pool: str) -> Letters:
@@ -36,7 +36,7 @@ def _letters(broker: Broker, pool: str) -> Letters:
 
 
 async def _letter(letters: Letters, name: str) -> DeadLetterEntry:
-    """The letter whose id begins with `name`. Raises CommandRefused unless it is exactly one."""
+    """Return the letter whose id begins with `name`. Raises CommandRefused unless there is exactly one."""
     letter = await letters.named(name)
     if len(letter) != 1:
         raise CommandRefused(
@@ -153,8 +153,8 @@ def replay(cluster: Cluster, name: str, timeout_s: float) -> None:
 
 
 async def replayed(broker: Broker, settings: Settings, name: str, timeout_s: float) -> WorkResult:
-    """The result of the work, run again; its letter is removed if every input has a value. Raises
-    Refused, BrokerError.
+    """Run the work again and return its result. The letter is removed if every input has a result. Raises
+    CommandRefused, BrokerError.
     """
     from sie_gateway.metrics import Metrics
     from sie_gateway.operations.replay import Unreadable, open_replays
@@ -169,7 +169,7 @@ async def replayed(broker: Broker, settings: Settings, name: str, timeout_s: flo
 
 
 async def _waiting(answer: Awaitable[T], timeout_s: float) -> T:
-    """Wait, with a note on the terminal each NOTE_S. Raises CommandRefused when it takes too long."""
+    """Wait, with a note on the terminal each NOTE_S. Raises CommandRefused after the time limit."""
     task = asyncio.ensure_future(answer)
     passed_s = 0.0
     while not (await asyncio.wait({task}, timeout=NOTE_S))[0]:
@@ -209,7 +209,7 @@ def purge(cluster: Cluster, name: str | None, yes: bool) -> None:
 
 
 def _on(cluster: Cluster, body: Callable[[Broker], Awaitable[T]]) -> T:
-    """Run against the broker, which must have dead letters of the pool. Raises CommandRefused where it has not."""
+    """Run against the broker. Raises CommandRefused if it has no dead letters of the pool."""
 
     pool = cluster.settings.pool
 

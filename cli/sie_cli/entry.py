@@ -13,7 +13,7 @@ from types import FrameType
 
 
 def main() -> None:
-    """`sie` with the arguments of this process, which ends with it."""
+    """Run `sie` with the arguments of this process, and end the process."""
     _end_on_signals()
     from sie_contracts.loopback import bypass_proxies
 
@@ -32,8 +32,8 @@ def main() -> None:
 
 
 def _end_on_signals() -> None:
-    """End by SIGTERM and SIGHUP as any other process does, until the process has handlers of its own. Without effect
-    where this is not process 1.
+    """End on SIGTERM and SIGHUP as other processes do, until the process sets its handlers. This has an effect only in
+    process 1.
     """
     if os.getpid() != 1:
         return

@@ -1,4 +1,4 @@
-"""The Python client of the gateway that a command asks, and how the command ends where that does not answer."""
+"""Client of the gateway for commands, and the end of a command if the gateway does not answer."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ FIRST_S = 5.0  # of attempts to connect
 
 @contextlib.contextmanager
 def gateway_client(cluster: Cluster, scopes: str, *, is_patient: bool = False) -> Iterator[SIEClient]:
-    """A client, for a command that needs a token with these scopes. One that is patient waits for a gateway that
-    restarts. Errors end as in `gateway_errors`.
+    """Return a client for a command that needs a token with these scopes. A patient client waits while a gateway
+    restarts. Errors are handled as in `gateway_errors`.
     """
     from sie_client import SIEClient
 
@@ -40,7 +40,7 @@ def gateway_client(cluster: Cluster, scopes: str, *, is_patient: bool = False) -
 
 @contextlib.contextmanager
 def gateway_errors(cluster: Cluster, scopes: str) -> Iterator[None]:
-    """End the process with status 2 where nobody answers, or the token is refused. Other errors become Refused."""
+    """End with status 2 if no gateway answers or it refuses the token. Other errors become CommandRefused."""
     from sie_client.errors import AuthenticationError, ModelNotFoundError, SIEConnectionError, SIEError
 
     try:
@@ -57,7 +57,7 @@ def gateway_errors(cluster: Cluster, scopes: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet_client() -> Iterator[None]:
-    """Silence the client's warnings of attempts: they would break a picture, and the error at the end says it all."""
+    """Silence the client's warnings about attempts: they would break a picture, and the final error has the reason."""
     logger = logging.getLogger("sie_client")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -1,7 +1,7 @@
-"""The home of a user who has none: a container often runs as a user id that no one has given a name or a folder.
+"""Home folder of a user without one: a container often runs as a user id without a name or a folder.
 
-Libraries below SIE ask for both, as torch does for the name and Hugging Face for the folder, so they are settled in the
-environment, which the processes that are started inherit.
+Libraries need both: torch the name, Hugging Face the folder. So both are set in the environment, which child processes
+inherit.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from sie_contracts.settings import SettingError
 
 
 def settle(environ: MutableMapping[str, str]) -> None:
-    """Set HOME, where it is unset or can never be written to, and USER, where the user has no name.
+    """Set HOME if it is unset or can never be written, and USER if the user has no name.
 
-    HOME is then the folder of the user database, else `sie-UID` in the directory for temporary files, for this user
-    alone. Raises SettingError if that belongs to somebody else.
+    HOME becomes the folder in the user database, else `sie-UID` in the directory for temporary files, private to this
+    user. Raises SettingError if that folder belongs to another user.
     """
     user: pwd.struct_passwd | None = None
     with contextlib.suppress(KeyError):
@@ -49,10 +49,10 @@ def settle(environ: MutableMapping[str, str]) -> None:
 
 
 def _is_usable(home: str) -> bool:
-    """Whether this is a folder that this user may enter, or one that can be made.
+    """Return whether this is a folder that the user may enter, or one that can be created.
 
-    Parts of one that is read-only may be volumes of their own. The root, which is the home of users without one in
-    containers, is none.
+    Parts of a read-only folder may be writable volumes. The root, which containers use as home of unknown users, is not
+    usable.
     """
     if not os.path.isabs(home):
         return False

@@ -23,7 +23,7 @@ from sie_runtime.keys import Key, KeyBuckets, KeyLimits
 
 F = TypeVar("F", bound=Callable[..., Any])
 DEFAULT_SCOPES = "infer,read,pools"
-MAX_KEYS = 10_000  # every gateway holds all of them
+MAX_KEYS = 10_000  # every gateway has all keys in memory
 _SIZES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._@/-]{0,63}")
 
@@ -50,7 +50,7 @@ _options = cluster_options(BROKER_URL, "SIE_STREAM_REPLICAS")
 
 @click.group(cls=AnyPosition, short_help="Tokens for clients, with scopes and limits.")
 def keys() -> None:
-    """Who may use the gateways: a key for each client, with its scopes, its end and its limits. For
+    """Manage the keys of clients: each client has a key with scopes, an end and limits. For
     SIE_AUTH_MODE=token.
 
     \b
@@ -206,13 +206,13 @@ def _prompted_token() -> str:
 
 
 async def _opened(broker: Broker, cluster: Cluster) -> tuple[KeyBuckets, float]:
-    """The keys and the time of the broker, by which they expire. Raises BrokerError."""
+    """Return the keys, and the broker's time, by which keys expire. Raises BrokerError."""
     buckets = await KeyBuckets.open(broker, cluster.settings.stream_replicas)
     return buckets, await broker.server_time(f"KV_{topology.KEYS_BUCKET}")
 
 
 def _all(cluster: Cluster) -> tuple[list[Key], float]:
-    """All keys, and the time of the broker."""
+    """Return all keys, and the broker's time."""
 
     async def body(broker: Broker) -> tuple[list[Key], float]:
         buckets, now_s = await _opened(broker, cluster)

@@ -29,18 +29,16 @@ from sie_cli.options import (
     settings_options,
 )
 from sie_contracts.errors import SIEError
-from sie_contracts.settings import ROWS, SettingError, shown
+from sie_contracts.settings import ROWS, SettingError, default_worker_id, shown
 from sie_runtime.process import Stop, own_stderr
 from sie_runtime.process import run as run_process
 
 
 class _Program(AnyPosition):
-    """The group as a whole process: called, it ends it. `main`, which tests call, raises SystemExit as
-    any group does.
-    """
+    """Group that ends the process when called. `main`, which tests call, raises SystemExit as every group does."""
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
-        """Raises UsageError; of a name that only a group below has, with that group."""
+        """Return the command. Raises UsageError, with the group of a name that only exists in that group."""
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError:
@@ -63,8 +61,8 @@ class _Program(AnyPosition):
             extra = next((EXTRAS[word] for word in sys.argv[1:] if word in EXTRAS), "serve")
             refuse(f"the package {package} is not installed: pip install 'sie-cluster[{extra}]'")
         except SystemExit as ended:
-            # Taking the interpreter down takes a second where torch was imported, and threads of the object store's
-            # runtime outlive it: one that wants it meanwhile aborts the process.
+            # With torch imported, the interpreter needs a second to end. Threads of the object store's runtime outlive
+            # it, and a thread that calls it meanwhile aborts the process.
             if not isinstance(ended.code, int | None):
                 raise
             threading._shutdown()  # type: ignore[attr-defined]
@@ -137,7 +135,7 @@ def main() -> None:
 
 @main.command()
 def version() -> None:
-    """The version, as `sie --version` prints it."""
+    """Return the version as `sie --version` prints it."""
     click.echo(f"sie, version {sie_contracts.__version__}")
 
 
@@ -227,7 +225,7 @@ def adapter(spare: bool, **values: Any) -> None:
     from sie_adapter.process import run
 
     settings = loaded(values).settings
-    own_stderr(json=settings.log_json)
+    own_stderr(json=settings.log_json, worker=settings.worker_id or default_worker_id())
     try:
         sys.exit(run(settings, spare=spare))
     except SettingError as error:

@@ -1,4 +1,4 @@
-"""Moments on the command line: as people write them, and as commands show them."""
+"""Times on the command line: parsing and format."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _UNITS = {"m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
 
 
 def future(text: str) -> float:
-    """Seconds since 1970: of a day or moment (UTC where it names no zone), or that far from now."""
+    """Return seconds since 1970: of a date or time (UTC without a zone), or of a length of time from now."""
     return Deadline.parse(text).after(time.time())
 
 
 class Deadline(NamedTuple):
-    """A moment in seconds since 1970, or a length of time (`is_span`). `text`: as the user wrote it."""
+    """Time in seconds since 1970, or a length of time (`is_span`). `text`: the user's text."""
 
     text: str
     seconds: float
@@ -26,7 +26,7 @@ class Deadline(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Deadline:
-        """Raises BadParameter."""
+        """Parse a text. Raises BadParameter."""
         span = re.fullmatch(r"(\d{1,6})([mhdw])", text.strip().lower())
         if span is not None:
             return cls(text[:40], int(span[1]) * _UNITS[span[2]], is_span=True)
@@ -40,7 +40,7 @@ class Deadline(NamedTuple):
         return cls(text[:40], at_s, is_span=False)
 
     def after(self, now_s: float) -> float:
-        """Return the moment in seconds since 1970. Raises BadParameter for one that is not after `now_s`."""
+        """Return the time in seconds since 1970. Raises BadParameter if it is not after `now_s`."""
         at_s = now_s + self.seconds if self.is_span else self.seconds
         if at_s <= now_s:
             raise click.BadParameter(f"{self.text}: is in the past")
@@ -53,13 +53,13 @@ def moment(at_s: float) -> str:
 
 
 def local(at_s: float, now_s: float) -> str:
-    """Format a time on the clock of this machine; with its day where that is not today."""
+    """Format a time in the zone of this machine, with the date if it is not today."""
     at, now = (datetime.fromtimestamp(time_s).astimezone() for time_s in (at_s, now_s))
     return at.strftime("%H:%M" if at.date() == now.date() else "%Y-%m-%d %H:%M")
 
 
 def span(seconds: float) -> str:
-    """A length of time in its largest unit of which there are two."""
+    """Format a length of time in the largest unit that it fills twice."""
     for unit, length in (("days", 86400.0), ("h", 3600.0), ("min", 60.0)):
         if seconds >= 2 * length:
             return f"{seconds / length:.0f} {unit}"

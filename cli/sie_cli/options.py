@@ -18,7 +18,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 DATA_DIR = (
     "That of a `sie serve` of this machine, whose addresses and passwords are used.  [default: ~/.local/share/sie]"
 )
-# of more than one command
+# help texts of more than one command
 DRAIN = "Longest wait for requests in progress at the end, seconds."
 LAME_DUCK = (
     "Seconds after SIGTERM in which it serves on, unready, every connection's next answer its last: balancers learn "
@@ -33,10 +33,10 @@ ALIASES = {"SIE_PRELOAD_MODELS": "--preload"}
 
 
 def settings_options(*components: str, url: str = "") -> Callable[[F], F]:
-    """Add an option for every setting that one of the components reads. Secrets are left out: they would show in
-    process lists.
+    """Add an option for every setting that one of the components reads. Secrets have no option: process lists would
+    show them.
 
-    `url`: the setting that --url means too.
+    `url`: the setting that --url sets, too.
     """
 
     def decorate(function: F) -> F:
@@ -65,7 +65,7 @@ _ANYWHERE = ("--url", "--nats-url", "--gateway-url", "--config-service-url", "--
 
 
 def url_option(name: str, subject: str) -> Callable[[F], F]:
-    """Add --url, the address of the one server that a command asks; the flag of its setting means the same."""
+    """Add --url, the address of the server that a command calls, with the flag of its setting as another name."""
     row = BY_NAME[name]
     return click.option(
         "--url", row.flag, row.field, metavar="URL", default=None, help=URL.format(what=subject, name=name)
@@ -73,7 +73,7 @@ def url_option(name: str, subject: str) -> Callable[[F], F]:
 
 
 class SettingOption(click.Option):
-    """The option of a setting, which --help shows under the heading of its group."""
+    """Option of a setting. --help shows it under the heading of its group."""
 
     def __init__(self, *args: Any, heading: str = "", **attributes: Any) -> None:
         super().__init__(*args, **attributes)
@@ -81,9 +81,9 @@ class SettingOption(click.Option):
 
 
 class ManyOptions(click.Command):
-    """A command with the options of many settings: --help shows them by their headings, each group by the alphabet.
+    """Command with the options of many settings. --help sorts them by group and alphabet.
 
-    Before them are the options of the names in `first`, under FIRST and in that order, and the command's own.
+    The options in `first` come before them, under FIRST and in that order, then the command's own options.
     """
 
     FIRST, OWN = "Most used options", "Options"
@@ -111,8 +111,8 @@ class ManyOptions(click.Command):
 
 
 class Commands(MutableMapping[str, click.Command]):
-    """The commands of a group by name. One given as `module:attribute` is imported when it is asked for, so that a
-    process of the cluster does not import what only an operator's commands need.
+    """Commands of a group by name. A command `module:attribute` is imported on first use, so that processes of the
+    cluster do not import modules of operators' commands.
     """
 
     def __init__(self, places: Mapping[str, str]) -> None:
@@ -140,16 +140,14 @@ class Commands(MutableMapping[str, click.Command]):
 
 
 class AnyPosition(click.Group):
-    """A group that takes the options which say where to look before the name of a command too: `sie --url URL dlq
-    list`.
-    """
+    """Group that also takes options of the cluster before the name of a command: `sie --url URL dlq list`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         return super().parse_args(ctx, behind(args))
 
 
 def behind(args: list[str]) -> list[str]:
-    """The arguments, with _ANYWHERE moved from before the first name to the end."""
+    """Move options in _ANYWHERE from before the first name to the end of the arguments."""
     lines: list[str] = []
     moved: list[str] = []
     rest = list(args)
@@ -187,7 +185,7 @@ def _failpoints(context: click.Context, parameter: click.Parameter, value: str |
 
 
 def flags_of(values: dict[str, Any]) -> dict[str, str]:
-    """The raw text of the setting flags that were given, by variable name."""
+    """Return the raw texts of the flags that were set, by variable name."""
     rows = {row.field: row for row in ROWS}
     options = {name: value for name, value in values.items() if name in rows and value is not None}
     return {
@@ -197,7 +195,7 @@ def flags_of(values: dict[str, Any]) -> dict[str, str]:
 
 
 def loaded(values: dict[str, Any], mode: Mode = "queue") -> Loaded:
-    """All settings; a bad one ends the process with status 2 and its name. Warnings go to standard error."""
+    """Return all settings. An invalid setting ends the process with status 2. Warnings go to standard error."""
     try:
         loaded_settings = load(flags=flags_of(values), mode=mode)
     except SettingError as error:

@@ -37,13 +37,13 @@ FORMAT = b"sie backup 1 "
 BATCH = 200  # entries; a batch of the broker has at most 1,000 messages
 BATCH_BYTES = 4 << 20
 KEYS = (f"KV_{topology.KEYS_BUCKET}", f"KV_{topology.KEYS_COPY_BUCKET}")
-# what is left of these is written back; shards first: who leads a job reads them
+# buckets to restore; shards come first, because the leader of a job reads them
 LASTING = (topology.SHARDS_BUCKET, topology.JOBS_BUCKET, topology.POOLS_BUCKET)
-DAMAGED = "damaged"  # a folder of the data directory, for the files of streams that the broker could not read
+DAMAGED = "damaged"  # folder in the data directory for files of streams that the broker cannot read
 
 
 class Backup(msgspec.Struct, frozen=True):
-    """The content of a file. `entries`: of the buckets of jobs, with values as the buckets have them."""
+    """Content of a backup. `entries`: entries of the buckets of jobs, with the stored values."""
 
     version: str
     made_s: float
@@ -76,7 +76,7 @@ def backup(cluster: Cluster, file: Path, force: bool) -> None:
         replicas = cluster.settings.stream_replicas
         buckets = await KeyBuckets.open(broker, replicas)
         entries = {}
-        for name in (topology.SHARDS_BUCKET, topology.JOBS_BUCKET):  # a shard without its job would never be forgotten
+        for name in (topology.SHARDS_BUCKET, topology.JOBS_BUCKET):  # a shard without its job would never be removed
             stored = await (await broker.key_value(name, replicas=replicas)).entries()
             entries[name] = [(entry.key, entry.value) for entry in stored if entry.value is not None]
         store = await open_store(broker, cluster.settings)
@@ -91,7 +91,7 @@ def backup(cluster: Cluster, file: Path, force: bool) -> None:
 
 
 def read_backup(file: Path) -> Backup:
-    """Raises CommandRefused for what is no backup, or a damaged one."""
+    """Read a backup. Raises CommandRefused if the file is no backup or is damaged."""
     with refusing():
         head, _, content = file.read_bytes().partition(b"\n")
     if not head.startswith(FORMAT):
@@ -148,7 +148,7 @@ def restore(cluster: Cluster, file: Path) -> None:
 
 
 async def _write_keys(buckets: KeyBuckets, keys: list[Key]) -> int:
-    """Make both buckets hold these keys, or stricter records of them. Returns how many the bucket lacked."""
+    """Write these keys, or stricter records, to both buckets. Returns the number of keys that the bucket lacked."""
     written = 0
     for bucket in (buckets.copy, buckets.bucket):
         present = {key.id: (key, revision) for key, revision in key_records.readable(await bucket.entries())}
@@ -163,7 +163,7 @@ async def _write_keys(buckets: KeyBuckets, keys: list[Key]) -> int:
 
 
 async def _write_missing(bucket: KeyValue, entries: list[tuple[str, bytes]]) -> int:
-    """Write the entries whose keys the bucket lacks. Returns how many."""
+    """Write the entries whose keys the bucket lacks. Returns their number."""
     present = {entry.key for entry in await bucket.entries()}
     missing = [Write(key, value, 0) for key, value in entries if key not in present]
     batch: list[Write] = []
@@ -208,7 +208,7 @@ def repair(cluster: Cluster, stream: str) -> None:
 
 
 def _set_aside(cluster: Cluster, stream: str) -> str:
-    """Move the files of a stream out of the folder of a broker that does not run."""
+    """Move the files of a stream away while the broker does not run."""
     folders = [path for path in (cluster.data_dir / "nats" / "jetstream").glob("*/streams/*") if path.name == stream]
     if not folders:
         raise CommandRefused(f"there are no files of a stream {stream} in {cluster.data_dir / 'nats'}")

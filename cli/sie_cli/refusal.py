@@ -1,4 +1,4 @@
-"""Errors that end a command which cannot be done: one line and a status."""
+"""Refusals of commands: one line and an exit status."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ MAX_CHARS = 20_000  # of a refusal
 
 
 class CommandRefused(click.ClickException):
-    """Refusal of a command; the message says what to do next. Status 1."""
+    """Refusal of a command with status 1. The message says what to do next."""
 
     def format_message(self) -> str:
-        """Format the message, parts of which servers and files wrote, for a terminal."""
+        """Format a message for a terminal: parts of it come from servers and files."""
         return printable(self.message[:MAX_CHARS], lines=True)
 
 

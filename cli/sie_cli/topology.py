@@ -124,31 +124,31 @@ def migrate(cluster: Cluster, as_json: bool, yes: bool) -> None:
 
 
 async def steps_at(broker: NatsBroker, settings: Settings) -> list[Step]:
-    """Plan the differences in all present streams of work and of dead letters, and in those that the settings want.
+    """Plan the changes of all present streams of work and dead letters, and of the streams that the settings require.
     Raises BrokerError.
     """
-    from sie_broker.nats.operator import look, plan, streams
+    from sie_broker.nats.operator import plan, read_facts, streams
     from sie_gateway.streams.publish import work_spec
 
     present = {str(info.config["name"]) for info in await streams(broker)}
     own = {names.pool_name("default"), settings.pool}
     steps: list[Step] = []
     for pool in sorted({name.removeprefix(_WORK) for name in present if name.startswith(_WORK)} | own):
-        # a reservation, whose dead letters are kept elsewhere
+        # a reservation: its dead letters are in another stream
         reserved = pool not in own and f"DEAD_{pool}" not in present
-        facts = await look(broker, names.stream_name(pool))
+        facts = await read_facts(broker, names.stream_name(pool))
         steps += plan(facts, work_spec(settings, pool, reserved=reserved), float(settings.ack_wait_s))
         if reserved:
             continue
         dead = names.dead_letter_stream(
             pool, storage="file", replicas=settings.stream_replicas, queue_bytes=settings.queue_max_bytes
         )
-        steps += plan(await look(broker, dead.name), dead, float(settings.ack_wait_s))
+        steps += plan(await read_facts(broker, dead.name), dead, float(settings.ack_wait_s))
     return steps
 
 
 async def _apply(broker: NatsBroker, settings: Settings, steps: list[Step]) -> list[Step]:
-    """Do what is not refused. Returns what is still to be done then."""
+    """Run the steps that are not refused. Returns the steps that remain then."""
     from sie_broker.nats.operator import apply
 
     for step in steps:
@@ -165,11 +165,11 @@ def _print(steps: list[Step], as_json: bool) -> None:
         click.secho(f"{step.action} {step.kind} {step.name}", bold=True, nl=False)
         click.echo(f": {step.reason}" if step.reason else "")
         for change in step.changes:
-            click.echo(f"  {change.field}: {_value(change.found)} -> {_value(change.wanted)}")
+            click.echo(f"  {change.field}: {_value(change.actual)} -> {_value(change.expected)}")
 
 
 def _plain(step: Step) -> dict[str, Any]:
-    changes = [{"field": change.field, "found": change.found, "wanted": change.wanted} for change in step.changes]
+    changes = [{"field": change.field, "found": change.actual, "wanted": change.expected} for change in step.changes]
     return {
         "action": step.action,
         "kind": step.kind,

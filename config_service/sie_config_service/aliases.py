@@ -136,7 +136,7 @@ def _those(read: CatalogueSnapshot, names: Iterable[str]) -> Catalogue:
     """
     models = {model_of(name) for name in names}
     entries = {name: _entry_of(stored.entry) for name, stored in read.live.items() if name.casefold() in models}
-    return Catalogue.of(
+    return Catalogue.from_documents(
         {name: entry for name, entry in entries.items() if entry is not None}, {}, read.bundles, read.epoch
     )
 
@@ -188,7 +188,7 @@ def _fault(alias: Alias, catalogue: Catalogue) -> str | None:
 
 def seeded(documents: Mapping[str, ModelEntry | Alias]) -> None:
     """Check the aliases of the folders. Raises ValidationFailed, which names the alias and the fault."""
-    catalogue = Catalogue.of(documents, {}, {}, "")
+    catalogue = Catalogue.from_documents(documents, {}, {}, "")
     for name, alias in sorted(catalogue.aliases.items()):
         if (why := _fault(alias, catalogue)) is not None:
             raise ValidationFailed(f"the alias {name}: {why}", param="alias")

@@ -100,7 +100,7 @@ class Overlay:
         exist or the store fails, and OSError.
         """
         if self._bucket is not None:
-            return self._bucket.look()
+            return self._bucket.list_files()
         root = Path(self.name).expanduser()
         if not root.is_dir():
             if self._settings.models_dir:
@@ -122,9 +122,7 @@ class Overlay:
         return signature
 
     def folders(self) -> Folders:
-        """Read and check everything. Raises ValidationFailed, which names file, field and line, SettingError,
-        OSError.
-        """
+        """Read and check everything. Raises SettingError, OSError, ValidationFailed with file, field and line."""
         if not self._packaged:  # the package does not change
             self._packaged = {
                 model: (entry, "packaged") for model, entry in read_folder(packaged_folder() / "models").items()

@@ -177,7 +177,7 @@ class CatalogueStore:
         """
         while not await stop.wait_woken(self._mirror.suspect):
             action = "looking whether the broker still has the catalogue"
-            if await retry(self._mirror.check, errors=(BrokerError, NotReady), stop=stop, logger=_logger, what=action):
+            if await retry(self._mirror.check, errors=(BrokerError, NotReady), stop=stop, logger=_logger, task=action):
                 return True
         return False
 
@@ -274,7 +274,7 @@ class CatalogueStore:
         return stored if stored is not None and stored.revision == revision else None
 
     async def backup(self) -> list[StoredModel]:
-        """List the models that were written over the API, earlier revisions included: no folder has them."""
+        """Return all kept revisions of the models that were written over the API. No models folder has them."""
         models = [
             name for name, held in (await self.snapshot()).held.items() if held.stored and held.stored.source == "api"
         ]

@@ -2,7 +2,6 @@
  * page. */
 
 import { type CallOptions, SIEClient } from "sie-client";
-import type { Whoami } from "./types";
 
 const STORED = "sie.key";
 const LIMIT_MS = 30_000; // of what is read
@@ -42,6 +41,3 @@ export const ask = async <T>({ method, path, ...options }: Sent & CallOptions): 
 
 export const get = <T>(path: string, limitMs = LIMIT_MS): Promise<T> =>
   ask<T>({ method: "GET", path, signal: AbortSignal.timeout(limitMs) });
-
-/** What the key of this page may do. Throws SIEError. */
-export const scopes = async (): Promise<string[]> => (await get<Whoami>("/v1/whoami")).scopes;

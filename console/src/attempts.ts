@@ -1,8 +1,9 @@
 import { useState } from "preact/hooks";
 import { SIEError } from "sie-client";
 
-/** What a person asks for, one after another: whether it runs, what it said, and why it was refused. */
-export function useAttempts() {
+/** What a person asks for, one after another: whether it runs, what it said, and why it was refused. `need`: what a key
+ * lacks that may not do it. */
+export function useAttempts(need = "") {
   const [isBusy, setBusy] = useState(false);
   const [said, setSaid] = useState("");
   const [refusal, setRefusal] = useState("");
@@ -16,12 +17,13 @@ export function useAttempts() {
       setSaid(await work());
       return true;
     } catch (error) {
-      if (!(error instanceof SIEError)) throw error;
-      setRefusal(error.message);
+      if (!(error instanceof SIEError) && !(error instanceof SyntaxError)) throw error;
+      const isLacking = need && error instanceof SIEError && (error.status === 401 || error.status === 403);
+      setRefusal(isLacking ? `${error.message}: ${need}` : error.message);
       return false;
     } finally {
       setBusy(false);
     }
   }
-  return { isBusy, said, refusal, attempt };
+  return { isBusy, said, setSaid, refusal, attempt };
 }

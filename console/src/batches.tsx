@@ -1,6 +1,5 @@
-import { Fragment } from "preact";
 import { useState } from "preact/hooks";
-import type { Batch, BatchPage } from "sie-client";
+import type { Batch, BatchPage as Page } from "sie-client";
 import { ask, client } from "./api";
 import { useAsked } from "./asked";
 import { useAttempts } from "./attempts";
@@ -8,41 +7,37 @@ import { Confirm } from "./confirm";
 import { save } from "./downloads";
 import { clock } from "./job-words";
 import { EVERY_MS, Pages, Progress, usePages } from "./job-table";
+import { href } from "./routes";
 
-const PAGE = 20;
+const PAGE = 10;
 const TIMES = ["created", "in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled", "expires"] as const;
 const ENDED: readonly string[] = ["completed", "failed", "expired", "cancelled"];
 
 /** Batches of OpenAI's API: each line of a file is a request. */
 export function Batches() {
   const pages = usePages();
-  const [open, setOpen] = useState("");
-  const [look, setLook] = useState(0);
   const query = new URLSearchParams({ limit: `${PAGE}`, ...(pages.after ? { after: pages.after } : {}) });
-  const { value, trouble } = useAsked<BatchPage>(`/v1/batches?${query}`, EVERY_MS, look);
+  const { value, trouble } = useAsked<Page>(`/v1/batches?${query}`, EVERY_MS);
   return (
     <>
       <h2>Batches</h2>
       {trouble && <p class="bad" role="alert">{trouble}</p>}
-      {value && value.data.length === 0 && <p class="dim">No batch is here. POST /v1/batches submits one.</p>}
+      {value && value.data.length === 0 && <p class="dim">No batch is here. A client of OpenAI submits one, or POST /v1/batches.</p>}
       {value && value.data.length > 0 && (
         <div class="scroll" tabIndex={0} role="region" aria-label="Batches">
-          <table>
+          <table class="cards">
             <thead><tr><th scope="col">batch</th><th scope="col">state</th><th scope="col">requests</th><th scope="col" class="number">failed</th><th scope="col">endpoint</th><th scope="col">window</th><th scope="col">submitted</th></tr></thead>
             <tbody id="batches">
               {value.data.map((batch) => (
-                <Fragment key={batch.id}>
-                  <tr>
-                    <td class="name"><button type="button" class="link" aria-expanded={open === batch.id} onClick={() => setOpen(open === batch.id ? "" : batch.id)}>{batch.id}</button></td>
-                    <td><span class={`state ${batch.status}`}>{batch.status}</span></td>
-                    <td><Progress name={batch.id} done={batch.request_counts.completed + batch.request_counts.failed} of={batch.request_counts.total || null} /></td>
-                    <td class="number">{batch.request_counts.failed}</td>
-                    <td>{batch.endpoint}</td>
-                    <td>{batch.completion_window}</td>
-                    <td>{clock(batch.created_at)}</td>
+                  <tr key={batch.id}>
+                    <td class="name"><a href={href("jobs", ["batch", batch.id])}>{batch.id}</a></td>
+                    <td data-label="state"><span class={`state ${batch.status}`}>{batch.status}</span></td>
+                    <td data-label="requests"><Progress name={batch.id} done={batch.request_counts.completed + batch.request_counts.failed} of={batch.request_counts.total || null} /></td>
+                    <td data-label="failed" class="number">{batch.request_counts.failed}</td>
+                    <td data-label="endpoint">{batch.endpoint}</td>
+                    <td data-label="window">{batch.completion_window}</td>
+                    <td data-label="submitted">{clock(batch.created_at)}</td>
                   </tr>
-                  {open === batch.id && <tr class="opened"><td colSpan={7}><BatchDetail batch={batch} onChange={() => setLook((old) => old + 1)} /></td></tr>}
-                </Fragment>
               ))}
             </tbody>
           </table>
@@ -51,6 +46,13 @@ export function Batches() {
       <Pages what="batches" pages={pages} next={value?.has_more ? (value.last_id ?? "") : ""} />
     </>
   );
+}
+
+export function BatchPage({ id }: { id: string }) {
+  const [look, setLook] = useState(0);
+  const { value, trouble } = useAsked<Batch>(`/v1/batches/${encodeURIComponent(id)}`, EVERY_MS, look);
+  if (value) return <BatchDetail batch={value} onChange={() => setLook((old) => old + 1)} />;
+  return trouble ? <p class="bad" role="alert">{trouble}</p> : <p class="dim" role="status">reading the batch</p>;
 }
 
 function BatchDetail({ batch, onChange }: { batch: Batch; onChange: () => void }) {
@@ -73,7 +75,9 @@ function BatchDetail({ batch, onChange }: { batch: Batch; onChange: () => void }
   };
   const canCancel = !ENDED.includes(batch.status) && batch.status !== "cancelling";
   return (
-    <div class="detail batch">
+    <article class="detail batch">
+      <h2>{batch.id}</h2>
+      <p><span class={`state ${batch.status}`}>{batch.status}</span></p>
       {canCancel && <p><button type="button" class="cancel" disabled={isBusy} onClick={() => setAsking(true)}>Cancel</button></p>}
       {isAsking && (
         <Confirm name={`Confirm: cancel ${batch.id}`} question="End this batch for ever? Its answers so far stay." yes="End it" onYes={() => void cancel()} onNo={() => setAsking(false)} />
@@ -92,8 +96,7 @@ function BatchDetail({ batch, onChange }: { batch: Batch; onChange: () => void }
           <div><dt>{`file: ${name}`}</dt><dd><button type="button" class="link" disabled={isBusy} aria-label={`Download ${name} ${id}`} onClick={() => download(id)}>{id}</button></dd></div>
         ))}
       </dl>
-      <h3>Batch</h3>
-      <pre class="code request">{JSON.stringify(batch, null, 2)}</pre>
-    </div>
+      <details><summary>As JSON</summary><pre class="code request">{JSON.stringify(batch, null, 2)}</pre></details>
+    </article>
   );
 }

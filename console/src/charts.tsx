@@ -1,33 +1,32 @@
 import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import uPlot from "uplot";
-import { useAsked } from "./asked";
+import { stageWord } from "./stages";
 import type { History } from "./types";
 
-const EVERY_MS = 10_000;
-const HEIGHT = 180;
+const HEIGHT = 150;
 const COLOURS = ["#4c8dff", "#e0584f", "#2a9d4a", "#d08b00", "#9a6bff", "#19a3a3", "#888888"];
 
 type Series = [string, (number | null)[]];
 
 /** Requests, errors and latency of the last hour. */
-export function Charts() {
-  const { value: history } = useAsked<History>("/v1/history", EVERY_MS);
-  const drawn = useMemo(() => history && seriesOf(history), [history]);
-  if (!history) return null;
-  if (!drawn) return <><h2>Last hour, at this gateway</h2><p class="dim">No request was answered in the last hour.</p></>;
-  const errors = Object.entries(drawn.errors).sort((one, other) => other[1] - one[1]);
+export function Charts({ history }: { history: History }) {
+  const drawn = useMemo(() => seriesOf(history), [history]);
+  if (!drawn) return <p class="dim">No request was answered in the last hour. The playground sends one.</p>;
   return (
-    <>
-      <h2>Last hour, at this gateway</h2>
-      <div class="charts">
-        {drawn.charts.map(([title, series]) => <Chart key={title} title={title} series={series} times={drawn.times} />)}
-      </div>
-      {errors.length > 0 && <p>{`Errors: ${errors.map(([code, count]) => `${code} ${count}`).join(", ")}`}</p>}
-    </>
+    <div class="charts">
+      {drawn.charts.map(([title, series]) => <Chart key={title} title={title} series={series} times={drawn.times} />)}
+    </div>
   );
 }
 
-function seriesOf(history: History): { times: number[]; charts: [string, Series[]][]; errors: Record<string, number> } | undefined {
+/** Requests that failed in the last hour, by their codes, the most frequent first. */
+export function errorsOf(history: History): [string, number][] {
+  const errors: Record<string, number> = {};
+  for (const step of history.steps) for (const [code, count] of Object.entries(step.errors)) errors[code] = (errors[code] ?? 0) + count;
+  return Object.entries(errors).sort((one, other) => other[1] - one[1]);
+}
+
+function seriesOf(history: History): { times: number[]; charts: [string, Series[]][] } | undefined {
   const first = history.steps[0]?.at;
   if (first === undefined) return undefined;
   // nothing was answered in the steps that are left out
@@ -42,13 +41,10 @@ function seriesOf(history: History): { times: number[]; charts: [string, Series[
   const total = history.stages.indexOf("total_time");
   const at = (name: "p50_ms" | "p99_ms", stage: number) => steps.map((step) => step[name]?.[stage] ?? null);
   const stages = history.stages.flatMap((name, place): Series[] =>
-    place === total ? [] : [[name.replace("_time", "").replaceAll("_", " "), at("p99_ms", place)]],
+    place === total ? [] : [[stageWord(name), at("p99_ms", place)]],
   );
-  const errors: Record<string, number> = {};
-  for (const step of steps) for (const [code, count] of Object.entries(step.errors)) errors[code] = (errors[code] ?? 0) + count;
   return {
     times: steps.map((step) => step.at),
-    errors,
     charts: [
       ["Requests a second", [["requests", rates], ["errors", failed]]],
       ["Latency, ms", [["median", at("p50_ms", total)], ["99th percentile", at("p99_ms", total)]]],

@@ -1,130 +1,210 @@
-import { useState } from "preact/hooks";
+import type { ComponentChildren } from "preact";
+import { useEffect, useRef, useState } from "preact/hooks";
 import { useAsked } from "./asked";
-import { Charts } from "./charts";
+import { Charts, errorsOf } from "./charts";
 import { DeadLetters } from "./dead-letters";
 import { Doctor } from "./doctor";
 import { Placement } from "./placement";
-import { Requests } from "./requests";
+import { RequestPage, Requests } from "./requests";
 import { Reservations } from "./reservations";
-import type { Cluster as State } from "./types";
+import { href } from "./routes";
+import type { Cluster as State, History } from "./types";
 import { bytes } from "./units";
 
 const EVERY_MS = 1000;
-const PARTS = ["Queue", "Workers", "Placement", "Slow and failed requests", "Dead letters", "Doctor", "Models"];
+const HISTORY_EVERY_MS = 10_000;
+const LATE_S = 10; // that work waits before somebody should look
+const LISTED = 5; // of one cause
 
-/** Bring the part with this heading to the top. */
-function show(name: string) {
-  [...document.querySelectorAll("h2")].find((each) => each.textContent?.startsWith(name))?.scrollIntoView();
+/** `parts`: of the address, a part of this view that is open, or `requests` and an id. */
+export function Cluster({ parts, scopes }: { parts: string[]; scopes: string[] }) {
+  const [part = "", id = ""] = parts;
+  if (part === "requests" && id) {
+    return (
+      <section>
+        <p class="path"><a href={href("cluster")}>Cluster</a> / <a href={href("cluster", ["requests"])}>Requests</a></p>
+        <RequestPage key={id} id={id} />
+      </section>
+    );
+  }
+  return <Overview part={part} scopes={scopes} />;
 }
 
-export function Cluster() {
+function Overview({ part, scopes }: { part: string; scopes: string[] }) {
   const [filter, setFilter] = useState("");
   const { value: state, trouble } = useAsked<State>(`/v1/cluster?filter=${encodeURIComponent(filter.trim())}`, EVERY_MS);
+  const { value: history } = useAsked<History>("/v1/history", HISTORY_EVERY_MS);
   const healthy = (state?.cluster.worker_count ?? 0) > 0;
   const words = trouble || (!state ? "connecting" : healthy ? "healthy" : "degraded: no healthy worker");
+  const folded = (name: string, title: string, content: () => ComponentChildren) => <Part name={name} title={title} isWanted={part === name}>{content}</Part>;
   return (
     <section>
       <p><span id="connection" role="status" class={`state ${!trouble && healthy ? "healthy" : "lost"}`}>{words}</span></p>
-      <nav class="jumps" aria-label="Parts of this view">
-        {PARTS.map((name) => <button type="button" class="link" onClick={() => show(name)}>{name}</button>)}
-      </nav>
       {state && <Figures state={state} />}
-      <Charts />
-      {state && <Lanes state={state} />}
+      {state && <Attention state={state} history={history} />}
+      <h2>Last hour, at this gateway</h2>
+      {history && <Charts history={history} />}
+      <h2>Workers</h2>
       {state && <Workers state={state} />}
-      <Placement />
-      <Reservations />
-      <Requests />
-      <DeadLetters />
-      <Doctor />
-      <h2>Models</h2>
-      <label class="row">
-        Filter
-        <input id="filter" type="search" value={filter} onInput={(event) => setFilter(event.currentTarget.value)} />
-      </label>
-      {state && <Models state={state} />}
+      {folded("requests", "Slow and failed requests", () => <Requests />)}
+      {folded("queue", "Queue", () => state && <Lanes state={state} />)}
+      {folded("models", "Models in use", () => (
+        <>
+          <label class="row">
+            Search
+            <input id="filter" type="search" value={filter} onInput={(event) => setFilter(event.currentTarget.value)} />
+          </label>
+          {state && <Models state={state} />}
+        </>
+      ))}
+      {folded("placement", "Placement: which worker has which model, and why", () => <Placement />)}
+      {folded("pools", "Pools and reservations", () => <Reservations />)}
+      {folded("dead-letters", "Dead letters: work that was given up", () => <DeadLetters scopes={scopes} />)}
+      {folded("doctor", "Doctor: checks of every part, with remedies", () => <Doctor />)}
     </section>
+  );
+}
+
+/** A part that asks for nothing while it is folded. */
+function Part({ name, title, isWanted, children }: { name: string; title: string; isWanted: boolean; children: () => ComponentChildren }) {
+  const [isOpen, setOpen] = useState(isWanted);
+  const place = useRef<HTMLDetailsElement>(null);
+  useEffect(() => {
+    if (!isWanted) return;
+    setOpen(true);
+    place.current?.scrollIntoView();
+  }, [isWanted]);
+  return (
+    <details
+      class="part" data-part={name} ref={place} open={isOpen}
+      onToggle={(event) => {
+        const { currentTarget } = event;
+        if (event.target !== currentTarget) return; // details within it
+        setOpen(currentTarget.open);
+        if (currentTarget.open && !isOpen) history.replaceState(null, "", href("cluster", [name]));
+      }}
+    >
+      <summary><h2>{title}</h2></summary>
+      {isOpen && children()}
+    </details>
   );
 }
 
 function Figures({ state }: { state: State }) {
   const waiting = state.queues?.reduce((sum, lane) => sum + lane.messages, 0);
   const rows: [string, string][] = [
-    ["version", state.version],
     ["workers", `${state.cluster.worker_count}`],
     ["models loaded", `${state.cluster.models_loaded}`],
     ["requests/s", state.cluster.total_qps.toFixed(1)],
     ["in flight", `${state.counts.in_flight}`],
     ["queued", waiting === undefined ? "not known" : `${waiting}`],
     ["dead letters", `${state.counts.dead_letters}`],
+    ["version", state.version],
   ];
   return <dl class="figures" id="figures">{rows.map(([name, value]) => <div><dt>{name}</dt><dd>{value}</dd></div>)}</dl>;
 }
 
-function Lanes({ state }: { state: State }) {
-  const rows = (state.queues ?? []).filter((lane) => lane.messages);
-  if (!rows.length) return <><h2>Queue</h2><p class="dim">{state.queues ? "Nothing waits." : "What waits is not known: the broker did not answer."}</p></>;
+interface Trouble {
+  words: string;
+  address: string;
+  link: string;
+}
+
+/** What somebody should look at, the worst first. */
+function troublesOf(state: State, history: History | undefined): Trouble[] {
+  const doctor = { address: href("cluster", ["doctor"]), link: "Ask the doctor" };
+  const sick = state.workers.filter((worker) => !worker.healthy);
+  const failed = state.models.filter((model) => model.state === "failed");
+  const late = (state.queues ?? []).filter((lane) => lane.oldest_s > LATE_S);
+  const errors = history ? errorsOf(history) : [];
+  return [
+    ...(state.cluster.worker_count ? [] : [{ words: "No worker is healthy. Requests wait until one is.", ...doctor }]),
+    ...(state.queues ? [] : [{ words: "The broker did not answer: what waits is not known.", ...doctor }]),
+    ...sick.slice(0, LISTED).map(({ name }) => ({ words: `Worker ${name} does not answer.`, ...doctor })),
+    ...failed.slice(0, LISTED).map(({ name }) => ({ words: `${name} could not be loaded. ${state.failures[name] ?? ""}`, address: href("models", [name]), link: "Its page" })),
+    ...(failed.length > LISTED ? [{ words: `${failed.length - LISTED} more models could not be loaded.`, address: href("models", [], { state: "failed" }), link: "List them" }] : []),
+    ...late.slice(0, LISTED).map((lane) => ({ words: `${lane.messages} messages wait in ${lane.pool}.${lane.machine_profile}.${lane.bundle}, the oldest for ${lane.oldest_s.toFixed(0)} s.`, address: href("cluster", ["queue"]), link: "Queue" })),
+    ...(errors.length ? [{ words: `Requests failed in the last hour: ${errors.map(([code, count]) => `${code} ${count}`).join(", ")}.`, address: href("cluster", ["requests"]), link: "Requests" }] : []),
+    ...(state.counts.dead_letters ? [{ words: `${state.counts.dead_letters} dead letters.`, address: href("cluster", ["dead-letters"]), link: "Dead letters" }] : []),
+  ];
+}
+
+function Attention({ state, history }: { state: State; history: History | undefined }) {
+  const troubles = troublesOf(state, history);
   return (
     <>
-      <h2>Queue</h2>
-      <div class="scroll" tabIndex={0} role="region" aria-label="Queue">
-        <table>
-          <thead><tr><th>lane</th><th>priority</th><th class="number">messages</th><th class="number">oldest, s</th></tr></thead>
-          <tbody>
-            {rows.map((lane) => (
-              <tr>
-                <td>{`${lane.pool}.${lane.machine_profile}.${lane.bundle}`}</td>
-                <td>{lane.priority}</td>
-                <td class="number">{lane.messages}</td>
-                <td class="number">{lane.oldest_s.toFixed(1)}</td>
-              </tr>
-            ))}
-          </tbody>
-        </table>
-      </div>
+      <h2>What needs a look</h2>
+      {!troubles.length && <p class="good">✓ Nothing.</p>}
+      <ul id="attention">{troubles.map(({ words, address, link }) => <li><span>{words}</span> <a href={address}>{link}</a></li>)}</ul>
     </>
   );
 }
 
+function Lanes({ state }: { state: State }) {
+  const rows = (state.queues ?? []).filter((lane) => lane.messages);
+  if (!rows.length) return <p class="dim">{state.queues ? "Nothing waits." : "What waits is not known: the broker did not answer."}</p>;
+  return (
+    <div class="scroll" tabIndex={0} role="region" aria-label="Queue">
+      <table>
+        <thead><tr><th scope="col">lane</th><th scope="col">priority</th><th scope="col" class="number">messages</th><th scope="col" class="number">oldest, s</th></tr></thead>
+        <tbody>
+          {rows.map((lane) => (
+            <tr>
+              <td class="name">{`${lane.pool}.${lane.machine_profile}.${lane.bundle}`}</td>
+              <td>{lane.priority}</td>
+              <td class="number">{lane.messages}</td>
+              <td class="number">{lane.oldest_s.toFixed(1)}</td>
+            </tr>
+          ))}
+        </tbody>
+      </table>
+    </div>
+  );
+}
+
+const WORKERS = 8; // that are seen at once
+
 function Workers({ state }: { state: State }) {
-  const rest = state.counts.workers - state.workers.length;
+  const [showsAll, setShowsAll] = useState(false);
+  const shown = showsAll ? state.workers : state.workers.slice(0, WORKERS);
+  const rest = state.counts.workers - shown.length;
+  if (!state.workers.length) return <p class="dim">No worker has announced itself. Requests wait until one does.</p>;
   return (
     <>
-      <h2>Workers</h2>
       <div class="scroll" tabIndex={0} role="region" aria-label="Workers">
-        <table>
+        <table class="cards">
           <thead>
-            <tr><th>worker</th><th>state</th><th>pool</th><th>machine profile</th><th>bundle</th><th>device</th><th>memory</th><th class="number">in flight</th><th>loaded models</th></tr>
+            <tr><th scope="col">worker</th><th scope="col">state</th><th scope="col">pool</th><th scope="col">machine profile</th><th scope="col">bundle</th><th scope="col">device</th><th scope="col">memory</th><th scope="col" class="number">in flight</th><th scope="col">loaded models</th></tr>
           </thead>
           <tbody id="workers">
-            {state.workers.map((worker) => {
+            {shown.map((worker) => {
               const health = worker.healthy ? "healthy" : "unhealthy";
               return (
                 <tr key={worker.name}>
                   <td class="name">{worker.name}</td>
-                  <td><span class={`state ${health}`}>{health}</span></td>
-                  <td>{worker.pool}</td>
-                  <td>{worker.gpu}</td>
-                  <td>{worker.bundle}</td>
-                  <td>{worker.device}</td>
-                  <td>
+                  <td data-label="state"><span class={`state ${health}`}>{health}</span></td>
+                  <td data-label="pool">{worker.pool}</td>
+                  <td data-label="machine profile">{worker.gpu}</td>
+                  <td data-label="bundle">{worker.bundle}</td>
+                  <td data-label="device">{worker.device}</td>
+                  <td data-label="memory">
                     {worker.memory_total_bytes > 0 && (
-                      <>
+                      <span>
                         <meter max={worker.memory_total_bytes} value={worker.memory_used_bytes} aria-label={`Memory of ${worker.name}`} />
                         {` ${bytes(worker.memory_used_bytes)} of ${bytes(worker.memory_total_bytes)}`}
-                      </>
+                      </span>
                     )}
                   </td>
-                  <td class="number">{worker.queue_depth}</td>
-                  <td class="wide">{worker.loaded_models.join(", ")}</td>
+                  <td data-label="in flight" class="number">{worker.queue_depth}</td>
+                  <td data-label="loaded models" class="wrap">{worker.loaded_models.join(", ")}</td>
                 </tr>
               );
             })}
           </tbody>
         </table>
       </div>
-      {!state.workers.length && <p class="dim">No worker has announced itself. Requests wait until one does.</p>}
-      {rest > 0 && <p class="dim">{`${rest} more workers`}</p>}
+      {rest > 0 && !showsAll && state.workers.length > WORKERS && <button type="button" class="link" onClick={() => setShowsAll(true)}>{`Show ${state.workers.length - WORKERS} more workers`}</button>}
+      {rest > 0 && (showsAll || state.workers.length <= WORKERS) && <p class="dim">{`${rest} more workers`}</p>}
     </>
   );
 }
@@ -133,15 +213,15 @@ function Models({ state }: { state: State }) {
   const rest = state.counts.models - state.models.length;
   return (
     <>
-      <div class="scroll" tabIndex={0} role="region" aria-label="Models">
+      <div class="scroll tall" tabIndex={0} role="region" aria-label="Models">
         <table>
-          <thead><tr><th>model</th><th>state</th><th class="number">workers</th><th>machine profiles</th><th class="number">queue</th></tr></thead>
+          <thead><tr><th scope="col">model</th><th scope="col">state</th><th scope="col" class="number">workers</th><th scope="col">machine profiles</th><th scope="col" class="number">queue</th></tr></thead>
           <tbody id="models">
             {state.models.map((model) => (
               <tr key={model.name}>
-                <td class="name">{model.name}</td>
+                <td class="name"><a href={href("models", [model.name])}>{model.name}</a></td>
                 <td class="wrap">
-                  <span class={`state ${model.state}`}>{model.state}</span>
+                  <span class={`state ${model.state}`}>{model.state === "available" ? "not loaded" : model.state}</span>
                   {model.state === "failed" && <p class="dim failure">{state.failures[model.name] ?? ""}</p>}
                 </td>
                 <td class="number">{model.worker_count}</td>

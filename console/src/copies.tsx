@@ -1,14 +1,14 @@
 import { useState } from "preact/hooks";
 import type { Program } from "./code";
 
-/** The same as programs to copy. */
-export function Copies({ programs, title }: { programs: Program[]; title: string }) {
+/** The same as programs to copy. `open`: they are seen at once. */
+export function Copies({ programs, title, open = false }: { programs: Program[]; title: string; open?: boolean }) {
   const [copied, setCopied] = useState("");
   return (
     <div class="row copies">
       {title && <span class="dim">{title}</span>}
       {programs.map(({ name, shown, whole }) => (
-        <details>
+        <details open={open}>
           <summary>{name}</summary>
           <button type="button" data-copies={name} onClick={() => copy(whole()).then((done) => setCopied(done ? name : `no ${name}`))}>
             {copied === name ? "Copied" : copied === `no ${name}` ? "The browser does not allow it" : `Copy as ${name}`}

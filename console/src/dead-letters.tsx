@@ -1,14 +1,13 @@
-import { useEffect, useState } from "preact/hooks";
+import { useState } from "preact/hooks";
 import { SIEError } from "sie-client";
-import { ask, get, scopes } from "./api";
+import { ask, get } from "./api";
 import { Confirm } from "./confirm";
 import type { DeadLetterPage, Purged, Replayed, ReplayedAll } from "./types";
 
 const PATH = "/v1/dead-letters";
 
 /** Work that was given up: the list, one letter, its replay and its removal. Inputs are never told. */
-export function DeadLetters() {
-  const [mine, setMine] = useState<string[]>();
+export function DeadLetters({ scopes }: { scopes: string[] }) {
   const [page, setPage] = useState<DeadLetterPage>();
   const [asked, setAsked] = useState<Record<string, string>>({}); // the filter of the list on screen
   const [after, setAfter] = useState(""); // where the next replay of all that fit goes on
@@ -31,7 +30,6 @@ export function DeadLetters() {
       setBusy(false);
     }
   }
-  useEffect(() => void attempt(async () => (setMine(await scopes()), "")), []);
 
   const query = (more: Record<string, string> = {}, filter = asked) => {
     const named = Object.entries({ ...filter, ...more }).map(([name, value]) => [name, value.trim()] as [string, string]);
@@ -73,9 +71,8 @@ export function DeadLetters() {
   );
   return (
     <>
-      <h2>Dead letters</h2>
-      {mine && !mine.includes("admin") && <p class="dim">Your key lacks the scope admin, which dead letters need.</p>}
-      {mine?.includes("admin") && (
+      {!scopes.includes("admin") && <p class="dim">Dead letters need the scope admin. Sign in with a key that has it.</p>}
+      {scopes.includes("admin") && (
         <form class="row" onSubmit={(event) => { event.preventDefault(); void show(); }}>
           {field("pool", "Pool")}{field("code", "Code")}{field("reason", "Reason")}{field("model", "Model")}{field("lane", "Lane")}
           <button type="submit" disabled={isBusy}>Show</button>

@@ -6,7 +6,9 @@ import { Confirm } from "./confirm";
 import { Copies } from "./copies";
 import { JobParts, JobRows } from "./job-parts";
 import { jobPrograms } from "./job-requests";
-import { clock, forecastOf, hasEnded, rateOf } from "./job-words";
+import { Progress } from "./job-table";
+import { clock, forecastOf, hasEnded, nameOf, rateOf } from "./job-words";
+import { go, href } from "./routes";
 import { duration } from "./units";
 
 type Asking = "cancel" | "delete";
@@ -19,7 +21,7 @@ const QUESTIONS: Record<Asking, string> = {
 export function JobDetail({ job, onChange }: { job: Job; onChange: () => void }) {
   const { counts, error, trouble, broken = [], errors = {} } = job;
   const facts: [string, string][] = [
-    ["rows", `${counts.done} of ${counts.rows ?? "rows that are not counted yet"}`],
+    ["rows", `${counts.done} of ${counts.rows ?? "rows that are not counted"}`],
     ["failed", `${counts.failed}`],
     ["reused", `${counts.reused}`],
     ["tokens", `${counts.tokens}`],
@@ -37,7 +39,9 @@ export function JobDetail({ job, onChange }: { job: Job; onChange: () => void })
     ["id", job.id],
   ];
   return (
-    <div class="detail job">
+    <article class="detail job">
+      <h2>{job.name || job.id}</h2>
+      <p class="row head"><span class={`state ${job.state}`}>{job.state}</span><Progress name={nameOf(job)} done={counts.done ?? 0} of={counts.rows} isOver={hasEnded(job)} /><a href={href("models", [job.model])}>{job.model}</a></p>
       <JobActions job={job} onChange={onChange} />
       {error && <p class="bad" role="alert">{`${error.code} ${error.message}${error.param ? ` (${error.param})` : ""}`}</p>}
       {trouble && <p class="warn">{`It waits and tries again: ${trouble.code} ${trouble.message}`}</p>}
@@ -58,10 +62,9 @@ export function JobDetail({ job, onChange }: { job: Job; onChange: () => void })
       )}
       <JobParts job={job} />
       <JobRows job={job} />
-      <h3>Request</h3>
-      <pre class="code request">{JSON.stringify(job.request, null, 2)}</pre>
+      <details><summary>Request</summary><pre class="code request">{JSON.stringify(job.request, null, 2)}</pre></details>
       <Copies programs={jobPrograms({ request: job.request, file: "" })} title="The same job again as" />
-    </div>
+    </article>
   );
 }
 
@@ -79,10 +82,10 @@ function JobActions({ job, onChange }: { job: Job; onChange: () => void }) {
   const { jobs } = client();
   const pause = () => act(async () => (await jobs.pause(job.id), "It pauses once the parts that run are written."));
   const resume = () => act(async () => (await jobs.resume(job.id), "It goes on."));
-  const retry = () => act(async () => `Submitted as ${(await jobs.retry(job.id)).id}.`);
+  const retry = () => attempt(async () => (go(href("jobs", [(await jobs.retry(job.id)).id])), ""));
   const certain: Record<Asking, () => Promise<boolean>> = {
     cancel: () => act(async () => (await jobs.cancel(job.id), "It ends.")),
-    delete: () => act(async () => (await jobs.delete(job.id), "It is forgotten.")),
+    delete: () => attempt(async () => (await jobs.delete(job.id), go(href("jobs")), "")),
   };
   const isEnded = hasEnded(job);
   return (

@@ -1,10 +1,13 @@
-import { useEffect, useMemo, useRef, useState } from "preact/hooks";
+import { useEffect, useMemo, useState } from "preact/hooks";
 import { type JobRequest, SIEError } from "sie-client";
 import { client } from "./api";
 import { useAttempts } from "./attempts";
 import { Copies } from "./copies";
 import { jobPrograms } from "./job-requests";
-import { complaint, parsed } from "./json-map";
+import { Picker } from "./picker";
+import { AsJson, complaintsOf, Controls, outputsOf, paramsOf, type Settings, UNSET } from "./playground-controls";
+import { short } from "./playground-parts";
+import { type Preview, preview } from "./rows-preview";
 import type { Model } from "./types";
 
 type Operation = NonNullable<JobRequest["operation"]>;
@@ -17,7 +20,7 @@ const OUTPUTS: OutputFormat[] = ["parquet", "jsonl", "npy"];
 const FILE_LIFE_S = 30 * 86_400; // the longest that the server takes; no job lasts as long
 const EMPTY = {
   url: "", model: "", operation: "encode" as Operation, text: "{text}", query: "{query}", document: "{document}", image: "",
-  id: "", keep: "", input: "" as InputFormat | "", output: "parquet" as OutputFormat, place: "", params: "", name: "", deadline: "", cache: false,
+  id: "", keep: "", input: "" as InputFormat | "", format: "parquet" as OutputFormat, place: "", name: "", deadline: "", cache: false,
   expires: false, windows: "", zone: Intl.DateTimeFormat().resolvedOptions().timeZone, tokens: "", rows: "", pool: "", sink: "", collection: "",
 };
 type Given = typeof EMPTY;
@@ -26,14 +29,15 @@ type Written = { [Name in keyof Given]: string extends Given[Name] ? Name : neve
 const listed = (text: string): string[] => text.split(",").map((each) => each.trim()).filter(Boolean);
 
 /** The request of what was filled in; fields that are empty are left to the gateway. */
-function requestOf(given: Given): JobRequest {
+function requestOf(given: Given, settings: Settings, model: Model | undefined): JobRequest {
   const { operation, image } = given;
   // as `sie jobs submit` reads a template, so that the same words are the same job
   const [text, query, document] = [given.text, given.query, given.document].map((each) => each.replaceAll("\\n", "\n")) as [string, string, string];
   const templates = image.trim() ? { image: image.trim() } : operation === "score" ? { query, document } : { text };
   const [keep, windows] = [listed(given.keep), listed(given.windows)];
   const [sink, collection] = [given.sink.trim(), given.collection.trim()];
-  const params = parsed(given.params);
+  const params = model ? paramsOf(operation, settings, model) : {};
+  if (String(params["output_types"]) === outputsOf(model)[0]) delete params["output_types"]; // what it gives by itself
   return {
     model: given.model,
     operation,
@@ -45,12 +49,12 @@ function requestOf(given: Given): JobRequest {
       ...(given.input ? { format: given.input } : {}),
     },
     output: {
-      format: given.output,
+      format: given.format,
       ...(given.place.trim() ? { url: given.place.trim() } : {}),
       ...(sink ? { sink } : {}),
       ...(collection ? { collection } : {}),
     },
-    ...(params ? { params } : {}),
+    ...(Object.keys(params).length ? { params } : {}),
     ...(given.name.trim() ? { name: given.name.trim() } : {}),
     ...(given.deadline ? { deadline: new Date(given.deadline).getTime() / 1000 } : {}),
     ...(given.deadline && given.expires ? { expires: true } : {}),
@@ -75,31 +79,53 @@ async function submitted(request: JobRequest, file: File | undefined): Promise<s
   }
 }
 
-/** `onDone`: called with the id of a job that was submitted. */
-export function JobForm({ models, onDone }: { models: Model[]; onDone: (id: string) => void }) {
+const COLUMNS_OF_TEXT = ["text", "body", "content", "description", "title"];
+
+/** A job in three steps. `onDone`: called with the id of a job that was submitted. */
+export function JobForm({ models, onDone, onFind }: { models: Model[]; onDone: (id: string) => void; onFind: (text: string) => void }) {
   const [given, setGiven] = useState<Given>(EMPTY);
+  const [settings, setSettings] = useState<Settings>({ ...UNSET, labels: "" });
   const [file, setFile] = useState<File>();
-  const picker = useRef<HTMLInputElement>(null);
+  const [seen, setSeen] = useState<Preview>();
+  const [unread, setUnread] = useState("");
   const { isBusy, said, refusal, attempt } = useAttempts();
   const fitting = useMemo(() => models.filter((model) => model.tasks.includes(given.operation)), [models, given.operation]);
   useEffect(() => {
     setGiven((old) => (fitting.some((model) => model.id === old.model) ? old : { ...old, model: fitting.find((model) => model.loaded)?.id ?? fitting[0]?.id ?? "" }));
   }, [fitting]);
-  const wrong = complaint(given.params);
-  const isReady = !isBusy && !wrong && Boolean(given.model) && Boolean(file) !== Boolean(given.url.trim());
-  const request = useMemo(() => (wrong ? undefined : requestOf(given)), [given, wrong]);
+  const model = fitting.find((each) => each.id === given.model);
+  const isSound = !Object.values(complaintsOf(given.operation, settings)).some(Boolean);
+  const hasData = Boolean(file) !== Boolean(given.url.trim());
+  const isReady = !isBusy && isSound && Boolean(given.model) && hasData;
+  const request = useMemo(() => (isSound ? requestOf(given, settings, model) : undefined), [given, settings, model, isSound]);
+
+  async function pick(next: File | undefined) {
+    setFile(next);
+    setSeen(undefined);
+    setUnread("");
+    if (!next) return;
+    try {
+      const found = await preview(next);
+      setSeen(found);
+      const text = COLUMNS_OF_TEXT.find((name) => found.columns.includes(name)) ?? found.columns[0];
+      setGiven((old) => ({
+        ...old, // what was typed stays
+        text: old.text === EMPTY.text && text ? `{${text}}` : old.text,
+        id: old.id || (found.columns.includes("id") ? "id" : ""),
+      }));
+    } catch (error) {
+      setUnread((error as Error).message);
+    }
+  }
 
   async function submit(event: Event) {
     event.preventDefault();
     if (!request) return;
-    const isDone = await attempt(async () => {
+    await attempt(async () => {
       const id = await submitted(request, file);
       onDone(id);
       return `Submitted as ${id}.`;
     });
-    if (!isDone) return;
-    setFile(undefined);
-    if (picker.current) picker.current.value = "";
   }
   const set = <N extends keyof Given>(name: N, value: Given[N]) => setGiven((old) => ({ ...old, [name]: value }));
   const field = (name: Written, title: string, placeholder = "", isNumber = false) => (
@@ -114,13 +140,13 @@ export function JobForm({ models, onDone }: { models: Model[]; onDone: (id: stri
       {title}
     </label>
   );
-  const template = (name: "text" | "query" | "document", title: string) => (
+  const written = (name: "text" | "query" | "document", title: string) => (
     <label class="wide">
       {title}
       <textarea id={`job-${name}`} rows={2} spellcheck={false} value={given[name]} onInput={(event) => set(name, event.currentTarget.value)} />
     </label>
   );
-  const choice = <N extends "operation" | "input" | "output">(name: N, title: string, options: readonly Given[N][], names: Partial<Record<string, string>> = {}) => (
+  const choice = <N extends "operation" | "input" | "format">(name: N, title: string, options: readonly Given[N][], names: Partial<Record<string, string>> = {}) => (
     <label>
       {title}
       <select id={`job-${name}`} value={given[name]} onChange={(event) => set(name, event.currentTarget.value as Given[N])}>
@@ -129,59 +155,90 @@ export function JobForm({ models, onDone }: { models: Model[]; onDone: (id: stri
     </label>
   );
   const isImage = Boolean(given.image.trim());
+  const target = given.operation === "score" ? "document" : "text";
   return (
-    <form class="panel fields" id="job-form" aria-label="New job" onSubmit={submit}>
-      <label>
-        File of rows
-        <input id="job-file" ref={picker} type="file" accept=".jsonl,.csv,.parquet" onChange={(event) => setFile(event.currentTarget.files?.[0])} />
-      </label>
-      {field("url", "or an address that the server allows", "s3://bucket/rows/")}
-      {choice("input", "Format of the input", ["", ...INPUTS], { "": "by its name" })}
-      {choice("operation", "Operation", OPERATIONS)}
-      <label>
-        Model
-        <select id="job-model" value={given.model} onChange={(event) => set("model", event.currentTarget.value)}>
-          {fitting.map((model) => <option value={model.id}>{model.id}</option>)}
-        </select>
-      </label>
-      {!isImage && given.operation !== "score" && template("text", "Template of the text: columns in braces, \\n is a line break")}
-      {!isImage && given.operation === "score" && <>{template("query", "Template of the query: columns in braces")}{template("document", "Template of the document")}</>}
-      {given.operation !== "score" && field("image", "Column of images, in place of the text")}
-      {field("id", "Column of ids", "by default the number of the row")}
-      {field("keep", "Columns that the output repeats", "title, url")}
-      {choice("output", "Format of the output", OUTPUTS)}
-      {field("place", "Address of the output", "kept with the job")}
-      <label>
-        Parameters, as JSON
-        <input id="job-params" value={given.params} placeholder={given.operation === "extract" ? '{"labels": ["person"]}' : '{"dimensions": 256}'} spellcheck={false} autocomplete="off" aria-invalid={Boolean(wrong)} onInput={(event) => set("params", event.currentTarget.value)} />
-        {wrong && <span class="bad" role="alert">{wrong}</span>}
-      </label>
-      {field("name", "Name")}
-      <label>
-        Deadline
-        <input id="job-deadline" type="datetime-local" value={given.deadline} onInput={(event) => set("deadline", event.currentTarget.value)} />
-      </label>
-      {check("cache", "Take answers of earlier jobs")}
-      <details class="wide" id="job-more">
-        <summary>When and how fast it works, database</summary>
+    <form class="steps" id="job-form" aria-label="New job" onSubmit={submit}>
+      <fieldset class="panel">
+        <legend>1. Data</legend>
         <div class="fields">
-          {field("windows", "Times of the day at which it works", "22:00-06:00")}
-          {field("zone", "Their time zone", "UTC")}
-          {field("tokens", "At most tokens per second", "no limit", true)}
-          {given.deadline && check("expires", "Rows that are late do not run")}
-          {field("rows", "Rows of a part of the output", "10000", true)}
-          {field("pool", "Pool of workers", "the default")}
-          {field("sink", "Database that gets the vectors", "a name of SIE_JOBS_SINKS")}
-          {given.sink.trim() && field("collection", "Its collection or table")}
+          <label>
+            File of rows: CSV, JSON Lines or Parquet
+            <input id="job-file" type="file" accept=".jsonl,.csv,.parquet" onChange={(event) => void pick(event.currentTarget.files?.[0])} />
+          </label>
+          {field("url", "or an address that the server allows", "s3://bucket/rows/")}
+          {choice("input", "Format of the input", ["", ...INPUTS], { "": "by its name" })}
         </div>
-      </details>
-      <div class="wide">
-        <button type="submit" id="job-submit" disabled={!isReady}>Submit</button>
+        {file && given.url.trim() && <p class="bad" role="alert">A job reads a file or an address, not both.</p>}
+        {unread && <p class="bad" role="alert">{`${file?.name}: ${unread}`}</p>}
+        {seen && <Rows seen={seen} onColumn={isImage ? undefined : (name) => set(target, `${given[target] === EMPTY[target] ? "" : given[target]}{${name}}`)} />}
+        <div class="fields">{field("id", "Column of ids", "by default the number of the row")}</div>
+      </fieldset>
+      <fieldset class="panel">
+        <legend>2. Model</legend>
+        <div class="fields">
+          {choice("operation", "Do", OPERATIONS)}
+          <Picker id="job-model" label="Model" models={fitting} value={given.model} onChange={(id) => set("model", id)} onFind={onFind} />
+          {given.operation !== "score" && field("image", "Column of images, in place of the text")}
+        </div>
+        {!isImage && given.operation !== "score" && written("text", "Text: columns in braces, \\n is a line break")}
+        {!isImage && given.operation === "score" && <>{written("query", "Query: columns in braces")}{written("document", "Document: columns in braces")}</>}
+        <Controls prefix="job-with-" verb={given.operation} model={model} settings={settings} set={(name, value) => setSettings((old) => ({ ...old, [name]: value }))} />
+        <AsJson prefix="job-with-" verb={given.operation} settings={settings} set={(name, value) => setSettings((old) => ({ ...old, [name]: value }))} />
+      </fieldset>
+      <fieldset class="panel">
+        <legend>3. Destination</legend>
+        <div class="fields">
+          {choice("format", "Format of the output", OUTPUTS)}
+          {field("place", "Address of the output", "kept with the job, to download")}
+          {field("keep", "Columns that the output repeats", "title, url")}
+          {field("name", "Name of the job")}
+        </div>
+        <details id="job-more">
+          <summary>Deadline, times of day, speed, database</summary>
+          <div class="fields">
+            <label>
+              Deadline
+              <input id="job-deadline" type="datetime-local" value={given.deadline} onInput={(event) => set("deadline", event.currentTarget.value)} />
+            </label>
+            {given.deadline && check("expires", "Rows that are late do not run")}
+            {field("windows", "Times of the day at which it works", "22:00-06:00")}
+            {field("zone", "Their time zone", "UTC")}
+            {field("tokens", "At most tokens per second", "no limit", true)}
+            {field("rows", "Rows of a part of the output", "10000", true)}
+            {field("pool", "Pool of workers", "the default")}
+            {field("sink", "Database that gets the vectors", "a name of SIE_JOBS_SINKS")}
+            {given.sink.trim() && field("collection", "Its collection or table")}
+            {check("cache", "Take answers of earlier jobs")}
+          </div>
+        </details>
+      </fieldset>
+      <div>
+        <span class="row">
+          <button type="submit" id="job-submit" disabled={!isReady}>Submit</button>
+          {!hasData && <span class="dim">Step 1 needs a file or an address.</span>}
+        </span>
         <p role="status">{isBusy ? (file ? `sending ${file.name}` : "submitting") : said}</p>
         {refusal && <p class="bad" role="alert">{refusal}</p>}
-        {file && given.url.trim() && <p class="bad" role="alert">A job reads a file or an address, not both.</p>}
-        {request && (file || given.url.trim()) && <Copies programs={jobPrograms({ request, file: file?.name ?? "" })} title="The same as" />}
+        {request && hasData && <Copies programs={jobPrograms({ request, file: file?.name ?? "" })} title="The same as" />}
       </div>
     </form>
+  );
+}
+
+/** The first rows of a file. `onColumn`: called with a column that is pressed. */
+function Rows({ seen: { columns, rows, count }, onColumn }: { seen: Preview; onColumn?: ((name: string) => void) | undefined }) {
+  return (
+    <div id="job-preview">
+      <p class="dim">{[count === undefined ? "" : `${count} rows. `, "Columns", onColumn ? " (press one to put it into the text): " : ": "].join("")}</p>
+      <p class="row">{columns.map((name) => <button type="button" class="chip" disabled={!onColumn} onClick={() => onColumn?.(name)}>{name}</button>)}</p>
+      {rows.length > 0 && (
+        <div class="scroll" tabIndex={0} role="region" aria-label="First rows">
+          <table>
+            <thead><tr>{columns.map((name) => <th scope="col">{name}</th>)}</tr></thead>
+            <tbody>{rows.map((row) => <tr>{row.map((value) => <td title={value}>{short(value, 60)}</td>)}</tr>)}</tbody>
+          </table>
+        </div>
+      )}
+    </div>
   );
 }

@@ -27,13 +27,13 @@ export function Pages({ what, pages, next }: { what: string; pages: Paging; next
   );
 }
 
-/** A bar, with the same in words. `of` null: nobody knows it yet. */
-export function Progress({ name, done, of }: { name: string; done: number; of: number | null | undefined }) {
+/** A bar, with the same in words. `of` null: nobody knows it yet, or never will where it `isOver`. */
+export function Progress({ name, done, of, isOver = false }: { name: string; done: number; of: number | null | undefined; isOver?: boolean }) {
   const share = of == null ? "" : of ? ` (${Math.floor((100 * done) / of)} %)` : "";
   return (
     <span class="bar">
       <progress max={Math.max(1, of ?? 1)} value={of == null ? 0 : of ? done : 1} aria-label={`Progress of ${name}`} />
-      <span>{of == null ? "not counted yet" : `${done} of ${of}${share}`}</span>
+      <span>{of == null ? (isOver ? "none was read" : "not counted yet") : `${done} of ${of}${share}`}</span>
     </span>
   );
 }

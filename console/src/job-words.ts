@@ -27,3 +27,16 @@ export function rateOf({ forecast, counts, started_at, ended_at }: Job): string 
   const rate = forecast?.rows_per_s ?? (started_at && ended_at && ended_at > started_at ? (counts.done ?? 0) / (ended_at - started_at) : 0);
   return rate ? `${rate.toFixed(rate < 10 ? 1 : 0)}/s` : "";
 }
+
+const SHORT_ID = 12; // characters, which tell the jobs of a list apart
+
+/** The name of a job, or the beginning of its id. */
+export const nameOf = ({ name, id }: Job): string => name || (id.length > SHORT_ID ? `${id.slice(0, SHORT_ID)}…` : id);
+
+/** What is wrong with a job, empty where nothing is. */
+export function troubleOf({ error, trouble, errors = {} }: Job): { words: string; isFailure: boolean } {
+  if (error) return { words: `${error.code}: ${error.message}`, isFailure: true };
+  if (trouble) return { words: `waits and tries again: ${trouble.code}: ${trouble.message}`, isFailure: false };
+  const codes = Object.entries(errors).map(([code, count]) => `${code} ${count}`);
+  return { words: codes.length ? `rows failed: ${codes.join(", ")}` : "", isFailure: false };
+}

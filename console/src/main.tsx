@@ -6,49 +6,47 @@ import { Cluster } from "./cluster";
 import { Jobs } from "./jobs";
 import { Models } from "./models";
 import { Playground } from "./playground";
-import type { Model, Models as Listed } from "./types";
+import { href, type Route, useRoute, VIEWS, type View } from "./routes";
+import type { Model, Models as Listed, Whoami } from "./types";
 
-const VIEWS = { playground: "Playground", models: "Models", jobs: "Jobs", cluster: "Cluster" } as const;
-type View = keyof typeof VIEWS;
 const MODELS_EVERY_MS = 5_000;
 const LOADING_EVERY_MS = 2_000; // while something is loaded or downloaded
 const MODELS = 200; // that are read; a name finds others
 const TYPED_MS = 250; // of rest, after which what was typed is asked for
 
-/** `#playground/ID` is the playground with a model. */
-function viewOf(hash: string): View {
-  const [name = ""] = hash.slice(1).split("/");
-  return name in VIEWS ? (name as View) : "playground";
-}
+const listed = (name: string): Promise<Listed> => get<Listed>(`/v1/models?limit=${MODELS}&filter=${encodeURIComponent(name)}`);
 
 function App() {
-  const [view, setView] = useState<View>(viewOf(location.hash));
+  const route = useRoute();
+  const { view } = route;
   const [models, setModels] = useState<Model[]>();
   const [total, setTotal] = useState(0);
   const [wanted, setWanted] = useState("");
+  const [scopes, setScopes] = useState<string[]>();
+  const mine = scopes ?? [];
   const [refusal, setRefusal] = useState<SIEError>();
   const [signedIn, setSignedIn] = useState(0);
-  const wasPlayed = useRef(false);
+  const played = useRef<Route>(undefined); // what was typed there, and what came back, stays while another view is looked at
   const [wantsKey, setWantsKey] = useState(false); // where reading needs none
 
-  useEffect(() => {
-    const changed = () => setView(viewOf(location.hash));
-    window.addEventListener("hashchange", changed);
-    return () => window.removeEventListener("hashchange", changed);
-  }, []);
   const showsModels = view !== "cluster";
+  const search = total > MODELS ? wanted.trim() : ""; // else all models are here already
   useEffect(() => {
     let ended = false;
     let timer = 0;
     let everyMs = MODELS_EVERY_MS;
+    let isKnown = false; // what the key may do
     async function turn() {
       if (document.visibilityState === "visible") {
         try {
-          const told = await get<Listed>(`/v1/models?limit=${MODELS}&filter=${encodeURIComponent(wanted.trim())}`);
+          const [who, all, found] = await Promise.all([isKnown ? undefined : get<Whoami>("/v1/whoami"), listed(""), search ? listed(search) : undefined]);
           if (ended) return;
-          setModels(told.models);
-          everyMs = told.models.some((each) => each.state === "loading" || each.downloads.length) ? LOADING_EVERY_MS : MODELS_EVERY_MS;
-          if (!wanted.trim()) setTotal(told.total ?? 0);
+          const known = new Map([...all.models, ...(found?.models ?? [])].map((model) => [model.id, model]));
+          isKnown = true;
+          if (who) setScopes(who.scopes);
+          setModels([...known.values()]);
+          everyMs = [...known.values()].some((each) => each.state === "loading" || each.downloads.length) ? LOADING_EVERY_MS : MODELS_EVERY_MS;
+          setTotal(all.total ?? 0);
           setRefusal(undefined);
           if (!showsModels) return; // the first answer told whether the key is good, and the cluster has figures of its own
         } catch (error) {
@@ -59,59 +57,58 @@ function App() {
       }
       timer = window.setTimeout(turn, everyMs);
     }
-    timer = window.setTimeout(turn, wanted ? TYPED_MS : 0);
+    timer = window.setTimeout(turn, search ? TYPED_MS : 0);
     return () => {
       ended = true;
       window.clearTimeout(timer);
     };
-  }, [signedIn, wanted, showsModels]);
+  }, [signedIn, search, showsModels]);
+  useEffect(() => {
+    document.title = `${VIEWS[view]} · SIE`;
+  }, [view]);
 
   function signIn(value: string) {
     setWantsKey(false);
     keep(value);
     setModels(undefined);
+    setScopes(undefined);
     setRefusal(undefined);
     setSignedIn((count) => count + 1);
   }
 
-  wasPlayed.current ||= view === "playground";
+  if (view === "playground") played.current = route;
+  const playground = played.current;
   const isRefused = refusal && (refusal.status === 401 || refusal.status === 403);
   if (isRefused || wantsKey) return <SignIn refusal={isRefused ? refusal : undefined} onKey={signIn} onBack={isRefused ? undefined : () => setWantsKey(false)} />;
+  const addressOf = (name: View): string => (name === "playground" && playground ? href(name, playground.parts, Object.fromEntries(playground.query)) : href(name));
   return (
     <>
       <header>
         <h1>SIE</h1>
         <nav aria-label="Views">
           {Object.entries(VIEWS).map(([name, title]) => (
-            <a href={`#${name}`} aria-current={view === name ? "page" : undefined}>{title}</a>
+            <a href={addressOf(name as View)} data-view={name} aria-current={view === name ? "page" : undefined}>{title}</a>
           ))}
         </nav>
         <span class="rest">
           <a href={address("docs")}>API</a>
           {key() ? <button type="button" class="link" id="sign-out" onClick={() => signIn("")}>Sign out</button>
-            : <button type="button" class="link" id="sign-in" onClick={() => setWantsKey(true)}>Sign in</button>}
+            : models && !mine.includes("admin") && <button type="button" class="link" id="sign-in" onClick={() => setWantsKey(true)}>Sign in as administrator</button>}
         </span>
       </header>
       <main>
-        {refusal && view !== "cluster" && <p class="bad" role="alert">{refusal.message}</p>}
-        {view !== "cluster" && total > MODELS && (
-          <label class="row find">
-            {`Find a model among ${total}`}
-            <input id="find-model" type="search" value={wanted} placeholder="a part of its name" onInput={(event) => setWanted(event.currentTarget.value)} />
-          </label>
-        )}
-        {view === "cluster" ? <Cluster key={signedIn} />
-          : !models ? <p class="dim" role="status">{refusal ? "" : "reading the catalogue"}</p>
-          : view === "models" ? <Models models={models} />
-          : view === "jobs" && <Jobs key={signedIn} models={models} />}
-        {/* what was typed there, and what came back, stays while another view is looked at */}
-        {models && wasPlayed.current && <div hidden={view !== "playground"}><Playground key={signedIn} models={models} /></div>}
+        {refusal && view !== "cluster" && <p class="bad" role="alert">{refusal.status ? refusal.message : "The gateway does not answer. This page asks again by itself."}</p>}
+        {!models ? <p class="dim" role="status">{refusal && view !== "cluster" ? "" : "reading the catalogue"}</p>
+          : view === "cluster" ? <Cluster key={signedIn} parts={route.parts} scopes={mine} />
+          : view === "models" ? <Models models={models} total={total} route={route} onFind={setWanted} />
+          : view === "jobs" && <Jobs key={signedIn} models={models} parts={route.parts} scopes={mine} onFind={setWanted} />}
+        {models && playground && <div hidden={view !== "playground"}><Playground key={signedIn} models={models} route={playground} canInfer={mine.includes("infer")} onFind={setWanted} /></div>}
       </main>
     </>
   );
 }
 
-function SignIn({ refusal, onKey, onBack }: { refusal?: SIEError; onKey: (value: string) => void; onBack?: () => void }) {
+function SignIn({ refusal, onKey, onBack }: { refusal?: SIEError | undefined; onKey: (value: string) => void; onBack?: (() => void) | undefined }) {
   const [value, setValue] = useState("");
   return (
     <main class="sign-in">
@@ -130,9 +127,18 @@ function SignIn({ refusal, onKey, onBack }: { refusal?: SIEError; onKey: (value:
         {refusal && key() && <p class="bad" role="alert">{refusal.message}</p>}
         <span class="row">
           <button type="submit">Sign in</button>
-          {onBack && <button type="button" onClick={onBack}>Go on without</button>}
+          {onBack && <button type="button" onClick={onBack}>Continue without</button>}
         </span>
-        <p class="dim">The key needs the scope read; the playground and jobs also infer, changes of models config, dead letters, load, unload and the doctor admin. It is kept in this tab until it is closed, and nowhere else. The administrator's token of a <code>sie serve</code> on this machine is in <code>access.json</code> of its data directory.</p>
+        <h2>Which key?</h2>
+        <p>On the machine of a <code>sie serve</code>: the administrator's token is <code>admin_token</code> of the file <code>access.json</code> in its data directory, <code>~/.local/share/sie</code> unless it was started with another.</p>
+        <p>Elsewhere: a key of <code>sie keys create</code>. What its scopes open here:</p>
+        <dl class="pairs-of">
+          <div><dt>read</dt><dd>models and the state of the cluster</dd></div>
+          <div><dt>infer</dt><dd>the playground and jobs</dd></div>
+          <div><dt>config</dt><dd>changes of models</dd></div>
+          <div><dt>admin</dt><dd>load and unload, dead letters, the doctor</dd></div>
+        </dl>
+        <p class="dim">The key stays in this tab until it is closed, and is stored nowhere else.</p>
       </form>
     </main>
   );

@@ -2,12 +2,17 @@
 
 import { ModelHistory } from "./model-history";
 import { ModelResidency } from "./model-residency";
+import { base, stateOf } from "./model-words";
+import { href } from "./routes";
 import type { Model } from "./types";
 import { bytes, duration } from "./units";
 
 export function ModelDetail({ model }: { model: Model }) {
   const { alias, hosts, downloads } = model;
   const rows: [string, string][] = [
+    ["takes", model.inputs.join(", ")],
+    ["gives", model.outputs.map((name) => (model.dims[name] ? `${name} ${model.dims[name]}` : name)).join(", ")],
+    ["tokens of an input", `${model.max_sequence_length}`],
     ["revision", model.revision],
     ["fingerprint", model.fingerprint ?? ""],
     ["licence", model.license],
@@ -19,8 +24,15 @@ export function ModelDetail({ model }: { model: Model }) {
     ["LoRA", model.supports_lora ? "taken" : ""],
   ];
   return (
-    <div class="detail">
-      <p><a class="try" href={`#playground/${encodeURIComponent(model.id)}`}>Try it in the playground</a></p>
+    <article class="detail">
+      <h2>{model.id}</h2>
+      {model.description && <p>{model.description}</p>}
+      <p class="row">
+        <span class={`state ${model.state}`}>{stateOf(model)}</span>
+        {model.tasks.map((task) => <a class="try" href={href("playground", [task, model.id])}>{`Try ${task} in the playground`}</a>)}
+        {model.variant_of && <a href={href("models", [base(model)])}>{`Profile of ${base(model)}`}</a>}
+      </p>
+      {model.last_error && <p class="bad">{`It could not be loaded: ${model.last_error.message}. Once that is mended, Load tries again.`}</p>}
       {alias && <Alias alias={alias} />}
       <dl class="facts">
         {rows.filter(([, value]) => value).map(([name, value]) => <div><dt>{name}</dt><dd>{value}</dd></div>)}
@@ -30,10 +42,10 @@ export function ModelDetail({ model }: { model: Model }) {
       {hosts.length ? <Hosts model={model.id} hosts={hosts} /> : <p class="dim">No worker has loaded it yet. The first request does.</p>}
       <ModelResidency model={model.id} />
       <Certificate model={model} />
-      <Profiles profiles={model.profiles} />
+      <Profiles model={base(model)} profiles={model.profiles} />
       <Prompts texts={model.prompt_texts} />
-      {!model.id.includes(":") && <ModelHistory model={model.id} />}
-    </div>
+      {!model.variant_of && <ModelHistory model={model.id} />}
+    </article>
   );
 }
 
@@ -120,7 +132,7 @@ function Check({ state, name, figure }: { state: keyof typeof MARKS; name: strin
 
 const written = (value: unknown): string => (value === null ? "none" : typeof value === "string" ? value : JSON.stringify(value));
 
-function Profiles({ profiles }: { profiles: Model["profiles"] }) {
+function Profiles({ model, profiles }: { model: string; profiles: Model["profiles"] }) {
   const others = Object.entries(profiles).filter(([, each]) => !each.is_default);
   if (!others.length) return null;
   return (
@@ -129,7 +141,7 @@ function Profiles({ profiles }: { profiles: Model["profiles"] }) {
       <dl class="pairs-of">
         {others.map(([name, { changes }]) => (
           <div key={name}>
-            <dt>{name}</dt>
+            <dt><a href={href("models", [`${model}:${name}`])}>{name}</a></dt>
             <dd>{Object.entries(changes).map(([setting, value]) => `${setting} ${written(value)}`).join(", ") || "nothing"}</dd>
           </div>
         ))}

@@ -1,6 +1,6 @@
 import { useEffect, useState } from "preact/hooks";
-import { SIEError } from "sie-client";
 import { ask, get } from "./api";
+import { useAttempts } from "./attempts";
 import type { ModelDocument, ModelHistory as History, Written } from "./types";
 
 type Revision = History["revisions"][number];
@@ -19,45 +19,34 @@ const pathOf = (model: string): string => `/console/configs/${model.split("/").m
 /** The revisions of a model with their authors and differences, a way back, and its entry to read and to change. */
 export function ModelHistory({ model }: { model: string }) {
   const [revisions, setRevisions] = useState<Revision[]>();
-  const [trouble, setTrouble] = useState("");
-  const [done, setDone] = useState("");
+  const { isBusy, said, refusal, attempt } = useAttempts("a key with the scope config may change models");
   const [asking, setAsking] = useState(0); // the revision whose rollback is to be confirmed
   const [document, setDocument] = useState<string>();
-  const [isBusy, setBusy] = useState(false);
   const own = pathOf(model);
 
-  async function guarded(work: () => Promise<void>) {
-    setTrouble("");
-    setDone("");
-    setBusy(true);
-    try {
-      await work();
-    } catch (error) {
-      if (!(error instanceof SIEError) && !(error instanceof SyntaxError)) throw error;
-      const needs = error instanceof SIEError && (error.status === 401 || error.status === 403);
-      setTrouble(needs ? `${error.message}: a key with the scope config may change models` : error.message);
-    } finally {
-      setBusy(false);
-    }
-  }
-  const read = () => guarded(async () => setRevisions((await get<History>(`${own}/history`)).revisions));
-  const show = () => guarded(async () => setDocument(JSON.stringify(await get<ModelDocument>(own.replace("/console/configs", "/v1/configs/models")), null, 2)));
+  const load = async (words: string) => {
+    setRevisions((await get<History>(`${own}/history`)).revisions);
+    return words;
+  };
+  const show = () =>
+    attempt(async () => {
+      setDocument(JSON.stringify(await get<ModelDocument>(own.replace("/console/configs", "/v1/configs/models")), null, 2));
+      return "";
+    });
   const rollback = (revision: number) =>
-    guarded(async () => {
+    attempt(async () => {
       const written = await ask<Written>({ method: "POST", path: `${own}/rollback`, body: { revision } });
       setAsking(0);
-      setRevisions((await get<History>(`${own}/history`)).revisions);
-      setDone(`Revision ${revision} is the newest again, as revision ${written.revision}.`);
+      return load(`Revision ${revision} is the newest again, as revision ${written.revision}.`);
     });
   const write = () =>
-    guarded(async () => {
+    attempt(async () => {
       const entry: unknown = JSON.parse(document ?? "");
       const written = await ask<Written>({ method: "PUT", path: own, body: entry });
-      setRevisions((await get<History>(`${own}/history`)).revisions);
-      setDone([`Written as revision ${written.revision}.`, ...written.warnings].join(" "));
+      return load([`Written as revision ${written.revision}.`, ...written.warnings].join(" "));
     });
   useEffect(() => {
-    void read();
+    void attempt(() => load(""));
   }, [model]);
 
   return (
@@ -91,8 +80,8 @@ export function ModelHistory({ model }: { model: string }) {
           </table>
         </div>
       )}
-      <p role="status">{done}</p>
-      {trouble && <p class="bad" role="alert">{trouble}</p>}
+      <p role="status">{said}</p>
+      {refusal && <p class="bad" role="alert">{refusal}</p>}
       {document === undefined ? (
         <button type="button" class="show-entry" onClick={show}>Show its entry</button>
       ) : (

@@ -1,6 +1,6 @@
-import { useEffect, useRef, useState } from "preact/hooks";
-import { SIEError } from "sie-client";
+import { useEffect, useRef } from "preact/hooks";
 import { ask, get } from "./api";
+import { useAttempts } from "./attempts";
 import type { Model, ModelResidency as Residency } from "./types";
 
 const POLL_MS = 1000;
@@ -8,6 +8,7 @@ const POLLS = 600; // as long as a gateway remembers a load that no worker could
 const STALE_POLLS = 3; // a failure of an earlier load is reported until the worker has begun this one
 
 type Action = "load" | "unload";
+
 /** One sentence for each lane. */
 function summary(reply: Residency): string {
   return reply.lanes.map((lane) => `${lane.model} is ${lane.state} in ${lane.lane}`).join("; ") || "no worker has it loaded";
@@ -15,9 +16,7 @@ function summary(reply: Residency): string {
 
 /** Has a model loaded before its first request, or unloaded, and shows its state until that is done. */
 export function ModelResidency({ model }: { model: string }) {
-  const [said, setSaid] = useState("");
-  const [trouble, setTrouble] = useState("");
-  const [isBusy, setBusy] = useState(false);
+  const { isBusy, said, setSaid, refusal, attempt } = useAttempts("a key with the scope admin may load and unload models");
   const ended = useRef(false);
   const own = `/v1/models/${model.split("/").map(encodeURIComponent).join("/")}`;
   useEffect(() => {
@@ -39,22 +38,12 @@ export function ModelResidency({ model }: { model: string }) {
     }
     return "not done yet";
   }
-  async function send(action: Action) {
-    setBusy(true);
-    setTrouble("");
-    try {
+  const send = (action: Action) =>
+    attempt(async () => {
       const told = await ask<Residency>({ method: "POST", path: `${own}/${action}` });
       setSaid(summary(told));
-      const isDone = told.state === "loaded" || told.state === "available";
-      if (!isDone) setSaid(await settled(action));
-    } catch (error) {
-      if (!(error instanceof SIEError)) throw error;
-      setSaid("");
-      setTrouble(error.status === 401 || error.status === 403 ? `${error.message}: a key with the scope admin may load and unload models` : error.message);
-    } finally {
-      setBusy(false);
-    }
-  }
+      return told.state === "loaded" || told.state === "available" ? summary(told) : settled(action);
+    });
 
   return (
     <div class="residency">
@@ -63,7 +52,7 @@ export function ModelResidency({ model }: { model: string }) {
         <button type="button" class="unload" disabled={isBusy} onClick={() => send("unload")}>Unload</button>
       </p>
       <p role="status">{said}</p>
-      {trouble && <p class="bad" role="alert">{trouble}</p>}
+      {refusal && <p class="bad" role="alert">{refusal}</p>}
     </div>
   );
 }

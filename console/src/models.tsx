@@ -1,52 +1,134 @@
-import { useState } from "preact/hooks";
+import { useEffect, useMemo, useState } from "preact/hooks";
+import { useAsked } from "./asked";
 import { ModelDetail } from "./model-detail";
+import { ModelAdd } from "./model-add";
+import { base, hasWords, isOfKind, kindsOf, rank, sizeOf, stateOf } from "./model-words";
+import { href, type Route } from "./routes";
 import type { Model } from "./types";
 
-const SHOWN = 200; // rows of a table; a filter finds the rest
+const PAGE = 16; // models of a page
+const TASKS = ["encode", "score", "extract"] as const;
+const STATES = ["loaded", "loading", "failed", "on disk", "to download"];
+const EVERY_MS = 2_000;
+const FILTERS = { find: "", task: "", kind: "", state: "", page: "" };
 
-export function Models({ models }: { models: Model[] }) {
-  const [filter, setFilter] = useState("");
-  const [open, setOpen] = useState("");
-  const wanted = filter.toLowerCase().split(/\s+/).filter(Boolean);
-  const found = models.filter((model) => {
-    const words = [model.id, model.description, model.license, model.state, ...model.tasks, ...model.inputs, ...model.outputs].join("\n").toLowerCase();
-    return wanted.every((word) => words.includes(word));
-  });
+interface Props {
+  models: Model[];
+  total: number;
+  route: Route;
+  onFind: (text: string) => void;
+}
+
+/** `route`: of this view, the id of a model behind it. */
+export function Models(props: Props) {
+  const id = props.route.parts.join("/");
+  if (!id) return <ModelList {...props} />;
+  const model = props.models.find((each) => each.id === id);
   return (
     <section>
-      <label class="row">
-        Filter
-        <input id="model-filter" type="search" value={filter} placeholder="words of its name, description, task, output, state" onInput={(event) => setFilter(event.currentTarget.value)} />
-      </label>
-      <p class="dim">{`${found.length} of ${models.length} models${found.length > SHOWN ? `, the first ${SHOWN} are shown` : ""}`}</p>
-      {!found.length && wanted.length > 0 && <p>No model has all of these words. Most that read several languages are described as multilingual, not by the names of the languages.</p>}
-      <div class="scroll" tabIndex={0} role="region" aria-label="Models">
-        <table>
-          <thead><tr><th>model</th><th>state</th><th>tasks</th><th>takes</th><th>gives</th><th class="number">tokens</th><th class="number">workers</th></tr></thead>
-          <tbody id="catalogue">
-            {found.slice(0, SHOWN).map((model) => (
-              <>
-                <tr>
-                  <td class="name"><button type="button" class="link" aria-expanded={open === model.id} onClick={() => setOpen(open === model.id ? "" : model.id)}>{model.id}</button>{model.description && <p class="about">{model.description}</p>}</td>
-                  <td><span class={`state ${model.state}`}>{stateOf(model)}</span></td>
-                  <td>{model.tasks.join(", ")}</td>
-                  <td>{model.inputs.join(", ")}</td>
-                  <td>{model.outputs.map((name) => (model.dims[name] ? `${name} ${model.dims[name]}` : name)).join(", ")}</td>
-                  <td class="number">{model.max_sequence_length}</td>
-                  <td class="number">{model.worker_count}</td>
-                </tr>
-                {open === model.id && <tr class="opened"><td colSpan={7}><ModelDetail model={model} /></td></tr>}
-              </>
-            ))}
-          </tbody>
-        </table>
-      </div>
+      <p class="path"><a href={href("models")}>Models</a></p>
+      {model ? <ModelDetail key={id} model={model} /> : <Unlisted key={id} id={id} />}
     </section>
   );
 }
 
-/** The state, and of a download how far it is. */
-function stateOf({ state, downloads }: Model): string {
-  const [done, total] = downloads.reduce(([done, total], each) => [done + each.done_bytes, total + each.total_bytes], [0, 0]);
-  return total ? `${state} ${Math.floor((100 * done) / total)} %` : state;
+/** A model that is not among those that the page has read. */
+function Unlisted({ id }: { id: string }) {
+  const { value, trouble } = useAsked<Model>(`/v1/models/${id.split("/").map(encodeURIComponent).join("/")}`, EVERY_MS);
+  if (value) return <ModelDetail model={value} />;
+  return trouble ? <p class="bad" role="alert">{trouble}</p> : <p class="dim" role="status">reading the model</p>;
+}
+
+function ModelList({ models, total, route, onFind }: Props) {
+  const [filters, setFilters] = useState(() => ({ ...FILTERS, ...Object.fromEntries(route.query) }));
+  const { find, task, kind, state } = filters;
+  useEffect(() => {
+    history.replaceState(null, "", href("models", [], filters)); // no step of the way back
+    onFind(find);
+  }, [filters]);
+  useEffect(() => () => onFind(""), []);
+  const set = (name: keyof typeof FILTERS, value: string) => setFilters((old) => ({ ...old, page: "", [name]: value }));
+  const kinds = useMemo(() => kindsOf(models), [models]);
+  const groups = useMemo(() => {
+    const found = new Map<string, Model[]>();
+    for (const model of models) found.set(base(model), [...(found.get(base(model)) ?? []), model]);
+    const fits = (model: Model): boolean =>
+      hasWords(model, find.trim()) && (!task || model.tasks.some((each) => each === task)) && isOfKind(model, kind) && (!state || stateOf(model).startsWith(state));
+    const order = (group: Model[]): number => Math.min(...group.map(rank));
+    return [...found.values()].filter((group) => group.some(fits)).sort((one, two) => order(one) - order(two));
+  }, [models, find, task, kind, state]);
+  const pages = Math.max(1, Math.ceil(groups.length / PAGE));
+  const page = Math.min(pages, Math.max(1, Number(filters.page) || 1));
+  const choice = (name: "task" | "kind" | "state", label: string, options: [string, string][]) => (
+    <label>
+      {label}
+      <select id={`model-${name}`} value={filters[name]} onChange={(event) => set(name, event.currentTarget.value)}>
+        <option value="">all</option>
+        {options.map(([value, words]) => <option value={value}>{words}</option>)}
+      </select>
+    </label>
+  );
+  return (
+    <section>
+      <div class="row filters">
+        <label class="grow">
+          Search
+          <input id="model-filter" type="search" value={find} placeholder="name, description, licence, language" onInput={(event) => set("find", event.currentTarget.value)} />
+        </label>
+        {choice("task", "Does", TASKS.map((each) => [each, each]))}
+        {choice("kind", "Kind", kinds.map((each) => [each, each]))}
+        {choice("state", "State", STATES.map((each) => [each, each]))}
+      </div>
+      <ModelAdd />
+      <p class="dim">{`${groups.length} models${total > models.length ? `, of the first ${models.length} of ${total} with their profiles: a part of a name finds the others` : ""}`}</p>
+      {!groups.length && <p>No model has all of this. Most that read several languages are described as multilingual, not by the names of the languages.</p>}
+      {groups.length > 0 && (
+        <div class="scroll" tabIndex={0} role="region" aria-label="Models">
+          <table class="cards models">
+            <thead><tr><th scope="col">model</th><th scope="col">state</th><th scope="col">does</th><th scope="col">takes</th><th scope="col">gives</th><th scope="col" class="number">tokens</th><th scope="col" class="number">parameters</th></tr></thead>
+            <tbody id="catalogue">{groups.slice((page - 1) * PAGE, page * PAGE).map((group) => <Row key={group[0] && base(group[0])} group={group} />)}</tbody>
+          </table>
+        </div>
+      )}
+      {pages > 1 && (
+        <p class="row">
+          <button type="button" disabled={page === 1} onClick={() => setFilters({ ...filters, page: `${page - 1}` })}>Previous</button>
+          <span>{`Page ${page} of ${pages}`}</span>
+          <button type="button" disabled={page === pages} onClick={() => setFilters({ ...filters, page: `${page + 1}` })}>Next</button>
+        </p>
+      )}
+    </section>
+  );
+}
+
+/** A model with its profiles. */
+function Row({ group }: { group: Model[] }) {
+  const model = group.find((each) => !each.variant_of) ?? group[0];
+  if (!model) return null;
+  const profiles = group.filter((each) => each !== model);
+  const states = [model, ...profiles.filter((each) => each.state !== "available" && each.state !== model.state)];
+  const failure = group.find((each) => each.state === "failed")?.last_error;
+  return (
+    <tr>
+      <td class="name">
+        <a href={href("models", [model.id])}>{model.id}</a>
+        {model.description && <p class="about">{model.description}</p>}
+        {profiles.length > 0 && (
+          <p class="about">
+            {"Profiles: "}
+            {profiles.map((each, place) => <>{place > 0 && ", "}<a href={href("models", [each.id])} aria-label={each.id}>{each.id.slice(model.id.length + 1) || each.id}</a></>)}
+          </p>
+        )}
+      </td>
+      <td data-label="state" class="wrap">
+        {states.map((each) => <span class={`state ${each.state}`}>{each === model ? stateOf(each) : `${each.id.slice(model.id.length)} ${stateOf(each)}`}</span>)}
+        {failure && <p class="about bad">{failure.message}</p>}
+      </td>
+      <td data-label="does">{model.tasks.join(", ")}</td>
+      <td data-label="takes">{model.inputs.join(", ")}</td>
+      <td data-label="gives" class="wrap">{model.outputs.map((name) => (model.dims[name] ? `${name} ${model.dims[name]}` : name)).join(", ")}</td>
+      <td data-label="tokens" class="number">{model.max_sequence_length}</td>
+      <td data-label="parameters" class="number">{sizeOf(model)}</td>
+    </tr>
+  );
 }

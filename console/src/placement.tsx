@@ -26,10 +26,9 @@ export function Placement() {
   const [filter, setFilter] = useState("");
   const { value, trouble } = useAsked<Told>(`/v1/placement?filter=${encodeURIComponent(filter.trim())}`, EVERY_MS);
   if (!value) return trouble ? <p class="bad">{trouble}</p> : null;
-  if (!value.lanes.length && !filter) return null;
+  if (!value.lanes.length && !filter) return <p class="dim">No model is placed yet: the first request for one places it.</p>;
   return (
     <>
-      <h2>Placement</h2>
       <label class="row">
         Model
         <input id="placement-filter" type="search" value={filter} onInput={(event) => setFilter(event.currentTarget.value)} />

@@ -5,11 +5,13 @@ import type { Entity, Found, Relation, Reply, Slot } from "./types";
 const COLOURS = 6;
 const MOST_LEAVES = 100; // of a list of the tree that are drawn
 
-export function Extracted({ reply, asked }: { reply: Reply; asked: Asked[] }) {
-  return <>{reply.items?.map((item, place) => !item.error && <One item={item} asked={asked[place]} place={place} />)}</>;
+/** `threshold`: of the request, undefined where the model's own applied. */
+export function Extracted({ reply, asked, threshold }: { reply: Reply; asked: Asked[]; threshold: unknown }) {
+  const nothing = `Nothing was found ${threshold === undefined ? "at the model's own threshold" : `at the threshold ${threshold}`}. A lower threshold or other labels may find something.`;
+  return <>{reply.items?.map((item, place) => !item.error && <One item={item} asked={asked[place]} place={place} nothing={nothing} />)}</>;
 }
 
-function One({ item, asked, place }: { item: Slot; asked: Asked | undefined; place: number }) {
+function One({ item, asked, place, nothing }: { item: Slot; asked: Asked | undefined; place: number; nothing: string }) {
   const { entities = [], objects = [], relations = [], classifications = [], data = {} } = item;
   const picture = pictureOf(asked?.input);
   const spans = entities.filter((entity): entity is Span => entity.start !== null && entity.end !== null);
@@ -23,7 +25,7 @@ function One({ item, asked, place }: { item: Slot; asked: Asked | undefined; pla
   return (
     <div class="extracted">
       <h3>{`${place + 1} ${short(asked?.name ?? "", 80)}`}</h3>
-      {empty && <p class="dim">Nothing was found.</p>}
+      {empty && <p class="dim">{nothing}</p>}
       {asked?.input.text && (spans.length > 0 || (empty && !picture)) && <Spans text={asked.input.text} entities={spans} />}
       {picture && <Boxes picture={picture} name={asked?.name ?? ""} boxes={boxes} polygons={polygons} />}
       {loose.length > 0 && (
@@ -37,7 +39,7 @@ function One({ item, asked, place }: { item: Slot; asked: Asked | undefined; pla
           </div>
         </>
       )}
-      {classifications.length > 0 && <><h3>Classes</h3><Bars label="Classes" least={0} rows={classifications.map(({ label, score }) => ({ name: label, value: score }))} /></>}
+      {classifications.length > 0 && <><h3>Classes</h3><Bars label="Classes" least={0} most={1} rows={classifications.map(({ label, score }) => ({ name: label, value: score }))} /></>}
       {relations.length > 0 && <Relations relations={relations} />}
       {Object.keys(data).length > 0 && <><h3>Data</h3><ul class="tree"><Tree name="data" value={data} open /></ul></>}
     </div>
@@ -49,7 +51,7 @@ interface Box extends Found {
   kind: string;
 }
 
-type Span = Entity & { start: number; end: number };
+export type Span = Entity & { start: number; end: number };
 const isBoxed = (entity: Entity): entity is Entity & { bbox: number[] } => Array.isArray(entity.bbox);
 
 /** Pieces of a text: those that are in an entity, and those between. Of entities that overlap the first is drawn. Places
@@ -68,7 +70,7 @@ function pieces(text: string, entities: Span[]): { text: string; entity?: Span }
   return found;
 }
 
-function Spans({ text, entities }: { text: string; entities: Span[] }) {
+export function Spans({ text, entities }: { text: string; entities: Span[] }) {
   return (
     <p class="spans">
       {pieces(text, entities).map((piece) =>

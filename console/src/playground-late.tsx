@@ -25,8 +25,8 @@ export function Late({ model, query, reply, asked, text }: { model: Model; query
   const ofDocument = picture ? undefined : rowNames(documents?.[shown], item.multivector.num_tokens, "document", marked, item.usage);
   return (
     <>
-      <h3>MaxSim of the query with each document</h3>
-      <Bars label="MaxSim" rows={order.map(({ place, sum }) => ({ name: asked[place]?.name ?? "", value: sum }))} />
+      <h3>Documents, best first: MaxSim with the query</h3>
+      <Bars label="MaxSim" least={Math.min(0, ...order.map(({ sum }) => sum))} most={Math.max(found.map.length, ...order.map(({ sum }) => sum))} rows={order.map(({ place, sum }) => ({ name: asked[place]?.name ?? "", value: sum }))} />
       {order.length > 1 && (
         <label>
           Document

@@ -54,8 +54,9 @@ export interface Bar {
   note?: string;
 }
 
-export function Bars({ rows, least = Math.min(0, ...rows.map((row) => row.value)), label }: { rows: Bar[]; least?: number; label: string }) {
-  const most = Math.max(...rows.map((row) => row.value), least + 1e-9);
+/** Bars over a range, which is that of the values where none is given. */
+export function Bars({ rows, least = Math.min(0, ...rows.map((row) => row.value)), most: highest, label }: { rows: Bar[]; least?: number; most?: number; label: string }) {
+  const most = highest ?? Math.max(...rows.map((row) => row.value), least + 1e-9);
   const noted = rows.some((row) => row.note);
   return (
     <table class="bars" aria-label={label}>

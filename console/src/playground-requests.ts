@@ -38,12 +38,19 @@ export interface Outcome {
 
 const sent = ({ verb, model, body }: Call): Sent => ({ method: "POST", path: `/v1/${verb}/${model}`, body, explain: true });
 
-export async function run(model: Model, calls: Call[]): Promise<Outcome> {
-  try {
-    return { model, calls, replies: await Promise.all(calls.map((call) => ask<Reply>(sent(call)))) };
-  } catch (error) {
-    if (error instanceof SIEError) return { model, calls, replies: [], refusal: error };
-    throw error;
+const LOADING = new Set(["MODEL_LOADING", "PROVISIONING"]); // codes of what is answered once the model is loaded
+const AGAIN_MS = 1_000;
+
+/** Sends the calls, and again while the model is loaded, until the signal. */
+export async function run(model: Model, calls: Call[], signal: AbortSignal): Promise<Outcome> {
+  for (;;) {
+    try {
+      return { model, calls, replies: await Promise.all(calls.map((call) => ask<Reply>({ ...sent(call), signal }))) };
+    } catch (error) {
+      if (!(error instanceof SIEError)) throw error;
+      if (!LOADING.has(error.code) || signal.aborted) return { model, calls, replies: [], refusal: error };
+      await new Promise((resolve) => window.setTimeout(resolve, AGAIN_MS));
+    }
   }
 }
 

@@ -6,6 +6,7 @@ import { Cut } from "./playground-cut";
 import { type Asked, Bars, Items, placeOf } from "./playground-parts";
 import { type Outcome, programs } from "./playground-requests";
 import { Dense, Sparse } from "./playground-vectors";
+import { href } from "./routes";
 import type { Reply } from "./types";
 import { Waterfall } from "./waterfall";
 
@@ -23,7 +24,7 @@ export function Result({ outcome, asked }: { outcome: Outcome; asked: Asked[] })
       <article class="panel">
         <h2>{model.id}</h2>
         <p class="bad" role="alert">{refusal?.message}</p>
-        <p class="dim">{`status ${refusal?.status}, request ${refusal?.requestId}`}</p>
+        {refusal?.requestId && <p><a href={href("cluster", ["requests", refusal.requestId])}>{`Status ${refusal.status}: what is known of this request`}</a></p>}
         {copies}
       </article>
     );
@@ -42,8 +43,8 @@ export function Result({ outcome, asked }: { outcome: Outcome; asked: Asked[] })
       )}
       {reply.items?.some((item) => item.sparse) && <Sparse model={model.id} reply={reply} asked={asked} />}
       {query?.multivector && <Late model={model} query={query} reply={reply} asked={asked} text={calls[0]?.body.items[0]?.text ?? ""} />}
-      {reply.scores && <Scores scores={reply.scores} asked={asked} />}
-      {calls[0]?.verb === "extract" && <Extracted reply={reply} asked={asked} />}
+      {reply.scores && <Scores scores={reply.scores} asked={asked} scale={model.score_scale} />}
+      {calls[0]?.verb === "extract" && <Extracted reply={reply} asked={asked} threshold={calls[0].body.params?.["threshold"]} />}
       <Items reply={reply} asked={asked} />
       {last?.verb === "encode" && <Cut model={model} call={last} reply={reply} asked={asked} />}
       <h3>Where the time went</h3>
@@ -64,14 +65,29 @@ function summary(reply: Reply): string {
   ].join(", ");
 }
 
-function Scores({ scores, asked }: { scores: NonNullable<Reply["scores"]>; asked: Asked[] }) {
+const SCALES: Record<string, string> = {
+  probability: "A probability, from 0 to 1",
+  cosine: "A cosine, at most 1",
+  logit: "A logit: it has no bounds, and above 0 the document is more likely to fit",
+  maxsim: "A sum over the tokens of the query: it compares documents of one query",
+};
+
+/** The range that the scores of a scale have. What has no bounds is drawn around 0. */
+function rangeOf(scale: string | null, values: number[]): [number, number] {
+  const reach = Math.max(1e-9, ...values.map(Math.abs));
+  const isNegative = values.some((value) => value < 0);
+  if (scale === "probability" || scale === "cosine") return [isNegative ? -1 : 0, Math.max(1, reach)];
+  return scale === "logit" ? [-reach, reach] : [isNegative ? -reach : 0, reach];
+}
+
+function Scores({ scores, asked, scale }: { scores: NonNullable<Reply["scores"]>; asked: Asked[]; scale: string | null }) {
+  const rows = scores.flatMap(({ item_id, score }) => (score === null ? [] : [{ name: asked[placeOf(item_id)]?.name ?? item_id, value: score }]));
+  const [least, most] = rangeOf(scale, rows.map(({ value }) => value));
   return (
     <>
       <h3>Documents, best first</h3>
-      <Bars
-        label="Scores"
-        rows={scores.flatMap(({ item_id, score }) => (score === null ? [] : [{ name: asked[placeOf(item_id)]?.name ?? item_id, value: score }]))}
-      />
+      <Bars label="Scores" rows={rows} least={least} most={most} />
+      <p class="dim">{`${SCALES[scale ?? ""] ?? "The files of the model define the scale"}. The bars go from ${+least.toFixed(2)} to ${+most.toFixed(2)}.`}</p>
     </>
   );
 }

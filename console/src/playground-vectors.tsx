@@ -7,6 +7,35 @@ import { cosines, projected } from "./vectors";
 const MOST_WORDS = 2000; // of one request for the words of ids
 const BARS = 12;
 
+const NAMED_POINTS = 12; // more have their numbers alone
+
+/** Cosines of all pairs. The colour is that of a pair among the others; an input with itself has none. */
+export function Heat({ matrix, names }: { matrix: number[][]; names: string[] }) {
+  const pairs = matrix.flatMap((row, i) => row.filter((_, j) => i !== j));
+  const [least, most] = [Math.min(...pairs), Math.max(...pairs)];
+  return (
+    <>
+      <h3>Pairwise similarity (cosine)</h3>
+      <div class="scroll" tabIndex={0} role="group" aria-label="Pairwise similarity">
+        <table class="heat">
+          <thead><tr><th scope="col">text</th>{names.map((name, place) => <th scope="col" title={name}>{place + 1}</th>)}</tr></thead>
+          <tbody>
+            {matrix.map((row, i) => (
+              <tr>
+                <th scope="row" title={names[i]}>{`${i + 1} ${short(names[i] ?? "")}`}</th>
+                {row.map((value, j) => (
+                  <td class={i === j ? "self" : `heat-${step(value, least, most, 10)}`} title={`${i + 1} and ${j + 1}`}>{value.toFixed(2)}</td>
+                ))}
+              </tr>
+            ))}
+          </tbody>
+        </table>
+      </div>
+      {pairs.length > 2 && <p class="legend">{least.toFixed(2)}<span class="scale" aria-hidden="true" />{`${most.toFixed(2)}, the most alike`}</p>}
+    </>
+  );
+}
+
 export function Dense({ vectors, asked }: { vectors: number[][]; asked: Asked[] }) {
   const matrix = useMemo(() => cosines(vectors), [vectors]);
   const points = useMemo(() => projected(vectors), [vectors]);
@@ -18,42 +47,29 @@ export function Dense({ vectors, asked }: { vectors: number[][]; asked: Asked[] 
     .slice(0, 5);
   return (
     <div class="views">
-      <div>
-        <h3>Cosine of all against all</h3>
-        <div class="scroll" tabIndex={0} role="group" aria-label="Cosines">
-          <table class="heat">
-            <tbody>
-              {matrix.map((row, i) => (
-                <tr>
-                  <th scope="row" title={name(i)}>{`${i + 1} ${short(name(i))}`}</th>
-                  {row.map((value, j) => (
-                    <td class={`heat-${step(value, 0, 1, 10)}`} title={`${i + 1} and ${j + 1}`}>{value.toFixed(2)}</td>
-                  ))}
-                </tr>
-              ))}
-            </tbody>
-          </table>
-        </div>
-        {pairs.length > 0 && (
-          <>
-            <h3>Nearest pairs</h3>
-            <ol class="pairs">
-              {pairs.map(({ i, j, value }) => <li>{`${value.toFixed(4)}  ${short(name(i))} · ${short(name(j))}`}</li>)}
-            </ol>
-          </>
-        )}
-      </div>
-      {pairs.length > 0 && (
+      <div><Heat matrix={matrix} names={matrix.map((_, place) => name(place))} /></div>
+      {pairs.length > 1 && (
         <div>
-          <h3>Two principal components</h3>
-          <svg class="points" viewBox="-1.2 -1.2 2.4 2.4" role="img" aria-label="The inputs on the plane of their two principal components">
-            {points.map(([x, y], place) => (
-              <g>
-                <title>{name(place)}</title>
-                <circle cx={x / reach} cy={-y / reach} r="0.03" />
-                <text x={x / reach + 0.05} y={-y / reach + 0.03} font-size="0.09">{place + 1}</text>
-              </g>
-            ))}
+          <h3>Most alike</h3>
+          <ol class="pairs">
+            {pairs.map(({ i, j, value }) => <li>{`${value.toFixed(4)}  ${short(name(i))} · ${short(name(j))}`}</li>)}
+          </ol>
+        </div>
+      )}
+      {pairs.length > 1 && (
+        <div>
+          <h3>Map: near points are alike (two principal components)</h3>
+          <svg class="points" viewBox="-1.2 -0.75 2.4 1.5" role="img" aria-label="The inputs on the plane of their two principal components">
+            {points.map(([x, y], place) => {
+              const [at, isRight] = [x / reach, x > 0];
+              return (
+                <g>
+                  <title>{name(place)}</title>
+                  <circle cx={at} cy={(-0.6 * y) / reach} r="0.025" />
+                  <text x={at + (isRight ? -0.05 : 0.05)} y={(-0.6 * y) / reach + 0.025} font-size="0.075" text-anchor={isRight ? "end" : "start"}>{vectors.length > NAMED_POINTS ? place + 1 : `${place + 1} ${short(name(place), 22)}`}</text>
+                </g>
+              );
+            })}
           </svg>
         </div>
       )}
@@ -79,6 +95,7 @@ export function Sparse({ model, reply, asked }: { model: string; reply: Reply; a
   const texts = found.map(({ place }) => asked[place]?.input.text ?? "");
   const tokens = useAnswer<Token[][]>(texts.length ? `/tei/${model}/tokenize` : "", { inputs: texts });
   const names = new Map(ids.map((id, at) => [id, words.value?.[at]]));
+  const most = Math.max(...found.flatMap(({ best }) => best.map(([, value]) => value))); // of all texts, so that bars of two compare
   return (
     <>
       {words.refusal && <p class="warn">{`The words of the token ids are not known: ${words.refusal}`}</p>}
@@ -91,6 +108,7 @@ export function Sparse({ model, reply, asked }: { model: string; reply: Reply; a
             {own && <Highlighted text={texts[at] ?? ""} tokens={own} weights={weights} seen={reply.items?.[place]?.usage?.truncated ? reply.items[place]?.usage?.prompt_tokens : undefined} />}
             <Bars
               label={`Weights of ${asked[place]?.name ?? ""}`}
+              most={most}
               rows={best.map(([id, value]) => ({
                 name: names.get(id)?.trim() || `token ${id}`,
                 value,

@@ -1,46 +1,35 @@
-import { Fragment } from "preact";
 import { useEffect, useState } from "preact/hooks";
 import { SIEError } from "sie-client";
 import { get } from "./api";
 import { useAsked } from "./asked";
+import { go, href } from "./routes";
 import type { RequestLog, Slow, SlowRequests } from "./types";
-import { stagesOf, Waterfall } from "./waterfall";
+import { stagesOf } from "./stages";
+import { Waterfall } from "./waterfall";
 
 const EVERY_MS = 10_000;
-const SLOWEST = 20;
+const SLOWEST = 12;
 const KEPT = 1000; // all that a gateway keeps
 
-/** The slow and failed requests of the last hour, each with where its time went, and one by its id. */
+/** The slow and failed requests of the last hour, and one by its id. */
 export function Requests() {
   const [onlyFailed, setOnlyFailed] = useState(false); // most of them are fast, and not among the slowest
   const { value } = useAsked<SlowRequests>(`/v1/requests?limit=${onlyFailed ? KEPT : SLOWEST}`, EVERY_MS);
-  const [open, setOpen] = useState("");
   const [wanted, setWanted] = useState("");
-  const [found, setFound] = useState<Slow>();
-  const [trouble, setTrouble] = useState("");
-  async function find(event: Event) {
-    event.preventDefault();
-    setFound(undefined);
-    setTrouble("");
-    if (!wanted.trim()) return;
-    try {
-      const request = await get<Slow>(`/v1/requests/${encodeURIComponent(wanted.trim())}`);
-      setFound(request);
-      setOpen(request.id);
-    } catch (error) {
-      if (!(error instanceof SIEError)) throw error;
-      setTrouble(error.message);
-    }
-  }
   const kept = (value?.requests ?? []).filter((each) => !onlyFailed || each.code);
   if (onlyFailed) kept.sort((one, other) => other.at - one.at);
-  const shown = [...(found ? [found] : []), ...kept.filter((each) => each.id !== found?.id)];
+  const shown = kept.slice(0, SLOWEST);
   return (
     <>
-      <h2>Slow and failed requests of the last hour</h2>
-      <form class="row" onSubmit={find}>
+      <form
+        class="row"
+        onSubmit={(event) => {
+          event.preventDefault();
+          if (wanted.trim()) go(href("cluster", ["requests", wanted.trim()]));
+        }}
+      >
         <label>
-          X-SIE-Request-ID
+          Find a request by its X-SIE-Request-ID
           <input id="request" value={wanted} spellcheck={false} autocomplete="off" onInput={(event) => setWanted(event.currentTarget.value)} />
         </label>
         <button type="submit">Find</button>
@@ -49,14 +38,13 @@ export function Requests() {
           Only failed ones, the newest first
         </label>
       </form>
-      {trouble && <p class="bad" role="alert">{trouble}</p>}
       {value && !shown.length && <p class="dim">{onlyFailed ? "No failed request of the last hour is kept." : "No request of the last hour is kept: none was slow, and none failed."}</p>}
       <ByWorker requests={kept} />
       {shown.length > 0 && (
         <div class="scroll" tabIndex={0} role="region" aria-label="Slow requests">
-          <table>
-            <thead><tr><th>time</th><th>request</th><th>route</th><th>model</th><th>status</th><th class="number">inputs</th><th class="number">ms</th><th>mostly</th><th>worker</th></tr></thead>
-            <tbody id="requests">{shown.map((each) => <Row key={each.id} request={each} isOpen={open === each.id} onOpen={() => setOpen(open === each.id ? "" : each.id)} />)}</tbody>
+          <table class="cards">
+            <thead><tr><th scope="col">request</th><th scope="col">time</th><th scope="col">verb, model</th><th scope="col">status</th><th scope="col" class="number">inputs</th><th scope="col" class="number">ms</th><th scope="col">mostly</th></tr></thead>
+            <tbody id="requests">{shown.map((each) => <Row key={each.id} request={each} />)}</tbody>
           </table>
         </div>
       )}
@@ -128,34 +116,61 @@ function ByWorker({ requests }: { requests: Slow[] }) {
   );
 }
 
-function Row({ request, isOpen, onOpen }: { request: Slow; isOpen: boolean; onOpen: () => void }) {
+function Row({ request }: { request: Slow }) {
   return (
-    <Fragment>
-      <tr>
-        <td>{new Date(request.at * 1000).toLocaleTimeString()}</td>
-        <td><button type="button" class="link" aria-expanded={isOpen} onClick={onOpen}>{request.id}</button></td>
-        <td>{request.endpoint}</td>
-        <td class="name">{request.model}</td>
-        <td>{`${request.status} ${request.code}`}</td>
-        <td class="number">{request.items}</td>
-        <td class="number">{request.total_ms.toFixed(1)}</td>
-        <td>{mostly(request)}</td>
-        <td>{[...new Set(request.chunks?.map((chunk) => chunk.worker))].join(", ")}</td>
-      </tr>
-      {isOpen && (
-        <tr class="opened">
-          <td colSpan={9}>
-            {request.message && <p class="bad">{request.message}</p>}
-            {request.timing ? <Waterfall timing={request.timing} parts={request.chunks} /> : <p class="dim">It did not run.</p>}
-            <p class="dim">{[request.lane && `lane ${request.lane}`, request.priority, request.tokens && `${request.tokens} tokens`, request.trace_id && `trace ${request.trace_id}`].filter(Boolean).join(", ")}</p>
-            {request.chunks?.filter((chunk) => chunk.batch.items).map((chunk) => (
-              <p class="dim">{`${chunk.worker}: a batch of ${chunk.batch.items ?? 0} inputs and ${chunk.batch.tokens ?? 0} tokens, of ${chunk.batch.chunks ?? 0} message${chunk.batch.chunks === 1 ? "" : "s"}`}</p>
-            ))}
-            <Log id={request.id} />
-          </td>
-        </tr>
-      )}
-    </Fragment>
+    <tr>
+      <td><a href={href("cluster", ["requests", request.id])}>{request.id}</a></td>
+      <td data-label="time">{new Date(request.at * 1000).toLocaleTimeString()}</td>
+      <td data-label="verb, model" class="wrap">{`${request.endpoint} ${request.model}`}</td>
+      <td data-label="status"><span class={request.code ? "bad" : ""}>{`${request.status} ${request.code}`}</span></td>
+      <td data-label="inputs" class="number">{request.items}</td>
+      <td data-label="ms" class="number">{request.total_ms.toFixed(1)}</td>
+      <td data-label="mostly">{mostly(request)}</td>
+    </tr>
+  );
+}
+
+/** One request: where its time went, and what the log says of it. */
+export function RequestPage({ id }: { id: string }) {
+  const [request, setRequest] = useState<Slow>();
+  const [trouble, setTrouble] = useState("");
+  useEffect(() => {
+    let ended = false;
+    get<Slow>(`/v1/requests/${encodeURIComponent(id)}`).then(
+      (found) => !ended && setRequest(found),
+      (error: unknown) => {
+        if (!(error instanceof SIEError)) throw error;
+        if (!ended) setTrouble(error.message);
+      },
+    );
+    return () => {
+      ended = true;
+    };
+  }, [id]);
+  if (!request) return trouble ? <><p class="bad" role="alert">{trouble}</p><Log id={id} /></> : <p class="dim" role="status">reading the request</p>;
+  const facts: [string, string][] = [
+    ["time", new Date(request.at * 1000).toLocaleString()],
+    ["status", `${request.status} ${request.code}`],
+    ["took", `${request.total_ms.toFixed(1)} ms`],
+    ["mostly", mostly(request)],
+    ["inputs", `${request.items}${request.tokens ? `, ${request.tokens} tokens` : ""}`],
+    ["lane", [request.lane, request.priority].filter(Boolean).join(", ")],
+    ["trace", request.trace_id],
+  ];
+  return (
+    <article class="detail request">
+      <h2>{`${request.endpoint} ${request.model}`}</h2>
+      <p class="dim">{request.id}</p>
+      {request.message && <p class="bad">{request.message}</p>}
+      <dl class="facts">{facts.filter(([, value]) => value).map(([name, value]) => <div><dt>{name}</dt><dd>{value}</dd></div>)}</dl>
+      <h3>Where the time went</h3>
+      {request.timing ? <Waterfall timing={request.timing} parts={request.chunks} /> : <p class="dim">It did not run.</p>}
+      {request.chunks?.filter((chunk) => chunk.batch.items).map((chunk) => (
+        <p class="dim">{`${chunk.worker}: a batch of ${chunk.batch.items ?? 0} inputs and ${chunk.batch.tokens ?? 0} tokens, of ${chunk.batch.chunks ?? 0} message${chunk.batch.chunks === 1 ? "" : "s"}`}</p>
+      ))}
+      {request.model && <p><a href={href("models", [request.model])}>{`About ${request.model}`}</a></p>}
+      <Log id={request.id} />
+    </article>
   );
 }
 
@@ -178,5 +193,5 @@ function Log({ id }: { id: string }) {
       ended = true;
     };
   }, [id]);
-  return text ? <pre class="code log">{text}</pre> : null;
+  return text ? <><h3>Log of this gateway</h3><pre class="code log">{text}</pre></> : null;
 }

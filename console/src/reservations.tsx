@@ -9,10 +9,10 @@ const listed = async (options: CallOptions) => client().pools.list(options);
 /** Pools and the reservations of workers, with what is left of each lease. */
 export function Reservations() {
   const { value: pools } = useAsked(listed, EVERY_MS);
-  if (!pools?.length) return null;
+  if (!pools) return null;
+  if (!pools.length) return <p class="dim">No pool has announced itself.</p>;
   return (
     <>
-      <h2>Pools and reservations</h2>
       <div class="scroll" tabIndex={0} role="region" aria-label="Pools and reservations">
         <table>
           <thead><tr><th>pool</th><th>state</th><th>reserves</th><th>pinned models</th><th class="number">workers</th><th class="number">lease ends in, s</th></tr></thead>

@@ -158,7 +158,7 @@ async def serve(
         settings, broker, feed, placer, admission.peers, record.own, lag, nats_monitor_url, pools.visible
     )
     keys = Keys(broker, settings.stream_replicas, clock) if settings.auth_mode == "token" else None
-    gate = Gate(settings, keys)
+    gate = Gate(settings, keys, host)
     letters = DeadLetterOperations(broker, settings, metrics, record.own, placer.note)
     residencies = Residencies(broker, fleet, placer, cold)
     quotas = Quotas(admission.peers.count)
@@ -210,9 +210,9 @@ async def serve(
             (inbox.start, "listening for results"),
             (admission.peers.start, "listening for other gateways"),
         ):
-            await retry(listening, errors=(BrokerError,), stop=stop, logger=_logger, what=purpose)
+            await retry(listening, errors=(BrokerError,), stop=stop, logger=_logger, task=purpose)
         own = functools.partial(_own_streams, queue, placer, settings, record, jobs.bucket)
-        owning = asyncio.create_task(retry(own, errors=(BrokerError,), stop=stop, logger=_logger, what="work streams"))
+        owning = asyncio.create_task(retry(own, errors=(BrokerError,), stop=stop, logger=_logger, task="work streams"))
         # Connections already queue at the port. A request that meets a restart waits a moment here, instead of being
         # refused because the gateway is not ready.
         loaded = asyncio.create_task(feed.first.wait())
@@ -242,7 +242,7 @@ async def serve(
                 errors=(BrokerError,),
                 stop=drained,
                 logger=_logger,
-                what="verifying the queue after a reconnect",
+                task="verifying the queue after a reconnect",
             )
 
         broker.on_reconnect(on_reconnect)

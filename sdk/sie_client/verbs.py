@@ -50,6 +50,7 @@ MAX_ITEMS = 2048
 PART_BYTES = 32 << 20  # bytes of one body: an eighth of the server's limit
 ASIDE_BYTES = 1 << 20  # bytes; a body or a reply of this size and more is not converted on the event loop
 ASIDE_ITEMS = 256
+GROWTH = 1.25  # of an array of vectors whose number is not known
 _ALWAYS_TOLD = ("model", "timing", "usage", "fingerprint")
 _TOLD = ("muvera", "warnings", "explain")
 
@@ -242,31 +243,34 @@ def embed(
 
 
 class _VectorRows:
-    """Rows of an array that is filled part by part, from any thread."""
+    """Rows of an array that is filled part by part, from any thread. If the number of rows is not known, the array
+    grows in place by GROWTH, so that its parts are never held twice.
+    """
 
     def __init__(self, count: int | None) -> None:
         self._count = count
         self._lock = threading.Lock()
         self._whole: NDArray[Any] | None = None
-        self._parts: dict[int, NDArray[Any]] = {}  # parts by their first row, if the number of rows is not known
+        self._end = 0
 
     def filled(self, request: _VerbRequest, part: _ListPart) -> Plan[None]:
         """Send a part and fill its rows."""
         reply = yield from request.send(part, by_place=False)
-        with reading(reply.shared["headers"]):
+        with reading(reply.shared["headers"]), self._lock:
             vectors = np.stack([slot["dense"] for slot in reply.body["items"]])
-            with self._lock:
-                if self._count is None:
-                    self._parts[reply.start] = vectors
-                    return
-                if self._whole is None:
-                    self._whole = np.empty((self._count, *vectors.shape[1:]), vectors.dtype)
-            self._whole[reply.start : reply.start + len(vectors)] = vectors
+            end, shape = reply.start + len(vectors), vectors.shape[1:]
+            if self._whole is None:
+                self._whole = np.empty((self._count or end, *shape), vectors.dtype)
+            if end > len(self._whole):
+                self._whole.resize((max(end, int(GROWTH * len(self._whole))), *shape), refcheck=False)
+            self._whole[reply.start : end] = vectors
+            self._end = max(self._end, end)
 
     def array(self) -> NDArray[Any]:
-        if self._whole is not None:
-            return self._whole
-        return np.concatenate([rows for _, rows in sorted(self._parts.items())] or [np.empty((0, 0), np.float32)])
+        if self._whole is None:
+            return np.empty((0, 0), np.float32)
+        self._whole.resize((self._end, *self._whole.shape[1:]), refcheck=False)
+        return self._whole
 
 
 def score(

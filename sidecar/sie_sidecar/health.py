@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 
 import msgspec
 
@@ -13,14 +14,17 @@ from sie_broker import BrokerError, Bus, CoreMessage
 from sie_contracts.errors import SIEError
 from sie_contracts.settings import Settings
 from sie_contracts.wire import ipc, messages, topology
-from sie_contracts.wire.heartbeats import Heartbeat
+from sie_contracts.wire.heartbeats import ON_DISK, Heartbeat
 from sie_contracts.wire.topology import Lane
 from sie_runtime.connection import because
 from sie_runtime.feed import CatalogueFeed
 from sie_sidecar.device.link import AdapterGone, AdapterLink
 from sie_sidecar.metrics import OomCounts, TowerCounts
 from sie_sidecar.worker import Worker
+from sie_store.weights.cache import LocalCache
+from sie_store.weights.sources import on_disk
 
+_DISK_EVERY_S = 30.0
 _logger = logging.getLogger("sie.sidecar.health")
 
 
@@ -43,6 +47,8 @@ class WorkerHealth:
         self.asks = False  # true if gateways assign the pool to serve
         self.preloading = ""
         self._listens = False
+        self._on_disk: tuple[str, ...] = ()
+        self._examined: tuple[float, str] | None = None  # time of the check, and epoch of the catalogue
 
     def changed(self) -> None:
         self._change.set()
@@ -120,6 +126,7 @@ class WorkerHealth:
             pipeline=worker.device.depth if worker else 0,
             clock_ahead_s=None if ahead_s is None else round(ahead_s, 3),
             listens=self._listens,
+            on_disk=self._on_disk,
         )
 
     async def listen(self) -> None:
@@ -141,10 +148,25 @@ class WorkerHealth:
         while True:
             self._change.clear()
             await self.refresh()
+            await self._examine_disk()
             await self.publish()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._settings.health_publish_interval_ms / 1000):
                     await self._change.wait()
+
+    async def _examine_disk(self) -> None:
+        """Find out which models of the catalogue are on this disk, every _DISK_EVERY_S and after each change of the
+        catalogue.
+        """
+        now_s, catalogue = time.monotonic(), self.feed.catalogue
+        if self._examined is not None:
+            examined_s, epoch = self._examined
+            if epoch == catalogue.epoch and now_s - examined_s < _DISK_EVERY_S:
+                return
+        self._examined = (now_s, catalogue.epoch)
+        entries = list(catalogue.entries.values())
+        models = await asyncio.to_thread(on_disk, entries, LocalCache(self._settings.cache_folder))
+        self._on_disk = models[:ON_DISK]
 
     async def refresh(self) -> None:
         """Ask the adapter for its current memory. If it does not answer, the next heartbeat asks again."""
@@ -152,5 +174,5 @@ class WorkerHealth:
             return
         with contextlib.suppress(AdapterGone, SIEError):
             if (description := await self._link.describe()) is not None:
-                self.remedies.told(description)
-                self.towers.told(description)
+                self.remedies.update(description)
+                self.towers.update(description)

@@ -113,7 +113,7 @@ class _Counts:
         self._now: Mapping[tuple[str, ...], int] = {}
         self._pid = 0
 
-    def take(self, pid: int, now: Mapping[tuple[str, ...], int]) -> None:
+    def advance(self, pid: int, now: Mapping[tuple[str, ...], int]) -> None:
         # in its own container an adapter may have the same pid each time, so lower counts show a new one as well
         if pid != self._pid or any(now.get(key, 0) < count for key, count in self._now.items()):
             self._before.update(self._now)
@@ -132,12 +132,12 @@ class OomCounts:
     def __init__(self) -> None:
         self._counts = _Counts()
 
-    def told(self, description: Description) -> None:
+    def update(self, description: Description) -> None:
         """Take over the counts of an adapter."""
         counts: dict[tuple[str, ...], int] = {
-            (each.model, remedy): getattr(each, remedy) for each in description.shortages for remedy in OOM
+            (shortage.model, remedy): getattr(shortage, remedy) for shortage in description.shortages for remedy in OOM
         }
-        self._counts.take(description.pid, counts)
+        self._counts.advance(description.pid, counts)
 
     def count(self, model: str, remedy: str) -> int:
         return self._counts[model, remedy]
@@ -153,10 +153,10 @@ class TowerCounts:
     def __init__(self) -> None:
         self._counts = _Counts()
 
-    def told(self, description: Description) -> None:
+    def update(self, description: Description) -> None:
         """Take over the counts of an adapter."""
         use = description.towers
-        self._counts.take(description.pid, {("hit",): use.hits, ("miss",): use.misses})
+        self._counts.advance(description.pid, {("hit",): use.hits, ("miss",): use.misses})
 
     def counts(self) -> dict[tuple[str, ...], int]:
         return {(result,): self._counts[result,] for result in ("hit", "miss")}

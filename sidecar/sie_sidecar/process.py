@@ -23,7 +23,7 @@ from sie_runtime.connection import connected
 from sie_runtime.feed import CatalogueFeed, ConfigSource, config_source, packaged_catalogue
 from sie_runtime.http.server import HttpServer
 from sie_runtime.http.websocket import WebSocketProtocol
-from sie_runtime.process import Stop, Tasks, Trouble, retry
+from sie_runtime.process import WORKER, Stop, Tasks, Trouble, retry
 from sie_sidecar.batching.batch import BatchLimits
 from sie_sidecar.collector import WorkerCollector
 from sie_sidecar.device.link import AdapterGone, AdapterLink
@@ -45,9 +45,7 @@ _logger = logging.getLogger("sie.sidecar")
 
 
 def limits_of(settings: Settings, mode: Mode) -> BatchLimits:
-    """Return the batch limits. Standalone mode and queue mode have their own settings; the cost budget applies in
-    both.
-    """
+    """Return the batch limits. Standalone and queue mode have their own settings; the cost budget applies in both."""
     if mode == "standalone":
         requests, wait_ms = settings.max_batch_requests, settings.max_batch_wait_ms
     else:
@@ -74,6 +72,7 @@ async def serve(
 ) -> int:
     """Serve the lane until `stop`, then drain. Return the exit status. Raises SettingError."""
     worker_id = settings.worker_id or default_worker_id()
+    WORKER.set(worker_id)
     tracer = tracing.start(settings.tracing, "sidecar", worker_id)
     lane = Lane(settings.pool, settings.profile, settings.bundle)
     metrics = SidecarMetrics()
@@ -115,7 +114,7 @@ async def serve(
             errors=(BrokerError,),
             stop=stop,
             logger=_logger,
-            what="listening for gateways that look for this worker",
+            task="listening for gateways that look for this worker",
         )
         tasks.start(health.run(), "heartbeats")
         tasks.start(status.run(), "status")
@@ -143,7 +142,7 @@ async def serve(
                 errors=(BrokerError,),
                 stop=stop,
                 logger=_logger,
-                what="listening for hints",
+                task="listening for hints",
             )
             tasks.start(admission.run(stop), "pool admission")
         stream = topology.stream_name(lane.pool)
@@ -152,14 +151,14 @@ async def serve(
             errors=(BrokerError,),
             stop=stop,
             logger=_logger,
-            what=f"waiting for {stream}",
+            task=f"waiting for {stream}",
         )
         try:
             if not stop.requested:
                 await worker.start(stop)
                 if admission is None:
                     await retry(
-                        worker.source.pull, errors=(BrokerError,), stop=stop, logger=_logger, what="beginning to pull"
+                        worker.source.pull, errors=(BrokerError,), stop=stop, logger=_logger, task="beginning to pull"
                     )
                 else:
                     await _unless_stopped(stop, admission.asked.wait())
@@ -237,12 +236,12 @@ async def _preload(
         pass
     if stop.requested:
         return
-    resolved = [entry for name in settings.preload_models for entry in _known(feed.catalogue, name, settings.bundle)]
+    resolved = [entry for name in settings.preload_models for entry in _named(feed.catalogue, name, settings.bundle)]
     for index, model in enumerate(resolved):
         left = ", ".join(entry.canonical for entry in resolved[index:])
         health.preloading = left
         while not stop.requested:
-            hosted = worker.hosting.of(model, feed.catalogue.revisions.get(model.entry.id, 0))
+            hosted = worker.hosting.obtain(model, feed.catalogue.revisions.get(model.entry.id, 0))
             try:
                 await worker.hosting.ensure(hosted)
                 break
@@ -281,7 +280,7 @@ async def _in_a_bundle(feed: CatalogueFeed, bundle: str) -> None:
         )
 
 
-def _known(catalogue: Catalogue, name: str, bundle: str) -> tuple[Resolved, ...]:
+def _named(catalogue: Catalogue, name: str, bundle: str) -> tuple[Resolved, ...]:
     """Return the model of a name, or every model of an alias. Raises SettingError."""
     try:
         entries = resolve_all(catalogue, name)
@@ -307,7 +306,7 @@ async def _upkeep(worker: Worker, stop: Stop) -> None:
     while not await stop.wait_for(REFILL_S):
         rounds += 1
         try:
-            await worker.source.upkeep(look=rounds % 10 == 0)
+            await worker.source.upkeep(is_check=rounds % 10 == 0)
         except BrokerError as error:
             _logger.warning("the consumers could not be listed: %s", error)
 

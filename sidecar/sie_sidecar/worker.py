@@ -114,11 +114,11 @@ class Worker:
         self.inventory = Inventory(self.hosting, self._on_less, self._on_free, clock)
         self.device = DeviceQueue(settings, worker_id, limits, link, self.inventory, metrics, identity.tracer, clock)
         quantum = quantum_of(settings)
-        settlement = ResultDelivery(broker, self.leases, metrics, clock)
+        results = ResultDelivery(broker, self.leases, metrics, clock)
         dead_letters = DeadLetterWriter(broker, lane.pool, worker_id, metrics, broker_s)
         fetching = PayloadFetching(identity.store, clock) if identity.store is not None else None
         # the stages, in reverse order: each passes its items on to later ones
-        self._settle = Settle(worker_id, settlement, dead_letters, self.inventory, fetching, metrics, self._work, clock)
+        self._settle = Settle(worker_id, results, dead_letters, self.inventory, fetching, metrics, self._work, clock)
         self._isolate = Isolate(self.device, self._marks, self.loading, self._settle, metrics, self._work)
         self.dispatch = Dispatch(self.device, self._isolate, self.loading, self._settle, quantum, metrics, self._work)
         self.intake = WorkIntake(
@@ -132,7 +132,7 @@ class Worker:
             identity.tracer,
         )
         self.source = WorkSource(
-            broker, lane, worker_id, broker_s, self.device, self.loading, self.inventory, self.intake.take
+            broker, lane, worker_id, broker_s, self.device, self.loading, self.inventory, self.intake.accept
         )
         self._prepare = Prepare(
             self.source, self.loading, self.inventory, self._settle, fetching, self._tokenizers, self._media, clock
@@ -158,7 +158,7 @@ class Worker:
         self._loops.start(self.broker_clock.run(), "broker clock")
         self._loops.start(self._marks.run(), "marks")
         self._loops.start(self._isolate.run(), "isolate")
-        await retry(self._listen, errors=(BrokerError,), stop=stop, logger=_logger, what="listening to gateways")
+        await retry(self._listen, errors=(BrokerError,), stop=stop, logger=_logger, task="listening to gateways")
         self._loops.start(self._take_in(), "intake")
         self._loops.start(self.dispatch.run(self._more_expected), "dispatch")
         self._loops.start(self.leases.run(), "leases")
@@ -213,11 +213,11 @@ class Worker:
         self.source.refill_soon()
 
     def _on_free(self, consumer: str) -> None:
-        """Refill one consumer: a work item of it no longer holds others back."""
+        """Refill one consumer after a work item that held back its other messages."""
         self.source.pulling.refill_one(consumer)
 
     def _on_role(self, hosted: ModelState) -> None:
-        """Refill all consumers: a residency was unloaded, makes room, or need not make room any more."""
+        """Refill all consumers: a residency was unloaded, closed to new work, or opened again."""
         self.source.pulling.refill_all()
 
     def _on_unloaded(self, model: str) -> None:
@@ -225,7 +225,7 @@ class Worker:
         self.source.assignment.unloaded(model)
 
     async def _on_reconnect(self) -> None:
-        await self.source.pulling.look()
+        await self.source.pulling.refresh_consumers()
 
     def _on_load_failed(self, hosted: ModelState, error: SIEError) -> None:
         self._metrics.not_loaded(hosted.name, error)

@@ -181,6 +181,13 @@ def test_every_alert_has_a_test_that_raises_it_and_one_that_clears_it() -> None:
     assert cases == {rule["alert"]: [False, True, False] for rule in rules()}
 
 
+def test_the_runbook_of_alerts_is_where_the_values_say() -> None:
+    (rule,) = of_kind("PrometheusRule", rendered("everything.yaml")).values()
+    urls = [each["annotations"]["runbook_url"] for group in rule["spec"]["groups"] for each in group["rules"]]
+    assert len(urls) > 8
+    assert {url.partition("#")[0] for url in urls} == {"https://docs.example.com/runbook/"}
+
+
 def test_every_alert_is_in_the_runbook() -> None:
     """By the place that its annotation names."""
     headings = re.findall(r"^#+ (.+)$", (ROOT / "docs" / "runbook.md").read_text("utf-8"), re.MULTILINE)

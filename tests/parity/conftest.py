@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from parity.checkpoints import ARCHITECTURES, add_modules, build, modules_of
+from parity.device import new_engine
 from parity.engine import ParityEngine, Served
 from parity.reference import Reference
 from parity.score_checkpoints import ScoringEngine, scoring_engine
@@ -20,7 +21,6 @@ from parity.table import ParityTable
 from sie_adapter.engine.engine import AdapterEngine
 from sie_adapter.loading import loading
 from sie_contracts.models.entries import Precision
-from sie_contracts.settings import Settings
 from sie_runtime.feed import packaged_catalogue
 
 Folders = Callable[[str], Path]
@@ -84,7 +84,7 @@ def cpu_engine() -> Iterator[AdapterEngine]:
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loading, "bfloat16_lacks", lambda: "")
-        engine = AdapterEngine(Settings(device="cpu", default_compute_precision="float32"))
+        engine = new_engine(default_compute_precision="float32")
         yield engine
         assert engine.stop(10)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from parity.device import new_engine
 
 from sie_adapter.engine.device_threads import DeviceJob, DeviceThreads
 from sie_adapter.engine.engine import AdapterEngine
@@ -19,7 +20,6 @@ from sie_adapter.families.text_encoder import TextEncoder
 from sie_adapter.memory.residency import Resident
 from sie_contracts.models.entries import Engine as EngineName
 from sie_contracts.models.entries import Precision, parse_entry
-from sie_contracts.settings import Settings
 from sie_contracts.wire.ipc import BatchDone, Group, Reply, RunBatch
 from sie_contracts.wire.messages import Ok, RunOptions
 from sie_sidecar.prepare.tokens import ModelTokenizer
@@ -86,7 +86,7 @@ class ParityEngine:
     """An engine on the CPU with the models of a test session. Owned by who made it, until `stop`."""
 
     def __init__(self) -> None:
-        self._engine = AdapterEngine(Settings(device="cpu"))
+        self._engine = new_engine()
 
     def load(
         self,

@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from parity.device import new_engine
 from parity.engine import force_padded
 from parity.table import Agreement, ParityTable, path_of
 
 from sie_adapter.engine.engine import AdapterEngine
 from sie_adapter.families.text_encoder import TextEncoder
 from sie_contracts.models.entries import parse_entry
-from sie_contracts.settings import Settings
 from sie_contracts.wire.ipc import BatchDone, Group, RunBatch
 from sie_contracts.wire.messages import Input, Ok, Operation, RunOptions
 from sie_sidecar.prepare import layouts
@@ -105,7 +105,7 @@ class HeadsEngine:
     """An engine on the CPU. Owned by who made it, until `stop`."""
 
     def __init__(self) -> None:
-        self._engine = AdapterEngine(Settings(device="cpu"))
+        self._engine = new_engine()
 
     def load(
         self,

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from oracle import WORDS, model_folder
 from parity.checkpoints import ARCHITECTURES, MAX_TOKENS, Architecture, build
+from parity.device import new_engine
 from parity.table import ParityTable, Scores, path_of
 from parity.tokenizer_recipes import TokenizerRecipe, corpus
 from safetensors.torch import load_file, save_file
@@ -33,7 +34,6 @@ from sie_adapter.memory.residency import Resident
 from sie_contracts.models.catalogue import Catalogue
 from sie_contracts.models.entries import ModelEntry, parse_entry
 from sie_contracts.models.options import run_options
-from sie_contracts.settings import Settings
 from sie_contracts.wire.ipc import BatchDone, Rows
 from sie_contracts.wire.messages import Failed, Input, Ok, Operation, Outcome
 from sie_sidecar.prepare import layouts
@@ -135,7 +135,7 @@ class ScoringEngine:
     """An engine on the CPU. Owned by who made it, until `stop`."""
 
     def __init__(self) -> None:
-        self._engine = AdapterEngine(Settings(device="cpu"))
+        self._engine = new_engine()
 
     def load(self, folder: Path, family: str, precision: str = "float32", **entry: Any) -> Scoring:
         """Load a folder. `entry`: further keys of its catalogue entry. Raises ModelLoadFailed."""

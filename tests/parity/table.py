@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, Self
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 from oracle import cosines
@@ -17,6 +19,7 @@ _PRECISIONS = {"float32": "fp32", "bfloat16": "bf16"}
 _COLUMNS = [(path, precision) for path in ("packed", "padded", "graph") for precision in _PRECISIONS] + [
     ("stock", "bfloat16")
 ]
+_JOURNAL = os.environ.get("PARITY_CELLS")  # the file to which each measurement is appended at once
 _PACKAGES = ("torch", "transformers", "sentence-transformers", "gliner", "gliner2", "gliclass", "peft")
 
 # The first word of a kind: what its numbers are compared with.
@@ -142,7 +145,22 @@ class ParityTable:
         """Add a measurement. `kind`: one of ORACLES and a name. `path`: packed, padded, or stock, which is the oracle's
         own in that precision.
         """
-        key = (kind, path, precision)
+        self._add((kind, path, precision), found)
+        if _JOURNAL:
+            line = msgspec.json.encode([kind, path, precision, type(found).__name__, found], enc_hook=float)
+            with Path(_JOURNAL).open("ab") as file:
+                file.write(line + b"\n")
+
+    @classmethod
+    def read(cls, journal: Path) -> Self:
+        """The measurements that processes have appended to their journal so far."""
+        table, classes = cls(), {each.__name__: each for each in (Agreement, Scores, Texts)}
+        for line in journal.read_bytes().splitlines() if journal.exists() else ():
+            *key, name, values = msgspec.json.decode(line)
+            table._add(tuple(key), msgspec.convert(values, classes[name]))
+        return table
+
+    def _add(self, key: tuple[str, str, str], found: Worst) -> None:
         self.cells[key] = self.cells[key].worst(found) if key in self.cells else found
 
     def markdown(self, unproven: Mapping[str, str]) -> str:

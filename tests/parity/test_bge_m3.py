@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from parity.checkpoints import dense
+from parity.device import SIXTEEN
 from parity.heads_checkpoints import M3_TOKENS, M3_WIDTH, bge_m3
 from parity.heads_engine import Array, HeadsEngine, HeadsModel
 from parity.table import Agreement, ParityTable, Scores
@@ -186,8 +187,8 @@ def test_weights_of_the_request_are_normalised(model: HeadsModel) -> None:
 
 
 def test_bfloat16_stays_near(engine: HeadsEngine, folder: Path, table: ParityTable) -> None:
-    model = load(engine, folder, "bfloat16")
-    if model.encoder.precision != "bfloat16":
+    model = load(engine, folder, SIXTEEN)
+    if model.encoder.precision != SIXTEEN:
         pytest.skip("this CPU does not compute in bfloat16")
     rows = model.encode(TEXTS, *ALL)
     record(table, model, rows)

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from parity import qwen_checkpoints
+from parity.device import SIXTEEN
 from parity.page_engine import Given, Served, Vectors, at_once, served_by
 from parity.qwen_checkpoints import BLOCK, MOST, SPECIALS, WIDTH
 from parity.table import Agreement, ParityTable
@@ -27,7 +28,7 @@ from sie_contracts.errors import InternalFailure, ModelLoadFailed
 from sie_contracts.models.entries import ModelEntry, parse_entry
 from sie_contracts.wire.messages import Input
 
-MAX_DIFFERENCE = {"float32": 5e-6, "bfloat16": 8e-2}
+MAX_DIFFERENCE = {"float32": 5e-6, SIXTEEN: 8e-2}
 MAX_TOKENS = 200
 QUESTION = "{text}" + "<|endoftext|>" * 10
 PAGE = "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>Describe the image.<|im_end|><|endoftext|>"
@@ -114,7 +115,7 @@ def _mixed() -> list[Given]:
     return [each for pair in zip(TEXTS, PAGES, strict=True) for each in pair]
 
 
-@pytest.mark.parametrize("precision", long_but(["float32", "bfloat16"], ["float32"]))
+@pytest.mark.parametrize("precision", long_but(["float32", SIXTEEN], ["float32"]))
 def test_token_vectors_equal_the_oracle(
     precision: str, load: Callable[..., Served], oracle: Oracle, table: ParityTable
 ) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from made_once import made_once
 from parity.checkpoints import MAX_TOKENS
+from parity.device import SIXTEEN, SIXTEEN_TYPE
 from parity.score_checkpoints import (
     TAU,
     Asked,
@@ -118,13 +119,13 @@ def test_scores_equal_the_reference(kind: str, load: Load, folders: Folders, tab
 @pytest.mark.parametrize("kind", long_but(KINDS, ["bert", "qwen2"]))
 def test_bfloat16_ranks_as_float32(kind: str, load: Load, folders: Folders, table: ParityTable) -> None:
     """Kendall's tau over 50 documents, the mean of three queries."""
-    scoring = load(kind, "bfloat16")
+    scoring = load(kind, SIXTEEN)
     documents = ragged_documents(50, seed=3, longest=60)
     ours, stock, errors = [], [], []
     for query in ("search engine", "river", "winter music history"):
         pairs = [(query, text) for text in documents]
         exact, library = (
-            oracle(folders(kind), pairs, precision, activation_fn=IDENTITY) for precision in ("float32", "bfloat16")
+            oracle(folders(kind), pairs, precision, activation_fn=IDENTITY) for precision in ("float32", SIXTEEN)
         )
         got = np.array(scoring.scores(query, documents))
         ours.append(tau(got, exact))
@@ -135,7 +136,7 @@ def test_bfloat16_ranks_as_float32(kind: str, load: Load, folders: Folders, tabl
         table.record(
             f"cross-encoder {kind}",
             "stock",
-            "bfloat16",
+            SIXTEEN,
             Scores(float(np.abs(library - exact).max() / scale), stock[-1]),
         )
     # an untrained model spreads its scores over little more than the rounding: none is asked to rank them better than
@@ -338,12 +339,12 @@ def test_a_pooler_that_the_class_does_not_have_is_no_fault(
 @pytest.mark.parametrize("kind", ["bert", "modernbert mean", "deberta-v2"])
 def test_the_head_computes_in_float32(kind: str, load: Load) -> None:
     """Unrounded weights, its pooler among them, on the states of a bfloat16 backbone."""
-    weights = load(kind, "bfloat16").resident.weights
+    weights = load(kind, SIXTEEN).resident.weights
     head = weights.heads["score"]._head._model
     exact = load(kind).resident.weights.heads["score"]._head._model.state_dict()
     assert {parameter.dtype for parameter in head.parameters()} == {torch.float32}
     assert all(torch.equal(parameter, exact[name]) for name, parameter in head.named_parameters())
-    assert weights.backbone._model.dtype == torch.bfloat16
+    assert weights.backbone._model.dtype == SIXTEEN_TYPE
 
 
 @pytest.mark.parametrize("kind", long_but(KINDS, USUAL))
@@ -377,8 +378,8 @@ def test_a_cross_encoder_trained_on_sts_b_scores_like_the_library(trained: Path,
 @pytest.mark.timeout(400)
 def test_a_trained_model_ranks_in_bfloat16_as_in_float32(trained: Path, engine: ScoringEngine) -> None:
     """Kendall's tau of 50 documents of all similarities, by the raw logits."""
-    scoring = engine.load(trained, "cross-encoder", "bfloat16", max_tokens=128, head={"activation": "identity"})
-    if scoring.precision != "bfloat16":
+    scoring = engine.load(trained, "cross-encoder", SIXTEEN, max_tokens=128, head={"activation": "identity"})
+    if scoring.precision != SIXTEEN:
         pytest.skip("this CPU does not compute in bfloat16")
     pairs = sts_pairs("test")
     for start in range(0, 200, 50):

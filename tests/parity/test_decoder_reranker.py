@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from parity.checkpoints import MAX_TOKENS
+from parity.device import SIXTEEN, SIXTEEN_TYPE
 from parity.score_checkpoints import (
     MXBAI_ENTRY,
     MXBAI_PIECES,
@@ -202,8 +203,8 @@ def test_a_long_query_keeps_three_quarters_and_leaves_room_for_the_document(load
 @pytest.mark.parametrize(("name", "kind"), long_but([("qwen3", "qwen3"), ("qwen2", "mxbai")], [("qwen3", "qwen3")]))
 def test_bfloat16_ranks_as_float32(name: str, kind: Kind, load: Load, folders: Folders, table: ParityTable) -> None:
     """Kendall's tau over 50 documents, the mean of three queries."""
-    scoring = load(name, kind, "bfloat16")
-    exact_card, card = Card(folders(name), kind), Card(folders(name), kind, "bfloat16")
+    scoring = load(name, kind, SIXTEEN)
+    exact_card, card = Card(folders(name), kind), Card(folders(name), kind, SIXTEEN)
     documents = ragged_documents(50, seed=3, longest=60)
     ours, stock = [], []
     for query in ("search engine", "river", "winter music history"):
@@ -214,7 +215,7 @@ def test_bfloat16_ranks_as_float32(name: str, kind: Kind, load: Load, folders: F
         stock.append(tau(library, exact))
         row, scale = f"decoder-reranker {name}, as {kind}", max(1.0, float(np.abs(exact).max()))
         scoring.record(table, row, np.abs(got - exact).max() / scale, ours[-1])
-        table.record(row, "stock", "bfloat16", Scores(float(np.abs(library - exact).max()) / scale, stock[-1]))
+        table.record(row, "stock", SIXTEEN, Scores(float(np.abs(library - exact).max()) / scale, stock[-1]))
     assert np.mean(ours) >= min(TAU, np.mean(stock) - 0.01)
 
 
@@ -297,11 +298,11 @@ def test_truncate_none_refuses_and_counts(load: Load, folders: Folders) -> None:
 @pytest.mark.parametrize("name", ["qwen3", "qwen2"])
 def test_the_output_layer_is_kept_in_float32_and_the_input_layer_is_not(name: str, load: Load) -> None:
     """Also where both are one tensor."""
-    weights = load(name, "qwen3", "bfloat16").resident.weights
+    weights = load(name, "qwen3", SIXTEEN).resident.weights
     head, backbone = weights.heads["answer"]._head._model, weights.backbone._model
     assert [tuple(parameter.shape) for parameter in head.parameters()] == [(2, weights.width)]
     assert {parameter.dtype for parameter in head.parameters()} == {torch.float32}
-    assert backbone.get_input_embeddings().weight.dtype == torch.bfloat16
+    assert backbone.get_input_embeddings().weight.dtype == SIXTEEN_TYPE
 
 
 # what is refused

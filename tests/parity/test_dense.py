@@ -13,6 +13,7 @@ import pytest
 from oracle import WORDS
 from parity.checkpoints import ARCHITECTURES, MAX_TOKENS, ORIGINAL_TOKENS, add_modules, build, modules_of
 from parity.conftest import Folders, References, Serve
+from parity.device import SIXTEEN
 from parity.engine import Ids, ParityEngine, Served
 from parity.reference import Reference
 from parity.table import Agreement, ParityTable, path_of
@@ -27,9 +28,9 @@ ATTENTION = {
     **dict.fromkeys(("mpnet", "deberta-v2"), "eager padded"),  # position biases; these classes have no sdpa
     "gemma2": "eager padded",  # scores are capped, which neither the packed kernels nor sdpa do
 }
-PRECISIONS = ("float32", "bfloat16")
-MAX_DIFFERENCE = {"float32": 1e-5, "bfloat16": 0.05}  # of a component, in units of the vector's norm
-MIN_COSINE = {"float32": 0.9999, "bfloat16": 0.999}
+PRECISIONS = ("float32", SIXTEEN)
+MAX_DIFFERENCE = {"float32": 1e-5, SIXTEEN: 0.05}  # of a component, in units of the vector's norm
+MIN_COSINE = {"float32": 0.9999, SIXTEEN: 0.999}
 # The worst of 64 random texts is noise, their mean is not: one text moves by a factor of 2 when nothing but the order
 # of a sum changes.
 MAX_MEAN_OF_STOCK = 1.5
@@ -55,7 +56,7 @@ _ODD = (
 NO_GRAPH = ("gemma3 bidirectional", "embeddinggemma", "llama longrope")
 GRAPHS = [
     ("bert", "float32"),
-    ("bert", "bfloat16"),
+    ("bert", SIXTEEN),
     ("modernbert", "float32"),
     ("qwen3 causal", "float32"),
 ]

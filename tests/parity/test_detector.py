@@ -15,7 +15,8 @@ from image_files import turned
 from numpy.typing import NDArray
 from parity import detector_checkpoints
 from parity.detector_checkpoints import LABEL_TOKENS, LONGEST, PROMPT_TOKENS, SIDE
-from parity.gliner_checkpoints import on_cpu
+from parity.device import SIXTEEN, SIXTEEN_TYPE
+from parity.gliner_checkpoints import on_device
 from parity.page_engine import Load, Pair, Served, at_once, pairs, served_by
 from parity.table import ParityTable, Scores
 from parity.toys import image, png, prepared
@@ -81,7 +82,7 @@ def _scores(detector: Detector, shown: Image.Image, labels: Sequence[str]) -> ND
     pixels = np.frombuffer(made.pixels, np.uint8).reshape(made.height, made.width, 3)
     with torch.inference_mode():
         sight = kind.detect([Shown(pixels, *made.upright)], kind.prompt(labels))
-    return sight.scores[0].numpy()  # type: ignore[no-any-return]
+    return sight.scores[0].cpu().numpy()  # type: ignore[no-any-return]
 
 
 class Candidates(NamedTuple):
@@ -232,19 +233,19 @@ def test_owlv2_in_half_the_bits(load: Load[Any], table: ParityTable) -> None:
     """Its towers; boxes and scores are computed in float32."""
     pair = load("owlv2")
     entry = _entry("owlv2", pair.folder)
-    half = Detector(pair.folder, entry, entry.load, on_cpu(torch.bfloat16))
-    assert half.precision == "bfloat16"
+    half = Detector(pair.folder, entry, entry.load, on_device(SIXTEEN_TYPE))
+    assert half.precision == SIXTEEN
     worst = max(
         float(abs(_scores(half, shown, LABELS) - pair.oracle(shown, LABELS).scores).max()) for shown in PICTURES
     )
-    table.record("detector owlv2", "padded", "bfloat16", Scores(worst))
+    table.record("detector owlv2", "padded", SIXTEEN, Scores(worst))
     assert worst <= 3e-2
 
 
 def test_grounding_dino_computes_in_float32_whatever_is_asked(load: Load[Any]) -> None:
     pair = load("grounding-dino")
     entry = _entry("grounding-dino", pair.folder)
-    asked = Detector(pair.folder, entry, entry.load, on_cpu(torch.float16))
+    asked = Detector(pair.folder, entry, entry.load, on_device(torch.float16))
     assert asked.precision == "float32"
     expected = _scores(pair.served.weights, PICTURES[1], LABELS)
     assert np.array_equal(_scores(asked, PICTURES[1], LABELS), expected)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from parity import dual_checkpoints
+from parity.device import SIXTEEN
 from parity.dual_checkpoints import CLIP_TOKENS, FIRST_SIGLIP_TOKENS, OPEN_CLIP_WIDTH, SIGLIP_TOKENS, SIZE, WIDTH
 from parity.heads_checkpoints import texts
 from parity.open_clip_cases import SIZES, TEXTS
@@ -30,7 +31,7 @@ from sie_contracts.wire.messages import Input, RunOptions
 from sie_sidecar.prepare import layouts
 from sie_sidecar.prepare.rows import BatchPart, WorkItemInput
 
-MAX_DIFFERENCE = {"float32": 2e-6, "bfloat16": 3e-2}
+MAX_DIFFERENCE = {"float32": 2e-6, SIXTEEN: 3e-2}
 Given = str | Sequence[Image.Image]
 
 FOLDERS: dict[str, Callable[[Path], Path]] = {
@@ -112,7 +113,7 @@ def _mixed() -> list[Given]:
     return mixed
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("precision", ["float32", SIXTEEN])
 @pytest.mark.parametrize("kind", long_but(FOLDERS, ["clip", "siglip2"]))
 def test_vectors_equal_the_oracle(kind: str, precision: str, load: Load[Oracle], table: ParityTable) -> None:
     """A batch of texts and images of many sizes, not normalised, against the model's own classes one by one."""

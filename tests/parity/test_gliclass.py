@@ -12,7 +12,7 @@ import pytest
 import torch
 from gliclass import GLiClassModel, ZeroShotClassificationPipeline
 from oracle import WORDS, ragged_texts
-from parity.gliner_checkpoints import edit_weights, entry_of, gliclass_folder, on_cpu
+from parity.gliner_checkpoints import edit_weights, entry_of, gliclass_folder, on_device
 from parity.table import ParityTable, Scores, path_of
 from transformers import AutoTokenizer
 
@@ -37,7 +37,7 @@ def model(folder: Path) -> GliclassModel:
 
 def load(folder: Path) -> GliclassModel:
     entry = entry_of(folder, "gliclass", max_tokens=MAX_TOKENS)
-    return GliclassModel(folder, entry, entry.load, on_cpu())
+    return GliclassModel(folder, entry, entry.load, on_device())
 
 
 def oracle(

@@ -18,7 +18,8 @@ import pytest
 import torch
 from gliner import GLiNER
 from oracle import WORDS, ragged_texts
-from parity.gliner_checkpoints import GlinerKind, edit_weights, entry_of, gliner_folder, on_cpu
+from parity.device import SIXTEEN, SIXTEEN_TYPE
+from parity.gliner_checkpoints import GlinerKind, edit_weights, entry_of, gliner_folder, on_device
 from parity.table import ParityTable, Scores, path_of
 from selection import long_but
 
@@ -53,7 +54,7 @@ def oracles(folders: dict[str, Path]) -> dict[str, Any]:
 
 def load(folder: Path, **kwargs: Any) -> GlinerModel:
     entry = entry_of(folder, "gliner", **kwargs)
-    return GlinerModel(folder, entry, entry.load, on_cpu())
+    return GlinerModel(folder, entry, entry.load, on_device())
 
 
 def options(
@@ -473,9 +474,9 @@ def test_two_threads_give_what_one_gives(models: dict[str, GlinerModel]) -> None
 def test_16_bit_weights_give_near_scores(folders: dict[str, Path], oracles: dict[str, Any]) -> None:
     """All spans above 0.05: random weights amplify rounding more than trained ones, so that single spans move far."""
     entry = entry_of(folders["span"], "gliner")
-    model = GlinerModel(folders["span"], entry, entry.load, on_cpu(torch.bfloat16))
+    model = GlinerModel(folders["span"], entry, entry.load, on_device(SIXTEEN_TYPE))
     texts = ragged_texts(6, seed=12, longest=40)
-    assert model.precision == "bfloat16"
+    assert model.precision == SIXTEEN
     free = {"flat_ner": False, "multi_label": True}  # fewer spans exclude each other
     differences: list[float] = []
     spans = 0

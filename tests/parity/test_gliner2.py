@@ -17,7 +17,8 @@ import pytest
 import torch
 from gliner2 import GLiNER2
 from oracle import WORDS, ragged_texts
-from parity.gliner_checkpoints import edit_weights, entry_of, gliner2_folder, on_cpu
+from parity.device import SIXTEEN, SIXTEEN_TYPE
+from parity.gliner_checkpoints import edit_weights, entry_of, gliner2_folder, on_device
 from parity.table import ParityTable, Scores, path_of
 from selection import long_but
 
@@ -57,7 +58,7 @@ def package(folder: Path) -> Any:
 
 def load(folder: Path, **kwargs: Any) -> Gliner2Model:
     entry = entry_of(folder, "gliner2", **kwargs)
-    return Gliner2Model(folder, entry, entry.load, on_cpu())
+    return Gliner2Model(folder, entry, entry.load, on_device())
 
 
 def options(labels: tuple[str, ...] = LABELS, threshold: float | None = THRESHOLD) -> ExtractOptions:
@@ -382,9 +383,9 @@ def test_two_threads_give_what_one_gives(model: Gliner2Model) -> None:
 def test_16_bit_weights_give_near_scores(folder: Path, package: Any, table: ParityTable) -> None:
     """Random weights amplify rounding more than trained ones, so that single spans move far."""
     entry = entry_of(folder, "gliner2")
-    model = Gliner2Model(folder, entry, entry.load, on_cpu(torch.bfloat16))
+    model = Gliner2Model(folder, entry, entry.load, on_device(SIXTEEN_TYPE))
     texts = [f"{text}." for text in ragged_texts(6, seed=12, longest=40)]
-    assert model.precision == "bfloat16"
+    assert model.precision == SIXTEEN
     differences: list[float] = []
     spans = 0
     ours, theirs = extract(model, texts, options(threshold=0.05)), oracle(package, texts, threshold=0.05)

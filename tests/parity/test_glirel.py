@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from oracle import WORDS
-from parity.gliner_checkpoints import entry_of, glirel_folder, on_cpu
+from parity.gliner_checkpoints import entry_of, glirel_folder, on_device
 from parity.table import ParityTable, Scores, path_of
 
 from sie_adapter.families.extraction import ExtractOptions
@@ -52,7 +52,7 @@ def package(folder: Path) -> Any:
 
 def load(folder: Path, **kwargs: Any) -> GlirelModel:
     entry = entry_of(folder, "glirel", **kwargs)
-    return GlirelModel(folder, entry, entry.load, on_cpu())
+    return GlirelModel(folder, entry, entry.load, on_device())
 
 
 def sample(seed: int, count: int, entities: int) -> tuple[str, tuple[Mention, ...], list[list[Any]]]:

@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from parity import heads_checkpoints
 from parity.checkpoints import ARCHITECTURES, MAX_TOKENS, WIDTH, add_modules, build, dense, modules_of
+from parity.device import new_engine
 from parity.score_checkpoints import ragged_documents
 from selection import long_but
 from transformers import AutoModel, AutoTokenizer
@@ -28,7 +29,6 @@ from sie_contracts.models.catalogue import Catalogue
 from sie_contracts.models.entries import ModelEntry, parse_entry
 from sie_contracts.models.muvera import Muvera
 from sie_contracts.models.options import TOKEN_STATES, run_options, unpooled
-from sie_contracts.settings import Settings
 from sie_contracts.wire.ipc import BatchDone
 from sie_contracts.wire.messages import Failed, Input, Ok, Operation, RunOptions, Vectors
 from sie_sidecar.prepare import layouts
@@ -93,7 +93,7 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], L
     """Models by name: architectures with a dense output, and three with token vectors."""
     root, threads = tmp_path_factory.mktemp("inputs"), torch.get_num_threads()
     torch.set_num_threads(1)
-    engine = AdapterEngine(Settings(device="cpu"))
+    engine = new_engine()
 
     def late(folder: Path) -> dict[str, Any]:
         config = {"query_length": 16, "document_length": 180, "attend_to_expansion_tokens": False}
@@ -182,7 +182,7 @@ def maxsim(query: Array, document: Array) -> float:
 
 
 def given(rows: Array) -> Input:
-    return Input(vectors=Vectors.of(rows))
+    return Input(vectors=Vectors.from_array(rows))
 
 
 @pytest.mark.parametrize("name", ["late", "stanford", "m3"])
@@ -213,7 +213,7 @@ def test_what_is_given_needs_no_pass_and_is_used_as_it_is(
     expected = [maxsim(query, rows) for rows in documents]
     with monkeypatch.context() as patched:
         patched.setattr(model.encoder, "forward", lambda packed: pytest.fail("a pass ran"))
-        found = model.score(given(query), [Input("river", vectors=Vectors.of(rows)) for rows in documents])
+        found = model.score(given(query), [Input("river", vectors=Vectors.from_array(rows)) for rows in documents])
     np.testing.assert_allclose(found, expected, rtol=1e-5)
     assert found[2] == 0
     assert model.score(given(query[:0]), [given(documents[0]), Input("river")]).tolist() == [0, 0]

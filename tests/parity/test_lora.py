@@ -22,6 +22,7 @@ import pytest
 import torch
 from oracle import cosines, ragged_texts
 from parity.checkpoints import ARCHITECTURES, MAX_TOKENS, WIDTH, build
+from parity.device import SIXTEEN, new_engine
 from parity.table import Agreement, ParityTable, Scores, path_of
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
@@ -33,7 +34,6 @@ from sie_adapter.engine.engine import AdapterEngine
 from sie_adapter.packed.linear import BlockedLinear
 from sie_contracts.errors import ErrorInfo, LoraLoadFailed
 from sie_contracts.models.entries import ModelEntry, parse_entry
-from sie_contracts.settings import Settings
 from sie_contracts.wire.ipc import BatchDone, Refused, Reply, RunBatch
 from sie_contracts.wire.messages import Input, Ok, RunOptions
 from sie_sidecar.prepare import layouts, rows
@@ -133,7 +133,7 @@ def base(root: Path) -> Folders:
 def engine(root: Path) -> Iterator[AdapterEngine]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    engine = AdapterEngine(Settings(device="cpu", models_dir=str(root), max_loras_per_model=KEPT))
+    engine = new_engine(models_dir=str(root), max_loras_per_model=KEPT)
     yield engine
     assert engine.stop(10)
     torch.set_num_threads(threads)
@@ -254,12 +254,12 @@ def test_in_bfloat16_a_lora_is_near_peft_in_float32(
     kind: str, engine: AdapterEngine, base: Folders, root: Path, table: ParityTable
 ) -> None:
     folder = base(kind)
-    served = serve(engine, folder, "bfloat16")
-    if served.weights.precision != "bfloat16":
+    served = serve(engine, folder, SIXTEEN)
+    if served.weights.precision != SIXTEEN:
         pytest.skip("this CPU has no bfloat16")
     lora = trained(folder, root / f"{folder.name}-bfloat16", every_layer(kind))
     found = Agreement.of(served.answers(served.load(lora)), expected(folder, lora))
-    table.record(f"lora of {kind}", path_of(served.weights.attention), "bfloat16", found)
+    table.record(f"lora of {kind}", path_of(served.weights.attention), SIXTEEN, found)
     assert found.cosine >= BFLOAT16_COSINE
 
 
@@ -523,9 +523,7 @@ def test_names_of_clients_reach_nothing_outside_the_models_folder(
     (tmp_path / "models").mkdir()
     trained(folder, tmp_path / "outside", ["query"])
     (tmp_path / "models" / "link").symlink_to(tmp_path / "outside")
-    engine = AdapterEngine(
-        Settings(device="cpu", models_dir=str(tmp_path / "models"), local_cache=str(tmp_path), hf_fallback=False)
-    )
+    engine = new_engine(models_dir=str(tmp_path / "models"), local_cache=str(tmp_path), hf_fallback=False)
     served = serve(engine, folder)
     with pytest.raises(LoraLoadFailed, match=text):
         served.load(name.format(root=tmp_path / "models", base=folder.name))
@@ -535,7 +533,7 @@ def test_names_of_clients_reach_nothing_outside_the_models_folder(
 def test_a_path_that_the_entry_names_may_lie_anywhere(base: Folders, tmp_path: Path) -> None:
     folder = base("bert")
     lora = trained(folder, tmp_path / "outside", ["query"])
-    engine = AdapterEngine(Settings(device="cpu", hf_fallback=False))
+    engine = new_engine(hf_fallback=False)
     served = serve(engine, folder, profiles={"tuned": {"run": {"lora": str(lora)}}})
     assert np.abs(served.answers(served.load(lora)) - expected(folder, lora)).max() <= MAX_DIFFERENCE
     assert engine.stop(5)

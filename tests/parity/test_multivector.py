@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from parity import heads_checkpoints as checkpoints
 from parity.checkpoints import MAX_TOKENS, WIDTH, dense
+from parity.device import SIXTEEN
 from parity.heads_checkpoints import residual, with_markers
 from parity.heads_engine import MAX_DIFFERENCE, Array, HeadsEngine, HeadsModel, check
 from parity.table import ParityTable
@@ -170,10 +171,10 @@ def test_padded_rows_equal_the_oracle(name: str, folder: Folder, engine: HeadsEn
 def test_bfloat16_is_as_near_as_the_oracle_in_bfloat16(
     name: str, folder: Folder, engine: HeadsEngine, table: ParityTable
 ) -> None:
-    model, texts = load(engine, folder(name), "bfloat16"), checkpoints.texts(32)
+    model, texts = load(engine, folder(name), SIXTEEN), checkpoints.texts(32)
     for is_query in (True, False):
         expected = oracle(reference(folder(name)), texts, is_query=is_query)
-        stock = oracle(reference(folder(name), "bfloat16"), texts, is_query=is_query)
+        stock = oracle(reference(folder(name), SIXTEEN), texts, is_query=is_query)
         got = rows(model.encode(texts, "multivector", is_query=is_query))
         check(table, f"multivector {name}", model, *(np.concatenate(side) for side in (got, expected, stock)))
 

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from parity.checkpoints import MAX_TOKENS
+from parity.device import SIXTEEN
 from parity.score_checkpoints import Asked, Scoring, ScoringEngine, build_head, copied, ragged_documents
 from parity.table import ParityTable, Scores, path_of
 from torch import nn
@@ -191,7 +192,7 @@ def test_a_long_passage_is_cut_and_its_query_is_not(load: Load) -> None:
 
 
 def test_16_bit_weights_keep_nearly_the_same(load: Load) -> None:
-    exact, near = (pruned(load("entities", precision), TEXTS) for precision in ("float32", "bfloat16"))
+    exact, near = (pruned(load("entities", precision), TEXTS) for precision in ("float32", SIXTEEN))
     same = total = 0
     for ours, theirs in zip(near, exact, strict=True):
         places = [

@@ -15,6 +15,7 @@ import pytest
 import torch
 from inspected_models import inspected, run
 from parity.checkpoints import ARCHITECTURES, NORMALIZE, WIDTH, Module, add_modules, build, dense, modules_of, pooling
+from parity.device import new_engine
 from parity.heads_checkpoints import masked
 from parity.score_checkpoints import build_reranker
 from safetensors.torch import load_file, save_file
@@ -27,7 +28,6 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, T5Co
 
 from sie_adapter.engine.engine import AdapterEngine
 from sie_contracts.errors import ModelLoadFailed
-from sie_contracts.settings import Settings
 
 TEXTS = ["The river runs north.", "The RIVER of Paris", "", "Ein Fluss fließt nach Norden. " * 12]
 QUERY = "Where does the river run?"
@@ -40,7 +40,7 @@ CHAT = (
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[AdapterEngine]:
-    engine = AdapterEngine(Settings(device="cpu", default_compute_precision="float32"))
+    engine = new_engine(default_compute_precision="float32")
     yield engine
     assert engine.stop(10)
 

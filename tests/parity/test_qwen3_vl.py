@@ -12,6 +12,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from parity import qwen_checkpoints
+from parity.device import SIXTEEN
 from parity.page_engine import Served, at_once, served_by
 from parity.qwen_checkpoints import MAX_3, MIN_3
 from parity.table import Agreement, ParityTable, Scores
@@ -24,7 +25,7 @@ from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.models.entries import ModelEntry, parse_entry
 from sie_contracts.wire.messages import Input
 
-MAX_DIFFERENCE = {"float32": 2e-6, "bfloat16": 5e-2}
+MAX_DIFFERENCE = {"float32": 2e-6, SIXTEEN: 5e-2}
 MAX_TOKENS = 160
 BOUNDS = {"min_pixels": MIN_3, "max_pixels": MAX_3}
 SHOWN = "<|vision_start|><|image_pad|><|vision_end|>"
@@ -147,7 +148,7 @@ def load(cpu_engine: AdapterEngine, folder: Path) -> Callable[..., Served]:
     return loaded
 
 
-@pytest.mark.parametrize("precision", long_but(["float32", "bfloat16"], ["float32"]))
+@pytest.mark.parametrize("precision", long_but(["float32", SIXTEEN], ["float32"]))
 def test_vectors_equal_the_oracle(
     precision: str, load: Callable[..., Served], oracle: Oracle, table: ParityTable
 ) -> None:
@@ -225,7 +226,7 @@ def test_the_token_of_images_in_a_text_is_refused_beside_images_too(load: Callab
 QUERIES: list[tuple[str, list[int]]] = [("what is by the sea", []), ("", [0]), ("which of these", [1])]
 
 
-@pytest.mark.parametrize("precision", long_but(["float32", "bfloat16"], ["float32"]))
+@pytest.mark.parametrize("precision", long_but(["float32", SIXTEEN], ["float32"]))
 def test_scores_equal_the_oracle(
     precision: str, load: Callable[..., Served], oracle: Oracle, table: ParityTable
 ) -> None:
@@ -237,7 +238,7 @@ def test_scores_equal_the_oracle(
         expected += [oracle.score(shown(query), shown(document)) for document in GIVEN]
     difference = float(np.abs(np.array(found) - expected).max())
     table.record("multimodal-reranker qwen3-vl", served.path, precision, Scores(difference))
-    assert difference <= {"float32": 2e-6, "bfloat16": 5e-2}[precision]
+    assert difference <= {"float32": 2e-6, SIXTEEN: 5e-2}[precision]
     assert np.ptp(expected) > 0.05
     assert served.path == "packed"
 

@@ -15,7 +15,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from parity import reader_checkpoints
-from parity.gliner_checkpoints import on_cpu
+from parity.device import DEVICE, SIXTEEN, SIXTEEN_TYPE
+from parity.gliner_checkpoints import on_device
 from parity.page_engine import Served, at_once, served_by
 from parity.table import ParityTable, Texts
 from parity.toys import image, png, prepared
@@ -337,7 +338,7 @@ def test_a_page_that_joins_between_steps_changes_no_id(
     prompts = served.prompts(KINDS[name])
     rows = [_GenerationRow(_GenerationCall(lambda: False, 1), prompt) for prompt in prompts]
     left, turns = list(rows), 0
-    loop = _Loop(served.kind, torch.device("cpu"))
+    loop = _Loop(served.kind, torch.device(DEVICE))
     with torch.inference_mode():
         while left or not loop.is_idle:
             if left and turns % every == 0:
@@ -365,8 +366,8 @@ def test_half_the_bits_write_something(name: str, load: Callable[[str], Reader])
     """
     served = load(name)
     entry = _entry(name, served.folder)
-    half: Any = DocumentReader(served.folder, entry, entry.load, on_cpu(torch.bfloat16))
-    assert half.precision == "bfloat16"
+    half: Any = DocumentReader(served.folder, entry, entry.load, on_device(SIXTEEN_TYPE))
+    assert half.precision == SIXTEEN
     for page in PAGES[:3]:
         with torch.inference_mode():
             left, right = (
@@ -386,30 +387,28 @@ def test_half_the_bits_are_as_near_as_the_librarys(
     """
     served = load(name)
     entry = _entry(name, served.folder)
-    half: Any = DocumentReader(served.folder, entry, entry.load, on_cpu(torch.bfloat16))
+    half: Any = DocumentReader(served.folder, entry, entry.load, on_device(SIXTEEN_TYPE))
     prompts = served.prompts(KINDS[name])
     with torch.inference_mode():
         stock = [
-            KINDS[name].oracle(served.folder, torch.bfloat16)(page, each)
-            for page in PAGES
-            for each in KINDS[name].asked
+            KINDS[name].oracle(served.folder, SIXTEEN_TYPE)(page, each) for page in PAGES for each in KINDS[name].asked
         ]
     found = Texts.of(_written(half._kind, prompts), _firsts(half._kind, prompts), expected(name))
     librarys = Texts.of([each.ids for each in stock], [each.first for each in stock], expected(name))
-    table.record(f"document-reader {name}", "padded", "bfloat16", found)
-    table.record(f"document-reader {name}", "stock", "bfloat16", librarys)
+    table.record(f"document-reader {name}", "padded", SIXTEEN, found)
+    table.record(f"document-reader {name}", "stock", SIXTEEN, librarys)
     assert found.first.mean_distance <= 1.5 * librarys.first.mean_distance + 1e-6
 
 
 def _firsts(kind: Any, prompts: Sequence[Any]) -> list[NDArray[np.float32]]:
     """The scores of the first token after each prompt, [vocabulary] each."""
     with torch.inference_mode():
-        return [kind.begin([prompt])[0].logits.float().numpy() for prompt in prompts]
+        return [kind.begin([prompt])[0].logits.float().cpu().numpy() for prompt in prompts]
 
 
 def _written(kind: Any, prompts: Sequence[Any]) -> list[list[int]]:
     rows = [_GenerationRow(_GenerationCall(lambda: False, 1), prompt) for prompt in prompts]
-    loop = _Loop(kind, torch.device("cpu"))
+    loop = _Loop(kind, torch.device(DEVICE))
     loop.waiting.extend(rows)
     with torch.inference_mode():
         while not loop.is_idle:
@@ -508,7 +507,7 @@ def test_rules_that_cannot_be_kept_are_refused(load: Callable[[str], Reader], tm
     file.write_text(json.dumps({**json.loads(file.read_text()), "encoder_repetition_penalty": 1.5}))
     entry = _entry("donut", folder)
     with pytest.raises(ModelLoadFailed, match="encoder_repetition_penalty"):
-        DocumentReader(folder, entry, entry.load, on_cpu(torch.float32))
+        DocumentReader(folder, entry, entry.load, on_device(torch.float32))
 
 
 # Florence-2
@@ -626,7 +625,7 @@ def test_published_files_that_are_another_model_are_refused(
         save_file({key: each for key, each in weights.items() if each is not None}, folder / "model.safetensors")
     entry = _entry("florence2 as published", folder)
     with pytest.raises(ModelLoadFailed, match=message):
-        DocumentReader(folder, entry, entry.load, on_cpu(torch.float32))
+        DocumentReader(folder, entry, entry.load, on_device(torch.float32))
 
 
 @pytest.mark.long
@@ -690,4 +689,4 @@ def test_paddle_is_refused_in_float16(load: Callable[[str], Reader]) -> None:
     folder = load("paddle").folder
     entry = _entry("paddle", folder)
     with pytest.raises(ModelLoadFailed, match="float16"):
-        DocumentReader(folder, entry, entry.load, on_cpu(torch.float16))
+        DocumentReader(folder, entry, entry.load, on_device(torch.float16))

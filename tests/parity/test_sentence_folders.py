@@ -23,6 +23,7 @@ import torch
 from inspected_models import inspected, run
 from parity.checkpoints import ARCHITECTURES, WIDTH, build
 from parity.checkpoints import dense as dense_module
+from parity.device import new_engine
 from parity.heads_checkpoints import masked, pylate, with_markers
 from parity.score_checkpoints import build_head, build_reranker
 from sentence_transformers import CrossEncoder, MultiVectorEncoder, SentenceTransformer, SparseEncoder
@@ -38,7 +39,6 @@ from sie_adapter.engine.engine import AdapterEngine
 from sie_adapter.loading.modules import FIELDS
 from sie_contracts.errors import ModelLoadFailed, ValidationFailed
 from sie_contracts.models.entries import ModelEntry
-from sie_contracts.settings import Settings
 from sie_store.folder_files import TRANSFORMER_FILES
 
 BACKBONES = ("bert", "xlm-roberta", "distilbert", "mpnet", "modernbert", "qwen3 causal")
@@ -55,7 +55,7 @@ POOLINGS = ("cls", "mean", "lasttoken", "weightedmean", "max", "mean_sqrt_len_to
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[AdapterEngine]:
-    engine = AdapterEngine(Settings(device="cpu", default_compute_precision="float32"))
+    engine = new_engine(default_compute_precision="float32")
     yield engine
     assert engine.stop(10)
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import soundfile
 import torch
+from parity.device import SIXTEEN
 from parity.heads_checkpoints import texts
 from parity.page_engine import Load, Vectors, at_once, pairs
 from parity.table import Agreement, ParityTable
@@ -21,7 +22,7 @@ from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.models.entries import ModelEntry, parse_entry
 
 WIDTH, TOKENS, RATE = 24, 120, 16_000  # of sound_checkpoints, which imports the classes of transformers
-MAX_DIFFERENCE = {"float32": 5e-6, "bfloat16": 6e-2}
+MAX_DIFFERENCE = {"float32": 5e-6, SIXTEEN: 6e-2}
 KINDS = {"clap": False, "clap fused": True}
 Given = str | bytes  # a text, or a sound file at the model's rate
 
@@ -90,9 +91,9 @@ def _mixed() -> list[Given]:
     ("kind", "precision"),
     [
         ("clap", "float32"),
-        pytest.param("clap", "bfloat16", marks=pytest.mark.long),
+        pytest.param("clap", SIXTEEN, marks=pytest.mark.long),
         pytest.param("clap fused", "float32", marks=pytest.mark.long),
-        pytest.param("clap fused", "bfloat16", marks=pytest.mark.long),
+        pytest.param("clap fused", SIXTEEN, marks=pytest.mark.long),
     ],
 )
 def test_vectors_equal_the_oracle(kind: str, precision: str, load: Load[Oracle], table: ParityTable) -> None:

@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from parity.gliner_checkpoints import on_cpu
+from parity.device import DEVICE, SIXTEEN, SIXTEEN_TYPE
+from parity.gliner_checkpoints import on_device
 from parity.page_engine import Served, at_once, served_by
 from parity.table import ParityTable, Texts
 from selection import long_but
@@ -169,7 +170,7 @@ def ids_of(row: Sequence[Spoken]) -> list[int]:
 def firsts(weights: Any, prompts: Sequence[Any]) -> list[Samples]:
     """The scores of the first token after each prompt, [vocabulary] each."""
     with torch.inference_mode():
-        return [weights.begin([prompt])[0].logits.float().numpy() for prompt in prompts]
+        return [weights.begin([prompt])[0].logits.float().cpu().numpy() for prompt in prompts]
 
 
 def told(prompts: Sequence[Any]) -> list[list[Spoken]]:
@@ -253,7 +254,7 @@ def test_a_sound_that_joins_between_steps_changes_no_segment(
     writing = load(name)
     prompts = writing.prompts(KINDS[name])
     left, turns = [_GenerationRow(_GenerationCall(lambda: False, 1), prompt) for prompt in prompts], 0
-    loop = _Loop(writing.served.weights, torch.device("cpu"))
+    loop = _Loop(writing.served.weights, torch.device(DEVICE))
     with torch.inference_mode():
         while left or not loop.is_idle:
             if left and turns % every == 0:
@@ -283,8 +284,8 @@ def test_half_the_bits_are_as_near_as_the_librarys(
 
     writing, kind = load("published"), KINDS["published"]
     entry = entry_of("half", writing.folder)
-    half: Any = SoundReader(writing.folder, entry, entry.load, on_cpu(torch.bfloat16))
-    prompts, stock = writing.prompts(kind, half), Oracle(writing.folder, torch.bfloat16)
+    half: Any = SoundReader(writing.folder, entry, entry.load, on_device(SIXTEEN_TYPE))
+    prompts, stock = writing.prompts(kind, half), Oracle(writing.folder, SIXTEEN_TYPE)
     first = firsts(half, prompts)
     with torch.inference_mode():
         references = writing.references(kind, prompts, expected("published"))
@@ -294,8 +295,8 @@ def test_half_the_bits_are_as_near_as_the_librarys(
     writing.served.engine.readings.read(half, prompts)
     found = Texts.of([ids_of(row) for row in told(prompts)], first, references)
     librarys = Texts.of([ids_of(row) for row in written], scores, references)
-    table.record("sound-reader whisper", "padded", "bfloat16", found)
-    table.record("sound-reader whisper", "stock", "bfloat16", librarys)
+    table.record("sound-reader whisper", "padded", SIXTEEN, found)
+    table.record("sound-reader whisper", "stock", SIXTEEN, librarys)
     assert found.first.mean_distance <= 1.5 * librarys.first.mean_distance + 1e-6
 
 

@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from parity import heads_checkpoints as checkpoints
 from parity.checkpoints import MAX_TOKENS
+from parity.device import SIXTEEN
 from parity.heads_engine import Array, HeadsEngine, HeadsModel, check
 from parity.table import ParityTable
 from selection import long_but
@@ -129,8 +130,8 @@ def test_bfloat16_is_as_near_as_the_oracle_in_bfloat16(
 ) -> None:
     """Weights near 0 come and go with rounding, so vectors are compared, not ids."""
     place, texts = folder(architecture), checkpoints.texts()
-    model = load(engine, place, "bfloat16")
-    expected, stock = oracle(place, texts), oracle(place, texts, precision="bfloat16")
+    model = load(engine, place, SIXTEEN)
+    expected, stock = oracle(place, texts), oracle(place, texts, precision=SIXTEEN)
     got = full(model.encode(texts, "sparse"), expected.shape[1])
     check(table, f"sparse {architecture}", model, got, expected, stock)
 

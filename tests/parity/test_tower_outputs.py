@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from parity import detector_checkpoints, dual_checkpoints, qwen_checkpoints, reader_checkpoints
+from parity.device import new_engine
 from parity.page_engine import Served
 from parity.qwen_checkpoints import MAX_3, MIN_3
 from parity.toys import image, png, prepared
@@ -22,7 +23,6 @@ from selection import long_but
 from sie_adapter.engine.engine import AdapterEngine
 from sie_adapter.packed.packing import Shown
 from sie_contracts.models.entries import parse_entry
-from sie_contracts.settings import Settings
 from sie_sidecar.prepare.tokens import ModelTokenizer
 
 PAGE, OTHER = image(90, 130, 1), image(200, 60, 2)
@@ -144,7 +144,7 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[AdapterEngine]:
-    engine = AdapterEngine(Settings(device="cpu"))
+    engine = new_engine()
     yield engine
     assert engine.stop(10)
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from parity import dual_checkpoints
+from parity.device import SIXTEEN
 from parity.dual_checkpoints import PAGE, PATCH, WIDTH
 from parity.page_engine import Given, Served, Vectors, at_once, served_by
 from parity.table import Agreement, ParityTable
@@ -26,7 +27,7 @@ from sie_contracts.wire.messages import Input
 from sie_sidecar.prepare import layouts
 from sie_sidecar.prepare.rows import WorkItemInput
 
-MAX_DIFFERENCE = {"float32": 5e-6, "bfloat16": 6e-2}
+MAX_DIFFERENCE = {"float32": 5e-6, SIXTEEN: 6e-2}
 MAX_TOKENS = 200
 QUESTION = "<bos>Question: {text}" + "<pad>" * 10 + "\n"
 TEXTS = ["what is the total price", "river", "a {brace} and 東京, naïve 2026", ""]
@@ -93,7 +94,7 @@ def _mixed() -> list[Given]:
     return [each for pair in zip(TEXTS, PAGES, strict=True) for each in pair]
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("precision", ["float32", SIXTEEN])
 def test_token_vectors_equal_the_oracle(
     precision: str, load: Callable[..., Served], oracle: Oracle, table: ParityTable
 ) -> None:

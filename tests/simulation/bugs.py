@@ -129,14 +129,14 @@ def _permit_leaked() -> AbstractContextManager[Any]:
 
 
 def _loras_mixed() -> AbstractContextManager[Any]:
-    def change(job: Any) -> Any:
+    def change(entry: Any) -> Any:
         def mixed(self: Any, *args: Any) -> Any:
-            found = job(self, *args)
+            found = entry(self, *args)
             return dataclasses.replace(found, key=found.key._replace(lora=""))
 
         return mixed
 
-    return _around(sie_sidecar.device.dispatch.DeviceQueue, "job", change)
+    return _around(sie_sidecar.device.dispatch.DeviceQueue, "entry", change)
 
 
 def _collector_kept() -> AbstractContextManager[Any]:

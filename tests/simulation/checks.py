@@ -142,7 +142,7 @@ class Checks:
         if worker is None:
             return
         most = worker.settings.bulk_max_overtakes
-        first = batch.jobs[0]
+        first = batch.entries[0]
         if first.bulk or not any(job.bulk for job in left):
             self._overtakes[id(waiting)] = 0
         else:
@@ -152,7 +152,7 @@ class Checks:
                     f"{worker.scope.name}: bulk work was overtaken {self._overtakes[id(waiting)]} times, the limit is "
                     f"{most}"
                 )
-        newest_s = min(job.arrived_s for job in batch.jobs)
+        newest_s = min(job.arrived_s for job in batch.entries)
         for job in left:
             if job.bulk == first.bulk and job.arrived_s < newest_s:
                 self._skipped[id(job)] += 1

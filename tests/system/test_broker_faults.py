@@ -182,7 +182,11 @@ async def _reverified(queue: WorkQueue) -> None:
     """As a gateway does after each reconnect."""
     logger = logging.getLogger("test")
     await retry(
-        queue.reverify, errors=(BrokerError,), stop=Stop(), logger=logger, what="verifying the queue after a reconnect"
+        queue.reverify,
+        errors=(BrokerError,),
+        stop=Stop(),
+        logger=logger,
+        task="verifying the queue after a reconnect",
     )
 
 

@@ -28,6 +28,7 @@ from sie_contracts.wire.messages import DeadLetter, Input, RunOptions, WorkItem
 pytestmark = pytest.mark.debian
 
 ENCODER = "test/mini"
+UNFOLDED = "[data-part={0}] > summary"
 ROWS = "[...document.querySelectorAll('#{0} tr')].map(row => [...row.cells].map(cell => cell.innerText.trim()))"
 
 
@@ -64,7 +65,11 @@ def test_the_console_shows_workers_models_and_queues_and_follows_them(cluster: C
     (worker,) = page.wait(ROWS.format("workers"), lambda rows: rows and rows[0][1] == "healthy")
     assert worker[2:6] == ["_default", "cpu", "default", "cpu"]
     assert "GiB" in worker[6]
-    assert [row[:2] for row in page.evaluate(ROWS.format("models"))] == [[ENCODER, "available"]]
+    assert not any("/v1/requests" in asked for asked in page.asked)  # what is folded asks for nothing
+    for part in ("models", "requests"):
+        click(page, UNFOLDED.format(part))
+    rows = page.wait(ROWS.format("models"), bool)
+    assert [row[:2] for row in rows] == [[ENCODER, "not loaded"]]
     assert page.evaluate("document.getElementById('connection').innerText") == "healthy"
     figure = (
         "Number([...document.querySelectorAll('#figures div')].find(pair => "
@@ -96,20 +101,25 @@ def test_the_console_shows_workers_models_and_queues_and_follows_them(cluster: C
 
     # the slow request is found, and explained
     slow = ran.headers["x-sie-request-id"]
-    page.wait(ROWS.format("requests"), lambda rows: any(row[1] == slow for row in rows), timeout_s=20)
-    page.evaluate(
-        f"[...document.querySelectorAll('#requests button')].find(each => each.innerText === '{slow}').click()"
-    )
-    page.wait("document.querySelector('#requests .waterfall')?.textContent", lambda text: text and "inference" in text)
+    page.wait(ROWS.format("requests"), lambda rows: any(row[0] == slow for row in rows), timeout_s=20)
+    page.evaluate(f"[...document.querySelectorAll('#requests a')].find(each => each.innerText === '{slow}').click()")
+    page.wait("document.querySelector('.request .waterfall')?.textContent", lambda text: text and "inference" in text)
+    assert page.evaluate("location.hash") == f"#cluster/requests/{slow}"
+    page.call("Page.reload")
+    page.wait("document.querySelector('.request')?.innerText ?? ''", lambda text: slow in text)
+    page.evaluate("history.back()")
     failed = httpx.post(f"{cluster.url}/v1/encode/no/such", json={"items": ["one"]}, timeout=60)
+    page.wait("Boolean(document.querySelector('#failed'))", bool)
     click(page, "#failed")
-    found = f"rows.filter(row => row[1] === '{failed.headers['x-sie-request-id']}').length"
-    shown = f"{found} && rows.every(row => row[4] > '4')"
+    found = f"rows.filter(row => row[0] === '{failed.headers['x-sie-request-id']}').length"
+    shown = f"{found} && rows.every(row => row[3] > '4')"
     page.wait(f"(rows => {shown})({ROWS.format('requests')}.filter(row => row.length > 1))", bool, timeout_s=30)
-    click(page, "#requests button")
-    why = page.wait("document.querySelector('#requests .bad')?.innerText", bool)
+    click(page, "#requests a")
+    why = page.wait("document.querySelector('.request .bad')?.innerText", bool)
     assert why == failed.json()["error"]["message"]
-    click(page, "#failed")
+    page.evaluate("location.hash = '#cluster/models'")
+    page.wait(ROWS.format("models"), bool)
+    page.wait("document.querySelector('#attention').innerText", lambda text: "MODEL_NOT_FOUND 1" in text, timeout_s=30)
 
     typed(page, "#filter", "no such")
     page.wait(ROWS.format("models"), lambda rows: rows == [])
@@ -157,7 +167,7 @@ def test_a_slow_worker_is_told_from_a_slow_model(cluster: Cluster, page: Page) -
     told = [requested("a/small", w0=10, w1=10, w2=40), requested("a/small", w0=10, w2=40), requested("a/large", w0=900)]
     code = REQUESTS.replace("FORGED", json.dumps({"requests": told}))
     page.call("Page.addScriptToEvaluateOnNewDocument", source=code)
-    page.open(f"http://{HOST}:{cluster.port}/#cluster")
+    page.open(f"http://{HOST}:{cluster.port}/#cluster/requests")
     rows = page.wait(ROWS.format("by-worker"), bool)
     assert rows == [
         ["a/small", "w2", "2", "45", "400", "4.0, slow"],
@@ -182,7 +192,7 @@ def test_the_console_asks_for_a_key_and_says_when_it_is_wrong(
             typed(page, "#key", key)
             click(page, "button[type=submit]")
             if good:
-                page.wait(ROWS.format("catalogue"), lambda rows: rows and rows[0][0] == ENCODER)
+                page.wait(ROWS.format("catalogue"), lambda rows: rows and rows[0][0].split()[0] == ENCODER)
             else:
                 page.wait(
                     "document.querySelector('[role=alert]')?.innerText", lambda text: text and "not known" in text
@@ -234,11 +244,9 @@ def sign_in(page: Page, cluster: Cluster) -> None:
 def test_a_model_is_changed_and_rolled_back(cluster: Cluster, page: Page) -> None:
     entry = f"{cluster.url}/v1/configs/models/{ENCODER}"
     before = httpx.get(entry, timeout=10)
-    page.open(f"http://{HOST}:{cluster.port}/#models")
+    page.open(f"http://{HOST}:{cluster.port}/#models/{ENCODER}")
     page.wait("Boolean(document.querySelector('#sign-in'))", bool)
     sign_in(page, cluster)
-    page.wait("Boolean(document.querySelector('#catalogue button'))", bool)
-    page.evaluate(f"[...document.querySelectorAll('#catalogue button')].find(e => e.innerText === '{ENCODER}').click()")
     revisions = (
         "[...document.querySelectorAll('.revisions tr')].map(row => [...row.cells].map(c => c.innerText.trim()))"
     )
@@ -272,16 +280,13 @@ def test_a_model_is_changed_and_rolled_back(cluster: Cluster, page: Page) -> Non
 
 
 def test_an_administrator_loads_and_unloads_a_model(cluster: Cluster, page: Page) -> None:
-    page.open(f"http://{HOST}:{cluster.port}/#models")
-    page.wait("Boolean(document.querySelector('#catalogue button'))", bool)
-    opened = f"[...document.querySelectorAll('#catalogue button')].find(e => e.innerText === '{ENCODER}').click()"
-    page.evaluate(opened)
+    page.open(f"http://{HOST}:{cluster.port}/#models/{ENCODER}")
+    page.wait("Boolean(document.querySelector('.residency .load'))", bool)
     click(page, ".residency .load")
     refusal = "document.querySelector('.residency [role=alert]')?.innerText"
     page.wait(refusal, lambda text: text and text.endswith("a key with the scope admin may load and unload models"))
     sign_in(page, cluster)
-    page.wait("Boolean(document.querySelector('#catalogue button'))", bool)
-    page.evaluate(opened)
+    page.wait("Boolean(document.querySelector('.residency .load'))", bool)
     said = "document.querySelector('.residency [role=status]')?.innerText ?? ''"
     click(page, ".residency .load")
     page.wait(said, lambda text: "loaded" in text and "loading" not in text, timeout_s=60)
@@ -316,9 +321,9 @@ def given_up(cluster: Cluster, name: str, text: str) -> None:
 def test_dead_letters_are_listed_replayed_and_purged(cluster: Cluster, page: Page) -> None:
     given_up(cluster, "letter-1", "a private text")
     given_up(cluster, "letter-2", "another one")
-    page.open(f"http://{HOST}:{cluster.port}/#cluster")
+    page.open(f"http://{HOST}:{cluster.port}/#cluster/dead-letters")
     page.wait("Boolean(document.querySelector('#sign-in'))", bool)
-    page.wait("document.body.innerText", lambda text: "lacks the scope admin" in text)
+    page.wait("document.body.innerText", lambda text: "need the scope admin" in text)
     sign_in(page, cluster)
     show = "[...document.querySelectorAll('main form button')].find(each => each.innerText === 'Show')"
     page.wait(f"Boolean({show})", bool)
@@ -372,9 +377,12 @@ POISONED = """(() => {
     ("view", "pressed"),
     [
         ("playground", ["#run"]),
-        ("models", ["#catalogue button", ".show-entry"]),
-        ("jobs", ["#jobs button", "#batches button"]),
-        ("cluster", ["#requests button", "#doctor"]),
+        ("models", ["#catalogue a"]),
+        (f"models/{ENCODER}", [".show-entry"]),
+        ("jobs", ["#jobs a"]),
+        ("jobs", ["#batches a"]),
+        ("cluster", [UNFOLDED.format(part) for part in ("doctor", "requests", "dead-letters")] + ["#doctor"]),
+        ("cluster/requests", ["#requests a"]),
     ],
 )
 def test_markup_in_any_reply_is_text(cluster: Cluster, page: Page, view: str, pressed: list[str]) -> None:
@@ -408,7 +416,10 @@ def test_markup_in_any_reply_is_text(cluster: Cluster, page: Page, view: str, pr
 def test_no_view_has_a_serious_fault_of_accessibility(cluster: Cluster, page: Page, rules: str, scheme: str) -> None:
     """At both ends of the widths, in what each view shows after use."""
     httpx.post(f"{cluster.url}/v1/encode/{ENCODER}", json={"items": ["one"]}, timeout=60)
-    for view, button in (("playground", "#run"), ("models", "#catalogue button"), ("cluster", "#requests button")):
+    views = [("playground", "#run"), ("playground/score", "#model"), ("models", "#add-model summary")]
+    views += [(f"models/{ENCODER}", ".show-entry"), ("cluster", UNFOLDED.format("requests"))]
+    views += [("cluster/requests", "#requests a"), ("cluster/doctor", "#sign-in")]
+    for view, button in views:
         for width in (360, 1280, 2560):
             page.look(width, scheme)
             page.open("about:blank")
@@ -417,6 +428,8 @@ def test_no_view_has_a_serious_fault_of_accessibility(cluster: Cluster, page: Pa
             click(page, button)
             assert axe.serious(page, rules) == [], (view, width)
             assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), (view, width)
+            screens = page.evaluate("document.documentElement.scrollHeight / innerHeight")
+            assert screens <= (8 if width < 600 else 4), (view, width)
     assert page.complaints == []
 
 

@@ -56,7 +56,32 @@ AGAIN, OTHER_PORTS, BROKER = (
 )
 SERVE, ROOM = "start one (`sie serve", "or lower SIE_QUEUE_MAX_BYTES"
 REPAIRED = ("`sie repair {}", "`sie restore FILE`")  # tests/system/test_damage.py runs them
-FOLLOWED = (*REPAIRED, CONFIG, GATEWAY, WORKER, LOOK, KEY, STREAMS, SETTINGS, AGAIN, OTHER_PORTS, BROKER, SERVE, ROOM)
+# an operator completes them with a name or a number; tests/unit/test_findings.py looks the commands up
+COMPLETED = (
+    "`sie models set {}`",
+    "`sie models unload {}`",
+    "`sie keys create` makes",
+    "`sie serve` with a higher `--workers`",
+    "`sie doctor` tests",
+    "`sie doctor` on its machine tests",
+    "`sie doctor` there compares",
+)
+FOLLOWED = (
+    *REPAIRED,
+    *COMPLETED,
+    CONFIG,
+    GATEWAY,
+    WORKER,
+    LOOK,
+    KEY,
+    STREAMS,
+    SETTINGS,
+    AGAIN,
+    OTHER_PORTS,
+    BROKER,
+    SERVE,
+    ROOM,
+)
 NO_COMMAND_TO_RUN = (
     "`sie serve` wrote",
     "of `sie serve` give --data-dir",

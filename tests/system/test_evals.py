@@ -180,6 +180,10 @@ def test_results_are_stored_and_what_changed_is_explained(open_cluster: Cluster,
     files = [line.split()[-1] for line in listed.splitlines()[1:]]
     assert len(files) == 2
     assert "ndcg@10" in sie("eval", "compare", *files).output
+    both = evaluated("test/dense", MODEL, *where).stdout
+    assert [f"{model} on small, quality" in both for model in ("test/dense", MODEL)] == [True, True]
+    assert f"model: test/dense -> {MODEL}" in both
+    assert "of resamples)" in both
     assert (
         "is no result of `sie eval`" in sie("eval", "compare", files[0], str(small / "corpus.jsonl"), status=1).output
     )

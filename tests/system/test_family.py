@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -40,6 +42,30 @@ def code(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert BLOCKS[TABLE].count("Family(") == 1
     (folder / TABLE).write_text(table.replace(BEFORE_ROWS, BEFORE_ROWS + BLOCKS[TABLE]))
     return folder
+
+
+def test_the_file_of_the_page_passes_lint(tmp_path: Path) -> None:
+    file = tmp_path / "static.py"
+    file.write_text(BLOCKS[CLASS])
+    for command in (["format", "--check"], ["check"]):
+        argv = [
+            str(Path(sys.executable).with_name("ruff")),
+            *command,
+            "--config",
+            str(ROOT / "pyproject.toml"),
+            str(file),
+        ]
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.long
+def test_the_types_of_the_file_of_the_page_are_right(tmp_path: Path) -> None:
+    file = tmp_path / "static.py"
+    file.write_text(BLOCKS[CLASS])
+    argv = [sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml"), str(file)]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stdout
 
 
 @pytest.fixture(scope="module")

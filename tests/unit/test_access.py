@@ -34,7 +34,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def found(
     *, flags: dict[str, str] | None = None, environ: dict[str, str] | None = None, named: Path | None = None
 ) -> Cluster:
-    return Cluster.of(load(flags=flags or {}, environ=environ or {}), named)
+    return Cluster.locate(load(flags=flags or {}, environ=environ or {}), named)
 
 
 def test_without_any_address_all_are_those_of_the_local_one(home: Path) -> None:
@@ -93,7 +93,7 @@ def test_a_named_data_directory_comes_before_the_environment_and_after_flags(hom
 def test_where_none_runs_nothing_is_found_and_a_named_one_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(SettingError, match=r"no `sie serve` runs with .*: there is no access\.json in it"):
         found(named=tmp_path)
-    assert Cluster.of(load(environ={}), tmp_path, required=False).settings.nats_url is None
+    assert Cluster.locate(load(environ={}), tmp_path, required=False).settings.nats_url is None
     (tmp_path / access.FILE).write_text("{}")
     with pytest.raises(SettingError, match="was not written by this version"):
         found(named=tmp_path)

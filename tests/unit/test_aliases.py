@@ -30,7 +30,7 @@ PROFILES = {"plain": {"run": {"normalize": False}}, "short": {"run": {"dimension
 LOCAL = {"path": "/models/x"}
 SUMS, PINNED = {"digests": {"w": "1" * 64}}, {"hub": "org/hub", "revision": COMMIT}
 RANKER = {"family": "cross-encoder", "outputs": {"score": 0}}
-CATALOGUE = Catalogue.of(
+CATALOGUE = Catalogue.from_documents(
     {
         entry.id: entry
         for entry in (
@@ -70,7 +70,7 @@ def alias(*targets: Any, name: str = "search", **more: Any) -> Alias:
 
 
 def having(*aliases: Alias) -> Catalogue:
-    return Catalogue.of({**CATALOGUE.entries, **{each.id: each for each in aliases}}, {}, {}, "test:2")
+    return Catalogue.from_documents({**CATALOGUE.entries, **{each.id: each for each in aliases}}, {}, {}, "test:2")
 
 
 def refused(raw: dict[str, Any]) -> dict[str, Any]:

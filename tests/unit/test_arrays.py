@@ -235,8 +235,8 @@ def test_a_multivector_is_one_matrix_in_each_of_its_forms(array: np.ndarray) -> 
         found = arrays.multivector(form)
         assert (found.dtype.str, found.shape) == ("<f4", array.shape)
         np.testing.assert_array_equal(found, expected)
-        assert Vectors.of(found) == Vectors(len(array), array.shape[1], expected.tobytes())
-        assert Vectors.of(found).fits
+        assert Vectors.from_array(found) == Vectors(len(array), array.shape[1], expected.tobytes())
+        assert Vectors.from_array(found).fits
 
 
 @pytest.mark.parametrize(

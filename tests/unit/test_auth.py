@@ -248,6 +248,16 @@ async def test_every_credential_gets_into_what_its_scopes_say_and_nothing_else()
     assert count > 3000
 
 
+def test_the_doctor_needs_no_token_where_only_this_machine_reaches_a_gateway_without_tokens() -> None:
+    doctor, letters = ("GET", "/v1/doctor", ""), ("GET", "/v1/dead-letters", "")
+    for host in ("127.0.0.1", "::1", "localhost"):
+        assert isinstance(outcome(Gate(settings_of(**TOKENS), None, host), *doctor), Grant)
+        assert outcome(Gate(settings_of(**TOKENS), None, host), *letters) is Unauthenticated
+        assert outcome(Gate(settings_of(SIE_AUTH_MODE="static", **TOKENS), None, host), *doctor) is Unauthenticated
+    for host in ("0.0.0.0", "::", "10.0.0.7", "gateway", ""):
+        assert outcome(Gate(settings_of(**TOKENS), None, host), *doctor) is Unauthenticated
+
+
 def test_pool_writes_are_for_users_or_for_administrators_alone() -> None:
     """SIE_POOL_WRITE_ROLE: admin raises what writes, also in mode none; reads stay with users."""
     writes = [("POST", "/v1/pools"), ("POST", "/v1/pools/mine/renew"), ("DELETE", "/v1/pools/mine")]
@@ -396,7 +406,7 @@ async def test_over_http_every_route_refuses_who_has_not_its_scope(cluster: InPr
     gateway = await cluster.gateway(SIE_AUTH_MODE=mode, SIE_GATEWAY_REQUEST_TIMEOUT="2", SIE_LOAD_HOLD_S="0", **TOKENS)
     asked, expected = [], []
     for row, method, path in calls():
-        guarded = row.scope != OPEN and (mode != "none" or row.scope in ("config", "admin"))
+        guarded = row.scope != OPEN and (mode != "none" or (row.scope in ("config", "admin") and not row.local))
         has_keys = mode == "token"
         for token, status in (
             ("", 401),

@@ -124,12 +124,12 @@ def test_the_smallest_efficient_batch_has_its_share_of_the_tokens_a_second() -> 
     st.floats(1.001, 10.0),
 )
 def test_with_ample_budgets_a_batch_is_as_large_as_it_was(
-    jobs: list[tuple[int, float]], batch_s: float, token_s: float, spare: float
+    entries: list[tuple[int, float]], batch_s: float, token_s: float, spare: float
 ) -> None:
     """However long they have waited."""
     times = known(batch_s, token_s)
-    budget_s = spare * times.seconds(sum(cost for cost, _ in jobs)) / SHARE
-    assert fitting([Ask(cost, min(left_s, budget_s), budget_s) for cost, left_s in jobs], times) == len(jobs)
+    budget_s = spare * times.seconds(sum(cost for cost, _ in entries)) / SHARE
+    assert fitting([Ask(cost, min(left_s, budget_s), budget_s) for cost, left_s in entries], times) == len(entries)
 
 
 def test_jobs_that_all_have_little_time_get_a_batch_that_leaves_them_some() -> None:
@@ -176,17 +176,17 @@ def test_before_anything_was_measured_one_job_with_little_time_runs_and_then_twi
 # in the queue
 
 
-def waiting(jobs: list[BatchEntry[int]], times: tuple[float, float] | None = (0.05, 0.003)) -> Waiting[int]:
+def waiting(entries: list[BatchEntry[int]], times: tuple[float, float] | None = (0.05, 0.003)) -> Waiting[int]:
     found: Waiting[int] = Waiting()
-    for job in jobs:
-        found.add(job)
+    for entry in entries:
+        found.add(entry)
     for tokens in (8, 64, 512) if times else ():
-        key = jobs[0].key
+        key = entries[0].key
         found.ran(Batch(key, (BatchEntry(key, tokens, 0.0, 0),), tokens), times[0] + times[1] * tokens)  # type: ignore[index]
     return found
 
 
-def job(
+def entry(
     number: int, budget_s: float = 1.0, now_s: float = 0.0, *, key: BatchKey = KEY, cost: int = 8, bulk: bool = False
 ) -> BatchEntry[int]:
     return BatchEntry(key, cost, 0.001 * number, number, bulk, False, now_s + budget_s, budget_s)
@@ -199,22 +199,22 @@ def taken(queue: Waiting[int], now_s: float = 1.0) -> Batch[int]:
 
 
 def test_the_first_jobs_run_and_the_others_keep_their_places() -> None:
-    queue = waiting([job(number, now_s=1.0) for number in range(64)])
+    queue = waiting([entry(number, now_s=1.0) for number in range(64)])
     first = taken(queue)
-    assert 10 <= len(first.jobs) <= 16
-    assert [each.work for each in first.jobs] == list(range(len(first.jobs)))
-    assert len(queue) == 64 - len(first.jobs)
+    assert 10 <= len(first.entries) <= 16
+    assert [each.work for each in first.entries] == list(range(len(first.entries)))
+    assert len(queue) == 64 - len(first.entries)
     assert queue.cost == 8 * len(queue)
-    assert taken(queue).jobs[0].work == len(first.jobs)
+    assert taken(queue).entries[0].work == len(first.entries)
 
 
 def test_of_a_batch_that_pads_those_run_that_are_nearest_to_the_oldest_in_size() -> None:
     padded = KEY._replace(padded=True)
-    queue = waiting([job(number, now_s=1.0, key=padded, cost=12 if number % 2 else 6) for number in range(64)])
+    queue = waiting([entry(number, now_s=1.0, key=padded, cost=12 if number % 2 else 6) for number in range(64)])
     batch = taken(queue)
-    assert 0 in {each.work for each in batch.jobs}
-    assert {each.cost for each in batch.jobs} == {6}
-    assert len(batch.jobs) < 32
+    assert 0 in {each.work for each in batch.entries}
+    assert {each.cost for each in batch.entries} == {6}
+    assert len(batch.entries) < 32
 
 
 def test_a_long_text_counts_by_the_time_that_it_takes() -> None:
@@ -227,11 +227,11 @@ def test_a_long_text_counts_by_the_time_that_it_takes() -> None:
         )
         for time_cost in (8.0, 32.0)
     )
-    assert 3.5 <= len(short.jobs) / len(long.jobs) <= 5
+    assert 3.5 <= len(short.entries) / len(long.entries) <= 5
 
 
 def test_where_a_deadline_binds_nothing_is_sealed_long_before_the_device_is_free() -> None:
-    queue = waiting([job(number, now_s=1.0) for number in range(64)])
+    queue = waiting([entry(number, now_s=1.0) for number in range(64)])
     running = DeviceLoad(1, 1, 2, False, 0.5)
     assert next_batch(queue, 1.0, LIMITS, running) == WaitUntil(1.5 - LEAD_S)
     assert isinstance(next_batch(queue, 1.5 - LEAD_S, LIMITS, DeviceLoad(1, 1, 2, False, LEAD_S)), Batch)
@@ -255,29 +255,29 @@ def test_a_batch_is_sealed_early_only_where_three_and_more_fit_into_the_budget()
 
 
 def test_jobs_with_little_time_do_not_wait_behind_a_batch_of_which_nothing_is_known() -> None:
-    queue = waiting([job(0), job(1)], times=None)
+    queue = waiting([entry(0), entry(1)], times=None)
     assert next_batch(queue, 1.0, LIMITS, DeviceLoad(1, 1, 2, False)) is None
     assert isinstance(next_batch(queue, 1.0, LIMITS, DeviceLoad(1, 2, 3, False)), Batch), "another lane is free"
-    queue = waiting([job(0, UNKNOWN_S + 1)], times=None)
+    queue = waiting([entry(0, UNKNOWN_S + 1)], times=None)
     assert isinstance(next_batch(queue, 1.0, LIMITS, DeviceLoad(1, 1, 2, False)), Batch)
 
 
 def test_jobs_with_time_are_sent_ahead_of_the_device() -> None:
-    queue = waiting([job(number, 60.0, now_s=1.0) for number in range(64)])
+    queue = waiting([entry(number, 60.0, now_s=1.0) for number in range(64)])
     batch = next_batch(queue, 1.0, LIMITS, DeviceLoad(1, 1, 2, False, 0.5))
     assert isinstance(batch, Batch)
-    assert len(batch.jobs) == 64
+    assert len(batch.entries) == 64
 
 
 def test_another_model_and_bulk_work_with_time_are_batched_as_before() -> None:
     other = BatchKey("n", "1", "encode", "", "")
-    queue = waiting([job(number, now_s=1.0) for number in range(64)])
+    queue = waiting([entry(number, now_s=1.0) for number in range(64)])
     for number in range(64):
-        queue.add(job(64 + number, 600.0, key=other, bulk=True))
+        queue.add(entry(64 + number, 600.0, key=other, bulk=True))
     sizes = {False: 0, True: 0}
     while len(queue):
         batch = taken(queue)
-        sizes[batch.jobs[0].bulk] = max(sizes[batch.jobs[0].bulk], len(batch.jobs))
+        sizes[batch.entries[0].bulk] = max(sizes[batch.entries[0].bulk], len(batch.entries))
     assert sizes[True] == 64
     assert sizes[False] < 64
 
@@ -285,7 +285,7 @@ def test_another_model_and_bulk_work_with_time_are_batched_as_before() -> None:
 def test_what_is_known_of_models_is_bounded() -> None:
     queue: Waiting[int] = Waiting()
     for number in range(2000):
-        queue.ran(Batch(KEY._replace(residency=str(number)), (job(0),), 8), 0.1)
+        queue.ran(Batch(KEY._replace(residency=str(number)), (entry(0),), 8), 0.1)
     assert len(queue._times) <= 1024
 
 
@@ -309,7 +309,7 @@ def closed_loop(
         batch = taken(queue, now_s)
         began_s, now_s = now_s, now_s + batch_s + token_s * batch.cost
         queue.ran(batch, now_s - began_s)
-        for each in batch.jobs:
+        for each in batch.entries:
             in_time, late = counts[each.work]
             is_late = now_s > each.deadline_s
             counts[each.work] = (in_time + (not is_late), late + is_late)

@@ -18,7 +18,7 @@ def cluster(environ: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: 
         monkeypatch.delenv(name, raising=False)
     for name, value in {"XDG_DATA_HOME": str(tmp_path), **environ}.items():
         monkeypatch.setenv(name, value)
-    return Cluster.of(load(environ=environ))
+    return Cluster.locate(load(environ=environ))
 
 
 def test_no_server_warns_of_the_variables_of_clients() -> None:

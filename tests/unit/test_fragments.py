@@ -164,7 +164,7 @@ class Side:
         self.worker = worker
         self.inbox = ResultInbox(gateway, self.metrics, fragments)
         self.leases = Leases(10.0, lambda: True, time.monotonic)
-        self.settlement = ResultDelivery(worker, self.leases, SidecarMetrics(), time.monotonic)
+        self.results = ResultDelivery(worker, self.leases, SidecarMetrics(), time.monotonic)
         self._sequence = 0
 
     async def answer(self, result: WorkResult, *, reply: str = "", budget_s: float = 60.0) -> Delivered:
@@ -172,7 +172,7 @@ class Side:
         delivery = Delivered(self._sequence)
         lease = self.leases.hold(delivery)  # type: ignore[arg-type]
         work = item(result.request, reply or self.inbox.address(result.request), result.chunk)
-        await self.settlement.answer(lease, work, result, time.monotonic() + budget_s)
+        await self.results.answer(lease, work, result, time.monotonic() + budget_s)
         return delivery
 
     async def send(self, part: Fragment) -> str:

@@ -246,7 +246,7 @@ async def test_an_answer_waits_for_no_shadow_and_a_gateway_that_ends_withdraws_i
 
 # ---- the choice of what is copied, by hand
 
-CATALOGUE = Catalogue.of(
+CATALOGUE = Catalogue.from_documents(
     {"toy/one": ONE, "toy/two": TWO, "search": alias("toy/one", shadow="toy/two")}, {}, {}, "test:1"
 )
 LANE = Lane("_default", "cpu", "default")

@@ -60,7 +60,7 @@ class Link:
     def loaded(self, model: str) -> ipc.LoadedModel:
         return ipc.LoadedModel(model, "local", "f", "float32", "toy", self.memory_bytes)
 
-    async def ask(self, question: ipc.Request) -> ipc.Reply:
+    async def request(self, question: ipc.Request) -> ipc.Reply:
         self.questions.append(question)
         self.asked.set()
         await self.answers.wait()
@@ -79,7 +79,7 @@ class Sidecar:
         self.hosting = Hosting(link, lambda: self.now_s, lambda: None)
         entries = {name: toy_entry(name) for name in ("toy/a", "toy/b", "toy/c")}
         catalogue = Catalogue(entries)
-        self.a, self.b, self.c = (self.hosting.of(catalogue.resolve(name)) for name in entries)
+        self.a, self.b, self.c = (self.hosting.obtain(catalogue.resolve(name)) for name in entries)
 
     async def load(self, *models: ModelState) -> None:
         for hosted in models:
@@ -91,7 +91,7 @@ async def test_a_batch_may_drop_the_models_that_are_idle() -> None:
     await sidecar.load(sidecar.a, sidecar.b)
     assert sidecar.link.may_drop() == ()
     sidecar.now_s += 5
-    sidecar.hosting.take(sidecar.b)
+    sidecar.hosting.add_items(sidecar.b)
     assert sidecar.link.may_drop() == ("toy/a",)
 
 
@@ -102,7 +102,7 @@ async def test_memory_is_relieved_only_while_a_model_may_go() -> None:
     assert sidecar.link.reliefs == []
     sidecar.now_s += 5
     await sidecar.hosting.relieve()
-    sidecar.hosting.take(sidecar.a)
+    sidecar.hosting.add_items(sidecar.a)
     await sidecar.hosting.relieve()
     assert sidecar.link.reliefs == [("toy/a",)]
 
@@ -245,7 +245,7 @@ async def test_a_load_that_fails_for_the_entry_of_before_says_nothing_of_the_pre
     sidecar.link.ensure_ready = failing  # type: ignore[method-assign]
     first = asyncio.create_task(sidecar.hosting.ensure(sidecar.a))
     await sidecar.link.loading.wait()
-    hosted = sidecar.hosting.of(Catalogue({"toy/a": toy_entry("toy/a", max_tokens=7)}).resolve("toy/a"))
+    hosted = sidecar.hosting.obtain(Catalogue({"toy/a": toy_entry("toy/a", max_tokens=7)}).resolve("toy/a"))
     assert hosted is sidecar.a
     second = asyncio.create_task(sidecar.hosting.ensure(hosted))
     await asyncio.sleep(0)

@@ -211,6 +211,7 @@ async def test_a_job_reads_and_writes_below_the_named_places_alone(place: Place)
         ({"file": "FILE", "text": "{t}"}, {"model": "toy/nobody"}, ""),
         ({"file": "FILE", "text": "{t}"}, {"operation": "extract"}, "operation"),
         ({"file": "FILE", "text": "{t}"}, {"params": {"output_types": ["sparse"]}}, "params.output_types"),
+        ({"file": "FILE", "text": "{t}", "keep": [f"k{column}" for column in range(101)]}, {}, "input.keep"),
         ({"file": "FILE", "text": "{t}"}, {"time_zone": "Nowhere"}, "time_zone"),
         ({"file": "FILE", "text": "{t}"}, {"windows": ["25:00-26:00"]}, "windows"),
         ({"file": "FILE", "text": "{t}"}, {"shard_rows": 0}, "shard_rows"),

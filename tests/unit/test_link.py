@@ -71,7 +71,7 @@ async def test_a_death_is_one_whichever_connection_notices_it_first(linked: Link
     running = asyncio.create_task(link.run_batch(batch(), begun.set))
     await asyncio.wait_for(begun.wait(), 10)
     adapter.freeze()
-    asking = asyncio.create_task(link.ask(ipc.Ping()))
+    asking = asyncio.create_task(link.request(ipc.Ping()))
     await asyncio.sleep(0)  # the question is on its way: its reader is woken with the batch's
     await adapter.stop()
     outcomes = await asyncio.wait_for(asyncio.gather(running, asking, return_exceptions=True), 10)
@@ -98,7 +98,7 @@ async def test_a_question_that_is_given_up_leaves_no_task_and_the_link_is_made_a
     link, adapter = linked
     adapter.freeze()
     before = asyncio.all_tasks()
-    asked = asyncio.create_task(link.ask(ipc.Ping()))
+    asked = asyncio.create_task(link.request(ipc.Ping()))
     await asyncio.sleep(0)
     asked.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -114,7 +114,7 @@ async def test_an_adapter_that_does_not_answer_a_question_is_gone(
     monkeypatch.setattr(links, "CONTROL_TIMEOUT_S", 0.05)
     adapter.freeze()
     with pytest.raises(AdapterGone, match="no answer"):
-        await link.ask(ipc.Ping())
+        await link.request(ipc.Ping())
     await until(lambda: not link.connected, "the link is given up")
 
 
@@ -182,7 +182,7 @@ async def test_a_relief_may_take_longer_than_a_short_question(linked: Linked, mo
     done, _ = await asyncio.wait([relieving], timeout=0.2)
     assert not done
     monkeypatch.setattr(links, "CONTROL_TIMEOUT_S", 30.0)
-    assert isinstance(await link.ask(ipc.Ping()), ipc.Pong)
+    assert isinstance(await link.request(ipc.Ping()), ipc.Pong)
     adapter.let_go(1)
     await relieving
     assert link.connected

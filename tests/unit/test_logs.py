@@ -26,22 +26,34 @@ from sie_gateway.inference.results import STAGES
 from sie_gateway.operations import history
 from sie_gateway.operations.history import RequestLogger, log_request
 from sie_runtime.current_trace import set_current
-from sie_runtime.process import configure_logging
+from sie_runtime.process import WORKER, configure_logging
 
 Lines = Callable[[], list[dict[str, Any]]]
 TOKEN = "token-7d31"
 TRACE = "0af7651916cd43dd8448eb211c80319c"
+KEYS = {
+    "timestamp",
+    "level",
+    "logger",
+    "message",
+    "model",
+    "request_id",
+    "trace_id",
+    "latency_ms",
+    "worker",
+    "key",
+}
 BEARER = {"authorization": f"Bearer {TOKEN}"}
 LINE = re.compile(r"(?P<endpoint>\w+) (?P<status>\d{3}) in (?P<ms>\d+\.\d) ms(?P<told>( \w+=\S+)*)")
 
 
 @contextlib.contextmanager
-def configured(*, json: bool) -> Iterator[None]:
+def configured(*, json: bool, worker: str | None = None) -> Iterator[None]:
     """The logs of a process, until the end of the block."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     root.handlers = []
-    configure_logging(json=json)
+    configure_logging(json=json, worker=worker)
     try:
         yield
     finally:
@@ -94,6 +106,7 @@ async def test_a_line_says_what_the_reply_says_of_stages_and_tokens(cluster: InP
         "INFO",
     )
     assert (encoded["trace_id"], as_bytes["trace_id"]) == (TRACE, None)
+    assert (encoded["worker"], encoded["key"]) == ("w0", None)
     assert encoded["told"] == {
         "items": "2",
         "tokens": str(body["usage"]["total_tokens"]),
@@ -141,6 +154,7 @@ async def test_every_request_has_one_line_whatever_becomes_of_it(cluster: InProc
     ]
     assert [set(STAGES) <= line["told"].keys() for line in found] == [True, True, True, False, False, False, False]
     assert [line["told"].get("tokens") for line in found[:2]] == ["6", "0"]
+    assert [line["key"] for line in found] == [*["static-1"] * 5, None, "static-1"]
 
 
 async def test_a_client_that_goes_and_one_that_comes_back_have_a_line_each(cluster: InProcess, lines: Lines) -> None:
@@ -208,11 +222,24 @@ def test_a_failure_has_the_same_fields_and_tells_where_it_was(capsys: pytest.Cap
         except ValueError:
             logging.getLogger("sie.other").exception("it failed", extra={"request_id": "the-id"})
     entry = msgspec.json.decode(capsys.readouterr().err)
-    assert entry.keys() == {"timestamp", "level", "logger", "message", "model", "request_id", "trace_id", "latency_ms"}
+    assert entry.keys() == KEYS
     assert entry["message"].startswith("it failed\n")
     assert "test_logs.py" in entry["message"]
     assert entry["message"].endswith("builtins.ValueError")
     assert entry["request_id"] == "the-id"
+
+
+def test_a_line_names_its_worker(capsys: pytest.CaptureFixture[str]) -> None:
+    """That of the line, else that of the task, else that of the process."""
+    logger, own = logging.getLogger("sie.other"), contextvars.copy_context()
+    with configured(json=True, worker="of-process"):
+        logger.warning("1")
+        own.run(WORKER.set, "of-task")
+        own.run(logger.warning, "2")
+        own.run(logger.warning, "3", extra={"worker": "of-line", "key": "8a1f03c2"})
+    entries = [msgspec.json.decode(line) for line in capsys.readouterr().err.splitlines()]
+    assert [entry["worker"] for entry in entries] == ["of-process", "of-task", "of-line"]
+    assert [entry["key"] for entry in entries] == [None, None, "8a1f03c2"]
 
 
 def traced_line() -> None:

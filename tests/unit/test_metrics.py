@@ -168,7 +168,7 @@ def test_a_name_is_kept_until_another_one_is_twice_as_busy_and_has_room_for_all_
                 seconds.labels(model, endpoint, phase).observe(1)
 
     metric = TABLE["worker"]["sie_request_duration_seconds"]
-    first = [f"first-{number}" for number in range((metric.most - metric.rest) // metric.each)]
+    first = [f"first-{number}" for number in range((metric.most - metric.rest) // metric.series_per_name)]
     for number, model in enumerate(first):
         ask(model, 100 + number)
     ask("late", 150)
@@ -223,7 +223,9 @@ def test_no_process_can_have_more_series_than_a_pod_may(process: Kind) -> None:
             made = make.counters(name) if metric.kind == "counter" else make.histograms(name)
             for values in sets:
                 made.labels(*values).inc() if metric.kind == "counter" else made.labels(*values).observe(1)
-            found = {each for each in series(make.registry) if each[0] in metric.exported}
+            found = {
+                series_per_name for series_per_name in series(make.registry) if series_per_name[0] in metric.exported
+            }
             assert len(found) <= metric.series + (not FOLDED.intersection(metric.labels)) * (len(metric.buckets) + 3), (
                 name
             )
@@ -280,7 +282,7 @@ async def test_many_models_that_were_served_are_a_bounded_number_of_series(
         )
         for process, kind in ((gateway, "gateway"), (sidecar, "worker")):
             found = await scraped(process)
-            assert sum(len(each) for each in found.values()) <= MAX_SERIES
+            assert sum(len(series_per_name) for series_per_name in found.values()) <= MAX_SERIES
             assert found.keys() <= {name for metric in TABLE[kind].values() for name in metric.exported}
         assert sum(value for _, value in (await scraped(sidecar))["sie_batch_size_count"]) >= len(models), (
             "less what was told before"
@@ -290,7 +292,11 @@ async def test_many_models_that_were_served_are_a_bounded_number_of_series(
 def test_the_contract_s_names_and_labels_are_there() -> None:
     """What dashboards of users ask for."""
     for name, labels in CONTRACT.items():
-        (metric,) = [each for each in every().values() if name in (*each.exported, each.name)]
+        (metric,) = [
+            series_per_name
+            for series_per_name in every().values()
+            if name in (*series_per_name.exported, series_per_name.name)
+        ]
         assert {*labels} <= {*metric.labels}, name
 
 
@@ -342,21 +348,21 @@ def described(pid: int, *shortages: Shortages) -> Description:
 def test_outputs_of_towers_are_counted_over_all_adapters() -> None:
     towers = TowerCounts()
     assert towers.counts() == {("hit",): 0, ("miss",): 0}
-    towers.told(msgspec.structs.replace(described(1), towers=TowerUse(9, 1, 100)))
-    towers.told(msgspec.structs.replace(described(2), towers=TowerUse(0, 2)))
+    towers.update(msgspec.structs.replace(described(1), towers=TowerUse(9, 1, 100)))
+    towers.update(msgspec.structs.replace(described(2), towers=TowerUse(0, 2)))
     assert towers.counts() == {("hit",): 9, ("miss",): 3}
 
 
 def test_what_an_adapter_did_about_memory_is_counted_over_its_successors_too() -> None:
     """A counter never falls: an adapter that starts counts from zero."""
     oom_counts = OomCounts()
-    oom_counts.told(described(1, Shortages("m", cache_clears=2)))
-    oom_counts.told(described(1, Shortages("m", cache_clears=3, batch_splits=1)))
+    oom_counts.update(described(1, Shortages("m", cache_clears=2)))
+    oom_counts.update(described(1, Shortages("m", cache_clears=3, batch_splits=1)))
     assert oom_counts.count("m", "cache_clears") == 3
-    oom_counts.told(described(2))
-    oom_counts.told(described(2, Shortages("m", cache_clears=1), Shortages("other", terminal_failures=1)))
+    oom_counts.update(described(2))
+    oom_counts.update(described(2, Shortages("m", cache_clears=1), Shortages("other", terminal_failures=1)))
     assert (oom_counts.count("m", "cache_clears"), oom_counts.count("m", "batch_splits")) == (4, 1)
-    oom_counts.told(described(2, Shortages("m")))  # a container's adapter has the same pid each time
+    oom_counts.update(described(2, Shortages("m")))  # a container's adapter has the same pid each time
     assert (oom_counts.count("m", "cache_clears"), oom_counts.count("other", "terminal_failures")) == (4, 1)
     assert oom_counts.models() == {"m", "other"}
     assert oom_counts.count("nobody", "cache_clears") == 0

@@ -21,7 +21,7 @@ class Device:
         self.assigned: frozenset[str] | None = None
         self.models = ModelStates(lambda: self.now_s, 1.0, assigned=lambda: self.assigned)
         catalogue = Catalogue({name: toy_entry(name) for name in NAMES})
-        self.all = [self.models.of(catalogue.resolve(name)) for name in NAMES]
+        self.all = [self.models.obtain(catalogue.resolve(name)) for name in NAMES]
 
     def load(self, *models: ModelState, memory_bytes: int = 1, load_s: float = 0.0) -> None:
         for hosted in models:
@@ -41,15 +41,15 @@ def device() -> Device:
 def test_only_models_without_work_that_were_not_used_lately_may_go(device: Device) -> None:
     a, b, c, _ = device.all
     device.load(a, b, c)
-    device.models.take(b)
-    device.models.take(c)
+    device.models.add_items(b)
+    device.models.add_items(c)
     device.models.let_go(c)
     assert device.evictable() == ["toy/a"]
     assert device.evictable(0.0) == ["toy/a", "toy/c"]
     device.models.let_go(b)
     device.now_s += 5
     assert device.evictable() == ["toy/a", "toy/b", "toy/c"]
-    device.models.take(a)
+    device.models.add_items(a)
     assert device.evictable() == ["toy/b", "toy/c"]
 
 
@@ -71,7 +71,7 @@ def test_models_that_are_placed_elsewhere_go_before_all_others(device: Device) -
 def test_work_that_waits_before_a_gate_keeps_no_model(device: Device) -> None:
     a, b, *_ = device.all
     device.load(a, b)
-    device.models.take(a, 2)
+    device.models.add_items(a, 2)
     assert device.models.busy(b) == [a]
     waiting = 1
     device.models.park(a, lambda: waiting)
@@ -87,7 +87,7 @@ def test_the_model_whose_turn_ends_first_is_closed_when_the_load_waited_and_the_
     asked_s = device.now_s = b.loaded_s + 0.25
     # a was loaded 5 s before b, and its turn lasts MAX_TURN_S; that of b lasts 1 s
     assert device.models.next_to_close([a, b], asked_s) == (a, pytest.approx(1.0))
-    a.makes_room = True
+    a.is_closed = True
     assert device.models.next_to_close([a, b], asked_s) == (b, pytest.approx(1.0))
     device.now_s += 2
     assert device.models.next_to_close([a, b], asked_s) == (b, pytest.approx(-1.0))
@@ -98,14 +98,14 @@ def test_the_model_whose_turn_ends_first_is_closed_when_the_load_waited_and_the_
 
 def test_a_model_that_makes_room_takes_no_work_and_one_that_went_neither(device: Device) -> None:
     a, *_ = device.all
-    assert not device.models.takes("toy/a")
+    assert not device.models.is_open("toy/a")
     device.load(a)
-    assert device.models.takes("toy/a")
-    a.makes_room = True
-    assert (device.models.takes("toy/a"), device.models.makes_room("toy/a")) == (False, True)
-    a.makes_room = False
+    assert device.models.is_open("toy/a")
+    a.is_closed = True
+    assert (device.models.is_open("toy/a"), device.models.is_closed("toy/a")) == (False, True)
+    a.is_closed = False
     assert device.models.dropped(("toy/a", "unknown")) == [a]
-    assert (a.state, a.ready, device.models.takes("toy/a")) == ("available", None, False)
+    assert (a.state, a.ready, device.models.is_open("toy/a")) == ("available", None, False)
 
 
 def test_models_that_nobody_here_asked_for_were_left_by_an_earlier_process(device: Device) -> None:
@@ -126,5 +126,5 @@ def test_a_failed_load_is_remembered_until_its_cool_down_is_over_or_its_entry_ch
     device.models.failed(a, ModelLoadFailed("no", extras={"error_class": "NOT_FOUND"}))
     assert a.refusal(device.now_s + 1e6) is not None
     changed = Catalogue({"toy/a": toy_entry("toy/a", max_tokens=7)}).resolve("toy/a")
-    assert device.models.of(changed) is a
+    assert device.models.obtain(changed) is a
     assert (a.state, a.refusal(device.now_s)) == ("available", None)

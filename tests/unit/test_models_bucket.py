@@ -172,7 +172,7 @@ def test_a_store_that_stands_still_or_is_down_is_a_typed_error(seaweed: S3, monk
     place = Place.at(seaweed, monkeypatch)
     put(place, "a.yaml", "x")
     folder = folder_at(place.url)
-    calls: list[Callable[[], object]] = [folder.look, lambda: folder.read({"a.yaml": 1}, 10)]
+    calls: list[Callable[[], object]] = [folder.list_files, lambda: folder.read({"a.yaml": 1}, 10)]
     seaweed.pause()
     try:
         began_s = time.monotonic()
@@ -190,7 +190,7 @@ def test_a_store_that_stands_still_or_is_down_is_a_typed_error(seaweed: S3, monk
         for name, value in aws_environ(f"http://127.0.0.1:{unused.getsockname()[1]}").items():
             monkeypatch.setenv(name, value)
         with pytest.raises(SettingError, match=r"^SIE_MODELS_DIR: s3://bucket/x: the store did not answer properly"):
-            folder_at("s3://bucket/x").look()
+            folder_at("s3://bucket/x").list_files()
 
 
 async def test_a_bucket_is_followed_and_stays_as_it_was_while_it_cannot_be_read(

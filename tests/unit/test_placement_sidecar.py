@@ -153,17 +153,17 @@ async def test_with_an_old_table_a_worker_that_has_a_model_takes_work_of_it_that
         await host.broker.ensure_stream(stream, owner=True)
         await host.broker.publish(topology.work_subject(LANE, "bulk", "a"), b"", "1")
         for _ in range(2):
-            await host.assignment.look(host.loaded)
+            await host.assignment.check_unassigned(host.loaded)
         assert host.role("a") == "none"
         host.now_s += OLD_S + 1
-        await host.assignment.look(host.loaded)
+        await host.assignment.check_unassigned(host.loaded)
         assert host.role("a") == "none"
-        await host.assignment.look(host.loaded)
+        await host.assignment.check_unassigned(host.loaded)
         assert (host.role("a"), host.role("b")) == ("pull", "none")
         await put(cluster, {"a": ("w2",), "b": ("w2",)}, at_s=host.now_s)
         await until(lambda: not host.assignment.is_old(), "a fresh table")
         for _ in range(2):
-            await host.assignment.look(host.loaded)
+            await host.assignment.check_unassigned(host.loaded)
         assert host.role("a") == "none"
         await host.assignment.stop()
 

@@ -201,16 +201,16 @@ async def test_marks_pass_between_workers_and_end_with_their_life() -> None:
     await one.suspected("m", ["k1", "k2"])
     await until(lambda: "m" in two.models, "the marks at the other worker")
     await two.died("m", ["k1"])
-    await until(lambda: (mark := one.of("k1")) and mark.is_poison, "the verdict")
-    assert one.of("k1") == Mark("m", 2, 1000.0, ("one", "two"))
+    await until(lambda: (mark := one.get("k1")) and mark.is_poison, "the verdict")
+    assert one.get("k1") == Mark("m", 2, 1000.0, ("one", "two"))
     await one.clear(["k2"])
-    await until(lambda: two.of("k2") is None, "cleared there too")
+    await until(lambda: two.get("k2") is None, "cleared there too")
     later = await marks_of(server, "later", now_s)
-    assert later.of("k1") == one.of("k1"), "read before anything runs"
-    assert later.of("k2") is None
+    assert later.get("k1") == one.get("k1"), "read before anything runs"
+    assert later.get("k2") is None
     now_s.now_s += POISON_LIFETIME_S
     assert "m" in two.models
-    assert two.of("k1") is None
+    assert two.get("k1") is None
     assert "m" not in two.models
     for marks in (one, two, later):
         await marks.close()
@@ -222,7 +222,7 @@ async def test_a_worker_without_its_broker_goes_by_its_own_marks() -> None:
     server.disconnect()
     await marks.suspected("m", ["k"])
     await marks.died("m", ["k"])
-    mark = marks.of("k")
+    mark = marks.get("k")
     assert mark is not None
     assert mark.is_poison
 
@@ -235,13 +235,13 @@ async def test_marks_of_a_bucket_that_was_made_anew_count_beside_those_of_before
     await one.suspected("m", ["k"])
     del server.buckets[POISON_BUCKET]
     await one.open()
-    mark = one.of("k")
+    mark = one.get("k")
     assert mark is not None
     assert mark.deaths == 1, "what this worker knew stays"
     two = await marks_of(server, "two", now_s)
     await two.died("m", ["k"])
     await two.died("m", ["k"])
-    await until(lambda: (mark := one.of("k")) and mark.is_poison, "the verdict of the other worker")
+    await until(lambda: (mark := one.get("k")) and mark.is_poison, "the verdict of the other worker")
     for marks in (one, two):
         await marks.close()
 
@@ -282,6 +282,6 @@ async def test_marks_are_bounded() -> None:
     server, now_s = MemoryServer(), Times()
     marks = PoisonMarks(server.connect("one"), "one", now_s)
     await marks.suspected("m", [str(number) for number in range(MAX_MARKS + 10)])
-    assert marks.of("0") is None
-    assert marks.of(str(MAX_MARKS + 9)) is not None
+    assert marks.get("0") is None
+    assert marks.get(str(MAX_MARKS + 9)) is not None
     assert "m" in marks.models

@@ -93,7 +93,7 @@ async def test_a_reconnect_before_the_start_pulls_nothing(broker: MemoryBroker) 
     """The broker may come back while the worker still starts: nobody would renew what came then."""
     taking = Taking(broker)
     await publish(broker, "interactive", 1)
-    await taking.pulling.look()
+    await taking.pulling.refresh_consumers()
     assert not taking.pulling._pulls.outstanding(topology.work_consumer(LANE, "interactive", "m", 10.0).name)
     await taking.pulling.start()
     await until(lambda: taking.taken, "the work")

@@ -64,7 +64,7 @@ def whole(kind: str, text: str) -> list[int]:
 
 
 def vectors(count: int, width: int = WIDTH, seed: int = 0) -> Vectors:
-    return Vectors.of(np.random.default_rng(seed).normal(size=(count, width)).astype(np.float32))
+    return Vectors.from_array(np.random.default_rng(seed).normal(size=(count, width)).astype(np.float32))
 
 
 # token ids

@@ -75,9 +75,9 @@ class Scheduling(RuleBasedStateMachine):
             self.number += 1
             self.now_s += 1e-6  # no two at once: then it is clear who is the oldest
             key = BatchKey(model, "1", operation, "", lora, padded=model == "m2")
-            job = BatchEntry(key, 1 + (cost * self.number) % 50, self.now_s, self.number, bulk, alone)
-            self.waiting.add(job)
-            self.here.append(job)
+            entry = BatchEntry(key, 1 + (cost * self.number) % 50, self.now_s, self.number, bulk, alone)
+            self.waiting.add(entry)
+            self.here.append(entry)
 
     @rule(ticks=st.integers(1, 15))
     def time_passes(self, ticks: int) -> None:
@@ -99,109 +99,115 @@ class Scheduling(RuleBasedStateMachine):
     def a_batch_ends(self, again: bool) -> None:
         """Or dies with its adapter: then its jobs come back, older than what arrived meanwhile."""
         batch = self.at_device.pop(0)
-        for job in batch.jobs if again else ():
-            self.waiting.put_back(job)
-            self.here.append(job)
-            self.due[job.bulk] = None  # another one is the oldest now
-        self.here.sort(key=lambda job: job.arrived_s)
+        for entry in batch.entries if again else ():
+            self.waiting.put_back(entry)
+            self.here.append(entry)
+            self.due[entry.bulk] = None  # another one is the oldest now
+        self.here.sort(key=lambda entry: entry.arrived_s)
 
     @precondition(lambda self: self.here)
     @rule(place=st.integers(0, 100))
     def one_is_cancelled(self, place: int) -> None:
-        job = self.here.pop(place % len(self.here))
-        self.waiting.remove(job)
-        if (seen := self.due[job.bulk]) is not None and seen[0] is job:
-            self.due[job.bulk] = None
+        entry = self.here.pop(place % len(self.here))
+        self.waiting.remove(entry)
+        if (seen := self.due[entry.bulk]) is not None and seen[0] is entry:
+            self.due[entry.bulk] = None
 
     def oldest(self, bulk: bool) -> BatchEntry[int] | None:
-        return next((job for job in self.here if job.bulk == bulk), None)
+        return next((entry for entry in self.here if entry.bulk == bulk), None)
 
     def of_key(self, key: BatchKey, bulk: bool) -> list[BatchEntry[int]]:
-        return [job for job in self.here if job.key == key and job.bulk == bulk]
+        return [entry for entry in self.here if entry.key == key and entry.bulk == bulk]
 
-    def is_due(self, job: BatchEntry[int]) -> bool:
-        return self.now_s >= job.arrived_s + self.limits.wait_s
+    def is_due(self, entry: BatchEntry[int]) -> bool:
+        return self.now_s >= entry.arrived_s + self.limits.wait_s
 
-    def is_full(self, jobs: Sequence[BatchEntry[int]]) -> bool:
-        total = sum(job.cost for job in jobs)
-        return total >= self.limits.cost or len(jobs) >= self.limits.requests or any(job.alone for job in jobs)
+    def is_full(self, entries: Sequence[BatchEntry[int]]) -> bool:
+        total = sum(entry.cost for entry in entries)
+        return (
+            total >= self.limits.cost or len(entries) >= self.limits.requests or any(entry.alone for entry in entries)
+        )
 
     @rule()
     def send(self) -> None:
         for bulk in (False, True):
-            job, seen = self.oldest(bulk), self.due[bulk]
-            if job is not None and self.is_due(job) and (seen is None or seen[0] is not job):
+            entry, seen = self.oldest(bulk), self.due[bulk]
+            if entry is not None and self.is_due(entry) and (seen is None or seen[0] is not entry):
                 keys = {
-                    other.key for other in self.here if other.bulk == bulk and other.key.residency == job.key.residency
+                    other.key
+                    for other in self.here
+                    if other.bulk == bulk and other.key.residency == entry.key.residency
                 }
-                self.due[bulk] = (job, len(keys))
+                self.due[bulk] = (entry, len(keys))
         action = next_batch(
             self.waiting, self.now_s, self.limits, DeviceLoad(len(self.at_device), 1, self.depth, self.more_expected)
         )
         if isinstance(action, Batch):
             self.check(action)
         elif isinstance(action, WaitUntil):
-            heads = [job for bulk in (False, True) if (job := self.oldest(bulk)) is not None]
-            assert action.until_s == min(job.arrived_s for job in heads) + self.limits.wait_s > self.now_s
+            heads = [entry for bulk in (False, True) if (entry := self.oldest(bulk)) is not None]
+            assert action.until_s == min(entry.arrived_s for entry in heads) + self.limits.wait_s > self.now_s
             assert self.at_device or self.more_expected
-            assert not any(self.is_full(self.of_key(job.key, job.bulk)) for job in self.here)
+            assert not any(self.is_full(self.of_key(entry.key, entry.bulk)) for entry in self.here)
         else:
             assert not self.here or len(self.at_device) == self.depth
 
     def check(self, batch: Batch[int]) -> None:
-        bulk = batch.jobs[0].bulk
+        bulk = batch.entries[0].bulk
         queue = self.of_key(batch.key, bulk)
         head = queue[0]
         # what it holds
-        assert len({job.work for job in batch.jobs}) == len(batch.jobs)
-        assert all(any(job is other for other in queue) for job in batch.jobs), (
+        assert len({entry.work for entry in batch.entries}) == len(batch.entries)
+        assert all(any(entry is other for other in queue) for entry in batch.entries), (
             "each waits, and has this key and this priority"
         )
-        assert batch.cost == sum(job.cost for job in batch.jobs)
-        assert len(batch.jobs) == 1 or (batch.cost <= self.limits.cost and not any(job.alone for job in batch.jobs))
-        assert len(batch.jobs) <= self.limits.requests
-        assert [job.cost for job in batch.jobs] == sorted(job.cost for job in batch.jobs)
+        assert batch.cost == sum(entry.cost for entry in batch.entries)
+        assert len(batch.entries) == 1 or (
+            batch.cost <= self.limits.cost and not any(entry.alone for entry in batch.entries)
+        )
+        assert len(batch.entries) <= self.limits.requests
+        assert [entry.cost for entry in batch.entries] == sorted(entry.cost for entry in batch.entries)
         # in which order
-        assert any(job is head for job in batch.jobs), "the oldest of its key"
-        taken = {job.work for job in batch.jobs}
-        left = [job for job in queue if job.work not in taken]
-        latest_s = max(job.arrived_s for job in batch.jobs)
+        assert any(entry is head for entry in batch.entries), "the oldest of its key"
+        taken = {entry.work for entry in batch.entries}
+        left = [entry for entry in queue if entry.work not in taken]
+        latest_s = max(entry.arrived_s for entry in batch.entries)
         if batch.key.padded:
-            assert all(latest_s - job.arrived_s <= self.limits.reorder_s for job in left)
+            assert all(latest_s - entry.arrived_s <= self.limits.reorder_s for entry in left)
         else:
-            assert all(latest_s < job.arrived_s for job in left)
+            assert all(latest_s < entry.arrived_s for entry in left)
         # why now
         idle = not self.at_device and not self.more_expected
         spent = bulk and self.overtaken >= self.limits.bulk_max_overtakes > 0
         assert idle or self.is_full(queue) or self.is_due(head) or spent
-        heads = [job for priority in (False, True) if (job := self.oldest(priority)) is not None]
+        heads = [entry for priority in (False, True) if (entry := self.oldest(priority)) is not None]
         if self.limits.bulk_max_overtakes == 0 and all(map(self.is_due, heads)):
-            assert min(heads, key=lambda job: job.arrived_s).bulk == bulk
+            assert min(heads, key=lambda entry: entry.arrived_s).bulk == bulk
         # nobody starves
-        for job in batch.jobs:
-            self.here.remove(job)
+        for entry in batch.entries:
+            self.here.remove(entry)
         if bulk:
             self.overtaken = 0
         elif self.oldest(True) is not None:
             self.overtaken += 1
             assert self.overtaken <= self.limits.bulk_max_overtakes or self.limits.bulk_max_overtakes == 0
         if (seen := self.due[bulk]) is not None:
-            job, may_see = seen
-            if job.work in taken:
+            entry, may_see = seen
+            if entry.work in taken:
                 self.due[bulk] = None
             else:
                 assert may_see > 1, (
                     "the oldest job is in one of the next batches, at most as many as its model has keys"
                 )
-                self.due[bulk] = (job, may_see - 1)
+                self.due[bulk] = (entry, may_see - 1)
         self.at_device.append(batch)
 
     @invariant()
     def everything_is_where_it_belongs(self) -> None:
         if hasattr(self, "here"):
-            assert sorted(job.work for job in self.waiting) == sorted(job.work for job in self.here)
+            assert sorted(entry.work for entry in self.waiting) == sorted(entry.work for entry in self.here)
             assert len(self.waiting) == len(self.here)
-            assert self.waiting.cost == sum(job.cost for job in self.here)
+            assert self.waiting.cost == sum(entry.cost for entry in self.here)
 
     def teardown(self) -> None:
         """An idle device is given everything that is left, without waiting."""
@@ -231,14 +237,14 @@ def key(model: str = "m", lora: str = "", *, padded: bool = False) -> BatchKey:
     return BatchKey(model, "1", "encode", "", lora, padded)
 
 
-def formed(jobs: Sequence[BatchEntry[str]], limits: BatchLimits, now_s: float = 1.0) -> list[str]:
+def formed(entries: Sequence[BatchEntry[str]], limits: BatchLimits, now_s: float = 1.0) -> list[str]:
     """The batches of a busy device, one after the other, as the works of each joined."""
     waiting: Waiting[str] = Waiting()
-    for job in jobs:
-        waiting.add(job)
+    for entry in entries:
+        waiting.add(entry)
     found = []
     while isinstance(batch := next_batch(waiting, now_s, limits, BUSY), Batch):
-        found.append("".join(job.work for job in batch.jobs))
+        found.append("".join(entry.work for entry in batch.entries))
     return found
 
 
@@ -247,11 +253,11 @@ def test_the_bytes_of_pixels_bound_a_batch_too(padded: bool) -> None:
     """What goes to the adapter in one frame; an image over the bound runs alone."""
     bounds = BatchLimits(cost=1000, requests=10, wait_s=0.01, media_bytes=100)
     sizes = [60, 40, 60, 30, 20, 500, 10]
-    jobs = [
+    entries = [
         BatchEntry(key(padded=padded), 1, number / 1000, str(number), media_bytes=size)
         for number, size in enumerate(sizes)
     ]
-    batches = formed(jobs, bounds)
+    batches = formed(entries, bounds)
     assert sorted("".join(batches)) == list("0123456")
     assert all(sum(sizes[int(number)] for number in batch) <= 100 or len(batch) == 1 for batch in batches)
     assert len(batches) <= 5
@@ -265,28 +271,28 @@ def test_the_loras_of_a_model_take_turns() -> None:
 
 
 def test_the_model_whose_oldest_job_waited_longest_goes_first() -> None:
-    jobs = [BatchEntry(key(model), 1, number / 1000, model) for number, model in enumerate("xxxyyzx")]
-    assert formed(jobs, BOUNDS) == ["xx", "xx", "yy", "z"]
+    entries = [BatchEntry(key(model), 1, number / 1000, model) for number, model in enumerate("xxxyyzx")]
+    assert formed(entries, BOUNDS) == ["xx", "xx", "yy", "z"]
 
 
 def test_a_lora_that_is_not_due_does_not_spend_its_turn() -> None:
     """Of a busy device: its batch grows while that of the backlog runs."""
-    jobs = [
+    entries = [
         *(BatchEntry(key(lora="a"), 1, number / 1000, "a") for number in range(4)),
         BatchEntry(key(lora="b"), 1, 0.995, "b"),
     ]
-    assert formed(jobs, BOUNDS, now_s=1.0) == ["aa", "aa"]
-    assert formed(jobs, BOUNDS, now_s=1.005) == ["aa", "b", "aa"]
+    assert formed(entries, BOUNDS, now_s=1.0) == ["aa", "aa"]
+    assert formed(entries, BOUNDS, now_s=1.005) == ["aa", "b", "aa"]
 
 
 def test_a_full_batch_goes_though_another_model_waits_for_its_own_to_fill() -> None:
     waiting: Waiting[str] = Waiting()
-    for job in (
+    for entry in (
         BatchEntry(key("x"), 1, 0.0, "x"),
         BatchEntry(key("y"), 1, 0.001, "y"),
         BatchEntry(key("y"), 1, 0.001, "y"),
     ):
-        waiting.add(job)
+        waiting.add(entry)
     batch = next_batch(waiting, 0.002, BOUNDS, BUSY)
     assert isinstance(batch, Batch)
     assert batch.key == key("y")
@@ -302,7 +308,7 @@ def test_where_rows_are_padded_jobs_of_like_cost_run_together() -> None:
         for number in range(8)
     ]
     assert formed(arrivals, BOUNDS) == ["ss", "LL", "ss", "LL"]
-    packed = [BatchEntry(key(), job.cost, job.arrived_s, job.work) for job in arrivals]
+    packed = [BatchEntry(key(), entry.cost, entry.arrived_s, entry.work) for entry in arrivals]
     assert formed(packed, BOUNDS) == ["sL"] * 4
 
 
@@ -325,7 +331,7 @@ def test_a_batch_that_may_be_overtaken_no_more_goes_as_it_is() -> None:
     bounds = BatchLimits(cost=1000, requests=2, wait_s=60.0, bulk_max_overtakes=3)
     order = []
     while isinstance(batch := next_batch(waiting, 0.001, bounds, BUSY), Batch):
-        order.append("b" if batch.jobs[0].bulk else "i")
+        order.append("b" if batch.entries[0].bulk else "i")
     assert "".join(order) == "iiibiiiiiii"
 
 

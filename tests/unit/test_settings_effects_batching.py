@@ -55,7 +55,7 @@ def batches_of(waiting: Sequence[BatchEntry[int]], bounds: BatchLimits, now_s: f
 
 
 def sizes(waiting: Sequence[BatchEntry[int]], bounds: BatchLimits) -> list[int]:
-    return [len(batch.jobs) for batch in batches_of(waiting, bounds)]
+    return [len(batch.entries) for batch in batches_of(waiting, bounds)]
 
 
 def sent_at(arrivals: Sequence[BatchEntry[int]], bounds: BatchLimits) -> list[tuple[float, int]]:
@@ -71,7 +71,7 @@ def sent_at(arrivals: Sequence[BatchEntry[int]], bounds: BatchLimits) -> list[tu
             queue.add(coming.pop(0))
         action = next_batch(queue, now_s, bounds, EXPECTING)
         if isinstance(action, Batch):
-            formed.append((now_s, len(action.jobs)))
+            formed.append((now_s, len(action.entries)))
             continue
         events = [job.arrived_s for job in coming[:1]] + ([action.until_s] if isinstance(action, WaitUntil) else [])
         now_s = min(events)
@@ -125,7 +125,7 @@ def test_batcher_max_requests_bounds_the_items_of_a_batch_in_queue_mode_only() -
 
 
 def order_of(waiting: Sequence[BatchEntry[int]], bounds: BatchLimits) -> str:
-    return "".join("b" if batch.jobs[0].bulk else "i" for batch in batches_of(waiting, bounds))
+    return "".join("b" if batch.entries[0].bulk else "i" for batch in batches_of(waiting, bounds))
 
 
 @pytest.mark.parametrize(("variable", "overtakes"), [({}, 4), ({"SIE_BULK_MAX_OVERTAKES": "2"}, 2)])

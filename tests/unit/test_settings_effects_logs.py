@@ -22,7 +22,18 @@ from sie_runtime.process import configure_logging
 SIE = str(Path(sys.executable).with_name("sie"))
 CANARY = "canary-5c1e"
 END_S = 30.0
-KEYS = {"timestamp", "level", "logger", "message", "model", "request_id", "trace_id", "latency_ms"}
+KEYS = {
+    "timestamp",
+    "level",
+    "logger",
+    "message",
+    "model",
+    "request_id",
+    "trace_id",
+    "latency_ms",
+    "worker",
+    "key",
+}
 PLAIN = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (INFO|WARNING|ERROR) sie(\.\w+)+: .+|warning: .+")
 
 # everything but the workers' engine in one process, and that engine

@@ -518,7 +518,7 @@ async def test_a_model_is_idle_when_its_last_use_is_that_long_ago_and_nothing_is
     assert idle_s is not None
     link: Any = LoadsAtOnce()
     hosting = Hosting(link, lambda: now_s, lambda: None)
-    hosted = hosting.of(Catalogue({ONE.id: ONE}).resolve(ONE.id))
+    hosted = hosting.obtain(Catalogue({ONE.id: ONE}).resolve(ONE.id))
     await hosting.ensure(hosted)
     for _ in range(3):
         now_s += 299

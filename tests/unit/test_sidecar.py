@@ -91,7 +91,7 @@ async def test_a_remembered_failure_is_told_anew_each_time() -> None:
     entry = ModelEntry(
         id="m", weights=Weights(path="/nowhere"), family="text-encoder", outputs={"dense": 2}, max_tokens=8
     )
-    hosted = hosting.of(Catalogue.resolve_profile(entry, "default", "m"))
+    hosted = hosting.obtain(Catalogue.resolve_profile(entry, "default", "m"))
     depths = []
     for _ in range(5):
         with pytest.raises(ModelLoadFailed, match="no such weights") as caught:

@@ -46,17 +46,17 @@ async def test_what_may_pass_is_asked_again_and_what_may_not_is_asked_once() -> 
         raise error
 
     with pytest.raises(StoreError, match="later"):
-        await QUICK.asked(lambda: fails(StoreError("later")))
+        await QUICK.call(lambda: fails(StoreError("later")))
     assert asked == 3
     with pytest.raises(ObjectMissing):
-        await QUICK.asked(lambda: fails(ObjectMissing("never")))
+        await QUICK.call(lambda: fails(ObjectMissing("never")))
     assert asked == 4
 
 
 async def test_what_never_answers_ends_at_the_bound() -> None:
     began_s = time.monotonic()
     with pytest.raises(StoreError, match=r"no answer within 0\.05 s"):
-        await QUICK.asked(lambda: asyncio.sleep(3600))
+        await QUICK.call(lambda: asyncio.sleep(3600))
     assert time.monotonic() - began_s < 30
 
 

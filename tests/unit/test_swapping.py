@@ -46,7 +46,7 @@ class OneModel:
         loaded = ipc.LoadedModel(question.model, "local", "f", "float32", "toy")
         return ipc.Ready(loaded, TOKENIZER, 512, {"encode": ipc.Rows()})
 
-    async def ask(self, question: ipc.Request) -> ipc.Reply:
+    async def request(self, question: ipc.Request) -> ipc.Reply:
         """Describe, the only question that a load asks."""
         models = (ipc.LoadedModel(self.loaded, "local", "f", "float32", "toy"),) if self.loaded else ()
         return ipc.Description(ipc.PROTOCOL, 1, "cpu", "0", models=models)
@@ -61,12 +61,12 @@ class Worker:
         link: Any = self.link
         self.hosting = Hosting(link, loop.time, lambda: None, swap_after_s)
         catalogue = Catalogue({name: toy_entry(name) for name in ("toy/a", "toy/b", "toy/c", "toy/d")})
-        self.all = [self.hosting.of(catalogue.resolve(name)) for name in catalogue.entries]
+        self.all = [self.hosting.obtain(catalogue.resolve(name)) for name in catalogue.entries]
         self.a, self.b = self.all[:2]
 
     async def run(self, hosted: ModelState, running_s: float = 0.002, items: int = 1) -> str:
         """Work items that came together; returns the model that was loaded while they ran, at their start and end."""
-        self.hosting.take(hosted, items)
+        self.hosting.add_items(hosted, items)
         try:
             await self.hosting.ensure(hosted, lambda: items)
             before = self.link.loaded
@@ -117,8 +117,8 @@ async def test_two_busy_models_take_turns_and_every_item_runs_on_its_own() -> No
         await asyncio.gather(*(client(hosted) for hosted in (worker.a, worker.b) for _ in range(4)))
     assert ran == {"toy/a": 240, "toy/b": 240}
     assert worker.link.evictions >= 3
-    assert not worker.a.makes_room
-    assert not worker.b.makes_room
+    assert not worker.a.is_closed
+    assert not worker.b.is_closed
 
 
 @pytest.mark.parametrize("swap_after_s", [0.2, 1.0])
@@ -238,7 +238,7 @@ async def test_what_an_earlier_sidecar_left_makes_room(described: bool) -> None:
     worker = Worker(1000.0)
     worker.link.loaded = "toy/left"
     if described:
-        answer = await worker.link.ask(ipc.Describe())
+        answer = await worker.link.request(ipc.Describe())
         assert isinstance(answer, ipc.Description)
         worker.link.description = answer
     async with asyncio.timeout(30):
@@ -274,14 +274,14 @@ async def test_work_that_was_cancelled_before_the_gate_is_not_counted_there() ->
     await worker.run(worker.a)
     worker.hosting._close(worker.a)
     left = 3
-    worker.hosting.take(worker.a, left)
+    worker.hosting.add_items(worker.a, left)
     waiting = asyncio.create_task(worker.hosting.ensure(worker.a, lambda: left))
     await asyncio.sleep(0)
     assert worker.hosting.idle(0.0) == [worker.a]
     left = 2
     worker.hosting.let_go(worker.a)
     assert worker.hosting.idle(0.0) == [worker.a]
-    worker.hosting.take(worker.a)
+    worker.hosting.add_items(worker.a)
     assert worker.hosting.idle(0.0) == [], "one that is past the gate"
     worker.hosting._open(worker.a)
     await waiting
@@ -302,9 +302,9 @@ async def test_a_load_that_nobody_waits_for_any_more_takes_no_room() -> None:
     """
     worker = Worker(1000.0)
     await worker.run(worker.a)
-    worker.hosting.take(worker.a)
+    worker.hosting.add_items(worker.a)
     left = 1
-    worker.hosting.take(worker.b)
+    worker.hosting.add_items(worker.b)
     waiting = asyncio.create_task(worker.hosting.ensure(worker.b, lambda: left))
     await asyncio.sleep(0.01)
     assert worker.b.state == "loading"

@@ -62,7 +62,7 @@ class Bucket:
 
     def shown(self, entries: list[Entry]) -> Placement | None:
         for entry in entries:
-            self.reader.take(entry)
+            self.reader.apply(entry)
         return self.reader.table
 
 
@@ -110,12 +110,12 @@ def test_a_reader_shows_a_table_that_was_written_or_the_one_before(sizes: list[t
         table = Placement(table.at_s, hosts, {model: at_s for model, at_s in table.raised_s.items() if model in hosts})
         written.append(table)
         for entry in bucket.write(table, limit=1 << 16):
-            bucket.reader.take(entry)
+            bucket.reader.apply(entry)
             assert bucket.reader.table is None or bucket.reader.table in written
         assert bucket.reader.table == table
         late = StoredTable(KEY)
         for entry in sorted(bucket.entries.values(), key=lambda entry: entry.revision):
-            late.take(entry)
+            late.apply(entry)
         assert late.table == table
 
 

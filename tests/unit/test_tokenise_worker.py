@@ -103,11 +103,11 @@ class _NoLink:
 
 def test_a_changed_entry_is_another_tokenizer() -> None:
     hosting = Hosting(_NoLink(), lambda: 0.0, lambda: None)  # type: ignore[arg-type]
-    hosted = hosting.of(Catalogue.resolve_profile(ENTRY, "default", ENTRY.id))
+    hosted = hosting.obtain(Catalogue.resolve_profile(ENTRY, "default", ENTRY.id))
     hosted.tokenizer = ModelTokenizer(TOKENIZER, ENTRY.max_tokens)
     hosted.mark_unloaded()
-    assert hosting.of(Catalogue.resolve_profile(ENTRY, "default", ENTRY.id)).tokenizer is not None
-    assert hosting.of(Catalogue.resolve_profile(toy_entry(max_tokens=9), "default", ENTRY.id)).tokenizer is None
+    assert hosting.obtain(Catalogue.resolve_profile(ENTRY, "default", ENTRY.id)).tokenizer is not None
+    assert hosting.obtain(Catalogue.resolve_profile(toy_entry(max_tokens=9), "default", ENTRY.id)).tokenizer is None
 
 
 async def test_a_load_that_fails_and_a_budget_that_is_over_are_told(cluster: Direct) -> None:

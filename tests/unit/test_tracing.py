@@ -442,6 +442,13 @@ async def test_work_that_is_handed_back_at_the_end_is_told_of(
         assert (await asked).status_code == 200
 
 
+async def test_what_machines_poll_has_no_trace(tmp_path: Path) -> None:
+    async with InProcess(tmp_path) as cluster:
+        gateway = await cluster.gateway(SIE_TRACING_ENABLED="true", OTEL_TRACES_EXPORTER="none")
+        for path, is_traced in (("/v1/pools", True), ("/v1/pools/assignments", False), ("/health", False)):
+            assert ("x-trace-id" in (await gateway.client.get(path)).headers) == is_traced, path
+
+
 async def test_a_request_that_is_cancelled_ends_its_span_with_what_its_client_sees(
     tmp_path: Path, collector: Collector
 ) -> None:

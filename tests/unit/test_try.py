@@ -134,7 +134,7 @@ def test_texts_files_and_standard_input_are_told_apart(tmp_path: Path, monkeypat
         (["a", " \t"], None, "text 2 is empty"),
         (["a"], "", "--query is empty"),
         (["-"], "-", "read only once"),
-        (["@nowhere.png"], None, "no file nowhere.png; a text that begins with @ is written @@"),
+        (["@nowhere.png"], None, "no file nowhere.png. To send a text that begins with @, write @@"),
         (["@"], None, "no file (no name)"),
         (["@no\x1b[2J"], None, "no file no?[2J"),
         (["\udcff"], None, "text 1 is not valid UTF-8"),

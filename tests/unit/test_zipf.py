@@ -84,8 +84,8 @@ async def served(arrivals: list[tuple[float, str]]) -> tuple[int, list[float]]:
     catalogue = Catalogue({f"toy/{number}": toy_entry(f"toy/{number}") for number in range(MODELS)})
 
     async def request(at_s: float, name: str) -> None:
-        hosted = hosting.of(catalogue.resolve(name))
-        hosting.take(hosted)
+        hosted = hosting.obtain(catalogue.resolve(name))
+        hosting.add_items(hosted)
         while True:
             await hosting.ensure(hosted)
             try:

@@ -18,7 +18,7 @@ import torch
 from sie_adapter.engine import item_results
 from sie_adapter.engine.item_results import ItemResult, ItemResults, check_groups
 from sie_adapter.families.extraction import ExtractOptions, Preparation
-from sie_adapter.memory.oom import OomRecovery, Remedy, exhausted
+from sie_adapter.memory.oom import OomRecovery, Relief, Remedy, exhausted
 from sie_adapter.packed.packing import BatchFiles, Int64, MalformedBatch, images, sounds
 from sie_contracts.errors import InferenceFailed, InternalFailure, InvalidInput, SIEError
 from sie_contracts.wire.ipc import BatchDone, Group, RunBatch
@@ -63,7 +63,7 @@ def run_raw(
     model: Any,
     message: RunBatch,
     device: torch.device = _CPU,
-    make_room: Callable[[], Remedy | None] = lambda: None,
+    make_room: Callable[[], Relief | None] = lambda: None,
     remedied: Callable[[Remedy], None] = lambda remedy: None,
     preparation: Preparation | None = None,
 ) -> BatchDone:

@@ -134,8 +134,8 @@ def _check_direction(model: Any, resolved: Resolved) -> None:
 
 
 def _check_packed(model: Any, entry: ModelEntry, compute: Compute) -> dict[str, float]:
-    """Compare outputs of the packed path with outputs of the stock, padded path, from the states that both computed at
-    load. Return the lowest cosine of each output.
+    """Run the trial sequences on the packed path, and compare each output with that of the stock, padded path, whose
+    states were computed at load. Return the lowest cosine of each output.
     """
     packed, reference = model.backbone.take_trial()
     states = model.backbone.forward(packed)

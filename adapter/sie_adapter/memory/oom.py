@@ -29,6 +29,8 @@ Remedy = Literal[
     "evictions_triggered",
     "batch_splits",
 ]
+# means that freed memory after a failed allocation; the end of a load is not counted, because nothing was dropped
+Relief = Literal["cache_clears", "evictions_triggered", "load_ended"]
 
 
 class OomCounters:
@@ -124,12 +126,12 @@ def exhausted() -> ResourceExhausted:
 
 @dataclass(frozen=True)
 class OomRecovery:
-    """The remedies of one device. `make_room` drops what the batch may drop and returns the remedy, None if nothing can
-    be dropped. `count` is called for each remedy.
+    """Remedies of one device. `make_room` frees memory and returns the means, None if there is none. `count` is called
+    for each remedy.
     """
 
     device: torch.device
-    make_room: Callable[[], Remedy | None]
+    make_room: Callable[[], Relief | None]
     count: Callable[[Remedy], None] = lambda remedy: None
 
     def run(
@@ -181,8 +183,9 @@ class OomRecovery:
             give_memory_back(self.device)
             self.count("cache_clears")
             _logger.warning("out of memory with %d items", len(items))
-            if (remedy := self.make_room()) is not None:
-                self.count(remedy)
+            if (relief := self.make_room()) is not None:
+                if relief != "load_ended":
+                    self.count(relief)
                 continue
             learn(items, False)
             if len(items) > 1:

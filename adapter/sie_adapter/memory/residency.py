@@ -1,14 +1,14 @@
 """The loaded models of this process, and how memory is freed for others.
 
     EnsureReady ──► loaded already? ──► one load per model, however many ask ──► warm-up ──► resident
-                                          └─ before it: drop models while memory would be above the threshold
-    after a batch, and at a Ping that permits it ──► drop models while memory is above the threshold
-    out of memory in a batch ──► make_room: drop one model, whatever the threshold says, or wait for a load to end
-    out of memory in a load ──► once more, alone ──► drop one model, and again
-    before any model is dropped: drop cached outputs that can be computed again (`tower_outputs`)
+                                          └─ before it: evict models while memory would be above the threshold
+    after a batch, and at a Ping that permits it ──► evict models while memory is above the threshold
+    out of memory in a batch ──► make_room: evict one model, whatever the threshold says, or wait for a load to end
+    out of memory in a load ──► once more, alone ──► evict one model, and again
+    before any model is evicted: drop cached outputs that can be computed again (`tower_outputs`)
 
-The sidecar decides which models may be dropped. Each request carries its own permission, an ordered list of models, and
-its reply names the dropped models. Nothing is kept between requests.
+The sidecar decides which models may be evicted. Each request carries its own permission, an ordered list of models, and
+its reply names the evicted models. Nothing is kept between requests.
 
 `ResidentModels` owns the state and guards it with one lock, which is never held during a load or a forward pass.
 """
@@ -29,7 +29,7 @@ import msgspec
 
 from sie_adapter.engine.device import MemoryUse
 from sie_adapter.engine.engines import Choice
-from sie_adapter.memory.oom import Remedy
+from sie_adapter.memory.oom import Relief, Remedy
 from sie_adapter.memory.shared_lock import SharedLock
 from sie_contracts.errors import ModelLoadFailed, ModelLoading, SIEError
 from sie_contracts.models.catalogue import Catalogue, Resolved, fingerprint
@@ -116,10 +116,10 @@ def same_weights(old: Resolved, new: Resolved) -> bool:
 
 @dataclass
 class Permission:
-    """Models that may be unloaded for one request: those of `may_drop`, in that order. Created at the start of the
+    """Models that may be evicted for one request: those of `may_drop`, in that order. Created at the start of the
     request: a model that was used after that stays.
 
-    `dropped`: the models unloaded for the request so far. `has_shed`: cached outputs were dropped for it; this happens
+    `dropped`: the models evicted for the request so far. `has_shed`: cached outputs were dropped for it; this happens
     only once, since the request computes some of them again.
     """
 
@@ -136,7 +136,7 @@ class Permission:
 @dataclass(frozen=True)
 class DeviceMemory:
     """Memory that the models share. `held(n)` returns the use of the device's memory with n bytes more. `give_back`
-    returns memory that the allocator only keeps to the device. Models are dropped while more than `threshold_percent`
+    returns memory that the allocator only keeps to the device. Models are evicted while more than `threshold_percent`
     is held. `shed` drops cached outputs that can be computed again, and returns whether there were any.
     """
 
@@ -167,7 +167,7 @@ class ResidentModels:
     `load` turns a resolved entry into weights and raises ModelLoadFailed. `needed_bytes` returns beforehand the bytes
     that the weights will take, and fetches their files if necessary. `warm_up` runs the weights once, returns the peak
     of the activations in bytes, and raises as `load` does.
-    A model is dropped only while memory is above the threshold, or to end a shortage; only by a request that permits
+    A model is evicted only while memory is above the threshold, or to end a shortage; only by a request that permits
     it; and only while no batch runs on it.
     """
 
@@ -218,7 +218,7 @@ class ResidentModels:
                 resident = self._residents.get(model)
                 if resident is not None and same_weights(resident.resolved, resolved):
                     resident.resolved = resolved
-                    # so that an older permission does not drop a model that is asked for now
+                    # so that an older permission does not evict a model that is asked for now
                     resident.last_used_s = self._clock()
                     return resident
                 pending = self._loads.get(model)
@@ -246,7 +246,7 @@ class ResidentModels:
 
     @contextlib.contextmanager
     def use(self, model: str, fingerprint: str = "") -> Iterator[Resident]:
-        """Yield the resident `model` for one batch; it is not dropped meanwhile. Raises ModelLoading if it is not
+        """Yield the resident `model` for one batch; it is not evicted meanwhile. Raises ModelLoading if it is not
         loaded, or if its fingerprint differs from `fingerprint`, since its entry was changed.
         """
         with self._lock:
@@ -261,19 +261,6 @@ class ResidentModels:
             with self._lock:
                 resident.running -= 1
 
-    def change(self, model: str, entry: ModelEntry | None) -> None:
-        """Serve `entry` from now on: in place if the loaded weights allow it, else after an unload. None unloads the
-        model.
-        """
-        with self._lock:
-            resident = self._residents.get(model)
-            if resident is not None and entry is not None:
-                resolved = Catalogue.resolve_profile(entry, resident.resolved.profile, model)
-                if same_weights(resident.resolved, resolved):
-                    resident.resolved = resolved
-                    return
-        self.release(model)
-
     def release(self, model: str) -> None:
         """Unload `model` if it is loaded. A batch that runs on it finishes first; its memory is free after that."""
         with self._lock:
@@ -286,29 +273,29 @@ class ResidentModels:
         """Drop models while memory is above the threshold. Checks at most once a second for all callers.
 
         The bytes of a running load are not added: that load made its own room, and the bytes that it has taken already
-        count as held. Adding them again would drop other models for nothing.
+        count as held. Adding them again would evict other models for nothing.
         """
         with self._lock:
             now_s = self._clock()
             if now_s < self._relieve_due_s or not permission.may_drop:
                 return
             self._relieve_due_s = now_s + 1.0
-        self._drop_above_threshold(0, permission)
+        self._evict_above_threshold(0, permission)
 
-    def make_room(self, permission: Permission) -> Remedy | None:
-        """Free memory after a failed allocation: drop cached outputs, else drop the next model that may go, else wait
-        for the end of a load that takes memory meanwhile. Return the remedy, None if there is none.
+    def make_room(self, permission: Permission) -> Relief | None:
+        """Free memory after a failed allocation: drop cached outputs, else evict the next model that may go, else wait
+        for the end of a load that takes memory meanwhile. Return the means, None if there is none.
         """
         if self._shed(permission):
             return "cache_clears"
-        if self._drop_next(permission, "an allocation failed"):
+        if self._evict_next(permission, "an allocation failed"):
             return "evictions_triggered"
         with self._lock:
             # only loads with known bytes: a load that still fetches its files holds no memory, and may take minutes
             pending = next((self._loads[model] for model in self._arriving), None)
         if pending is not None:
             pending.exception()  # only wait; the requests that asked for the load handle its failure
-        return "evictions_triggered" if pending is not None else None
+        return "load_ended" if pending is not None else None
 
     def describe(self) -> tuple[LoadedModel, ...]:
         """Return all resident models, in the order in which they were loaded."""
@@ -320,7 +307,7 @@ class ResidentModels:
         with self._lock:
             self._arriving[model] = needed
             arriving = sum(self._arriving.values())
-        self._drop_above_threshold(arriving, permission)
+        self._evict_above_threshold(arriving, permission)
         with self._lock:
             beside = [name for name in self._arriving if name != model]
         if needed and (would := self._memory.held(arriving)).used_bytes > would.total_bytes:
@@ -334,7 +321,7 @@ class ResidentModels:
     def _loaded_in_any_room(self, model: str, resolved: Resolved, permission: Permission) -> Resident:
         """Load a model, with remedies if memory runs out. While it loads, a model takes more than it holds afterwards:
         for a mapped file, the copy too. A load that ran out of memory beside other loads is tried again alone before
-        any model is dropped for it. Otherwise loads could drop each other's models for ever.
+        any model is evicted for it. Otherwise loads could evict each other's models for ever.
         """
         with self._loading.shared() as share:
             loaded = self._loaded_or_oom(model, resolved)
@@ -347,7 +334,7 @@ class ResidentModels:
                 self._collect()
                 self._count(model, "cache_clears")
                 if not is_changed and not self._shed(permission):
-                    if not self._drop_next(permission, f"there was too little memory to load {model}"):
+                    if not self._evict_next(permission, f"there was too little memory to load {model}"):
                         self._count(model, "terminal_failures")
                         raise loaded
                     self._count(model, "evictions_triggered")
@@ -384,7 +371,7 @@ class ResidentModels:
         )
         return Resident(model, resolved, weights, now_s - started_s, now_s, peak_bytes=peak_bytes)
 
-    def _drop_above_threshold(self, more_bytes: int, permission: Permission) -> None:
+    def _evict_above_threshold(self, more_bytes: int, permission: Permission) -> None:
         if not self._memory.is_short(more_bytes):
             return
         # free first the memory that needs no unload of another model: cached outputs, memory that the allocator only
@@ -392,13 +379,13 @@ class ResidentModels:
         self._memory.shed()
         self._collect()
         why = f"device memory is above {self._memory.threshold_percent:g} %"
-        while self._memory.is_short(more_bytes) and self._drop_next(permission, why):
+        while self._memory.is_short(more_bytes) and self._evict_next(permission, why):
             pass
 
-    def _drop_next(self, permission: Permission, why: str) -> bool:
-        """Unload the first model that may be dropped. Return False if there is none."""
+    def _evict_next(self, permission: Permission, why: str) -> bool:
+        """Evict the first model of the permission that no batch uses. Return False if there is none."""
         with self._lock:
-            victim = next((name for name in permission.may_drop if self._may_go(name, permission)), None)
+            victim = next((name for name in permission.may_drop if self._is_evictable(name, permission)), None)
             if victim is None:
                 return False
             del self._residents[victim]
@@ -414,7 +401,7 @@ class ResidentModels:
         self._collect()
         return True
 
-    def _may_go(self, model: str, permission: Permission) -> bool:
+    def _is_evictable(self, model: str, permission: Permission) -> bool:
         """Return whether the model is loaded, no batch runs on it, and no request used it since this request began."""
         resident = self._residents.get(model)
         return resident is not None and not resident.running and resident.last_used_s <= permission.asked_s

@@ -1,11 +1,11 @@
-"""Readers of sounds: they write the speech of a recording, one token at a time, with the times of its segments.
-Whisper.
+"""Readers of sounds (Whisper): they write the speech of a recording, one token at a time, with the times of its
+segments.
 
 features ──► a window of 30 s ──► encoder ──► states ──┐
                                                        ├──► decoder, a token a step ──► segments ──► the next window
 language, task, words before it ──► prompt ────────────┘
 
-A window begins where the last whole segment of the window before it ends, as in `generate` of transformers.
+Each window begins at the end of the last whole segment of the previous window, as in `generate` of transformers.
 """
 
 from __future__ import annotations

@@ -139,7 +139,7 @@ class FileGathering:
                     "not have"
                 )
             if (folder / name).is_dir():
-                continue  # its files are among the files of the folder
+                continue  # the backbone lies in the model's folder, so its files are already listed
             backbone = self._backbone(name, folder, entry)
             for path in sorted(name for pattern in _BACKBONE_FILES for name in backbone.glob(pattern)):
                 self.files[f"{place}/{name}/{path.name}"] = path
@@ -244,7 +244,7 @@ def choose(folders: Folders, names: Iterable[str]) -> ArchiveSelection:
     Raises click.BadParameter, ValidationFailed.
     """
     documents = {name: document for name, (document, _) in folders.models.items()}
-    catalogue = Catalogue.of(documents, {}, folders.bundles, "")
+    catalogue = Catalogue.from_documents(documents, {}, folders.bundles, "")
     entries: dict[str, ModelEntry] = {}
     aliases: dict[str, Alias] = {}
     for name in names:

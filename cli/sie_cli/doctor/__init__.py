@@ -1,4 +1,4 @@
-"""`sie doctor`: what is wrong with a cluster, and what mends it."""
+"""`sie doctor`: finds faults of a cluster and names the remedies."""
 
 from sie_cli.doctor.command import doctor
 

@@ -23,9 +23,11 @@ from sie_cli.cluster import BROKER_URL, GATEWAY_URL, SOURCE
 from sie_cli.display import counted
 from sie_cli.doctor.probe import CheckResult, CheckSkipped, ClusterProbe, Finding, NotApplicable, ProbeResult
 from sie_cli.topology import steps_at
+from sie_contracts.api.views import ClusterView
 from sie_contracts.errors import SIEError
 from sie_contracts.models.trust import is_bucket
 from sie_contracts.settings import SettingError, public_url
+from sie_contracts.status import QueueInfo
 from sie_contracts.wire import topology
 from sie_contracts.wire.configs import ConfigEpoch, has_seen
 from sie_runtime.clock import BrokerClock
@@ -43,7 +45,7 @@ READY_FIX = (
 
 
 async def gateway(probe: ClusterProbe) -> CheckResult:
-    """Check that each gateway answers, lets this user read, and has workers that are well."""
+    """Check that each gateway answers, permits reads by this user, and has healthy workers."""
     findings: list[Finding] = []
     replies = await probe.gateways()
     if not probe.cluster.is_given(GATEWAY_URL) and replies[0].trouble:
@@ -68,14 +70,14 @@ async def gateway(probe: ClusterProbe) -> CheckResult:
                     f"{reply.url}/health answers {reply.status}", "read the gateway's log: this route always answers"
                 )
             )
-        elif probe.cluster.local() is None:  # else the check of ports looks
+        elif probe.cluster.local() is None:  # otherwise the check of ports finds it
             ready = await probe.get(reply.url, "/readyz")
             if ready.status == 503:
                 why = ready.body.decode(errors="replace")[:300]
                 findings.append(Finding(f"the gateway at {reply.url} is {why}", READY_FIX))
-    health = await probe.health()
-    findings += _workers(health)
-    cluster = health.get("cluster", {})
+    with contextlib.suppress(CheckSkipped):
+        findings += _of_check("gateway", await probe.views())
+    cluster = (await probe.health()).get("cluster", {})
     return (
         (
             f"{counted(len(replies), 'gateway')}, {counted(cluster.get('worker_count', 0), 'healthy worker')}, "
@@ -94,7 +96,7 @@ def _refused(reply: ProbeResult, at_broker: str) -> Finding:
 
 
 async def broker_options(probe: ClusterProbe) -> str:
-    """The options by which a command finds the broker; none where it is not known."""
+    """Return the options with the broker's address; empty if it is not known."""
     if probe.cluster.sources.get(BROKER_URL) == SOURCE:
         return f" --data-dir {shlex.quote(str(probe.data_dir))}"
     try:
@@ -103,65 +105,53 @@ async def broker_options(probe: ClusterProbe) -> str:
         return ""
 
 
-def _workers(health: Mapping[str, object]) -> list[Finding]:
-    findings = [
-        Finding(
-            f"worker {info['name']} ({info['pool']}.{info['gpu']}.{info['bundle']}) is not healthy",
-            "GET /readyz on its SIE_WORKER_METRICS_PORT says why; `sie doctor` on its machine looks at its socket",
+def _of_check(check: str, views: Mapping[str, ClusterView]) -> list[Finding]:
+    """Return the gateways' findings of a check. Findings about workers that several gateways report are listed once."""
+    return list(
+        dict.fromkeys(
+            Finding(finding.wrong, finding.fix)
+            for view in views.values()
+            for finding in view.findings
+            if finding.check == check
         )
-        for info in _infos(health, "unhealthy_workers")
-    ]
-    if health and not findings and not _infos(health, "workers"):
-        fix = (
-            "start one: `sie sidecar` and `sie adapter` with one SIE_IPC_SOCKET_PATH, or raise the replicas of a worker"
-            " pool"
-        )
-        findings.append(Finding("no worker is there: requests wait or are refused", fix))
-    return findings
-
-
-def _infos(health: Mapping[str, object], key: str) -> list[dict[str, Any]]:
-    return msgspec.convert(health.get(key, []), list[dict[str, Any]])
-
-
-_ROOM = "give it a larger worker, or fewer models beside it"
-_ENTRY = (
-    "change its entry (sie models set ID), or make the revision before it the newest again (sie models history ID, "
-    "sie models rollback ID REVISION)"
-)
-_FIXES = {
-    "OOM": _ROOM,
-    "NETWORK": "make the source of its weights reachable from the worker, which tries again by itself",
-    "GATED": "accept the licence at the hub and set HF_TOKEN of the workers",
-    "DEPENDENCY": "install the package that it names beside the adapter",
-    "UNKNOWN": f"the log of the adapter has the traceback; {_ENTRY}",
-}
+    )
 
 
 async def loads(probe: ClusterProbe) -> CheckResult:
-    """Failed loads of models on all workers: one finding for each worker and cause."""
-    for gateway in await probe.gateways():
-        if gateway.is_sie and gateway.status == 200:
-            answer = await probe.get(gateway.url, "/v1/models", probe.cluster.gateway_token)
-            break
-    else:
-        raise CheckSkipped("no gateway tells which models its workers have")
-    if answer.status != 200:
-        raise CheckSkipped(f"{gateway.url}/v1/models answers {answer.trouble or answer.status}")
-    models = msgspec.convert(answer.json().get("models", []), list[dict[str, Any]])
-    # the profiles that share a copy of the weights fail together: one finding for all of them
-    failed: dict[tuple[str, str, str], list[str]] = {}
-    for model in models:
-        for host in model["hosts"]:
-            if host["state"] == "failed" and host["error"] is not None:
-                error = host["error"]
-                failed.setdefault((host["worker"], error["code"], error["message"]), []).append(model["id"])
+    """List failed loads of models on all workers: one finding for each worker and cause."""
+    views = await probe.views()
+    loaded = max(view.cluster.models_loaded for view in views.values())
+    return f"{counted(loaded, 'model')} loaded", _of_check("loads", views)
+
+
+async def refusals(probe: ClusterProbe) -> CheckResult:
+    """List requests that gateways refused in the last minutes, for too much work or a fault of the cluster."""
+    views = await probe.views()
     findings = [
-        Finding(f"worker {worker} cannot load {', '.join(names)}: {code}: {message}", _FIXES.get(code, _ENTRY))
-        for (worker, code, message), names in failed.items()
+        Finding(f"gateway {url}: {finding.wrong}" if len(views) > 1 else finding.wrong, finding.fix)
+        for url, view in views.items()
+        for finding in view.findings
+        if finding.check == "refusals"
     ]
-    loaded = sum(1 for model in models if model["loaded"])
-    return f"{counted(loaded, 'model')} loaded", findings
+    return "at most 1 % of the requests of the last 5 minutes", findings
+
+
+LAG_S = 7.0  # seconds until a new gateway knows the length of the queue
+
+
+async def queue(probe: ClusterProbe) -> CheckResult:
+    """List queues whose oldest work has waited long, or that grow."""
+    views, end_s = await probe.views(), time.monotonic() + LAG_S
+    while not (waiting := [_messages(view.queues) for view in views.values() if view.queues is not None]):
+        if time.monotonic() > end_s:
+            raise CheckSkipped("no gateway knows the length of the queue")
+        await asyncio.sleep(1.0)  # a new gateway has not read the queue yet
+        views = await probe.ask_views()
+    return f"{counted(max(waiting), 'message')}, none of them old", _of_check("queue", views)
+
+
+def _messages(queues: Iterable[QueueInfo]) -> int:
+    return sum(entry.messages for entry in queues)
 
 
 MIN_BROKER = (2, 12)
@@ -219,7 +209,7 @@ def _no_jetstream(url: str) -> Finding:
 
 
 async def streams(probe: ClusterProbe) -> CheckResult:
-    """Streams and consumers, against what `sie topology check` wants."""
+    """Compare streams and consumers with those that `sie topology check` expects."""
     connection = await probe.stream_broker()
     where = await broker_options(probe)
     try:
@@ -235,7 +225,7 @@ def _of_step(step: Step, where: str) -> Finding:
     if step.action == "create":
         wrong = f"{step.kind} {step.name} is missing" + (f": {step.reason}" if step.reason else "")
     else:
-        changes = ", ".join(f"{change.field} is {change.found}, wanted {change.wanted}" for change in step.changes)
+        changes = ", ".join(f"{change.field} is {change.actual}, wanted {change.expected}" for change in step.changes)
         wrong = f"{step.kind} {step.name} is not as wanted: {changes or step.reason}"
     if step.action == "refuse":
         return Finding(
@@ -264,7 +254,7 @@ KEYS, KEYS_COPY, CATALOGUE, CATALOGUE_COPY, JOBS, SHARDS = (
 
 
 async def damage(probe: ClusterProbe) -> CheckResult:
-    """Check that every stream can be read, and that keys, catalogue and jobs have what their copies and shards have."""
+    """Check that streams can be read, and that keys, catalogue and jobs agree with their copies and shards."""
     from sie_broker.nats import operator
 
     broker = await probe.stream_broker()
@@ -338,18 +328,18 @@ async def _catalogue(broker: NatsBroker) -> dict[str, str]:
 
 
 async def _jobs(broker: NatsBroker) -> dict[str, str]:
-    """A job is removed after its shards."""
+    """Find shards whose job is missing: a job is removed after its shards."""
     jobs = {subject.rpartition(".")[2] for subject in await broker.subject_counts(JOBS, "$KV.*.job.>")}
     shards = {subject.split(".")[2] for subject in await broker.subject_counts(SHARDS, ">")}
     lost = sorted(shards - jobs)
     return {JOBS: f"it lacks {counted(len(lost), 'job')} of which there are shards ({_named(lost)})"} if lost else {}
 
 
-DRIFT_S = 5.0  # that a write of the catalogue takes at most to everybody, on a busy machine
+DRIFT_S = 5.0  # seconds until all processes have a write of the catalogue, on a busy machine
 
 
 async def config(probe: ClusterProbe) -> CheckResult:
-    """Check that the config service answers, and that all gateways and workers serve by its catalogue."""
+    """Check that the config service answers, and that all gateways and workers use its catalogue."""
     reply = await probe.config()
     url = await probe.config_url()
     fix = (
@@ -407,7 +397,7 @@ async def config(probe: ClusterProbe) -> CheckResult:
 
 
 async def restored(probe: ClusterProbe, url: str) -> list[Finding]:
-    """Models whose newest revision could not be loaded, so that the one before it serves again."""
+    """List models whose newest revision could not be loaded: the revision before it serves again."""
     answer = await probe.get(url, "/v1/configs/models", probe.config_token)
     fix = "correct the entry and write it again (sie models history ID, sie models set ID)"
     models = msgspec.convert(answer.json().get("models", []), list[dict[str, Any]]) if answer.status == 200 else []
@@ -420,8 +410,8 @@ def drift(
     """List the gateways and workers that are behind the catalogue: gateways by name with their epoch, workers with
     their bundle and epoch.
 
-    A worker is behind when a write that concerns its bundle is missing. Without `epoch`, the config service's word,
-    gateways are compared with each other, and workers by the bucket alone: which writes concern them is not known then.
+    A worker is behind if it lacks a write of its bundle. Without the config service's `epoch`, gateways are compared
+    with each other, and workers with the bucket alone: then it is not known which writes concern a bundle.
     """
     latest = epoch.epoch if epoch else max(gateways.values(), key=_writes, default="")
     findings = [
@@ -453,14 +443,14 @@ def _drifted(name: str, stands: str, expected: str) -> Finding:
 
 
 async def models(probe: ClusterProbe) -> CheckResult:
-    """The folder of models that the local `sie serve` reads: one file that is refused keeps all of it back."""
+    """Check the folder of models that the local `sie serve` reads: one invalid file blocks the whole folder."""
     from sie_config_service.overlay import Overlay
 
     access = probe.cluster.local()
     folder = access.models_dir if access is not None else ""
     if not folder or is_bucket(folder):
         raise NotApplicable("nothing that runs here reads a folder of models")
-    if not await asyncio.to_thread(Path(folder).is_dir):  # the default one, which need not be there
+    if not await asyncio.to_thread(Path(folder).is_dir):  # the default folder may be missing
         raise NotApplicable(f"there is no {folder}, so the models are those of the package")
     try:
         folders = await asyncio.to_thread(Overlay(dataclasses.replace(probe.settings, models_dir=folder)).folders)
@@ -470,11 +460,11 @@ async def models(probe: ClusterProbe) -> CheckResult:
     return f"{counted(len(folders.files), 'model')} in {folder}", []
 
 
-CLOCK_S = 2.0  # keys end, logs and request ids are stamped by wall clocks; ages of work are not
+CLOCK_S = 2.0  # seconds; wall clocks decide when keys end and stamp logs and request ids
 
 
 async def clock(probe: ClusterProbe) -> CheckResult:
-    """Wall clocks of this machine, the gateways, the config service and the workers, against the broker's."""
+    """Compare all wall clocks (this machine, gateways, config service, workers) with the broker's."""
     connection = await probe.stream_broker()
     try:
         names = [str(info.config["name"]) for info in await connection.stream_infos()]
@@ -523,7 +513,7 @@ def _off(whose: str, ahead_s: float) -> Finding:
 
 
 async def versions(probe: ClusterProbe) -> CheckResult:
-    """One version of everything, but during an upgrade."""
+    """Check that all members have one version, except during an upgrade."""
     by_version: dict[str, list[str]] = defaultdict(list)
     by_version[sie_contracts.__version__].append("this `sie`")
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):

@@ -18,7 +18,19 @@ import msgspec
 from sie_broker import BrokerError
 from sie_cli.cluster import Cluster, data_dir_option
 from sie_cli.display import counted
-from sie_cli.doctor.checks import broker, clock, config, damage, gateway, loads, models, streams, versions
+from sie_cli.doctor.checks import (
+    broker,
+    clock,
+    config,
+    damage,
+    gateway,
+    loads,
+    models,
+    queue,
+    refusals,
+    streams,
+    versions,
+)
 from sie_cli.doctor.machine import PROBE_S, disk, gpu, ports, sockets
 from sie_cli.doctor.probe import Check, CheckResult, CheckSkipped, ClusterProbe, Finding, NotApplicable, open_probe
 from sie_cli.options import ManyOptions, flags_of, refuse, settings_options
@@ -58,7 +70,7 @@ def faults_of(
 
 
 def _contradiction(flags: Mapping[str, str], environ: Mapping[str, str]) -> str:
-    """Return the contradiction of two settings that can each be read; empty where there is none."""
+    """Return the contradiction of two valid settings; empty if there is none."""
     try:
         load(flags=flags, environ=environ)
     except SettingError as error:
@@ -98,6 +110,8 @@ CHECKS: dict[str, Check] = {
     "config": config,
     "models": models,
     "loads": loads,
+    "refusals": refusals,
+    "queue": queue,
     "sockets": sockets,
     "gpu": gpu,
     "disk": disk,
@@ -118,8 +132,8 @@ _SHOWN: Mapping[State, tuple[str, str]] = {
 
 
 class CheckReport(msgspec.Struct, frozen=True):
-    """Report of one check. `state`: fine, wrong, absent (nothing to look at), blind (it could not look). `says`: the
-    line beside it.
+    """Report of one check. `state`: fine, wrong, absent (nothing to check) or blind (the check was not possible).
+    `says`: the text beside it.
     """
 
     check: str
@@ -142,12 +156,12 @@ def doctor(data_dir: Path | None, as_json: bool, **values: Any) -> None:
 
     Give it the settings of the processes: it looks for what they would meet. What it is not told, broker and config
     service, it asks the gateway for. It looks at settings, ports, gateways and their workers, the broker, streams and
-    consumers, who is behind the catalogue, models that do not load, the sockets of adapters, GPU, disks, clocks and
-    versions.
+    consumers, who is behind the catalogue, models that do not load, refused requests, queues, the sockets of
+    adapters, GPU, disks, clocks and versions.
 
     Status 0: nothing is wrong. 1: something is. 2: nothing was found, but not all could be looked at.
     """
-    logging.getLogger("sie.broker").addHandler(logging.NullHandler())  # what matters of it is a finding
+    logging.getLogger("sie.broker").addHandler(logging.NullHandler())  # its important messages become findings
     values.pop("failpoints", None)
     try:
         reports = asyncio.run(examined(flags_of(values), os.environ, data_dir))
@@ -166,11 +180,11 @@ def doctor(data_dir: Path | None, as_json: bool, **values: Any) -> None:
 
 
 async def examined(flags: Mapping[str, str], environ: Mapping[str, str], named: Path | None) -> list[CheckReport]:
-    """The reports of all checks, in their order. `named` is a data directory that was asked for. Raises SettingError
-    for a wrong one.
+    """Return the reports of all checks, in their order. `named`: the data directory that the user named. Raises
+    SettingError if it is invalid.
     """
     faults, good_flags, good_environ = faults_of(flags, environ)
-    cluster = Cluster.of(load(flags=good_flags, environ=good_environ), named, required=False)
+    cluster = Cluster.locate(load(flags=good_flags, environ=good_environ), named, required=False)
     checks: dict[str, Check] = {"settings": check_settings(faults, good_flags, good_environ), **CHECKS}
     async with open_probe(cluster) as probe:
         return list(await asyncio.gather(*(_report(name, check, probe) for name, check in checks.items())))
@@ -198,7 +212,7 @@ def status_of(reports: list[CheckReport]) -> int:
 
 
 def show(reports: list[CheckReport]) -> None:
-    """Print for people: each check, under it what is wrong and the fix."""
+    """Print each check with its faults and their remedies."""
     width = max(len(report.check) for report in reports)
     for entry in reports:
         word, colour = _SHOWN[entry.state]

@@ -1,4 +1,4 @@
-"""This machine: sockets of its workers, its disks, its ports of probes and metrics, its GPU."""
+"""Checks of this machine: sockets of its workers, disks, ports of probes and metrics, GPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MIN_FREE_BYTES = 256 << 20
 
 
 async def sockets(probe: ClusterProbe) -> CheckResult:
-    """The sockets between sidecars and adapters."""
+    """Check the sockets between sidecars and adapters."""
     probed = await probe.sockets()
     findings = [Finding(socket.wrong, socket.fix) for socket in probed if socket.wrong]
     unseen = [str(socket.path) for socket in probed if socket.is_unseen]
@@ -34,7 +34,7 @@ async def sockets(probe: ClusterProbe) -> CheckResult:
 
 
 async def disk(probe: ClusterProbe) -> CheckResult:
-    """Room for weights, payloads and the queue, on the disks of this machine."""
+    """Check the free space for weights, payloads and the queue on the disks of this machine."""
     return await asyncio.to_thread(_disks, probe)
 
 
@@ -77,7 +77,7 @@ def _disks(probe: ClusterProbe) -> CheckResult:
 
 
 def _filled(folder: Path, data_dir: Path) -> str:
-    """The file system of a folder, and how much of it `sie serve` has filled itself."""
+    """Return the file system of a folder, and the share of it that `sie serve` uses."""
     place = folder.absolute()
     while not os.path.ismount(place):
         place = place.parent
@@ -97,10 +97,10 @@ def _payload_folder(probe: ClusterProbe) -> Path | None:
 
 
 async def ports(probe: ClusterProbe) -> CheckResult:
-    """The ports of probes and metrics that this machine was told, or that its `sie serve` wrote down: that SIE answers,
-    and is ready.
+    """Check that SIE answers at its ports of probes and metrics, and is ready. The ports come from settings or from the
+    running `sie serve`.
 
-    The documented defaults are not looked at: whoever holds them may be anybody.
+    The documented defaults are not checked: another program may use them.
     """
     findings, notes = [], []
     addresses = [
@@ -162,8 +162,10 @@ async def _is_open(port: int) -> bool:
     return True
 
 
-PROBE_S = 60.0  # of `import torch` on a cold disk
-_CONTROL = Path("/dev/nvidiactl")  # there as soon as a driver is loaded, or was
+PROBE_S = 60.0  # seconds for `import torch` on a cold disk
+_CONTROL = Path("/dev/nvidiactl")  # exists once a driver was loaded
+_PCI = Path("/sys/bus/pci/devices")
+_NVIDIA, _DISPLAY = "0x10de", "0x03"  # PCI ids: the vendor, and the class of display controllers
 _TORCH = (
     "import json,torch;print(json.dumps({'version':torch.__version__,'cuda':torch.version.cuda or '',"
     "'usable':torch.cuda.is_available(),'count':torch.cuda.device_count()}))"
@@ -171,15 +173,18 @@ _TORCH = (
 
 
 async def gpu(probe: ClusterProbe) -> CheckResult:
-    """Driver, torch and its CUDA, where a GPU is there or asked for."""
+    """Check the driver, torch and its CUDA if a GPU exists or is required."""
     device = probe.settings.device
     driver, trouble = _driver()
     has_device = driver is not None or await asyncio.to_thread(_CONTROL.exists)
     is_requested = device.startswith("cuda")
-    if not is_requested and not has_device:
-        return f"none is here, and SIE_DEVICE={device} asks for none", []
     if device == "cpu":
         return "SIE_DEVICE=cpu asks for none", []
+    if not is_requested and not has_device:
+        if importlib.util.find_spec("torch") is None or not await asyncio.to_thread(has_nvidia_card, _PCI):
+            return f"none is here, and SIE_DEVICE={device} asks for none", []
+        fix = "install the driver of NVIDIA (`nvidia-smi` has to work), or set SIE_DEVICE=cpu if the CPU is meant"
+        return "", [Finding(f"an NVIDIA GPU is here, but no driver answers: {trouble}", fix)]
     if not is_requested and importlib.util.find_spec("torch") is None:
         raise NotApplicable("a GPU is here, but no torch: no adapter runs in this environment")
     if importlib.util.find_spec("torch") is None:
@@ -191,8 +196,16 @@ async def gpu(probe: ClusterProbe) -> CheckResult:
     )
 
 
+def has_nvidia_card(devices: Path) -> bool:
+    """Return whether the folder of PCI devices lists a GPU of NVIDIA."""
+    return any(
+        vendor.read_text().strip() == _NVIDIA and vendor.with_name("class").read_text().startswith(_DISPLAY)
+        for vendor in devices.glob("*/vendor")
+    )
+
+
 class GpuDriver(NamedTuple):
-    """Its version, and the newest CUDA that it runs, as (major, minor)."""
+    """Driver of a GPU: its version, and the newest CUDA version that it supports, as (major, minor)."""
 
     version: str
     cuda: tuple[int, int]
@@ -202,7 +215,7 @@ class GpuDriver(NamedTuple):
 
 
 class TorchBuild(msgspec.Struct, frozen=True):
-    """Torch's own description of its build. `cuda`: the version that it was built for, empty without."""
+    """Torch's description of its build. `cuda`: its CUDA version; empty for a build without CUDA."""
 
     version: str
     cuda: str
@@ -211,17 +224,21 @@ class TorchBuild(msgspec.Struct, frozen=True):
 
 
 def gpu_faults(device: str, torch: TorchBuild, driver: GpuDriver | None, trouble: str) -> list[Finding]:
-    """List the faults of the GPU for SIE_DEVICE `device`. `trouble`: why there is no driver."""
+    """List the faults of the GPU for SIE_DEVICE `device`. `trouble`: the reason why there is no driver."""
     instead = "or set SIE_DEVICE=cpu" if device.startswith("cuda") else "or set SIE_DEVICE=cpu if that is meant"
     if not torch.cuda:
+        number = torch.version.partition("+")[0]
         return [
             Finding(
                 f"torch {torch.version} is built without CUDA"
                 + (f", but SIE_DEVICE={device}" if device.startswith("cuda") else ""),
-                "install the build for this driver (`pip install torch --index-url "
-                f"https://download.pytorch.org/whl/...`), {instead}",
+                f"install the build for this driver (`pip install --force-reinstall torch=={number}` takes that with "
+                f"CUDA of PyPI), {instead}",
             )
         ]
+    if driver is None and "mismatch" in trouble:
+        fix = "restart the machine: its kernel still has the module of the driver before the update"
+        return [Finding(f"the NVIDIA driver does not answer: {trouble}", fix)]
     if driver is None:
         fix = f"install it (`nvidia-smi` has to work), give the container the GPU, {instead}"
         return [Finding(f"no NVIDIA driver answers: {trouble}", fix)]
@@ -236,15 +253,15 @@ def gpu_faults(device: str, torch: TorchBuild, driver: GpuDriver | None, trouble
             return [Finding(f"CUDA_VISIBLE_DEVICES={hidden} leaves no GPU", fix)]
         fix = f"`nvidia-smi` and the adapter's log say more, {instead}"
         return [Finding(f"torch {torch.version} cannot use the GPU of driver {driver}", fix)]
-    number = int(device.partition(":")[2] or 0)
-    if number >= torch.count:
+    place = int(device.partition(":")[2] or 0)
+    if place >= torch.count:
         names = ", ".join(f"cuda:{number}" for number in range(torch.count))
         return [Finding(f"SIE_DEVICE={device}, but there is {names} alone", f"set SIE_DEVICE to {names}")]
     return []
 
 
 def _driver() -> tuple[GpuDriver | None, str]:
-    """The driver, or why there is none."""
+    """Return the driver, or the reason why there is none."""
     try:
         import pynvml
     except ImportError:
@@ -263,7 +280,7 @@ def _driver() -> tuple[GpuDriver | None, str]:
 
 
 async def _torch() -> TorchBuild:
-    """Describe torch by a process of its own, which ends with the memory that it took. Raises CheckSkipped."""
+    """Describe torch in a separate process, which frees its memory at its end. Raises CheckSkipped."""
     child = await asyncio.create_subprocess_exec(
         sys.executable, "-c", _TORCH, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )

@@ -27,6 +27,7 @@ import msgspec
 from sie_broker import BrokerUnavailable, CoreMessage
 from sie_cli.cluster import CONFIG_URL, SOURCE, Cluster
 from sie_cli.data_dir import sockets_folder
+from sie_contracts.api.views import ClusterView
 from sie_contracts.settings import Secret, public_url
 from sie_contracts.wire import heartbeats, ipc, topology
 from sie_contracts.wire.configs import ConfigEpoch
@@ -35,14 +36,14 @@ from sie_contracts.wire.heartbeats import GatewayBeat, Heartbeat
 if TYPE_CHECKING:
     from sie_broker.nats import NatsBroker
 
-CALL_S = 3.0  # time limit of one question over HTTP or a socket, in seconds
-BEAT_MARGIN_S = 1.0  # a heartbeat may come so much later than its interval
-GATEWAYS_S = 1.5  # every gateway announces itself within it
+CALL_S = 3.0  # seconds; time limit of a request over HTTP or a socket
+BEAT_MARGIN_S = 1.0  # seconds; permitted delay of a heartbeat
+GATEWAYS_S = 1.5  # seconds within which every gateway announces itself
 T = TypeVar("T")
 
 
 class CheckSkipped(Exception):
-    """A check could not look: the reason."""
+    """Reason why a check was not possible."""
 
 
 class NotApplicable(Exception):
@@ -51,8 +52,8 @@ class NotApplicable(Exception):
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """One answer over HTTP, or `trouble`: why there is none. `ahead_s`: the server's wall clock less ours, by the id
-    that it gave the request, at most `margin_s` off; None where it gave none.
+    """Answer over HTTP. `trouble`: the reason if there is none. `ahead_s`: the server's wall clock minus ours, from the
+    id of the request, correct to `margin_s`; None without an id.
     """
 
     url: str
@@ -68,7 +69,7 @@ class ProbeResult:
         return bool(self.version)
 
     def json(self) -> dict[str, Any]:
-        """The body; nothing where it is no JSON map."""
+        """Return the body; empty if it is no JSON map."""
         try:
             return msgspec.json.decode(self.body, type=dict[str, Any])
         except msgspec.DecodeError:
@@ -77,11 +78,11 @@ class ProbeResult:
 
 @dataclass
 class Heartbeats:
-    """Workers and gateways that announced themselves at the broker so far, by name. It goes on to listen."""
+    """Workers and gateways that announced themselves at the broker so far, by name. The subscription stays open."""
 
     workers: dict[str, Heartbeat] = field(default_factory=dict)
     gateways: dict[str, GatewayBeat] = field(default_factory=dict)
-    unreadable: set[str] = field(default_factory=set)  # subjects of what this version cannot read
+    unreadable: set[str] = field(default_factory=set)  # subjects with messages that this version cannot read
     came: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def on_worker(self, message: CoreMessage) -> None:
@@ -108,7 +109,7 @@ class Heartbeats:
 
 @dataclass(frozen=True)
 class AdapterSocket:
-    """One socket of an adapter. `wrong` and `fix` where something is; `description` where it answered."""
+    """Socket of an adapter. `wrong` and `fix`: its fault and remedy. `description`: the adapter's reply."""
 
     path: Path
     wrong: str = ""
@@ -118,7 +119,7 @@ class AdapterSocket:
 
 
 def once(read: Callable[[ClusterProbe], Coroutine[Any, Any, T]]) -> Callable[[ClusterProbe], Coroutine[Any, Any, T]]:
-    """Read by one task, whose outcome all checks get."""
+    """Read a value in one task, whose result all checks get."""
 
     @functools.wraps(read)
     async def outcome(probe: ClusterProbe) -> T:
@@ -143,7 +144,7 @@ class ClusterProbe:
 
     @property
     def serve(self) -> str:
-        """The command that starts `sie serve` with this data directory."""
+        """Return the command that starts `sie serve` with this data directory."""
         return self.cluster.serve
 
     async def close(self) -> None:
@@ -157,7 +158,7 @@ class ClusterProbe:
     # ---- HTTP
 
     async def get(self, url: str, path: str, token: Secret | None = None) -> ProbeResult:
-        """One question. Never raises for what a server or its absence does."""
+        """Send a GET. A missing or faulty server never raises."""
         headers = {"authorization": f"Bearer {token.reveal()}"} if token else {}
         asked_s = time.time()
         try:
@@ -180,33 +181,53 @@ class ClusterProbe:
 
     @once
     async def gateways(self) -> list[ProbeResult]:
-        """`/health` of each gateway that is named."""
+        """Return `/health` of each named gateway."""
         cluster = self.cluster
         if cluster.is_named and self.settings.gateway_url is None and cluster.local() is None:
-            # whoever answers at the default address is another one
+            # a gateway at the default address belongs to another cluster
             return [ProbeResult(cluster.gateway_urls[0], trouble=f"nothing runs with {self.data_dir}")]
         requests = (self.get(url, "/health", cluster.gateway_token) for url in cluster.gateway_urls)
         return list(await asyncio.gather(*requests))
 
     async def health(self) -> dict[str, Any]:
-        """Return the health of the first gateway that answers; empty where none does."""
+        """Return the health of the first gateway that answers; empty if none answers."""
         for reply in await self.gateways():
             if reply.status == 200 and reply.is_sie:
                 return reply.json()
         return {}
+
+    async def ask_views(self) -> dict[str, ClusterView]:
+        """Request `/v1/cluster` of each gateway that answers, by its URL, without the cached result of `views`. Raises
+        CheckSkipped if there is none.
+        """
+        cluster = self.cluster
+        up = {reply.url for reply in await self.gateways() if reply.status == 200 and reply.is_sie}
+        urls = [url for url in cluster.gateway_urls if public_url(url) in up]
+        replies = await asyncio.gather(*(self.get(url, "/v1/cluster", cluster.gateway_token) for url in urls))
+        views = {}
+        for reply in replies:
+            with contextlib.suppress(msgspec.DecodeError):  # of a gateway of an older version
+                views[reply.url] = msgspec.json.decode(reply.body, type=ClusterView)
+        if not views:
+            raise CheckSkipped(
+                f"{replies[0].url}/v1/cluster answers {replies[0].trouble or replies[0].status}"
+                if replies
+                else "no gateway tells the state of the cluster"
+            )
+        return views
+
+    views = once(ask_views)
 
     async def is_standalone(self) -> bool:
         health = await self.health()
         return bool(health) and health.get("nats_url") is None
 
     async def config_url(self) -> str:
-        """Empty where nobody says where the config service is."""
+        """Return the address of the config service; empty if it is not known."""
         return self.settings.config_service_url or str((await self.health()).get("config_url") or "")
 
     async def ask_config(self) -> ProbeResult:
-        """Request the config service's epoch, without the cached result of `config`. Raises NotApplicable,
-        CheckSkipped.
-        """
+        """Request the config service's epoch, without the cache of `config`. Raises NotApplicable, CheckSkipped."""
         if await self.is_standalone():
             raise NotApplicable("the catalogue is in the gateway's own process (--standalone)")
         url = await self.config_url()
@@ -232,7 +253,7 @@ class ClusterProbe:
     # ---- the broker
 
     async def broker_url(self) -> str:
-        """Raises NotApplicable, CheckSkipped."""
+        """Return the broker's address. Raises NotApplicable, CheckSkipped."""
         if self.settings.nats_url:
             return self.settings.nats_url
         health = await self.health()
@@ -244,12 +265,12 @@ class ClusterProbe:
 
     @once
     async def broker(self) -> NatsBroker:
-        """A connection. Raises NotApplicable, CheckSkipped, BrokerUnavailable."""
+        """Return a connection. Raises NotApplicable, CheckSkipped, BrokerUnavailable."""
         self._open = await self.cluster.open_broker("sie-doctor", await self.broker_url())
         return self._open
 
     async def connected_broker(self) -> NatsBroker:
-        """The connection for a check that leaves its faults to that of the broker. Raises NotApplicable,
+        """Return the connection for a check that does not report faults of the broker itself. Raises NotApplicable,
         CheckSkipped.
         """
         try:
@@ -258,7 +279,7 @@ class ClusterProbe:
             raise CheckSkipped("there is no connection to the broker") from error
 
     async def stream_broker(self) -> NatsBroker:
-        """The connection for a check that needs streams. Raises NotApplicable, CheckSkipped."""
+        """Return the connection for a check that needs streams. Raises NotApplicable, CheckSkipped."""
         broker = await self.connected_broker()
         if not broker.server[1]:
             raise CheckSkipped("the broker has no JetStream")
@@ -266,7 +287,7 @@ class ClusterProbe:
 
     @once
     async def heartbeats(self) -> Heartbeats:
-        """Announcements of a heartbeat's interval, or of less once all whom the gateways know were heard. Raises
+        """Collect heartbeats for one interval, or until all workers of the gateways have sent one. Raises
         NotApplicable, CheckSkipped.
         """
         broker = await self.connected_broker()
@@ -275,7 +296,7 @@ class ClusterProbe:
         await broker.subscribe(f"{topology.GATEWAY_SUBJECT}.*", beats.on_gateway)
         begun_s = time.monotonic()
         expected = {info["name"] for info in (await self.health()).get("workers", ())}
-        await asyncio.sleep(GATEWAYS_S)  # nothing ends it sooner: how many gateways there are nobody knows
+        await asyncio.sleep(GATEWAYS_S)  # the full time, because the number of gateways is not known
         end_s = begun_s + self.settings.health_publish_interval_ms / 1000 + BEAT_MARGIN_S
         while not (expected and expected <= beats.workers.keys() and beats.gateways) and time.monotonic() < end_s:
             beats.came.clear()
@@ -309,7 +330,7 @@ class ClusterProbe:
 
 
 async def probe_socket(path: Path) -> AdapterSocket:
-    """Look at a socket and ask the adapter behind it for its description."""
+    """Check a socket and request the description of its adapter."""
     restart = (
         f"start the adapter again, with SIE_IPC_SOCKET_PATH={path} as the sidecar has it; its log says why it ended"
     )
@@ -329,7 +350,7 @@ async def probe_socket(path: Path) -> AdapterSocket:
         wrong = f"{path} may be opened by other users (mode {stat.S_IMODE(status.st_mode):04o}, expected 0600)"
         return AdapterSocket(path, wrong, f"chmod 600 {path}, and find out who changed it: the adapter makes it so")
     if status.st_uid != os.geteuid():
-        return AdapterSocket(path, is_unseen=True)  # an adapter answers its own user alone
+        return AdapterSocket(path, is_unseen=True)  # an adapter answers only its own user
     try:
         async with asyncio.timeout(CALL_S):
             answer = await _describe(path)
@@ -350,7 +371,7 @@ async def probe_socket(path: Path) -> AdapterSocket:
 
 
 async def _describe(path: Path) -> ipc.Reply:
-    """Raises OSError, EOFError, FrameError."""
+    """Request the adapter's description. Raises OSError, EOFError, FrameError."""
     reader, writer = await asyncio.open_unix_connection(str(path))
     try:
         writer.write(ipc.frame(ipc.Describe()))
@@ -361,7 +382,7 @@ async def _describe(path: Path) -> ipc.Reply:
 
 
 def _time_of_id(request_id: str) -> float | None:
-    """Read the time at which a UUID of version 7 was made, seconds since 1970."""
+    """Return the creation time of a UUID of version 7, seconds since 1970."""
     try:
         parsed = uuid.UUID(request_id)
     except ValueError:
@@ -379,7 +400,7 @@ async def open_probe(cluster: Cluster) -> AsyncIterator[ClusterProbe]:
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """One line what is wrong, one line what mends it."""
+    """Fault and remedy, one line each."""
 
     wrong: str
     fix: str

@@ -5,6 +5,8 @@ arguments ──► EvalSpec ──► evaluation ──► table, pages, exit c
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,8 +21,10 @@ from sie_cli.evals import evaluation, opened, outputs, targets, tasks
 from sie_cli.evals import results as _results
 from sie_cli.evals.evaluation import EvalSpec
 from sie_cli.evals.load import LoadLevel
+from sie_cli.evals.opened import EvalGateway
 from sie_cli.evals.perf import LoadPlan
-from sie_cli.evals.report import KINDS
+from sie_cli.evals.report import KINDS, EvalReport
+from sie_cli.evals.results import StoredReport
 from sie_cli.refusal import CommandRefused
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -53,8 +57,8 @@ def evals() -> None:
     """How good and how fast a model is: `run`, which may be left out, `list` and `compare`."""
 
 
-@evals.command(name="run", short_help="Measure a model.")
-@click.argument("model")
+@evals.command(name="run", short_help="Measure models.")
+@click.argument("models", nargs=-1, required=True, metavar="MODEL...")
 @click.option(
     "-t",
     "--task",
@@ -97,7 +101,7 @@ def evals() -> None:
 @click.option("--json", "as_json", is_flag=True, help="The figures as JSON.")
 def run(
     cluster: Cluster,
-    model: str,
+    models: tuple[str, ...],
     task: str,
     kind: Any,
     sources: str,
@@ -111,7 +115,7 @@ def run(
     as_json: bool,
     **load: Any,
 ) -> None:
-    """Measure MODEL on a task, from several sources side by side.
+    """Measure each MODEL on a task, from several sources side by side. The first MODEL is compared with each other one.
 
     \b
     Sources, with commas between them; the first is compared with each other one:
@@ -131,45 +135,73 @@ def run(
 
     \b
     sie eval sentence-transformers/all-MiniLM-L6-v2 -t stsb -s sie,st
+    sie eval BAAI/bge-m3 intfloat/e5-base-v2 -t my-documents
     sie eval BAAI/bge-m3 -t my-documents --outputs int8,binary+rescore,sparse,multivector
     sie eval BAAI/bge-m3 -t mteb/NFCorpus --type perf -s sie --sweep clients=1,4,16,64 --html speed.html
     sie eval BAAI/bge-m3 -t mteb/NFCorpus --type perf -s sie,targets
     sie eval list
     sie eval compare OLD.json NEW.json
     """
+    if len(set(models)) != len(models):
+        raise CommandRefused("a model is named twice")
+    if len(models) > 1 and (save_targets or markdown or html):
+        raise CommandRefused("--save-targets, --markdown and --html are of one model")
+    if kind == "perf" and (kinds or rerank):
+        raise CommandRefused("--outputs and --rerank need --type quality")
+    folder = results or cluster.data_dir / FOLDER
     spec = EvalSpec(
-        model,
+        models[0],
         task,
         kind,
         opened.names(sources),
-        results or cluster.data_dir / FOLDER,
+        folder,
         _plan(**load),
         targets_file,
         [kind.strip() for kind in kinds.split(",") if kind.strip()],
         rerank,
     )
-    if kind == "perf" and (kinds or rerank):
-        raise CommandRefused("--outputs and --rerank need --type quality")
-    measured = evaluation.run(spec, cluster)
-    report = measured.report
+    with contextlib.ExitStack() as held:
+        gateway = EvalGateway(cluster, held)
+        outcomes = [evaluation.run(dataclasses.replace(spec, model=model), gateway) for model in models]
+    reports = [measured.report for measured in outcomes]
     if as_json:
-        click.echo(msgspec.json.format(msgspec.json.encode(report.figures(with_values=False))))
-    else:
-        click.echo(f"{report.title}: {report.about}")
-        table(report.table)
-        for line in (*report.missed, *report.notes):
-            click.echo(line)
-    click.echo(f"stored as {_results.store(spec.results, report, measured.about)}", err=True)
+        figures = [report.figures(with_values=False) for report in reports]
+        click.echo(msgspec.json.format(msgspec.json.encode(figures if len(models) > 1 else figures[0])))
+    files = []
+    for measured in outcomes:
+        if not as_json:
+            _show(measured.report)
+        files.append(_results.store(folder, measured.report, measured.about))
+        click.echo(f"stored as {files[-1]}", err=True)
+    first, *rest = [_results.read(file) for file in files]
+    for stored in () if as_json else rest:
+        click.echo()
+        _show_changes(first, stored)
+    (measured, *_), (report, *_) = outcomes, reports
     if save_targets is not None:
-        targets.save(save_targets, model, measured.targets)
+        targets.save(save_targets, models[0], measured.targets)
     for name, file, page in (("markdown", markdown, report.markdown), ("html", html, report.html)):
         if file is not None:
             try:
                 file.write_text(page(), "utf-8")
             except OSError as error:
                 raise CommandRefused(f"--{name} {file}: {error.strerror}") from error
-    if report.missed:
+    if any(report.missed for report in reports):
         raise SystemExit(EXIT_MISSED)
+
+
+def _show(report: EvalReport) -> None:
+    click.echo(f"{report.title}: {report.about}")
+    table(report.table)
+    for line in (*report.missed, *report.notes):
+        click.echo(line)
+
+
+def _show_changes(old: StoredReport, new: StoredReport) -> None:
+    rows, notes = _results.compared(old, new)
+    table(rows)
+    for note in notes:
+        click.echo(note)
 
 
 @evals.command(name="list", short_help="Results that are stored.")
@@ -197,10 +229,7 @@ def compare(old: Path, new: Path) -> None:
 
     `sie eval list` shows the files.
     """
-    rows, notes = _results.compared(_results.read(old), _results.read(new))
-    table(rows)
-    for note in notes:
-        click.echo(note)
+    _show_changes(_results.read(old), _results.read(new))
 
 
 def _plan(

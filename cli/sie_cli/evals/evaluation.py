@@ -12,12 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sie_cli.cluster import Cluster
 from sie_cli.display import counted, items
-from sie_cli.evals import opened, outputs, perf, quality, report, results, targets, tasks
+from sie_cli.evals import opened, outputs, packages, perf, quality, report, results, targets, tasks
 from sie_cli.evals.load import NOBODY, WorkerWatch
 from sie_cli.evals.mteb_tasks import Mteb
-from sie_cli.evals.opened import OpenSources
+from sie_cli.evals.opened import EvalGateway, OpenSources
 from sie_cli.evals.perf import LoadPlan, LoadPoint
 from sie_cli.evals.quality import Measurement
 from sie_cli.evals.report import EvalReport, Kind
@@ -76,17 +75,18 @@ class _EvalContext:
         return opened.first_cluster(self.sources)
 
 
-def run(spec: EvalSpec, cluster: Cluster) -> EvalOutcome:
+def run(spec: EvalSpec, gateway: EvalGateway) -> EvalOutcome:
     """Measure a model and compare it with its targets. Raises CommandRefused. Faults that would make the result useless
     are reported before the measurement.
     """
+    packages.check(spec.task, spec.sources)
     task = tasks.find(spec.task)
     if isinstance(task, Texts) and spec.kind == "quality":
         raise CommandRefused(f"the texts of {task.name} have no judgements: use --type perf, which measures speed")
     results.check(spec.results)
     with contextlib.ExitStack() as held:
         try:
-            sources = OpenSources(cluster, spec.model, held)
+            sources = OpenSources(gateway, spec.model, held)
             for name in spec.sources:
                 if name != "targets":
                     sources.open(name)
@@ -127,7 +127,8 @@ def _quality(context: _EvalContext, sources: OpenSources) -> EvalOutcome:
     about = f"{counts(task)}{note}"
     if cache.reused_texts:
         about += f"; answers to {counted(cache.reused_texts, 'text')} are those of an interrupted evaluation"
-    document = report.of_quality(spec.model, task.name, about, scores, expected, missed)
+    names = task.queries if isinstance(task, Retrieval) else {}
+    document = report.of_quality(spec.model, task.name, about, scores, expected, missed, names)
     return EvalOutcome(document, context.about, {task.name: targets.expected(first.scores, is_speed=False)})
 
 

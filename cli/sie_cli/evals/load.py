@@ -97,7 +97,7 @@ async def _closed(send: Send, requests: Iterator[LoadRequest], clients: int, end
 
     async def client() -> None:
         while (now_s := time.perf_counter()) < end_s:
-            call = await _one(send, next(requests), now_s)
+            call = await _sent_once(send, next(requests), now_s)
             calls.append(call)
             if call.code:
                 await asyncio.sleep(AFTER_FAILURE_S)
@@ -115,7 +115,7 @@ async def _open(send: Send, requests: Iterator[LoadRequest], rate: float, end_s:
     due_s = time.perf_counter()
 
     async def send_at(request: LoadRequest, due_s: float) -> None:
-        calls.append(await _one(send, request, due_s))
+        calls.append(await _sent_once(send, request, due_s))
 
     async with asyncio.TaskGroup() as group:
         while (due_s := due_s + rng.exponential(1 / rate)) < end_s:
@@ -130,7 +130,7 @@ async def _open(send: Send, requests: Iterator[LoadRequest], rate: float, end_s:
     return calls
 
 
-async def _one(send: Send, request: LoadRequest, due_s: float) -> SentRequest:
+async def _sent_once(send: Send, request: LoadRequest, due_s: float) -> SentRequest:
     code, answer = NO_ANSWER, LoadReply()
     with contextlib.suppress(TimeoutError):
         try:

@@ -102,7 +102,7 @@ class _Encoder(_MtebModel):
     """mteb.EncoderProtocol over a source. Texts get the prompts of the model, not the prompts of the task."""
 
     def encode(self, inputs: Any, *, prompt_type: Any = None, **_: Any) -> Any:
-        texts = list(_of(inputs))
+        texts = list(_batch_texts(inputs))
         is_query = getattr(prompt_type, "value", None) == "query"
         return np.asarray(self._work.vectors(self._step, texts, is_query=is_query), np.float32)
 
@@ -122,13 +122,13 @@ class _CrossEncoder(_MtebModel):
 
     def predict(self, inputs1: Any, inputs2: Any, **_: Any) -> Any:
         scores: list[float] = []
-        pairs = zip(_of(inputs1), _of(inputs2), strict=True)
+        pairs = zip(_batch_texts(inputs1), _batch_texts(inputs2), strict=True)
         for query, same in itertools.groupby(pairs, key=lambda pair: pair[0]):
             scores += self._work.scores(self._step.source, query, [document for _, document in same])
         return np.asarray(scores, np.float32)
 
 
-def _of(inputs: Any) -> Iterator[str]:
+def _batch_texts(inputs: Any) -> Iterator[str]:
     for batch in inputs:
         if "text" not in batch:
             raise CommandRefused(f"the task has {', '.join(batch)}: only tasks of texts are supported")

@@ -48,12 +48,39 @@ def names(sources: str) -> list[str]:
     return requested
 
 
+class EvalGateway:
+    """Gateway of the command's cluster. If the cluster is not named and none runs, one is started, which `held` ends.
+    `patience_s`: seconds to reach it.
+    """
+
+    def __init__(self, cluster: Cluster, held: contextlib.ExitStack) -> None:
+        self._cluster, self._held = cluster, held
+        self._own: tuple[str, Secret | None] | None = None
+
+    @property
+    def patience_s(self) -> float:
+        return START_S if self._own else CONNECT_S
+
+    def address(self) -> tuple[str, Secret | None]:
+        """Return its address and the token for it. Raises CommandRefused."""
+        cluster = self._cluster
+        if self._own is None and not (
+            cluster.is_named or cluster.is_given(GATEWAY_URL) or _answers(cluster.gateway_urls[0])
+        ):
+            started = self._held.enter_context(own_cluster())
+            self._own = started.gateway_url, Secret(started.admin_token) if started.admin_token else None
+        return self._own or (cluster.gateway_urls[0], cluster.gateway_token)
+
+    def advice(self) -> str:
+        """Return advice for the case that no gateway answers."""
+        return self._cluster.without_gateway()
+
+
 class OpenSources:
     """Sources of one model. `open` adds one; `held` closes them."""
 
-    def __init__(self, cluster: Cluster, model: str, held: contextlib.ExitStack) -> None:
-        self._cluster, self._model, self._held = cluster, model, held
-        self._own: tuple[str, Secret | None] | None = None
+    def __init__(self, gateway: EvalGateway, model: str, held: contextlib.ExitStack) -> None:
+        self._gateway, self._model, self._held = gateway, model, held
         self.sources: list[EvalSource] = []
 
     def open(self, name: str) -> EvalSource:
@@ -73,33 +100,24 @@ class OpenSources:
         return source
 
     def of_cluster(self, name: str, url: str, model: str) -> Sie:
-        """Open a model of the cluster at `url`, or of the command's own cluster, and wait until it is loaded. Raises
+        """Open a model of the cluster at `url`, or of the command's own gateway, and wait until it is loaded. Raises
         CommandRefused.
         """
         # the token of this cluster must not be sent to another one
-        where, token = (url, None) if url else self._address()
-        patience_s = START_S if self._own and not url else CONNECT_S
+        where, token = (url, None) if url else self._gateway.address()
+        patience_s = CONNECT_S if url else self._gateway.patience_s
         key = token.reveal() if token else None
         try:
             client = self._held.enter_context(SIEClient(where, api_key=key, connection_budget_s=patience_s))
             info = client.wait_for_capacity(model, capacity_budget_s=LOAD_S)
             source = Sie(name, client, model, where, token, info)
         except SIEConnectionError as error:
-            settings = self._cluster.without_gateway()
-            raise CommandRefused(f"{error}\nno gateway answers at {public_url(where)}: {settings}") from error
+            advice = self._gateway.advice()
+            raise CommandRefused(f"{error}\nno gateway answers at {public_url(where)}: {advice}") from error
         except SIEError as error:
             settings = "`sie models list` shows what there is"
             raise CommandRefused(f"{error}\nasked the gateway at {public_url(where)}: {settings}") from error
         return source
-
-    def _address(self) -> tuple[str, Secret | None]:
-        cluster = self._cluster
-        if self._own is None and not (
-            cluster.is_named or cluster.is_given(GATEWAY_URL) or _answers(cluster.gateway_urls[0])
-        ):
-            started = self._held.enter_context(own_cluster())
-            self._own = started.gateway_url, Secret(started.admin_token) if started.admin_token else None
-        return self._own or (cluster.gateway_urls[0], cluster.gateway_token)
 
     def _scores_pairs(self) -> bool:
         """Return whether the model scores pairs: by the first source, or by the catalogue of this installation. A model

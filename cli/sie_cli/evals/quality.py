@@ -81,7 +81,7 @@ def count(task: Judged, step: EvalStep) -> int | None:
 
 
 def measure(task: Judged, step: EvalStep, work: EvalWork) -> Measurement:
-    """Run the task and return the result. Raises what the source raises."""
+    """Run the task and return the result. Raises the errors of the source."""
     if isinstance(task, Mteb):
         scores = mteb_tasks.measure(task, step, work)
         return Measurement(step.name, {name: [value] for name, value in scores.items()})

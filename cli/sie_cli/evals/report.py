@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 Kind = Literal["quality", "perf"]
 KINDS: Sequence[Kind] = ("quality", "perf")
+QUERY_CHARS = 100  # characters of a query in a stored result
 _PAGE = """<!doctype html>
 <html lang="en">
 <head>
@@ -77,11 +78,10 @@ class EvalReport:
         pair.
         """
         head = {"model": self.model, "task": self.task, "kind": self.kind, "about": self.about}
-        hidden = () if with_values else ("values", "gold")
+        hidden = () if with_values else ("values", "gold", "queries")
         rows = [{name: value for name, value in row.items() if name not in hidden} for row in self.rows]
-        document: dict[str, Any] = _json(
-            {**head, "rows": rows, **self.more, "missed": self.missed, "notes": self.notes}
-        )
+        more = {name: value for name, value in self.more.items() if name not in hidden}
+        document: dict[str, Any] = _json({**head, "rows": rows, **more, "missed": self.missed, "notes": self.notes})
         return document
 
     def markdown(self) -> str:
@@ -101,9 +101,17 @@ class EvalReport:
 
 
 def of_quality(
-    model: str, task: str, about: str, scores: Sequence[Measurement], targets: Targets, missed: Sequence[str]
+    model: str,
+    task: str,
+    about: str,
+    scores: Sequence[Measurement],
+    targets: Targets,
+    missed: Sequence[str],
+    queries: Mapping[str, str],
 ) -> EvalReport:
-    """Make a report of quality. `scores`: a row for each source and output, in the order of the measurement."""
+    """Make a report of quality. `scores`: a row for each source and output, in the order of the measurement. `queries`:
+    text of each query by its id, in the order of the values; empty if the task has pairs.
+    """
     metrics = list(scores[0].values)
     has_bytes = any(score.bytes_per_item for score in scores)
     table = [["source", *metrics, *(["bytes"] if has_bytes else [])]]
@@ -147,6 +155,7 @@ def of_quality(
             for alternative, metric, gap in differences
         ],
         "targets": msgspec.to_builtins(targets),
+        "queries": [[name, text[:QUERY_CHARS]] for name, text in queries.items()],
     }
     pictures = [cost_plot(scores, metrics[0])] if has_bytes and len(scores) > 1 else []
     return EvalReport(model, task, "quality", about, table, rows, notes, missed, more, pictures)

@@ -112,7 +112,7 @@ def compared(old: StoredReport, new: StoredReport) -> tuple[list[list[str]], lis
     before = {_key(row): row for row in old.figures["rows"]}
     after = {_key(row): row for row in new.figures["rows"]}
     for key in [key for key in before if key in after]:
-        lines, fallen = _row_compared(key, before[key], after[key])
+        lines, fallen = _row_compared(key, before[key], after[key], new.figures.get("queries", []))
         table += lines
         notes += fallen
     notes += [f"only the old result has {' '.join(key)}" for key in before if key not in after]
@@ -121,7 +121,7 @@ def compared(old: StoredReport, new: StoredReport) -> tuple[list[list[str]], lis
 
 
 def _row_compared(
-    key: Sequence[str], old: Mapping[str, Any], new: Mapping[str, Any]
+    key: Sequence[str], old: Mapping[str, Any], new: Mapping[str, Any], queries: Sequence[Sequence[str]]
 ) -> tuple[list[list[str]], list[str]]:
     lines, notes = [], []
     for metric in [name for name in old["scores"] if name in new["scores"]]:
@@ -132,7 +132,7 @@ def _row_compared(
             was, now = (Measurement(key[0], row["values"], row["gold"]) for row in (old, new))
             gap = difference(now, was, metric)
             change = f"{gap.value:+.4f} ({gap.low:+.4f} to {gap.high:+.4f} in {CONFIDENCE:.0%} of resamples)"
-            notes += _fallen(key, metric, was, now)
+            notes += _fallen(key, metric, was, now, queries)
         elif before:
             change = f"{after / before - 1:+.1%}"
         else:
@@ -144,17 +144,19 @@ def _row_compared(
     return lines, notes
 
 
-def _fallen(key: Sequence[str], metric: str, was: Measurement, now: Measurement) -> list[str]:
-    """List the queries whose metric fell the most. A rank correlation has no value for single pairs, so it lists
-    none.
+def _fallen(
+    key: Sequence[str], metric: str, was: Measurement, now: Measurement, queries: Sequence[Sequence[str]]
+) -> list[str]:
+    """List the queries whose metric fell the most, by their ids and texts. A rank correlation has no value for single
+    pairs, so it lists none.
     """
-    if was.gold:
+    if was.gold or len(queries) != len(now.values[metric]):
         return []
     lost = sorted(
         (after - before, place)
         for place, (before, after) in enumerate(zip(was.values[metric], now.values[metric], strict=True))
     )
-    items = [f"query {place + 1} of the task {by:+.4f}" for by, place in lost[:TOLD_ITEMS] if by < 0]
+    items = [f'{queries[place][0]} "{queries[place][1]}" {by:+.4f}' for by, place in lost[:TOLD_ITEMS] if by < 0]
     return [f"{' '.join(key)}, {metric}, fell the most: {', '.join(items)}"] if items else []
 
 

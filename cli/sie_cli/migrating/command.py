@@ -126,12 +126,12 @@ def migrate(
 
     write = WriteOptions(cluster)
 
-    def say(line: str) -> None:
+    def echo_line(line: str) -> None:
         click.echo(line, err=as_json)
 
     if until == BACK:
         with service_of(cluster, writes=True) as service:
-            undone = back(Aliases(service, write), alias, say)
+            undone = back(Aliases(service, write), alias, echo_line)
         if as_json:
             click.echo(display.document(undone))
         return
@@ -150,7 +150,7 @@ def migrate(
         queries=QuerySet.read(options.pop("queries")),
         **options,
     )
-    report = MigrationReport(say)
+    report = MigrationReport(echo_line)
     urls = cluster.gateway_urls
     try:
         with contextlib.ExitStack() as held:
@@ -168,6 +168,6 @@ def migrate(
     if as_json:
         click.echo(display.document(report.facts))
     elif report.step == "flip":
-        say(f"to go back: sie migrate {alias} --step back{cluster.data_dir_option}")
+        echo_line(f"to go back: sie migrate {alias} --step back{cluster.data_dir_option}")
     else:
-        say("the same command without --step goes on")
+        echo_line("the same command without --step goes on")

@@ -24,13 +24,13 @@ from sie_store.datasets.plans import Broken, inputs, plan
 from sie_store.datasets.rows import read
 from sie_store.object_stores import StoreError
 
-OBJECTS, SPANS = 8, 20  # that a sample is taken from, at most
+OBJECTS, SPANS = 8, 20  # most objects and spans from which a sample is taken
 SPAN_ROWS = 500
 
 
 @dataclass(frozen=True)
 class CorpusSample:
-    """`texts`: different ones. `faults`: why rows have no text, of `rows` that were read."""
+    """Sample of a corpus. `faults`: reasons why some of the `rows` that were read have no text."""
 
     texts: list[str]
     rows: int
@@ -47,7 +47,7 @@ class CorpusSample:
 
 @dataclass(frozen=True)
 class Corpus:
-    """`source`: as the user named it. `input`: how its rows become texts."""
+    """Corpus of a migration. `source`: its name by the user. `input`: how its rows become texts."""
 
     source: str
     input: JobInput
@@ -55,7 +55,7 @@ class Corpus:
 
     @classmethod
     def from_source(cls, source: str, text: str, id_column: str, file_format: str | None) -> Corpus:
-        """Raises CommandRefused for a file that is not there, and for a template that is none."""
+        """Return the corpus of a source. Raises CommandRefused for a missing file or an invalid template."""
         is_url = "://" in source
         where = source if is_url else str(Path(source).expanduser().absolute())
         if not is_url and not Path(where).is_file():
@@ -68,11 +68,11 @@ class Corpus:
 
     @property
     def is_url(self) -> bool:
-        """Whether the server reads it; else it is sent there."""
+        """Return whether the server reads the source; a local file is sent to the server."""
         return "://" in self.source
 
     async def digest(self) -> str:
-        """Compute the digest of its bytes where it is a file of this machine, else of names, sizes and tags. Raises
+        """Compute a digest: of the bytes of a local file, else of names, sizes and tags of objects. Raises
         CommandRefused.
         """
         if not self.is_url:
@@ -84,12 +84,12 @@ class Corpus:
         return content.hexdigest()
 
     async def sample(self, count: int, seed: str) -> CorpusSample:
-        """Sample at most `count` texts: the same ones for the same seed. Raises CommandRefused."""
+        """Sample at most `count` texts. The same seed gives the same sample. Raises CommandRefused."""
         draw = random.Random(seed)  # noqa: S311  a sample, not a secret
         objects = await self._objects()
         spans: list[tuple[Place, RowSpan]] = []
         for part in draw.sample(objects, min(OBJECTS, len(objects))):
-            place = self._of(part)
+            place = self._object_place(part)
             spans += [(place, span) for span in await self._spans(place)]
         texts: dict[str, None] = {}
         faults = Counter[str]()
@@ -117,8 +117,8 @@ class Corpus:
             raise CommandRefused(f"--corpus {self.source}: there is nothing to read")
         return objects
 
-    def _of(self, object: ObjectEntry) -> Place:
-        """The place of one object."""
+    def _object_place(self, object: ObjectEntry) -> Place:
+        """Return the place of one object."""
         if not self.place.is_folder:
             return self.place
         return Place(self.place.store, self.place.folder, object.source, root=self.place.root)

@@ -45,8 +45,8 @@ from sie_client.jobs import JobInfo
 from sie_contracts.api.jobs import JobManifest
 
 PROBE = "A text that shows whether the model answers."
-LOOK_S = 0.5  # between two looks at what the gateways measured
-FOLLOW_S = 10.0  # until every gateway has a flip
+LOOK_S = 0.5  # seconds between two reads of the gateways' measurements
+FOLLOW_S = 10.0  # seconds until every gateway has a flip
 FAILED_ROWS = 5  # that are shown
 _Number = Annotated[int, Meta(ge=0)]
 _Moment = Annotated[datetime, Meta(tz=True)]
@@ -78,8 +78,8 @@ class _ModelFields(Struct, frozen=True):
 
 @dataclass(frozen=True)
 class MigrationPlan:
-    """Request of a user for a migration. The shadow gets a share of the requests for `shadow_s` seconds, or until there
-    were so many `shadow_copies`. `accepts`: also a low agreement, and rows without an answer.
+    """Request of a user for a migration. The shadow gets a share of the requests for `shadow_s` seconds, or until it
+    got `shadow_copies` requests. `accepts`: go on with low agreement or rows without an answer.
     """
 
     alias: str
@@ -98,12 +98,12 @@ class MigrationPlan:
 
     @property
     def output(self) -> dict[str, str]:
-        """Destination of the vectors, as a job states it."""
+        """Return the destination of the vectors, in the form of a job."""
         return {**({"url": self.place.url} if self.place.url else {}), **self.sink}
 
     @property
     def options(self) -> dict[str, Any]:
-        """Options of the job."""
+        """Return the options of the job."""
         how = self.corpus.input
         columns = {"text": how.text, "id": how.id, "input_format": how.format, "output": self.output}
         return {name: value for name, value in columns.items() if value}
@@ -131,13 +131,13 @@ class MigrationReport:
         self.step = step
 
     def report_step(self, text: str, **facts: Any) -> None:
-        """A line of the present step."""
+        """Print a line about the present step."""
         self.facts.setdefault(self.step, {}).update(facts)
         self.say(f"{STEPS.index(self.step) + 1}/{len(STEPS)} {self.step}: {printable(text)}")
 
 
 class Migration:
-    """`clients`: of all gateways, the first of which is at `url`. `err`: progress goes to standard error."""
+    """Migration. `clients`: clients of all gateways, the first at `url`. `err`: progress goes to standard error."""
 
     def __init__(
         self,
@@ -158,7 +158,7 @@ class Migration:
         self._err = err
 
     def run(self) -> None:
-        """All steps that are left. Raises CommandRefused, and what the client raises."""
+        """Run the remaining steps. Raises CommandRefused, and the errors of the client."""
         plan, report = self._plan, self._report
         alias = self._aliases.read(plan.alias)
         if alias.target == plan.model:
@@ -196,7 +196,7 @@ class Migration:
     # check
 
     def _check(self, alias: Present) -> ModelCheck:
-        """Everything that can be wrong, before anything is changed."""
+        """Check everything that may be wrong, before any change."""
         plan, report = self._plan, self._report
         report.begin("check")
         widths, prints = [], []
@@ -230,16 +230,16 @@ class Migration:
             report.report_step("the widths differ: the new vectors need another collection than the present one")
         self._aliases.flip(alias, plan.model, dry_run=True)
         digest = asyncio.run(plan.corpus.digest()) if plan.sample or not plan.corpus.is_url else ""
-        source = plan.corpus.source if plan.corpus.is_url else ""  # a file here is its bytes, wherever it lies
+        source = plan.corpus.source if plan.corpus.is_url else ""  # a local file counts by its bytes, not by its path
         key = key_of(plan.alias, plan.model, digest, {**plan.options, "source": source})
         earlier = Earlier.load(self._client, key)
-        check_output(earlier.others, plan.output, plan.model, prints[1])
+        check_output(earlier.other_jobs, plan.output, plan.model, prints[1])
         if earlier.job is None and plan.place.folder is not None:
             has_files(plan.place.folder, "")
         return ModelCheck(alias, key, digest or key, earlier)
 
     def _probed(self, name: str) -> tuple[int, str]:
-        """Width and fingerprint of a vector of this model. Raises CommandRefused, and what the client raises."""
+        """Return width and fingerprint of the model's vectors. Raises CommandRefused and the client's errors."""
         (result,) = self._client.encode(name, [PROBE], output_types=["dense"], on_item_error="fail")
         dense = result.get("dense")
         if dense is None or dense.ndim != 1 or not dense.size:
@@ -355,7 +355,7 @@ class Migration:
         return figures
 
     def _measured(self) -> dict[str, Any]:
-        """Merge the figures of the gateways that have heard of the shadow."""
+        """Merge the figures of the gateways that know the shadow."""
         aliases = [_described(client.get_model(self._plan.alias)).alias for client in self._clients]
         shadows = [alias.shadow for alias in aliases if alias is not None and alias.shadow is not None]
         return merged([msgspec.to_builtins(own.figures) for own in shadows if own.model == self._plan.model])
@@ -384,7 +384,7 @@ class Migration:
         )
 
     def _unchanged(self, checked: ModelCheck) -> Present:
-        """The alias as it is now. Raises CommandRefused if somebody gave it another target meanwhile."""
+        """Return the present alias. Raises CommandRefused if another user changed its target meanwhile."""
         alias = self._aliases.read(self._plan.alias)
         if alias.target != checked.alias.target:
             raise CommandRefused(
@@ -394,7 +394,7 @@ class Migration:
 
 
 def _described(info: dict[str, Any]) -> _ModelFields:
-    """Convert the description of a model or an alias. Raises CommandRefused for one of another form."""
+    """Decode the description of a model or an alias. Raises CommandRefused if its form is unknown."""
     try:
         return msgspec.convert(info, _ModelFields)
     except msgspec.ValidationError as error:
@@ -418,7 +418,7 @@ def merged(figures: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def shadow_line(figures: dict[str, Any]) -> str:
-    """The figures for a person."""
+    """Format the figures for a person."""
     copies = figures["copies"]
     if not copies:
         return "no request came for the shadow: its behaviour under traffic is not known"
@@ -448,9 +448,9 @@ STEPS: tuple[Step, ...] = ("check", "quality", "embed", "shadow", "flip")
 
 @dataclass(frozen=True)
 class MigrationState:
-    """State of a migration in the cluster. `target`, `shadow`: the models that the alias names now. `shadow_s`: since
-    when the shadow is set, seconds. `is_submitted`, `is_embedded`: whether the job over the corpus exists, and has
-    ended with an answer for each row.
+    """State of a migration in the cluster. `target`, `shadow`: the models that the alias names now. `shadow_s`: time
+    when the shadow was set, seconds since 1970. `is_submitted`: the job over the corpus exists. `is_embedded`: the job
+    has ended with an answer for each row.
     """
 
     target: str
@@ -461,8 +461,8 @@ class MigrationState:
 
 
 def remaining_steps(state: MigrationState, model: str, until: Step, shadow_s: float) -> tuple[Step, ...]:
-    """The steps to take, in their order. None where the alias names the model already. `check` is always taken: what
-    it found before may have changed.
+    """Return the remaining steps in their order; empty if the alias names the model already. `check` is always run,
+    because its earlier result may be out of date.
     """
     if state.target == model:
         return ()
@@ -477,25 +477,25 @@ def remaining_steps(state: MigrationState, model: str, until: Step, shadow_s: fl
 
 
 def key_of(alias: str, model: str, digest: str, request: dict[str, Any]) -> str:
-    """The name of a migration: of its alias, its model, its corpus, and all that makes its job another one."""
+    """Return the key of a migration: a digest of its alias, model, corpus and the options of its job."""
     parts = msgspec.json.encode([alias, model, digest, request], order="sorted")
     return hashlib.sha256(parts).hexdigest()[:32]
 
 
-KEY = "migration"  # in the metadata of a job
+KEY = "migration"  # key in the metadata of a job
 LOST = ("failed", "cancelled", "expired")
 
 
 @dataclass(frozen=True)
 class Earlier:
-    """`jobs`: those of this migration, the newest first. `others`: all other jobs."""
+    """Earlier jobs. `jobs`: jobs of this migration, the newest first. `other_jobs`: all other jobs."""
 
     jobs: Sequence[Job]
-    others: Sequence[JobInfo]
+    other_jobs: Sequence[JobInfo]
 
     @classmethod
     def load(cls, client: SIEClient, key: str) -> Earlier:
-        """Raises what the client raises."""
+        """Read the jobs. Raises the errors of the client."""
         jobs = list(client.jobs.list())
         own = [job for job in jobs if job.info.request_map("metadata").get(KEY) == key]
         ids = {job.id for job in own}
@@ -503,11 +503,11 @@ class Earlier:
 
     @property
     def job(self) -> Job | None:
-        """The one to go on with: the newest that is not lost, such as a retry."""
+        """Return the newest job that is not lost, such as a retry."""
         return next((job for job in self.jobs if job.state not in LOST), None)
 
     def submitted(self, client: SIEClient, key: str, model: str, source: str, options: dict[str, Any]) -> Job:
-        """A job under the key of the migration; one after a job that was lost has a key of its own."""
+        """Submit a job under the key of the migration. If an earlier job was lost, the new one gets another key."""
         before = self.jobs[0].id if self.jobs else ""
         return client.jobs.submit(
             model, source, **options, metadata={KEY: key}, idempotency_key=f"{KEY}-{key}-{before}".rstrip("-")
@@ -515,13 +515,13 @@ class Earlier:
 
 
 def is_answered(info: JobInfo) -> bool:
-    """Whether it has ended with an answer for each row."""
+    """Return whether the job has ended with an answer for each row."""
     return info.state == "completed" and not info.counts.failed and not info.broken
 
 
 def has_files(folder: Path, job: str) -> bool:
-    """Whether a folder has the output of a job: its manifest is written last. Raises CommandRefused for that of
-    another.
+    """Return whether a folder has the output of a job, by the manifest, which is written last. Raises CommandRefused if
+    it has the output of another job.
     """
     try:
         job_id = msgspec.json.decode((folder / "manifest.json").read_bytes(), type=JobManifest).job
@@ -535,8 +535,8 @@ def has_files(folder: Path, job: str) -> bool:
 
 
 def check_output(jobs: Iterable[JobInfo], output: dict[str, str], model: str, fingerprint: str) -> None:
-    """Raises CommandRefused where a job of another model writes, or has written, to the same place: vectors of two
-    models do not belong into one index.
+    """Raise CommandRefused if a job of another model writes or has written to the same place: one index must not mix
+    vectors of two models.
     """
     for info in jobs:
         theirs = info.request_map("output")
@@ -559,13 +559,13 @@ _TARGETS, _SHADOW = re.compile(r"\$\.alias\b"), re.compile(r"\$\.shadow\b")
 
 
 class AliasChange(Struct, frozen=True):
-    """A field that a revision changed."""
+    """Field that a revision changed."""
 
     path: str
 
 
 class AliasRevision(Struct, frozen=True):
-    """A revision of an alias, as the config service lists it."""
+    """Revision of an alias, as the config service lists it."""
 
     revision: _Number
     created_at: _Moment
@@ -578,7 +578,7 @@ class _TargetFields(Struct, frozen=True):
 
 
 class _AliasFields(Struct, frozen=True):
-    """Document of a model or an alias. `alias` is None of a model."""
+    """Document of a model or an alias. `alias` is None for a model."""
 
     alias: tuple[_TargetFields | str, ...] | None = None
     shadow: _TargetFields | str | None = None
@@ -603,7 +603,7 @@ class _WrittenRevision(Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Present:
-    """An alias with one target. `history`: its revisions, the newest first."""
+    """Alias with one target. `history`: its revisions, the newest first."""
 
     name: str
     target: str
@@ -613,14 +613,14 @@ class Present:
 
 
 class Aliases:
-    """`write`: how writes are done, at which cluster."""
+    """Aliases of a cluster. `write`: options of the writes."""
 
     def __init__(self, service: ConfigServiceClient, write: WriteOptions) -> None:
         self._service = service
         self._write = write
 
     def read(self, name: str) -> Present:
-        """Raises CommandRefused for what is no alias, or one of several models."""
+        """Read an alias. Raises CommandRefused for a model, or for an alias of several models."""
         document: _AliasFields = self._service.read(path_of(name), _AliasFields).body
         if document.alias is None:
             raise CommandRefused(
@@ -637,11 +637,11 @@ class Aliases:
         return Present(name, targets[0], shadow, history[0].revision, history)
 
     def shadow(self, alias: Present, model: str, share: float) -> int:
-        """Let a model get copies of a share of the requests. Returns the revision. Raises CommandRefused."""
+        """Send a share of the requests to a model as a shadow. Returns the revision. Raises CommandRefused."""
         return self._written(alias, "PATCH", "", {"shadow": {"model": model, "share": share}})
 
     def flip(self, alias: Present, model: str, *, dry_run: bool = False) -> int:
-        """Let a model answer, without a shadow. Returns the revision. Raises CommandRefused."""
+        """Make a model the target, without a shadow. Returns the revision. Raises CommandRefused."""
         return self._written(alias, "PATCH", "", {"alias": [{"model": model}], "shadow": None}, dry_run=dry_run)
 
     def back(self, alias: Present, revision: int) -> int:
@@ -649,14 +649,14 @@ class Aliases:
         return self._written(alias, "POST", "/rollback", {"revision": revision})
 
     def _written(self, alias: Present, method: str, suffix: str, body: dict[str, Any], *, dry_run: bool = False) -> int:
-        """Write for the revision that was read. Returns the new one."""
+        """Write only if the alias still has the revision that was read. Returns the new revision."""
         how = dataclasses.replace(self._write, if_match=alias.revision, dry_run=dry_run)
         path, data = path_of(alias.name, suffix), msgspec.json.encode(body)
         written: _WrittenRevision = self._service.write(method, path, data, how=how, body_type=_WrittenRevision).body
         return written.revision
 
     def waiting(self, name: str) -> list[str]:
-        """The gateways that do not have the newest revision yet. Raises CommandRefused."""
+        """Return the gateways that lack the newest revision. Raises CommandRefused."""
         status: _AckList = self._service.read(path_of(name, "/status"), _AckList).body
         return [gateway.id for gateway in status.gateways if not gateway.acked]
 
@@ -678,8 +678,8 @@ def shadow_since_s(history: Sequence[AliasRevision]) -> float:
 
 
 def before_flip(history: Sequence[AliasRevision]) -> int:
-    """The revision that an alias had before its target was changed last, and before a shadow was set for that. Raises
-    Refused where there is none, and where that change was a rollback itself.
+    """Return the revision before the last change of the target, and before the shadow of that change. Raises
+    CommandRefused if there is none, or if that change was a rollback.
     """
     flips = [place for place, revision in enumerate(history) if _touches(revision, _TARGETS)]
     if not flips:

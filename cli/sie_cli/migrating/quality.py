@@ -26,8 +26,8 @@ NDCG = "ndcg@10"
 
 @dataclass(frozen=True)
 class QualityMeasurement:
-    """`agreement`: as `sie models compare` has it. `ndcg`: of the old model and of the new one, None without
-    judgements.
+    """Agreement and quality of two models. `agreement`: in the form of `sie models compare`. `ndcg`: NDCG of the old
+    and of the new model; None without judgements.
     """
 
     agreement: Agreement
@@ -35,17 +35,17 @@ class QualityMeasurement:
 
     @property
     def neighbours(self) -> int:
-        """Number of nearest neighbours whose share in common is judged: 10, or fewer of a small sample."""
+        """Return the number of nearest neighbours to compare: 10, or fewer for a small sample."""
         return min(NEIGHBOURS, len(self.agreement.recall))
 
     @property
     def overlap(self) -> float:
-        """The mean share of the nearest neighbours that both models find."""
+        """Return the mean share of the nearest neighbours that both models find."""
         return float(self.agreement.recall[self.neighbours - 1])
 
     @property
     def rank(self) -> float | None:
-        """The mean correlation of ranks, None where one of the models has no order."""
+        """Return the mean correlation of ranks; None if one of the models gives no order."""
         ranks = self.agreement.ranks
         return sum(ranks) / len(ranks) if ranks else None
 
@@ -72,7 +72,7 @@ class QualityMeasurement:
 
 @dataclass(frozen=True)
 class QuerySet:
-    """Queries on the sample. `judged`: the task whose documents people judged, None of plain queries."""
+    """Queries on the sample. `judged`: the task with judgements; None for plain queries."""
 
     texts: Sequence[str] = ()
     judged: Retrieval | None = None
@@ -98,7 +98,7 @@ class QuerySet:
 def measure(
     client: SIEClient, url: str, names: tuple[str, str], sample: Sequence[str], queries: QuerySet
 ) -> QualityMeasurement:
-    """Encode the sample by both models, the old one first. Raises CommandRefused, and what the client raises."""
+    """Encode the sample by both models, the old one first. Raises CommandRefused, and the errors of the client."""
     agreement = compare.of_vectors(client, names, sample, queries.texts)
     if queries.judged is None:
         return QualityMeasurement(agreement)

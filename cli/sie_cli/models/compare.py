@@ -180,7 +180,7 @@ def _add_line(line: str, where: str, texts: dict[str, None], rankings: list[tupl
 
 
 def _compared(client: SIEClient, names: tuple[str, str], sample: ComparisonSample, queries: Sequence[str]) -> Agreement:
-    """Compare two models by vectors or by scores. Raises CommandRefused, and what the client raises."""
+    """Compare two models by vectors or by scores. Raises CommandRefused, and the errors of the client."""
     infos = [client.get_model(name) for name in names]
     if all("dense" in info["dims"] for info in infos):
         return of_vectors(client, names, sample.texts, queries)

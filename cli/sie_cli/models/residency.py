@@ -23,7 +23,7 @@ from sie_contracts.settings import public_url
 F = TypeVar("F", bound=Callable[..., Any])
 TIMEOUT_S = 15.0
 POLL_S = 0.5
-STALE_S = 3.0  # seconds; until the worker has begun the load, the gateway still reports the failure of an older load
+STALE_S = 3.0  # seconds in which a failure is ignored: it may be of an older load, until the worker has begun this one
 _NEXT = {
     "UNAUTHENTICATED": "set SIE_ADMIN_TOKEN to the gateway's, or SIE_API_KEY to a key with the scope admin",
     "PERMISSION_DENIED": "this needs the scope admin: SIE_ADMIN_TOKEN, or a key of `sie keys create --scopes admin`",

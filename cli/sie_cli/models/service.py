@@ -104,7 +104,7 @@ class ConfigServiceClient:
         how: WriteOptions,
         body_type: Any = Any,
     ) -> ServiceReply:
-        """Send a write, which takes effect at most once. `body_type`: as of `read`. Raises CommandRefused."""
+        """Send a write, which takes effect at most once. `body_type`: form of the body. Raises CommandRefused."""
         headers = {"content-type": content_type, "idempotency-key": uuid.uuid4().hex}
         if how.if_match is not None:
             headers["if-match"] = f'"{how.if_match}"'

@@ -241,10 +241,10 @@ class Replay:
         report = self.report
         report.device_s += ended_s - started_s
         report.batches += 1
-        report.items += len(batch.jobs)
+        report.items += len(batch.entries)
         report.tokens += batch.cost
         report.end_s = max(report.end_s, ended_s)
-        for item in (job.work for job in batch.jobs):
+        for item in (entry.work for entry in batch.entries):
             self._left[item.request] -= 1
             report.wait_s[item.request] = max(report.wait_s[item.request], started_s - self._requests[item.request].at)
             report.latency_s[item.request] = max(
@@ -373,11 +373,13 @@ class _ReplayWorker:
 
     def _start(self, batch: Batch[_ReplayItem]) -> None:
         self._sent += 1
-        for job in batch.jobs:
-            self._hold(job.work, -1)
+        for entry in batch.entries:
+            self._hold(entry.work, -1)
         lane = min(range(len(self._lanes)), key=self._lanes.__getitem__)
         started_s = max(self._replay.now_s, self._lanes[lane])
-        ended_s = started_s + self._replay.machine.batch_s(batch.cost, sum(job.work.attention for job in batch.jobs))
+        ended_s = started_s + self._replay.machine.batch_s(
+            batch.cost, sum(entry.work.attention for entry in batch.entries)
+        )
         self._lanes[lane] = ended_s
         self._replay.at(ended_s, lambda: self._ended(batch, started_s, ended_s))
         self._refill()
@@ -385,8 +387,8 @@ class _ReplayWorker:
     def _ended(self, batch: Batch[_ReplayItem], started_s: float, ended_s: float) -> None:
         self._sent -= 1
         self._replay.answered(batch, started_s, ended_s)
-        for job in batch.jobs:
-            self._quantum.answered(ended_s - job.work.delivered_s, ended_s)
+        for entry in batch.entries:
+            self._quantum.answered(ended_s - entry.work.delivered_s, ended_s)
         self._dispatch()
 
 

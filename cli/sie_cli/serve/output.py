@@ -8,6 +8,8 @@ from datetime import UTC, datetime
 
 import msgspec
 
+_NATS_LEVELS = {"[WRN]": "WARNING", "[ERR]": "ERROR", "[FTL]": "CRITICAL"}
+
 
 def _matters(line: str) -> bool:
     """Return whether people should see a line of nats-server. Its banner would hide important lines. The reasons why it
@@ -17,17 +19,22 @@ def _matters(line: str) -> bool:
     return "Slow Consumer" in line or not ("[INF]" in line or "Plaintext passwords" in line)
 
 
+def _level(line: str) -> str:
+    """Return the level of a line of nats-server."""
+    return next((level for mark, level in _NATS_LEVELS.items() if mark in line), "INFO")
+
+
 class LineOutput:
     """Output of all processes on one stream: each line with a prefix, or with --log-json as a JSON object."""
 
     def __init__(self, *, json: bool) -> None:
         self._json = json
 
-    def __call__(self, name: str, line: str) -> None:
+    def __call__(self, name: str, line: str, level: str = "INFO") -> None:
         if name == "nats-server" and not _matters(line):
             return
         try:
-            print(self._shown(name, line), file=sys.stderr, flush=True)  # noqa: T201  this is the program's output
+            print(self._shown(name, line, level), file=sys.stderr, flush=True)  # noqa: T201  this is the program's output
         except OSError:
             # The reader of our output is gone. The output of children must still be read, and this process must still
             # end with its own status, which a failed flush at the end of the interpreter would replace.
@@ -35,7 +42,7 @@ class LineOutput:
             os.dup2(nowhere, sys.stderr.fileno())
             os.close(nowhere)
 
-    def _shown(self, name: str, line: str) -> str:
+    def _shown(self, name: str, line: str, level: str) -> str:
         if not self._json:
             return f"[{name}] {line}"
         if line.startswith("{"):
@@ -43,12 +50,14 @@ class LineOutput:
         stamp = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
         entry = {
             "timestamp": stamp,
-            "level": "INFO",
+            "level": _level(line) if name == "nats-server" else level,
             "logger": name,
             "message": line,
             "model": None,
             "request_id": None,
             "trace_id": None,
             "latency_ms": None,
+            "worker": None,
+            "key": None,
         }
         return msgspec.json.encode(entry).decode()

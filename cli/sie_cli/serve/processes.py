@@ -104,10 +104,10 @@ class LocalCluster:
         with access.published(self._plan.data_dir, self._access()):
             return await self._supervised(supervisor, broker, config, gateways, sidecars, adapters)
 
-    def _printed(self, name: str, line: str) -> None:
+    def _printed(self, name: str, line: str, level: str) -> None:
         if name == BROKER and "for stream" in line:
             self._restores.append(line)
-        self._say(name, line)
+        self._say(name, line, level)
 
     async def _supervised(self, supervisor: Supervisor, *groups: list[Child]) -> int:
         """Start all processes in order, run until the end, stop all in order."""
@@ -128,7 +128,7 @@ class LocalCluster:
             for group in (gateways, sidecars, adapters, config, broker):
                 await supervisor.stop(group)
         if supervisor.fatal.done():
-            self._say("serve", supervisor.fatal.result())
+            self._say("serve", supervisor.fatal.result(), "ERROR")
             return 2
         self._say("serve", "stopped")
         return 0
@@ -174,7 +174,7 @@ class LocalCluster:
                 _numbered("adapter", number, plan.workers),
                 "adapter",
                 spare,
-                {"SIE_IPC_SOCKET_PATH": path},
+                {"SIE_IPC_SOCKET_PATH": path, **self._worker_id(number)},
                 _WORKER_GRACE_S,
             )
             for number, path in enumerate(sockets)
@@ -339,7 +339,8 @@ class LocalCluster:
                     self._say("serve", "the disk of the queue has space again, the broker is restarted")
                     supervisor.restart(broker)
                 elif not is_reported:
-                    self._say("serve", f"the queue cannot be written: free space on the disk of {self._plan.data_dir}")
+                    reason = f"the queue cannot be written: free space on the disk of {self._plan.data_dir}"
+                    self._say("serve", reason, "ERROR")
                     is_reported = True
 
     def _access(self) -> Access:
@@ -409,6 +410,7 @@ class LocalCluster:
             self._say(
                 "serve",
                 f"warning: anyone who reaches {plan.host} port {plan.port} can use this server: SIE_AUTH_MODE is none",
+                "WARNING",
             )
 
     def _metrics_urls(self) -> dict[str, list[str]]:

@@ -21,7 +21,7 @@ from typing import Protocol
 from sie_runtime.process import EXIT_BAD_SETTING
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
-MAX_FIRST_FAILURES = 5  # in a row, of a child that was never ready: its fault will not end by itself
+MAX_FIRST_FAILURES = 5  # failures in a row of a child that was never ready: a restart will not help
 LAST_LINES_S = 2.0  # seconds to wait for the last lines of a child that ended
 MAX_LINE_BYTES = 1 << 20  # bytes of one line of output
 STEADY_S = 30.0  # a child that lived longer than this starts again without a pause
@@ -91,14 +91,14 @@ class Child:
 
 
 class Supervisor:
-    """Owns the children. `say(child, line)` is called for every line that they print.
+    """Owns the children. `say(child, line, level)` is called for every line that they print.
 
     `fatal` is set to the reason when no restart helps: a child refuses its settings, or it failed MAX_FIRST_FAILURES
     times before `is_up`. The owner sets `is_up` when all processes were ready once. From then on a child is started
     again however often it ends.
     """
 
-    def __init__(self, say: Callable[[str, str], None]) -> None:
+    def __init__(self, say: Callable[[str, str, str], None]) -> None:
         self._say = say
         self._children: list[Child] = []
         self.is_up = False
@@ -129,7 +129,7 @@ class Supervisor:
             text = line.decode("utf-8", "replace").rstrip("\n")
             if text.startswith("error: "):
                 child.refusal = text
-            self._say(child.name, text)
+            self._say(child.name, text, "INFO")
 
     async def _keep(self, child: Child) -> None:
         pause_s, failures = FIRST_PAUSE_S, 0
@@ -153,7 +153,7 @@ class Supervisor:
                     f"{child.name} {how}, {failures} times in a row before it was ready: its last lines above say why"
                 )
                 return
-            self._say(child.name, f"{how}; starting again in {pause_s:g} s")
+            self._say(child.name, f"{how}; starting again in {pause_s:g} s", "WARNING")
             await asyncio.sleep(pause_s)  # the back-off between restarts
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
             while not child.ending:
@@ -162,7 +162,7 @@ class Supervisor:
                     await self._spawn(child)
                     break
                 except OSError as error:  # no process or no memory is available now
-                    self._say(child.name, f"cannot be started: {error}")
+                    self._say(child.name, f"cannot be started: {error}", "ERROR")
                     await asyncio.sleep(LONGEST_PAUSE_S)
 
     def _give_up(self, reason: str) -> None:
@@ -181,7 +181,7 @@ class Supervisor:
             try:
                 await asyncio.wait_for(process.wait(), child.grace_s)
             except TimeoutError:
-                self._say(child.name, f"did not end within {child.grace_s:g} s and is killed")
+                self._say(child.name, f"did not end within {child.grace_s:g} s and is killed", "WARNING")
                 _signal(process, signal.SIGKILL)
                 await process.wait()
         if child.keeper is not None:

@@ -1,4 +1,4 @@
-"""The run of `sie top`: frames of a gateway become pictures in a terminal, in place, or in a pipe.
+"""The run of `sie top`: frames of a gateway become pictures, in place in a terminal, or one after another in a pipe.
 
 frames (SIEAsyncClient.watch) ──► View ──► picture of a width and height ──► terminal, in place; a pipe, one after the
 other
@@ -29,13 +29,13 @@ from sie_contracts.loopback import direct
 
 PAST_EVERY_S = 10.0
 PAST_S = 3.0  # of a reply
-FIRST_S = 5.0  # of an attempt to connect, the first one too
+FIRST_S = 5.0  # seconds of an attempt to connect, including the first one
 REDRAW_S = 1.0
 PIPE_WIDTH, PIPE_HEIGHT = 120, 60
 
 
 async def show(view: View, url: str, token: str | None, console: Console, once: bool) -> None:
-    """Raises SIEError where no gateway answers at first, or one refuses."""
+    """Show the frames of a gateway. Raises SIEError if no gateway answers at first, or if one refuses."""
     frames = _frames(view, url, token)
     async with contextlib.aclosing(frames):
         if once:
@@ -66,7 +66,7 @@ async def show(view: View, url: str, token: str | None, console: Console, once: 
 
 
 async def _frames(view: View, url: str, token: str | None) -> AsyncGenerator[StatusFrame, None]:
-    """Frames for ever. Raises SIEError at a first connection that fails, and at any refusal."""
+    """Yield frames without end. Raises SIEError if the first connection fails, and for any refusal."""
     async with SIEAsyncClient(url, api_key=token, connection_budget_s=FIRST_S) as client:
         while True:
             try:
@@ -88,7 +88,7 @@ async def _follow_past(view: View, url: str, token: str | None) -> None:
 
 
 async def _ask_past(view: View, url: str, token: str | None) -> None:
-    """Latency and errors; what was told last stays where the gateway does not tell, or is of another version."""
+    """Read the last hour. The earlier values stay if the gateway does not answer or has another version."""
     headers = {"authorization": f"Bearer {token}"} if token else {}
     try:
         async with httpx.AsyncClient(timeout=PAST_S, transport=direct(url, httpx.AsyncHTTPTransport)) as client:
@@ -97,7 +97,7 @@ async def _ask_past(view: View, url: str, token: str | None) -> None:
             view.past = msgspec.json.decode(answer.content, type=HistoryTrend)
             view.changed.set()
     except (httpx.HTTPError, msgspec.DecodeError):
-        return  # the frames tell what is wrong with the connection
+        return  # the frames show faults of the connection
 
 
 async def _add_frame(frames: AsyncIterator[StatusFrame], view: View) -> None:
@@ -106,22 +106,24 @@ async def _add_frame(frames: AsyncIterator[StatusFrame], view: View) -> None:
 
 
 async def _draw(view: View, console: Console, stop: asyncio.Event) -> None:
-    """Draw in place in a terminal, which is left as it was; else draw each frame once."""
+    """Draw in place in a terminal and restore it at the end. In a pipe, print each frame once."""
     if console.is_terminal:
         await _draw_in_place(view, console, stop)
     while True:
         await view.changed.wait()
         view.changed.clear()
-        with console.capture() as captured:  # written here: Rich would end the process where the reader has gone
+        with (
+            console.capture() as captured
+        ):  # not written by Rich, which would end the process if the reader closed the pipe
             console.print(picture(view, console.width, PIPE_HEIGHT, time.monotonic()))
         click.echo(captured.get())
 
 
 async def _draw_in_place(view: View, console: Console, stop: asyncio.Event) -> None:
-    """Draw until it is cancelled. The key q sets `stop`. Ctrl-Z gives the terminal back until the shell lets it go
-    on.
+    """Draw until the task is cancelled. The key q sets `stop`. Ctrl-Z restores the terminal until the shell continues
+    the process.
     """
-    suspension = asyncio.Event()  # for the terminal, by Ctrl-Z
+    suspension = asyncio.Event()  # set by Ctrl-Z
 
     def request_pause() -> None:
         suspension.set()
@@ -139,7 +141,7 @@ async def _draw_in_place(view: View, console: Console, stop: asyncio.Event) -> N
             while not suspension.is_set():
                 live.update(picture(view, console.width, console.height, time.monotonic()), refresh=True)
                 view.changed.clear()
-                # also without a frame: the age of the last one, a new size of the terminal
+                # redraw without a new frame: the age of the frame and the size of the terminal change
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(REDRAW_S):
                         await view.changed.wait()
@@ -148,18 +150,16 @@ async def _draw_in_place(view: View, console: Console, stop: asyncio.Event) -> N
 
 
 def takes_keys() -> bool:
-    """Whether standard input is a terminal that this process may read. One in the background may not: the kernel would
-    stop it.
-    """
+    """Return whether the process may read a terminal. The kernel would stop a reader in the background."""
     try:
         descriptor = sys.stdin.fileno()
-    except (AttributeError, OSError, ValueError):  # there is none, or it is closed
+    except (AttributeError, OSError, ValueError):  # standard input is missing or closed
         return False
     if not os.isatty(descriptor):
         return False
     try:
         return os.tcgetpgrp(descriptor) == os.getpgrp()
-    except OSError:  # not the terminal that controls this process, which so has no background
+    except OSError:  # the terminal does not control this process, so the process is not in its background
         return True
 
 
@@ -181,7 +181,7 @@ def single_keys(on_key: Callable[[str], None]) -> Iterator[None]:
             on_key(key)
 
     before = termios.tcgetattr(descriptor)
-    # at once: a terminal that nobody reads would keep output, and with it this process, for ever
+    # without a wait: a terminal without a reader would block its output and this process for ever
     tty.setcbreak(descriptor, termios.TCSANOW)
     loop.add_reader(descriptor, read)
     try:
@@ -193,8 +193,8 @@ def single_keys(on_key: Callable[[str], None]) -> Iterator[None]:
 
 
 def suspend() -> None:
-    """Stop this process as Ctrl-Z does to one that does not handle it; returns when it goes on. The kernel does not
-    stop one that no shell could let go on.
+    """Stop this process as Ctrl-Z does by default; return when it continues. Without a shell that could continue the
+    process, the kernel does not stop it.
     """
     before = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
     try:

@@ -1,4 +1,4 @@
-"""The picture of `sie top`: a frame of `/ws/cluster-status` as it fits into a terminal."""
+"""Picture of `sie top`: a frame of `/ws/cluster-status` in the size of a terminal."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from rich.text import Text
 from sie_cli.display import counted, printable, size
 from sie_contracts.status import QueueInfo
 
-STALE_S = 3.0  # frames come every second
+STALE_S = 3.0  # age of a stale frame; frames come every second
 MIN_WIDTH = 30
-_WIDE, _MIDDLE = 100, 70  # columns of a terminal, from which on more of a table is shown
-_CELLS = (9, 7, 7, 7)  # at least, of the columns after the first, which stand below each other
+_WIDE, _MIDDLE = 100, 70  # widths of a terminal from which tables show more columns
+_CELLS = (9, 7, 7, 7)  # least widths of the columns after the first
 _NARROW_REST, _MIDDLE_REST, _WIDE_REST = 20, 38, 70  # cells of all columns but the first
-_OLD_S, _STUCK_S = 10.0, 60.0  # of work that waits: the chart's alert SIEQueueStuck
+_OLD_S, _STUCK_S = 10.0, 60.0  # ages of waiting work; the chart's alert SIEQueueStuck has the same
 _STATE_COLOURS = {"loaded": "green", "loading": "yellow", "failed": "red"}
-MAX_REASONS = 3  # of failed models, in a picture
+MAX_REASONS = 3  # most failed models with a reason in a picture
 
 
 class WorkerRow(msgspec.Struct, frozen=True):
-    """A worker of a frame: see `sie_gateway.operations.status.WorkerInfo`."""
+    """Worker of a frame: see `sie_gateway.operations.status.WorkerInfo`."""
 
     name: str
     gpu: str
@@ -46,7 +46,7 @@ class WorkerRow(msgspec.Struct, frozen=True):
 
 
 class ModelRow(msgspec.Struct, frozen=True):
-    """A model of a frame."""
+    """Model of a frame."""
 
     name: str
     state: str
@@ -62,7 +62,7 @@ class ClusterSums(msgspec.Struct, frozen=True):
 
 
 class StatusFrame(msgspec.Struct, frozen=True):
-    """Frame that a gateway sends each second. The queues are None while it does not know them."""
+    """Frame that a gateway sends each second. `queues` is None while they are not known."""
 
     timestamp: float
     version: str
@@ -71,12 +71,12 @@ class StatusFrame(msgspec.Struct, frozen=True):
     models: list[ModelRow]
     queues: list[QueueInfo] | None = None
     model_queues: list[QueueInfo] | None = None
-    failures: dict[str, str] = {}  # why a model could not be loaded, by model
+    failures: dict[str, str] = {}  # reason of a failed load, by model
 
 
 @dataclass
 class Queued:
-    """Messages at the broker, those of priority bulk among them, and the age of the oldest."""
+    """Messages at the broker, the number with priority bulk, and the age of the oldest."""
 
     messages: int = 0
     bulk: int = 0
@@ -90,8 +90,8 @@ class Queued:
 
 @dataclass
 class LaneRow:
-    """One lane (pool.machine profile.bundle) with its workers, healthy and all. `queued` is None while
-    it is not known.
+    """Lane (pool.machine profile.bundle) with its healthy workers and all workers. `queued` is None while it is not
+    known.
     """
 
     name: str
@@ -101,14 +101,14 @@ class LaneRow:
 
     @property
     def is_well(self) -> bool:
-        """Whether nothing waits without a healthy worker, and no worker is away."""
+        """Return whether all workers are healthy, and no work waits without a worker."""
         return self.healthy == self.workers and (self.healthy > 0 or not (self.queued and self.queued.messages))
 
 
 @dataclass
 class View:
-    """The last frame, when it came by our monotonic clock, and what is wrong with the connection since. `trend`: what
-    the last frames told of requests per second and of queued work, None where that was not known.
+    """Last frame, its arrival by our monotonic clock, and the fault of the connection since. `trend`: requests per
+    second and queued work of the last frames, None if not known.
     """
 
     url: str
@@ -136,7 +136,7 @@ class View:
 
 
 def picture(view: View, width: int, height: int, now_s: float) -> RenderableType:
-    """The last frame as it fits into `width` columns and `height` lines; the tables share what the head leaves."""
+    """Return the last frame in `width` columns and `height` lines. The tables share the lines below the head."""
     width = max(width, MIN_WIDTH)
     state, colour = view.state(now_s)
     head = Text.assemble(("sie top", "bold"), "  ", (state, colour), f"  {view.url}", no_wrap=True, overflow="ellipsis")
@@ -194,18 +194,18 @@ def picture(view: View, width: int, height: int, now_s: float) -> RenderableType
 
 
 def _reason(model: str, why: str) -> Text:
-    """Format why a model could not be loaded, in one line."""
+    """Format the reason of a failed load in one line."""
     line = " ".join("".join(letter if letter.isprintable() else " " for letter in f"{model} failed: {why}").split())
     return Text(f"  {line}", "red", no_wrap=True, overflow="ellipsis")
 
 
 def _fitting(count: int, room: int) -> int:
-    """Compute how many of the rows to show: a single one that is left has the place of the line that would count it."""
+    """Return the number of rows to show. A single further row takes the line that would count it."""
     return count if count <= room + 1 else room
 
 
 def _figures(frame: StatusFrame, lanes: list[LaneRow]) -> list[tuple[str, str]]:
-    """Sums of the head, each with its colour. A CPU is no GPU, whatever a worker that runs on one counts."""
+    """Return the sums of the head, each with its colour. A CPU is no GPU, even if a worker reports it as one."""
     sums, most = frame.cluster, len(frame.workers)
     workers = (
         counted(most, "worker") if sums.worker_count == most else f"{sums.worker_count} of {counted(most, 'worker')}"
@@ -225,12 +225,12 @@ def _figures(frame: StatusFrame, lanes: list[LaneRow]) -> list[tuple[str, str]]:
 
 
 def queued_in(frame: StatusFrame) -> int | None:
-    """Messages in all queues, None while a gateway does not know them."""
+    """Return the number of messages in all queues; None while a gateway does not know them."""
     return None if frame.queues is None else sum(queue.messages for queue in frame.queues)
 
 
 def _lines(parts: list[tuple[str, str]], width: int) -> list[Text]:
-    """Parts two cells apart on as many lines as they need, none of them broken."""
+    """Join parts with two cells between them, on as many lines as they need. No part is broken."""
     lines = [Text(no_wrap=True, overflow="ellipsis")]
     for text, colour in parts:
         if lines[-1].cell_len and lines[-1].cell_len + 2 + len(text) > width:
@@ -240,13 +240,13 @@ def _lines(parts: list[tuple[str, str]], width: int) -> list[Text]:
 
 
 def _with_rest(table: Table, count: int, rest: int, noun: str) -> Iterable[RenderableType]:
-    """A table of `count` rows of which the last `rest` are not in it."""
+    """Add the number of rows that are not shown, `rest` of `count`, below a table."""
     below = f"  {rest:,} {noun}" if rest > 0 else "" if count else "  none"
     return (table, Text(below, "bright_black")) if below else (table,)
 
 
 def lanes_of(frame: StatusFrame) -> list[LaneRow]:
-    """Lanes with a worker or with work: those that are not well first, then by name."""
+    """Return the lanes with a worker or with work: unhealthy lanes first, then by name."""
     lanes: dict[str, LaneRow] = {}
     for worker in frame.workers:
         name = f"{worker.pool}.{worker.gpu}.{worker.bundle}" if worker.pool else "(not known)"
@@ -266,9 +266,7 @@ def lanes_of(frame: StatusFrame) -> list[LaneRow]:
 
 
 def _queues_of_models(frame: StatusFrame) -> dict[str, Queued]:
-    """Return the queue of each model as the broker holds it. A model without a figure of the broker has that of the
-    workers.
-    """
+    """Return the queue of each model as the broker reports it, else as the workers report it."""
     queues: dict[str, Queued] = {}
     for row in frame.model_queues or ():
         queues.setdefault(row.model, Queued()).add(row)
@@ -276,7 +274,7 @@ def _queues_of_models(frame: StatusFrame) -> dict[str, Queued]:
 
 
 def _age(age_s: float) -> str:
-    """Format an age in three digits at most, with a unit."""
+    """Format an age with at most three digits and a unit."""
     for unit, seconds in (("d", 86400), ("h", 3600), ("min", 60)):
         if age_s >= 2 * seconds:
             return f"{age_s / seconds:.0f} {unit}"
@@ -288,13 +286,13 @@ def _age_colour(age_s: float) -> str:
 
 
 def _aged(queued: Queued) -> str:
-    """A cell with an age, empty without work."""
+    """Return a cell with an age; empty without work."""
     age, colour = _age(queued.oldest_s), _age_colour(queued.oldest_s)
     return "" if not queued.oldest_s else f"[{colour}]{age}[/{colour}]" if colour else age
 
 
 def _table(first: int, *columns: tuple[str, bool]) -> Table:
-    """Columns by title, each with whether it is a number. The first has `first` cells, which aligns the tables."""
+    """Return a table of columns by title, numbers or not. The first has `first` cells, so that tables align."""
     table = Table(box=None, pad_edge=False, header_style="bold cyan")
     least = dict(enumerate(_CELLS, start=1))
     for number, (title, is_number) in enumerate(columns):
@@ -323,7 +321,7 @@ def _lanes(lanes: list[LaneRow], width: int, first: int) -> Table:
 
 
 def _workers(workers: list[WorkerRow], most: int, width: int, first: int) -> Table:
-    """Build the table of workers: those that are not well first, then by queue."""
+    """Build the table of workers: unhealthy workers first, then by queue."""
     shown = sorted(workers, key=lambda worker: (worker.healthy, -worker.queue_depth, _counting(worker.name)))[:most]
     columns = [("WORKER", False), ("STATE", False), ("IN FLIGHT", True)]
     columns += [("LOADED", True)] if width >= _MIDDLE else []
@@ -366,7 +364,7 @@ def _models(models: list[ModelRow], of_models: Mapping[str, Queued], width: int,
 
 
 def _counting(name: str) -> list[tuple[str, int]]:
-    """The order of names that end in numbers: 2 before 10."""
+    """Return a sort key for names that end in numbers: 2 comes before 10."""
     return [(word, int(number or 0)) for word, number in re.findall(r"(\D*)(\d*)", name)]
 
 
@@ -376,7 +374,7 @@ def _plain(text: str) -> str:
 
 
 TREND = 60  # frames, or minutes
-_LEAST_TREND = 10  # cells of a trend line: fewer say nothing
+_LEAST_TREND = 10  # least cells of a trend line
 _STEPS = "▁▂▃▄▅▆▇█"
 
 
@@ -402,8 +400,8 @@ class HistoryTrend(msgspec.Struct, frozen=True):
 
 
 def of_frames(trend: Iterable[tuple[float, int | None]], width: int) -> list[Text]:
-    """One line with a trend line of each figure, the newest frame at the right end. None before there are two frames,
-    and none where there is no room.
+    """Return a line with a trend line of each figure, the newest frame at the right end. None before there are two
+    frames, or if the line is too narrow.
     """
     steps = list(trend)
     if len(steps) < 2:
@@ -423,8 +421,8 @@ def of_frames(trend: Iterable[tuple[float, int | None]], width: int) -> list[Tex
 
 
 def of_past(past: HistoryTrend | None, width: int) -> list[Text]:
-    """Latency and errors of the last hour, and a trend line of latency, the newest minute at the right end. An empty
-    line where nothing was answered.
+    """Return latency and errors of the last hour, with a trend line of latency, the newest minute at the right end. The
+    line is empty if nothing was answered.
     """
     if past is None:
         return []
@@ -461,13 +459,13 @@ def _ms(value: float) -> str:
 
 
 def _most(values: Iterable[float | None]) -> str:
-    """The largest, which a trend line's highest step stands for."""
+    """Return the largest value, which is the highest step of a trend line."""
     most = max((value for value in values if value is not None), default=0)
     return f" max {most:,}" if isinstance(most, int) else f" max {most:,.1f}"
 
 
 def spark(values: Iterable[float | None]) -> str:
-    """A character for each value, from 0 to the largest; a blank where a value is not known."""
+    """Return one character for each value, scaled from 0 to the largest; a blank for an unknown value."""
     samples = list(values)
     most = max((value for value in samples if value is not None), default=0.0) or 1.0
     top = len(_STEPS) - 1

@@ -1,4 +1,4 @@
-"""Inputs of a question: arguments become texts and files, each with a name by which the answer speaks of it."""
+"""Inputs of a question: arguments become texts and files, each with a name that the answer shows."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STDIN, FILE = "-", "@"
 
 @dataclass(frozen=True)
 class QuestionInput:
-    """`text` as it was given; empty of a file."""
+    """Input of a question. `text`: the user's text; empty for a file."""
 
     item: Item
     text: str = ""
@@ -32,12 +32,12 @@ class QuestionInput:
 
     @property
     def label(self) -> str:
-        """One line for a table."""
+        """Return one line for a table."""
         return printable(" ".join(self.text.split()) if self.text else f"{FILE}{self.file}")
 
 
 def read(arguments: Sequence[str], query: str | None) -> tuple[tuple[QuestionInput, ...], QuestionInput | None]:
-    """The inputs, and the query if there is one. Raises CommandRefused."""
+    """Read the inputs, and the query if there is one. Raises CommandRefused."""
     if not arguments:
         raise CommandRefused(
             'nothing to try: give a text, as in `sie try MODEL "a text"`; - reads one from standard input, @FILE names '
@@ -70,7 +70,7 @@ def _text(text: str, name: str) -> QuestionInput:
 
 
 def _standard_input() -> str:
-    """All of it as one text, without the line break at its end."""
+    """Read standard input as one text, without the line break at its end."""
     try:
         return sys.stdin.buffer.read().decode().removesuffix("\n").removesuffix("\r")
     except UnicodeDecodeError as error:
@@ -78,26 +78,27 @@ def _standard_input() -> str:
 
 
 def _file(name: str) -> QuestionInput:
-    """An image, a sound or a document, by the name's ending. The client reads it."""
+    """Make an input of a file, an image, a sound or a document by its ending. The client reads the file."""
     path = Path(name)
     if not path.is_file():
         raise CommandRefused(
-            f"there is no file {printable(name) or '(no name)'}; a text that begins with {FILE} is written {FILE * 2}"
+            f"there is no file {printable(name) or '(no name)'}. To send a text that begins with {FILE}, "
+            f"write {FILE * 2}"
         )
     kind = (mimetypes.guess_type(path.name)[0] or "").partition("/")[0]
     item: Item = {"images": [path]} if kind == "image" else {"audio": path} if kind == "audio" else {"document": path}
     return QuestionInput(item, file=name)
 
 
-STRONGEST = 10  # words of a sparse vector
+STRONGEST = 10  # most words of a sparse vector to show
 DECODE_S = 10.0
-# what belongs to a request, in the reply to one; the rest of a result belongs to its item
+# fields of a reply that belong to the request; all others belong to an item
 _OF_REQUEST = ("model", "fingerprint", "request_id", "muvera", "warnings", "explain", "timing")
 
 
 @dataclass(frozen=True)
 class Question:
-    """Request to a model. `threshold` and `labels` are for extract alone."""
+    """Request to a model. `threshold` and `labels` are only for extract."""
 
     model: str
     inputs: tuple[QuestionInput, ...]
@@ -109,9 +110,9 @@ class Question:
 
 @dataclass(frozen=True)
 class ModelAnswer:
-    """`results`: one for each input, in their order; of score one for each input, best first. `shared`: what the reply
-    tells of the request. `info`: the model before it was asked. `words`: texts of token ids, empty where they are not
-    known.
+    """Answer of a model. `results`: one per input, in their order; for score ordered by score, best first. `shared`:
+    fields of the whole request. `info`: the model before the request. `words`: texts of token ids; empty if they are
+    not known.
     """
 
     verb: str
@@ -123,16 +124,16 @@ class ModelAnswer:
 
     @property
     def failed(self) -> int:
-        """Number of inputs with an error in place of a result."""
+        """Return the number of inputs with an error."""
         return sum("error" in result for result in self.results)
 
     def place(self, entry: Mapping[str, Any]) -> int:
-        """The position of the input that a score is of."""
+        """Return the position of the input that a score belongs to."""
         return int(str(entry["item_id"]).removeprefix("item-"))
 
 
 def verb_of(info: Mapping[str, Any], question: Question) -> str:
-    """The verb that the options call for, else the first that the model does. Raises CommandRefused."""
+    """Return the verb for the options, else the model's first verb. Raises CommandRefused."""
     tasks, name = list(info["tasks"]), info["name"]
     does = f"{name} does {' and '.join(tasks)}"
     if question.query is not None and question.labels:
@@ -180,21 +181,21 @@ def ask_model(
     results = [
         {name: value for name, value in result.items() if name not in (*_OF_REQUEST, "headers")} for result in replies
     ]
-    slowest = max(replies, key=lambda reply: reply["timing"]["total_ms"])  # long lists are several requests
+    slowest = max(replies, key=lambda reply: reply["timing"]["total_ms"])  # a long list is split into several requests
     shared = {name: slowest[name] for name in _OF_REQUEST if name in slowest} | {"usage": replies.usage}
     ids = {int(number) for result in results if "sparse" in result for number in strongest(result["sparse"])[0]}
     return ModelAnswer(verb, info, question, results, shared, words_of(ids, question.model, url, token))
 
 
 def strongest(sparse: Mapping[str, Any]) -> tuple[list[int], list[float]]:
-    """The ids of a sparse vector with the largest weights, largest first, and these."""
+    """Return the ids of a sparse vector with the largest weights, and these weights, the largest first."""
     values = np.asarray(sparse["values"], np.float64)
     places = np.argsort(-values, kind="stable")[:STRONGEST]
     return np.asarray(sparse["indices"])[places].tolist(), values[places].tolist()
 
 
 def words_of(ids: Iterable[int], model: str, url: str, token: str | None) -> dict[int, str]:
-    """The text of each token id, by the model's tokenizer; nothing where the gateway does not tell."""
+    """Return the text of each token id, by the model's tokenizer; empty if the gateway does not return it."""
     requested_ids = sorted(ids)
     if not requested_ids:
         return {}
@@ -216,14 +217,14 @@ def words_of(ids: Iterable[int], model: str, url: str, token: str | None) -> dic
 
 
 def reply(answer: ModelAnswer) -> dict[str, Any]:
-    """The answer as the API gives it in JSON, with the request's id beside."""
+    """Return the answer in the JSON form of the API, with the id of the request."""
     if answer.verb == "score":
         return {**answer.shared, "scores": list(answer.results)}
     return {**answer.shared, "items": [_slot(result) for result in answer.results]}
 
 
 def _slot(result: Mapping[str, Any]) -> dict[str, Any]:
-    """A result with each output as a map: what describes it, and its values."""
+    """Return a result with each output as a map of its description and its values."""
     slot = {name: value for name, value in result.items() if name != "outputs"}
     for name, described in result.get("outputs", {}).items():
         held = result[name]

@@ -25,7 +25,7 @@ POLL_S, SERVED_S = 0.25, 30.0
 
 
 def _question_options(command: F) -> F:
-    """Add what a question consists of. The command gets it as a function that asks one model and prints the answer."""
+    """Add the options of a question. The command gets a function that asks a model and prints the answer."""
 
     @click.argument("model")
     @click.argument("texts", metavar="TEXT...", nargs=-1)
@@ -87,7 +87,7 @@ def run_model(cluster: Cluster, model: str, **question: Any) -> None:
 
 
 def _served(cluster: Cluster, model: str) -> str:
-    """The name by which the gateway serves a model, which is added if it is missing. Raises CommandRefused."""
+    """Return the name by which the gateway serves a model. A missing model is added. Raises CommandRefused."""
     from sie_cli.models.lookup import look_up
     from sie_cli.models.pull import where_served
 
@@ -95,7 +95,7 @@ def _served(cluster: Cluster, model: str) -> str:
         if not Path(model).is_dir() and _serves(client, model):
             return model
         if cluster.local() is None:
-            client.get_model(model)  # raises: only a server of this machine reads a folder of this machine
+            client.get_model(model)  # raises an error: a remote server cannot read a local folder
         named = look_up(where_served(cluster), model)
         if named.message:
             click.echo(named.message, err=True)
@@ -105,7 +105,7 @@ def _served(cluster: Cluster, model: str) -> str:
                 raise CommandRefused(
                     f"{named.name} is not served after {SERVED_S:g} s: `sie models list` shows what is"
                 )
-            time.sleep(POLL_S)  # the pause between questions whether the models folder has been read
+            time.sleep(POLL_S)  # the pause between two checks whether the models folder has been read
         return named.name
 
 
@@ -129,7 +129,7 @@ def _print_answer(
     explain: bool,
     as_json: bool,
 ) -> None:
-    """Print the answer of a model. The process ends with status 1 where a text has none."""
+    """Print the answer of a model. The process ends with status 1 if an input has no result."""
     from rich.console import Console
 
     from sie_cli.trying.asking import Question, ask_model, read
@@ -163,7 +163,7 @@ def _print_answer(
 
 
 def json_of(answer: ModelAnswer) -> str:
-    """The reply."""
+    """Return the reply."""
     from sie_cli.trying.asking import reply
 
     return document(reply(answer))

@@ -1,4 +1,4 @@
-"""An answer as a person reads it. Everything in it that came from outside is made printable."""
+"""Answer in a form for people. Text from outside is made printable."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from rich.text import Text
 from sie_cli.display import counted, printable
 from sie_cli.trying.asking import ModelAnswer, strongest
 
-NUMBERS = 4  # of a dense vector
-LINES = 20  # of a text that a model wrote
-LONGEST = 400  # characters of other data
+NUMBERS = 4  # numbers of a dense vector to show
+LINES = 20  # most lines of a text that a model wrote
+LONGEST = 400  # most characters of other data
 _CELL = 8  # of a heat map
 _SCALES = {
     "probability": "a probability, from 0 to 1",
@@ -34,12 +34,12 @@ _STAGES = {
     "postprocess_time": "writing the result",
     "unattributed_time": "arrival and gateway",
 }
-# of a chunk at its worker, in the order in which they come
+# stages of a chunk at its worker, in their order
 _FINER = ("load_ms", "fetch_ms", "preprocess_ms", "batch_wait_ms", "device_wait_ms", "inference_ms", "postprocess_ms")
 
 
 def shown(answer: ModelAnswer, width: int, *, has_colours: bool) -> Iterator[RenderableType]:
-    """The parts of the picture, from above."""
+    """Yield the parts of the picture, from top to bottom."""
     head = Text.assemble((printable(answer.info["name"]), "bold"), f"  {answer.verb}")
     yield head
     if answer.verb == "encode":
@@ -99,7 +99,7 @@ def _dense(rows: Sequence[tuple[int, Mapping[str, Any]]], labels: Sequence[str])
 
 
 def _cosines(vectors: Sequence[Any], numbers: Sequence[int], width: int) -> Iterator[RenderableType]:
-    """The cosine of each pair, as many as the width has place for."""
+    """Return the cosine of each pair, as many as fit into the width."""
     some = max(2, min(len(vectors), (width - 4) // _CELL))
     matrix = np.stack([vector.astype(np.float64) for vector in vectors])
     lengths = np.linalg.norm(matrix, axis=1, keepdims=True)
@@ -181,7 +181,7 @@ def _extracted(answer: ModelAnswer, *, has_colours: bool) -> Iterator[Renderable
 
 
 def _tables(result: Mapping[str, Any], colour_of: Mapping[str, str]) -> Iterator[RenderableType]:
-    """A table of each kind of what was found."""
+    """Return a table for each kind of result."""
     if result["entities"]:
         table = _table("LABEL", "TEXT", "SCORE", "PLACE")
         for row in result["entities"]:
@@ -234,7 +234,7 @@ def _datum(name: str, value: object) -> Text:
 
 
 def _table(*titles: str) -> Table:
-    """Columns by title. Numbers stand at the right, bars have their cells, the text of an input takes what is left."""
+    """Return a table. Numbers are on the right, bars have fixed cells, and the input's text takes the rest."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in titles:
         is_number = title in ("#", "NORM", "TOKENS", "WEIGHT", "SCORE", "RANK", "MS")
@@ -251,7 +251,7 @@ def _table(*titles: str) -> Table:
 
 
 def _errors(answer: ModelAnswer, labels: Sequence[str]) -> Iterator[RenderableType]:
-    """Build the lines of why inputs have no result."""
+    """Return lines with the errors of inputs."""
     for result, label in zip(answer.results, labels, strict=True):
         if "error" in result:
             why = printable(f"{result['error'].get('code', '')}: {result['error'].get('message', '')}")
@@ -259,7 +259,7 @@ def _errors(answer: ModelAnswer, labels: Sequence[str]) -> Iterator[RenderableTy
 
 
 def _time(answer: ModelAnswer) -> Iterator[Text]:
-    """Build the line of where the time went, and below it the notes about it."""
+    """Return a line with the time of each stage, and the notes about it below."""
     timing, usage = answer.shared["timing"], answer.shared["usage"]
     rest = timing["total_ms"] - timing["queue_ms"] - timing["inference_ms"]
     yield Text.assemble(
@@ -278,7 +278,7 @@ def _ms(value: float) -> str:
 
 
 def _explained(answer: ModelAnswer) -> Iterator[RenderableType]:
-    """The stages of the request, and those of each chunk at its worker, each as a bar of the whole."""
+    """Return the stages of the request, and the stages of each chunk at its worker, each as a bar."""
     timing = answer.shared["timing"]
     yield Text("")
     yield _stages([(name, timing[key]) for key, name in _STAGES.items()], timing["total_ms"])
@@ -309,7 +309,7 @@ _COLD, _WARM = (24, 44, 92), (250, 204, 92)  # of a heat map
 
 
 def bar(share: float, colour: str = "cyan", cells: int = BAR) -> Text:
-    """A bar that fills this share of its cells. What is more than nothing is seen."""
+    """Return a bar that fills this share of its cells. Any value above 0 is visible."""
     eighths = max(0, min(cells * 8, round(share * cells * 8)))
     if share > 0:
         eighths = max(1, eighths)
@@ -318,7 +318,7 @@ def bar(share: float, colour: str = "cyan", cells: int = BAR) -> Text:
 
 
 def shares(values: Sequence[float], least: float = 0.0, most: float | None = None) -> list[float]:
-    """Compute the place of each value between the ends of its scale, as 0 to 1. A value beyond an end moves it."""
+    """Scale each value to 0..1 between the ends of the scale. A value beyond an end extends the scale."""
     low = min(least, *values) if values else least
     high = max(values, default=0.0) if most is None else max(most, *values)
     width = high - low
@@ -326,7 +326,7 @@ def shares(values: Sequence[float], least: float = 0.0, most: float | None = Non
 
 
 def heat(value: float) -> str:
-    """The style of a cell whose value is from -1, or 0, to 1."""
+    """Return the style of a cell for a value from -1 or 0 to 1."""
     share = max(0.0, min(1.0, value))
     red, green, blue = (round(cold + (warm - cold) * share) for cold, warm in zip(_COLD, _WARM, strict=True))
     return f"{'black' if share > 0.45 else 'white'} on rgb({red},{green},{blue})"
@@ -334,7 +334,7 @@ def heat(value: float) -> str:
 
 @dataclass(frozen=True)
 class LabelledSpan:
-    """A part of a text, in code points."""
+    """Part of a text, in code points."""
 
     start: int
     end: int
@@ -342,12 +342,12 @@ class LabelledSpan:
 
 
 def colours(labels: Sequence[str]) -> dict[str, str]:
-    """A colour for each label, by the order in which they come."""
+    """Return a colour for each label, in the order of the labels."""
     return {label: _COLOURS[number % len(_COLOURS)] for number, label in enumerate(dict.fromkeys(labels))}
 
 
 def marked(text: str, spans: Sequence[LabelledSpan], colour_of: dict[str, str], *, has_colours: bool) -> Text:
-    """A text with its spans in the colours of their labels; where there are no colours, in brackets."""
+    """Return a text with its spans in the colours of their labels; in brackets if there are no colours."""
     shown = printable(text, lines=True)
     if has_colours:
         styled = Text(shown)

@@ -101,8 +101,8 @@ class Letters:
                 if stored is None or stored.sequence > high:
                     break
                 together.append(stored)
-            for each in reversed(together):
-                if (letter := self._read(each)) is not None:
+            for stored in reversed(together):
+                if (letter := self._read(stored)) is not None:
                     yield letter
             high = low - 1
 

@@ -203,7 +203,7 @@ class Record(Generic[T]):
             return False
         self._on_lost()
         for entry in entries:
-            self.take(entry)
+            self.apply(entry)
         # The revision comes from the leader, but the entries may come from a replica that is behind: the watch brings
         # the rest.
         self._last = min(int(revision), after)
@@ -237,9 +237,9 @@ class Record(Generic[T]):
             self._created, self.is_stale = "", True
             self._on_lost()
         self._last = entry.revision
-        self.take(entry)
+        self.apply(entry)
 
-    def take(self, entry: Entry, on_value: Callable[[str, T | None, int], object] | None = None) -> None:
+    def apply(self, entry: Entry, on_value: Callable[[str, T | None, int], object] | None = None) -> None:
         """Decode an entry and pass it to `on_value`, by default to the owner. An entry that cannot be decoded is
         logged.
         """
@@ -259,7 +259,7 @@ class Record(Generic[T]):
         """Read one value again. Raises BrokerError."""
         entry = await self.bucket.get(key)
         if entry is not None:
-            self.take(entry)
+            self.apply(entry)
 
     async def change(self, key: str, make: Callable[[T | None], T | None]) -> T | None:
         """Write the value that `make` returns for the present value (None: there is none), and return the stored value.

@@ -73,9 +73,9 @@ class StoredTable:
 
     def __init__(self, lane_key: str) -> None:
         self.key = lane_key
-        self.forget()
+        self.clear()
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Forget the table: the contents of the bucket are unknown from now on."""
         self.table: Placement | None = None
         self.revision = 0  # revision of the lane's key
@@ -83,7 +83,7 @@ class StoredTable:
         self._parts: dict[int, PlacementPart] = {}
         self._sizes: dict[int, int] = {}
 
-    def take(self, entry: Entry) -> bool:
+    def apply(self, entry: Entry) -> bool:
         """Apply an entry that was read; see `put`. Raises ValueError; the table then stays unchanged."""
         return self.put(entry.key, None if entry.value is None else decode(entry), entry.revision)
 

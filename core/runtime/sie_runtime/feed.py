@@ -136,7 +136,7 @@ async def snapshot(export: Export) -> Catalogue:
     revisions = {model.model_id: model.revision for model in models}
     written = {model.model_id: model.written for model in models if model.written}
     bundles = {bundle.id: bundle for bundle in (msgspec.convert(raw, BundleEntry) for raw in export.bundles)}
-    return Catalogue.of(documents, revisions, bundles, export.epoch, written)
+    return Catalogue.from_documents(documents, revisions, bundles, export.epoch, written)
 
 
 def _document(model: ConfigModel | RawModel) -> ModelEntry | Alias:
@@ -210,7 +210,7 @@ class CatalogueFeed:
             errors=(BrokerError,),
             stop=stop,
             logger=_logger,
-            what="listening for changes of the catalogue",
+            task="listening for changes of the catalogue",
         )
         self._bus.on_reconnect(self._on_reconnect)
         if self._source is None:
@@ -218,7 +218,7 @@ class CatalogueFeed:
             return
         source, errors = self._source, (ConfigUnavailable, SIEError, msgspec.ValidationError)
         await retry(
-            lambda: self._reload(source), errors=errors, stop=stop, logger=_logger, what="reading the catalogue"
+            lambda: self._reload(source), errors=errors, stop=stop, logger=_logger, task="reading the catalogue"
         )
         loop = asyncio.get_running_loop()
         full_due_s, failed_s = loop.time() + self._full_export_s, 0.0
@@ -274,17 +274,17 @@ class CatalogueFeed:
         self.first.set()
         return True
 
-    def _refuse_older(self, told: str, before: str) -> None:
-        """Raise ConfigUnavailable if the store has lost writes: `told`, the epoch of the config service, is older than
+    def _refuse_older(self, epoch: str, before: str) -> None:
+        """Raise ConfigUnavailable if the store has lost writes: `epoch`, the epoch of the config service, is older than
         `before`, the epoch of this reader at the time of the request.
 
         Later writes to the store may get epochs that this reader knows with other contents. So the reader then reads
         the whole catalogue.
         """
-        if told != before and has_seen(before, told):
+        if epoch != before and has_seen(before, epoch):
             self._is_rewound = True
             raise ConfigUnavailable(
-                f"the config service stands at {told}, this process at {before}: was its store restored from an older "
+                f"the config service stands at {epoch}, this process at {before}: was its store restored from an older "
                 "copy? Write the lost changes again, or restart this process to go back to that copy"
             )
 

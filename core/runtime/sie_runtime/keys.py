@@ -123,13 +123,13 @@ def readable(entries: Iterable[Entry]) -> list[tuple[Key, int]]:
     return keys
 
 
-def stricter(one: Key | None, other: Key | None) -> Key | None:
+def stricter(first: Key | None, second: Key | None) -> Key | None:
     """Return the record that counts, given the record of the bucket and that of its copy. A revoked record counts,
     because a revocation is never undone.
     """
-    if one is None or other is None:
-        return one or other
-    return other if other.revoked_s and not one.revoked_s else one
+    if first is None or second is None:
+        return first or second
+    return second if second.revoked_s and not first.revoked_s else first
 
 
 def bucket_of(broker: Store, replicas: int, name: str = topology.KEYS_BUCKET) -> RecordBucket:
@@ -153,9 +153,7 @@ class KeyBuckets:
         return cls(bucket, await bucket_of(broker, replicas, topology.KEYS_COPY_BUCKET).open())
 
     async def write(self, key: Key, revision: int) -> None:
-        """Write a record, if the bucket has it at `revision`; 0: if the bucket does not have it. Raises
-        WrongRevision.
-        """
+        """Write a record, if the bucket has it at `revision` (0: lacks it). Raises WrongRevision."""
         await self.bucket.write([Write(key.id, encode(key), revision)])
         await self.copy.write([Write(key.id, encode(key), None)])
 

@@ -61,7 +61,7 @@ class Fold:
         self._known.intersection_update(present)
         self._folded.clear()
 
-    def forget(self, values: tuple[str, ...]) -> None:
+    def remove(self, values: tuple[str, ...]) -> None:
         """Forget one label set, to make room."""
         self._known.discard(values)
 
@@ -87,7 +87,7 @@ class Traffic:
         self._met = {name: count * share for name, count in self._met.items() if count * share > _FORGOTTEN}
         return True
 
-    def of(self, name: str) -> float:
+    def weight(self, name: str) -> float:
         return self._met.get(name, 0.0)
 
 
@@ -96,11 +96,11 @@ class Labelled(Generic[Child]):
 
     def __init__(self, metric: Metric, parent: Child) -> None:
         self._most = metric.most - metric.rest
-        self._each = metric.each
+        self._each = metric.series_per_name
         self._parent: Child = parent
         self._fold = Fold(metric)
-        self._found: dict[tuple[str, ...], Child] = {}  # existing series: one look-up on the hot path
-        # number of label sets of each name (the first label) with series of its own; empty without `each`
+        self._children: dict[tuple[str, ...], Child] = {}  # existing series: one look-up on the hot path
+        # number of label sets of each name (the first label) with series of its own; empty without `series_per_name`
         self._named: dict[str, int] = {}
         self._waiting: set[str] = set()  # names that needed one more series since the last turn
         self._room = self._most  # label sets left for names without a series
@@ -109,18 +109,18 @@ class Labelled(Generic[Child]):
         """Return the series of these label values, or the series in which they are counted. `values` are in the order
         of the table.
         """
-        found = self._found.get(values)
-        if found is None:
+        child = self._children.get(values)
+        if child is None:
             folded = self._fold(self._admitted(values) if self._each else values)
             if self._each and folded != values:
                 self._waiting.add(values[0])
-            found = self._found.get(folded)
-            if found is None:
-                found = self._found[folded] = self._parent.labels(*folded)
+            child = self._children.get(folded)
+            if child is None:
+                child = self._children[folded] = self._parent.labels(*folded)
                 if folded[0] in self._named:
                     self._named[folded[0]] += 1
                     self._room -= self._named[folded[0]] > self._each
-        return found
+        return child
 
     def _admitted(self, values: tuple[str, ...]) -> tuple[str, ...]:
         if values[0] not in self._named and values[0] != OTHER:
@@ -139,7 +139,8 @@ class Labelled(Generic[Child]):
         if not self._waiting:
             return
         busy = {
-            name: traffic.of(name) * (KEEPS if name in self._named else 1) for name in {*self._named, *self._waiting}
+            name: traffic.weight(name) * (KEEPS if name in self._named else 1)
+            for name in {*self._named, *self._waiting}
         }
         before, self._named, room = self._named, {}, self._most
         for name in sorted(busy, key=busy.__getitem__, reverse=True):
@@ -147,12 +148,12 @@ class Labelled(Generic[Child]):
             if room < needed:
                 break
             self._named[name] = before.get(name, 0)
-            more = self._each if name in before and name in self._waiting else 0  # for one more endpoint of the name
+            more = self._each if name in before and name in self._waiting else 0  # for one more endpoint
             room -= needed + min(more, room - needed)
         self._room = self._most - sum(max(sets, self._each) for sets in self._named.values())
-        for values in [values for values in self._found if values[0] not in self._named and values[0] != OTHER]:
-            del self._found[values]
-            self._fold.forget(values)
+        for values in [values for values in self._children if values[0] not in self._named and values[0] != OTHER]:
+            del self._children[values]
+            self._fold.remove(values)
             self._parent.remove(*values)
         self._waiting = set()
 
@@ -179,44 +180,42 @@ class MetricMaker:
         self._labelled: list[Labelled[Any]] = []
 
     def _turn(self) -> None:
-        """Rank the names. This runs right after a scrape, when the last counts of the series that end have been
-        read.
-        """
+        """Rank the names. This runs right after a scrape, when the last counts of the ending series have been read."""
         if self.traffic.fade():
-            for each in self._labelled:
-                each.turn(self.traffic)
+            for labelled in self._labelled:
+                labelled.turn(self.traffic)
 
-    def _of(self, name: str, kind: Kind, *, labelled: bool) -> Metric:
+    def _row(self, name: str, kind: Kind, *, labelled: bool) -> Metric:
         metric = self._table[name]
         if metric.kind != kind or bool(metric.labels) != labelled:
             raise TypeError(f"{name} is a {metric.kind} with the labels {metric.labels}")
         return metric
 
     def counter(self, name: str) -> Counter:
-        return Counter(name, self._of(name, "counter", labelled=False).text, registry=self.registry)
+        return Counter(name, self._row(name, "counter", labelled=False).text, registry=self.registry)
 
     def counters(self, name: str) -> Labelled[Counter]:
-        metric = self._of(name, "counter", labelled=True)
-        return self._kept(Labelled(metric, Counter(name, metric.text, metric.labels, registry=self.registry)))
+        metric = self._row(name, "counter", labelled=True)
+        return self._registered(Labelled(metric, Counter(name, metric.text, metric.labels, registry=self.registry)))
 
     def gauge(self, name: str) -> Gauge:
-        return Gauge(name, self._of(name, "gauge", labelled=False).text, registry=self.registry)
+        return Gauge(name, self._row(name, "gauge", labelled=False).text, registry=self.registry)
 
     def histogram(self, name: str) -> Histogram:
-        metric = self._of(name, "histogram", labelled=False)
+        metric = self._row(name, "histogram", labelled=False)
         return Histogram(name, metric.text, buckets=metric.buckets, registry=self.registry)
 
     def histograms(self, name: str) -> Labelled[Histogram]:
-        metric = self._of(name, "histogram", labelled=True)
-        return self._kept(
+        metric = self._row(name, "histogram", labelled=True)
+        return self._registered(
             Labelled(
                 metric, Histogram(name, metric.text, metric.labels, buckets=metric.buckets, registry=self.registry)
             )
         )
 
-    def _kept(self, made: Labelled[Child]) -> Labelled[Child]:
-        self._labelled.append(made)
-        return made
+    def _registered(self, labelled: Labelled[Child]) -> Labelled[Child]:
+        self._labelled.append(labelled)
+        return labelled
 
 
 class Scrape:
@@ -229,7 +228,7 @@ class Scrape:
         self._folds = {name: Fold(metric) for name, metric in self._table.items()}
 
     def gauge(self, name: str, values: Mapping[Labels, float] | float) -> GaugeMetricFamily:
-        """A gauge of present values by label set. Values that are folded into one label set are summed."""
+        """Return a gauge of present values by label set. Values in the same folded label set are summed."""
         if not isinstance(values, Mapping):
             return GaugeMetricFamily(name, self._table[name].text, value=float(values))
         metric, fold = self._table[name], self._folds[name]
@@ -253,17 +252,15 @@ class Scrape:
 
 
 def _folded(fold: Fold, values: Mapping[Labels, float]) -> dict[tuple[str, ...], float]:
-    found: dict[tuple[str, ...], float] = {}
+    totals: dict[tuple[str, ...], float] = {}
     for labels, value in values.items():
         folded = fold(labels)
-        found[folded] = found.get(folded, 0.0) + float(value)
-    return found
+        totals[folded] = totals.get(folded, 0.0) + float(value)
+    return totals
 
 
 def exemplar() -> dict[str, str] | None:
-    """Return the trace id to attach to a latency that is observed now; None if there is no trace or it is not
-    sampled.
-    """
+    """Return the trace id for a latency that is observed now; None without a trace, or if it is not sampled."""
     trace_id = TRACE_ID.get()
     return {"trace_id": trace_id} if trace_id is not None else None
 

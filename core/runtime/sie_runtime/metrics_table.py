@@ -3,9 +3,9 @@ docs/metrics.md are checked against it.
 
 `most` limits the number of label sets of a metric: a process may be asked for ten thousand models. A label set for
 which there is no room has `other` in the labels that FOLDED names; `rest` label sets are kept free for this. In a
-metric with `each`, the busiest values of the first label keep their names, and `each` label sets are reserved for each
-of these values. In any other metric the label sets that came first keep their names. All series of a process are at
-most MAX_SERIES together.
+metric with `series_per_name`, the busiest values of the first label keep their names, and `series_per_name` label sets
+are reserved for each of these values. In any other metric the label sets that came first keep their names. All series
+of a process are at most MAX_SERIES together.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Metric:
     most: int = 1
     rest: int = 1
     buckets: tuple[float, ...] = ()
-    each: int = 0
+    series_per_name: int = 0
 
     @property
     def exported(self) -> tuple[str, ...]:
@@ -128,14 +128,14 @@ _GATEWAY = (
     Metric(
         "sie_gateway_abandoned", "counter", "Runs cancelled because their clients disconnected and did not come back"
     ),
-    Metric("sie_gateway_key_tokens", "counter", "Tokens that were run for a key", ("key",), 48, each=1),
+    Metric("sie_gateway_key_tokens", "counter", "Tokens that were run for a key", ("key",), 48, series_per_name=1),
     Metric(
         "sie_gateway_key_device_seconds",
         "counter",
         "Device time of a key: its share, by tokens, of each batch that its work ran in",
         ("key",),
         48,
-        each=1,
+        series_per_name=1,
     ),
     # jobs, the same at every gateway
     Metric("sie_gateway_jobs", "gauge", "Jobs and batches that are kept", ("state",), 9, 3),
@@ -291,7 +291,7 @@ OOM = {
 }
 _WORKER = (
     # chunks: rate, errors, duration
-    Metric("sie_requests", "counter", "Chunks answered", ("model", "endpoint", "status"), 96, 18, each=2),
+    Metric("sie_requests", "counter", "Chunks answered", ("model", "endpoint", "status"), 96, 18, series_per_name=2),
     Metric(
         "sie_request_duration_seconds",
         "histogram",
@@ -300,7 +300,7 @@ _WORKER = (
         84,
         6 * _CHUNK_ENDPOINTS,
         _CHUNK_S,
-        each=6,
+        series_per_name=6,
     ),
     Metric("sie_queue_depth", "gauge", "Chunks in flight at the worker", ("model",), 24),
     Metric("sie_deliveries", "counter", "Deliveries taken in", ("redelivered",), 2),
@@ -329,11 +329,11 @@ _WORKER = (
     ),
     Metric("sie_poisoned_inputs", "counter", "Inputs refused because they killed two adapters"),
     # batches
-    Metric("sie_batch_size", "histogram", "Inputs per batch", ("model",), 12, 1, _COUNTS, each=1),
+    Metric("sie_batch_size", "histogram", "Inputs per batch", ("model",), 12, 1, _COUNTS, series_per_name=1),
     Metric("sie_batch_fill_ratio", "histogram", "Tokens of a batch divided by the maximum", (), 1, 1, _SHARES),
     Metric("sie_batches_in_progress", "gauge", "Batches sent to the adapter"),
-    Metric("sie_tokens_processed", "counter", "Tokens run", ("model",), 24, each=1),
-    Metric("sie_padding_tokens", "counter", "Padding positions that were computed", ("model",), 24, each=1),
+    Metric("sie_tokens_processed", "counter", "Tokens run", ("model",), 24, series_per_name=1),
+    Metric("sie_padding_tokens", "counter", "Padding positions that were computed", ("model",), 24, series_per_name=1),
     # the device
     Metric(
         "sie_device_seconds",
@@ -341,7 +341,7 @@ _WORKER = (
         "Time that batches took at the device, of all lanes together",
         ("model",),
         24,
-        each=1,
+        series_per_name=1,
     ),
     Metric("sie_device_lanes", "gauge", "Batches that the device runs at once, 0 without an adapter"),
     Metric(
@@ -367,8 +367,8 @@ _WORKER = (
     Metric("sie_model_loaded", "gauge", "1 while the model is loaded", ("model", "device"), 24),
     Metric("sie_model_memory_bytes", "gauge", "Measured memory of a loaded model", ("model",), 24),
     Metric("sie_model_engine", "gauge", "1 for the engine of a loaded model", ("model", "engine"), 24),
-    Metric("sie_model_loads", "counter", "Loads that succeeded", ("model",), 24, each=1),
-    Metric("sie_model_load_failures", "counter", "Loads that failed, each attempt", ("model",), 16, each=1),
+    Metric("sie_model_loads", "counter", "Loads that succeeded", ("model",), 24, series_per_name=1),
+    Metric("sie_model_load_failures", "counter", "Loads that failed, each attempt", ("model",), 16, series_per_name=1),
     Metric("sie_model_swaps", "counter", "Models closed to new work for the load of another one"),
     Metric("sie_idle_evictions", "counter", "Models evicted because nobody used them"),
     Metric("sie_certificates", "counter", "Loads, by the result of the certificate", ("result",), 2),

@@ -18,6 +18,7 @@ import threading
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine
+from contextvars import ContextVar
 from datetime import UTC, datetime
 from types import TracebackType
 from typing import Any
@@ -33,8 +34,10 @@ GC_THRESHOLDS = (20_000, 20, 20)
 SWITCH_INTERVAL_S = 0.0005
 START_S = 30.0  # time that processes that start together may wait for each other
 QUIET_S = 10.0  # time for which such a wait is not logged, because every start has one
-_FIELDS = ("model", "request_id", "trace_id", "latency_ms")
-_TOLD = _FIELDS[:3]
+_FIELDS = ("model", "request_id", "trace_id", "latency_ms", "worker", "key")
+_TOLD = ("model", "worker", "key", "request_id", "trace_id")
+# the worker that this task is a part of; tasks that it starts inherit it
+WORKER: ContextVar[str | None] = ContextVar("sie_worker", default=None)
 
 
 # exceptions whose messages may quote values of clients
@@ -49,8 +52,8 @@ QUOTING = (
 
 
 def end_signals() -> tuple[signal.Signals, ...]:
-    """The signals on which a process drains and ends: those of supervisors, of Ctrl-C, and of a terminal or session
-    that closes. SIGHUP is left alone if it is ignored, as under nohup.
+    """Return the signals on which a process drains and ends: signals of supervisors, of Ctrl-C, and of a closed
+    terminal or session. SIGHUP is left alone if it is ignored, as under nohup.
     """
     hangup = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
     return (signal.SIGTERM, signal.SIGINT, *hangup)
@@ -72,9 +75,7 @@ def traceback_of(error: BaseException | None) -> str:
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
-    """Return the documented fields of a log line. If the record has no trace, the trace of the task that logs is
-    used.
-    """
+    """Return the documented fields of a log line. A record without a trace has the trace of the task that logs."""
     attributes = record.__dict__
     fields = {name: attributes.get(name) for name in _FIELDS}
     if fields["trace_id"] is None:
@@ -83,9 +84,7 @@ def _fields(record: logging.LogRecord) -> dict[str, Any]:
 
 
 class _Plain(logging.Formatter):
-    """Formatter of log lines for people. The model, the request id and the trace id are printed after the message, if
-    they are known.
-    """
+    """Formatter of log lines for people. The fields of a request are printed after the message, if they are known."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         fields = _fields(record)
@@ -97,8 +96,12 @@ class _Plain(logging.Formatter):
 
 class _Json(_Plain):
     """Formatter of log lines as JSON objects, one per line, with the documented keys and no others. Values come from
-    `extra={...}` of the logging call.
+    `extra={...}` of the logging call. `worker`: the worker of lines that name none.
     """
+
+    def __init__(self, worker: str | None) -> None:
+        super().__init__()
+        self._worker = worker
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {
@@ -110,6 +113,7 @@ class _Json(_Plain):
             "message": record.getMessage(),
         }
         line.update(_fields(record))
+        line["worker"] = line["worker"] or WORKER.get() or self._worker
         if record.exc_info:
             line["message"] += "\n" + self.formatException(record.exc_info)
         # names of files may have bytes that are not valid text
@@ -117,30 +121,34 @@ class _Json(_Plain):
         return msgspec.json.encode(line).decode()
 
 
-def configure_logging(*, json: bool) -> None:
-    """Send all loggers to standard error, as plain text or as JSON."""
+def configure_logging(*, json: bool, worker: str | None = None) -> None:
+    """Send all loggers to standard error, as plain text or as JSON. `worker`: the worker that this process is a part
+    of.
+    """
     handler = logging.StreamHandler(sys.stderr)
     plain = _Plain("%(asctime)s %(levelname)s %(name)s: %(message)s")
     plain.converter = time.gmtime
-    handler.setFormatter(_Json() if json else plain)
+    handler.setFormatter(_Json(worker) if json else plain)
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
     for noisy in ("httpx", "httpcore", "httpx2", "httpcore2", "uvicorn"):  # HTTP clients log every URL, signed or not
         logging.getLogger(noisy).setLevel(logging.WARNING)
 
 
-def own_stderr(*, json: bool) -> None:
+def own_stderr(*, json: bool, worker: str | None = None) -> None:
     """Call `configure_logging`, and log what Python itself would print: warnings, and uncaught exceptions, whose
     messages may quote a client.
     """
-    configure_logging(json=json)
+    configure_logging(json=json, worker=worker)
     logging.captureWarnings(True)
     sys.excepthook = lambda kind, error, trace: _uncaught("this process", kind, error, trace)
-    threading.excepthook = lambda told: _uncaught(f"thread {told.thread and told.thread.name}", *told[:3])
+    threading.excepthook = lambda hook_args: _uncaught(
+        f"thread {hook_args.thread and hook_args.thread.name}", *hook_args[:3]
+    )
 
 
-def _uncaught(what: str, kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
+def _uncaught(origin: str, kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
     if error is not None:
-        logging.getLogger("sie.process").critical("%s ends by an exception", what, exc_info=(kind, error, trace))
+        logging.getLogger("sie.process").critical("%s ends by an exception", origin, exc_info=(kind, error, trace))
 
 
 class Stop:
@@ -245,10 +253,10 @@ class Trouble:
     """
 
     def __init__(
-        self, logger: logging.Logger, what: str, grace_s: float = 0.0, clock: Callable[[], float] = time.monotonic
+        self, logger: logging.Logger, purpose: str, grace_s: float = 0.0, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._logger = logger
-        self._what = what
+        self._purpose = purpose
         self._grace_s = grace_s
         self._clock = clock
         self._since_s = 0.0
@@ -262,10 +270,10 @@ class Trouble:
         lasts_s = self._clock() - self._since_s
         if not self._is_warned and lasts_s >= self._grace_s:
             self._is_told = self._is_warned = True
-            self._logger.warning("%s: %s", self._what, error)
+            self._logger.warning("%s: %s", self._purpose, error)
         elif not self._is_told and lasts_s >= QUIET_S:
             self._is_told = True
-            self._logger.info("%s: %s", self._what, error)
+            self._logger.info("%s: %s", self._purpose, error)
 
     def passed(self) -> None:
         """Record a success."""
@@ -322,7 +330,7 @@ async def retry(
     errors: tuple[type[Exception], ...],
     stop: Stop,
     logger: logging.Logger,
-    what: str,
+    task: str,
 ) -> Any:
     """Repeat `attempt` until it succeeds, and return its result; None if the process is to stop. Pauses double from 0.1
     s to 5 s.
@@ -330,7 +338,7 @@ async def retry(
     A failure that lasts QUIET_S is logged once at level info, because processes that start together wait for each
     other. A failure that lasts START_S is logged once as a warning.
     """
-    delay_s, trouble = 0.1, Trouble(logger, what, START_S)
+    delay_s, trouble = 0.1, Trouble(logger, task, START_S)
     while not stop.requested:
         try:
             return await attempt()

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 
 
-def spearman(one: Any, two: Any) -> float | None:
+def spearman(first: Any, second: Any) -> float | None:
     """Return the correlation of the ranks of two lists, None if all values of a list are equal. Equal values have the
     mean of their ranks.
     """
-    a, b = (_ranks(each) for each in (one, two))
+    a, b = (_ranks(values) for values in (first, second))
     spread = float(a.std() * b.std())
     return float(((a - a.mean()) * (b - b.mean())).mean()) / spread if spread > 0 else None
 

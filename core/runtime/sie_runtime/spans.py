@@ -1,4 +1,4 @@
-"""Spans, with the OpenTelemetry SDK. Imported only if tracing is on.
+"""Spans, with the OpenTelemetry SDK. This module is imported only if tracing is on.
 
     Span.end ──► queue of 2,048, the oldest are dropped first ──► a thread of its own ──► collector, console or nowhere
 
@@ -31,8 +31,8 @@ from sie_contracts.wire.trace_context import NONE, Context
 from sie_runtime.current_trace import STAGE
 from sie_runtime.process import Trouble
 
-GIVE_UP_S = 0.5  # for an exporter that was asked to end
-FLUSH_S = 1.0  # for the last spans at the end: `sie serve` gives a worker 3 s in all
+GIVE_UP_S = 0.5  # seconds to wait for an exporter that was told to stop
+FLUSH_S = 1.0  # seconds to export the last spans; `sie serve` gives a worker 3 s to end
 Value = str | int | float | bool
 Kind = Literal["server", "consumer", "internal"]
 
@@ -42,10 +42,10 @@ _logger = logging.getLogger("sie.tracing")
 
 
 class Span:
-    """One span. A span that is not sampled has a context and nothing else.
+    """One span. A span that is not sampled has only a context.
 
-    A wall clock that is set while the span lasts changes neither its length nor that of its parts: the wall clock is
-    read once, at the beginning, and what passes since then is measured by the monotonic clock.
+    Its times come from the monotonic clock. The wall clock is read once, at the start, so a later change of the wall
+    clock does not affect them.
     """
 
     __slots__ = ("_ended", "_offset_ns", "_span", "_tracer", "is_recording", "name")
@@ -60,7 +60,7 @@ class Span:
 
     @property
     def context(self) -> Context:
-        """The trace context for work below this span. It is encoded on first use: that takes a quarter of the time of a
+        """Trace context for work below this span. It is encoded on first use: encoding takes a quarter of the time of a
         span, and most spans have no children.
         """
         written: dict[str, str] = {}
@@ -69,7 +69,7 @@ class Span:
 
     @property
     def trace_id(self) -> str | None:
-        """32 hex digits; None for a span that is not sampled, because no collector has its trace."""
+        """Trace id in 32 hex digits; None for a span that is not sampled, because no collector has its trace."""
         return trace.format_trace_id(self._span.get_span_context().trace_id) if self.is_recording else None
 
     def set(self, attributes: Mapping[str, Value]) -> None:
@@ -85,14 +85,14 @@ class Span:
         self._span.set_status(trace.StatusCode.ERROR)
 
     def ns_before(self, seconds: float) -> int:
-        """The time so many seconds ago in nanoseconds since 1970, by the clock of this span."""
+        """Return the time `seconds` ago, nanoseconds since 1970, by the clock of this span."""
         return time.perf_counter_ns() + self._offset_ns - round(seconds * 1e9)
 
     def part(
         self, name: str, start_ns: int, ms: float, *, stage: str = "", attributes: Mapping[str, Value] | None = None
     ) -> int:
-        """Add a finished child of so many milliseconds from `start_ns` on, and return its end. `stage`: the stage of
-        the reply's timing that it belongs to.
+        """Add a finished child of `ms` milliseconds from `start_ns` on, and return its end. `stage`: its stage in the
+        timing of the reply.
         """
         end_ns = start_ns + round(ms * 1e6)
         if self.is_recording:
@@ -101,9 +101,9 @@ class Span:
             self._tracer.start_span(name, parent, attributes=own, start_time=start_ns).end(end_ns)
         return end_ns
 
-    def lead_to(self, other: Span) -> None:
-        """Add a link to another span, for whose work this one ran."""
-        self._span.add_link(other._span.get_span_context())
+    def lead_to(self, span: Span) -> None:
+        """Add a link to another span: this span ran work of that span."""
+        self._span.add_link(span._span.get_span_context())
 
     def end(self, end_ns: int | None = None) -> None:
         """End the span, now by default. A second end has no effect."""
@@ -116,9 +116,7 @@ class Span:
 
 
 class Tracer:
-    """Makes the spans of one component. It owns a thread that exports them, until `close`. May be used from
-    any thread.
-    """
+    """Makes the spans of one component. Until `close` it owns a thread that exports them. Any thread may use it."""
 
     def __init__(self, settings: Tracing, component: str, instance: str = "") -> None:
         resource = Resource.create(
@@ -129,7 +127,7 @@ class Tracer:
                 "service.instance.id": f"{component}-{instance or socket.gethostname()}-{os.getpid()}",
             }
         )
-        # not at the interpreter's exit, which would wait for a dead collector
+        # `close` ends it: at the interpreter's exit it would wait for a dead collector
         self._provider = TracerProvider(_sampler(settings), resource, shutdown_on_exit=False)
         self.propagates = settings.propagates
         self._exporters = [_exporter(name, settings) for name in settings.exporters]
@@ -147,9 +145,7 @@ class Tracer:
         start_ns: int | None = None,
         attributes: Mapping[str, Value] | None = None,
     ) -> Span:
-        """A span below `parent`; the first span of a trace if `parent` is empty or not a context. The caller
-        ends it.
-        """
+        """Begin a span below `parent`. If `parent` is empty or invalid, the span begins a trace. The caller ends it."""
         above = _headers.extract(parent._asdict(), context.Context())
         linked = [span.link() for span in links]
         return Span(
@@ -157,24 +153,24 @@ class Tracer:
         )
 
     def close(self) -> None:
-        """Export what is left, for at most FLUSH_S. Spans that end later are dropped."""
+        """Export the remaining spans, for at most FLUSH_S. Spans that end later are dropped."""
         flushing = threading.Thread(target=self._provider.shutdown, name="spans", daemon=True)
         flushing.start()
         flushing.join(FLUSH_S)
         if flushing.is_alive():
             for exporter in self._exporters:
-                exporter.shutdown()  # this ends its wait for the next attempt
+                exporter.shutdown()  # stop its wait for the next attempt
             _logger.warning("the last spans were not taken within %g s and are dropped", FLUSH_S)
             flushing.join(GIVE_UP_S)
 
 
 def _sampler(settings: Tracing) -> Sampler:
-    found: dict[str, Sampler] = {
+    samplers: dict[str, Sampler] = {
         "always_on": ALWAYS_ON,
         "always_off": ALWAYS_OFF,
         "traceidratio": TraceIdRatioBased(settings.rate),
     }
-    own = found[settings.sampler.removeprefix("parentbased_")]
+    own = samplers[settings.sampler.removeprefix("parentbased_")]
     return ParentBased(own) if settings.sampler.startswith("parentbased_") else own
 
 
@@ -184,7 +180,7 @@ def _exporter(name: str, settings: Tracing) -> SpanExporter:
     return _SpanCollector(settings.endpoint, settings.protocol)
 
 
-class _Told(logging.Filter):
+class _LastLog(logging.Filter):
     """Keeps the last log message instead of writing it."""
 
     last = ""
@@ -194,7 +190,7 @@ class _Told(logging.Filter):
         return False
 
 
-_told = _Told()
+_last_log = _LastLog()
 
 
 class _SpanCollector(SpanExporter):
@@ -210,12 +206,12 @@ class _SpanCollector(SpanExporter):
         if protocol == "grpc":
             from opentelemetry.exporter.otlp.proto.grpc import trace_exporter as over_grpc
 
-            logging.getLogger(grpc_exporter.__name__).addFilter(_told)
+            logging.getLogger(grpc_exporter.__name__).addFilter(_last_log)
             self._inner = over_grpc.OTLPSpanExporter(endpoint)
         else:
             from opentelemetry.exporter.otlp.proto.http import trace_exporter as over_http
 
-            logging.getLogger(over_http.__name__).addFilter(_told)
+            logging.getLogger(over_http.__name__).addFilter(_last_log)
             self._inner = over_http.OTLPSpanExporter(endpoint)
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
@@ -223,7 +219,7 @@ class _SpanCollector(SpanExporter):
         if result is SpanExportResult.SUCCESS:
             self._trouble.passed()
         else:
-            self._trouble.met(ConnectionError(_told.last or "no reason was given"))
+            self._trouble.met(ConnectionError(_last_log.last or "no reason was given"))
         return result
 
     def shutdown(self) -> None:

@@ -70,7 +70,7 @@ class ClusterCache:
         return None if manifest is None else functools.partial(self._fetch, manifest)
 
     def _fetch(self, manifest: Manifest, folder: Path, progress: FetchProgress) -> Manifest:
-        source = BucketSource(self._bucket, manifest, progress.what)
+        source = BucketSource(self._bucket, manifest, progress.label)
         self._run(SnapshotDownload(source, folder, progress).all(source.files()))
         return msgspec.structs.replace(manifest, origin="cluster")
 
@@ -99,7 +99,7 @@ class ClusterCache:
         """
         if stored.manifest is None:
             return list(stored.wrong.values())
-        source = BucketSource(self._bucket, stored.manifest, progress.what)
+        source = BucketSource(self._bucket, stored.manifest, progress.label)
         files = [file for file in source.files() if file.path not in stored.wrong]
         progress.expect(sum(file.size for file in files))
         return [*stored.wrong.values(), *self._run(_wrong(source, files, progress))]

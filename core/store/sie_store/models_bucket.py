@@ -33,11 +33,11 @@ class BucketFolder:
         self._patience = patience or RetryPolicy(stall_s=20.0, tries=4)
         self._store = object_stores.opened(url, SETTING)
 
-    def look(self) -> dict[str, tuple[int, int, int]]:
+    def list_files(self) -> dict[str, tuple[int, int, int]]:
         """List the files of models by their paths below the prefix, each as (time of the last change in ns, size in
         bytes, hash of the tag). Raises SettingError if there is none.
         """
-        files = self._run(self._patience.asked(self._listed))
+        files = self._run(self._patience.call(self._listed))
         if not files:
             kinds = " or ".join(f"*{suffix}" for suffix in self._suffixes)
             raise SettingError(SETTING, f"{self.url} holds no {kinds}: put one there, or name another place")
@@ -69,16 +69,16 @@ class BucketFolder:
         turns = asyncio.Semaphore(READS_AT_ONCE)
         bodies: dict[str, bytes] = {}
 
-        async def one(path: str) -> None:
+        async def read_body(path: str) -> None:
             async with turns:
                 with contextlib.suppress(ObjectMissing):
-                    _, bodies[path] = await self._patience.asked(
+                    _, bodies[path] = await self._patience.call(
                         lambda: object_stores.first_bytes(self._store, path, max_bytes)
                     )
 
         async with asyncio.TaskGroup() as group:
             for path in paths:
-                group.create_task(one(path))
+                group.create_task(read_body(path))
         return bodies
 
     def _run(self, work: Coroutine[Any, Any, _T]) -> _T:

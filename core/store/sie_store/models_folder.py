@@ -60,7 +60,7 @@ def examined(allowed: Allowed) -> str:
 
 
 def place_of(allowed: Allowed) -> str:
-    """The models folder as an absolute path, whether it exists or not, or the URL of its bucket."""
+    """Return the models folder as an absolute path, whether it exists or not, or the URL of its bucket."""
     return allowed.models if is_bucket(allowed.models) else str(Path(allowed.models).expanduser().absolute())
 
 
@@ -99,7 +99,7 @@ def _bodies(allowed: Allowed) -> Mapping[str, bytes]:
     try:
         if is_bucket(name):
             bucket = BucketFolder(name, SUFFIXES)
-            paths = [path for path in bucket.look() if not path.startswith("bundles/")]
+            paths = [path for path in bucket.list_files() if not path.startswith("bundles/")]
             return bucket.read(paths, MAX_FILE_BYTES)
         root = Path(name).expanduser()
         if not root.is_dir():

@@ -220,15 +220,15 @@ class RetryPolicy:
     tries: int = 5
     pause_s: float = 0.5
 
-    async def asked(self, call: Callable[[], Awaitable[_T]], timeout_s: float | None = None) -> _T:
+    async def call(self, call: Callable[[], Awaitable[_T]], timeout_s: float | None = None) -> _T:
         """Return the result of `call`, which is repeated if that may help. Each attempt may take `timeout_s`, by
         default `stall_s`. Raises StoreError.
         """
         return await self.repeated(lambda: within(timeout_s or self.stall_s, call()))
 
     async def repeated(self, call: Callable[[], Awaitable[_T]]) -> _T:
-        """Return the result of `call`, which limits its own time and raises StoreError. It is repeated as in
-        `asked`.
+        """Return the result of `call`, which limits its own time and raises StoreError. It is repeated if that may
+        help.
         """
         tries = 0
         while True:
@@ -238,13 +238,13 @@ class RetryPolicy:
                 tries += 1
                 await self.pause(error, tries, "a store")
 
-    async def pause(self, error: StoreError, tries: int, what: str, at: int | None = None) -> None:
-        """Wait before the next attempt, which asks for `what` from byte `at` on. Raises `error` after the last attempt,
-        or if another attempt cannot help.
+    async def pause(self, error: StoreError, tries: int, label: str, at: int | None = None) -> None:
+        """Wait before the next attempt, which asks for `label` from byte `at` on. Raises `error` after the last
+        attempt, or if another attempt cannot help.
         """
         if type(error) is not StoreError or tries >= self.tries:
             raise error
-        _logger.info("%s is asked for again%s: %s", what, "" if at is None else f" from byte {at}", error)
+        _logger.info("%s is asked for again%s: %s", label, "" if at is None else f" from byte {at}", error)
         pause_s = min(MAX_PAUSE_S, max(error.after_s, self.pause_s * 2.0 ** (tries - 1)))
         await asyncio.sleep(pause_s * random.uniform(0.75, 1.25))  # noqa: S311
 
@@ -262,7 +262,7 @@ def failure(error: Exception) -> StoreError:
     )
 
     text = str(error)
-    status, code = _found(_STATUS, text), _found(_CODE, text)
+    status, code = _first_group(_STATUS, text), _first_group(_CODE, text)
     answer = " ".join(part for part in (status and f"status {status}", code) if part)
     if any(f"http://{host}" in text for host in _INSTANCE):
         return AccessRefused("there are no credentials, and this machine gives none")
@@ -272,7 +272,7 @@ def failure(error: Exception) -> StoreError:
         return ObjectMissing("there is no such object")
     if isinstance(error, AlreadyExistsError | PreconditionError | FileExistsError):
         return WrittenMeanwhile("somebody else wrote it meanwhile")
-    if _found(_OS_ERROR, text) in _FULL:
+    if _first_group(_OS_ERROR, text) in _FULL:
         return StoreFull("there is no room for it")
     if code == "InvalidRange" or status == "416":
         return RangeMissing("the object is shorter than the requested range")
@@ -285,7 +285,7 @@ def failure(error: Exception) -> StoreError:
     return StoreError(answer or _first_line(error))
 
 
-def _found(pattern: re.Pattern[str], text: str) -> str:
+def _first_group(pattern: re.Pattern[str], text: str) -> str:
     match = pattern.search(text)
     return match[1] if match is not None else ""
 

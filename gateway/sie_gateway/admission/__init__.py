@@ -1,7 +1,10 @@
 """Admission: the order in which requests are let in, and the Retry-After of refused requests.
 
     key ─► `grant`: its scopes ─► `model_queue`: the expected wait ─► `grant`: its quota ─► `window`: its turn
-    ─► admitted, or 429 with the time of the quota, or 503 with a time from `retry_slots`
+    ─► admitted, or 429 with the time until the quota has room, or 503 with a time from `retry_slots`
+
+Retry-After comes from `RetrySlots.book` for a refusal by the queue, from `AnswerPace.retry_s` (`model_queue`) for too
+many requests in progress, and from `Quotas.spend` for a quota.
 
 The table has the refusals of the gateway for lack of room, by the class or function that raises them (`docs/errors.md`
 has the codes, `docs/security.md` has the limits under "What a client may hold"). Other modules refuse connections and

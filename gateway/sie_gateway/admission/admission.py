@@ -388,7 +388,7 @@ class Admission:
         self._refresh(place, now_s)
         self.look_again(place)
         time_cost = place.costs([cost], [squares])[0]
-        refusal = place.judge(now_s, key, time_cost, budget_s, self._settings.max_concurrent_requests, client)
+        refusal = place.judge(now_s, key, time_cost, budget_s, client)
         if refusal is not None:
             self._count_refusal(place, "stalled" if refusal.is_stalled else "wait")
             raise self._late(place, refusal, time_cost, budget_s, client)
@@ -604,10 +604,10 @@ class Admission:
         if place in self._crowded:
             self._pump(place)
         if len(self._crowded) > (place in self._crowded):
-            for other in [
-                other for other in self._crowded if other is not place and other.window.shares is place.window.shares
+            for queue in [
+                queue for queue in self._crowded if queue is not place and queue.window.shares is place.window.shares
             ]:
-                self._pump(other)
+                self._pump(queue)
 
     def ended(self, permits: Permits, ticket: Ticket) -> None:
         """End a request: its permits are given back, and none of its chunks waits any more."""

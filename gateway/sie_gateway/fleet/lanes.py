@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -24,7 +25,8 @@ from sie_contracts.wire.heartbeats import Fetched, Heartbeat, ModelStatus
 from sie_contracts.wire.records import ReservationSpec
 from sie_contracts.wire.topology import Lane
 
-STATES = ("loading", "unloading", "loaded", "failed", "available")  # the first one that any worker has is shown
+STATES = ("loading", "unloading", "loaded", "failed", "available")  # the first state that a worker has is shown
+ON_DISK_S = 5.0  # seconds for which the models on disks are not read again
 USUAL_LOAD_S = 10.0  # expected seconds of a load, for a model that no worker has loaded yet
 _logger = logging.getLogger("sie.gateway.fleet")
 
@@ -122,6 +124,7 @@ class Fleet:
         self._served: dict[tuple[str, str], dict[str, _LaneWorkers]] = {}  # pool and bundle -> machine profile -> lane
         self._statuses: dict[str, dict[str, ModelStatus]] = {}  # model -> worker -> its report
         self._loading_s: dict[str, dict[str, float]] = {}  # worker -> model -> time of its first report of the load
+        self._on_disk: tuple[float, frozenset[str]] = (-math.inf, frozenset())  # since when it is known
         self.version = 0  # grows with every heartbeat
         self.listeners: list[Callable[[], None]] = []  # called at every heartbeat
         self._own_pools = frozenset({topology.DEFAULT_POOL, settings.pool})
@@ -383,6 +386,14 @@ class Fleet:
         ]
         present = {status.state for _, status in reports}
         return next((state for state in STATES if state in present), "available"), reports
+
+    def on_disk(self) -> frozenset[str]:
+        """Return the models that are on the disk of a healthy worker, as known within the last seconds."""
+        since_s, models = self._on_disk
+        if (now_s := self._clock()) - since_s >= ON_DISK_S:
+            models = frozenset(model for beat in self.healthy() for model in beat.on_disk)
+            self._on_disk = (now_s, models)
+        return models
 
     def _reports(self, model: str) -> Iterable[tuple[str, ModelStatus]]:
         return self._statuses.get(model, {}).items()

@@ -104,7 +104,7 @@ class Placer:
         self._when_looked(self._tables.clear)
 
     def _when_looked(self, take: Callable[[], None]) -> None:
-        """Call `take` at once, or at the end of the running step."""
+        """Call `apply` at once, or at the end of the running step."""
         if self._held is not None:
             self._held.append(take)
         else:
@@ -222,9 +222,9 @@ class Placer:
             revision = await bucket.write(change.writes)
         except WrongRevision:
             entries, _ = await bucket.use(functools.partial(stored_tables.read_lane, lane_key=stored.key))
-            stored.forget()
+            stored.clear()
             for entry in entries:
-                self._record.take(entry, stored.put)
+                self._record.apply(entry, stored.put)
             return
         failpoint("gateway.placement_written")
         stored.written(change, revision)

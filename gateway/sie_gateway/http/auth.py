@@ -17,6 +17,7 @@ from typing import Any
 from starlette.exceptions import HTTPException
 
 from sie_contracts.errors import NotFound, NotReady, PermissionDenied, SIEError, Unauthenticated
+from sie_contracts.loopback import is_loopback
 from sie_contracts.settings import Secret, SettingError, Settings
 from sie_gateway.admission.admission import key_of
 from sie_gateway.admission.grant import ANYBODY, WORKERS_NAME, Grant
@@ -55,14 +56,17 @@ class Gate:
     after a match.
     """
 
-    def __init__(self, settings: Settings, keys: Keys | None = None) -> None:
-        """`keys` must be given in auth mode token, and in no other mode. Raises SettingError."""
+    def __init__(self, settings: Settings, keys: Keys | None = None, host: str = "") -> None:
+        """`keys` must be given in auth mode token, and in no other mode. `host`: the address on which the gateway
+        listens. Raises SettingError.
+        """
         require_tokens(settings)
         if (settings.auth_mode == "token") != (keys is not None):
             raise SettingError(
                 "SIE_AUTH_MODE", "mode token needs the keys of a broker, and no other mode may have them"
             )
         self._guarded = settings.auth_mode != "none"
+        self._is_private = not self._guarded and is_loopback(host)
         self._pools = "admin" if settings.pool_write_role == "admin" else "pools"
         self._keys = keys
         self._reader = settings.config_read_token
@@ -85,7 +89,8 @@ class Gate:
         grant = ANYBODY
         if row is None or row.scope != OPEN:
             scope = "read" if row is None else self._pools if row.scope == "pools" else row.scope
-            if self._guarded or scope in GUARDED:
+            is_open = row is not None and row.local and self._is_private
+            if self._guarded or (scope in GUARDED and not is_open):
                 grant = self._granted(scope, authorization, reads_config=row is not None and row.reader)
             # no token is needed in auth mode none, but an admin token gives more scopes
             elif scope in ("pools", ANY) and authorization:

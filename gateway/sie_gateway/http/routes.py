@@ -282,7 +282,7 @@ CONTROL: tuple[GatewayRoute, ...] = (
     ),
 )
 CATALOGUE = tuple(
-    GatewayRoute(**vars(each), shape=config_shape) for each in config_routes.bound(configs.HANDLERS, "configs")
+    GatewayRoute(**vars(route), shape=config_shape) for route in config_routes.bound(configs.HANDLERS, "configs")
 )
 
 

@@ -367,7 +367,7 @@ def _input(item: RequestItem) -> Input:
         item.text,
         tokens=item.tokens,
         pair=item.pair,
-        vectors=None if item.vectors is None else Vectors.of(item.vectors),
+        vectors=None if item.vectors is None else Vectors.from_array(item.vectors),
         images=item.images,
         audio=item.audio,
         document=item.document,

@@ -19,7 +19,11 @@ from sie_runtime import tracing
 if TYPE_CHECKING:
     from sie_runtime.spans import Span, Tracer
 
-_POLLED = ("/health", "/v1/scaling/")  # paths that machines poll every few seconds: they get no trace
+_POLLED = (
+    "/health",
+    "/v1/scaling/",
+    "/v1/pools/assignments",
+)  # paths that machines poll every few seconds: they get no trace
 _TIMED = (*STAGES, "total_time")
 
 

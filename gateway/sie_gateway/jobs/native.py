@@ -141,7 +141,7 @@ class NativeJob:
         return fit._replace(rows=min(fit.rows, request.shard_rows))
 
     async def _retried(self) -> Plan:
-        """Return a plan of the spans of another job in which rows failed."""
+        """Return a plan with those spans of the earlier job that have failed rows."""
         before = await self._places.before(self._job.retry_of)
         plan = await before.workplace.plan()
         if plan is None:
@@ -378,7 +378,7 @@ def _for_sink(rows: Sequence[InputRow], answers: Sequence[RowAnswer]) -> SinkRow
     if not good:
         return None
     vectors = np.stack([answers[place].arrays["dense"] for place in good]).astype(np.float32, copy=False)
-    return SinkRows([rows[place].id for place in good], vectors, [rows[place].kept for place in good])
+    return SinkRows([rows[place].id for place in good], vectors, [rows[place].copied for place in good])
 
 
 def _kinds(rows: Sequence[Mapping[str, Any]]) -> dict[str, Kind]:

@@ -109,7 +109,7 @@ class RowValues:
         """
         answers: list[RowAnswer | None] = [None] * len(inputs)
 
-        async def ask(places: Sequence[int]) -> None:
+        async def compute_group(places: Sequence[int]) -> None:
             values = await self._compute([inputs[place] for place in places])
             for place, value in zip(places, values, strict=True):
                 answers[place] = value
@@ -119,7 +119,7 @@ class RowValues:
         try:
             async with asyncio.TaskGroup() as tasks:
                 for places in groups:
-                    tasks.create_task(ask(places))
+                    tasks.create_task(compute_group(places))
         except* (SIEError, Halted) as errors:
             raise errors.exceptions[0] from errors
         return [value for value in answers if value is not None]

@@ -169,6 +169,12 @@ class RequestHistory:
             "steps": [{**entry, "at": entry["at"] * step_s} for entry in joined],
         }
 
+    def counted(self, seconds: float) -> tuple[int, Counter[str]]:
+        """Count the requests of the last `seconds`, and their errors by code."""
+        first = self._clock() - seconds
+        recent = [step for step in reversed(self._steps) if step.at + STEP_S > first]
+        return sum(step.requests for step in recent), sum((step.errors for step in recent), Counter())
+
     def requests(self, most: int, grant: Grant) -> list[dict[str, Any]]:
         """Return at most `most` recorded requests of the last hour that a credential may see, the slowest first."""
         notes = {note.number: note for note in self._notes(grant)}
@@ -278,7 +284,7 @@ class RequestLogger:
 
 def log_request(call: Call, endpoint: str, status: int, seconds: float) -> None:
     """Log a request whose answer was sent, `seconds` after its head arrived. If it ran, the line has stages and
-    tokens.
+    tokens, and the worker of the chunk that finished last.
     """
     if not _logger.isEnabledFor(logging.INFO):
         return
@@ -291,7 +297,14 @@ def log_request(call: Call, endpoint: str, status: int, seconds: float) -> None:
         words.append(f"tokens={call.finished.usage['total_tokens']}")
         words.append(_LOGGED % _of_logged(call.finished.reported_times or call.finished.timing(call.received_s)))
     model = call.labels.get("model") or (call.resolved.canonical if call.resolved is not None else None)
-    extra = {"request_id": call.id, "model": model, "latency_ms": round(seconds * 1000, 2)}
+    last = call.finished.last if call.finished is not None else None
+    extra = {
+        "request_id": call.id,
+        "model": model,
+        "latency_ms": round(seconds * 1000, 2),
+        "worker": last.worker if last is not None else None,
+        "key": call.grant.name if call.grant.key else None,
+    }
     _logger.info(" ".join(words), extra=extra)
 
 

@@ -78,6 +78,7 @@ def model_info(catalogue: Catalogue, fleet: Fleet, entry: ModelEntry, profile: s
         "backend": ", ".join(engine["served"]) or "torch",
         "capabilities": _capabilities(entry),
         "stats": {"queue_absolute": sum(status.queued for _, status in reports)},
+        "on_disk": entry.id in fleet.on_disk(),
     }
     if profile != "default":
         info["variant_of"] = entry.id

@@ -133,7 +133,14 @@ OVERVIEW: tuple[GatewayRoute, ...] = (
         api.PlacementView,
         parameters=(_FILTER,),
     ),
-    _row("/v1/doctor", doctor, "What `sie doctor` finds, with its remedy", api.DoctorReport, scope="admin"),
+    _row(
+        "/v1/doctor",
+        doctor,
+        "What `sie doctor` finds, with its remedy; without a token on loopback in auth mode none",
+        api.DoctorReport,
+        scope="admin",
+        local=True,
+    ),
     _row(
         "/v1/history",
         history,

@@ -19,7 +19,7 @@ import msgspec
 import sie_contracts
 from sie_broker import Broker, BrokerError, Bus, NoResponder
 from sie_contracts.api.operations import ClusterInfo, Health, ModelSummary, WorkerInfo
-from sie_contracts.errors import NotFound, NotReady
+from sie_contracts.errors import ErrorInfo, NotFound, NotReady
 from sie_contracts.settings import Settings, public_url
 from sie_contracts.status import QueueInfo
 from sie_contracts.wire import topology
@@ -31,6 +31,16 @@ from sie_gateway.fleet.lanes import STATES
 from sie_gateway.fleet.placement import Placer
 from sie_gateway.fleet.planner import ModelBacklog
 from sie_gateway.fleet.workers import WorkerFrame, WorkerSocket, WorkerSockets
+from sie_gateway.operations.findings import (
+    MAX_FINDINGS,
+    WINDOW_S,
+    QueueTrend,
+    of_clocks,
+    of_loads,
+    of_queues,
+    of_refusals,
+    of_workers,
+)
 from sie_gateway.operations.history import LogTail, RequestHistory
 from sie_gateway.operations.summary import MAX_SHOWN, CachedSummary, ClusterSummary, LaneTable, Waitings, of_pool
 from sie_runtime.feed import CatalogueFeed
@@ -93,12 +103,13 @@ _OF_LANE = ("pool", "machine_profile", "bundle", "priority")
 @dataclass(frozen=True)
 class ViewedWorker:
     """Description of a worker. `models`: state and queue depth of each model that it reports. `failures`: by model, the
-    reason why it could not be loaded.
+    reason why it could not be loaded. `clock_ahead_s`: its wall clock minus the broker's, None if that is not known.
     """
 
     info: WorkerInfo
     models: Mapping[str, tuple[str, int]]
-    failures: Mapping[str, str] = field(default_factory=dict)
+    failures: Mapping[str, ErrorInfo] = field(default_factory=dict)
+    clock_ahead_s: float | None = None
 
 
 def of_heartbeat(beat: Heartbeat, *, healthy: bool) -> ViewedWorker:
@@ -118,11 +129,10 @@ def of_heartbeat(beat: Heartbeat, *, healthy: bool) -> ViewedWorker:
         device=beat.device,
     )
     failures = {
-        status.model: status.error.message
-        for status in beat.models
-        if status.state == "failed" and status.error is not None
+        status.model: status.error for status in beat.models if status.state == "failed" and status.error is not None
     }
-    return ViewedWorker(info, {status.model: (status.state, status.queued) for status in beat.models}, failures)
+    models = {status.model: (status.state, status.queued) for status in beat.models}
+    return ViewedWorker(info, models, failures, beat.clock_ahead_s)
 
 
 def of_socket(url: str, status: WorkerFrame | None) -> ViewedWorker:
@@ -165,8 +175,8 @@ def failures(workers: Iterable[ViewedWorker]) -> dict[str, str]:
     errors: dict[str, str] = {}
     for worker in workers:
         if worker.info.healthy:
-            for name, why in worker.failures.items():
-                errors.setdefault(name.partition(":")[0], why)
+            for name, error in worker.failures.items():
+                errors.setdefault(name.partition(":")[0], error.message)
     return errors
 
 
@@ -216,6 +226,7 @@ class ClusterStatus:
         self.log = LogTail()
         self.pulse = WorkerProbe(queue)
         self.dead_letters = 0
+        self._trend = QueueTrend(DEAD_EVERY_S)
         self.seats = Seats(MAX_SOCKETS, "gateway")
         self._frames: dict[
             tuple[str, WorkerSocket | None], ViewerFrames
@@ -224,9 +235,13 @@ class ClusterStatus:
         self._placed = CachedSummary(self._look_at_tables)
 
     async def run(self, stop: Stop) -> None:
-        """Collect log lines, and read the number of dead letters from the broker, until `stop`."""
+        """Collect log lines, note the lengths of the queues, and read the number of dead letters from the broker, until
+        `stop`.
+        """
         with self.log.listening():
             while not await stop.wait_for(DEAD_EVERY_S):
+                queues = self.queues()
+                self._trend.sample(queues[0] if queues else None)
                 await self._count_dead_letters()
 
     async def _count_dead_letters(self) -> None:
@@ -314,7 +329,11 @@ class ClusterStatus:
         ]
         infos.sort(key=lambda info: (info.healthy, -info.queue_depth, info.name))
         cluster = msgspec.structs.replace(cluster, worker_count=sum(info.healthy for info in infos))
-        return ClusterSummary(cluster, infos, models, failures(workers), sum(info.queue_depth for info in infos))
+        healthy = [worker for worker in workers if worker.info.healthy]
+        clocks = {worker.info.name: worker.clock_ahead_s for worker in healthy if worker.clock_ahead_s is not None}
+        findings = [*of_loads((worker.info.name, worker.failures) for worker in healthy), *of_clocks(clocks)]
+        in_flight = sum(info.queue_depth for info in infos)
+        return ClusterSummary(cluster, infos, models, failures(workers), in_flight, findings[:MAX_FINDINGS])
 
     def shown(self, text: str, grant: Grant) -> dict[str, Any]:
         """Return the view of the page at `/` for a credential: counts, and at most MAX_SHOWN workers and models.
@@ -322,10 +341,18 @@ class ClusterStatus:
         """
         glance, queues, visible = self._glance(), self.queues(), self._visible(grant)
         self.pulse.watch(info.name for info in glance.workers[:MAX_SHOWN] if self.fleet.listens(info.name))
+        lanes = queues[0] if queues else []
+        findings = [
+            *of_workers([of_pool(info, visible) for info in glance.workers]),
+            *of_queues(lanes, glance.workers, self._trend, visible),
+            *of_refusals(*self.history.counted(WINDOW_S)),
+            *glance.findings,
+        ]
         return {
             "version": sie_contracts.__version__,
             **glance.shown(text.lower(), self.dead_letters, visible),
-            "queues": [of_pool(entry, visible) for entry in queues[0]] if queues else None,
+            "queues": [of_pool(entry, visible) for entry in lanes] if queues else None,
+            "findings": findings[:MAX_FINDINGS],
         }
 
     def placed(self, text: str, grant: Grant) -> dict[str, Any]:

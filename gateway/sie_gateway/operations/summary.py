@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from sie_contracts.api.operations import ClusterInfo, ModelSummary, WorkerInfo
+from sie_contracts.api.views import ClusterFinding
 from sie_contracts.status import QueueInfo
 from sie_contracts.wire.heartbeats import Heartbeat
 from sie_contracts.wire.records import Placement
@@ -44,13 +45,14 @@ class CachedSummary(Generic[T]):
 
 @dataclass(frozen=True)
 class ClusterSummary:
-    """Workers and models of the whole cluster, in the order of the page."""
+    """Workers and models of the whole cluster, in the order of the page. `findings`: faults of loads and clocks."""
 
     cluster: ClusterInfo
     workers: Sequence[WorkerInfo]
     models: Sequence[ModelSummary]
     failures: Mapping[str, str]
     in_flight: int
+    findings: Sequence[ClusterFinding]
 
     def shown(self, text: str, dead_letters: int, visible: Callable[[str], bool]) -> dict[str, Any]:
         """Return the first workers, and the first models with `text` in their name. `visible` checks whether the name

@@ -1,15 +1,15 @@
 """Choice of the next batch: a pure function of the waiting work, the time and the limits, without a clock, I/O or
 randomness.
 
-    jobs ──add──► Waiting ──next_batch(now, device)──► Batch | Wait(until) | nothing
+    entries ──add──► Waiting ──next_batch(now, device)──► Batch | Wait(until) | nothing
 
-Jobs share a batch if their keys are equal. A batch is sealed when it is full (cost or requests), when its oldest job
-has waited for the limit, or at once when the device is idle and no more work is expected. While the device is busy,
-batches grow. If the deadlines of its jobs allow no full batch, only the first jobs run (`sizing`).
+Entries share a batch if their keys are equal. A batch is sealed when it is full (cost or requests), when its oldest
+entry has waited for the limit, or at once when the device is idle and no more work is expected. While the device is
+busy, batches grow. If the deadlines of its entries allow no full batch, only the first entries run (`sizing`).
 
 Order: interactive work goes first, but between two bulk batches there are at most `bulk_max_overtakes` interactive
-ones. Within a priority, the model goes first whose oldest job has waited longest. Within a model, its keys (LoRAs,
-operations) take turns, so that the backlog of one key does not block the others. Once a job is due and the oldest of
+ones. Within a priority, the model goes first whose oldest entry has waited longest. Within a model, its keys (LoRAs,
+operations) take turns, so that the backlog of one key does not block the others. Once an entry is due and the oldest of
 its priority, it is in one of the next K batches of that priority, where K is the number of keys of its model that have
 work. With k overtakes, these are K + ceil(K / k) batches in total for interactive work, and K (k + 1) for bulk work.
 """
@@ -32,14 +32,14 @@ T = TypeVar("T")
 READY_PER_LANE = 2  # full batches that may wait per lane
 TIMES_OVER = 20  # batches by which the time of a batch of one model is learned
 MAX_TIMES = 1024  # models whose batch times are kept
-LOOK_AHEAD = 4  # a model that pads chooses among the jobs of this many batches
+LOOK_AHEAD = 4  # a model that pads chooses among the entries of this many batches
 
 
 class BatchKey(NamedTuple):
-    """Properties that jobs must have in common to run in one forward pass. Output options are not among them: they are
-    applied per item.
+    """Properties that entries must have in common to run in one forward pass. Output options are not among them: they
+    are applied per item.
 
-    `padded`: the model pads the rows of a batch to the longest row, so jobs of similar cost are taken together.
+    `padded`: the model pads the rows of a batch to the longest row, so entries of similar cost are taken together.
     """
 
     residency: str
@@ -52,11 +52,11 @@ class BatchKey(NamedTuple):
 
 @dataclass(frozen=True)
 class BatchLimits:
-    """Limits of a batch: tokens, work items, seconds that the oldest job may wait, overtakes of bulk work, and bytes of
-    pixels and features.
+    """Limits of a batch: tokens, work items, seconds that the oldest entry may wait, overtakes of bulk work, and bytes
+    of pixels and features.
 
-    `reorder_s`: in a model that pads, a job may overtake a job of the same key only if it arrived at most this much
-    later.
+    `reorder_s`: in a model that pads, an entry may overtake an entry of the same key only if it arrived at most this
+    much later.
     """
 
     cost: int
@@ -106,19 +106,19 @@ class BatchEntry(Generic[T]):
 
 @dataclass(frozen=True)
 class Batch(Generic[T]):
-    """Jobs of one key, the cheapest first. Their cost is within `BatchLimits.cost`, unless the batch is a single
-    job.
+    """Entries of one key, the cheapest first. Their cost is within `BatchLimits.cost`, unless the batch is a single
+    entry.
     """
 
     key: BatchKey
-    jobs: tuple[BatchEntry[T], ...]
+    entries: tuple[BatchEntry[T], ...]
     cost: int
 
     @property
     def writes(self) -> bool:
         """True if its answers are written token by token, beside the lanes."""
-        # all jobs of a batch are equal in this: written jobs wait in their own queue
-        return bool(self.jobs) and self.jobs[0].writes
+        # all entries of a batch are equal in this: written entries wait in their own queue
+        return bool(self.entries) and self.entries[0].writes
 
 
 @dataclass(frozen=True)
@@ -130,106 +130,106 @@ class WaitUntil:
 
 @dataclass(eq=False)
 class _KeyQueue(Generic[T]):
-    """Jobs of one key, in order of arrival."""
+    """Entries of one key, in order of arrival."""
 
     key: BatchKey
-    jobs: deque[BatchEntry[T]] = field(default_factory=deque)
+    entries: deque[BatchEntry[T]] = field(default_factory=deque)
     cost: int = 0
-    alone: int = 0  # number of jobs that run by themselves
+    alone: int = 0  # number of entries that run by themselves
 
     @property
     def head_s(self) -> float:
-        return self.jobs[0].arrived_s
+        return self.entries[0].arrived_s
 
     def is_ready(self, now_s: float, limits: BatchLimits, *, idle: bool) -> bool:
         return idle or self.is_full(limits) or now_s >= self.head_s + limits.wait_s
 
     def is_full(self, limits: BatchLimits) -> bool:
-        """Return True if a batch of its jobs could not grow any more."""
-        return self.alone > 0 or self.cost >= limits.cost or len(self.jobs) >= limits.requests
+        """Return True if a batch of its entries could not grow any more."""
+        return self.alone > 0 or self.cost >= limits.cost or len(self.entries) >= limits.requests
 
-    def insert(self, job: BatchEntry[T], place: int) -> None:
-        self.jobs.insert(place, job)
-        self.cost += job.cost
-        self.alone += job.alone
+    def insert(self, entry: BatchEntry[T], index: int) -> None:
+        self.entries.insert(index, entry)
+        self.cost += entry.cost
+        self.alone += entry.alone
 
-    def take(self, limits: BatchLimits, begins_s: float, times: BatchTimes) -> list[BatchEntry[T]]:
-        """Take the oldest job and the jobs that run with it from `begins_s` on, in order of arrival. An oversize job
-        runs alone.
+    def pop_batch(self, limits: BatchLimits, begins_s: float, times: BatchTimes) -> list[BatchEntry[T]]:
+        """Take the oldest entry and the entries that run with it from `begins_s` on, in order of arrival. An oversize
+        entry runs alone.
         """
-        places = self._together(limits)
-        places = sorted(places[: fitting(self._asks(places, begins_s), times)])
-        if places[-1] == len(places) - 1:
-            jobs = [self.jobs.popleft() for _ in places]
+        indexes = self._together(limits)
+        indexes = sorted(indexes[: fitting(self._asks(indexes, begins_s), times)])
+        if indexes[-1] == len(indexes) - 1:
+            entries = [self.entries.popleft() for _ in indexes]
         else:
-            chosen = set(places)
-            ahead = [self.jobs.popleft() for _ in range(places[-1] + 1)]
-            jobs = [ahead[place] for place in places]
-            self.jobs.extendleft(reversed([job for place, job in enumerate(ahead) if place not in chosen]))
-        self.cost -= sum(job.cost for job in jobs)
-        self.alone -= sum(job.alone for job in jobs)
-        return jobs
+            chosen = set(indexes)
+            ahead = [self.entries.popleft() for _ in range(indexes[-1] + 1)]
+            entries = [ahead[index] for index in indexes]
+            self.entries.extendleft(reversed([entry for index, entry in enumerate(ahead) if index not in chosen]))
+        self.cost -= sum(entry.cost for entry in entries)
+        self.alone -= sum(entry.alone for entry in entries)
+        return entries
 
     def binds(self, limits: BatchLimits, begins_s: float, times: BatchTimes) -> bool:
         """Return True if a deadline limits when the next batch may be sealed."""
         return binds(self._asks(self._together(limits), begins_s), times)
 
-    def _asks(self, places: Sequence[int], begins_s: float) -> list[Ask]:
-        jobs = map(self.jobs.__getitem__, places)
-        return [Ask(job.time_cost or job.cost, job.deadline_s - begins_s, job.budget_s) for job in jobs]
+    def _asks(self, indexes: Sequence[int], begins_s: float) -> list[Ask]:
+        entries = map(self.entries.__getitem__, indexes)
+        return [Ask(entry.time_cost or entry.cost, entry.deadline_s - begins_s, entry.budget_s) for entry in entries]
 
     def _together(self, limits: BatchLimits) -> list[int]:
-        """Return the places of the oldest job and of the jobs that may run with it, in the order in which a smaller
-        batch would take them.
+        """Return the places of the oldest entry and of the entries that may run with it, in the order in which a
+        smaller batch would take them.
         """
-        if self.jobs[0].alone:
+        if self.entries[0].alone:
             return [0]
         return self._alike(limits) if self.key.padded else self._first(limits)
 
-    def remove(self, job: BatchEntry[T]) -> None:
-        del self.jobs[next(place for place, queued in enumerate(self.jobs) if queued is job)]
-        self.cost -= job.cost
-        self.alone -= job.alone
+    def remove(self, entry: BatchEntry[T]) -> None:
+        del self.entries[next(index for index, queued in enumerate(self.entries) if queued is entry)]
+        self.cost -= entry.cost
+        self.alone -= entry.alone
 
     def _first(self, limits: BatchLimits) -> list[int]:
         cost = number = size = 0
-        for job in self.jobs:
-            cost, size = cost + job.cost, size + job.media_bytes
+        for entry in self.entries:
+            cost, size = cost + entry.cost, size + entry.media_bytes
             is_over = number >= limits.requests or cost > limits.cost or size > limits.media_bytes
-            if number and (job.alone or is_over):
+            if number and (entry.alone or is_over):
                 break
             number += 1
         return list(range(number))
 
     def _alike(self, limits: BatchLimits) -> list[int]:
-        """Return the place of the first job, and of jobs that came soon after it and whose cost is nearest to its own,
-        the nearest first.
+        """Return the place of the first entry, and of entries that came soon after it and whose cost is nearest to its
+        own, the nearest first.
         """
-        head = self.jobs[0]
+        head = self.entries[0]
         near = []
-        for place, job in enumerate(islice(self.jobs, 1, LOOK_AHEAD * limits.requests), 1):
-            if job.alone or job.arrived_s > head.arrived_s + limits.reorder_s:
+        for index, entry in enumerate(islice(self.entries, 1, LOOK_AHEAD * limits.requests), 1):
+            if entry.alone or entry.arrived_s > head.arrived_s + limits.reorder_s:
                 break
-            near.append((abs(job.cost - head.cost), place, job.cost, job.media_bytes))
-        places, cost, size = [0], head.cost, head.media_bytes
-        for _, place, job_cost, job_bytes in sorted(near):
-            if len(places) >= limits.requests:
+            near.append((abs(entry.cost - head.cost), index, entry.cost, entry.media_bytes))
+        indexes, cost, size = [0], head.cost, head.media_bytes
+        for _, index, entry_cost, entry_bytes in sorted(near):
+            if len(indexes) >= limits.requests:
                 break
-            if cost + job_cost <= limits.cost and size + job_bytes <= limits.media_bytes:
-                places.append(place)
-                cost, size = cost + job_cost, size + job_bytes
-        return places
+            if cost + entry_cost <= limits.cost and size + entry_bytes <= limits.media_bytes:
+                indexes.append(index)
+                cost, size = cost + entry_cost, size + entry_bytes
+        return indexes
 
 
 class _ModelLine(Generic[T]):
-    """Queues of one residency, in the order of their turns. `entry` is the number of its newest entry in the heap of
+    """Queues of one residency, in the order of their turns. `push_number` is the number of its last push to the heap of
     its priority.
     """
 
     def __init__(self, name: str, head_s: float) -> None:
         self.name = name
-        self.head_s = head_s  # arrival time of its oldest job
-        self.entry = 0
+        self.head_s = head_s  # arrival time of its oldest entry
+        self.push_number = 0
         self.queues: dict[BatchKey, _KeyQueue[T]] = {}
 
     def pick(self, now_s: float, limits: BatchLimits, *, idle: bool) -> _KeyQueue[T] | None:
@@ -237,40 +237,42 @@ class _ModelLine(Generic[T]):
 
 
 class _PriorityLine(Generic[T]):
-    """Jobs of one priority. `_heads` is a heap of (head, entry, model). An entry that is not the newest of its model is
-    dropped when it comes to the top.
+    """Entries of one priority. `_heads` is a heap of (head, push number, model). A push that is not the newest of its
+    model is dropped when it comes to the top.
     """
 
     def __init__(self) -> None:
         self.models: dict[str, _ModelLine[T]] = {}
         self._heads: list[tuple[float, int, _ModelLine[T]]] = []
-        self._entries = count(1)
+        self._push_numbers = count(1)
 
     def queues(self) -> Iterator[_KeyQueue[T]]:
         return (queue for model in self.models.values() for queue in model.queues.values())
 
-    def add(self, job: BatchEntry[T], *, in_order: bool) -> None:
-        """Add a job: after all others, or, if it was taken before, at its place in the order of arrival."""
-        model = self.models.get(job.key.residency)
+    def add(self, entry: BatchEntry[T], *, in_order: bool) -> None:
+        """Add an entry: after all others, or, if it was taken before, at its place in the order of arrival."""
+        model = self.models.get(entry.key.residency)
         if model is None:
-            model = self.models[job.key.residency] = _ModelLine(job.key.residency, job.arrived_s)
+            model = self.models[entry.key.residency] = _ModelLine(entry.key.residency, entry.arrived_s)
             self._enter(model)
-        queue = model.queues.get(job.key)
+        queue = model.queues.get(entry.key)
         if queue is None:
-            queue = model.queues[job.key] = _KeyQueue(job.key)
-        place = len(queue.jobs)
+            queue = model.queues[entry.key] = _KeyQueue(entry.key)
+        index = len(queue.entries)
         if not in_order:
-            place = next((index for index, queued in enumerate(queue.jobs) if queued.arrived_s > job.arrived_s), place)
-        queue.insert(job, place)
-        if job.arrived_s < model.head_s:
-            model.head_s = job.arrived_s
+            index = next(
+                (index for index, queued in enumerate(queue.entries) if queued.arrived_s > entry.arrived_s), index
+            )
+        queue.insert(entry, index)
+        if entry.arrived_s < model.head_s:
+            model.head_s = entry.arrived_s
             self._enter(model)
 
     def oldest(self) -> _ModelLine[T] | None:
-        """Return the model whose oldest job has waited longest."""
+        """Return the model whose oldest entry has waited longest."""
         while self._heads:
-            _, entry, model = self._heads[0]
-            if entry == model.entry:
+            _, push_number, model = self._heads[0]
+            if push_number == model.push_number:
                 return model
             heapq.heappop(self._heads)
         return None
@@ -283,51 +285,53 @@ class _PriorityLine(Generic[T]):
         queue = model.pick(now_s, limits, idle=idle)
         if queue is not None:
             return queue
-        # no job has waited for the limit, so all jobs came within it: there are few keys to search
+        # no entry has waited for the limit, so all entries came within it: there are few keys to search
         full = (queue for queue in self.queues() if queue.is_full(limits))
         return min(full, key=lambda queue: queue.head_s, default=None)
 
     def pick_oldest(self) -> _KeyQueue[T]:
-        """Return the queue of the oldest job, ready or not."""
+        """Return the queue of the oldest entry, ready or not."""
         model = self.oldest()
         assert model is not None
         return min(model.queues.values(), key=lambda queue: queue.head_s)
 
-    def take(self, queue: _KeyQueue[T], limits: BatchLimits, begins_s: float, times: BatchTimes) -> list[BatchEntry[T]]:
+    def pop_batch(
+        self, queue: _KeyQueue[T], limits: BatchLimits, begins_s: float, times: BatchTimes
+    ) -> list[BatchEntry[T]]:
         model = self.models[queue.key.residency]
-        jobs = queue.take(limits, begins_s, times)
+        entries = queue.pop_batch(limits, begins_s, times)
         del model.queues[queue.key]
-        if queue.jobs:
+        if queue.entries:
             model.queues[queue.key] = queue  # last in the order of turns
-        self._place(model)
-        return jobs
+        self._reorder(model)
+        return entries
 
-    def remove(self, job: BatchEntry[T]) -> None:
-        model = self.models[job.key.residency]
-        queue = model.queues[job.key]
-        queue.remove(job)
-        if not queue.jobs:
-            del model.queues[job.key]
-        if job.arrived_s == model.head_s or not model.queues:
-            self._place(model)
+    def remove(self, entry: BatchEntry[T]) -> None:
+        model = self.models[entry.key.residency]
+        queue = model.queues[entry.key]
+        queue.remove(entry)
+        if not queue.entries:
+            del model.queues[entry.key]
+        if entry.arrived_s == model.head_s or not model.queues:
+            self._reorder(model)
 
-    def _place(self, model: _ModelLine[T]) -> None:
-        """Place a model again after its oldest job may have been removed."""
+    def _reorder(self, model: _ModelLine[T]) -> None:
+        """Place a model again after its oldest entry may have been removed."""
         if not model.queues:
             del self.models[model.name]
-            model.entry = 0
+            model.push_number = 0
             return
         model.head_s = min(queue.head_s for queue in model.queues.values())
         self._enter(model)
 
     def _enter(self, model: _ModelLine[T]) -> None:
-        """Put a model into the heap by its head. Models with equal heads keep the order of entry."""
-        model.entry = next(self._entries)
-        heapq.heappush(self._heads, (model.head_s, model.entry, model))
+        """Put a model into the heap by its head. Models with equal heads keep the order of the pushes."""
+        model.push_number = next(self._push_numbers)
+        heapq.heappush(self._heads, (model.head_s, model.push_number, model))
 
 
 class Waiting(Generic[T]):
-    """All tokenised jobs that are not sent yet, by priority, model and key, in order of arrival."""
+    """All tokenised entries that are not sent yet, by priority, model and key, in order of arrival."""
 
     def __init__(self) -> None:
         self.lines: tuple[_PriorityLine[T], _PriorityLine[T]] = (_PriorityLine(), _PriorityLine())  # interactive, bulk
@@ -351,32 +355,32 @@ class Waiting(Generic[T]):
             times = self._times[residency] = BatchTimes(TIMES_OVER)
         return times
 
-    def add(self, job: BatchEntry[T]) -> None:
-        """Add a job that arrived now, after all others."""
-        self._add(job, in_order=True)
+    def add(self, entry: BatchEntry[T]) -> None:
+        """Add an entry that arrived now, after all others."""
+        self._add(entry, in_order=True)
 
-    def put_back(self, job: BatchEntry[T]) -> None:
-        """Return a job that was sent but did not run to its place in the order of arrival."""
-        self._add(job, in_order=False)
+    def put_back(self, entry: BatchEntry[T]) -> None:
+        """Return an entry that was sent but did not run to its place in the order of arrival."""
+        self._add(entry, in_order=False)
 
-    def _add(self, job: BatchEntry[T], *, in_order: bool) -> None:
-        self.lines[job.bulk].add(job, in_order=in_order)
-        self.cost += job.cost
+    def _add(self, entry: BatchEntry[T], *, in_order: bool) -> None:
+        self.lines[entry.bulk].add(entry, in_order=in_order)
+        self.cost += entry.cost
         self._length += 1
 
-    def remove(self, job: BatchEntry[T]) -> None:
-        """Remove a job that waits here."""
-        self.lines[job.bulk].remove(job)
-        self.cost -= job.cost
+    def remove(self, entry: BatchEntry[T]) -> None:
+        """Remove an entry that waits here."""
+        self.lines[entry.bulk].remove(entry)
+        self.cost -= entry.cost
         self._length -= 1
 
     def __len__(self) -> int:
         return self._length
 
     def __iter__(self) -> Iterator[BatchEntry[T]]:
-        return (job for line in self.lines for queue in line.queues() for job in queue.jobs)
+        return (entry for line in self.lines for queue in line.queues() for entry in queue.entries)
 
-    def next_batch(
+    def batch_from(
         self, queue: _KeyQueue[T], now_s: float, limits: BatchLimits, device: DeviceLoad
     ) -> Batch[T] | WaitUntil | None:
         """Return the batch that `queue` gives now. If a budget binds, wait until the device is nearly free, because the
@@ -392,20 +396,22 @@ class Waiting(Generic[T]):
         return self._seal(queue, limits, begins_s)
 
     def _seal(self, queue: _KeyQueue[T], limits: BatchLimits, begins_s: float) -> Batch[T]:
-        bulk, times = queue.jobs[0].bulk, self._times_of(queue.key.residency)
-        jobs = tuple(sorted(self.lines[bulk].take(queue, limits, begins_s, times), key=lambda job: job.cost))
-        cost = sum(job.cost for job in jobs)
+        bulk, times = queue.entries[0].bulk, self._times_of(queue.key.residency)
+        entries = tuple(
+            sorted(self.lines[bulk].pop_batch(queue, limits, begins_s, times), key=lambda entry: entry.cost)
+        )
+        cost = sum(entry.cost for entry in entries)
         self.cost -= cost
-        self._length -= len(jobs)
+        self._length -= len(entries)
         self.overtakes = 0 if bulk else self.overtakes + bool(self.lines[True].models)
-        return Batch(queue.key, jobs, cost)
+        return Batch(queue.key, entries, cost)
 
 
 def next_batch(
     waiting: Waiting[T], now_s: float, limits: BatchLimits, device: DeviceLoad
 ) -> Batch[T] | WaitUntil | None:
     """Return the batch to send now, or the time until which to wait. Return None if no batch can be sent before a batch
-    ends or a job arrives.
+    ends or an entry arrives.
     """
     if device.sent >= device.depth or not len(waiting):
         return None
@@ -418,20 +424,20 @@ def next_batch(
         return (
             WaitUntil(min(heads) + limits.wait_s)
             if second is None
-            else waiting.next_batch(second, now_s, limits, device)
+            else waiting.batch_from(second, now_s, limits, device)
         )
     if not bulk.models:
-        return waiting.next_batch(first, now_s, limits, device)
+        return waiting.batch_from(first, now_s, limits, device)
     if limits.bulk_max_overtakes == 0:  # no overtaking: first come, first served
         second = bulk.pick(now_s, limits, idle=idle)
-        return waiting.next_batch(first if second is None or heads[0] <= heads[1] else second, now_s, limits, device)
+        return waiting.batch_from(first if second is None or heads[0] <= heads[1] else second, now_s, limits, device)
     if waiting.overtakes < limits.bulk_max_overtakes:
-        return waiting.next_batch(first, now_s, limits, device)
-    return waiting.next_batch(bulk.pick(now_s, limits, idle=idle) or bulk.pick_oldest(), now_s, limits, device)
+        return waiting.batch_from(first, now_s, limits, device)
+    return waiting.batch_from(bulk.pick(now_s, limits, idle=idle) or bulk.pick_oldest(), now_s, limits, device)
 
 
 def _time_cost(batch: Batch[T]) -> float:
-    return sum(job.time_cost or job.cost for job in batch.jobs)
+    return sum(entry.time_cost or entry.cost for entry in batch.entries)
 
 
 class Load(NamedTuple):
@@ -443,11 +449,11 @@ class Load(NamedTuple):
 
 
 def credit(load: Load, mean_cost: float, limits: BatchLimits) -> int:
-    """Return the number of deliveries of `mean_cost` tokens to have outstanding: as many as READY_PER_LANE batches per
-    lane can take beyond the held work.
+    """Return how many deliveries may be requested from the broker at a time, if each has `mean_cost` tokens: those that
+    READY_PER_LANE full batches per lane can take in addition to the held work.
     """
-    room = READY_PER_LANE * load.lanes * limits.cost - load.cost
-    places = READY_PER_LANE * load.lanes * limits.requests - load.items
-    if room <= 0 or places <= 0:
+    cost_left = READY_PER_LANE * load.lanes * limits.cost - load.cost
+    items_left = READY_PER_LANE * load.lanes * limits.requests - load.items
+    if cost_left <= 0 or items_left <= 0:
         return 0
-    return max(1, min(int(room / max(1.0, mean_cost)), places))
+    return max(1, min(int(cost_left / max(1.0, mean_cost)), items_left))

@@ -1,20 +1,20 @@
-"""Size of a batch: the number of jobs with which none of them becomes late. Pure: times and costs come in, a number
+"""Size of a batch: the number of entries with which none of them becomes late. Pure: times and costs come in, a number
 goes out.
 
-    jobs of a full batch, each with the time that it has left ──┐
-    times of batches of this model (`BatchTimes`) ──────────────┴──► number of jobs that run now, at least the first
+    entries of a full batch, each with the time that it has left ──┐
+    times of batches of this model (`BatchTimes`) ──────────────┴──► number of entries that run now, at least the first
 
-A batch may take SHARE of the time that a job in it has left; the rest is for errors of the prediction. Jobs that have
-enough time for the full batch do not change its size. A smaller batch costs all other jobs time, because each batch has
-a fixed time. So two rules limit the effect of one job:
+A batch may take SHARE of the time that an entry in it has left; the rest is for errors of the prediction. Entries that
+have enough time for the full batch do not change its size. A smaller batch costs all other entries time, because each
+batch has a fixed time. So two rules limit the effect of one entry:
 
-* Jobs with a share x of the cost of the full batch reduce its tokens per second by at most x / 2. So all jobs together
-  reduce them by at most half.
-* A job that would be late in the smaller batch as well is not considered.
+* Entries with a share x of the cost of the full batch reduce its tokens per second by at most x / 2. So all entries
+  together reduce them by at most half.
+* An entry that would be late in the smaller batch as well is not considered.
 
-A batch that is sent while another one runs waits at the device. A job that arrives meanwhile waits for both before its
-own batch runs: three batches. If a budget is shorter than three batches with a margin for errors, it `binds`: a batch
-is then sealed at most LEAD_S before the device is free.
+A batch that is sent while another one runs waits at the device. An entry that arrives meanwhile waits for both before
+its own batch runs: three batches. If a budget is shorter than three batches with a margin for errors, it `binds`: a
+batch is then sealed at most LEAD_S before the device is free.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from typing import NamedTuple
 from sie_contracts.models.costs import AHEAD_SHARE, BatchTimes
 from sie_contracts.settings import Settings
 
-SHARE = 0.4  # share of the time that a job has left: about two batches fit into that time
-MAX_LOSS = 0.5  # greatest loss of tokens per second, if all jobs of the full batch ask for a smaller one
+SHARE = 0.4  # share of the time that an entry has left: about two batches fit into that time
+MAX_LOSS = 0.5  # greatest loss of tokens per second, if all entries of the full batch ask for a smaller one
 LEAD_S = 0.01  # seconds; long enough to have the next batch at the device when the running one ends
-# seconds: a job with a shorter budget asks for a small batch while the time of a full batch is unknown
+# seconds: an entry with a shorter budget asks for a small batch while the time of a full batch is unknown
 UNKNOWN_S = 10.0
 
 
 class Ask(NamedTuple):
-    """Needs of a job: its cost in tokens of short texts (`costs`), the seconds from the start of the batch to its
+    """Needs of an entry: its cost in tokens of short texts (`costs`), the seconds from the start of the batch to its
     deadline, and the seconds of budget that it had when it was published.
     """
 
@@ -48,8 +48,8 @@ class Ask(NamedTuple):
 
 
 def fitting(asks: Sequence[Ask], times: BatchTimes) -> int:
-    """Return how many of these jobs, which fill a batch, run in the next batch. It takes the first ones, at least one.
-    The jobs are in the order in which a smaller batch would take them.
+    """Return how many of these entries, which fill a batch, run in the next batch. It takes the first ones, at least
+    one. The entries are in the order in which a smaller batch would take them.
     """
     if len(asks) < 2:
         return len(asks)
@@ -64,9 +64,9 @@ def fitting(asks: Sequence[Ask], times: BatchTimes) -> int:
 
 
 def binds(asks: Sequence[Ask], times: BatchTimes) -> bool:
-    """Return True if a batch takes more than AHEAD_SHARE of a job's budget, so that jobs which arrive after it was
-    sealed would be late. The batch is one of these jobs, or the mean of the last ones. While no times are known, return
-    True if any job has a short budget.
+    """Return True if a batch takes more than AHEAD_SHARE of an entry's budget, so that entries which arrive after it
+    was sealed would be late. The batch is one of these entries, or the mean of the last ones. While no times are known,
+    return True if any entry has a short budget.
     """
     if not times.is_known:
         return any(ask.budget_s <= UNKNOWN_S for ask in asks)
@@ -75,7 +75,7 @@ def binds(asks: Sequence[Ask], times: BatchTimes) -> bool:
 
 
 def _cost(asking: Sequence[Ask], full: float, times: BatchTimes) -> float:
-    """Return the cost of the smallest batch that jobs ask for, are allowed to ask for, and would be in time in."""
+    """Return the cost of the smallest batch that entries ask for, are allowed to ask for, and would be in time in."""
     smallest_cost = full
     asking_cost = 0.0
     for cost, left_s, _ in sorted(asking, key=lambda ask: ask.left_s):

@@ -79,7 +79,7 @@ class DeviceQueue:
         self.writing: Waiting[InFlight] = Waiting()
         self.wake = asyncio.Event()  # set when a change may decide which batch is sent next
         self._ended = asyncio.Event()  # set when a batch has left the adapter
-        self.is_taken = False  # true while the device is reserved for an input that runs alone
+        self.is_reserved = False  # true while the device is reserved for an input that runs alone
         self.sent = 0  # batches at the adapter that use lanes
         # by id() of written work: set when no request waits for it any more
         self._written: dict[int, asyncio.Event] = {}
@@ -106,7 +106,7 @@ class DeviceQueue:
         full = batches.READY_PER_LANE * self.lanes + self.depth
         return full * self.limits.cost, full * self.limits.requests
 
-    def room(self, bulk: bool) -> Load | None:
+    def backlog(self, bulk: bool) -> Load | None:
         """Return the load ahead of the next work item of that priority; None while nothing can run. Interactive work
         does not wait at the broker because of bulk work that is here.
         """
@@ -116,8 +116,8 @@ class DeviceQueue:
 
     # waiting work
 
-    def job(self, flight: InFlight, arrived_s: float) -> BatchEntry[InFlight]:
-        """Return a tokenised work item as a job of the scheduler, and count its cost as waiting."""
+    def entry(self, flight: InFlight, arrived_s: float) -> BatchEntry[InFlight]:
+        """Return a tokenised work item as an entry of the scheduler, and count its cost as waiting."""
         assert flight.hosted is not None
         item, ready = flight.item, flight.hosted.ready
         padded = ready is not None and ready.loaded.attention.endswith(" padded")
@@ -146,19 +146,19 @@ class DeviceQueue:
         """Queue a tokenised work item after all others. `back`: its batch was lost, so it goes to its place in the
         order of arrival.
         """
-        job = self.job(flight, flight.received_s if back else self.clock())
-        flight.move("waiting", job)
-        line = self._line(job)
-        if job.writes:
+        entry = self.entry(flight, flight.received_s if back else self.clock())
+        flight.move("waiting", entry)
+        line = self._line(entry)
+        if entry.writes:
             self._inventory.count(flight, 0)
             self._writers.add(flight.lease.delivery.consumer)
         if back:
-            line.put_back(job)
+            line.put_back(entry)
         else:
-            line.add(job)
+            line.add(entry)
 
-    def _line(self, job: BatchEntry[InFlight]) -> Waiting[InFlight]:
-        return self.writing if job.writes else self.waiting
+    def _line(self, entry: BatchEntry[InFlight]) -> Waiting[InFlight]:
+        return self.writing if entry.writes else self.waiting
 
     def is_full_of(self, consumer: str) -> bool:
         """Return True if no more work of this consumer should be pulled, because enough written work waits."""
@@ -166,14 +166,12 @@ class DeviceQueue:
 
     def withdraw(self, flight: InFlight) -> None:
         """Remove a work item that must not run any more."""
-        if flight.job is not None:
-            self._line(flight.job).remove(flight.job)
-            flight.job = None
+        if flight.batch_entry is not None:
+            self._line(flight.batch_entry).remove(flight.batch_entry)
+            flight.batch_entry = None
 
     def abandon(self, flight: InFlight) -> bool:
-        """Make the adapter stop a written work item that no request waits for. Return False if it is not being
-        written.
-        """
+        """Make the adapter stop a written work item that no request waits for. Return False if it is not written."""
         if id(flight) not in self._written:
             return False
         self._written[id(flight)].set()
@@ -186,7 +184,7 @@ class DeviceQueue:
         `more_expected`: deliveries are on their way, or are being tokenised.
         """
         now_s, lanes, depth = self.clock(), self.lanes, self.depth
-        allowed = depth if self.link.connected and not self.is_taken else 0
+        allowed = depth if self.link.connected and not self.is_reserved else 0
         device = batches.DeviceLoad(
             self.sent, min(lanes, depth), allowed, more_expected, self._ahead.busy_s(now_s, lanes)
         )
@@ -196,9 +194,9 @@ class DeviceQueue:
             device = batches.DeviceLoad(0, WRITTEN_AT_ONCE, WRITTEN_AT_ONCE, False)
             action = batches.next_batch(self.writing, now_s, single, device) or action
         if isinstance(action, Batch):
-            for job in action.jobs:
-                job.work.move("sealed")
-                self._inventory.count(job.work, 0)
+            for entry in action.entries:
+                entry.work.move("sealed")
+                self._inventory.count(entry.work, 0)
             self.begin(action)
         return action
 
@@ -207,7 +205,7 @@ class DeviceQueue:
     def begin(self, batch: Batch[InFlight]) -> None:
         """Count a batch as at the adapter, until `end`."""
         if batch.writes:
-            flight = batch.jobs[0].work
+            flight = batch.entries[0].work
             abandoned = self._written[id(flight)] = asyncio.Event()
             # an answer may take longer than its request waits: then its row makes room for others
             asyncio.get_running_loop().call_later(
@@ -219,9 +217,9 @@ class DeviceQueue:
 
     def end(self, batch: Batch[InFlight]) -> None:
         if batch.writes:
-            flight = batch.jobs[0].work
+            flight = batch.entries[0].work
             del self._written[id(flight)]
-            self._inventory.made_room(flight)
+            self._inventory.written_ended(flight)
         else:
             self.sent -= 1
             self._ahead.ended(id(batch), self.clock(), self.lanes)
@@ -235,40 +233,38 @@ class DeviceQueue:
 
     def ran(self, batch: Batch[InFlight], seconds: float) -> None:
         """Note the time that a batch took on the device."""
-        self._line(batch.jobs[0]).ran(batch, seconds)
+        self._line(batch.entries[0]).ran(batch, seconds)
 
     async def run(self, batch: Batch[InFlight], on_started: Callable[[], None]) -> tuple[ipc.BatchDone, BatchNote]:
         """Run a batch at the adapter. `on_started` is called when the device begins with it. Raises AdapterGone,
         SIEError.
         """
         self.number += 1
-        flights = [job.work for job in batch.jobs]
+        flights = [entry.work for entry in batch.entries]
         with spans.batch(self._tracer, flights) if self._tracer is not None else contextlib.nullcontext() as span:
             frame, note = _frame(batch, f"{self._worker_id}-{self.number}", span)
-            done = await self.link.run_batch(frame, on_started, self._gone(batch))
+            done = await self.link.run_batch(frame, on_started, self._abandonment(batch))
         if len(done.outcomes) != note.items:
             raise RuntimeError(f"the adapter answered {note.items} inputs with {len(done.outcomes)} outcomes")
         return done, note
 
-    def _gone(self, batch: Batch[InFlight]) -> asyncio.Event | None:
+    def _abandonment(self, batch: Batch[InFlight]) -> asyncio.Event | None:
         """Return the event that is set when no request waits for a written batch: it was abandoned, or its budget is
         over. Other batches have none.
         """
-        return self._written.get(id(batch.jobs[0].work))
+        return self._written.get(id(batch.entries[0].work))
 
     def alone(self, flight: InFlight) -> Batch[InFlight]:
-        """Return a batch of this work item, which does not wait in the queue. Raises NotReady if its model has
-        changed.
-        """
+        """Return a batch of this work item alone, without the queue. Raises NotReady if its model has changed."""
         if flight.is_outdated:
             raise changed()
-        job = self.job(flight, flight.received_s)
+        entry = self.entry(flight, flight.received_s)
         self._inventory.count(flight, 0)
-        return Batch(job.key, (job,), job.cost)
+        return Batch(entry.key, (entry,), entry.cost)
 
-    async def take(self) -> None:
-        """Send no more batches until `give_back`. Return when nothing else is at the adapter."""
-        self.is_taken = True
+    async def reserve(self) -> None:
+        """Send no more batches until `end_reservation`. Return when nothing else is at the adapter."""
+        self.is_reserved = True
         while self.sent or self._written:
             await self.next_end()
 
@@ -277,10 +273,10 @@ class DeviceQueue:
         self._ended.clear()
         await self._ended.wait()
 
-    def give_back(self) -> None:
-        """Send batches again after `take`."""
-        if self.is_taken:
-            self.is_taken = False
+    def end_reservation(self) -> None:
+        """Send batches again after `reserve`."""
+        if self.is_reserved:
+            self.is_reserved = False
             self.wake.set()
 
 
@@ -289,14 +285,14 @@ def _frame(batch: Batch[InFlight], name: str, span: Span | None) -> tuple[ipc.Ru
     the batch belongs to the trace of its first work item.
     """
     parts = []
-    for job in batch.jobs:
-        item = job.work.item
-        run, chosen = runnable(job.work)
+    for entry in batch.entries:
+        item = entry.work.item
+        run, chosen = runnable(entry.work)
         work = WorkItemInput([item.inputs[index] for index in chosen], item.query, item.options)
-        own = job.work.span
+        own = entry.work.span
         context = own.context if own is not None and own.is_recording else NONE
         parts.append(BatchPart(run, work, context, item.asker))
-    first, key = batch.jobs[0].work, batch.key
+    first, key = batch.entries[0].work, batch.key
     ready = first.hosted.ready if first.hosted is not None else None
     above = span or first.span
     frame = rows.to_batch(
@@ -392,19 +388,19 @@ class Dispatch:
         handles that (`in_turn`).
         """
         sent, batch = batch, self._fit(batch)
-        if not batch.jobs:
+        if not batch.entries:
             self._device.end(sent)
             return True
-        flights = [job.work for job in batch.jobs]
-        sealed_s = self._clock()
+        flights = [entry.work for entry in batch.entries]
+        dispatched_s = self._clock()
         for flight in flights:
             flight.move("running")
-            flight.sealed_s = sealed_s
+            flight.dispatched_s = dispatched_s
             if flight.hosted is not None:
-                flight.hosted.used(sealed_s)
+                flight.hosted.used(dispatched_s)
                 flight.fingerprint = flight.hosted.fingerprint(flight.item.profile, flight.item.options)
         self._device.note_sent()
-        self._device.rate.sent(sealed_s)
+        self._device.rate.sent(dispatched_s)
         started, ran = False, 0
 
         def on_started() -> None:
@@ -434,31 +430,29 @@ class Dispatch:
         return True
 
     def _fit(self, batch: Batch[InFlight]) -> Batch[InFlight]:
-        """Return the batch without work that must not run: late or cancelled since its preparation, or suspect by
-        now.
-        """
-        pending = self._settle.still_wanted([job.work for job in batch.jobs])
+        """Return the batch without work that must not run: late, cancelled since its preparation, or suspect."""
+        pending = self._settle.still_wanted([entry.work for entry in batch.entries])
         suspects = []
-        if batch.jobs[0].work.item.model in self._isolate.marked_models:
+        if batch.entries[0].work.item.model in self._isolate.marked_models:
             suspects = [flight for flight in pending if self._isolate.is_suspect(flight)]
         for flight in suspects:
             self._isolate.add(flight)
-        if len(pending) == len(batch.jobs) and not suspects:
+        if len(pending) == len(batch.entries) and not suspects:
             return batch
-        jobs = tuple(job for job in batch.jobs if job.work in pending and job.work not in suspects)
-        return Batch(batch.key, jobs, sum(job.cost for job in jobs))
+        entries = tuple(entry for entry in batch.entries if entry.work in pending and entry.work not in suspects)
+        return Batch(batch.key, entries, sum(entry.cost for entry in entries))
 
     def _answer(self, batch: Batch[InFlight], done: ipc.BatchDone, note: BatchNote) -> None:
-        device, hosted = self._device, batch.jobs[0].work.hosted
+        device, hosted = self._device, batch.entries[0].work.hosted
         device.ran(batch, (done.preprocess_ms + done.inference_ms + done.postprocess_ms) / 1000)
         if recording.current is not None:
             recording.current.ran(batch, note, done, device.lanes)
         view, start = memoryview(done.block), 0
-        for job in batch.jobs:
-            count = len(runnable(job.work)[1])
+        for entry in batch.entries:
+            count = len(runnable(entry.work)[1])
             outcomes, block = cut(done.outcomes[start : start + count], view)
             start += count
-            self._settle.answer(job.work, merge(job.work, outcomes), block, done, note)
+            self._settle.answer(entry.work, merge(entry.work, outcomes), block, done, note)
         if hosted is not None:
             fill = batch.cost / device.limits.cost
             hosted.filled(fill)
@@ -466,16 +460,16 @@ class Dispatch:
         if batch.writes:  # the time of a written answer depends on its length, so it must not change the quantum
             return
         answered_s = self._clock()
-        for job in batch.jobs:
-            self._quantum.answered(answered_s - job.work.received_s, answered_s)
+        for entry in batch.entries:
+            self._quantum.answered(answered_s - entry.work.received_s, answered_s)
 
     async def _run_in_turn(self, batch: Batch[InFlight]) -> None:
         """Load the LoRA of a batch again, and run the batch before another LoRA can take its place."""
-        flights, lora = [job.work for job in batch.jobs], batch.key.lora
+        flights, lora = [entry.work for entry in batch.entries], batch.key.lora
         hosted = flights[0].hosted
         assert hosted is not None
         for flight in flights:
-            flight.sealed_s = 0.0
+            flight.dispatched_s = 0.0
         with self._settle.answering(flights, "loading the LoRA"):
             evicted_s = self._clock()
             async with self._loading.loras.turn(hosted):
@@ -506,7 +500,7 @@ class Dispatch:
             if flight.hosted is not None:
                 flight.hosted.mark_unloaded()
             flight.move("preparing")
-            flight.sealed_s = 0.0
+            flight.dispatched_s = 0.0
         for flight in self._settle.still_wanted(flights):
             self._work.start(self._put_back(flight), "again")
 

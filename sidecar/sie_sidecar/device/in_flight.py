@@ -53,7 +53,7 @@ class Lease:
 
 @dataclass(eq=False)
 class InFlight:
-    """Work item from its delivery to its settlement. The times are those of its marks; `sealed_s` is
+    """Work item from its delivery to its settlement. The times are those of its marks; `dispatched_s` is
     set when its batch is sent.
 
     `rows`: the first `shared` rows belong to all inputs. After them each input has the same number of rows, in order.
@@ -76,21 +76,21 @@ class InFlight:
     fetched_s: float = 0.0
     loaded_s: float = 0.0
     tokenised_s: float = 0.0
-    reload_s: float = 0.0  # seconds that it waited for loads between `tokenised_s` and `sealed_s`
-    sealed_s: float = 0.0
+    reload_s: float = 0.0  # seconds that it waited for loads between `tokenised_s` and `dispatched_s`
+    dispatched_s: float = 0.0
     started_s: float = 0.0
     stage: Stage = "preparing"
     settled: bool = False  # true if its outcome is being sent, or no request waits for it
-    job: BatchEntry[InFlight] | None = None  # set while it waits for the device
+    batch_entry: BatchEntry[InFlight] | None = None  # set while it waits for the device
     given_up: SIEError | None = None  # reason why it becomes a dead letter
     dead: list[Mark] = field(default_factory=list)  # marks of its poison inputs
     payload_bytes: int = 0  # bytes of its inputs that came from the payload store
     counted: int = 0  # its part of the cost that waits for the device
     span: Span | None = None  # None if it is not traced
 
-    def move(self, stage: Stage, job: BatchEntry[InFlight] | None = None) -> None:
-        """Enter a stage. `job` is given for `waiting`. After `settled` there is no other stage."""
-        self.job = job
+    def move(self, stage: Stage, batch_entry: BatchEntry[InFlight] | None = None) -> None:
+        """Enter a stage. `batch_entry` is given for `waiting`. After `settled` there is no other stage."""
+        self.batch_entry = batch_entry
         if not self.settled:
             self.stage, self.settled = stage, stage == "settled"
 
@@ -98,7 +98,7 @@ class InFlight:
         """Add time that it waited for a model or a LoRA. The wait before it was tokenised follows from its times
         instead.
         """
-        if self.tokenised_s and not self.sealed_s:
+        if self.tokenised_s and not self.dispatched_s:
             self.reload_s += seconds
 
     @property
@@ -246,17 +246,17 @@ def stages_of(flight: InFlight, now_s: float, done: ipc.BatchDone | None) -> Sta
     fetched_s = flight.fetched_s or flight.received_s
     loaded_s = flight.loaded_s or fetched_s
     tokenised_s = flight.tokenised_s or loaded_s
-    sealed_s = flight.sealed_s or tokenised_s
+    dispatched_s = flight.dispatched_s or tokenised_s
     inference_ms, postprocess_ms = (done.inference_ms, done.postprocess_ms) if done else (0.0, 0.0)
     tokenised_there_ms = done.preprocess_ms if done else 0.0  # by a family that tokenises in the adapter
     # the start notice may be read only together with the result: the adapter's own time is not waiting
-    max_ms = (now_s - sealed_s) * 1000 - inference_ms - postprocess_ms - tokenised_there_ms
+    max_ms = (now_s - dispatched_s) * 1000 - inference_ms - postprocess_ms - tokenised_there_ms
     return Stages(
         fetch_ms=(fetched_s - flight.received_s) * 1000,
         load_ms=(loaded_s - fetched_s + flight.reload_s) * 1000,
         preprocess_ms=(tokenised_s - loaded_s) * 1000 + tokenised_there_ms,
-        batch_wait_ms=max(0.0, sealed_s - tokenised_s - flight.reload_s) * 1000,
-        device_wait_ms=max(0.0, min((flight.started_s - sealed_s) * 1000, max_ms)),
+        batch_wait_ms=max(0.0, dispatched_s - tokenised_s - flight.reload_s) * 1000,
+        device_wait_ms=max(0.0, min((flight.started_s - dispatched_s) * 1000, max_ms)),
         inference_ms=inference_ms,
         postprocess_ms=postprocess_ms,
         worker_ms=(now_s - flight.received_s) * 1000,
@@ -301,7 +301,7 @@ class Inventory:
     def keep_model(self, flight: InFlight, hosted: ModelState) -> None:
         """Note that the work item needs this model, which must not be evicted from now on."""
         flight.hosted, flight.entry = hosted, hosted.resolved.entry
-        self._hosting.take(hosted)
+        self._hosting.add_items(hosted)
         self._arrived(flight)
         hosted.came_in(flight.item.cost, flight.received_s)
 
@@ -329,7 +329,7 @@ class Inventory:
             self._on_free(flight.lease.delivery.consumer)
         self.let_model_go(flight)
 
-    def made_room(self, flight: InFlight) -> None:
+    def written_ended(self, flight: InFlight) -> None:
         """Note that a written work item has ended, so that its consumer may send one more."""
         self._on_free(flight.lease.delivery.consumer)
 

@@ -65,7 +65,7 @@ class Isolate:
         """Return True if an input of it killed an adapter before, here or at another worker. Called only for models in
         `marked_models`.
         """
-        return any(self._marks.of(key) for key in content_keys(flight.item))
+        return any(self._marks.get(key) for key in content_keys(flight.item))
 
     async def suspect(self, flights: Sequence[InFlight]) -> None:
         """Run each input of these work items alone from now on, because an adapter died with a batch of them."""
@@ -73,7 +73,7 @@ class Isolate:
         await self._marks.suspected(flights[0].item.model, keys)
         failpoint("isolate.suspects_marked")
         for flight in flights:
-            flight.sealed_s = 0.0
+            flight.dispatched_s = 0.0
             self.add(flight)
 
     def add(self, flight: InFlight) -> None:
@@ -93,7 +93,7 @@ class Isolate:
                 unpark()
                 with self._settle.answering([flight], "running the input alone"):
                     await self._retry(flight)
-            self._device.give_back()
+            self._device.end_reservation()
             await self._news.wait()
 
     async def _retry(self, flight: InFlight) -> None:
@@ -120,7 +120,7 @@ class Isolate:
         assert hosted is not None
         single = only(flight, index)
         while True:
-            mark = self._marks.of(key)
+            mark = self._marks.get(key)
             if mark is not None and mark.is_poison:
                 flight.dead.append(mark)
                 self._metrics.poisoned.inc()
@@ -129,7 +129,7 @@ class Isolate:
                 if self._clock() >= flight.deadline_s:
                     raise GatewayTimeout("the budget of the request was over before it could run")
                 if hosted.state != "loaded" or (lora and lora not in hosted.loras):
-                    self._device.give_back()
+                    self._device.end_reservation()
                 await self._loading.ensure(hosted, [flight], past_gate=True)
                 if flight.settled:  # cancelled meanwhile: no request reads this outcome
                     raise GatewayTimeout("the request was withdrawn before its model was loaded")
@@ -160,7 +160,7 @@ class Isolate:
             flight.started_s = flight.started_s or self._clock()
 
         flight.move("running")
-        flight.sealed_s = flight.sealed_s or self._clock()
+        flight.dispatched_s = flight.dispatched_s or self._clock()
         flight.fingerprint = hosted.fingerprint(flight.item.profile, flight.item.options)
         batch, number = self._device.alone(single), self._device.number + 1
         failpoint("isolate.before_run")
@@ -168,7 +168,7 @@ class Isolate:
             return await self._device.run(batch, on_started)
         except AdapterGone as gone:
             hosted.mark_unloaded()
-            self._device.give_back()
+            self._device.end_reservation()
             if started and gone.died and self._device.number == number:
                 await self._marks.died(flight.item.model, [key])
             raise
@@ -176,13 +176,13 @@ class Isolate:
     async def _take_device(self) -> None:
         """Return when nothing else is at the device. If a batch waits, it goes first once the slice is over."""
         device = self._device
-        if device.is_taken and self._clock() - self._slice_s > SLICE_S and len(device.waiting):
+        if device.is_reserved and self._clock() - self._slice_s > SLICE_S and len(device.waiting):
             before = device.number
-            device.give_back()
+            device.end_reservation()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(BATCH_BETWEEN_S):
                     while device.number <= before:
                         await device.next_end()
-        if not device.is_taken:
-            await device.take()
+        if not device.is_reserved:
+            await device.reserve()
             self._slice_s = self._clock()

@@ -138,7 +138,7 @@ class AdapterLink:
         """Ask the adapter for its description and keep it in `description`. Return None if the reply has another type.
         Raises AdapterGone, SIEError.
         """
-        answer = await self.ask(ipc.Describe())
+        answer = await self.request(ipc.Describe())
         if not isinstance(answer, ipc.Description):
             return None
         self.description = answer
@@ -163,15 +163,15 @@ class AdapterLink:
                 continue
             trouble.passed()
             _logger.info("adapter connected: %s", self.description and self.description.device)
-            self._tell(True)
+            self._notify_listeners(True)
             try:
                 await self._ping_until_lost()
             finally:
                 self._close()
-            self._tell(False)
+            self._notify_listeners(False)
             _logger.warning("the adapter is gone")
 
-    def _tell(self, connected: bool) -> None:
+    def _notify_listeners(self, connected: bool) -> None:
         for listener in self.listeners:
             listener(connected)
 
@@ -219,14 +219,14 @@ class AdapterLink:
                     await self._lost.wait()
                 return
             try:
-                pong = await self.ask(ipc.Ping())
+                pong = await self.request(ipc.Ping())
             except AdapterGone:
                 return
             if isinstance(pong, ipc.Pong):
                 self._last_pong_s = self._clock()
                 self.fetching = pong.fetching
 
-    async def ask(self, question: ipc.Request) -> ipc.Reply:
+    async def request(self, question: ipc.Request) -> ipc.Reply:
         """Send a short request on the control connection and return the reply. Raises AdapterGone, SIEError."""
         async with self._control_lock:
             control = self._control

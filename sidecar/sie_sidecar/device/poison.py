@@ -2,8 +2,8 @@
 by its text.
 
     an adapter dies ──► the inputs that it had begun are suspects: they run alone ──► answered: cleared
-                                                           └──► an adapter dies with one alone: poison, refused before
-                                                           it runs
+                                                           └──► an adapter dies with one alone, its second death:
+                                                           poison, refused before it runs
 
 The marks are in a bucket whose keys expire after POISON_LIFETIME_S; every worker follows it. Without a broker a worker
 uses the marks that it has. If the bucket is lost, they are kept, and count as marks that the broker does not have.
@@ -96,13 +96,13 @@ class PoisonMarks:
     async def close(self) -> None:
         await self._record.close()
 
-    def of(self, key: str) -> Mark | None:
+    def get(self, key: str) -> Mark | None:
         """Return the mark of a content, or None. A mark past its lifetime is removed."""
         entry = self._known.get(key)
         if entry is None:
             return None
         if self._now_s() - entry[0].at_s >= POISON_LIFETIME_S:
-            self._forget(key)
+            self._discard(key)
             return None
         return entry[0]
 
@@ -113,7 +113,7 @@ class PoisonMarks:
         """
         writes = []
         for key in dict.fromkeys(keys):
-            before = self.of(key)
+            before = self.get(key)
             mark = after_death(before, model, self._worker, self._now_s())
             revision = self._known[key][1] if before else 0
             self._keep(key, mark, revision)
@@ -125,13 +125,13 @@ class PoisonMarks:
         """Record a death of contents that ran together. It is recorded once per content, so no content becomes poison
         by such deaths.
         """
-        await self.died(model, [key for key in keys if self.of(key) is None])
+        await self.died(model, [key for key in keys if self.get(key) is None])
 
     async def clear(self, keys: Iterable[str]) -> None:
         """Remove the marks of contents that were answered."""
         marked = [(key, self._known[key]) for key in dict.fromkeys(keys) if key in self._known]
         for key, _ in marked:
-            self._forget(key)
+            self._discard(key)
         await self._write([Write(key, None, revision) for key, (_, revision) in marked if revision])
 
     async def _write(self, writes: list[Write]) -> None:
@@ -176,18 +176,18 @@ class PoisonMarks:
             return
         if mark is None:
             if entry is not None and entry[1]:
-                self._forget(key)
+                self._discard(key)
         elif entry is None or entry[0].deaths <= mark.deaths:
             self._keep(key, mark, revision)
 
     def _keep(self, key: str, mark: Mark, revision: int) -> None:
-        self._forget(key)
+        self._discard(key)
         self._known[key] = (mark, revision)
         self.models[mark.model] += 1
         if len(self._known) > MAX_MARKS:
-            self._forget(next(iter(self._known)))
+            self._discard(next(iter(self._known)))
 
-    def _forget(self, key: str) -> None:
+    def _discard(self, key: str) -> None:
         entry = self._known.pop(key, None)
         if entry is not None:
             self.models[entry[0].model] -= 1

@@ -48,11 +48,11 @@ class Recording:
         if self._settings is not None:
             lines.append({"settings": {**self._settings, "lanes": lanes}})
             self._settings = None
-        for job in batch.jobs:
-            item = job.work.item
+        for entry in batch.entries:
+            item = entry.work.item
             line = {
-                "at": round(job.work.lease.delivery.sent_s, 6),
-                "tokens": [row.cost for row in runnable(job.work)[0]],
+                "at": round(entry.work.lease.delivery.sent_s, 6),
+                "tokens": [row.cost for row in runnable(entry.work)[0]],
                 "model": batch.key.residency,
                 "priority": item.priority,
             }

@@ -73,7 +73,7 @@ class WorkIntake:
         self.arrived: list[InFlight] = []  # work items that are not prepared yet
         self._arrival = asyncio.Event()
 
-    def take(self, delivery: Delivery) -> InFlight | None:
+    def accept(self, delivery: Delivery) -> InFlight | None:
         """Return a new work item in flight. Return None if the delivery cannot be read, or is of work that is in flight
         already.
         """

@@ -105,7 +105,7 @@ class PoolMembership:
         """Take the first answer of any gateway. Return the reasons if there was none, else an empty string."""
         reasons = []
         for url in list(self._urls):
-            trouble = await self._ask(url)
+            trouble = await self._request_pool(url)
             if not trouble:
                 return ""
             reasons.append(trouble)
@@ -113,7 +113,7 @@ class PoolMembership:
             self._urls.append(self._urls.pop(0))
         return "; ".join(dict.fromkeys(reasons))
 
-    async def _ask(self, url: str) -> str:
+    async def _request_pool(self, url: str) -> str:
         """Take the answer of a gateway. Return the reason if there was none, else an empty string."""
         failpoint("sidecar.before_admission")
         try:

@@ -33,7 +33,7 @@ from sie_sidecar.models.loading import Loading
 
 FIRST_S = 5.0
 OLD_S = 15.0
-# seconds before a model that was loaded ahead, and then had to make room, is loaded ahead again
+# seconds before a model that was loaded ahead and then evicted is loaded ahead again
 AHEAD_AGAIN_S = 60.0
 Role = Literal["pull", "probe", "ahead", "none"]
 _ORDER: dict[Role, int] = {"none": 0, "ahead": 1, "probe": 2, "pull": 3}
@@ -42,8 +42,8 @@ _logger = logging.getLogger("sie.sidecar.pull")
 
 def role(hosts: tuple[str, ...], worker: str, *, loaded: bool, held: bool, waits: bool) -> Role:
     """Return the role of `worker` for a model with these `hosts`. `held`: the worker has work of this model, or the
-    model makes room for another one; new work would wait for two loads here, and might run sooner elsewhere. `waits`:
-    work of the model waits in the stream, and no gateway is there to place it.
+    model is closed for the load of another one; new work would wait for two loads here, and might run sooner elsewhere.
+    `waits`: work of the model waits in the stream, and no gateway is there to place it.
 
     If the model is not loaded here, only the first host requests one message, which then waits here for the load. The
     table puts a host with the model first, if there is one, so that no work waits for a load while another worker could
@@ -97,7 +97,7 @@ class HostAssignment:
             RecordBucket(broker, topology.PLACEMENT_BUCKET),
             stored_tables.decode,
             self._on_value,
-            on_lost=self._stored.forget,  # the last table is used until the new bucket has one
+            on_lost=self._stored.clear,  # the last table is used until the new bucket has one
             read=functools.partial(stored_tables.read_lane, lane_key=self._stored.key),
             wants=self._stored.has,
         )
@@ -169,10 +169,12 @@ class HostAssignment:
         if self.table is None:
             return "pull" if self._first is None else "none"
         return max(
-            (self._of(model) for model in self._consumers.get(consumer, ())), key=_ORDER.__getitem__, default="none"
+            (self._model_role(model) for model in self._consumers.get(consumer, ())),
+            key=_ORDER.__getitem__,
+            default="none",
         )
 
-    def _of(self, model: str) -> Role:
+    def _model_role(self, model: str) -> Role:
         hosts = self.table.hosts.get(model, ()) if self.table else ()
         loaded, held = self._loaded(model), self._held(model)
         return role(hosts, self._worker, loaded=loaded, held=held, waits=model in self._waiting)
@@ -189,7 +191,7 @@ class HostAssignment:
             for model in sorted(self._mine or ())
             if now_s - self._ahead_s.get(model, -AHEAD_AGAIN_S) >= AHEAD_AGAIN_S
         )
-        models = [model for model in due if self._of(model) == "ahead"]
+        models = [model for model in due if self._model_role(model) == "ahead"]
         self._ahead_s.update(dict.fromkeys(models, now_s))
         return models
 
@@ -197,7 +199,7 @@ class HostAssignment:
         """Note that an operator unloaded a model: it is not loaded ahead of work for AHEAD_AGAIN_S seconds."""
         self._ahead_s[model] = self._now_s()
 
-    async def look(self, loaded: Iterable[str]) -> None:
+    async def check_unassigned(self, loaded: Iterable[str]) -> None:
         """Check, while the table is old, which of the `loaded` models that other workers host have waiting work. Called
         every few seconds. Raises BrokerError.
         """
@@ -235,8 +237,8 @@ class _DeliveryStatistics:
 
 
 class Pulling:
-    """Open pulls of a lane. At each refill, `room` returns the work that waits for the device before work of a priority
-    (True for bulk), or None if nothing should be pulled. `role` returns what a consumer may deliver, as
+    """Open pulls of a lane. At each refill, `backlog` returns the work that waits for the device before work of a
+    priority (True for bulk), or None if nothing should be pulled. `role` returns what a consumer may deliver, as
     `HostAssignment.role` does.
     """
 
@@ -246,14 +248,14 @@ class Pulling:
         lane: Lane,
         limits: BatchLimits,
         on_delivery: Callable[[Delivery], None],
-        room: Callable[[bool], Load | None],
+        backlog: Callable[[bool], Load | None],
         clock: Callable[[], float],
         role: Callable[[str], Role] = lambda consumer: "pull",
     ) -> None:
         self._queue = queue
         self._lane = lane
         self._limits = limits
-        self._room = room
+        self._backlog = backlog
         self._clock = clock
         self._role = role
         self._stream = topology.stream_name(lane.pool)
@@ -273,14 +275,14 @@ class Pulling:
     async def start(self) -> None:
         """Watch for changes of consumers, and read the existing ones. Raises BrokerError."""
         self._notices = await self._queue.watch_consumers(self._stream, self._on_consumer)
-        await self.look()
+        await self.refresh_consumers()
 
-    async def look(self) -> None:
+    async def refresh_consumers(self) -> None:
         """Call `find_consumers` now if the broker answers: notices may have been missed."""
         try:
             await self.find_consumers()
         except BrokerError as error:
-            _logger.warning("the consumers could not be listed, the next look is within ten seconds: %s", error)
+            _logger.warning("the consumers could not be listed, they are listed again within ten seconds: %s", error)
 
     async def find_consumers(self) -> None:
         """List the durable consumers of this lane, in case a notice of the broker was missed. Raises BrokerError."""
@@ -291,7 +293,7 @@ class Pulling:
             name for name in await self._queue.consumers(self._stream) if name.startswith(self._lane.consumer_prefix())
         ]
         for name in before.difference(names, self._announced):
-            self._forget(name)
+            self._discard(name)
         for name in names:
             self._consumers.setdefault(name, _DeliveryStatistics())
         self.refill_all()
@@ -304,9 +306,9 @@ class Pulling:
             self._consumers.setdefault(name, _DeliveryStatistics())
             self._refill([name])
         else:
-            self._forget(name)
+            self._discard(name)
 
-    def _forget(self, name: str) -> None:
+    def _discard(self, name: str) -> None:
         self._consumers.pop(name, None)
         for consumers in (self._active, self._short):
             consumers.pop(name, None)
@@ -358,19 +360,19 @@ class Pulling:
     def _refill(self, names: list[str]) -> None:
         if self._stopped:
             return
-        now_s, rooms = self._clock(), (self._room(False), self._room(True))
-        if (rooms[0] is not None) != self._open:
-            self._open, names = rooms[0] is not None, list(self._consumers)
+        now_s, backlogs = self._clock(), (self._backlog(False), self._backlog(True))
+        if (backlogs[0] is not None) != self._open:
+            self._open, names = backlogs[0] is not None, list(self._consumers)
         for name in names:
             consumer = self._consumers[name]
             target = ideal = 0
-            room = rooms[name.startswith(self._bulk)]
-            if room is not None and (role := self._role(name)) in ("pull", "probe"):
+            backlog = backlogs[name.startswith(self._bulk)]
+            if backlog is not None and (role := self._role(name)) in ("pull", "probe"):
                 # a quiet consumer keeps a credit of 1 even if the device has enough work: it delivers one message at
                 # most
                 target = ideal = 1
                 if role == "pull" and now_s - consumer.delivered_s < ACTIVE_S:
-                    target, ideal = (self._share(load, consumer) for load in (room, Load(0, 0, room.lanes)))
+                    target, ideal = (self._share(load, consumer) for load in (backlog, Load(0, 0, backlog.lanes)))
             # renewed when half is used, so that a busy consumer needs one pull for many messages
             if target == 0 or self._pulls.outstanding(name) <= target // 2:
                 self._pulls.want(name, target)
@@ -398,8 +400,8 @@ class Pulling:
 
 
 class WorkSource:
-    """Source of deliveries from one pool at a time. `take` makes a work item from a delivery; it returns None if there
-    is no new work item.
+    """Source of deliveries from one pool at a time. `accept` makes a work item from a delivery; it returns None if
+    there is no new work item.
     """
 
     def __init__(
@@ -411,7 +413,7 @@ class WorkSource:
         device: DeviceQueue,
         loading: Loading,
         inventory: Inventory,
-        take: Callable[[Delivery], InFlight | None],
+        accept: Callable[[Delivery], InFlight | None],
     ) -> None:
         """`now_s` returns the broker's time."""
         self._broker = broker
@@ -420,7 +422,7 @@ class WorkSource:
         self._device = device
         self._loading = loading
         self._inventory = inventory
-        self._take = take
+        self._accept = accept
         self.pool: str | None = None  # pool that it pulls from; None if it does not pull
         self._paused: set[str] = set()
         self._refilling = False
@@ -434,7 +436,7 @@ class WorkSource:
             lane,
             self._worker_id,
             self._now_s,
-            self._loading.hosting.takes,
+            self._loading.hosting.is_open,
             self._holds,
             self._on_assignment,
             lambda: self._device.link.connected,
@@ -445,7 +447,7 @@ class WorkSource:
             lane,
             device.limits,
             lambda delivery: self._on_delivery(delivery, pulling),
-            device.room,
+            device.backlog,
             device.clock,
             self._role,
         )
@@ -460,7 +462,7 @@ class WorkSource:
         loaded for now.
         """
         hosting = self._loading.hosting
-        return self._inventory.is_coming(model) or hosting.holds(model) or hosting.makes_room(model)
+        return self._inventory.is_coming(model) or hosting.holds(model) or hosting.is_closed(model)
 
     async def pull(self) -> bool:
         """Follow the placement table and begin to pull. It can be called again after a failure. The stream of the lane
@@ -491,17 +493,17 @@ class WorkSource:
         """Stop pulling. Messages on their way are still delivered before this returns."""
         await asyncio.gather(self.assignment.stop(), self.pulling.stop())
 
-    async def upkeep(self, *, look: bool) -> None:
-        """Update credit and loads that depend on time. Called once a second. With `look`, every ten seconds, also list
-        the consumers and check the table. Raises BrokerError.
+    async def upkeep(self, *, is_check: bool) -> None:
+        """Update credit and loads that depend on time. Called once a second. With `is_check`, every ten seconds, also
+        list the consumers and check the table. Raises BrokerError.
         """
         self.pulling.level()
         self._load_ahead()
-        if look:
+        if is_check:
             self.pulling.refill_all()
             await self.pulling.find_consumers()
             if self.pool is not None:
-                await self.assignment.look(self._loading.hosting.loaded_models())
+                await self.assignment.check_unassigned(self._loading.hosting.loaded_models())
 
     def _on_assignment(self) -> None:
         self.pulling.refill_all()
@@ -514,7 +516,7 @@ class WorkSource:
 
     def _on_delivery(self, delivery: Delivery, pulling: Pulling) -> None:
         pulling.note(delivery)
-        flight = self._take(delivery)
+        flight = self._accept(delivery)
         if flight is None:
             self.refill_soon()
         else:
@@ -522,7 +524,7 @@ class WorkSource:
 
     def weigh(self, flight: InFlight) -> None:
         """Update the credit of a work item's consumer by its tokens, once it is tokenised."""
-        if flight.job is not None:
+        if flight.batch_entry is not None:
             self.pulling.weigh(flight.lease.delivery.consumer, sum(row.cost for row in flight.rows))
 
     def refill_soon(self) -> None:

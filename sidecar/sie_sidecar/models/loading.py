@@ -65,7 +65,7 @@ class LoraLoads:
         if name in hosted.loras:
             return
         if in_turn:
-            await self._ask(hosted, name)
+            await self._request_lora(hosted, name)
             return
         failed_s, failure = self._failures.get((hosted.name, name), (0.0, None))
         if failure is not None and self._clock() - failed_s < COOL_DOWN_S:
@@ -108,7 +108,7 @@ class LoraLoads:
         try:
             async with self.turn(hosted):
                 pass
-            await self._ask(hosted, name)
+            await self._request_lora(hosted, name)
         except LoraLoadFailed as error:
             if len(self._failures) >= MAX_REMEMBERED:
                 self._failures.clear()
@@ -117,7 +117,7 @@ class LoraLoads:
         finally:
             del self._loads[key]
 
-    async def _ask(self, hosted: ModelState, name: str) -> None:
+    async def _request_lora(self, hosted: ModelState, name: str) -> None:
         digest = await self._link.ensure_lora(ipc.EnsureLora(hosted.name, name))
         if len(hosted.lora_digests) >= MAX_REMEMBERED:
             hosted.reset_loras()
@@ -177,7 +177,7 @@ class Loading:
         if entry is None or entry.revision != item.revision or self.revision(item.model) < item.config_revision:
             return None
         resolved = self._feed.catalogue.resolve_profile(entry, item.profile, item.model)
-        return self.hosting.of(resolved, self.revision(item.model))
+        return self.hosting.obtain(resolved, self.revision(item.model))
 
     async def restored(self, item: WorkItem, hosted: ModelState) -> bool:
         """Return True if the config service replaced the revision that `hosted` cannot load. If the worker had an
@@ -198,7 +198,7 @@ class Loading:
                 ModelNotFound, BundleConflict
             ):  # this worker's catalogue is older than the sender's, or newer
                 resolved = self._feed.catalogue.resolve(name)
-                hosted = self.hosting.of(resolved, self.revision(resolved.entry.id))
+                hosted = self.hosting.obtain(resolved, self.revision(resolved.entry.id))
                 self._work.start(self._load(hosted), "load ahead")
 
     async def _load(self, hosted: ModelState) -> None:

@@ -1,5 +1,6 @@
 """Models that this worker holds. `ModelStates` has their states and decides, without I/O, which may be evicted.
-`Hosting` loads and unloads them: one load per model for all callers that wait for it, room by turns, release when idle.
+`Hosting` loads and unloads them: one load per model for all callers that wait for it; models take turns in memory; idle
+models are released.
 
     available ──► loading ──► loaded ──released──► unloading ──► available
                     │           └──dropped by the adapter, or the adapter is gone──► available
@@ -10,7 +11,7 @@ adapter names the models that may be dropped for it, and its reply names the dro
 
     Hosting.ensure ──► loaded, and its gate is open ──► return
           └──► load ──► the adapter drops models that it may ──► Ready
-                  └──► no room beside models with work ──► one of them is closed to new work ──► load again
+                  └──► no memory beside models with work ──► one of them is closed to new work ──► load again
 
 Memory pressure is relieved with every batch, and once a second.
 """
@@ -89,7 +90,7 @@ class ModelState:
         self.arriving = False  # true while the adapter loads it
         self.leaves = False  # true if an operator asked to unload it once it is idle
         # true while new work waits before a gate, because another model needs this one's memory
-        self.makes_room = False
+        self.is_closed = False
         self.loaded_s = 0.0
         self.used_s = 0.0  # time when work last came, ran or ended
         self.uses = 0  # number of times that work came or ended
@@ -101,7 +102,7 @@ class ModelState:
         self._cost_rate = 0.0
         self._cost_s = 0.0
         # functions of the callers that wait for it: number of their work items that need it
-        self.wanted: list[Callable[[], int]] = []
+        self.waiting_counts: list[Callable[[], int]] = []
         self.loras: set[str] = set()  # LoRAs of the loaded copy, as far as known; the adapter may have dropped some
         self.lora_digests: dict[str, str] = {}  # digests of the files of these LoRAs and of dropped ones
         self._fingerprints: dict[tuple[str, str], str] = {}
@@ -111,9 +112,9 @@ class ModelState:
         return self.resolved.residency
 
     @property
-    def is_wanted(self) -> bool:
+    def has_waiters(self) -> bool:
         """True if a caller that waits for it still needs it."""
-        return any(count() for count in self.wanted)
+        return any(count() for count in self.waiting_counts)
 
     @property
     def parked(self) -> int:
@@ -126,7 +127,7 @@ class ModelState:
         return self.held == self.parked
 
     def came_in(self, cost: int, now_s: float) -> None:
-        """Count the tokens of work that was taken in."""
+        """Count the tokens of work that was accepted."""
         self._cost_rate = self.cost_rate(now_s) + cost / RATE_OVER_S
         self._cost_s = now_s
 
@@ -134,7 +135,7 @@ class ModelState:
         """Note that work of this model came, ran or ended."""
         self.used_s = now_s
 
-    def took(self, items: int, now_s: float) -> None:
+    def add_items(self, items: int, now_s: float) -> None:
         """Add `items` to the held work items. A negative number removes some."""
         self.held += items
         self.uses += 1
@@ -243,7 +244,7 @@ class ModelStates:
         self._fetching = fetching
         self._hosted: dict[str, ModelState] = {}
         self._of_model: dict[str, list[ModelState]] = {}
-        self._room_bytes: float | None = None  # memory for models, as measured when no load was running
+        self._usable_bytes: float | None = None  # memory for models, as measured when no load was running
 
     def all(self) -> list[ModelState]:
         return list(self._hosted.values())
@@ -256,19 +257,17 @@ class ModelStates:
         """Return True if a residency of this model is loaded."""
         return any(hosted.state == "loaded" for hosted in self._of_model.get(model, ()))
 
-    def takes(self, model: str) -> bool:
-        """Return True if work of this model may come: a residency is loaded, and does not make room for another
-        model.
-        """
-        return any(hosted.state == "loaded" and not hosted.makes_room for hosted in self._of_model.get(model, ()))
+    def is_open(self, model: str) -> bool:
+        """Return True if work of this model may come: a residency is loaded and not closed to new work."""
+        return any(hosted.state == "loaded" and not hosted.is_closed for hosted in self._of_model.get(model, ()))
 
     def holds(self, model: str) -> bool:
         """Return True if work of this model is held here."""
         return any(hosted.held for hosted in self._of_model.get(model, ()))
 
-    def makes_room(self, model: str) -> bool:
+    def is_closed(self, model: str) -> bool:
         """Return True if work of this model would have to wait for the load of another model."""
-        return any(hosted.makes_room for hosted in self._of_model.get(model, ()))
+        return any(hosted.is_closed for hosted in self._of_model.get(model, ()))
 
     def loaded_models(self) -> list[str]:
         return [model for model in self._of_model if self.is_loaded(model)]
@@ -281,12 +280,14 @@ class ModelStates:
         # the bytes of a model that is loading count for no model yet
         if not any(hosted.state == "loading" for hosted in self._hosted.values()):
             beside_bytes = max(0, device.memory_used_bytes - sum(model.memory_bytes for model in device.models))
-            self._room_bytes = (
+            self._usable_bytes = (
                 device.threshold_percent / 100 or MEMORY_USED
             ) * device.memory_total_bytes - beside_bytes
-        return max(1, int(self._room_bytes * len(sizes) / sum(sizes))) if sizes and self._room_bytes is not None else 0
+        return (
+            max(1, int(self._usable_bytes * len(sizes) / sum(sizes))) if sizes and self._usable_bytes is not None else 0
+        )
 
-    def of(self, resolved: Resolved, revision: int = 0) -> ModelState:
+    def obtain(self, resolved: Resolved, revision: int = 0) -> ModelState:
         """Return the residency that serves `resolved`, the entry of a model at `revision`. A changed entry is another
         model: the old copy is not used for it.
         """
@@ -306,13 +307,13 @@ class ModelStates:
         """Return the residency of this name, or None if no work here has used it."""
         return self._hosted.get(residency)
 
-    def take(self, hosted: ModelState, items: int = 1) -> None:
-        """Hold `items` more work items for `hosted`. From now on no request permits its eviction."""
-        hosted.took(items, self._clock())
+    def add_items(self, hosted: ModelState, items: int = 1) -> None:
+        """Count `items` more work items that need `hosted`. It is not evicted until they are parked or let go."""
+        hosted.add_items(items, self._clock())
 
     def let_go(self, hosted: ModelState) -> None:
         """Note that one work item of `hosted` is settled."""
-        hosted.took(-1, self._clock())
+        hosted.add_items(-1, self._clock())
 
     def park(self, hosted: ModelState, items: Callable[[], int]) -> None:
         """Note work items of `hosted` that need it later, but not now. `items` returns their number. The model may be
@@ -355,18 +356,16 @@ class ModelStates:
         return [state for state in states if state.arriving or (state.state == "loaded" and not state.is_quiet)]
 
     def left_over(self, loaded_models: Iterable[ipc.LoadedModel]) -> list[str]:
-        """Return the adapter's models that an earlier process of this worker left: this process never requested
-        them.
-        """
+        """Return the adapter's models that an earlier process left. This process never requested them."""
         names = {hosted.name for hosted in self._hosted.values() if hosted.state in ("loading", "loaded")}
         return [loaded.model for loaded in loaded_models if loaded.model not in names]
 
     def next_to_close(self, had_work: list[ModelState], asked_s: float) -> tuple[ModelState | None, float | None]:
         """Return the model to close to new work, for a load that was requested at `asked_s` and does not fit beside
         these models; and the seconds until it is closed. It is closed once the load has waited long enough and the turn
-        of the model is over. Return None if all of them already make room for other loads.
+        of the model is over. Return None if all of them are closed already.
         """
-        able = [state for state in had_work if state.state == "loaded" and not state.makes_room]
+        able = [state for state in had_work if state.state == "loaded" and not state.is_closed]
         first = min(able, key=self._turn_ends_s, default=None)
         if first is None:
             return None, None
@@ -410,7 +409,7 @@ EARLIER_LOAD_S = 0.5
 _logger = logging.getLogger("sie.sidecar.hosting")
 
 
-def _one() -> int:
+def _one_item() -> int:
     return 1
 
 
@@ -435,13 +434,13 @@ class Hosting(ModelStates):
     ) -> None:
         """A model that does not fit waits for other models to finish their work, and after `swap_after_s` one of them
         is closed to new work. `assigned` returns the models that this worker is a host of, or None while unknown.
-        `on_role` is called when a residency is unloaded, makes room, or need not make room any more.
+        `on_role` is called when a residency is unloaded, closed to new work, or opened again.
         """
         super().__init__(clock, swap_after_s, assigned=assigned, fetching=lambda: link.fetching)
         self.swaps = 0
         self.idle_evictions = 0
         self._asked = 0  # number of requested loads
-        # callers that wait for room: start of their wait, and the future that wakes them
+        # callers that wait for memory: start of their wait, and the future that wakes them
         self._waiters: list[tuple[float, asyncio.Future[None]]] = []
         self._gates: dict[str, asyncio.Event] = {}  # gates of closed models; set when a model opens
         self._loading: dict[str, asyncio.Task[None]] = {}
@@ -487,18 +486,18 @@ class Hosting(ModelStates):
         is loaded for no particular work. `past_gate`: the work items passed the gate before and hold resources that
         others wait for, so they must not wait at the gate again.
         """
-        count = items or _one
-        hosted.wanted.append(count)
+        count = items or _one_item
+        hosted.waiting_counts.append(count)
         try:
             await self._until_ready(hosted, items or int, count, past_gate=past_gate)
         finally:
-            hosted.wanted.remove(count)
+            hosted.waiting_counts.remove(count)
 
     async def _until_ready(
         self, hosted: ModelState, items: Callable[[], int], waiting_items: Callable[[], int], *, past_gate: bool
     ) -> None:
-        while waiting_items() and (hosted.state != "loaded" or (hosted.makes_room and not past_gate)):
-            if hosted.makes_room and not past_gate:
+        while waiting_items() and (hosted.state != "loaded" or (hosted.is_closed and not past_gate)):
+            if hosted.is_closed and not past_gate:
                 await self._before_gate(hosted, items)
                 continue
             if (refusal := hosted.refusal(self._clock())) is not None:
@@ -531,7 +530,7 @@ class Hosting(ModelStates):
             while (
                 self._still_loads(hosted, resolved) and (ready := await self._asked_to_load(hosted, resolved)) is None
             ):
-                closed = await self._make_room(hosted, asked_s, closed)
+                closed = await self._wait_for_memory(hosted, asked_s, closed)
                 began_s = self._clock()
             if ready is None:
                 return
@@ -555,7 +554,7 @@ class Hosting(ModelStates):
         """Return True if a caller still waits for exactly this model: a load without a caller would drop a model that
         is needed.
         """
-        return hosted.is_wanted and hosted.resolved.entry == resolved.entry
+        return hosted.has_waiters and hosted.resolved.entry == resolved.entry
 
     async def _asked_to_load(self, hosted: ModelState, resolved: Resolved) -> ipc.Ready | None:
         """Return the loaded model, or None if it did not fit beside models that had work meanwhile or were loading.
@@ -586,7 +585,7 @@ class Hosting(ModelStates):
             self._look_again()
 
     async def _went_to_earlier_loads(self, error: SIEError, offered: list[str]) -> bool:
-        """Return True if loads that an earlier process of this worker began, unknown to this process, take the room.
+        """Return True if loads that an earlier process of this worker began, unknown to this process, take the memory.
         Loads that still run get some time; models whose load has ended can be offered for eviction. Raises AdapterGone.
         """
         arriving = error.extras.get("arriving")
@@ -615,15 +614,17 @@ class Hosting(ModelStates):
         finally:
             self.unpark(hosted, items)
 
-    async def _make_room(self, hosted: ModelState, asked_s: float, closed: ModelState | None) -> ModelState | None:
+    async def _wait_for_memory(
+        self, hosted: ModelState, asked_s: float, closed: ModelState | None
+    ) -> ModelState | None:
         """Return when one more of the other models has no work, or no caller needs this one any more. Once `hosted` has
         waited `swap_after_s`, the model whose turn ends first is closed to new work at the end of its turn, until
         `hosted` is loaded. Return the closed model.
         """
         had_work = self.busy(hosted)
-        while hosted.is_wanted and had_work and all(busy_model in self.busy(hosted) for busy_model in had_work):
-            if closed is not None and (closed.state != "loaded" or not closed.makes_room):
-                self._open(closed)  # another load took its room
+        while hosted.has_waiters and had_work and all(busy_model in self.busy(hosted) for busy_model in had_work):
+            if closed is not None and (closed.state != "loaded" or not closed.is_closed):
+                self._open(closed)  # another load took its memory
                 closed = None
             first, due_s = self.next_to_close(had_work, asked_s) if closed is None else (None, None)
             if first is not None and due_s is not None and due_s <= 0:
@@ -648,7 +649,7 @@ class Hosting(ModelStates):
             self._waiters.remove(waiter)
 
     def _look_again(self) -> None:
-        """Wake the callers that wait for room, in the order in which they came. Otherwise two models could take turns
+        """Wake the callers that wait for memory, in the order in which they came. Otherwise two models could take turns
         for ever while a third one waits.
         """
         for _, waiter in sorted(self._waiters, key=lambda entry: entry[0]):
@@ -657,13 +658,13 @@ class Hosting(ModelStates):
 
     def _close(self, hosted: ModelState) -> None:
         """Make new work of the model wait before its gate."""
-        hosted.makes_room = True
+        hosted.is_closed = True
         self._gates[hosted.name] = asyncio.Event()
         self._on_role(hosted)
 
     def _open(self, hosted: ModelState) -> None:
         """Let the model take new work again. It may be closed for another model later."""
-        hosted.makes_room = False
+        hosted.is_closed = False
         if (gate := self._gates.pop(hosted.name, None)) is not None:
             gate.set()
         self._on_role(hosted)
@@ -708,7 +709,7 @@ class Hosting(ModelStates):
 
     async def _release(self, hosted: ModelState) -> None:
         try:
-            await self._link.ask(ipc.Release(hosted.name))
+            await self._link.request(ipc.Release(hosted.name))
         finally:
             del self._releasing[hosted.name]
             hosted.state = "available"

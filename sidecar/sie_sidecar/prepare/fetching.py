@@ -1,7 +1,7 @@
 """Fetch of inputs that are too large for a message from the payload store. Their bytes are limited, and each chunk has
 its own task, so that no other work waits for it.
 
-delivery with a key ──► room for its bytes ──► object, tried until the budget ends ──► the work item with its inputs
+delivery with a key ──► memory for its bytes ──► object, tried until the budget ends ──► the work item with its inputs
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class PayloadFetching:
         self._freed = asyncio.Event()
 
     async def fetch(self, flight: InFlight) -> None:
-        """Put the inputs and the query of `flight` in place; `let_go` releases their room. Raises QueueUnavailable,
+        """Put the inputs and the query of `flight` in place; `let_go` releases their memory. Raises QueueUnavailable,
         InternalFailure.
         """
         try:
@@ -53,7 +53,7 @@ class PayloadFetching:
                 left_s = flight.deadline_s - self._clock()
                 if not flight.payload_bytes:
                     size = await self._store.size(item.payload, max(0.05, min(ATTEMPT_S, left_s)))
-                    await self._find_room(flight, size)
+                    await self._reserve_memory(flight, size)
                 left_s = flight.deadline_s - self._clock()
                 data = await self._store.get(item.payload, max(0.05, min(ATTEMPT_S, left_s)))
                 flight.item = _whole(item, data)
@@ -68,7 +68,7 @@ class PayloadFetching:
             await asyncio.sleep(pause_s)  # pause between attempts, as the store may be away
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
-    async def _find_room(self, flight: InFlight, size: int) -> None:
+    async def _reserve_memory(self, flight: InFlight, size: int) -> None:
         while self.held_bytes and self.held_bytes + size > self._max_bytes:
             self._freed.clear()
             try:
@@ -80,7 +80,7 @@ class PayloadFetching:
         self.held_bytes += size
 
     def let_go(self, flight: InFlight) -> None:
-        """Release the room of inputs that are not needed any more."""
+        """Release the memory of inputs that are not needed any more."""
         if flight.payload_bytes:
             self.held_bytes -= flight.payload_bytes
             flight.payload_bytes = 0

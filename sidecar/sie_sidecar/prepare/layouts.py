@@ -90,11 +90,11 @@ def _contents(
     prompt: tuple[Ids, Ids] | None = None
     for index, source in enumerate(item.inputs):
         if source.audio:
-            contents.append(_heard(item.sounds[index], layout))
+            contents.append(_sound_row(item.sounds[index], layout))
         elif source.images:
-            contents.append(_seen(source, item.images[index], layout, item.options))
+            contents.append(_image_content(source, item.images[index], layout, item.options))
         elif source.vectors is not None:
-            contents.append(_given(source.vectors))
+            contents.append(_vector_row(source.vectors))
         elif source.tokens is not None:
             prompt = prompt or tokenizer.around(item.options.prefix, item.options.suffix)
             contents.append(np.concatenate((prompt[0], tokenizer.content(source.tokens), prompt[1])))
@@ -105,7 +105,7 @@ def _contents(
     return contents
 
 
-def _seen(source: Input, images: PreparedImages | InvalidInput, layout: Rows, options: RunOptions) -> _Content:
+def _image_content(source: Input, images: PreparedImages | InvalidInput, layout: Rows, options: RunOptions) -> _Content:
     assert not isinstance(images, InvalidInput)
     if layout.image_tokens is None or not layout.image_tokens.beside_text:
         return image_rows.alone(images, layout)
@@ -113,14 +113,14 @@ def _seen(source: Input, images: PreparedImages | InvalidInput, layout: Rows, op
     return Beside(options.prefix, images, ids, costs, (source.text or "") + options.suffix)
 
 
-def _heard(sound: SoundFeatures | InvalidInput, layout: Rows) -> TokenRow:
+def _sound_row(sound: SoundFeatures | InvalidInput, layout: Rows) -> TokenRow:
     """Return the row of a sound: a text beside it is not read."""
     assert layout.sounds is not None
     assert isinstance(sound, SoundFeatures)
     return TokenRow(_NONE, 0, expanded=layout.sounds.cost(sound.shape), sound=sound)
 
 
-def _given(vectors: Vectors) -> TokenRow:
+def _vector_row(vectors: Vectors) -> TokenRow:
     return TokenRow(_NONE, 0, expanded=max(1, len(vectors.data) // VECTOR_BYTES), vectors=vectors)
 
 
@@ -146,7 +146,7 @@ def _sides(
     for item in items:
         options, query = item.options, item.query.vectors if item.query else None
         contents.append(
-            options.query_prefix + query_of(item) + options.query_suffix if query is None else _given(query)
+            options.query_prefix + query_of(item) + options.query_suffix if query is None else _vector_row(query)
         )
         contents += _contents(tokenizer, layout, item, iter(()))
         sides += [layout.query, *(_document_side(tokenizer, layout.document, options) for _ in item.inputs)]
@@ -224,11 +224,11 @@ def _hypotheses(
     template = tokenizer.pair
     room = max(0, limit - template.special)
     texts = iter(tokenizer.contents([source.text or "" for item in items for source in item.inputs], room, truncate))
-    said = list(dict.fromkeys(text for item in items for text in _said(item.options)))
-    hypotheses = dict(zip(said, tokenizer.contents(said, room, truncate), strict=True))
+    hypothesis_texts = list(dict.fromkeys(text for item in items for text in _hypothesis_texts(item.options)))
+    hypotheses = dict(zip(hypothesis_texts, tokenizer.contents(hypothesis_texts, room, truncate), strict=True))
     results = []
     for item in items:
-        rights = [hypotheses[text] for text in _said(item.options)]
+        rights = [hypotheses[text] for text in _hypothesis_texts(item.options)]
         lefts = [next(texts) for _ in item.inputs]
         beside = template.special + np.array([len(right.ids) for right in rights])
         tokens = sum(int(np.minimum(limit, len(left.ids) + beside).sum()) for left in lefts)
@@ -244,7 +244,7 @@ def _hypotheses(
     return results
 
 
-def _said(options: RunOptions) -> list[str]:
+def _hypothesis_texts(options: RunOptions) -> list[str]:
     """Return the hypothesis of each label."""
     before, _, after = str(options.parameters.get("hypothesis_template", HYPOTHESIS)).partition("{}")
     return [before + label + after for label in options.labels]
@@ -257,7 +257,7 @@ def _joined(
     other keeps at least its share.
     """
     whole, shortened = (right, left) if cut_first else (left, right)
-    kept_ids = _kept(whole, shortened, room, truncate)
+    kept_ids = _share_ids(whole, shortened, room, truncate)
     given_ids = cut(shortened.ids, room - len(kept_ids), truncate)
     left_ids, right_ids = (given_ids, kept_ids) if cut_first else (kept_ids, given_ids)
     parts = (template.first, left_ids, template.middle, right_ids, template.last)
@@ -268,7 +268,7 @@ def _joined(
     return TokenRow(ids, left.full + right.full + template.special, types)
 
 
-def _kept(whole: Tokens, shortened: Tokens, room: int, truncate: Truncate) -> Ids:
+def _share_ids(whole: Tokens, shortened: Tokens, room: int, truncate: Truncate) -> Ids:
     """Return the ids of the text of a pair that keeps its share."""
     return cut(whole.ids, max(int(room * QUERY_SHARE), room - shortened.full), truncate)
 
@@ -413,7 +413,7 @@ def _passages(
         for _ in item.inputs:
             content, places = next(spans)
             row = _joined(template, instruction, content, room, truncate, cut_first=False)
-            length = len(row.ids) - template.special - len(_kept(instruction, content, room, truncate))
+            length = len(row.ids) - template.special - len(_share_ids(instruction, content, room, truncate))
             own = cut(places, length, truncate)
             offsets = np.full((len(row.ids), 2), NOWHERE, np.int32)
             last = len(row.ids) - len(template.last)
@@ -444,7 +444,7 @@ def _raw(
                 rows.append(TokenRow(content.ids, len(content.ids), expanded=tokens, document=document))
                 continue
             if sound is not None:
-                sound_row = _heard(sound, layout)
+                sound_row = _sound_row(sound, layout)
                 rows.append(
                     TokenRow(content.ids, len(content.ids), expanded=sound_row.expanded + beside, sound=sound_row.sound)
                 )

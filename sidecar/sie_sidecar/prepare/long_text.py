@@ -81,7 +81,7 @@ _KNOWN_ALTERNATIVES = {
         r"[^\r\n\p{L}\p{N}]?\p{L}+",
         r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+",
         *_CASED,
-        *(each + _CONTRACTION + "?" for each in _CASED),
+        *(case + _CONTRACTION + "?" for case in _CASED),
     ),
     *(r" ?\p{N}+", r"\p{N}+", r"\p{N}", r"\p{N}{1,3}", r"\s+", r"\s+(?!\S)", r"\s*[\r\n]+", r"\s*[\r\n]"),
     *(rf" ?[^\s\p{{L}}{marks}\p{{N}}]+{after}" for marks in ("", r"\p{M}") for after in ("", r"[\r\n]*", r"[\r\n/]*")),
@@ -165,7 +165,7 @@ class LongTexts:
         while going:
             pieces = [(reading, piece) for reading in going if (piece := next(reading.pieces, None)) is not None]
             for (reading, _), ids in zip(pieces, self._encode([piece for _, piece in pieces]), strict=True):
-                reading.take(ids, room)
+                reading.append(ids, room)
             going = [reading for reading, _ in pieces if count_all or reading.count <= room]
         return [(reading.ids(room, from_end), reading.count) for reading in readings]
 
@@ -223,7 +223,7 @@ class _TextReading:
         self.count = 0
         self._parts: list[list[int]] = []
 
-    def take(self, ids: list[int], room: int) -> None:
+    def append(self, ids: list[int], room: int) -> None:
         if self.count < room:
             self._parts.append(ids)
         self.count += len(ids)

@@ -72,7 +72,7 @@ class Prepare:
             return False
         with self._settle.answering([flight], "fetching the input"):
             await self._fetching.fetch(flight)
-        if flight.settled:  # settled while the inputs were fetched, so its removal could not release their room
+        if flight.settled:  # settled while the inputs were fetched, so its removal could not release their memory
             self._fetching.let_go(flight)
             return False
         flight.fetched_s = self._clock()
@@ -174,10 +174,10 @@ class Prepare:
 
     async def _work(self, item: WorkItem, layout: Rows) -> WorkItemInput:
         """Return the work item with its images and sounds, if the model reads them."""
-        images, sounds = await asyncio.gather(self._seen(item, layout.images), self._heard(item, layout.sounds))
+        images, sounds = await asyncio.gather(self._images(item, layout.images), self._sounds(item, layout.sounds))
         return WorkItemInput(item.inputs, item.query, item.options, images, sounds)
 
-    async def _seen(self, item: WorkItem, recipe: Recipe | None) -> Mapping[int, PreparedImages | InvalidInput]:
+    async def _images(self, item: WorkItem, recipe: Recipe | None) -> Mapping[int, PreparedImages | InvalidInput]:
         """Return the pixels of the inputs with images, by index, and of the query; or the reason why there are none."""
         if recipe is None:
             return {}
@@ -187,7 +187,7 @@ class Prepare:
         pixels = await asyncio.gather(*(self._pixels(images, recipe) for images in files.values()))
         return dict(zip(files, pixels, strict=True))
 
-    async def _heard(self, item: WorkItem, recipe: SoundRecipe | None) -> Mapping[int, SoundFeatures | InvalidInput]:
+    async def _sounds(self, item: WorkItem, recipe: SoundRecipe | None) -> Mapping[int, SoundFeatures | InvalidInput]:
         """Return the features of the inputs with a sound, by index; or the reason why there are none."""
         if recipe is None:
             return {}

@@ -34,8 +34,8 @@ def effort_of(item: WorkItemInput) -> int:
 def answer(tokenizer: ModelTokenizer, operation: Operation, item: WorkItemInput) -> tuple[Outcome, ...]:
     """Return one outcome per input. Raises InvalidInput for a work item that is too large for memory."""
     options = item.options
-    handler = _decoded if operation == "decode" else _counted if options.parameters.get("count") else _told
-    most = MAX_TOLD_CHARACTERS if handler is _told else MAX_CHARACTERS
+    handler = _decoded if operation == "decode" else _counted if options.parameters.get("count") else _tokenized
+    most = MAX_TOLD_CHARACTERS if handler is _tokenized else MAX_CHARACTERS
     if (size := effort_of(item)) > most:
         message = f"the inputs have {size} characters or ids with their prompts, at most {most} are tokenised together"
         raise InvalidInput(message, reason="too_many_tokens", extras={"limit": most})
@@ -81,7 +81,7 @@ def _counted(tokenizer: ModelTokenizer, options: RunOptions, inputs: Sequence[In
     ]
 
 
-def _told(tokenizer: ModelTokenizer, options: RunOptions, inputs: Sequence[Input]) -> list[Ok | SIEError]:
+def _tokenized(tokenizer: ModelTokenizer, options: RunOptions, inputs: Sequence[Input]) -> list[Ok | SIEError]:
     texts = [options.prefix + source.text + options.suffix for source in inputs if source.text is not None]
     encodings = iter(
         zip(

@@ -183,7 +183,7 @@ class Settle:
     def __init__(
         self,
         worker_id: str,
-        settlement: ResultDelivery,
+        results: ResultDelivery,
         dead_letters: DeadLetterWriter,
         inventory: Inventory,
         fetching: PayloadFetching | None,
@@ -192,8 +192,8 @@ class Settle:
         clock: Callable[[], float],
     ) -> None:
         self._worker_id = worker_id
-        self._settlement = settlement
-        self._leases = settlement.leases
+        self._results = results
+        self._leases = results.leases
         self._dead_letters = dead_letters
         self._inventory = inventory
         self._fetching = fetching
@@ -203,9 +203,7 @@ class Settle:
 
     @contextlib.contextmanager
     def answering(self, flights: Sequence[InFlight], doing: str) -> Iterator[None]:
-        """Answer the work items with any error that is raised inside the context, so that none is lost with its
-        task.
-        """
+        """Answer the work items with any error that is raised in the context, so that none is lost with its task."""
         try:
             yield
         except SIEError as error:
@@ -286,7 +284,7 @@ class Settle:
         if flight.item.traceparent or TRACE_ID.get() is not None:
             set_current(Context(flight.item.traceparent, flight.item.tracestate))
         try:
-            await self._settlement.answer(flight.lease, flight.item, result, flight.deadline_s, self._burial(flight))
+            await self._results.answer(flight.lease, flight.item, result, flight.deadline_s, self._burial(flight))
         finally:
             self._remove(flight)
             self._metrics.answered(name, flight.item.endpoint or flight.item.operation, result)
@@ -484,9 +482,7 @@ class Leases:
         return lease
 
     def adopt(self, delivery: Delivery) -> Lease | None:
-        """Renew and return the lease of held work that is delivered to this worker once more. Return None for new
-        work.
-        """
+        """Renew and return the lease of held work that is delivered here once more. Return None for new work."""
         lease = self._held.get(_place(delivery))
         if (
             lease is None or lease.delivery.data != delivery.data
@@ -565,9 +561,9 @@ class Leases:
             await self._settle(lease.delivery.term(reason))
 
     @staticmethod
-    async def _settle(settlement: Awaitable[None]) -> None:
+    async def _settle(results: Awaitable[None]) -> None:
         try:
-            await settlement
+            await results
         except BrokerError as error:
             _leases_logger.warning("a settlement was not sent, the work will be delivered again: %s", error)
 

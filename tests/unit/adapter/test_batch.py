@@ -23,7 +23,7 @@ from sie_adapter.heads.multivector import MultivectorHead
 from sie_adapter.heads.pooling import DenseHead
 from sie_adapter.heads.sparse import TokenTable, TokenWeightHead
 from sie_adapter.memory.batch_limits import DeviceLimits
-from sie_adapter.memory.oom import Remedy
+from sie_adapter.memory.oom import Relief
 from sie_adapter.packed.packing import Int64, Items, PackedBatch, Positions, expanded, pack
 from sie_contracts.errors import InternalFailure, InvalidInput, LoraLoading, SIEError
 from sie_contracts.models.muvera import Muvera
@@ -160,7 +160,7 @@ def message(sequences: list[list[int]], **changes: Any) -> RunBatch:
 def run(
     sequences: list[list[int]],
     encoder: FakeEncoder | None = None,
-    make_room: Callable[[], Remedy | None] = lambda: None,
+    make_room: Callable[[], Relief | None] = lambda: None,
     **changes: Any,
 ) -> BatchDone:
     with torch.inference_mode():
@@ -479,7 +479,7 @@ def test_room_is_made_before_a_batch_is_split() -> None:
     encoder = FakeEncoder(limit=1)
     calls: list[int] = []
 
-    def make_room() -> Remedy:
+    def make_room() -> Relief:
         calls.append(len(encoder.passes))
         encoder.limit = 3
         return "evictions_triggered"
@@ -490,7 +490,7 @@ def test_room_is_made_before_a_batch_is_split() -> None:
 
 
 def test_once_there_is_no_room_to_make_the_batch_is_split() -> None:
-    rooms: list[Remedy | None] = ["cache_clears", "evictions_triggered", None, None]
+    rooms: list[Relief | None] = ["cache_clears", "evictions_triggered", None, None]
     encoder = FakeEncoder(limit=1)
     assert results(run([[1], [2]], encoder, lambda: rooms.pop(0))) == [[1, 1, 2, 3], [2, 1, 2, 3]]
     assert encoder.passes == [2, 2, 2, 1, 1]

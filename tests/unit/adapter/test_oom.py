@@ -9,14 +9,16 @@ import pytest
 import torch
 
 from sie_adapter.engine import device as devices
-from sie_adapter.memory.oom import OomCounters, OomRecovery, Remedy
+from sie_adapter.memory.oom import OomCounters, OomRecovery, Relief, Remedy
 from sie_adapter.packed.packing import Int64
 from sie_contracts.wire.device_reports import Shortages
 
 CPU = torch.device("cpu")
 
 
-def counted(fits: int, count: int, room: int = 0) -> tuple[Counter[str], list[int]]:
+def counted(
+    fits: int, count: int, room: int = 0, relief: Relief = "evictions_triggered"
+) -> tuple[Counter[str], list[int]]:
     """Work of `count` items on a device where `fits` fit at once, of which `room` evictions may make room for all; what
     was refused.
     """
@@ -28,10 +30,10 @@ def counted(fits: int, count: int, room: int = 0) -> tuple[Counter[str], list[in
         if len(items) > fits and not (room and not left):
             raise MemoryError
 
-    def make_room() -> Remedy | None:
+    def make_room() -> Relief | None:
         nonlocal left
         left -= 1
-        return "evictions_triggered" if left >= 0 else None
+        return relief if left >= 0 else None
 
     def note(remedy: Remedy) -> None:
         found[remedy] += 1
@@ -55,6 +57,13 @@ def test_a_model_that_makes_room_is_an_eviction_and_no_split() -> None:
     found, refused = counted(2, 8, room=1)
     assert refused == []
     assert found == {"recoveries_attempted": 1, "recoveries_succeeded": 1, "cache_clears": 1, "evictions_triggered": 1}
+
+
+def test_a_load_that_ended_is_no_eviction() -> None:
+    """The batch waited for a load that took the memory, and ran: no model was unloaded for it."""
+    found, refused = counted(2, 8, room=1, relief="load_ended")
+    assert refused == []
+    assert found == {"recoveries_attempted": 1, "recoveries_succeeded": 1, "cache_clears": 1}
 
 
 def test_an_item_that_does_not_fit_alone_is_a_terminal_failure() -> None:

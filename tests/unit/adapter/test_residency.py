@@ -13,7 +13,7 @@ from selection import long_but
 
 from sie_adapter.engine.device import MemoryUse
 from sie_adapter.engine.engines import TORCH, Choice
-from sie_adapter.memory.oom import Remedy
+from sie_adapter.memory.oom import Relief
 from sie_adapter.memory.residency import DeviceMemory, ResidentModels
 from sie_contracts.errors import ModelLoadFailed, ModelLoading
 from sie_contracts.models.catalogue import Resolved
@@ -382,7 +382,7 @@ def test_a_pass_without_memory_waits_for_the_load_that_took_it() -> None:
     loading = threading.Thread(target=load)
     loading.start()
     begun.wait(10)
-    answers: list[Remedy | None] = []
+    answers: list[Relief | None] = []
     waiting = threading.Thread(target=lambda: answers.append(world.residency.make_room(world.residency.permission())))
     waiting.start()
     waiting.join(0.05)
@@ -390,7 +390,7 @@ def test_a_pass_without_memory_waits_for_the_load_that_took_it() -> None:
     go.set()
     waiting.join()
     loading.join()
-    assert answers == ["evictions_triggered"]
+    assert answers == ["load_ended"], "no model was evicted"
     assert not world.residency.make_room(world.residency.permission())
 
 
@@ -522,12 +522,12 @@ def test_what_a_family_keeps_of_its_entry_is_read_again_when_it_changes(changes:
 def test_a_changed_entry_is_served_from_then_on() -> None:
     world = World()
     world.ensure("a")
-    world.residency.change("a", entry("a", run=RunDefaults(instruction="find")))
+    world.ensure("a", run=RunDefaults(instruction="find"))
+    assert world.loads == ["a"]
     with world.residency.use("a") as resident:
         assert resident.resolved.run.instruction == "find"
-    world.residency.change("a", entry("a", load=LoadOptions(precision="float32")))
-    assert world.loaded() == []
-    world.residency.change("a", None)
+    world.ensure("a", load=LoadOptions(precision="float32"))
+    assert world.loads == ["a", "a"]
 
 
 def test_released_and_absent_models_are_reported_as_loading() -> None:

@@ -97,10 +97,10 @@ class MemoryKeyValue:
         await self._connection.reach(API_TIMEOUT_S)
         self._bucket.age()
         below = f"{within}." if within else ""
-        found = (
+        entries = (
             entry for entry in self._bucket.entries.values() if entry.value is not None and entry.key.startswith(below)
         )
-        return sorted(found, key=lambda entry: entry.key)
+        return sorted(entries, key=lambda entry: entry.key)
 
     async def since(self, revision: int) -> list[Entry]:
         await self._connection.reach(API_TIMEOUT_S)

@@ -61,7 +61,7 @@ class Exchange(StreamServer):
         for connection in list(self._connections):
             connection.reconnect()
 
-    def forget(self, connection: MemoryConnection) -> None:
+    def remove(self, connection: MemoryConnection) -> None:
         self._connections.discard(connection)
 
     def new_inbox(self) -> str:
@@ -170,7 +170,7 @@ class MemoryConnection:
         self._live = False
         self._closed = True
         self._up.set()
-        self._server.forget(self)
+        self._server.remove(self)
         self._fail_waiting("the connection was closed")
         for pulls in list(self._pulls):
             pulls.abandon()
@@ -244,11 +244,11 @@ class MemoryConnection:
         else:
             self._late_acks.append(delivery)
 
-    def own(self, work: Coroutine[Any, Any, None], what: str) -> asyncio.Task[None]:
+    def own(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """Run `work` as a task of this connection, which is cancelled at close. If the task crashes, the connection
         counts as not connected.
         """
-        return self._tasks.start(work, what)
+        return self._tasks.start(work, name)
 
     async def flush(self, timeout_s: float = 2.0) -> None:
         await self.reach(timeout_s)

@@ -82,9 +82,7 @@ class MemoryDelivery:
             consumer.stream.remove(self.sequence)
 
     def _held(self) -> Consumer | None:
-        """Return the consumer; None if it no longer exists or the message is settled. A settlement then has no
-        effect.
-        """
+        """Return the consumer. None if it is gone or the message is settled: a settlement then has no effect."""
         consumer = self._consumer
         is_registered = consumer.stream.consumers.get(self.consumer) is consumer
         return consumer if is_registered and self.sequence in consumer.delivered else None
@@ -131,9 +129,9 @@ class MemoryPulls:
         self.detach_all()
         self._credits.clear()
         self._server.pulls[self._stream].discard(self)
-        self._connection.forget(self)
+        self._connection.remove(self)
 
-    def take(self, consumer: Consumer, message: Message) -> None:
+    def deliver_leased(self, consumer: Consumer, message: Message) -> None:
         self.deliver(MemoryDelivery(self._connection, consumer, message))
 
     def deliver(self, delivery: MemoryDelivery) -> None:
@@ -188,7 +186,7 @@ class MemoryQueue(MemoryBus):
         self._server.pulls.setdefault(stream, set()).add(pulls)
         return pulls
 
-    def forget(self, pulls: MemoryPulls) -> None:
+    def remove(self, pulls: MemoryPulls) -> None:
         self._pulls.discard(pulls)
 
     async def subject_counts(self, stream: str, subject_filter: str) -> dict[str, int]:

@@ -33,9 +33,9 @@ def matches(pattern: str, subject: str) -> bool:
     return all(want in ("*", token) for want, token in zip(parts, tokens, strict=False))
 
 
-def overlap(one: str, other: str) -> bool:
+def overlap(first: str, second: str) -> bool:
     """Return whether a subject exists that matches both patterns."""
-    left, right = one.split("."), other.split(".")
+    left, right = first.split("."), second.split(".")
     for a, b in zip(left, right, strict=False):
         if ">" in (a, b):
             return True
@@ -102,7 +102,7 @@ class Puller(Protocol):
 
     def abandon(self) -> None: ...
 
-    def take(self, consumer: Consumer, message: Message) -> None:
+    def deliver_leased(self, consumer: Consumer, message: Message) -> None:
         """Hand this leased message to the handler of the pulls."""
 
 
@@ -260,15 +260,15 @@ class Stream:
 
     def consumer_of(self, subject: str) -> Consumer | None:
         return self._exact.get(subject) or next(
-            (each for each in self._wide if matches(each.spec.subject, subject)), None
+            (consumer for consumer in self._wide if matches(consumer.spec.subject, subject)), None
         )
 
     def add_consumer(self, spec: ConsumerSpec) -> Consumer:
         if not any(overlap(spec.subject, subject) for subject in self.spec.subjects):
             raise BrokerError(f"{spec.name}: {spec.subject} is no subject of {spec.stream}")
-        for other in self.consumers.values():
-            if overlap(spec.subject, other.spec.subject):
-                raise BrokerError(f"{spec.name}: its filter overlaps that of {other.spec.name}")
+        for consumer in self.consumers.values():
+            if overlap(spec.subject, consumer.spec.subject):
+                raise BrokerError(f"{spec.name}: its filter overlaps that of {consumer.spec.name}")
         consumer = self.consumers[spec.name] = Consumer(spec, self)
         if "*" in spec.subject or ">" in spec.subject:
             self._wide.append(consumer)
@@ -352,7 +352,11 @@ class StreamServer:
         stream = self._by_subject.get(subject)
         if stream is None:
             stream = next(
-                (one for one in self.streams.values() if any(matches(each, subject) for each in one.spec.subjects)),
+                (
+                    stream
+                    for stream in self.streams.values()
+                    if any(matches(pattern, subject) for pattern in stream.spec.subjects)
+                ),
                 None,
             )
             if stream is None:
@@ -419,5 +423,5 @@ class StreamServer:
         credit.queued = credit.left > 0
         if credit.queued:
             line.append(credit)
-        credit.pulls.take(consumer, message)
+        credit.pulls.deliver_leased(consumer, message)
         return True

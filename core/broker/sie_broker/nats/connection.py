@@ -65,14 +65,14 @@ class Answers:
         self._token = 0
 
     def expect(self, subject: str) -> tuple[str, asyncio.Future[Any]]:
-        """Return a new token and the future of its answer. The caller passes the token to `forget` afterwards."""
+        """Return a new token and the future of its answer. The caller passes the token to `remove` afterwards."""
         self._token += 1
         token = str(self._token)
         answer = self._waiting[token] = asyncio.get_running_loop().create_future()
         self._subjects[token] = subject
         return token, answer
 
-    def forget(self, token: str) -> None:
+    def remove(self, token: str) -> None:
         del self._waiting[token], self._subjects[token]
 
     def refused(self, subject: str) -> bool:
@@ -256,17 +256,17 @@ class NatsConnection:
             raise BrokerUnavailable(f"{self.name}: the connection to the broker is closed")
         return timeout_s - (loop.time() - start_s)
 
-    def own(self, work: Coroutine[Any, Any, None], what: str) -> asyncio.Task[None]:
+    def own(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """Run `work` as a task of this connection, which is cancelled at close. If the task crashes, the connection
         counts as not connected.
         """
-        return self._tasks.start(work, what)
+        return self._tasks.start(work, name)
 
     def attach(self, inbox: PullInbox) -> None:
-        """Register pulls until `forget`. The connection calls their methods when it is lost, back or closed."""
+        """Register pulls until `remove`. The connection calls their methods when it is lost, back or closed."""
         self._inboxes.add(inbox)
 
-    def forget(self, inbox: PullInbox) -> None:
+    def remove(self, inbox: PullInbox) -> None:
         self._inboxes.discard(inbox)
 
     async def _on_error(self, error: Exception) -> None:
@@ -371,7 +371,7 @@ class NatsConnection:
             return await answer
         finally:
             timer.cancel()
-            answers.forget(token)
+            answers.remove(token)
 
 
 def _check_size(limit: int, data: bytes, headers: dict[str, str] | None) -> None:

@@ -226,7 +226,7 @@ class NatsPulls:
             self._watchdog.cancel()
         self._credits.clear()
         self._by_index.clear()
-        self._bus.forget(self)
+        self._bus.remove(self)
 
     async def retire(self) -> None:
         """Leave the inbox: deliveries to it may be lost from now on. Messages that have arrived on it are handled

@@ -44,8 +44,8 @@ _FIXED = {
 @dataclass(frozen=True)
 class FieldChange:
     field: str
-    found: Any
-    wanted: Any
+    actual: Any
+    expected: Any
 
 
 @dataclass(frozen=True)
@@ -77,9 +77,9 @@ async def streams(broker: NatsAdministration) -> list[StreamInfo]:
     return sorted(await broker.stream_infos(), key=lambda info: str(info.config.get("name", "")))
 
 
-async def look(broker: NatsAdministration, stream: str) -> Facts:
+async def read_facts(broker: NatsAdministration, stream: str) -> Facts:
     """Read the state of a stream and its consumers. Raises BrokerError."""
-    info = next((each for each in await broker.stream_infos() if each.config.get("name") == stream), None)
+    info = next((row for row in await broker.stream_infos() if row.config.get("name") == stream), None)
     if info is None:
         return Facts(None, [], {})
     return Facts(info, await broker.consumer_infos(stream), await broker.subject_counts(stream, ">"))
@@ -144,7 +144,7 @@ def _stream_step(facts: Facts, info: StreamInfo, spec: StreamSpec) -> Iterable[S
     changes = _changes(current, desired)
     reason = _newer(current) or _fixed(changes)
     lower_age = any(
-        change.field == "max_age" and 0 < change.wanted < (change.found or float("inf")) for change in changes
+        change.field == "max_age" and 0 < change.expected < (change.actual or float("inf")) for change in changes
     )
     if not reason and lower_age and info.state.messages:
         reason = "a shorter age would drop messages: let the queue run empty first"

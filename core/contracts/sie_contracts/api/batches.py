@@ -125,13 +125,13 @@ class BatchCounts(Struct, kw_only=True, frozen=True):
 
 
 class CachedTokens(Struct, kw_only=True, frozen=True):
-    """Of OpenAI's models; none here."""
+    """Cached tokens of a prompt of OpenAI's models; always 0 here."""
 
     cached_tokens: int = 0
 
 
 class ReasoningTokens(Struct, kw_only=True, frozen=True):
-    """Of OpenAI's models; none here."""
+    """Reasoning tokens of OpenAI's models; always 0 here."""
 
     reasoning_tokens: int = 0
 

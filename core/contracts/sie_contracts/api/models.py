@@ -130,7 +130,7 @@ class ModelInfo(Struct, kw_only=True):
     """A model, a profile of a model, or an alias.
 
     `prompts` lists the prompts by name, and `prompt_texts` has the text of each. `hosts`: each worker that knows the
-    model, with its state there.
+    model, with its state there. `on_disk`: whether a healthy worker has the weights on its disk.
     """
 
     EXAMPLE: ClassVar[Any] = {
@@ -170,6 +170,7 @@ class ModelInfo(Struct, kw_only=True):
         "backend": "torch",
         "capabilities": ["embed"],
         "stats": {"queue_absolute": 0},
+        "on_disk": True,
     }
 
     name: str
@@ -208,6 +209,7 @@ class ModelInfo(Struct, kw_only=True):
     backend: str
     capabilities: list[Literal["embed", "rerank", "classify"]]
     stats: ModelStats
+    on_disk: bool
 
 
 class Models(Struct, kw_only=True):

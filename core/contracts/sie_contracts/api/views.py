@@ -14,7 +14,7 @@ from sie_contracts.wire.messages import BatchNote, Stages
 
 
 class ClusterCounts(Struct, kw_only=True):
-    """How many there are of each, of which at most 50 workers and models are listed. `in_flight`: messages."""
+    """Number of each kind. At most 50 workers and models are listed. `in_flight`: number of messages."""
 
     workers: int
     models: int
@@ -22,9 +22,18 @@ class ClusterCounts(Struct, kw_only=True):
     dead_letters: int
 
 
+class ClusterFinding(Struct, kw_only=True, frozen=True):
+    """A fault that the gateway sees by itself, and its fix. `check` is the check of `sie doctor` that lists it."""
+
+    check: Literal["gateway", "loads", "refusals", "queue", "clock"]
+    wrong: str
+    fix: str
+
+
 class ClusterView(Struct, kw_only=True):
     """State of the cluster in brief. Workers that are not healthy and models that are in use come first. `queues` is
-    null if the broker was not read. `failures`: why a listed model could not be loaded.
+    null if the broker was not read. `failures`: why a listed model could not be loaded. `findings`: faults of workers,
+    loads and queues, and refusals of the last 5 minutes, at most 50; those that stop work come first.
     """
 
     EXAMPLE: ClassVar[Any] = {
@@ -35,6 +44,7 @@ class ClusterView(Struct, kw_only=True):
         "models": [],
         "queues": None,
         "failures": {},
+        "findings": [],
     }
 
     version: str
@@ -44,6 +54,7 @@ class ClusterView(Struct, kw_only=True):
     models: list[ModelSummary]
     queues: list[QueueInfo] | None
     failures: dict[str, str]
+    findings: list[ClusterFinding]
 
 
 class PlacedModel(Struct, kw_only=True):

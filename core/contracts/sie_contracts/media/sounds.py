@@ -149,8 +149,8 @@ FUSED_BINS = 64
 
 
 def from_extractor(config: Mapping[str, Any], *, positions: int) -> SoundRecipe:
-    """Return the recipe of a checkpoint's preprocessor_config.json, for a model that makes `positions` positions of one
-    window. Raises UnknownExtractor.
+    """Return the recipe of a checkpoint's preprocessor_config.json. `positions`: number of positions that the model
+    makes from one window. Raises UnknownExtractor.
     """
     name = str(config.get("feature_extractor_type") or "not named")
     if name not in _EXTRACTORS:

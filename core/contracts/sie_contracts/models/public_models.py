@@ -338,55 +338,55 @@ class _Translator:
         if not (model.hf_id or model.weights_path):
             raise _refused("$.hf_id", "expected the repository or the folder of the weights")
         present = self._present.get("weights", {})
-        found = dict(present) if present.get("hub", "") == (model.hf_id or "") else {}
+        weights = dict(present) if present.get("hub", "") == (model.hf_id or "") else {}
         if model.hf_id:
-            found["hub"] = model.hf_id
+            weights["hub"] = model.hf_id
             if model.hf_revision:
-                found["revision"] = model.hf_revision
-                found.pop("unpinned", None)
-            elif not found.get("revision"):
-                found["unpinned"] = True
+                weights["revision"] = model.hf_revision
+                weights.pop("unpinned", None)
+            elif not weights.get("revision"):
+                weights["unpinned"] = True
                 self._ignored["hf_revision"] = (
                     "the file names no commit: nothing is downloaded until `sie models add --revision` pins one"
                 )
         if model.weights_path:
-            found["path"] = model.weights_path
-        return found
+            weights["path"] = model.weights_path
+        return weights
 
     def _outputs(self, kind: _Kind) -> dict[str, int]:
         tasks = self._model.tasks
         widths = {name: dim.dim for name in VECTORS if (dim := getattr(tasks.encode, name, None)) is not None}
         if widths and not families.row(kind.family).gives_vectors:
             raise _refused("$.tasks.encode", f"a {kind.family} gives no vectors")
-        found = dict(widths)
+        outputs = dict(widths)
         # a model with multivectors alone is scored by MaxSim in any case
         if tasks.score is not None and widths.keys() != {"multivector"}:
-            found["score"] = 0
+            outputs["score"] = 0
         if tasks.extract is not None:
-            found |= dict.fromkeys(kind.extracts, 0)
-        if not found:
+            outputs |= dict.fromkeys(kind.extracts, 0)
+        if not outputs:
             raise _refused("$.tasks", f"expected a task of a {kind.family}")
         present = self._present.get("outputs", {})
         is_same = kind.family == self._present.get("family") and not widths and tasks.extract is not None
-        return dict(present) if is_same and present else found
+        return dict(present) if is_same and present else outputs
 
     def _max_tokens(self) -> int:
-        found = self._model.max_sequence_length or self._present.get("max_tokens")
-        if not isinstance(found, int):
+        tokens = self._model.max_sequence_length or self._present.get("max_tokens")
+        if not isinstance(tokens, int):
             raise _refused(
                 "$.max_sequence_length", "expected the maximum number of tokens of a text, which depends on the model"
             )
-        return found
+        return tokens
 
     def _profile(self, name: str, kind: _Kind, own: _Draft, outputs: Mapping[str, int]) -> dict[str, Any] | None:
         """Return the differences of a profile from the default one; None for a profile of another family."""
         try:
-            other = self._kind(name)
+            variant = self._kind(name)
         except ValidationFailed as error:
             self._ignored[f"profiles.{name}"] = error.extras["errors"][0]["message"]
             return None
-        if other.family != kind.family:
-            self._ignored[f"profiles.{name}"] = f"it is a {other.family}, and the default profile a {kind.family}"
+        if variant.family != kind.family:
+            self._ignored[f"profiles.{name}"] = f"it is a {variant.family}, and the default profile a {kind.family}"
             return None
         draft = self._draft(name, kind, outputs)
         for part in ("head", "prompts", "pair"):
@@ -395,7 +395,7 @@ class _Translator:
                     f"{part} ({', '.join(sorted(changed))}) is of the model, and no profile changes it"
                 )
         for path, why in draft.ignored.items():
-            if not any(known.rpartition(".")[2] == path.rpartition(".")[2] for known in own.ignored):
+            if not any(ignored_path.rpartition(".")[2] == path.rpartition(".")[2] for ignored_path in own.ignored):
                 self._ignored[path] = why
         return {
             part: changed for part in ("load", "run") if (changed := _beside(getattr(own, part), getattr(draft, part)))
@@ -448,11 +448,11 @@ class _Translator:
     @staticmethod
     def _set(draft: _Draft, part: str, name: str, value: Any, path: str) -> None:
         if name in ("pooling", "score") or part == "pair":
-            known: Mapping[str, Any] = {"pooling": POOLING_OPTIONS, "score": _SCORES, "": _PAIRS}[name]
-            if not isinstance(value, str) or value not in known:
-                draft.ignored[path] = f"expected one of {', '.join(known)}"
+            choices: Mapping[str, Any] = {"pooling": POOLING_OPTIONS, "score": _SCORES, "": _PAIRS}[name]
+            if not isinstance(value, str) or value not in choices:
+                draft.ignored[path] = f"expected one of {', '.join(choices)}"
                 return
-            value = known[value]
+            value = choices[value]
         if part == "pair":
             draft.pair["pair"] = list(value)
             return
@@ -463,7 +463,7 @@ class _Translator:
                     return
                 for unread in sorted(map(str, value.keys() - set(Muvera.__struct_fields__))):
                     draft.ignored[f"{path}.{unread}"] = _NOTHING
-                value = {key: each for key, each in value.items() if key in Muvera.__struct_fields__}
+                value = {key: option for key, option in value.items() if key in Muvera.__struct_fields__}
             else:
                 value = value if value is False else True
         if part == "prompts" and value == "{text}":
@@ -478,9 +478,9 @@ def _overlaid(below: Any, above: Any) -> Any:
     return {**below, **{key: _overlaid(below.get(key), value) for key, value in above.items()}}
 
 
-def _beside(own: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of `other` whose values differ from those in `own`."""
-    return {key: value for key, value in other.items() if own.get(key) != value}
+def _beside(own: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of `changed` whose values differ from those in `own`."""
+    return {key: value for key, value in changed.items() if own.get(key) != value}
 
 
 def _refused(loc: str, message: str) -> ValidationFailed:

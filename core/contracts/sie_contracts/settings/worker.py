@@ -55,9 +55,9 @@ class WorkerSettings:
     worker_id: str | None = row(
         None,
         "SIE_WORKER_ID",
-        "sidecar",
+        "sidecar adapter",
         LABEL,
-        "Stable id of the worker in logs, results and health. Default: the host name of the pod, else a UUID.",
+        "Stable id of the worker in logs, results and health; its sidecar and its adapter have the same. Default: the host name of the pod, else a UUID.",
     )
     machine_profile: str | None = row(
         None,

@@ -9,6 +9,8 @@ import msgspec
 from sie_contracts.errors import ErrorInfo
 from sie_contracts.wire.messages import Priority
 
+ON_DISK = 500  # models that a heartbeat names as being on the disk, at most
+
 
 class Fetched(msgspec.Struct, frozen=True, omit_defaults=True):
     """Progress of a download of weights. `total_bytes` is 0 until it is known. `bytes_per_s` counts what arrived, not
@@ -78,7 +80,8 @@ class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True, tag="heartbeat/
     `pool` is the pool from which the worker pulls now. `own_pool` is its own pool, if it asks which pool to serve. If
     it is empty, the worker serves `pool` with any assignment. `clock_ahead_s`: its wall clock minus the broker's, as
     measured (None: not known). `listens`: the worker subscribes to its subject of assignments. A subject without a
-    subscriber then means that the worker is gone.
+    subscriber then means that the worker is gone. `on_disk`: ids of models whose weights its machine has, at most
+    ON_DISK.
     """
 
     worker: str
@@ -106,6 +109,7 @@ class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True, tag="heartbeat/
     own_pool: str = ""
     clock_ahead_s: float | None = None
     listens: bool = False
+    on_disk: tuple[str, ...] = ()
 
 
 class LaneTraffic(msgspec.Struct, frozen=True, array_like=True):

@@ -60,8 +60,9 @@ class Describe(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class EnsureReady(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Load this model unless it is loaded. Answered by Ready, or by Refused with MODEL_LOAD_FAILED. Loads run beside
-    inference.
+    """Load this model unless it is loaded, and serve `entry` from then on. If loaded weights serve a changed entry as
+    well, they stay; otherwise the model is loaded again. Answered by Ready, or by Refused with MODEL_LOAD_FAILED. Loads
+    run beside inference.
 
     `entry` is the catalogue entry that the adapter must serve: the adapter has no catalogue. `may_drop`: models that
     may be unloaded to make room.
@@ -217,15 +218,6 @@ class Cancel(msgspec.Struct, frozen=True, tag=True):
     """
 
 
-class ApplyConfig(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Notice that the entry of a model changed, or was removed (None). Answered by Done once the adapter serves the new
-    entry.
-    """
-
-    model: str
-    entry: dict[str, Any] | None = None
-
-
 class Drain(msgspec.Struct, frozen=True, tag=True):
     """Finish the running batches and exit with status 0. Answered by Done at once."""
 
@@ -352,7 +344,7 @@ class Refused(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     dropped: tuple[str, ...] = ()
 
 
-Request = Ping | Describe | EnsureReady | EnsureLora | Release | RunBatch | Cancel | ApplyConfig | Drain
+Request = Ping | Describe | EnsureReady | EnsureLora | Release | RunBatch | Cancel | Drain
 Reply = Pong | Description | Ready | BatchStarted | BatchDone | Done | Refused
 
 _encode = msgspec.msgpack.Encoder().encode

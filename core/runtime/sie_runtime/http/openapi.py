@@ -39,13 +39,13 @@ class Schemas:
 
     def __init__(self, types: Sequence[Any]) -> None:
         schemas, self.components = msgspec.json.schema_components(types, ref_template=_REFERENCE)
-        self._schemas = {repr(each): schema for each, schema in zip(types, schemas, strict=True)}
+        self._schemas = {repr(kind): schema for kind, schema in zip(types, schemas, strict=True)}
 
-    def of(self, wanted: Any) -> Schema:
+    def schema_of(self, kind: Any) -> Schema:
         """Return the schema of a type. For a tuple of types the schema accepts a value of any of them."""
-        if isinstance(wanted, tuple):
-            return {"anyOf": [self._schemas[repr(each)] for each in wanted]}
-        return self._schemas[repr(wanted)]
+        if isinstance(kind, tuple):
+            return {"anyOf": [self._schemas[repr(option)] for option in kind]}
+        return self._schemas[repr(kind)]
 
 
 def statuses(*shapes: Shape) -> Statuses:
@@ -61,11 +61,11 @@ def _types(routes: Sequence[Route], placeholders: Mapping[str, Parameter]) -> li
     types: dict[str, Any] = {}
     for route in routes:
         contents = [route.body, *route.replies.values()]
-        wanted = [content.type for content in contents if content is not None and content.type is not None]
-        wanted += [route.errors] if route.errors is not None else []
-        wanted += [parameter.type for parameter in (*placeholders.values(), *route.parameters)]
-        for each in wanted:
-            types |= {repr(one): one for one in (each if isinstance(each, tuple) else (each,))}
+        kinds = [content.type for content in contents if content is not None and content.type is not None]
+        kinds += [route.errors] if route.errors is not None else []
+        kinds += [parameter.type for parameter in (*placeholders.values(), *route.parameters)]
+        for kind in kinds:
+            types |= {repr(option): option for option in (kind if isinstance(kind, tuple) else (kind,))}
     return list(types.values())
 
 
@@ -96,7 +96,7 @@ def document(
 
 def _operation(route: Route, placeholders: Mapping[str, Parameter], schemas: Schemas, errors: Errors) -> Schema:
     path = route.path.replace(":path", "")
-    responses = {} if route.errors is None else dict(_refusals(errors(route), schemas.of(route.errors)))
+    responses = {} if route.errors is None else dict(_refusals(errors(route), schemas.schema_of(route.errors)))
     for status, reply in route.replies.items():
         responses[str(status)] = _response(reply, schemas)
     operation: Schema = {
@@ -116,17 +116,17 @@ def _operation(route: Route, placeholders: Mapping[str, Parameter], schemas: Sch
 def _parameters(route: Route, path: str, placeholders: Mapping[str, Parameter]) -> Iterator[Parameter]:
     own = {parameter.name: parameter for parameter in route.parameters if parameter.where == "path"}
     yield from (own.get(name) or placeholders[name] for name in re.findall(r"\{(\w+)\}", path))
-    yield from (each for each in route.parameters if each.where != "path")
+    yield from (parameter for parameter in route.parameters if parameter.where != "path")
 
 
-def _parameter(each: Parameter, schemas: Schemas) -> Schema:
-    schema: Schema = {"name": each.name, "in": each.where, "schema": schemas.of(each.type)}
-    if each.description:
-        schema["description"] = each.description
-    if each.required or each.where == "path":
+def _parameter(parameter: Parameter, schemas: Schemas) -> Schema:
+    schema: Schema = {"name": parameter.name, "in": parameter.where, "schema": schemas.schema_of(parameter.type)}
+    if parameter.description:
+        schema["description"] = parameter.description
+    if parameter.required or parameter.where == "path":
         schema["required"] = True
-    if each.example is not None:
-        schema["example"] = each.example
+    if parameter.example is not None:
+        schema["example"] = parameter.example
     return schema
 
 
@@ -134,12 +134,12 @@ def _content(content: Content, schemas: Schemas) -> Schema:
     schemas_by_media: Schema = {}
     for media in content.media:
         if media == FORM:
-            schemas_by_media[media] = {"schema": schemas.of(content.type)}
+            schemas_by_media[media] = {"schema": schemas.schema_of(content.type)}
             continue
         if media != JSON:
             schemas_by_media[media] = {"schema": _MEDIA.get(media, {"type": "string"})}
             continue
-        schemas_by_media[media] = {"schema": schemas.of(content.type)}
+        schemas_by_media[media] = {"schema": schemas.schema_of(content.type)}
         if (example := _example(content)) is not None:
             schemas_by_media[media]["example"] = example
     return schemas_by_media
@@ -159,8 +159,8 @@ def _response(reply: Content, schemas: Schemas) -> Schema:
     return response
 
 
-def _refusals(found: Statuses, schema: Schema) -> Iterator[tuple[str, Schema]]:
-    for status, codes in sorted(found.items()):
+def _refusals(statuses: Statuses, schema: Schema) -> Iterator[tuple[str, Schema]]:
+    for status, codes in sorted(statuses.items()):
         yield (
             str(status),
             {"description": ", ".join(codes), "headers": _ERROR_HEADERS, "content": {JSON: {"schema": schema}}},

@@ -1,4 +1,4 @@
-"""One HTTP/1.1 connection: uvicorn's protocol, with bounds on what a client may leave open or send without being asked.
+"""One HTTP/1.1 connection: uvicorn's protocol, with limits on open and unrequested input of a client.
 
     head ──► body ──► trailers, which are dropped
     answered before its body ended ──► the last response of the connection: it says so; then we stop sending and discard
@@ -429,9 +429,7 @@ class Protocol(HttpToolsProtocol):
         self._last_timer = self.loop.call_later(LINGER_S, self.transport.close)
 
     def eof_received(self) -> bool | None:  # type: ignore[override]
-        """Handle the end of the client's input. The client may still read, or it may be gone: both look the same
-        here.
-        """
+        """Handle the end of the client's input. The client may still read or may be gone: both look the same here."""
         cycle = self.cycle
         if self._is_lingering or cycle is None or cycle.response_complete or cycle.more_body:
             return None  # None closes the connection
@@ -440,12 +438,12 @@ class Protocol(HttpToolsProtocol):
         if cycle.scope["http_version"] == "1.1":  # older versions have no interim responses
             wait_s = self._begun_s + HALF_CLOSED_S - self.loop.time()
             if wait_s > 0:
-                self._last_timer = self.loop.call_later(wait_s, self._ask, MIN_ASK_S)
+                self._last_timer = self.loop.call_later(wait_s, self._probe, MIN_ASK_S)
             else:
-                self._ask(MIN_ASK_S)
+                self._probe(MIN_ASK_S)
         return True
 
-    def _ask(self, next_s: float) -> None:
+    def _probe(self, next_s: float) -> None:
         """Find out whether a client that sends no more still reads: a client that is gone answers an interim response
         with a reset.
         """
@@ -462,7 +460,7 @@ class Protocol(HttpToolsProtocol):
         if poll.poll(0):
             self.transport.abort()
             return
-        self._last_timer = self.loop.call_later(next_s, self._ask, min(2 * next_s, MAX_ASK_S))
+        self._last_timer = self.loop.call_later(next_s, self._probe, min(2 * next_s, MAX_ASK_S))
 
     def shutdown(self) -> None:
         """Shut down as uvicorn does, but not while input that has arrived is still unread: its client assumes that the
@@ -531,7 +529,7 @@ class HostNames:
     def _has(self, host: bytes) -> bool:
         """Return whether `host` is a name of the listener. `host`: the Host header, with or without a port."""
         name, port = parts(host.decode("latin-1").lower())
-        return self._is_any or self._is_own(name) or any(matches(each, name, port) for each in self._allowed)
+        return self._is_any or self._is_own(name) or any(matches(host, name, port) for host in self._allowed)
 
     def _is_own(self, name: str) -> bool:
         """Return whether a name is allowed without a setting. Foreign DNS cannot point such a name to this machine."""
@@ -553,7 +551,7 @@ class HostNames:
         if page_host == host.decode("latin-1").lower():
             return True
         name, port = parts(page_host)
-        return any(matches(each, name, port) for each in self._allowed if each != _ANY)
+        return any(matches(host, name, port) for host in self._allowed if host != _ANY)
 
     def check(self, scope: Scope) -> None:
         """Raise PermissionDenied for a foreign host name or a foreign page."""

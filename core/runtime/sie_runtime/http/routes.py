@@ -63,7 +63,8 @@ class Route:
 
     `reader`: SIE_CONFIG_READ_TOKEN is enough. `served`: False for a route that the config service serves and a gateway
     does not (405). `errors`: the shape of all its errors; None for a probe, whose refusal is one of `replies`. Each
-    process has its own type of handler.
+    process has its own type of handler. `local`: a gateway of auth mode none that listens on loopback alone serves it
+    without a token, whatever its scope.
     """
 
     method: str
@@ -78,6 +79,7 @@ class Route:
     parameters: tuple[Parameter, ...] = ()
     errors: type[Struct] | None = Error
     reader: bool = False
+    local: bool = False
     served: bool = True
 
 
@@ -129,12 +131,12 @@ class Table(Generic[R]):
             if route.method in methods or route.scope not in (OPEN, ANY, *SCOPES):
                 raise ValueError(f"{route.method} {route.path}: a second row, or no such scope as {route.scope!r}")
             methods[route.method] = route
-        self._patterns = sorted(self._compiled(patterns), key=lambda each: -len(each.head) - len(each.tail))
+        self._patterns = sorted(self._compiled(patterns), key=lambda pattern: -len(pattern.head) - len(pattern.tail))
         served = [route.path for route in routes if route.served and route.path.count("/") < _LIKE_PARTS + 2]
         self._heads = {
             head: path.replace(":path", "") for path in reversed(served) if (head := path.partition("{")[0].strip("/"))
         }
-        self._remembered = functools.lru_cache(1024)(self._look)  # searching all patterns takes 10 us
+        self._remembered = functools.lru_cache(1024)(self._search)  # searching all patterns takes 10 us
 
     @staticmethod
     def _compiled(patterns: dict[str, dict[str, R]]) -> Iterator[_Pattern[R]]:
@@ -146,14 +148,14 @@ class Table(Generic[R]):
 
     def match(self, path: str) -> Match[R]:
         """Return the routes of a path. One final slash is ignored."""
-        return (self._remembered if len(path) <= _USUAL_PATH else self._look)(path)
+        return (self._remembered if len(path) <= _USUAL_PATH else self._search)(path)
 
-    def _look(self, path: str) -> Match[R]:
+    def _search(self, path: str) -> Match[R]:
         if path.endswith("/") and path != "/":
             path = path[:-1]
         if (methods := self._exact.get(path)) is not None:
             return Match(methods, {})
-        return next((found for pattern in self._patterns if (found := pattern.match(path)) is not None), Match({}, {}))
+        return next((match for pattern in self._patterns if (match := pattern.match(path)) is not None), Match({}, {}))
 
     def near(self, path: str) -> str:
         """Return the path of a served route that is similar to an unknown path, as `/v1/encode/{model}`; empty if none
@@ -164,10 +166,10 @@ class Table(Generic[R]):
         """
         parts = [part[:_LIKE_PART] for part in path.split("/", _LIKE_PARTS + 1)[1:] if part]
         begins = [parts, ["v1", *parts], parts[1:] if parts[:2] == ["v1", "v1"] else []]
-        asked = {"/".join(each[:count]) for each in begins for count in range(1, _LIKE_PARTS + 1)} - {"", "v1"}
+        starts = {"/".join(parts[:count]) for parts in begins for count in range(1, _LIKE_PARTS + 1)} - {"", "v1"}
         # the beginning is right, the rest is missing or too long
-        exact = next((head for head in self._heads if head in asked), None)
-        like = (found for each in sorted(asked) for found in difflib.get_close_matches(each, self._heads, 1, _LIKE))
+        exact = next((head for head in self._heads if head in starts), None)
+        like = (head for start in sorted(starts) for head in difflib.get_close_matches(start, self._heads, 1, _LIKE))
         head = exact if exact is not None else next(like, None)
         return self._heads[head] if head is not None else ""
 

@@ -30,8 +30,8 @@ _logger = logging.getLogger("sie.websocket")
 
 
 class WebSocketProtocol(WebSocketsSansIOProtocol):
-    """uvicorn's, with three differences: a server that ends says so (close code 1001), an application can disconnect
-    a client, and a handshake is answered with the headers that every reply has.
+    """uvicorn's protocol with three differences: at its end the server sends close code 1001, an application can
+    disconnect a client, and the reply to a handshake has the headers of every reply.
     """
 
     scope: Any
@@ -125,13 +125,13 @@ class ViewerFrames:
     async def show(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Accept a websocket and serve it to its end. The caller has checked that the client is allowed."""
         await receive()  # websocket.connect
-        gone = asyncio.create_task(_gone(receive))
+        disconnect = asyncio.create_task(_disconnected(receive))
         self.looking += 1
         self.looked.set()
         try:
             await send({"type": "websocket.accept"})
             sent: str | None = None
-            while not gone.done():
+            while not disconnect.done():
                 frame = self._frame()
                 async with asyncio.timeout(self._patience_s):  # sending waits for room in the connection's buffer
                     if frame is None:
@@ -140,9 +140,9 @@ class ViewerFrames:
                     if frame is not sent:
                         await send({"type": "websocket.send", "text": frame})
                 sent = frame
-                await asyncio.wait({gone}, timeout=self._interval_s)
+                await asyncio.wait({disconnect}, timeout=self._interval_s)
         except TimeoutError:
-            _logger.info("a websocket is cut off: nothing of it was read for %g s", self._patience_s)
+            _logger.info("a websocket is disconnected: its client read nothing for %g s", self._patience_s)
             scope["extensions"]["abort"]()
         except OSError:
             pass  # the client disconnected
@@ -150,7 +150,7 @@ class ViewerFrames:
             self.looking -= 1
             if not self.looking:
                 self.looked.clear()
-            gone.cancel()
+            disconnect.cancel()
 
     def _frame(self) -> str | None:
         now_s = asyncio.get_running_loop().time()
@@ -159,6 +159,6 @@ class ViewerFrames:
         return self._last
 
 
-async def _gone(receive: Receive) -> None:
+async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "websocket.disconnect":
         pass

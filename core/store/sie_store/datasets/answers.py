@@ -62,7 +62,7 @@ class Shard:
 
     about: About
     ids: list[str]
-    kept: dict[str, list[Any]]
+    copied: dict[str, list[Any]]
     errors: list[ErrorInfo | None]
     tokens: NDArray[np.int32]
     truncated: NDArray[np.bool_]
@@ -89,7 +89,7 @@ def shard_of(about: About, rows: Sequence[InputRow], answers: Sequence[RowAnswer
     )
     names = {name for answer in answers for name in answer.arrays}
     good = [answer for answer in answers if answer.error is None]
-    extracted = {name: [_found(answer, name) for answer in answers] for name in EXTRACTED}
+    extracted = {name: [_data_value(answer, name) for answer in answers] for name in EXTRACTED}
     numbers: dict[str, NDArray[np.float32]] = {
         _column(name): _numbers(answers, lambda answer, name=name: answer.arrays.get(name))  # type: ignore[misc]
         for name in ("dense.scale", "dense.offset")
@@ -101,7 +101,7 @@ def shard_of(about: About, rows: Sequence[InputRow], answers: Sequence[RowAnswer
     return Shard(
         about,
         [row.id for row in rows],
-        {name: [row.kept.get(name) for row in rows] for name in keep},
+        {name: [row.copied.get(name) for row in rows] for name in keep},
         errors,
         tokens,
         np.array([answer.truncated for answer in answers], bool),
@@ -126,19 +126,19 @@ def most_frequent(counts: Counter[str]) -> dict[str, int]:
     return frequent
 
 
-_kept = msgspec.json.Encoder(enc_hook=str)
+_json_encoder = msgspec.json.Encoder(enc_hook=str)
 
 
 def kept_json(value: Any) -> bytes:
     """Encode a value of a kept column or of an extraction as JSON: bytes as base64, a time in ISO 8601."""
-    return _kept.encode(value)
+    return _json_encoder.encode(value)
 
 
 def _column(name: str) -> str:
     return name.replace(".", "_")
 
 
-def _found(answer: RowAnswer, name: str) -> Any:
+def _data_value(answer: RowAnswer, name: str) -> Any:
     return None if answer.error is not None or answer.data is None else answer.data.get(name)
 
 

@@ -44,18 +44,18 @@ def malformed(source: str) -> InvalidInput:
     return InvalidInput(f"{source}: the object is no valid Parquet file", reason="malformed", param="input.url")
 
 
-def _opened(place: Place, what: ObjectEntry, compact: Collection[str] = ()) -> ParquetFile:
+def _opened(place: Place, entry: ObjectEntry, compact: Collection[str] = ()) -> ParquetFile:
     """Open a Parquet file. Values of the columns `compact` stay in their dictionaries, if they have dictionaries.
     Raises InvalidInput, StoreError.
     """
     import pyarrow as pa
     from pyarrow.parquet import ParquetFile
 
-    file = RangeFile(place, what)
-    file.seek(max(0, what.size - 8))
+    file = RangeFile(place, entry)
+    file.seek(max(0, entry.size - 8))
     tail = file.read(8)
-    if len(tail) < 8 or tail[4:] != b"PAR1" or int.from_bytes(tail[:4], "little") > min(what.size, MAX_FOOTER_BYTES):
-        raise malformed(what.source)
+    if len(tail) < 8 or tail[4:] != b"PAR1" or int.from_bytes(tail[:4], "little") > min(entry.size, MAX_FOOTER_BYTES):
+        raise malformed(entry.source)
     file.seek(0)
     try:
         opened = ParquetFile(file, buffer_size=BUFFER_BYTES, pre_buffer=False, page_checksum_verification=True)
@@ -74,21 +74,21 @@ def _opened(place: Place, what: ObjectEntry, compact: Collection[str] = ()) -> P
             page_checksum_verification=True,
         )
     except (pa.ArrowException, OSError) as error:
-        raise malformed(what.source) from error
+        raise malformed(entry.source) from error
 
 
-def footer(place: Place, what: ObjectEntry, names: Collection[str]) -> Footer:
+def footer(place: Place, entry: ObjectEntry, names: Collection[str]) -> Footer:
     """Read the footer of an object; sizes are those of the columns `names`. It blocks, so it runs in a thread. Raises
     InvalidInput, StoreError.
     """
     import pyarrow as pa
 
-    with _opened(place, what) as file:
+    with _opened(place, entry) as file:
         metadata = file.metadata
         try:
             columns = tuple(file.schema_arrow.names)
         except pa.ArrowException as error:
-            raise malformed(what.source) from error
+            raise malformed(entry.source) from error
         if metadata.num_row_groups == 0:
             return Footer(columns, ())
         schema = file.schema
@@ -99,7 +99,7 @@ def footer(place: Place, what: ObjectEntry, names: Collection[str]) -> Footer:
             read = [group.column(at) for at in leaves]
             for column, at in zip(read, leaves, strict=True):
                 if schema.column(at).max_repetition_level > 0:
-                    _check_dense(what.source, column.path_in_schema, column.num_values, column.total_uncompressed_size)
+                    _check_dense(entry.source, column.path_in_schema, column.num_values, column.total_uncompressed_size)
             size = sum(column.total_uncompressed_size for column in read)
             groups.append(ParquetGroup(group.num_rows, size, sum(column.num_values for column in read)))
         return Footer(columns, tuple(groups))
@@ -146,13 +146,13 @@ def cuts(groups: Sequence[ParquetGroup], max_rows: int, max_bytes: int) -> Itera
         yield Cut(first, row - first, start, len(groups))
 
 
-def read(place: Place, what: ObjectEntry, cut: Cut, names: Sequence[str], size: SpanSize) -> Iterator[dict[str, Any]]:
+def read(place: Place, entry: ObjectEntry, cut: Cut, names: Sequence[str], size: SpanSize) -> Iterator[dict[str, Any]]:
     """Read the columns `names` of the rows of a span. It blocks, so it runs in a thread. Raises InvalidInput,
     StoreError.
     """
     import pyarrow as pa
 
-    with _opened(place, what, names) as file:
+    with _opened(place, entry, names) as file:
         present = [name for name in names if name in file.schema_arrow.names]
         begin = sum(file.metadata.row_group(number).num_rows for number in range(cut.start))
         skip, count = cut.first - begin, 0
@@ -180,9 +180,9 @@ def read(place: Place, what: ObjectEntry, cut: Cut, names: Sequence[str], size: 
                 if count == cut.rows:
                     break
         except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-            raise malformed(what.source) from error
+            raise malformed(entry.source) from error
     if count != cut.rows:
-        raise malformed(what.source)
+        raise malformed(entry.source)
 
 
 def _values(array: Array) -> int:

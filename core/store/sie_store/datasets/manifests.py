@@ -21,7 +21,7 @@ async def write(place: Place, manifest: JobManifest, patience: RetryPolicy = _PA
     key = place.folder + MANIFEST
     await place.check(key)
     data = msgspec.json.format(msgspec.json.encode(manifest), indent=1) + b"\n"
-    await patience.asked(lambda: obstore.put_async(place.store, key, data))
+    await patience.call(lambda: obstore.put_async(place.store, key, data))
 
 
 async def read(place: Place, patience: RetryPolicy = _PATIENCE) -> JobManifest | None:
@@ -35,6 +35,6 @@ async def read(place: Place, patience: RetryPolicy = _PATIENCE) -> JobManifest |
         return bytes(await (await obstore.get_async(place.store, key)).bytes_async())
 
     try:
-        return msgspec.json.decode(await patience.asked(got), type=JobManifest)
+        return msgspec.json.decode(await patience.call(got), type=JobManifest)
     except ObjectMissing:
         return None

@@ -48,27 +48,27 @@ def changed(source: str) -> InvalidInput:
     )
 
 
-async def found(place: Place, source: str, patience: RetryPolicy) -> ObjectEntry:
+async def find(place: Place, source: str, patience: RetryPolicy) -> ObjectEntry:
     """Query the store for an object. Raises InvalidInput (reason input_missing), StoreError."""
     import obstore
 
     key = place.key(source)
     await place.check(key)
     try:
-        meta = await patience.asked(lambda: obstore.head_async(place.store, key))
+        meta = await patience.call(lambda: obstore.head_async(place.store, key))
     except ObjectMissing as error:
         raise missing(source) from error
     return ObjectEntry(source, meta["size"], tag_of(place, meta))
 
 
-async def pieces(place: Place, what: ObjectEntry, start: int, end: int, patience: RetryPolicy) -> AsyncIterator[bytes]:
-    """Yield the bytes from `start` to before `end`, all of one version: the version with the tag of `what`, or, without
-    a tag, the version of the first answer. After a failure the rest is requested again. Raises InvalidInput (reasons
-    input_missing, input_changed), StoreError.
+async def pieces(place: Place, entry: ObjectEntry, start: int, end: int, patience: RetryPolicy) -> AsyncIterator[bytes]:
+    """Yield the bytes from `start` to before `end`, all of one version: the version with the tag of `entry`, or,
+    without a tag, the version of the first answer. After a failure the rest is requested again. Raises InvalidInput
+    (reasons input_missing, input_changed), StoreError.
     """
     import obstore
 
-    key, tag, tries = place.key(what.source), what.tag, 0
+    key, tag, tries = place.key(entry.source), entry.tag, 0
     await place.check(key)
     while start < end:
         try:
@@ -76,8 +76,8 @@ async def pieces(place: Place, what: ObjectEntry, start: int, end: int, patience
                 patience.stall_s, obstore.get_async(place.store, key, options={"range": (start, end)})
             )
             tag = tag or tag_of(place, answer.meta)
-            if (tag_of(place, answer.meta), answer.meta["size"]) != (tag, what.size):
-                raise changed(what.source)
+            if (tag_of(place, answer.meta), answer.meta["size"]) != (tag, entry.size):
+                raise changed(entry.source)
             stream = aiter(answer.stream(min_chunk_size=PIECE_BYTES))
             while (piece := await within(patience.stall_s, _next(stream))) is not None:
                 start += len(piece)
@@ -86,11 +86,11 @@ async def pieces(place: Place, what: ObjectEntry, start: int, end: int, patience
             if start < end:
                 raise StoreError("the answer was cut short")
         except ObjectMissing as error:
-            raise missing(what.source) from error
+            raise missing(entry.source) from error
         except StoreError as error:
             # each store has another error for a range beyond the end of a shorter object
-            if (now := await found(place, what.source, patience)).tag != (tag or now.tag):
-                raise changed(what.source) from error
+            if (now := await find(place, entry.source, patience)).tag != (tag or now.tag):
+                raise changed(entry.source) from error
             tries += 1
             await patience.pause(error, tries, "an input", start)
 
@@ -101,10 +101,12 @@ async def _next(stream: AsyncIterator[Any]) -> bytes | None:
 
 
 async def whole(
-    place: Place, what: ObjectEntry, patience: RetryPolicy, start: int = 0, end: int | None = None
+    place: Place, entry: ObjectEntry, patience: RetryPolicy, start: int = 0, end: int | None = None
 ) -> bytes:
     """Read the bytes from `start` to before `end` at once; by default the whole object. See `pieces`."""
-    return b"".join([piece async for piece in pieces(place, what, start, what.size if end is None else end, patience)])
+    return b"".join(
+        [piece async for piece in pieces(place, entry, start, entry.size if end is None else end, patience)]
+    )
 
 
 class RangeFile(io.RawIOBase):
@@ -112,9 +114,9 @@ class RangeFile(io.RawIOBase):
     StoreError and InvalidInput (reason input_changed).
     """
 
-    def __init__(self, place: Place, what: ObjectEntry) -> None:
+    def __init__(self, place: Place, entry: ObjectEntry) -> None:
         super().__init__()
-        self._place, self._what = place, what
+        self._place, self._entry = place, entry
         self._at = self._ahead_at = 0
         self._ahead = b""
 
@@ -128,16 +130,16 @@ class RangeFile(io.RawIOBase):
         return self._at
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._what.size}[whence]
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._entry.size}[whence]
         return self._at
 
     def read(self, size: int | None = -1) -> bytes:
-        end = self._what.size if size is None or size < 0 else min(self._what.size, self._at + size)
+        end = self._entry.size if size is None or size < 0 else min(self._entry.size, self._at + size)
         start, self._at = self._at, max(self._at, end)
         if start >= end:
             return b""
         if not self._ahead_at <= start <= end <= self._ahead_at + len(self._ahead):
-            until = min(self._what.size, max(end, start + READ_AHEAD_BYTES))
+            until = min(self._entry.size, max(end, start + READ_AHEAD_BYTES))
             self._ahead, self._ahead_at = self._fetched(start, until), start
         return self._ahead[start - self._ahead_at : end - self._ahead_at]
 
@@ -151,9 +153,11 @@ class RangeFile(io.RawIOBase):
         from obstore.exceptions import BaseError
 
         try:
-            answer = obstore.get(self._place.store, self._place.key(self._what.source), options={"range": (start, end)})
-            if tag_of(self._place, answer.meta) != self._what.tag:
-                raise changed(self._what.source)
+            answer = obstore.get(
+                self._place.store, self._place.key(self._entry.source), options={"range": (start, end)}
+            )
+            if tag_of(self._place, answer.meta) != self._entry.tag:
+                raise changed(self._entry.source)
             data = bytes(answer.bytes())
         except (BaseError, OSError) as error:
             raise failure(error) from error

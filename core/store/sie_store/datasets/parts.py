@@ -73,7 +73,7 @@ def _lines(shard: Shard, *, has_arrays: bool) -> Iterator[bytes]:
     for at, own in enumerate(shard.ids):
         error = shard.errors[at]
         row: dict[str, Any] = {"id": own}
-        for name, values in shard.kept.items():  # orjson has no integers beyond 64 bits, and no bytes
+        for name, values in shard.copied.items():  # orjson has no integers beyond 64 bits, and no bytes
             row[name] = orjson.Fragment(kept_json(values[at]))
         if error is not None:
             row["error"] = error_of(error)

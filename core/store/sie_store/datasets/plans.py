@@ -26,7 +26,7 @@ from sie_contracts.jobs import RowSpan
 from sie_store.datasets import footers, sizes
 from sie_store.datasets.fields import fields
 from sie_store.datasets.formats import format_of, is_hidden, is_packed
-from sie_store.datasets.objects import ObjectEntry, found, pieces, tag_of, whole
+from sie_store.datasets.objects import ObjectEntry, find, pieces, tag_of, whole
 from sie_store.datasets.places import Place
 from sie_store.datasets.scan import BOM, Cut, Cutter, Scanner
 from sie_store.datasets.templates import columns, reads_images
@@ -71,7 +71,7 @@ async def plan(
     count = 0
     rows = min(shard_rows, sizes.MAX_SPAN_VALUES // (1 + len(columns(source))))
     most = _Most(rows, min(SPAN_BYTES, text_bytes or SPAN_BYTES))
-    async for planned in _each(place, source, most, patience):
+    async for planned in _planned_objects(place, source, most, patience):
         if isinstance(planned, list):
             count += len(planned)
             _check_count(count, shard_rows)
@@ -95,7 +95,9 @@ def _check_count(spans: int, shard_rows: int) -> None:
         )
 
 
-async def _each(place: Place, source: JobInput, most: _Most, patience: RetryPolicy) -> AsyncIterator[Planned]:
+async def _planned_objects(
+    place: Place, source: JobInput, most: _Most, patience: RetryPolicy
+) -> AsyncIterator[Planned]:
     names = columns(source)
     if not place.is_folder:
         yield await _planned(place, place.label or place.name, source, names, most, patience)
@@ -117,7 +119,7 @@ async def _each(place: Place, source: JobInput, most: _Most, patience: RetryPoli
 async def inputs(place: Place, source: JobInput, patience: RetryPolicy = _PATIENCE) -> list[ObjectEntry]:
     """List the objects that a job reads, by name. Raises InvalidInput, StoreError."""
     if not place.is_folder:
-        return [await found(place, place.label or place.name, patience)]
+        return [await find(place, place.label or place.name, patience)]
     if reads_images(source):
         return await images(place, patience)
     return await _listed(place, lambda name: _is_input(name, source.format), patience)
@@ -172,15 +174,15 @@ async def _listed_once(
     return (await asyncio.to_thread(sorted, objects, key=_name))[:limit]
 
 
-def _name(what: ObjectEntry) -> str:
-    return what.source
+def _name(entry: ObjectEntry) -> str:
+    return entry.source
 
 
 async def _planned(
     place: Place, name: str, source: JobInput, names: dict[str, str], most: _Most, patience: RetryPolicy
 ) -> Planned:
     try:
-        what = await found(place, name, patience)
+        entry = await find(place, name, patience)
         kind = source.format or format_of(name)
         if kind is None:
             raise InvalidInput(
@@ -191,23 +193,23 @@ async def _planned(
         if kind == "images":
             if not reads_images(source):
                 raise InvalidInput(f"{name}: an image has no columns", param="input.format")
-            return list(_runs([what], most.rows))
+            return list(_runs([entry], most.rows))
         if reads_images(source):
             raise InvalidInput(f"{name}: its rows need a template", param="input.text")
         if kind == "parquet":
-            footer = await asyncio.to_thread(footers.footer, place, what, names)
+            footer = await asyncio.to_thread(footers.footer, place, entry, names)
             _check_columns(name, names, footer.columns)
             cuts = itertools.islice(footers.cuts(footer.groups, most.rows, most.bytes), MAX_SPANS + 1)
-            return [_span(what, kind, cut) for cut in cuts]
-        return await _scanned(place, what, kind, names, most, patience)
+            return [_span(entry, kind, cut) for cut in cuts]
+        return await _scanned(place, entry, kind, names, most, patience)
     except InvalidInput as error:
         if error.reason == TOO_MANY:  # an error of the job, not of the object
             raise
         return Broken(name, error.info())
 
 
-def _span(what: ObjectEntry, kind: str, cut: Cut, header: str = "") -> RowSpan:
-    return RowSpan(what.source, kind, cut.first, cut.rows, cut.start, cut.end, tag=what.tag, header=header)
+def _span(entry: ObjectEntry, kind: str, cut: Cut, header: str = "") -> RowSpan:
+    return RowSpan(entry.source, kind, cut.first, cut.rows, cut.start, cut.end, tag=entry.tag, header=header)
 
 
 def _check_columns(source: str, params: dict[str, str], there: Iterable[str]) -> None:
@@ -225,20 +227,20 @@ def _check_columns(source: str, params: dict[str, str], there: Iterable[str]) ->
 
 
 async def _scanned(
-    place: Place, what: ObjectEntry, kind: str, names: dict[str, str], most: _Most, patience: RetryPolicy
+    place: Place, entry: ObjectEntry, kind: str, names: dict[str, str], most: _Most, patience: RetryPolicy
 ) -> list[RowSpan]:
-    has_mark = await whole(place, what, patience, 0, min(len(BOM), what.size)) == BOM
+    has_mark = await whole(place, entry, patience, 0, min(len(BOM), entry.size)) == BOM
     begin = len(BOM) if has_mark else 0
     header = ""
     if kind == "csv":
-        header, begin = await _header(place, what, begin, patience)
-        _check_columns(what.source, names, fields(header.encode()) or ())
+        header, begin = await _header(place, entry, begin, patience)
+        _check_columns(entry.source, names, fields(header.encode()) or ())
     else:
-        data = await whole(place, what, patience, begin, min(what.size, begin + SAMPLE_BYTES))
-        sample = await asyncio.to_thread(_JsonSample.of, data, names, is_whole=begin + len(data) == what.size)
+        data = await whole(place, entry, patience, begin, min(entry.size, begin + SAMPLE_BYTES))
+        sample = await asyncio.to_thread(_JsonSample.parse, data, names, is_whole=begin + len(data) == entry.size)
         if sample.columns:
             _check_columns(
-                what.source, {name: why for name, why in names.items() if why != "input.keep"}, sample.columns
+                entry.source, {name: why for name, why in names.items() if why != "input.keep"}, sample.columns
             )
         # rows after the sample may have more values than the rows in it
         most = most._replace(rows=max(1, min(most.rows, sizes.MAX_SPAN_VALUES // 2 // max(1, sample.values))))
@@ -249,13 +251,13 @@ async def _scanned(
     def feed(piece: bytes) -> None:
         for starts, ends in scanner.feed(piece):
             for cut in cutter.feed(starts, ends):
-                spans.append(_span(what, kind, cut, header))
+                spans.append(_span(entry, kind, cut, header))
                 _check_count(len(spans), most.rows)
 
-    async for piece in pieces(place, what, begin, what.size, patience):
+    async for piece in pieces(place, entry, begin, entry.size, patience):
         await asyncio.to_thread(feed, piece)
-    last = (*cutter.feed(*scanner.end()), *cutter.end(what.size))
-    return [*spans, *(_span(what, kind, cut, header) for cut in last)]
+    last = (*cutter.feed(*scanner.end()), *cutter.end(entry.size))
+    return [*spans, *(_span(entry, kind, cut, header) for cut in last)]
 
 
 class _JsonSample(NamedTuple):
@@ -268,7 +270,7 @@ class _JsonSample(NamedTuple):
     values: int
 
     @classmethod
-    def of(cls, data: bytes, names: Collection[str], *, is_whole: bool) -> _JsonSample:
+    def parse(cls, data: bytes, names: Collection[str], *, is_whole: bool) -> _JsonSample:
         lines = data.split(b"\n")
         if not is_whole:
             lines.pop()  # the last line is incomplete
@@ -282,11 +284,11 @@ class _JsonSample(NamedTuple):
         return cls(list(names_of_columns), min(most, sizes.MAX_ROW_VALUES))
 
 
-async def _header(place: Place, what: ObjectEntry, begin: int, patience: RetryPolicy) -> tuple[str, int]:
+async def _header(place: Place, entry: ObjectEntry, begin: int, patience: RetryPolicy) -> tuple[str, int]:
     """Read the first row of a CSV. Returns it and the position at which the next row begins."""
-    head = await whole(place, what, patience, begin, min(what.size, begin + MAX_HEADER_BYTES))
+    head = await whole(place, entry, patience, begin, min(entry.size, begin + MAX_HEADER_BYTES))
     scanner = Scanner(is_quoted=True, at=begin)
-    rows = [*scanner.feed(head), *([scanner.end()] if begin + len(head) == what.size else [])]
+    rows = [*scanner.feed(head), *([scanner.end()] if begin + len(head) == entry.size else [])]
     for starts, ends in rows:
         if len(starts):
             line = head[int(starts[0]) - begin : int(ends[0]) - begin].rstrip(b"\r\n")
@@ -294,7 +296,7 @@ async def _header(place: Place, what: ObjectEntry, begin: int, patience: RetryPo
                 break
             return line.decode("utf-8"), int(ends[0])
     raise InvalidInput(
-        f"{what.source}: expected the names of columns in a first line of at most {MAX_HEADER_BYTES} bytes",
+        f"{entry.source}: expected the names of columns in a first line of at most {MAX_HEADER_BYTES} bytes",
         reason="malformed",
         param="input.url",
     )

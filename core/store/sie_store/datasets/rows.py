@@ -20,7 +20,7 @@ from sie_contracts.errors import ErrorInfo, InvalidInput
 from sie_contracts.jobs import RowSpan
 from sie_store.datasets import footers, sizes
 from sie_store.datasets.fields import fields
-from sie_store.datasets.objects import ObjectEntry, changed, found, whole
+from sie_store.datasets.objects import ObjectEntry, changed, find, whole
 from sie_store.datasets.places import Place
 from sie_store.datasets.plans import MAX_SPAN_BYTES, images, tag_of_run
 from sie_store.datasets.scan import Cut, rows_of
@@ -43,7 +43,7 @@ class InputRow:
     query: str | None = None
     document: str | None = None
     images: tuple[bytes, ...] = ()
-    kept: dict[str, Any] = field(default_factory=dict)
+    copied: dict[str, Any] = field(default_factory=dict)
     fault: ErrorInfo | None = None
 
 
@@ -53,8 +53,8 @@ async def read(place: Place, span: RowSpan, source: JobInput, patience: RetryPol
     """
     if span.format == "images":
         return await _images(place, span, patience)
-    what = await found(place, span.source, patience)
-    if what.tag != span.tag:
+    entry = await find(place, span.source, patience)
+    if entry.tag != span.tag:
         raise changed(span.source)
     names = list(columns(source))
     make, size = _RowMaker(span, source), SpanSize(span)
@@ -62,11 +62,11 @@ async def read(place: Place, span: RowSpan, source: JobInput, patience: RetryPol
         cut = Cut(span.first, span.rows, span.start, span.end)
         await place.check(place.key(span.source))
         return await patience.repeated(
-            lambda: asyncio.to_thread(lambda: make.all(footers.read(place, what, cut, names, SpanSize(span)), size))
+            lambda: asyncio.to_thread(lambda: make.all(footers.read(place, entry, cut, names, SpanSize(span)), size))
         )
     if span.end - span.start > MAX_SPAN_BYTES and span.rows == 1:
         return [make(0, _fault("malformed", f"the row has more than {MAX_SPAN_BYTES} bytes"))]
-    data = await whole(place, what, patience, span.start, span.end)
+    data = await whole(place, entry, patience, span.start, span.end)
     return await asyncio.to_thread(lambda: make.all(_parsed(data, span, names, size), size))
 
 
@@ -93,7 +93,7 @@ def _json(line: bytes, names: Sequence[str], size: SpanSize) -> _Columns:
             values += sizes.values_of(raw[name])
             if values > sizes.MAX_ROW_VALUES:
                 return _fault("too_large", f"column {name!r}: the row has more than {sizes.MAX_ROW_VALUES} values")
-        size.add(values - len(read), 0)  # without the one value that each column has in any row
+        size.add(values - len(read), 0)  # values beyond one per column and row
         return {name: sizes.decoded(raw[name]) for name in read}
     except sizes.TooManyValues as error:
         return _fault("too_large", str(error))
@@ -129,29 +129,29 @@ class _RowMaker:
         complete = []
         for at, read_columns in enumerate(rows):
             row = self(at, read_columns)
-            size.add(1 + len(row.kept), _bytes_of(row))
+            size.add(1 + len(row.copied), _bytes_of(row))
             complete.append(row)
         return complete
 
     def __call__(self, at: int, row: _Columns) -> InputRow:
         default = f"{self._span.source}#{self._span.first + at}"
         if isinstance(row, ErrorInfo):
-            return InputRow(default, kept=dict.fromkeys(self._source.keep), fault=row)
+            return InputRow(default, copied=dict.fromkeys(self._source.keep), fault=row)
         columns_to_keep = {name: row.get(name) for name in self._source.keep}
         try:
             own = self._id(row, default)
         except ColumnFault as error:
-            return InputRow(default, kept=columns_to_keep, fault=_fault("schema", f"{error}", "input.id"))
+            return InputRow(default, copied=columns_to_keep, fault=_fault("schema", f"{error}", "input.id"))
         texts: dict[str, str] = {}
         for name, template in self._templates.items():
             try:
                 texts[name] = template.text(row)
             except ColumnFault as error:
-                return InputRow(own, kept=columns_to_keep, fault=_fault("schema", f"{error}", f"input.{name}"))
+                return InputRow(own, copied=columns_to_keep, fault=_fault("schema", f"{error}", f"input.{name}"))
         try:
             files = self._images(row)
         except ColumnFault as error:
-            return InputRow(own, kept=columns_to_keep, fault=_fault("schema", f"{error}", "input.image"))
+            return InputRow(own, copied=columns_to_keep, fault=_fault("schema", f"{error}", "input.image"))
         return InputRow(own, texts.get("text"), texts.get("query"), texts.get("document"), files, columns_to_keep)
 
     def _id(self, row: Mapping[str, Any], default: str) -> str:
@@ -175,7 +175,7 @@ class _RowMaker:
 
 def _bytes_of(row: InputRow) -> int:
     """Compute the bytes that the texts and images of a row take; its lists and maps are counted by their values."""
-    texts = (row.text, row.query, row.document, *row.images, *row.kept.values())
+    texts = (row.text, row.query, row.document, *row.images, *row.copied.values())
     return sum(sys.getsizeof(text) for text in texts if isinstance(text, str | bytes))
 
 
@@ -202,26 +202,26 @@ async def _images(place: Place, span: RowSpan, patience: RetryPolicy) -> list[In
     if place.is_folder:
         run = await images(place, patience, span.after, span.rows)
     else:
-        run = [await found(place, place.label or place.name, patience)]
+        run = [await find(place, place.label or place.name, patience)]
     if tag_of_run(run) != span.tag:
         raise changed(run[0].source if run else place.folder)
     turns = asyncio.Semaphore(IMAGES_AT_ONCE)
 
-    async def one(what: ObjectEntry) -> InputRow:
-        if what.size > MAX_SPAN_BYTES:
+    async def read_image(entry: ObjectEntry) -> InputRow:
+        if entry.size > MAX_SPAN_BYTES:
             return InputRow(
-                what.source, fault=_fault("invalid_media", f"the image has more than {MAX_SPAN_BYTES} bytes")
+                entry.source, fault=_fault("invalid_media", f"the image has more than {MAX_SPAN_BYTES} bytes")
             )
         async with turns:
             try:
                 # a listing may have other tags than an answer (Google's emulator), so the run's tag is compared above
-                return InputRow(what.source, images=(await whole(place, replace(what, tag=""), patience),))
+                return InputRow(entry.source, images=(await whole(place, replace(entry, tag=""), patience),))
             except InvalidInput as error:
                 if error.reason == "not_allowed":
-                    return InputRow(what.source, fault=error.info())
+                    return InputRow(entry.source, fault=error.info())
                 raise
 
-    outcomes = await asyncio.gather(*map(one, run), return_exceptions=True)
+    outcomes = await asyncio.gather(*map(read_image, run), return_exceptions=True)
     rows: list[InputRow] = []
     for outcome in outcomes:
         if isinstance(outcome, BaseException):

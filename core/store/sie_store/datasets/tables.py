@@ -23,7 +23,7 @@ def encode(shard: Shard) -> bytes:
 
     answered = shard.answered
     columns: dict[str, pa.Array] = {"id": pa.array(shard.ids, pa.string())}
-    columns |= {name: _inferred(values) for name, values in shard.kept.items()}
+    columns |= {name: _inferred(values) for name, values in shard.copied.items()}
     if shard.dense is not None:
         columns["dense"] = _fixed(shard.dense, ~answered)
     for name, numbers in shard.numbers.items():
@@ -38,7 +38,7 @@ def encode(shard: Shard) -> bytes:
     columns["truncated"] = pa.array(shard.truncated)
     table = pa.table(columns).replace_schema_metadata({KEY: msgspec.json.encode(shard.about)})
     sink = pa.BufferOutputStream()
-    texts = ["id", *shard.kept, *shard.extracted]
+    texts = ["id", *shard.copied, *shard.extracted]
     # dictionaries and statistics of vectors would cost time, and no reader needs them
     parquet.write_table(
         table,

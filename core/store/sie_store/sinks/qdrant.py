@@ -39,7 +39,7 @@ DISTANCE = "Cosine"
 DISTANCES = (DISTANCE, "Dot", "Euclid", "Manhattan")
 MAX_DIMS = 65_536
 ANSWER_BYTES = 4 << 20  # limit of a reply: the largest is a collection with the fields of its payloads
-BODY_BYTES = 8 << 20  # of a request body: Qdrant's default limit is 32 MiB
+BODY_BYTES = 8 << 20  # bytes of a request body; Qdrant's default limit is 32 MiB
 
 
 def point_id(row_id: str) -> str:
@@ -71,15 +71,15 @@ class QdrantSink:
             raise SinkUnsuitable(f"a vector has {dims} numbers, where Qdrant takes at most {MAX_DIMS}")
         if any('"' in field for field in kinds):
             raise CollectionRefused("Qdrant cannot index a field with a quotation mark in its name")
-        collection_info = await self._asked("GET", path, missing=True)
+        collection_info = await self._send("GET", path, missing=True)
         if collection_info is None:
             settings = {"vectors": {"size": dims, "distance": DISTANCE}}
-            await self._asked("PUT", path, msgspec.json.encode(settings), exists=True)
-            collection_info = await self._asked("GET", path)
+            await self._send("PUT", path, msgspec.json.encode(settings), exists=True)
+            collection_info = await self._send("GET", path)
         _check(collection_info, collection, dims)
         for field, kind in kinds.items():
             index = {"field_name": f'"{field}"', "field_schema": kind}
-            await self._asked("PUT", f"{path}/index?wait=true", msgspec.json.encode(index))
+            await self._send("PUT", f"{path}/index?wait=true", msgspec.json.encode(index))
         self._collection, self._dims = collection, dims
 
     async def upsert(self, rows: SinkRows) -> None:
@@ -88,7 +88,7 @@ class QdrantSink:
         path = f"/collections/{self._collection}/points?wait=true"
         # encoding takes as long as some requests to a model: it runs in a thread, so that the event loop goes on
         while body := await asyncio.to_thread(next, bodies, b""):
-            await self._asked("PUT", path, body, completed=True)
+            await self._send("PUT", path, body, completed=True)
 
     async def close(self) -> None:
         await self._client.aclose()
@@ -109,7 +109,7 @@ class QdrantSink:
         if points:
             yield b'{"points":[' + b",".join(points) + b"]}"
 
-    async def _asked(
+    async def _send(
         self,
         method: str,
         path: str,

@@ -77,7 +77,7 @@ class WeightBucket:
             return data, version or "overwrite"
 
         try:
-            data, version = await self._glance.asked(read)
+            data, version = await self._glance.call(read)
             manifest = decode(data)
         except ObjectMissing:
             return None, "create"
@@ -108,13 +108,13 @@ class WeightBucket:
             sizes.pop(MANIFEST, None)
             return sizes
 
-        return await self.limits.asked(listed)
+        return await self.limits.call(listed)
 
     async def below(self, prefix: str | None) -> list[str]:
         """Return the names of the folders below `prefix`."""
         import obstore
 
-        listing = await self.limits.asked(lambda: obstore.list_with_delimiter_async(self.store, prefix=prefix))
+        listing = await self.limits.call(lambda: obstore.list_with_delimiter_async(self.store, prefix=prefix))
         return sorted(path.rpartition("/")[2] for path in listing["common_prefixes"])
 
     async def stored(self, repository: str, revision: str) -> CommitState:
@@ -136,13 +136,13 @@ class WeightBucket:
     async def listed(self) -> list[CommitState]:
         turns = asyncio.Semaphore(self.limits.parts_at_once)
 
-        async def of(folder: str) -> list[CommitState]:
+        async def states(folder: str) -> list[CommitState]:
             repository = folder.removeprefix("models--").replace("--", "/")
             async with turns:
                 return [await self.stored(repository, revision) for revision in await self.below(folder)]
 
         folders = [name for name in await self.below(None) if _FOLDER.fullmatch(name)]
-        all_snapshots = [stored for snapshots in await asyncio.gather(*map(of, folders)) for stored in snapshots]
+        all_snapshots = [stored for snapshots in await asyncio.gather(*map(states, folders)) for stored in snapshots]
         # some stores keep objects for empty folders
         return [stored for stored in all_snapshots if stored.sizes or stored.manifest is not None]
 
@@ -152,10 +152,10 @@ class WeightBucket:
         prefix = place(repository, revision)
         removed_bytes = 0
         with contextlib.suppress(ObjectMissing):
-            await self.limits.asked(lambda: obstore.delete_async(self.store, f"{prefix}/{MANIFEST}"))
+            await self.limits.call(lambda: obstore.delete_async(self.store, f"{prefix}/{MANIFEST}"))
         for name, size in (await self.sizes(repository, revision)).items():
             with contextlib.suppress(ObjectMissing):  # somebody else removed it
-                await self.limits.asked(functools.partial(obstore.delete_async, self.store, f"{prefix}/{name}"))
+                await self.limits.call(functools.partial(obstore.delete_async, self.store, f"{prefix}/{name}"))
             removed_bytes += size
         return removed_bytes
 
@@ -163,8 +163,8 @@ class WeightBucket:
 class BucketSource:
     """Files of a manifest, as a source of the download engine."""
 
-    def __init__(self, bucket: WeightBucket, manifest: Manifest, what: str) -> None:
-        self._bucket, self._manifest, self.what = bucket, manifest, what
+    def __init__(self, bucket: WeightBucket, manifest: Manifest, label: str) -> None:
+        self._bucket, self._manifest, self.label = bucket, manifest, label
         self.limits = bucket.limits
         self._prefix = place(manifest.repository, manifest.revision)
 
@@ -194,5 +194,5 @@ class BucketSource:
         load is tried again.
         """
         return FetchFailed(
-            "NETWORK", f"{self.what} is damaged there, {wrong}: `sie weights push --force` writes it again"
+            "NETWORK", f"{self.label} is damaged there, {wrong}: `sie weights push --force` writes it again"
         )

@@ -29,8 +29,8 @@ import msgspec
 
 from sie_contracts.wire.heartbeats import Fetched
 from sie_store import durable
-from sie_store.weights import found
-from sie_store.weights.locks import Lock, taken
+from sie_store.weights import listing
+from sie_store.weights.locks import Lock, try_lock
 from sie_store.weights.manifest import (
     MANIFEST,
     FetchFailed,
@@ -106,19 +106,19 @@ class LocalCache:
     def place(self, repository: str, revision: str) -> Path:
         """Return the folder of a snapshot, whether it exists or not. Raises ManifestError for invalid names."""
         check_names(repository, revision)
-        return self._of(repository) / "snapshots" / revision
+        return self._folder_of(repository) / "snapshots" / revision
 
-    def find(self, repository: str, revision: str, wanted: Wanted | None = None) -> Path | None:
-        """Return the folder of a snapshot that has all `wanted` files, by its manifest or by the listing of the hub's
-        own client. Without `wanted` it must have all files that were wanted when it was fetched. Returns None if a file
-        is missing, or if there is neither manifest nor listing. Raises ManifestError.
+    def find(self, repository: str, revision: str, select: Wanted | None = None) -> Path | None:
+        """Return the folder of a snapshot that has all files that `select` accepts, by its manifest or by the
+        listing of the hub's own client. Without `select` it must have all files that were wanted when it was
+        fetched. Returns None if a file is missing, or if there is neither manifest nor listing. Raises ManifestError.
         """
         folder = self.place(repository, revision)
         manifest = self.manifest(repository, revision)
         if manifest is None:
-            is_whole = folder.is_dir() and found.is_listed_whole(self.hub, repository, revision, wanted or common)
+            is_whole = folder.is_dir() and listing.is_listed_whole(self.hub, repository, revision, select or common)
         else:
-            lacks = wanted is not None and any(wanted(name) for name in manifest.left_out)
+            lacks = select is not None and any(select(name) for name in manifest.left_out)
             is_whole = not lacks and not verify(folder, manifest, digests=False)
         return folder if is_whole else None
 
@@ -128,13 +128,11 @@ class LocalCache:
         """
         folder, manifest = self.place(repository, revision), self.manifest(repository, revision)
         if manifest is None:
-            return found.contradiction(self.hub, repository, revision)
+            return listing.contradiction(self.hub, repository, revision)
         return "; ".join(verify(folder, manifest, digests=False))
 
     def log_name(self, repository: str, revision: str) -> str:
-        """Return the name of a snapshot for logs. The name of a LoRA is left out, because it may be input of a
-        client.
-        """
+        """Return the name of a snapshot for logs, without the name of a LoRA, which may be input of a client."""
         return "a LoRA" if (self.place(repository, revision) / LORA_FILES[0]).exists() else f"{repository}@{revision}"
 
     def manifest(self, repository: str, revision: str) -> Manifest | None:
@@ -162,7 +160,7 @@ class LocalCache:
         path = self._lock_file(repository, revision, "use")
 
         def tried() -> Lock | None:
-            return taken(path, shared=True, is_use=True)
+            return try_lock(path, shared=True, is_use=True)
 
         while (lock := self._with_room(tried, f"the lease on {repository}@{revision}")) is None:
             if time.monotonic() > deadline_s:
@@ -177,42 +175,45 @@ class LocalCache:
         repository: str,
         revision: str,
         fetch: Fetch,
-        what: str,
+        label: str,
         *,
-        wanted: Wanted | None = None,
+        select: Wanted | None = None,
         progress: FetchProgress | None = None,
     ) -> Path:
         """Return the folder of a snapshot; fetch the snapshot if it is missing. One process of the node fetches it; the
         other processes wait and find it afterwards.
 
-        `what` names the snapshot in logs and errors. Raises FetchFailed. A caller that goes on using the snapshot must
+        `label` names the snapshot in logs and errors. Raises FetchFailed. A caller that goes on using the snapshot must
         hold a lease before the call.
         """
-        progress = progress or FetchProgress(what)
+        progress = progress or FetchProgress(label)
 
         def fetched() -> Path:
-            with self._sole_fetch(repository, revision, what, progress) as lock:
-                if (there := self.find(repository, revision, wanted)) is not None:
+            with self._sole_fetch(repository, revision, label, progress) as lock:
+                if (there := self.find(repository, revision, select)) is not None:
                     return there
-                place, partial = self.place(repository, revision), self._of(repository) / "partial" / revision
+                place, partial = (
+                    self.place(repository, revision),
+                    self._folder_of(repository) / "partial" / revision,
+                )
                 partial.mkdir(parents=True, exist_ok=True)
                 _link_files(place, partial)
                 progress.on_expect, progress.on_step = self.room, functools.partial(_note, lock)
                 manifest = fetch(partial, progress)
                 if wrong := verify(partial, manifest, digests=False):
-                    raise FetchFailed("NETWORK", f"{what} was fetched, but {wrong[0]}")
+                    raise FetchFailed("NETWORK", f"{label} was fetched, but {wrong[0]}")
                 self._publish(partial, place, self._merged(repository, revision, manifest))
                 progress.end()
                 return place
 
         with self.lease(repository, revision):
-            return self._with_room(fetched, what)
+            return self._with_room(fetched, label)
 
-    def _with_room(self, act: Callable[[], T], what: str) -> T:
+    def _with_room(self, act: Callable[[], T], label: str) -> T:
         """Call `act` and return its result. If the disk is full, space is freed and `act` is called once more: even a
         lock or a folder needs a block.
 
-        `what` names the action in errors. Raises FetchFailed.
+        `label` names the action in errors. Raises FetchFailed.
         """
         try:
             try:
@@ -223,7 +224,7 @@ class LocalCache:
                 self.room(0)
                 return act()
         except OSError as error:
-            raise _disk_failed(what, self.folder, error) from error
+            raise _disk_failed(label, self.folder, error) from error
 
     def listed(self) -> list[Snapshot]:
         """List all snapshots that have a manifest and all its files, sorted by name."""
@@ -299,7 +300,7 @@ class LocalCache:
         if not path.exists():  # creating the file would look like a use
             return False
         try:
-            lock = taken(path, shared=False)
+            lock = try_lock(path, shared=False)
         except PermissionError:  # a file of another user may be locked
             return True
         if lock is None:
@@ -312,11 +313,11 @@ class LocalCache:
         OSError.
         """
         repository, revision = candidate.repository, candidate.revision
-        lock = taken(self._lock_file(repository, revision, "use"), shared=False)
+        lock = try_lock(self._lock_file(repository, revision, "use"), shared=False)
         if lock is None:
             return False
         with lock:
-            place, partial = self.place(repository, revision), self._of(repository) / "partial"
+            place, partial = self.place(repository, revision), self._folder_of(repository) / "partial"
             removed = partial / f"{revision}{REMOVED}"
             if removed.exists():
                 shutil.rmtree(removed)
@@ -333,7 +334,7 @@ class LocalCache:
         due = 0
         for path in self.hub.glob(".locks/*/*.fetch"):
             with contextlib.suppress(PermissionError):  # a file of another user cannot be read
-                lock = taken(path, shared=False)
+                lock = try_lock(path, shared=False)
                 if lock is None:
                     noted = _noted(path.read_bytes())
                     due += max(0, noted.total_bytes - noted.done_bytes)
@@ -341,30 +342,30 @@ class LocalCache:
                     lock.close()
         return due
 
-    def _of(self, repository: str) -> Path:
+    def _folder_of(self, repository: str) -> Path:
         return self.hub / f"models--{repository.replace('/', '--')}"
 
     def _lock_file(self, repository: str, revision: str, kind: str) -> Path:
-        return self.hub / ".locks" / self._of(repository).name / f"{revision}.{kind}"
+        return self.hub / ".locks" / self._folder_of(repository).name / f"{revision}.{kind}"
 
     @contextlib.contextmanager
-    def _sole_fetch(self, repository: str, revision: str, what: str, progress: FetchProgress) -> Iterator[Lock]:
+    def _sole_fetch(self, repository: str, revision: str, label: str, progress: FetchProgress) -> Iterator[Lock]:
         """Hold the lock of the one process that fetches a snapshot. While another process holds it, wait and follow its
         progress. Raises FetchFailed if the other process makes no progress for STALLED_S.
         """
         path = self._lock_file(repository, revision, "fetch")
         last, last_s, is_logged = b"", time.monotonic(), False
-        while (lock := taken(path, shared=False)) is None:
+        while (lock := try_lock(path, shared=False)) is None:
             if (note := path.read_bytes()) != last:
                 last, last_s = note, time.monotonic()
                 progress.follow(_noted(note))
             if time.monotonic() - last_s > STALLED_S:
                 raise FetchFailed(
-                    "NETWORK", f"{what} is fetched by another process, which has made no progress for {STALLED_S:g} s"
+                    "NETWORK", f"{label} is fetched by another process, which has made no progress for {STALLED_S:g} s"
                 )
             if not is_logged:
                 is_logged = True
-                _logger.info("waiting for another process, which fetches %s", what)
+                _logger.info("waiting for another process, which fetches %s", label)
             time.sleep(POLL_S)
         with lock:
             _note(lock, Fetched())
@@ -404,17 +405,17 @@ class LocalCache:
         durable.sync_folder(place.parent)
 
 
-def _disk_failed(what: str, folder: Path, error: OSError) -> FetchFailed:
+def _disk_failed(label: str, folder: Path, error: OSError) -> FetchFailed:
     """Return the failure of a write. A full disk may be tried again later; a folder without write permission may
     not.
     """
     if error.errno in FULL:
         return FetchFailed(
-            "NETWORK", f"{what} could not be written: no space is left on the disk of {folder}; make room there"
+            "NETWORK", f"{label} could not be written: no space is left on the disk of {folder}; make room there"
         )
     fix = "SIE_LOCAL_CACHE has to name a folder that this user may write to"
     return FetchFailed(
-        "UNKNOWN", f"{what} could not be written to {folder}: {error.strerror or type(error).__name__}; {fix}"
+        "UNKNOWN", f"{label} could not be written to {folder}: {error.strerror or type(error).__name__}; {fix}"
     )
 
 

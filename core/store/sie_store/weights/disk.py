@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from sie_store.weights.cache import REMOVAL_S, Candidate, LocalCache
-from sie_store.weights.locks import Lock, taken
+from sie_store.weights.locks import Lock, try_lock
 from sie_store.weights.manifest import FetchFailed
 
 _logger = logging.getLogger("sie.store")
@@ -191,7 +191,7 @@ def _sole_removal(cache: LocalCache) -> Lock:
     """
     deadline_s = time.monotonic() + REMOVAL_S
     try:
-        while (lock := taken(cache.hub / ".locks" / "sie.removal", shared=False)) is None:
+        while (lock := try_lock(cache.hub / ".locks" / "sie.removal", shared=False)) is None:
             if time.monotonic() > deadline_s:
                 return Lock(None)
             time.sleep(_POLL_S)

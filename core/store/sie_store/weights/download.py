@@ -63,9 +63,9 @@ class RemoteFile:
 
 
 class Source(Protocol):
-    """Source of the files of one snapshot. `what` names the snapshot in logs and errors."""
+    """Source of the files of one snapshot. `label` names the snapshot in logs and errors."""
 
-    what: str
+    label: str
     limits: DownloadLimits
 
     def answer(self, file: RemoteFile, start: int, end: int) -> AsyncGenerator[Piece, None]:
@@ -94,9 +94,7 @@ class Reader:
                 yield piece
 
     async def _parts(self, file: RemoteFile, start: int) -> AsyncGenerator[Piece, None]:
-        """Yield the parts of a file; some parts are read ahead. A part counts as read ahead until the caller takes
-        it.
-        """
+        """Yield the parts of a file; some are read ahead. A part counts as read ahead until the caller takes it."""
         step = self._limits.part_bytes
         starts = iter(range(start, file.size, step))
         ahead = deque[asyncio.Task[bytearray]]()
@@ -136,7 +134,7 @@ class Reader:
                 raise StoreError(f"the answer ended at byte {at} of {end}")
             except StoreError as error:
                 tries = 1 if at - before >= MIN_BYTES else tries + 1
-                await self._limits.pause(error, tries, f"{self._source.what}: {file.path}", at)
+                await self._limits.pause(error, tries, f"{self._source.label}: {file.path}", at)
 
 
 async def _brisk(answer: AsyncGenerator[Piece, None], stall_s: float) -> AsyncGenerator[Piece, None]:
@@ -245,7 +243,7 @@ class SnapshotDownload:
                 return fact
             _logger.warning(
                 "%s: %s does not have the digest that its source names; it is fetched again",
-                self._source.what,
+                self._source.label,
                 file.path,
             )
             part.unlink()
@@ -307,11 +305,11 @@ async def each_file(call: Callable[[RemoteFile], Awaitable[_T]], files: Sequence
     """
     turns = asyncio.Semaphore(FILES_AT_ONCE)
 
-    async def one(file: RemoteFile) -> _T:
+    async def call_in_turn(file: RemoteFile) -> _T:
         async with turns:
             return await call(file)
 
-    tasks = [asyncio.create_task(one(file)) for file in files]
+    tasks = [asyncio.create_task(call_in_turn(file)) for file in files]
     try:
         return dict(zip([file.path for file in files], await asyncio.gather(*tasks), strict=True))
     finally:

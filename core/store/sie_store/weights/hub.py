@@ -56,53 +56,53 @@ class _Listing(msgspec.Struct):
 _listings = msgspec.json.Decoder(_Listing)
 
 
-def hub_fetch(repository: str, revision: str, wanted: Wanted) -> Fetch:
-    """Return the function that fetches the `wanted` files of a commit, for `LocalCache.obtain`."""
-    return functools.partial(_fetch, repository, revision, wanted)
+def hub_fetch(repository: str, revision: str, select: Wanted) -> Fetch:
+    """Return the function that fetches the files of a commit that `select` accepts, for `LocalCache.obtain`."""
+    return functools.partial(_fetch, repository, revision, select)
 
 
-def commit_of(repository: str, revision: str | None = None, *, what: str = "") -> str:
-    """Return the present commit of a branch or tag; without `revision`, of the main branch. `what` names it in logs and
-    errors. Raises FetchFailed.
+def commit_of(repository: str, revision: str | None = None, *, label: str = "") -> str:
+    """Return the present commit of a branch or tag; without `revision`, of the main branch. `label` names it in logs
+    and errors. Raises FetchFailed.
     """
-    what = what or (f"{repository}@{revision}" if revision else repository)
+    label = label or (f"{repository}@{revision}" if revision else repository)
 
     async def commit() -> str:
         async with _session() as session:
-            return (await _asked(lambda: _listing(session, repository, revision), what)).sha
+            return (await _repeated(lambda: _listing(session, repository, revision), label)).sha
 
-    with _classed(what):
+    with _classed(label):
         sha = asyncio.run(commit())
     if not sha:
-        raise FetchFailed("NOT_FOUND", f"the hub names no commit of {what}: name one")
+        raise FetchFailed("NOT_FOUND", f"the hub names no commit of {label}: name one")
     return sha
 
 
-def _fetch(repository: str, revision: str, wanted: Wanted, folder: Path, progress: FetchProgress) -> Manifest:
-    with _classed(progress.what):
-        return asyncio.run(_fetched(repository, revision, wanted, folder, progress))
+def _fetch(repository: str, revision: str, select: Wanted, folder: Path, progress: FetchProgress) -> Manifest:
+    with _classed(progress.label):
+        return asyncio.run(_fetched(repository, revision, select, folder, progress))
 
 
-async def _fetched(repository: str, revision: str, wanted: Wanted, folder: Path, progress: FetchProgress) -> Manifest:
+async def _fetched(repository: str, revision: str, select: Wanted, folder: Path, progress: FetchProgress) -> Manifest:
     from huggingface_hub import constants
 
-    what = progress.what
+    label = progress.label
     async with _session() as session:
-        listing = await _asked(lambda: _listing(session, repository, revision), what)
+        listing = await _repeated(lambda: _listing(session, repository, revision), label)
         siblings = {sibling.rfilename: sibling for sibling in listing.siblings}
-        names = [name for name in siblings if wanted(name)]
+        names = [name for name in siblings if select(name)]
         try:
             check_paths(names)
         except ManifestError as error:
-            raise FetchFailed("INCOMPATIBLE", f"{what}: {error}") from error
+            raise FetchFailed("INCOMPATIBLE", f"{label}: {error}") from error
         if not names:
-            raise FetchFailed("INCOMPATIBLE", f"{what} has none of the files that a model of its kind needs")
+            raise FetchFailed("INCOMPATIBLE", f"{label} has none of the files that a model of its kind needs")
         url = f"{constants.ENDPOINT}/{repository}/resolve/{quote(revision, safe='')}"
-        files = [await _file(session, url, siblings[name], what) for name in names]
-        if wanted is of_lora and (size := sum(file.size for file in files)) > MAX_LORA_BYTES:
-            raise FetchFailed("INCOMPATIBLE", f"{what} has {size} bytes, a LoRA has at most {MAX_LORA_BYTES}")
-        facts = await SnapshotDownload(_Hub(session, url, what), folder, progress).all(files)
-    left_out = tuple(sorted(name for name in siblings if not wanted(name) and is_safe(name)))
+        files = [await _file(session, url, siblings[name], label) for name in names]
+        if select is of_lora and (size := sum(file.size for file in files)) > MAX_LORA_BYTES:
+            raise FetchFailed("INCOMPATIBLE", f"{label} has {size} bytes, a LoRA has at most {MAX_LORA_BYTES}")
+        facts = await SnapshotDownload(_Hub(session, url, label), folder, progress).all(files)
+    left_out = tuple(sorted(name for name in siblings if not select(name) and is_safe(name)))
     return Manifest(repository, revision, facts, left_out, "hub")
 
 
@@ -127,7 +127,7 @@ async def _listing(session: Any, repository: str, revision: str | None) -> _List
         raise StoreError(f"the answer is not the listing of a repository: {str(error)[:200]}") from error
 
 
-async def _file(session: Any, url: str, sibling: _Sibling, what: str) -> RemoteFile:
+async def _file(session: Any, url: str, sibling: _Sibling, label: str) -> RemoteFile:
     """Describe a file of the listing. If a mirror leaves out the size, it is read from the headers of the file. A large
     file has a SHA-256, any other file the digest of a git blob; a mirror may give neither.
     """
@@ -144,10 +144,10 @@ async def _file(session: Any, url: str, sibling: _Sibling, what: str) -> RemoteF
             answers = (*response.history, response)
             return next((answer.headers[key] for key in names for answer in answers if key in answer.headers), "")
 
-    size = await _asked(lambda: header("X-Linked-Size", "Content-Length"), f"{what}: {name}")
+    size = await _repeated(lambda: header("X-Linked-Size", "Content-Length"), f"{label}: {name}")
     if not size.isdecimal():
-        raise FetchFailed("INCOMPATIBLE", f"{what}: the hub does not tell the size of {name}")
-    etag = (await _asked(lambda: header("X-Linked-Etag", "ETag"), f"{what}: {name}")).strip('W/"')
+        raise FetchFailed("INCOMPATIBLE", f"{label}: the hub does not tell the size of {name}")
+    etag = (await _repeated(lambda: header("X-Linked-Etag", "ETag"), f"{label}: {name}")).strip('W/"')
     return RemoteFile(name, int(size), etag if len(etag) == 64 else "", etag if len(etag) == 40 else "")
 
 
@@ -189,8 +189,8 @@ class _Hub:
 
     limits = LIMITS
 
-    def __init__(self, session: Any, url: str, what: str) -> None:
-        self._session, self._url, self.what = session, url, what
+    def __init__(self, session: Any, url: str, label: str) -> None:
+        self._session, self._url, self.label = session, url, label
 
     async def answer(self, file: RemoteFile, start: int, end: int) -> AsyncGenerator[Piece, None]:
         async with _answered(self._session, f"{self._url}/{quote(file.path)}", start=start) as response:
@@ -202,11 +202,11 @@ class _Hub:
 
     def damaged(self, file: RemoteFile) -> FetchFailed:
         return FetchFailed(
-            "NETWORK", f"{self.what}: {file.path} was received twice with another digest than the hub names"
+            "NETWORK", f"{self.label}: {file.path} was received twice with another digest than the hub names"
         )
 
 
-async def _asked(call: Callable[[], Awaitable[_T]], what: str) -> _T:
+async def _repeated(call: Callable[[], Awaitable[_T]], label: str) -> _T:
     """Return the result of a call of the hub, which is repeated if that may help."""
     tries = 0
     while True:
@@ -214,7 +214,7 @@ async def _asked(call: Callable[[], Awaitable[_T]], what: str) -> _T:
             return await call()
         except StoreError as error:
             tries += 1
-            await LIMITS.pause(error, tries, what)
+            await LIMITS.pause(error, tries, label)
 
 
 @contextlib.contextmanager
@@ -240,7 +240,7 @@ def _passing() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _classed(what: str) -> Iterator[None]:
+def _classed(label: str) -> Iterator[None]:
     """Turn errors of the hub's client into FetchFailed; errors of the disk are not changed."""
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -254,23 +254,23 @@ def _classed(what: str) -> Iterator[None]:
     try:
         yield
     except GatedRepoError as error:
-        raise FetchFailed("GATED", f"{what} is gated: accept its licence and set HF_TOKEN") from error
+        raise FetchFailed("GATED", f"{label} is gated: accept its licence and set HF_TOKEN") from error
     except (RepositoryNotFoundError, RevisionNotFoundError, RemoteEntryNotFoundError) as error:
-        raise FetchFailed("NOT_FOUND", f"{what} does not exist on the hub, or is private (HF_TOKEN)") from error
+        raise FetchFailed("NOT_FOUND", f"{label} does not exist on the hub, or is private (HF_TOKEN)") from error
     except OfflineModeIsEnabled as error:
         fix = "unset it, or have SIE_LOCAL_CACHE hold the model"
-        raise FetchFailed("NETWORK", f"{what} was not downloaded: HF_HUB_OFFLINE is set; {fix}") from error
+        raise FetchFailed("NETWORK", f"{label} was not downloaded: HF_HUB_OFFLINE is set; {fix}") from error
     except HfHubHTTPError as error:
         if (status := error.response.status_code) in (401, 403):
             fix = "set HF_TOKEN to one that may read it"
-            raise FetchFailed("GATED", f"{what}: the hub refuses this token, status {status}; {fix}") from error
+            raise FetchFailed("GATED", f"{label}: the hub refuses this token, status {status}; {fix}") from error
         if status == 404:
-            raise FetchFailed("NOT_FOUND", f"{what} is not known to the hub (HF_ENDPOINT)") from error
-        raise _unreachable(what, f"status {status}") from error
+            raise FetchFailed("NOT_FOUND", f"{label} is not known to the hub (HF_ENDPOINT)") from error
+        raise _unreachable(label, f"status {status}") from error
     except StoreError as error:
-        raise _unreachable(what, str(error)) from error
+        raise _unreachable(label, str(error)) from error
 
 
-def _unreachable(what: str, cause: str) -> FetchFailed:
+def _unreachable(label: str, cause: str) -> FetchFailed:
     fix = "the network has to reach the hub (HF_ENDPOINT), or SIE_LOCAL_CACHE to hold the model"
-    return FetchFailed("NETWORK", f"{what} could not be downloaded: {cause}; {fix}")
+    return FetchFailed("NETWORK", f"{label} could not be downloaded: {cause}; {fix}")

@@ -64,7 +64,7 @@ class Lock:
         self.close()
 
 
-def taken(path: Path, *, shared: bool, is_use: bool = False) -> Lock | None:
+def try_lock(path: Path, *, shared: bool, is_use: bool = False) -> Lock | None:
     """Take the lock at `path`; None while another lock excludes it. Never waits. Raises OSError.
 
     The file of another user is locked without writing to it; network file systems may refuse that for an exclusive

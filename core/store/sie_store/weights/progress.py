@@ -16,15 +16,15 @@ STEP_EVERY_S = 1.0
 
 
 class FetchProgress:
-    """Progress of one fetch. Every method may be called from any thread. `what` names the fetch in the log; `clock` is
+    """Progress of one fetch. Every method may be called from any thread. `label` names the fetch in the log; `clock` is
     in seconds.
 
     `on_expect` is called before the first byte with the number of bytes to come, and may raise FetchFailed. `on_step`
     is called with the progress at most once a second, also while files are only checked.
     """
 
-    def __init__(self, what: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self.what = what
+    def __init__(self, label: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self.label = label
         self._clock = clock
         self._lock = threading.Lock()
         self._total_bytes = 0
@@ -76,13 +76,13 @@ class FetchProgress:
         if steps:
             self.on_step(state)
         if logs:
-            _logger.info("fetching %s: %s", self.what, summary)
+            _logger.info("fetching %s: %s", self.label, summary)
 
     def end(self) -> None:
         """Log that everything is fetched."""
         with self._lock:
             summary = self._summary(self._clock())
-        _logger.info("fetched %s: %s", self.what, summary)
+        _logger.info("fetched %s: %s", self.label, summary)
 
     def state(self) -> Fetched:
         """Return the present progress."""

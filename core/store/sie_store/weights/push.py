@@ -133,7 +133,7 @@ class Push:
         import obstore
 
         try:
-            answer = await self._bucket.limits.asked(
+            answer = await self._bucket.limits.call(
                 functools.partial(
                     obstore.get_async, self._bucket.store, f"{self._place}/{name}", options={"head": True}
                 )
@@ -180,11 +180,11 @@ class Push:
             )
 
         try:
-            await self._bucket.limits.asked(functools.partial(put, mode), STALL_S)
+            await self._bucket.limits.call(functools.partial(put, mode), STALL_S)
         except StoreError as error:
             if not isinstance(error.__cause__, NotSupportedError):
                 raise
-            await self._bucket.limits.asked(functools.partial(put, "overwrite"), STALL_S)
+            await self._bucket.limits.call(functools.partial(put, "overwrite"), STALL_S)
 
     async def _stream(self, name: str, path: Path, size: int, attributes: dict[str, str]) -> None:
         """Write a large file in parts, some at a time. Raises StoreError, also if no part is accepted for STALL_S."""

@@ -20,7 +20,7 @@ import importlib.metadata
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -125,7 +125,7 @@ class WeightSources:
         if not revision:
             looked.append(f"{weights.hub} is not in the local cache {self.cache_folder} (SIE_LOCAL_CACHE)")
             return None, None
-        what, lease = f"{weights.hub}@{revision}", self._leased(weights.hub, revision)
+        label, lease = f"{weights.hub}@{revision}", self._leased(weights.hub, revision)
         folder = self.cache.find(weights.hub, revision, wanted_by(entry))
         if folder is not None and self._has_all(folder, entry):
             return Located(folder, lease), None
@@ -134,21 +134,21 @@ class WeightSources:
             try:
                 fetch = self.cluster.fetch(weights.hub, revision)
                 if fetch is not None:
-                    with self._reported(entry.id, what) as progress:
+                    with self._reported(entry.id, label) as progress:
                         self.cache.obtain(
-                            weights.hub, revision, fetch, what, wanted=wanted_by(entry), progress=progress
+                            weights.hub, revision, fetch, label, select=wanted_by(entry), progress=progress
                         )
                     # it may have been pushed for a model that needs fewer files
                     folder = self.cache.find(weights.hub, revision, wanted_by(entry))
                     if folder is not None and self._has_all(folder, entry):
                         return Located(folder, lease), None
                 holds = "has no" if fetch is None else "has not all of"
-                looked.append(f"the cluster cache {self.cluster.url} (SIE_CLUSTER_CACHE) {holds} {what}")
+                looked.append(f"the cluster cache {self.cluster.url} (SIE_CLUSTER_CACHE) {holds} {label}")
             except FetchFailed as error:
                 failed = error
                 looked.append(f"the cluster cache {self.cluster.url} (SIE_CLUSTER_CACHE): {error.message}")
                 # the next source may have the snapshot
-                _logger.warning("%s: the cluster cache %s: %s", what, self.cluster.url, error.message)
+                _logger.warning("%s: the cluster cache %s: %s", label, self.cluster.url, error.message)
         unverified = self.cache.place(weights.hub, revision)
         unfit = self.cache.flaw(weights.hub, revision)
         if not unfit and self._has_all(unverified, entry):
@@ -157,22 +157,26 @@ class WeightSources:
                     return self._fetched(entry, lease), None
                 except FetchFailed as error:
                     _logger.warning(
-                        "%s is used from the local cache, where no file is known to be missing: %s", what, error.message
+                        "%s is used from the local cache, where no file is known to be missing: %s",
+                        label,
+                        error.message,
                     )
             return Located(unverified, lease), None
         looked.append(self._missing(entry, revision, unfit))
         return None, failed
 
     def _missing(self, entry: ModelEntry, revision: str, unfit: str) -> str:
-        weights, what = entry.weights, f"{entry.weights.hub}@{revision}"
+        weights, label = entry.weights, f"{entry.weights.hub}@{revision}"
         if (place := self.cache.place(weights.hub, revision)).exists():
             absent = next(
                 (f"{name}, which weights.digests names, is missing" for name in _absent(place, entry)), lacking(entry)
             )
-            return f"{what} in the local cache {self.cache_folder} (SIE_LOCAL_CACHE) is not complete: {unfit or absent}"
+            return (
+                f"{label} in the local cache {self.cache_folder} (SIE_LOCAL_CACHE) is not complete: {unfit or absent}"
+            )
         revisions = [folder.name for folder in sorted(place.parent.glob("*")) if folder.is_dir()]
         holds = f", which has {', '.join(revisions)} of it" if revisions else ""
-        return f"{what} is not in the local cache {self.cache_folder} (SIE_LOCAL_CACHE){holds}"
+        return f"{label} is not in the local cache {self.cache_folder} (SIE_LOCAL_CACHE){holds}"
 
     def _has_all(self, folder: Path, entry: ModelEntry) -> bool:
         return is_model(folder, entry) and not _absent(folder, entry)
@@ -197,23 +201,24 @@ class WeightSources:
         return commits[0] if commits else ""
 
     def _downloaded(self, entry: ModelEntry) -> Located:
-        what = _named(entry.weights)
+        label = _named(entry.weights)
         try:
             located = self._fetched(entry, self._leased(entry.weights.hub, entry.weights.revision))
         except FetchFailed as error:
             raise load_failed(error.error_class, error.message) from error
         if not is_model(located.folder, entry):
             fix = "weights in other formats are not read: name a repository with these, or save the model anew"
-            raise load_failed("INCOMPATIBLE", f"{what} {lacking(entry)}; {fix} with save_pretrained")
+            raise load_failed("INCOMPATIBLE", f"{label} {lacking(entry)}; {fix} with save_pretrained")
         return located
 
     def _fetched(self, entry: ModelEntry, lease: Lock) -> Located:
         """Fetch the folder from the hub. Raises FetchFailed."""
-        weights, wanted, what = entry.weights, wanted_by(entry), _named(entry.weights)
-        with self._reported(entry.id, what) as progress:
-            fetch = hub_fetch(weights.hub, weights.revision, wanted)
+        weights, select, label = entry.weights, wanted_by(entry), _named(entry.weights)
+        with self._reported(entry.id, label) as progress:
+            fetch = hub_fetch(weights.hub, weights.revision, select)
             return Located(
-                self.cache.obtain(weights.hub, weights.revision, fetch, what, wanted=wanted, progress=progress), lease
+                self.cache.obtain(weights.hub, weights.revision, fetch, label, select=select, progress=progress),
+                lease,
             )
 
     def _leased(self, repository: str, revision: str) -> Lock:
@@ -223,9 +228,9 @@ class WeightSources:
             raise load_failed(error.error_class, error.message) from error
 
     @contextlib.contextmanager
-    def _reported(self, name: str, what: str) -> Iterator[FetchProgress]:
+    def _reported(self, name: str, label: str) -> Iterator[FetchProgress]:
         """Yield the progress of a fetch, which `fetching` shows while the fetch runs."""
-        progress = self.begin(what)
+        progress = self.begin(label)
         with self._lock:
             self._fetching[name] = progress
         try:
@@ -277,37 +282,37 @@ class WeightSources:
         LoRA. Raises FetchFailed, ManifestError.
         """
         commit = revision if _is_commit(revision) else self._lora_commit(repository, revision, private)
-        lease, what = self.cache.lease(repository, commit), private or f"{repository}@{commit}"
+        lease, label = self.cache.lease(repository, commit), private or f"{repository}@{commit}"
         if (folder := self._whole_lora(repository, commit)) is not None:
             return Located(folder, lease)
         failed: FetchFailed | None = None
         if self.cluster is not None:
             try:
                 if (fetch := self.cluster.fetch(repository, commit)) is not None:
-                    self.cache.obtain(repository, commit, fetch, what, wanted=of_lora)
+                    self.cache.obtain(repository, commit, fetch, label, select=of_lora)
                     if (folder := self._whole_lora(repository, commit)) is not None:
                         return Located(folder, lease)
             except FetchFailed as error:
                 failed = error
                 why = error.error_class if private else error.message
                 # the next source may have the snapshot
-                _logger.warning("%s: the cluster cache %s: %s", what, self.cluster.url, why)
+                _logger.warning("%s: the cluster cache %s: %s", label, self.cluster.url, why)
         unverified = self.cache.place(repository, commit)
         fits = _has_lora(unverified) and not self.cache.flaw(repository, commit)
         if not self.may_download:
             if fits:
                 return Located(unverified, lease)
-            raise failed or FetchFailed("NOT_FOUND", f"{what} is nowhere")
+            raise failed or FetchFailed("NOT_FOUND", f"{label} is nowhere")
         try:
             fetched = self.cache.obtain(
-                repository, commit, hub_fetch(repository, commit, of_lora), what, wanted=of_lora
+                repository, commit, hub_fetch(repository, commit, of_lora), label, select=of_lora
             )
         except FetchFailed:
             if fits:
                 return Located(unverified, lease)
             raise
         if not _has_lora(fetched):
-            raise FetchFailed("INCOMPATIBLE", f"{what} has not {' and '.join(LORA_FILES)}")
+            raise FetchFailed("INCOMPATIBLE", f"{label} has not {' and '.join(LORA_FILES)}")
         return Located(fetched, lease)
 
     def _whole_lora(self, repository: str, commit: str) -> Path | None:
@@ -329,13 +334,29 @@ class WeightSources:
             return present[0]
         if not self.may_download:
             raise FetchFailed("NOT_FOUND", f"no commit of {repository} is known")
-        return commit_of(repository, branch or None, what=private)
+        return commit_of(repository, branch or None, label=private)
+
+
+def on_disk(entries: Iterable[ModelEntry], cache: LocalCache) -> tuple[str, ...]:
+    """Return the ids of the models whose weights this machine has, so that a load downloads nothing. Files are not
+    compared with their digests.
+    """
+    return tuple(entry.id for entry in entries if _is_on_disk(entry.weights, entry, cache))
+
+
+def _is_on_disk(weights: Weights, entry: ModelEntry, cache: LocalCache) -> bool:
+    if weights.path and is_model(Path(weights.path).expanduser(), entry):
+        return True
+    if weights.hub and weights.revision:
+        with contextlib.suppress(ManifestError):
+            if cache.place(weights.hub, weights.revision).is_dir() and cache.find(weights.hub, weights.revision):
+                return True
+    is_whole = families.row(entry.family).is_package
+    return bool(weights.package) and (distribution_folder if is_whole else package_folder)(weights.package) is not None
 
 
 def package_folder(package: str) -> Path | None:
-    """Return the folder of an installed distribution that contains config.json and safetensors; None if there is
-    none.
-    """
+    """Return the folder of an installed distribution with config.json and safetensors; None if there is none."""
     try:
         files = importlib.metadata.files(package) or []
     except importlib.metadata.PackageNotFoundError:

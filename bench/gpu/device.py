@@ -1,0 +1,301 @@
+"""Encoders on one device: the engine beside sentence-transformers and beside padded batches, with random weights.
+
+    engine                  token ids in batches of SIE_MAX_BATCH_COST tokens, queued on the engine's lanes as
+                            connections queue them
+    padded                  token ids in the same order and batches of so many tokens with their padding, as servers do
+                            that pad: stock transformers with SDPA, mean pooling
+    sentence-transformers   encode(), tokenising included, which the engine leaves to another process: default (float32,
+                            batches of 32), and in the kit's precision with batches of 32 and of 256
+
+Loads: texts of one length, and `mix` (log-normal lengths, mean about 87 tokens). Utilisation: the products of linear
+layers and attention, 2 operations for each multiplication, a second of the engine, divided by the dense 16-bit peak of
+the data sheet, or by a measured product where the card is not in the list. Busy share: the mean of NVML's utilisation
+while the engine runs. `cosine`: the worst of all texts between engine and default. The file device-profile.md has the
+kernels of the first model at the longest length. `pass`: full batches whose inputs lie on the device, without the rest
+of the engine, at the longest length; then with compiled layers, with the utilisation of each.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import kit
+import numpy as np
+import torch
+from kit import DEVICE, LONGEST, PRECISION, REHEARSAL
+from sentence_transformers import SentenceTransformer
+from transformers import AutoModel, BertConfig, PreTrainedConfig, XLMRobertaConfig
+
+from sie_adapter.engine.device_threads import DeviceJob
+from sie_adapter.engine.engine import AdapterEngine
+from sie_contracts.settings import Settings
+from sie_contracts.wire.ipc import Reply
+
+_LARGE: dict[str, Any] = {
+    "hidden_size": 1024,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "intermediate_size": 4096,
+}
+SIZES: dict[str, PreTrainedConfig] = {
+    "bert-large": BertConfig(**_LARGE),
+    "xlm-r-large": XLMRobertaConfig(
+        **_LARGE, vocab_size=250_002, max_position_embeddings=LONGEST + 2, type_vocab_size=1
+    ),
+}
+TINY: dict[str, PreTrainedConfig] = {"tiny": BertConfig(**kit.TINY, vocab_size=len(kit.TOKENS))}
+TOKENS = 512 if REHEARSAL else 131_072  # of all texts of a load
+# Dense 16-bit operations a second, without sparsity, from the vendor's data sheets.
+PEAKS = {
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "L40": 181e12,
+    "L4": 121e12,
+    "A10G": 70e12,
+    "A10": 125e12,
+    "T4": 65e12,
+}
+COLUMNS = (
+    *("model", "tokens", "attention", "engine, texts/s", "engine, tokens/s", "padded, texts/s", "default, texts/s"),
+    *("same precision, 32", "same precision, 256", "to padded", "to the better of the same"),
+    *("utilisation", "busy", "cosine", "pass, tokens/s", "compiled layers, tokens/s"),
+)
+
+Run = Callable[[], np.ndarray]  # vectors [texts, width]
+
+
+@dataclass(frozen=True)
+class Load:
+    """Texts by their token ids, int32 each."""
+
+    name: str
+    ids: list[np.ndarray]
+
+    @classmethod
+    def of(cls, name: str, tokens: int) -> Load:
+        lengths = kit.mixed_lengths(tokens // 87) if name == "mix" else [int(name)] * (tokens // int(name))
+        return cls(name, kit.random_ids(lengths))
+
+    @property
+    def texts(self) -> list[str]:
+        return [*map(kit.text_of, self.ids)]
+
+    @property
+    def tokens(self) -> int:
+        return sum(map(len, self.ids))
+
+    def batches(self, most: int, *, padded: bool) -> list[list[np.ndarray]]:
+        """In order, of at most so many tokens each; `padded`: with the padding that they take."""
+        found: list[list[np.ndarray]] = [[]]
+        for row in self.ids:
+            together = [*found[-1], row]
+            cost = len(together) * max(map(len, together)) if padded else sum(map(len, together))
+            if found[-1] and cost > most:
+                found.append([row])
+            else:
+                found[-1] = together
+        return found
+
+
+def engine_run(engine: AdapterEngine, model: str, load: Load, batch_tokens: int) -> Run:
+    messages = [kit.batch(model, part, number) for number, part in enumerate(load.batches(batch_tokens, padded=False))]
+
+    def run() -> np.ndarray:
+        replies: list[list[Reply]] = [[] for _ in messages]
+        jobs = [DeviceJob(message, found.append) for message, found in zip(messages, replies, strict=True)]
+        for job in jobs:
+            engine.device_threads.submit(job)
+        for job in jobs:
+            job.finished.wait()
+        return np.concatenate([kit.vectors(found[-1]) for found in replies])
+
+    return run
+
+
+def padded_run(folder: Path, load: Load, batch_tokens: int) -> Run:
+    model = AutoModel.from_pretrained(folder, dtype=PRECISION, attn_implementation="sdpa").eval().to(DEVICE)
+    batches = []
+    for part in load.batches(batch_tokens, padded=True):
+        ids = np.zeros((len(part), max(map(len, part))), np.int64)
+        mask = np.zeros_like(ids)
+        for row, text in enumerate(part):
+            ids[row, : len(text)], mask[row, : len(text)] = text, 1
+        batches.append((torch.from_numpy(ids), torch.from_numpy(mask)))
+
+    def run() -> np.ndarray:
+        found = []
+        with torch.inference_mode():
+            for ids, mask in batches:
+                on_device = mask.to(DEVICE)
+                states = model(input_ids=ids.to(DEVICE), attention_mask=on_device)[0]
+                summed = (states * on_device[..., None]).sum(1) / on_device.sum(1, keepdim=True)
+                found.append(torch.nn.functional.normalize(summed.float(), dim=1).cpu().numpy())
+        return np.concatenate(found)
+
+    return run
+
+
+def stock_run(model: SentenceTransformer, texts: list[str], size: int) -> Run:
+    return lambda: np.asarray(
+        model.encode(texts, batch_size=size, normalize_embeddings=True, show_progress_bar=False), np.float32
+    )
+
+
+def stock(folder: Path, precision: str) -> SentenceTransformer:
+    model = SentenceTransformer(
+        str(folder), device=str(DEVICE), local_files_only=True, model_kwargs={"dtype": precision}
+    )
+    model.max_seq_length = LONGEST
+    return model
+
+
+def operations(config: Any, length: int) -> float:
+    """Floating-point operations of one text: linear layers, then scores and their mixing with values."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    return float(config.num_hidden_layers * length * (2 * (4 * hidden**2 + 2 * hidden * inner) + 4 * length * hidden))
+
+
+def peak() -> tuple[float, str]:
+    """Operations a second, and where the figure is from."""
+    name = torch.cuda.get_device_name(DEVICE) if DEVICE.type == "cuda" else ""
+    known = next((peak for part, peak in PEAKS.items() if part in name), None)
+    if known is not None:
+        return known, "data sheet"
+    return product(512), "measured product"
+
+
+def product(size: int) -> float:
+    """Operations a second of a square product in the kit's precision, measured."""
+    left = torch.randn(size, size, device=DEVICE).to(getattr(torch, PRECISION))
+    torch.mm(left, left)
+    return 2 * size**3 / kit.seconds_of(lambda: torch.mm(left, left), least=10, budget_s=0.2)
+
+
+def measure(size: str, config: PreTrainedConfig, engine: AdapterEngine, table: kit.Table, batch_tokens: int) -> None:
+    """The rows of one model."""
+    ceiling, source = peak()
+    with tempfile.TemporaryDirectory() as root:
+        folder = kit.save(Path(root), config)
+        loaded = engine.residency.ensure(size, kit.entry_of(size, folder, config.hidden_size)).describe(0.0)
+        if loaded.precision != PRECISION:
+            raise kit.CheckFailed(f"this device computes in {loaded.precision}, not in {PRECISION}")
+        default, same = stock(folder, "float32"), stock(folder, PRECISION)
+        names = ("512", "128", "50", "mix") if size == "bert-large" else ("512",)
+        for name in ("16",) if REHEARSAL else names:
+            load = Load.of(name, TOKENS)
+            texts = load.texts
+            runs: dict[str, Run] = {
+                "engine": engine_run(engine, size, load, batch_tokens),
+                "padded": padded_run(folder, load, batch_tokens),
+                "default": stock_run(default, texts, 32),
+                "same 32": stock_run(same, texts, 32),
+                "same 256": stock_run(same, texts, 256),
+            }
+            rates, busy, first, found = {}, 0.0, np.empty(0), np.empty(0)
+            for kind, run in runs.items():
+                found = run()  # warms up
+                if kind == "engine":
+                    first = found
+                elif kind == "default":
+                    norms = np.linalg.norm(first, axis=1) * np.linalg.norm(found, axis=1)
+                    cosine = float(((first * found).sum(1) / norms).min())
+                with kit.utilisation() as samples:
+                    taken_s = kit.seconds_of(run, least=1, budget_s=2.0 if kind == "engine" else 1.0)
+                rates[kind] = len(load.ids) / taken_s
+                if kind == "engine":
+                    busy = statistics.mean(samples or [0.0])
+            each = sum(operations(config, len(row)) for row in load.ids) / len(load.ids)
+            done = each * rates["engine"]
+            alone: list[str] = ["", ""]
+            if name == names[0] or REHEARSAL:
+                alone = passes(engine, size, int(name), batch_tokens, each / ceiling)
+            table.row(
+                *(size, name, loaded.attention, rates["engine"], rates["engine"] * load.tokens / len(load.ids)),
+                *(rates["padded"], rates["default"], rates["same 32"], rates["same 256"]),
+                rates["engine"] / rates["padded"],
+                rates["engine"] / max(rates["same 32"], rates["same 256"]),
+                f"{100 * done / ceiling:.0f} % of {ceiling / 1e12:.1f} T ({source})",
+                f"{busy:.0f} %",
+                f"{cosine:.6f}",
+                *alone,
+            )
+    engine.residency.release(size)
+
+
+def passes(engine: AdapterEngine, size: str, length: int, batch_tokens: int, share: float) -> list[str]:
+    """Tokens a second of the pass alone, then with compiled layers, which the model keeps; with their utilisation. A
+    text a second is `share` of the peak.
+    """
+    cells = []
+    texts = 1 if REHEARSAL else batch_tokens // length
+    with torch.inference_mode(), engine.residency.use(size) as resident:
+        backbone: Any = resident.weights.backbone
+        for is_compiled in (False, True):
+            if is_compiled:
+                kit.compile_layers(backbone)
+            run = kit.forward_of(backbone, [length] * texts)
+            run()
+            rate = texts / kit.seconds_of(run, least=5, budget_s=1.0)
+            cells.append(f"{rate * length:.0f} ({100 * rate * share:.0f} %)")
+    return cells
+
+
+def profile(size: str, config: PreTrainedConfig, engine: AdapterEngine, batch_tokens: int) -> None:
+    """The kernels of a few full batches at the longest length, beside the rate of the products that they contain."""
+    length = 16 if REHEARSAL else LONGEST
+    texts = 4 * max(1, batch_tokens // length) if not REHEARSAL else 4
+    with tempfile.TemporaryDirectory() as root, torch.inference_mode():
+        folder = kit.save(Path(root), config)
+        engine.residency.ensure(size, kit.entry_of(size, folder, config.hidden_size))
+        load = Load(str(length), kit.random_ids([length] * texts))
+        messages = [kit.batch(size, part) for part in load.batches(batch_tokens, padded=False)]
+
+        def run() -> None:
+            for message in messages:
+                kit.vectors(engine.execute(message))
+
+        run()
+        taken_s = kit.seconds_of(run)
+        found = kit.profiled(run)
+    table = kit.Table(
+        "device-profile", f"Kernels of {size}, {texts} texts of {length} tokens", ("us", "%", "calls", "kernel")
+    )
+    for kernel, calls, us in found.rows[:15]:
+        table.row(f"{us:.0f}", f"{100 * us / found.span_us:.1f}", calls, kernel[:160])
+    rest = found.rows[15:]
+    table.row(f"{sum(us for *_, us in rest):.0f}", "", sum(calls for _, calls, _ in rest), f"{len(rest)} more")
+    done = operations(config, length) * texts
+    table.text(
+        f"No kernel runs in {100 * found.idle_share:.1f} % of {found.span_us / 1e3:.2f} ms. {done / 1e12:.2f} T"
+        f" operations in {1e3 * taken_s:.2f} ms: {done / taken_s / 1e12:.0f} T a second, where a square product of"
+        f" {512 if REHEARSAL else 8192} reaches {product(512 if REHEARSAL else 8192) / 1e12:.0f} T."
+    )
+    engine.residency.release(size)
+
+
+def main() -> None:
+    """The profile first, since it is short, then all rows."""
+    sizes = TINY if REHEARSAL else SIZES
+    batch_tokens = Settings().max_batch_cost
+    with kit.new_engine() as engine:
+        name, config = next(iter(sizes.items()))
+        profile(name, config, engine, batch_tokens)
+        table = kit.Table(
+            "device",
+            f"The engine beside sentence-transformers, {PRECISION}, batches of {batch_tokens} tokens",
+            COLUMNS,
+        )
+        for name, config in sizes.items():
+            measure(name, config, engine, table, batch_tokens)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,291 @@
+"""The parts of the GPU kit share this: the device, tables that are written row by row, random models, measurements.
+
+`GPU_RESULTS` in the environment is the folder of the tables. `GPU_REHEARSE`: a processor and tiny models, to go through
+the code; figures then mean nothing, and no bound is checked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+import statistics
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch.autograd import DeviceType
+from transformers import AutoModel, PreTrainedConfig, PreTrainedTokenizerFast
+
+from sie_adapter.engine import device as devices
+from sie_adapter.engine.engine import AdapterEngine, prepare_process
+from sie_adapter.packed.backbone import Backbone
+from sie_adapter.packed.packing import Items
+from sie_contracts.models.entries import ModelEntry, parse_entry
+from sie_contracts.settings import Settings
+from sie_contracts.wire.ipc import BatchDone, Group, RunBatch
+from sie_contracts.wire.messages import Ok
+
+REHEARSAL = bool(os.environ.get("GPU_REHEARSE"))
+RESULTS = Path(os.environ.get("GPU_RESULTS", "."))
+DEVICE = torch.device("cpu" if REHEARSAL else "cuda:0")
+PRECISION = "float32" if REHEARSAL else "bfloat16"
+LONGEST = 512
+TOKENS = ["<0>", "<1>", *sorted(pre_tokenizers.ByteLevel.alphabet())]  # one of the first two is for padding
+LETTERS = [TOKENS.index(letter) for letter in "abcdefghijklmnopqrstuvwxyz"]
+MIB = 1 << 20
+TINY: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
+prepare_process()  # as the adapter's process does, before anything computes
+_PACKAGES = ("torch", "transformers", "sentence-transformers", "flash-attn")
+
+
+class CheckFailed(Exception):
+    """A bound that a part checks does not hold."""
+
+
+def versions() -> str:
+    """The card and the versions that a table was measured with."""
+    found = [f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}" if not REHEARSAL else "a processor"]
+    for package in _PACKAGES:
+        try:
+            found.append(f"{package} {importlib.metadata.version(package)}")
+        except importlib.metadata.PackageNotFoundError:
+            found.append(f"no {package}")
+    return ", ".join(found)
+
+
+class Table:
+    """A Markdown table in the folder of results. Each row is in the file before the next is measured."""
+
+    def __init__(self, name: str, title: str, columns: Sequence[str], *, is_shown: bool = True) -> None:
+        self._is_shown = is_shown
+        RESULTS.mkdir(parents=True, exist_ok=True)
+        self._file = RESULTS / f"{name}.md"
+        self._file.write_text(f"# {title}\n\n{versions()}.\n\n")
+        self.row(*columns)
+        self._write("|" + "---|" * len(columns))
+
+    def row(self, *cells: object) -> None:
+        """Add a row; a float has three significant digits."""
+        texts = (f"{cell:.3g}" if isinstance(cell, float) and abs(cell) < 1000 else _text(cell) for cell in cells)
+        self._write(f"| {' | '.join(texts)} |")
+
+    def text(self, text: str) -> None:
+        """Add a paragraph."""
+        self._write(f"\n{text}")
+
+    def _write(self, line: str) -> None:
+        if self._is_shown:
+            print(line, flush=True)
+        with self._file.open("a") as file:
+            file.write(line + "\n")
+
+
+def _text(cell: object) -> str:
+    text = f"{cell:.0f}" if isinstance(cell, float) else str(cell)
+    return text.replace("|", "/").replace("\n", " ")
+
+
+def check(holds: bool, bound: str) -> str:
+    """The cell of a bound. Raises CheckFailed where it does not hold, except in a rehearsal."""
+    if not holds and not REHEARSAL:
+        raise CheckFailed(bound)
+    return bound if holds else f"not here: {bound}"
+
+
+# models and engines
+
+
+def save(folder: Path, config: PreTrainedConfig) -> Path:
+    """Random weights and a tokenizer of bytes without special tokens: a text has as many tokens as letters."""
+    torch.manual_seed(0)
+    with DEVICE:  # a card draws the weights of large models in seconds
+        model = AutoModel.from_config(config, dtype=getattr(torch, PRECISION))
+    model.save_pretrained(folder)
+    del model
+    devices.give_memory_back(DEVICE)
+    tokenizer = Tokenizer(models.BPE({token: number for number, token in enumerate(TOKENS)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=TOKENS[config.pad_token_id or 0], model_max_length=LONGEST
+    ).save_pretrained(folder)
+    return folder
+
+
+def entry_of(name: str, folder: Path, width: int) -> ModelEntry:
+    """A catalogue entry of the folder, in the precision of the kit."""
+    return parse_entry(
+        {
+            "id": name,
+            "weights": {"path": str(folder)},
+            "family": "text-encoder",
+            "outputs": {"dense": width},
+            "max_tokens": LONGEST,
+            "load": {"precision": PRECISION, "engine": "torch"},
+        }
+    )
+
+
+@contextlib.contextmanager
+def new_engine(**settings: Any) -> Iterator[AdapterEngine]:
+    """An engine on the device with a cache folder of its own."""
+    with tempfile.TemporaryDirectory() as cache:
+        engine = AdapterEngine(Settings(**{"device": str(DEVICE), "local_cache": cache, **settings}))
+        try:
+            yield engine
+        finally:
+            engine.stop(5)
+            for model in engine.residency.describe():
+                engine.residency.release(model.model)
+
+
+def batch(model: str, ids: Sequence[np.ndarray], number: int = 0) -> RunBatch:
+    """The message of texts that are to become mean-pooled vectors."""
+    lengths = np.array([len(row) for row in ids], "<i4").tobytes()
+    joined = np.concatenate(ids).astype("<i4").tobytes()
+    return RunBatch(str(number), model, "encode", lengths, joined, (Group(0, len(ids)),), pooling="mean")
+
+
+def vectors(reply: object) -> np.ndarray:
+    """float32 [texts, width] of a reply. Fails unless each text has one."""
+    if not isinstance(reply, BatchDone) or not all(isinstance(outcome, Ok) for outcome in reply.outcomes):
+        raise TypeError(f"a batch failed: {reply}")
+    return np.frombuffer(reply.block, "<f4").reshape(len(reply.outcomes), -1)
+
+
+def random_ids(lengths: Sequence[int], seed: int = 0) -> list[np.ndarray]:
+    """Token ids, int32 [length] each."""
+    generator = np.random.default_rng(seed)
+    return [generator.choice(np.array(LETTERS, np.int32), length) for length in lengths]
+
+
+def text_of(ids: np.ndarray) -> str:
+    """The text that has these tokens."""
+    return "".join(TOKENS[number] for number in ids)
+
+
+def mixed_lengths(count: int) -> list[int]:
+    """Log-normal lengths with a mean of about 87 tokens."""
+    drawn = np.random.default_rng(3).lognormal(4.1, 0.82, count)
+    return [int(length) for length in np.clip(drawn, 2, 254)]
+
+
+def forward_of(backbone: Backbone, lengths: Sequence[int]) -> Callable[[], Any]:
+    """The model's pass on inputs that are on the device, launched kernel by kernel. To be called under inference
+    mode.
+    """
+    ids = np.concatenate(random_ids(lengths))
+    packed = backbone.pack(Items(np.array(lengths), ids), np.arange(len(lengths)))
+    model, inputs = backbone._model, {}
+
+    def kept(**named: Any) -> Any:
+        inputs.update(named)
+        return model(**named)
+
+    backbone._model = kept
+    try:
+        backbone._forward_eager(packed)
+    finally:
+        backbone._model = model
+    return lambda: model(**inputs)
+
+
+def compile_layers(backbone: Backbone) -> None:
+    """Compile the layers of a BERT at their next call, all with one graph."""
+    for layer in backbone._model.encoder.layer:
+        layer.compile(backend="eager" if REHEARSAL else "inductor", dynamic=True)
+
+
+# measurements
+
+
+def synchronize() -> None:
+    """Wait for the device."""
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize(DEVICE)
+
+
+def seconds_of(run: Callable[[], object], *, least: int = 3, budget_s: float = 2.0) -> float:
+    """The median seconds of `least` runs or of as many as fit into the budget. Call it warm."""
+    times: list[float] = []
+    while len(times) < least or (sum(times) < budget_s and not REHEARSAL):
+        synchronize()
+        started_s = time.perf_counter()
+        run()
+        synchronize()
+        times.append(time.perf_counter() - started_s)
+    return statistics.median(times)
+
+
+def used_mib() -> float:
+    """Memory of the device in use by all processes: NVML's on a card."""
+    return devices.memory(DEVICE).used_bytes / MIB
+
+
+@contextlib.contextmanager
+def utilisation() -> Iterator[list[float]]:
+    """Samples of NVML's utilisation, percent, while the block runs."""
+    probe, ended, samples = devices.UtilisationProbe(DEVICE), threading.Event(), list[float]()
+
+    def sample() -> None:
+        while not ended.wait(0.1):
+            if (percent := probe.percent()) is not None:
+                samples.append(percent)
+
+    thread = threading.Thread(target=sample)
+    thread.start()
+    try:
+        yield samples
+    finally:
+        ended.set()
+        thread.join()
+
+
+@dataclass(frozen=True)
+class KernelProfile:
+    """Kernels of a run: `rows` (name, calls, microseconds), most time first; the share of `span_us`, from the first
+    kernel to the end of the last, in which none ran; and the gaps between kernels, microseconds.
+    """
+
+    rows: list[tuple[str, int, float]]
+    span_us: float
+    idle_share: float
+    gaps_us: list[float]
+
+
+def profiled(run: Callable[[], object]) -> KernelProfile:
+    """Profile the kernels of one warm run; in a rehearsal the operators of the processor."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    wanted = DeviceType.CPU
+    if DEVICE.type == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+        wanted = DeviceType.CUDA
+    with torch.profiler.profile(activities=activities) as profile:
+        run()
+        synchronize()
+    spans = sorted(
+        (event.time_range.start, event.time_range.end, event.name)
+        for event in profile.events()
+        if event.device_type == wanted
+    )
+    if not spans:
+        raise RuntimeError("the profiler recorded no kernel")
+    calls, times = Counter[str](), Counter[str]()
+    gaps, reached = [], spans[0][0]
+    for start, end, name in spans:
+        calls[name] += 1
+        times[name] += end - start
+        if start > reached:
+            gaps.append(start - reached)
+        reached = max(reached, end)
+    span = reached - spans[0][0]
+    rows = [(name, calls[name], float(taken)) for name, taken in times.most_common()]
+    return KernelProfile(rows, span, sum(gaps) / span if span else 0.0, gaps)

@@ -1,0 +1,42 @@
+/** What the views say of a model in a word or two. */
+
+import type { Model } from "./types";
+
+export const base = (model: Model): string => model.variant_of ?? model.id;
+
+/** What is in use or in trouble comes first, then what is on the disk, such as folders of one's own. */
+const RANKS: Record<Model["state"], number> = { loaded: 0, loading: 1, unloading: 1, failed: 2, available: 3 };
+export const rank = (model: Model): number => RANKS[model.state] + (model.state === "available" && !model.on_disk ? 1 : 0);
+
+/** The state, of a download how far it is, and of what is not loaded where its weights are. */
+export function stateOf(model: Model): string {
+  const { state, downloads } = model;
+  const [done, total] = downloads.reduce(([done, total], each) => [done + each.done_bytes, total + each.total_bytes], [0, 0]);
+  if (total) return `${state} ${Math.floor((100 * done) / total)} %`;
+  if (state !== "available") return state;
+  return model.on_disk ? "on disk" : "to download";
+}
+
+/** The size that its description names. */
+export const sizeOf = ({ description }: Model): string => /[\d.]+[MB](?= parameters)/.exec(description)?.[0] ?? "";
+
+const KINDS: [string, (model: Model) => boolean][] = [
+  ["Dense vectors", ({ outputs }) => outputs.includes("dense")],
+  ["Sparse vectors", ({ outputs }) => outputs.includes("sparse")],
+  ["Late interaction", ({ outputs }) => outputs.includes("multivector")],
+  ["Takes images", ({ inputs }) => inputs.includes("image")],
+  ["Takes sounds", ({ inputs }) => inputs.includes("audio")],
+  ["Takes documents", ({ inputs }) => inputs.includes("document")],
+];
+
+/** The kinds that tell these models apart. */
+export const kindsOf = (models: Model[]): string[] =>
+  KINDS.filter(([, fits]) => models.some(fits) && !models.every(fits)).map(([name]) => name);
+
+export const isOfKind = (model: Model, kind: string): boolean => KINDS.find(([name]) => name === kind)?.[1](model) ?? true;
+
+/** Whether each word is somewhere in what is known of a model. */
+export function hasWords(model: Model, text: string): boolean {
+  const known = [model.id, model.description, model.license, stateOf(model), ...model.tasks, ...model.inputs, ...model.outputs].join("\n").toLowerCase();
+  return text.toLowerCase().split(/\s+/).every((word) => known.includes(word));
+}

@@ -1,0 +1,36 @@
+/** What a result looks like, before a model was asked: computed once, with the models that are named. */
+
+import { Bars } from "./playground-parts";
+import { Spans } from "./playground-extract";
+import type { Verb } from "./playground-requests";
+import { Heat } from "./playground-vectors";
+
+export const EXAMPLES: Record<Verb, string> = {
+  encode: "The cat sits on the mat.\nA kitten rests on a rug.\nStocks fell sharply today.\nThe market lost ground.",
+  score: "Paris is the capital of France.\nBerlin is the capital of Germany.\nBread is made of flour.",
+  extract: "Ada Lovelace met Charles Babbage in London in 1833.",
+};
+export const QUESTION = "What is the capital of France?";
+
+const COSINES = [[1, 0.65, 0.07, 0.01], [0.65, 1, 0.1, -0.03], [0.07, 0.1, 1, 0.49], [0.01, -0.03, 0.49, 1]];
+const SCORES = [0.86, 0.4, 0.17];
+const ENTITIES: [string, string][] = [["Ada Lovelace", "person"], ["Charles Babbage", "person"], ["London", "place"], ["1833", "date"]];
+
+const lines = (verb: Verb): string[] => EXAMPLES[verb].split("\n");
+
+export function Example({ verb, model }: { verb: Verb; model: string }) {
+  return (
+    <article class="panel example">
+      <h2>Example</h2>
+      <p class="dim">{`What a result looks like; ${verb === "extract" ? "drawn by hand" : "computed earlier with all-MiniLM-L6-v2"}. Run asks ${model || "a model"}, which is loaded first.`}</p>
+      {verb === "encode" && <Heat matrix={COSINES} names={lines("encode")} />}
+      {verb === "score" && (
+        <>
+          <h3>{`Documents, best first: ${QUESTION}`}</h3>
+          <Bars label="Scores of the example" least={0} most={1} rows={lines("score").map((name, place) => ({ name, value: SCORES[place] ?? 0 }))} />
+        </>
+      )}
+      {verb === "extract" && <Spans text={EXAMPLES.extract} entities={ENTITIES.map(([text, label]) => ({ text, label, score: 1, bbox: null, start: EXAMPLES.extract.indexOf(text), end: EXAMPLES.extract.indexOf(text) + text.length }))} />}
+    </article>
+  );
+}

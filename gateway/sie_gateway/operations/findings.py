@@ -1,0 +1,199 @@
+"""Faults of the cluster that a gateway finds, each with a remedy. The page at `/` and `sie doctor` show
+them.
+
+    workers ──► gateway, loads, clock
+    queues  ──► queue
+    history ──► refusals
+
+The names on the right are those of the checks of `sie doctor` that list these findings.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from sie_contracts.api.operations import WorkerInfo
+from sie_contracts.api.views import ClusterFinding
+from sie_contracts.errors import ErrorInfo
+from sie_contracts.status import QueueInfo
+from sie_gateway.fleet.pool_rules import HIDDEN
+
+MAX_FINDINGS = 50
+CLOCK_S = 2.0  # seconds; tolerated error of a wall clock, by which keys expire
+WINDOW_S = 300.0  # seconds of requests in which refusals are counted
+REFUSED_SHARE = 0.01
+STUCK_S = 60.0  # age of the oldest work at which a queue counts as stuck, as for the alert SIEQueueStuck
+GROWTH_S = 60.0
+GROWTH = 1.5  # growth of a queue in GROWTH_S that is a fault
+GROWN_MESSAGES = 100  # a shorter queue may grow
+_GPUS = re.compile(r"(?i)(^|[-_])(t4|v100|p100|a10g?|a30|a40|a100|l4|l40s?|h100|h200|b200|gb200|rtx\w*)([-_]|$)")
+
+_CAPACITY = (
+    "add workers (start `sie serve` with a higher `--workers`; in Kubernetes raise maxReplicas of the worker pool), or "
+    "send less at once: `sie jobs submit` runs long work at the pace of the workers"
+)
+_START = (
+    "start one: `sie sidecar` and `sie adapter` with one SIE_IPC_SOCKET_PATH, or raise the replicas of a worker pool"
+)
+_LOADS = "the check loads names the models and the causes"
+_BROKER = "`sie doctor` tests the broker, its streams and its disk"
+# remedy of a refusal, by its code; other codes are faults of a request, or end with a cold start
+_REFUSALS = {
+    "QUEUE_FULL": _CAPACITY,
+    "RATE_LIMITED": "`sie keys list` shows the limits of the keys; `sie keys create` makes a key with higher ones",
+    "QUEUE_UNAVAILABLE": _BROKER,
+    "NOT_READY": "GET /readyz on SIE_GATEWAY_METRICS_PORT of the gateway names what it waits for",
+    "RESOURCE_EXHAUSTED": "free memory of the workers or space of the payload store; `sie doctor` on its machine tests "
+    "the disk",
+    "GATEWAY_TIMEOUT": _CAPACITY,
+    "MODEL_LOAD_FAILED": _LOADS,
+    "INFERENCE_ERROR": "the log of the adapter has the traceback",
+    "INTERNAL_ERROR": "the log of the gateway has the traceback",
+}
+
+
+def _of_loads(code: str, model: str) -> str:
+    """Return the remedy for a load of a model that failed with `code`."""
+    name = shlex.quote(model.partition(":")[0])
+    entry = (
+        f"change its entry (`sie models set {name}`), or make the revision before it the newest again "
+        f"(`sie models history {name}`, `sie models rollback {name} REVISION`)"
+    )
+    return {
+        "OOM": f"give it a larger worker, or fewer models beside it (`sie models unload {name}`)",
+        "NETWORK": "make the source of its weights reachable from the worker, which tries again by itself",
+        "GATED": "accept the licence at the hub and set HF_TOKEN of the workers",
+        "DEPENDENCY": "install the package that it names beside the adapter",
+        "UNKNOWN": f"the log of the adapter has the traceback; {entry}",
+    }.get(code, entry)
+
+
+def of_workers(workers: Sequence[WorkerInfo]) -> list[ClusterFinding]:
+    """List the workers that are not healthy, and those that compute on the CPU of a machine with a GPU."""
+    if not workers:
+        return [ClusterFinding(check="gateway", wrong="no worker is there: requests wait or are refused", fix=_START)]
+    unhealthy = "GET /readyz on its SIE_WORKER_METRICS_PORT says why; `sie doctor` on its machine looks at its socket"
+    on_cpu = (
+        "`nvidia-smi` has to work where it runs, and `sie doctor` there compares driver and torch; SIE_DEVICE=cuda "
+        "makes a missing GPU an error of its start"
+    )
+    named = [(f"worker {info.name} ({info.pool}.{info.gpu}.{info.bundle})", info) for info in workers]
+    return [
+        *(
+            ClusterFinding(check="gateway", wrong=f"{name} is not healthy", fix=unhealthy)
+            for name, info in named
+            if not info.healthy
+        ),
+        *(
+            ClusterFinding(check="gateway", wrong=f"{name} computes on the CPU, not on a GPU", fix=on_cpu)
+            for name, info in named
+            if info.healthy and info.device == "cpu" and _GPUS.search(info.gpu)
+        ),
+    ]
+
+
+def of_loads(errors: Iterable[tuple[str, Mapping[str, ErrorInfo]]]) -> list[ClusterFinding]:
+    """List the failed loads: one finding for each worker and cause. `errors`: by worker and model."""
+    # profiles that share a copy of the weights fail together
+    failed: dict[tuple[str, str, str], list[str]] = defaultdict(list)
+    for worker, by_model in errors:
+        for model, error in by_model.items():
+            failed[worker, error.code, error.message].append(model)
+    return [
+        ClusterFinding(
+            check="loads",
+            wrong=f"worker {worker} cannot load {', '.join(models)}: {code}: {message}",
+            fix=_of_loads(code, models[0]),
+        )
+        for (worker, code, message), models in failed.items()
+    ]
+
+
+def of_clocks(ahead_s: Mapping[str, float]) -> list[ClusterFinding]:
+    """List the workers whose wall clock differs from the broker's. `ahead_s`: by worker."""
+    return [
+        ClusterFinding(
+            check="clock",
+            wrong=f"the clock of worker {worker} is {abs(seconds):.1f} s {'ahead of' if seconds > 0 else 'behind'} the "
+            "broker's",
+            fix="synchronise its machine, of a pod its node: `timedatectl set-ntp true`, then `chronyc makestep`",
+        )
+        for worker, seconds in ahead_s.items()
+        if abs(seconds) > CLOCK_S
+    ]
+
+
+def of_refusals(requests: int, errors: Mapping[str, int]) -> list[ClusterFinding]:
+    """List the codes with which more than REFUSED_SHARE of the requests of WINDOW_S were refused."""
+    return [
+        ClusterFinding(
+            check="refusals",
+            wrong=f"{count} of {requests} requests of the last {WINDOW_S / 60:.0f} minutes were answered {code}",
+            fix=_REFUSALS[code],
+        )
+        for code, count in Counter(errors).most_common()
+        if code in _REFUSALS and count > REFUSED_SHARE * requests
+    ]
+
+
+class QueueTrend:
+    """Lengths of the queues over the last GROWTH_S, in samples at equal times."""
+
+    def __init__(self, every_s: float) -> None:
+        self._samples: deque[Counter[tuple[str, str, str]]] = deque(maxlen=int(GROWTH_S / every_s) + 1)
+
+    def sample(self, queues: Iterable[QueueInfo] | None) -> None:
+        """Add a sample. None: the lengths are not known, and the trend begins again."""
+        if queues is None:
+            self._samples.clear()
+        else:
+            self._samples.append(_lengths(queues))
+
+    def grown(self, lane: tuple[str, str, str]) -> tuple[int, int] | None:
+        """Return the first and the last length of the queue of a lane that grew all the time; else None."""
+        if len(self._samples) < (self._samples.maxlen or 0):
+            return None
+        first, middle, last = (self._samples[place][lane] for place in (0, len(self._samples) // 2, -1))
+        grows = first <= middle <= last and last > max(GROWN_MESSAGES, GROWTH * first)
+        return (first, last) if grows else None
+
+
+def of_queues(
+    queues: Sequence[QueueInfo], workers: Iterable[WorkerInfo], trend: QueueTrend, visible: Callable[[str], bool]
+) -> list[ClusterFinding]:
+    """List the lanes whose oldest work waits for longer than STUCK_S, or whose queue grows. `visible` checks whether
+    the name of a pool may be shown.
+    """
+    healthy = Counter((info.pool, info.gpu, info.bundle) for info in workers if info.healthy)
+    oldest_s: dict[tuple[str, str, str], float] = defaultdict(float)
+    for entry in queues:
+        lane = (entry.pool, entry.machine_profile, entry.bundle)
+        oldest_s[lane] = max(oldest_s[lane], entry.oldest_s)
+    findings = []
+    for lane, messages in _lengths(queues).items():
+        grown = trend.grown(lane)
+        if oldest_s[lane] > STUCK_S:
+            state = f"has {messages} messages, the oldest of {oldest_s[lane]:.0f} s"
+        elif grown is not None:
+            state = f"grew from {grown[0]} to {grown[1]} messages in {GROWTH_S:.0f} s"
+        else:
+            continue
+        name = ".".join(lane if visible(lane[0]) else (HIDDEN, *lane[1:]))
+        findings.append(
+            ClusterFinding(
+                check="queue",
+                wrong=f"the queue of {name} {state}; its healthy workers: {healthy[lane]}",
+                fix=_CAPACITY if healthy[lane] else _START,
+            )
+        )
+    return findings
+
+
+def _lengths(queues: Iterable[QueueInfo]) -> Counter[tuple[str, str, str]]:
+    lengths: Counter[tuple[str, str, str]] = Counter()
+    for entry in queues:
+        lengths[entry.pool, entry.machine_profile, entry.bundle] += entry.messages
+    return lengths

@@ -1,0 +1,157 @@
+"""Faults that a gateway sees by itself, with remedies whose commands exist."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import AsyncIterator, Iterable
+from pathlib import Path
+
+import click
+import msgspec
+import pytest
+from fake_adapter import toy_entry
+from inprocess import InProcess, until_told
+
+from sie_cli.main import main
+from sie_contracts.api.operations import WorkerInfo
+from sie_contracts.api.views import ClusterFinding
+from sie_contracts.errors import ErrorInfo
+from sie_contracts.status import QueueInfo
+from sie_gateway.operations import findings
+from sie_gateway.operations.findings import (
+    GROWTH_S,
+    QueueTrend,
+    of_clocks,
+    of_loads,
+    of_queues,
+    of_refusals,
+    of_workers,
+)
+
+WORKER = WorkerInfo("w0", None, "l4", 1, "_default", [], 0, 0, 0, True, "default", "", "cuda:0")
+QUEUE = QueueInfo("_default", "l4", "default", "interactive", 10, 1.0)
+EVERY_S = 5.0
+CODES = ("OOM", "NETWORK", "GATED", "DEPENDENCY", "UNKNOWN", "CERTIFICATE")
+
+
+@pytest.fixture
+async def cluster(tmp_path: Path) -> AsyncIterator[InProcess]:
+    async with InProcess(tmp_path, toy_entry("toy/one")) as cluster:
+        yield cluster
+
+
+def texts(found: Iterable[ClusterFinding]) -> list[str]:
+    return [finding.wrong for finding in found]
+
+
+def error(code: str, message: str = "why") -> ErrorInfo:
+    return ErrorInfo(code, message)
+
+
+def filled(*lengths: int) -> QueueTrend:
+    """A trend whose samples go in equal parts through these lengths."""
+    trend, samples = QueueTrend(EVERY_S), int(GROWTH_S / EVERY_S) + 1
+    for place in range(samples):
+        length = lengths[place * len(lengths) // samples]
+        trend.sample([msgspec.structs.replace(QUEUE, messages=length)])
+    return trend
+
+
+def test_workers_that_are_absent_unhealthy_or_without_their_gpu_are_found() -> None:
+    replaced = msgspec.structs.replace
+    assert texts(of_workers([])) == ["no worker is there: requests wait or are refused"]
+    assert of_workers([WORKER, replaced(WORKER, gpu="cpu", device="cpu")]) == []
+    ill, on_cpu = replaced(WORKER, healthy=False), replaced(WORKER, name="w1", gpu="a100-80gb", device="cpu")
+    assert texts(of_workers([ill, on_cpu])) == [
+        "worker w0 (_default.l4.default) is not healthy",
+        "worker w1 (_default.a100-80gb.default) computes on the CPU, not on a GPU",
+    ]
+
+
+def test_models_that_fail_for_one_cause_on_a_worker_are_one_finding() -> None:
+    failed = {"bad": error("CERTIFICATE"), "bad:small": error("CERTIFICATE"), "large": error("OOM")}
+    (entry, room) = of_loads([("w0", failed), ("w1", {})])
+    assert entry.wrong == "worker w0 cannot load bad, bad:small: CERTIFICATE: why"
+    assert "`sie models rollback bad REVISION`" in entry.fix
+    assert "`sie models unload large`" in room.fix
+
+
+def test_a_clock_is_found_if_it_is_off_in_either_direction() -> None:
+    assert texts(of_clocks({"w0": 1.9, "w1": 90.0, "w2": -3.0})) == [
+        "the clock of worker w1 is 90.0 s ahead of the broker's",
+        "the clock of worker w2 is 3.0 s behind the broker's",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("requests", "errors", "found"),
+    [
+        (0, {}, []),
+        (1000, {"QUEUE_FULL": 10}, []),
+        (1000, {"RATE_LIMITED": 11, "QUEUE_FULL": 373, "INVALID_INPUT": 600}, ["373 of 1000", "11 of 1000"]),
+    ],
+)
+def test_refusals_count_from_one_percent_on(requests: int, errors: dict[str, int], found: list[str]) -> None:
+    assert [text.partition(" requests")[0] for text in texts(of_refusals(requests, errors))] == found
+
+
+def test_a_queue_is_found_if_its_work_is_old_or_its_length_grows() -> None:
+    def at(trend: QueueTrend, queue: QueueInfo = QUEUE, *workers: WorkerInfo) -> list[ClusterFinding]:
+        return of_queues([queue], workers, trend, lambda pool: True)
+
+    assert at(filled(10)) == []
+    assert at(filled(500, 100, 500)) == [], "it shrank meanwhile"
+    assert at(filled(10, 20, 90)) == [], "it is short"
+    assert at(filled(400, 450, 500)) == [], "it grew by less than half"
+    trend = filled(100, 200, 300)
+    (found,) = at(trend, QUEUE, WORKER)
+    assert (
+        found.wrong == "the queue of _default.l4.default grew from 100 to 300 messages in 60 s; its healthy workers: 1"
+    )
+    assert "`--workers`" in found.fix
+    trend.sample(None)
+    assert at(trend) == [], "the length was not known meanwhile"
+    (found,) = at(trend, msgspec.structs.replace(QUEUE, oldest_s=61.0))
+    assert found.wrong == "the queue of _default.l4.default has 10 messages, the oldest of 61 s; its healthy workers: 0"
+    assert found.fix.startswith("start one: `sie sidecar`")
+
+
+def test_the_pool_of_another_key_is_not_named() -> None:
+    queue = msgspec.structs.replace(QUEUE, pool="secret", oldest_s=61.0)
+    (found,) = of_queues([queue], [], filled(10), lambda pool: False)
+    assert "secret" not in found.wrong
+
+
+def test_each_command_of_a_remedy_exists() -> None:
+    remedies = [
+        *(finding.fix for code in CODES for finding in of_loads([("w0", {"m": error(code)})])),
+        *(finding.fix for code in findings._REFUSALS for finding in of_refusals(1, {code: 1})),
+        *(
+            finding.fix
+            for info in ([], [msgspec.structs.replace(WORKER, healthy=False)])
+            for finding in of_workers(info)
+        ),
+    ]
+    named = {command for fix in remedies for command in re.findall(r"`(sie [^`]+)`", fix)}
+    assert len(named) > 5
+    for line in named:
+        command: click.Command = main
+        for word in shlex.split(line)[1:]:
+            if isinstance(command, click.Group):
+                assert word in command.commands, line
+                command = command.commands[word]
+
+
+async def test_a_page_reads_the_findings_of_its_gateway(cluster: InProcess) -> None:
+    gateway = await cluster.gateway()
+
+    async def found() -> list[str]:
+        return [each["check"] for each in (await gateway.client.get("/v1/cluster")).json()["findings"]]
+
+    async def is_well() -> bool:
+        return await found() == []
+
+    assert await found() == ["gateway"], "there is no worker"
+    await cluster.sidecar()
+    await until_told(is_well, "the worker is heard")
