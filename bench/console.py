@@ -42,7 +42,7 @@ WATCH = """(() => {
   new PerformanceObserver(noted).observe({type: 'longtask', buffered: true});
 })()"""
 TYPING = """(() => {
-  const field = document.querySelector('#find-model, #filter, #model-filter');
+  const field = document.querySelector('#filter, #model-filter');
   if (!field) return;
   Object.getOwnPropertyDescriptor(HTMLInputElement.prototype, 'value').set.call(field, field.value ? '' : 'a');
   field.dispatchEvent(new Event('input', {bubbles: true}));

@@ -112,6 +112,14 @@ def click(page: Page, element: str) -> None:
     page.evaluate(f"document.querySelector({json.dumps(element)}).click()")
 
 
+def pressed(page: Page, key: str, code: int) -> None:
+    """Press a key of the keyboard, for the element that has the focus."""
+    text = {"text": "\r"} if key == "Enter" else {}
+    for kind in ("keyDown", "keyUp"):
+        given = text if kind == "keyDown" else {}
+        page.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code, **given)
+
+
 @contextlib.contextmanager
 def browsing(profile: Path) -> Iterator[str]:
     """A browser whose files are in `profile`. Gives host and port of its DevTools."""

@@ -3,7 +3,7 @@
 sie serve
 python tests/console_pictures.py [--url http://127.0.0.1:8080] [--key KEY]    writes docs/console-*.png
 
-It needs Debian's chromium. The key needs the scope admin for what the doctor finds.
+It needs Debian's chromium.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from browser import Page, browsing, click, tab, typed
+from browser import Page, browsing, tab
 from cluster import until
 
 DOCS = Path(__file__).parents[1] / "docs"
 MODEL = "sentence-transformers/all-MiniLM-L6-v2"
-# name, view, colour scheme, width, what is pressed and then there
+# name, view, colour scheme, width, what is there
 PICTURES = (
-    ("playground", "playground", "light", 1280, "#run", ".waterfall"),
-    ("models", "models", "light", 1280, "#catalogue button", ".revisions tr"),
-    ("jobs", "jobs", "light", 1280, "#jobs button", ".parts"),
-    ("cluster", "cluster", "dark", 1280, "#doctor", "#findings"),
-    ("narrow", "playground", "dark", 390, "#run", ".waterfall"),
+    ("playground", "playground", "light", 1280, ".waterfall"),
+    ("models", "models", "light", 1280, "#catalogue tr"),
+    ("jobs", "jobs", "light", 1280, "#jobs tr"),
+    ("cluster", "cluster", "dark", 1280, ".charts"),
+    ("narrow", "playground", "dark", 390, ".waterfall"),
 )
-MAX_HEIGHT = 1500
+MAX_HEIGHT = 1200
 
 
 def main() -> None:
@@ -48,8 +48,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as profile, browsing(Path(profile)) as devtools, tab(devtools) as page:
         page.open(options.url)
         page.evaluate(f"sessionStorage.setItem('sie.key', {json.dumps(options.key)})")
-        for name, view, scheme, width, pressed, there in PICTURES:
-            take(page, f"{options.url}/#{view}", scheme, width, (pressed, there), DOCS / f"console-{name}.png")
+        for name, view, scheme, width, there in PICTURES:
+            take(page, f"{options.url}/#{view}", scheme, width, there, DOCS / f"console-{name}.png")
 
 
 def work(client: httpx.Client) -> None:
@@ -79,16 +79,10 @@ def work(client: httpx.Client) -> None:
     until(lambda: told(slow)["forecast"] and told(slow)["counts"]["shards_done"], 120, "a forecast")
 
 
-def take(page: Page, url: str, scheme: str, width: int, use: tuple[str, str], path: Path) -> None:
-    pressed, there = use
+def take(page: Page, url: str, scheme: str, width: int, there: str, path: Path) -> None:
     page.look(width, scheme)
     page.open("about:blank")
     page.open(url)
-    page.wait(f"Boolean(document.querySelector('{pressed}'))", bool, timeout_s=30)
-    if page.evaluate("Boolean(document.querySelector('#model-filter'))"):  # of the catalogue, the model that is loaded
-        typed(page, "#model-filter", MODEL)
-        page.wait("document.querySelector('#catalogue button')?.innerText", lambda name: name == MODEL)
-    click(page, pressed)
     page.wait(f"Boolean(document.querySelector('{there}'))", bool, timeout_s=60)
     height = min(MAX_HEIGHT, page.evaluate("document.documentElement.scrollHeight"))
     clip = {"x": 0, "y": 0, "width": width, "height": height, "scale": 0.75}

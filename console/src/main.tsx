@@ -22,7 +22,8 @@ function App() {
   const [models, setModels] = useState<Model[]>();
   const [total, setTotal] = useState(0);
   const [wanted, setWanted] = useState("");
-  const [scopes, setScopes] = useState<string[]>([]);
+  const [scopes, setScopes] = useState<string[]>();
+  const mine = scopes ?? [];
   const [refusal, setRefusal] = useState<SIEError>();
   const [signedIn, setSignedIn] = useState(0);
   const played = useRef<Route>(undefined); // what was typed there, and what came back, stays while another view is looked at
@@ -34,14 +35,15 @@ function App() {
     let ended = false;
     let timer = 0;
     let everyMs = MODELS_EVERY_MS;
+    let isKnown = false; // what the key may do
     async function turn() {
       if (document.visibilityState === "visible") {
         try {
-          const { scopes: mine } = await get<Whoami>("/v1/whoami");
-          const [all, found] = await Promise.all([listed(""), search ? listed(search) : undefined]);
+          const [who, all, found] = await Promise.all([isKnown ? undefined : get<Whoami>("/v1/whoami"), listed(""), search ? listed(search) : undefined]);
           if (ended) return;
           const known = new Map([...all.models, ...(found?.models ?? [])].map((model) => [model.id, model]));
-          setScopes(mine);
+          isKnown = true;
+          if (who) setScopes(who.scopes);
           setModels([...known.values()]);
           everyMs = [...known.values()].some((each) => each.state === "loading" || each.downloads.length) ? LOADING_EVERY_MS : MODELS_EVERY_MS;
           setTotal(all.total ?? 0);
@@ -61,11 +63,15 @@ function App() {
       window.clearTimeout(timer);
     };
   }, [signedIn, search, showsModels]);
+  useEffect(() => {
+    document.title = `${VIEWS[view]} · SIE`;
+  }, [view]);
 
   function signIn(value: string) {
     setWantsKey(false);
     keep(value);
     setModels(undefined);
+    setScopes(undefined);
     setRefusal(undefined);
     setSignedIn((count) => count + 1);
   }
@@ -87,16 +93,16 @@ function App() {
         <span class="rest">
           <a href={address("docs")}>API</a>
           {key() ? <button type="button" class="link" id="sign-out" onClick={() => signIn("")}>Sign out</button>
-            : models && !scopes.includes("admin") && <button type="button" class="link" id="sign-in" onClick={() => setWantsKey(true)}>Sign in as administrator</button>}
+            : models && !mine.includes("admin") && <button type="button" class="link" id="sign-in" onClick={() => setWantsKey(true)}>Sign in as administrator</button>}
         </span>
       </header>
       <main>
         {refusal && view !== "cluster" && <p class="bad" role="alert">{refusal.status ? refusal.message : "The gateway does not answer. This page asks again by itself."}</p>}
         {!models ? <p class="dim" role="status">{refusal && view !== "cluster" ? "" : "reading the catalogue"}</p>
-          : view === "cluster" ? <Cluster key={signedIn} parts={route.parts} scopes={scopes} />
+          : view === "cluster" ? <Cluster key={signedIn} parts={route.parts} scopes={mine} />
           : view === "models" ? <Models models={models} total={total} route={route} onFind={setWanted} />
-          : view === "jobs" && <Jobs key={signedIn} models={models} parts={route.parts} scopes={scopes} onFind={setWanted} />}
-        {models && playground && <div hidden={view !== "playground"}><Playground key={signedIn} models={models} route={playground} canInfer={scopes.includes("infer")} onFind={setWanted} /></div>}
+          : view === "jobs" && <Jobs key={signedIn} models={models} parts={route.parts} scopes={mine} onFind={setWanted} />}
+        {models && playground && <div hidden={view !== "playground"}><Playground key={signedIn} models={models} route={playground} canInfer={mine.includes("infer")} onFind={setWanted} /></div>}
       </main>
     </>
   );

@@ -4,7 +4,7 @@ import type { Model } from "./types";
 
 export const base = (model: Model): string => model.variant_of ?? model.id;
 
-/** What is in use or in trouble comes first. */
+/** What is in use or in trouble comes first, then what is on the disk, such as folders of one's own. */
 const RANKS: Record<Model["state"], number> = { loaded: 0, loading: 1, unloading: 1, failed: 2, available: 3 };
 export const rank = (model: Model): number => RANKS[model.state] + (model.state === "available" && !model.on_disk ? 1 : 0);
 
@@ -24,10 +24,6 @@ const KINDS: [string, (model: Model) => boolean][] = [
   ["Dense vectors", ({ outputs }) => outputs.includes("dense")],
   ["Sparse vectors", ({ outputs }) => outputs.includes("sparse")],
   ["Late interaction", ({ outputs }) => outputs.includes("multivector")],
-  ["Entities", ({ outputs }) => outputs.includes("entities")],
-  ["Classes", ({ outputs }) => outputs.includes("classifications")],
-  ["Relations", ({ outputs }) => outputs.includes("relations")],
-  ["Objects", ({ outputs }) => outputs.includes("objects")],
   ["Takes images", ({ inputs }) => inputs.includes("image")],
   ["Takes sounds", ({ inputs }) => inputs.includes("audio")],
   ["Takes documents", ({ inputs }) => inputs.includes("document")],

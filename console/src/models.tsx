@@ -54,8 +54,7 @@ function ModelList({ models, total, route, onFind }: Props) {
     for (const model of models) found.set(base(model), [...(found.get(base(model)) ?? []), model]);
     const fits = (model: Model): boolean =>
       hasWords(model, find.trim()) && (!task || model.tasks.some((each) => each === task)) && isOfKind(model, kind) && (!state || stateOf(model).startsWith(state));
-    // the models that stand for a group: in use before in trouble before others, files of this cluster before a commit of the hub
-    const order = (group: Model[]): number => Math.min(...group.map((model) => rank(model) + (/^[0-9a-f]{40}$/.test(model.revision) ? 0.5 : 0)));
+    const order = (group: Model[]): number => Math.min(...group.map(rank));
     return [...found.values()].filter((group) => group.some(fits)).sort((one, two) => order(one) - order(two));
   }, [models, find, task, kind, state]);
   const pages = Math.max(1, Math.ceil(groups.length / PAGE));
@@ -85,7 +84,7 @@ function ModelList({ models, total, route, onFind }: Props) {
       {!groups.length && <p>No model has all of this. Most that read several languages are described as multilingual, not by the names of the languages.</p>}
       {groups.length > 0 && (
         <div class="scroll" tabIndex={0} role="region" aria-label="Models">
-          <table class="cards">
+          <table class="cards models">
             <thead><tr><th scope="col">model</th><th scope="col">state</th><th scope="col">does</th><th scope="col">takes</th><th scope="col">gives</th><th scope="col" class="number">tokens</th><th scope="col" class="number">parameters</th></tr></thead>
             <tbody id="catalogue">{groups.slice((page - 1) * PAGE, page * PAGE).map((group) => <Row key={group[0] && base(group[0])} group={group} />)}</tbody>
           </table>

@@ -6,6 +6,7 @@ import { Cut } from "./playground-cut";
 import { type Asked, Bars, Items, placeOf } from "./playground-parts";
 import { type Outcome, programs } from "./playground-requests";
 import { Dense, Sparse } from "./playground-vectors";
+import { href } from "./routes";
 import type { Reply } from "./types";
 import { Waterfall } from "./waterfall";
 
@@ -23,7 +24,7 @@ export function Result({ outcome, asked }: { outcome: Outcome; asked: Asked[] })
       <article class="panel">
         <h2>{model.id}</h2>
         <p class="bad" role="alert">{refusal?.message}</p>
-        <p class="dim">{`status ${refusal?.status}, request ${refusal?.requestId}`}</p>
+        {refusal?.requestId && <p><a href={href("cluster", ["requests", refusal.requestId])}>{`Status ${refusal.status}: what is known of this request`}</a></p>}
         {copies}
       </article>
     );

@@ -63,7 +63,8 @@ export function Playground({ models, route, canInfer, onFind }: { models: Model[
 
   useEffect(() => setText((old) => (Object.values(EXAMPLES).includes(old) ? EXAMPLES[verb] : old)), [verb]); // own texts stay
   // a result is there before anything is pressed, where it costs no load
-  const isIdle = canInfer && model?.state === "loaded" && text === EXAMPLES[verb] && query === QUESTION && texts && done.verb === verb && !done.turn;
+  const isLoaded = [first, second].every((id) => !id || fitting.find((each) => each.id === id)?.state === "loaded");
+  const isIdle = canInfer && model && isLoaded && text === EXAMPLES[verb] && query === QUESTION && texts && done.verb === verb && !done.turn;
   useEffect(() => {
     if (isIdle && !running) void submit();
   }, [isIdle, verb]);
@@ -190,9 +191,9 @@ export function Playground({ models, route, canInfer, onFind }: { models: Model[
         </form>
         <p class="unseen" role="status">{running ? "Running" : shown.map((each) => `${each.model.id} ${each.refusal ? "refused" : "answered"}`).join(", ")}</p>
         <div class="beside" aria-busy={Boolean(running)}>
+          {one && two && <Compared first={one} second={two} asked={done.asked} />}
           {shown.map((outcome) => <Result key={`${outcome.model.id} ${done.turn}`} outcome={outcome} asked={done.asked} />)}
           {!shown.length && !isIdle && <Example verb={verb} model={first} />}
-          {one && two && <Compared first={one} second={two} asked={done.asked} />}
         </div>
       </div>
     </section>

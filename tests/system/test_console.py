@@ -428,6 +428,8 @@ def test_no_view_has_a_serious_fault_of_accessibility(cluster: Cluster, page: Pa
             click(page, button)
             assert axe.serious(page, rules) == [], (view, width)
             assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), (view, width)
+            screens = page.evaluate("document.documentElement.scrollHeight / innerHeight")
+            assert screens <= (8 if width < 600 else 4), (view, width)
     assert page.complaints == []
 
 

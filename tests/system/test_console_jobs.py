@@ -4,6 +4,7 @@ failed says, which keys may see it, and no serious fault of accessibility.
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -14,8 +15,10 @@ from typing import Any
 import axe
 import httpx
 import local_models
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
-from browser import HOST, Page, click, tab, typed
+from browser import HOST, Page, click, pressed, tab, typed
 from click.testing import CliRunner
 from cluster import Cluster, running, until
 from playground import CELLS, COPIED, copied, files
@@ -111,13 +114,13 @@ def open_row(page: Page, name: str, table: str = "jobs") -> None:
     page.evaluate(f"{found}.click()")
 
 
-def fill(page: Page, data: bytes, **fields: str) -> None:
+def fill(page: Page, data: bytes, file: str = "rows.jsonl", **fields: str) -> None:
     """The form, with a file that was picked."""
     page.evaluate("location.hash = '#jobs/new'")
     page.wait("document.querySelector('#job-model')?.value", lambda model: model == ENCODER)
     page.evaluate(
         "(() => { const field = document.querySelector('#job-file'); "
-        f"field.files = {files(('rows.jsonl', '', data))}.files; "
+        f"field.files = {files((file, '', data))}.files; "
         "field.dispatchEvent(new Event('change', {bubbles: true})); })()"
     )
     page.wait("document.querySelector('#job-preview .chip')?.innerText ?? ''", bool)
@@ -170,6 +173,35 @@ def test_a_job_of_the_form_is_followed_to_its_files(page: Page, api: httpx.Clien
     assert api.get(f"/v1/jobs/{job['id']}").status_code == 404
 
 
+def parquet() -> bytes:
+    """A file whose columns are nested too, without a row."""
+    words = pa.array([], pa.list_(pa.struct([("word", pa.string()), ("at", pa.int32())])))
+    kept = io.BytesIO()
+    pq.write_table(pa.table({"key": pa.array([], pa.int64()), "words": words, "body": pa.array([], pa.string())}), kept)
+    return kept.getvalue()
+
+
+def test_the_columns_of_a_file_are_seen_and_put_into_the_text(page: Page, api: httpx.Client) -> None:
+    columns = "[...document.querySelectorAll('#job-preview .chip')].map(each => each.innerText)"
+    fill(page, parquet(), "a.parquet")
+    page.wait(columns, lambda found: found == ["key", "words", "body"])
+    page.wait("document.querySelector('#job-text').value", lambda text: text == "{body}")
+    assert "0 rows" in page.evaluate("document.querySelector('#job-preview').innerText")
+    csv = b'id,title,place\n1,"a ""quoted"", title\nof two lines",here\n2,plain,\n'
+    fill(page, csv, "a.csv", name="of a table", text="")
+    page.wait(columns, lambda found: found == ["id", "title", "place"])
+    rows = [["1", 'a "quoted", title of two lines', "here"], ["2", "plain", ""]]
+    assert page.evaluate(CELLS.format("#job-preview tbody")) == rows
+    page.evaluate("document.querySelectorAll('#job-preview .chip')[1].click()")
+    page.wait("document.querySelector('#job-text').value", lambda text: text == "{title}")
+    click(page, "#job-submit")
+    page.wait(STATE, lambda state: state == "completed", timeout_s=END_S)
+    (job,) = [each for each in api.get("/v1/jobs").json()["data"] if each["name"] == "of a table"]
+    assert (job["counts"]["done"], job["request"]["input"]["id"]) == (2, "id")
+    page.evaluate("history.back()")
+    page.wait("location.hash", lambda address: address == "#jobs/new")
+
+
 def test_a_row_that_failed_says_why_and_is_retried(page: Page, api: httpx.Client) -> None:
     job = submitted(api, lines({"id": "good", "text": "words"}, {"id": HARM, "text": None}), name=f"half {HARM}")
     ended(api, job)
@@ -210,14 +242,6 @@ def test_a_job_is_seen_to_go_on_and_is_paused_resumed_and_cancelled(page: Page, 
     click(page, ".job .certain")
     page.wait(STATE, lambda state: state == "cancelled", timeout_s=END_S)
     assert state_of(api, job) == "cancelled"
-
-
-def pressed(page: Page, key: str, code: int) -> None:
-    """A key of the keyboard, for whatever has the focus."""
-    text = {"text": "\r"} if key == "Enter" else {}
-    for kind in ("keyDown", "keyUp"):
-        given = text if kind == "keyDown" else {}
-        page.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code, **given)
 
 
 def test_a_job_is_opened_and_a_question_answered_by_the_keyboard(page: Page, api: httpx.Client) -> None:
@@ -425,6 +449,8 @@ def test_the_view_has_no_serious_fault_of_accessibility(
         def is_sound(width: int = width) -> None:
             assert axe.serious(page, rules) == [], width
             assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), width
+            screens = page.evaluate("document.documentElement.scrollHeight / innerHeight")
+            assert screens <= (8 if width < 600 else 4), width
 
         page.wait(JOBS, bool)
         is_sound()

@@ -97,6 +97,13 @@ def test_a_model_is_found_by_words_of_its_description_and_tried(page: Page, clus
     page.wait("document.querySelector('#model')?.value", lambda name: name == OTHER)
 
 
+def test_a_model_that_is_not_loaded_is_known_to_be_on_the_disk(page: Page, cluster: Cluster) -> None:
+    until(lambda: told(cluster, PROFILE)["on_disk"], 20, "a heartbeat")
+    opened(page, cluster, PROFILE)
+    page.wait("document.querySelector('.detail .state').innerText", lambda state: state in ("on disk", "loaded"))
+    assert told(cluster, PROFILE)["on_disk"] is True
+
+
 def test_a_check_that_failed_says_which_and_where(page: Page, cluster: Cluster) -> None:
     assert encode(cluster, BROKEN).json()["code"] == "MODEL_LOAD_FAILED"
     until(lambda: told(cluster, BROKEN)["state"] == "failed", 20, "the failure")

@@ -17,8 +17,8 @@ import local_models
 import numpy as np
 import pytest
 import typescript_package
-from browser import HOST, Page, click, tab, typed
-from cluster import Cluster, running
+from browser import HOST, Page, click, pressed, tab, typed
+from cluster import Cluster, running, until
 from image_files import encoded, picture, turned
 from parity import detector_checkpoints, qwen_checkpoints, reader_checkpoints
 from playground import (
@@ -120,6 +120,46 @@ def test_texts_are_compared_and_their_code_gives_the_same_numbers(page: Page, pa
     told = by_typescript(page, package, "results.map((each) => [...each.dense!])")
     assert np.abs(np.array(told) - np.array(vectors)).max() < 1e-6
     assert page.evaluate("document.querySelectorAll('.heat b').length") == 0
+
+
+def test_a_result_is_there_before_anything_is_pressed(page: Page, cluster: Cluster) -> None:
+    own = f"http://{HOST}:{cluster.port}/"
+    page.open(f"{own}?example#playground/extract/test/donut")  # it takes no text, so nothing is sent by itself
+    page.wait("document.querySelectorAll('.example .spans mark').length", lambda count: count == 4)
+    body = {"items": ["one"]}
+    loaded = "document.querySelector('#model')?.innerText.includes('loaded')"
+    until(lambda: httpx.post(f"{cluster.url}/v1/encode/test/mini", json=body, timeout=60).is_success, 120, "a load")
+    page.open(f"{own}?result#playground/encode/test/mini")
+    page.wait(f"location.search === '?result' && {loaded}", bool)
+    page.wait("document.querySelectorAll('article:not(.example) .heat td').length", lambda count: count == 16)
+    assert page.evaluate("document.querySelectorAll('.example').length") == 0
+
+
+def test_a_model_is_chosen_by_the_keyboard_and_has_an_address(page: Page) -> None:
+    value = "document.querySelector('#model').value"
+    choose(page, "encode", "test/mini")
+    page.evaluate("document.querySelector('#model').focus()")
+    pressed(page, "Enter", 13)
+    page.wait("document.activeElement.role", lambda role: role == "combobox")
+    page.call("Input.insertText", text="clip")
+    options = "[...document.querySelectorAll('[role=option]')].map(each => each.dataset.model)"
+    page.wait(options, lambda found: found == ["test/clip"])
+    pressed(page, "Enter", 13)
+    page.wait(value, lambda model: model == "test/clip")
+    page.wait("document.activeElement.id", lambda name: name == "model")
+    assert page.evaluate("location.hash") == "#playground/encode/test/clip"
+    pressed(page, "Enter", 13)
+    page.wait("document.activeElement.role", lambda role: role == "combobox")
+    for _ in range(2):
+        pressed(page, "ArrowDown", 40)
+    third = page.evaluate(options)[2]
+    page.wait("document.querySelector('[data-active]').dataset.model", lambda model: model == third)
+    pressed(page, "Escape", 27)
+    page.wait("document.querySelectorAll('[role=option]').length", lambda count: count == 0)
+    page.evaluate("history.back()")
+    page.wait(value, lambda model: model == "test/mini")
+    page.call("Page.reload")
+    page.wait(f"document.querySelector('#model') && {value}", lambda model: model == "test/mini")
 
 
 def test_texts_and_images_are_inputs_of_one_request(page: Page) -> None:
@@ -468,7 +508,7 @@ def test_two_profiles_and_two_rerankers_stand_beside_each_other(page: Page, pack
     assert told == {name: pytest.approx(score, rel=1e-6) for name, score in by_id.items()}
     told = dict(by_typescript(page, package, "results.scores.map((one) => [one.itemId, one.score])"))
     assert told == {name: pytest.approx(score, rel=1e-6) for name, score in by_id.items()}
-    shown = bars(page, "article:first-of-type")
+    shown = bars(page, "article:nth-of-type(2)")
     assert [value for _, value in shown] == pytest.approx(sorted(by_id.values(), reverse=True), abs=6e-5)
 
 

