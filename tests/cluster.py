@@ -26,7 +26,7 @@ from sie_cli.serve.ports import free_port
 
 SIE = str(Path(sys.executable).with_name("sie"))
 MODEL = "sentence-transformers/all-MiniLM-L6-v2"
-FORKED_WITH = ("SIE_", "OTEL_", "HF_TOKEN", "AWS_")  # settings that a forked process still obeys
+FORKED_WITH = ("SIE_", "OTEL_", "HF_TOKEN", "HF_ENDPOINT", "AWS_")  # settings that a forked process still obeys
 
 
 def free_ports(count: int) -> list[int]:

@@ -49,7 +49,7 @@ FOR = {
     "serve": ("sie_cli",),
 }
 # what one process never does, or only for those who installed another extra
-_HUB = ("sie_store.weights.hub", "sie_store.weights.completeness", "sie_cli.airgap", "sie_cli.models.inspect")
+_HUB = ("sie_store.weights.hub", "sie_store.weights.listing", "sie_cli.airgap", "sie_cli.models.inspect")
 # commands that bring components into their own process
 _COMPONENTS = ("sie_cli.replay.bench", "sie_cli.replay.replay", "sie_cli.serve.standalone", "sie_cli.serve.processes")
 APART: dict[str, tuple[str, ...]] = {

@@ -88,9 +88,7 @@ def obtain(hub: HubStub, cache: Path) -> Path:
 
     before, constants.ENDPOINT = constants.ENDPOINT, hub.url
     try:
-        return LocalCache(cache).obtain(
-            REPOSITORY, COMMIT, hub_fetch(REPOSITORY, COMMIT, common), "it", is_wanted=common
-        )
+        return LocalCache(cache).obtain(REPOSITORY, COMMIT, hub_fetch(REPOSITORY, COMMIT, common), "it", select=common)
     finally:
         constants.ENDPOINT = before
 
@@ -129,7 +127,7 @@ def _run(news: Connection, endpoint: str, cache: Path, dies_at: int, removes: bo
                     COMMIT,
                     hub_fetch(REPOSITORY, COMMIT, common),
                     "it",
-                    is_wanted=common,
+                    select=common,
                     progress=Telling("it"),
                 )
             )

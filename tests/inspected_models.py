@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import yaml
+from msgspec.structs import replace
 
 from sie_adapter.engine.device_threads import DeviceJob
 from sie_adapter.engine.engine import AdapterEngine
@@ -34,8 +35,9 @@ def run(
     engine: AdapterEngine, entry: ModelEntry, operation: Operation, texts: Sequence[str], query: str = "", **body: Any
 ) -> list[Any]:
     """What a client gets for `texts`: a map of arrays, a score or the extracted map of each. Options merge as the
-    gateway merges them.
+    gateway merges them. On torch: a load compares a graph with it.
     """
+    entry = replace(entry, load=replace(entry.load, engine="torch"))
     weights = engine.residency.ensure(entry.id, entry).weights
     options = run_options(Catalogue({entry.id: entry}).resolve(entry.id), body, operation, strict=True)[1].run
     work = rowing.WorkItemInput([Input(text) for text in texts], Input(query) if query else None, options)

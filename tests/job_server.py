@@ -49,6 +49,7 @@ class JobServer(ThreadingHTTPServer):
         self.cuts: Counter[str] = Counter()
         self.refuses: dict[str, tuple[int, str, str]] = {}
         self.page = 2
+        self.is_late = False  # a pause or a cancel has not taken effect yet when it is answered
         self.thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01})
         self.thread.start()
 
@@ -205,7 +206,8 @@ class Handler(BaseHTTPRequestHandler):
             case "POST", ["retry"]:
                 self.reply(server.add(state="queued", request=job["request"]), 201)
             case "POST", [action]:
-                job["state"] = {"pause": "paused", "resume": "running", "cancel": "cancelled"}[action]
+                if not server.is_late:
+                    job["state"] = {"pause": "paused", "resume": "running", "cancel": "cancelled"}[action]
                 self.reply(job)
             case "GET", ["manifest"]:
                 self.reply(self.manifest(job, int(query.get("after", 0))))

@@ -1,7 +1,7 @@
 """Routes of Qdrant's REST API over Qdrant's own engine, in a process of its own: a server of Qdrant is in no registry
 of packages.
 
-    python tests/qdrant_server.py PORT FOLDER [--key KEY] [--hold N]
+    QdrantServer ──► a fork with the arguments PORT FOLDER [--key KEY] [--hold N]
 
 Real here: the engine (qdrant-edge-py), which stores, checks and searches vectors; the models of qdrant-client, by
 which bodies are read. Made here: the routes, their statuses and the words around a result. `--hold`: request N to write
@@ -13,8 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import subprocess
-import sys
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -24,7 +23,7 @@ from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import httpx
-from zygote import end_with_parent
+from zygote import Forked
 
 from sie_cli.serve.ports import free_port
 
@@ -39,7 +38,7 @@ class QdrantServer:
         self._folder = folder
         self._key = key
         self.port = free_port()
-        self._process: subprocess.Popen[str] | None = None
+        self._process: Forked | None = None
 
     @property
     def url(self) -> str:
@@ -47,8 +46,8 @@ class QdrantServer:
 
     def begin(self, hold: int = 0) -> None:
         """Start, without waiting until it answers."""
-        argv = [sys.executable, __file__, str(self.port), str(self._folder), "--key", self._key, "--hold", str(hold)]
-        self._process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, preexec_fn=end_with_parent)
+        argv = [__file__, str(self.port), str(self._folder), "--key", self._key, "--hold", str(hold)]
+        self._process = Forked("qdrant", argv, os.environ)
 
     def start(self, hold: int = 0) -> None:
         self.begin(hold)
@@ -67,14 +66,12 @@ class QdrantServer:
     def holds(self) -> None:
         """Wait until it has carried out the request that it does not answer."""
         assert self._process is not None
-        assert self._process.stdout is not None
         assert self._process.stdout.readline() == "holds\n"
 
     def kill(self) -> None:
         if self._process is not None:
             self._process.kill()
             self._process.wait(60)
-            assert self._process.stdout is not None
             self._process.stdout.close()
             self._process = None
 
@@ -287,7 +284,3 @@ def main() -> None:
     Handler.key, Handler.hold = options.key, options.hold
     Handler.collections = Collections(options.folder)
     ThreadingHTTPServer(("127.0.0.1", options.port), Handler).serve_forever()
-
-
-if __name__ == "__main__":
-    main()

@@ -24,6 +24,7 @@ import gc
 import importlib
 import json
 import os
+import runpy
 import select
 import shutil
 import signal
@@ -41,11 +42,12 @@ import psutil
 
 from sie_cli.serve import supervisor
 
-Kind = Literal["sie", "engine", "fixed_cost_adapter", "tests"]
+Kind = Literal["sie", "engine", "fixed_cost_adapter", "qdrant", "tests"]
 ENTRIES: dict[Kind, str] = {
     "sie": "sie_cli.main",
     "engine": "sie_cli.main",
     "fixed_cost_adapter": "fixed_cost_adapter",
+    "qdrant": "qdrant_server",
     "tests": "worker",
 }
 # the last ones are imported when a connection to the broker is opened, and by the first HTTP client and server
@@ -59,8 +61,10 @@ IMPORTS: dict[Kind, tuple[str, ...]] = {  # what the entry imports at its first 
     "sie": _PROCESSES,
     "engine": (*_ENGINE, *_PROCESSES, "sie_cli.serve.command", "sie_cli.serve.standalone"),
     "fixed_cost_adapter": (),
+    "qdrant": ("qdrant_edge", "qdrant_client.models"),
     "tests": (),
 }
+RUN_FIRST = "PYTEST_RUN_FIRST"  # in the environment: a file that a forked process runs before its entry
 _SHARED = "PYTEST_ZYGOTES"  # in the environment: the process with which they end, and the folder of their sockets
 _LIBC = ctypes.CDLL(None)
 _lock = threading.Lock()
@@ -331,13 +335,23 @@ def _become(job: dict[str, object], streams: Sequence[int], parent: int) -> list
     os.chdir(str(job["cwd"]))
     os.environ.clear()
     os.environ.update(job["environ"])  # type: ignore[call-overload]
+    _read_hub()
     argv: list[str] = list(job["argv"])  # type: ignore[call-overload]
+    sys.orig_argv = [sys.executable, *argv]
+    if first := os.environ.get(RUN_FIRST):
+        runpy.run_path(first)
     from setproctitle import setproctitle  # here: tools that start processes of their own do without it
 
     setproctitle(" ".join([sys.executable, *argv]))
     if _given is not None:
         _given_to(_given, os.getpid()).write_text(json.dumps(job["environ"]), "utf-8")
     return argv
+
+
+def _read_hub() -> None:
+    """Have the library of the hub read HF_ENDPOINT again, which it does as it is imported."""
+    if (api := sys.modules.get("huggingface_hub.hf_api")) is not None:
+        api.api.endpoint = importlib.reload(api.constants).ENDPOINT
 
 
 def have_children_forked() -> None:

@@ -27,13 +27,14 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from cluster import until
 from measure import PACKAGES
 from stack import Plan, Stack
+from zygote import RUN_FIRST
 
 ROOT = Path(__file__).resolve().parents[1]
 MAX_FILES = 60
 REQUESTS = 40  # enough that some requests have no periodic work of a process in them, even on a busy machine
 MODEL = "sentence-transformers/all-MiniLM-L6-v2"
 
-# runs at the start of every Python process that finds its folder on PYTHONPATH
+# runs at the start of every Python process that finds its folder on PYTHONPATH, or that a test forks with it
 TRACER = """
     import json, os, socket, sys, threading
 
@@ -116,12 +117,14 @@ def functions_of_encode() -> dict[str, Mapping[str, list[str]]]:
         folder, code = Path(name, "s"), Path(name, "code")
         folder.mkdir()
         code.mkdir()
-        (code / "sitecustomize.py").write_text(textwrap.dedent(TRACER))
+        tracer = code / "sitecustomize.py"
+        tracer.write_text(textwrap.dedent(TRACER))
         paths = os.pathsep.join([str(code), *filter(None, [os.environ.get("PYTHONPATH")])])
+        traced = {RUN_FIRST: str(tracer)} if "PYTEST_VERSION" in os.environ else {"PYTHONPATH": paths}
         plan = Plan(
             models=(),
             workers=(None,),
-            environ={"PYTHONPATH": paths, "REQUEST_PATH_FOLDER": str(folder)},
+            environ={**traced, "REQUEST_PATH_FOLDER": str(folder)},
             preload=False,
             start_s=START_S,
         )

@@ -207,5 +207,5 @@ def _listener(path: Path) -> Iterator[socket.socket]:
         try:
             yield listener
         finally:
-            if os.getpid() == owner:  # a child that failed must not remove it: its successor serves here
+            if os.getpid() == owner:  # a failed child must not remove the socket, because its successor uses it
                 path.unlink(missing_ok=True)

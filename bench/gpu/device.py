@@ -11,7 +11,8 @@ Loads: texts of one length, and `mix` (log-normal lengths, mean about 87 tokens)
 layers and attention, 2 operations for each multiplication, a second of the engine, divided by the dense 16-bit peak of
 the data sheet, or by a measured product where the card is not in the list. Busy share: the mean of NVML's utilisation
 while the engine runs. `cosine`: the worst of all texts between engine and default. The file device-profile.md has the
-kernels of the first model at the longest length.
+kernels of the first model at the longest length. `pass`: full batches whose inputs lie on the device, without the rest
+of the engine, at the longest length; then with compiled layers, with the utilisation of each.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ SIZES: dict[str, PreTrainedConfig] = {
     ),
 }
 TINY: dict[str, PreTrainedConfig] = {"tiny": BertConfig(**kit.TINY, vocab_size=len(kit.TOKENS))}
-TOKENS = 512 if REHEARSAL else 262_144  # of all texts of a load
+TOKENS = 512 if REHEARSAL else 131_072  # of all texts of a load
 # Dense 16-bit operations a second, without sparsity, from the vendor's data sheets.
 PEAKS = {
     "H200": 989e12,
@@ -65,7 +66,7 @@ PEAKS = {
 COLUMNS = (
     *("model", "tokens", "attention", "engine, texts/s", "engine, tokens/s", "padded, texts/s", "default, texts/s"),
     *("same precision, 32", "same precision, 256", "to padded", "to the better of the same"),
-    *("utilisation", "busy", "cosine"),
+    *("utilisation", "busy", "cosine", "pass, tokens/s", "compiled layers, tokens/s"),
 )
 
 Run = Callable[[], np.ndarray]  # vectors [texts, width]
@@ -187,7 +188,8 @@ def measure(size: str, config: PreTrainedConfig, engine: AdapterEngine, table: k
         if loaded.precision != PRECISION:
             raise kit.CheckFailed(f"this device computes in {loaded.precision}, not in {PRECISION}")
         default, same = stock(folder, "float32"), stock(folder, PRECISION)
-        for name in ("16",) if REHEARSAL else ("512", "128", "50", "mix"):
+        names = ("512", "128", "50", "mix") if size == "bert-large" else ("512",)
+        for name in ("16",) if REHEARSAL else names:
             load = Load.of(name, TOKENS)
             texts = load.texts
             runs: dict[str, Run] = {
@@ -210,7 +212,11 @@ def measure(size: str, config: PreTrainedConfig, engine: AdapterEngine, table: k
                 rates[kind] = len(load.ids) / taken_s
                 if kind == "engine":
                     busy = statistics.mean(samples or [0.0])
-            done = sum(operations(config, len(row)) for row in load.ids) / len(load.ids) * rates["engine"]
+            each = sum(operations(config, len(row)) for row in load.ids) / len(load.ids)
+            done = each * rates["engine"]
+            alone: list[str] = ["", ""]
+            if name == names[0] or REHEARSAL:
+                alone = passes(engine, size, int(name), batch_tokens, each / ceiling)
             table.row(
                 *(size, name, loaded.attention, rates["engine"], rates["engine"] * load.tokens / len(load.ids)),
                 *(rates["padded"], rates["default"], rates["same 32"], rates["same 256"]),
@@ -219,8 +225,27 @@ def measure(size: str, config: PreTrainedConfig, engine: AdapterEngine, table: k
                 f"{100 * done / ceiling:.0f} % of {ceiling / 1e12:.1f} T ({source})",
                 f"{busy:.0f} %",
                 f"{cosine:.6f}",
+                *alone,
             )
     engine.residency.release(size)
+
+
+def passes(engine: AdapterEngine, size: str, length: int, batch_tokens: int, share: float) -> list[str]:
+    """Tokens a second of the pass alone, then with compiled layers, which the model keeps; with their utilisation. A
+    text a second is `share` of the peak.
+    """
+    cells = []
+    texts = 1 if REHEARSAL else batch_tokens // length
+    with torch.inference_mode(), engine.residency.use(size) as resident:
+        backbone: Any = resident.weights.backbone
+        for is_compiled in (False, True):
+            if is_compiled:
+                kit.compile_layers(backbone)
+            run = kit.forward_of(backbone, [length] * texts)
+            run()
+            rate = texts / kit.seconds_of(run, least=5, budget_s=1.0)
+            cells.append(f"{rate * length:.0f} ({100 * rate * share:.0f} %)")
+    return cells
 
 
 def profile(size: str, config: PreTrainedConfig, engine: AdapterEngine, batch_tokens: int) -> None:

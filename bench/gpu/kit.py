@@ -27,6 +27,8 @@ from transformers import AutoModel, PreTrainedConfig, PreTrainedTokenizerFast
 
 from sie_adapter.engine import device as devices
 from sie_adapter.engine.engine import AdapterEngine, prepare_process
+from sie_adapter.packed.backbone import Backbone
+from sie_adapter.packed.packing import Items
 from sie_contracts.models.entries import ModelEntry, parse_entry
 from sie_contracts.settings import Settings
 from sie_contracts.wire.ipc import BatchDone, Group, RunBatch
@@ -174,6 +176,32 @@ def mixed_lengths(count: int) -> list[int]:
     """Log-normal lengths with a mean of about 87 tokens."""
     drawn = np.random.default_rng(3).lognormal(4.1, 0.82, count)
     return [int(length) for length in np.clip(drawn, 2, 254)]
+
+
+def forward_of(backbone: Backbone, lengths: Sequence[int]) -> Callable[[], Any]:
+    """The model's pass on inputs that are on the device, launched kernel by kernel. To be called under inference
+    mode.
+    """
+    ids = np.concatenate(random_ids(lengths))
+    packed = backbone.pack(Items(np.array(lengths), ids), np.arange(len(lengths)))
+    model, inputs = backbone._model, {}
+
+    def kept(**named: Any) -> Any:
+        inputs.update(named)
+        return model(**named)
+
+    backbone._model = kept
+    try:
+        backbone._forward_eager(packed)
+    finally:
+        backbone._model = model
+    return lambda: model(**inputs)
+
+
+def compile_layers(backbone: Backbone) -> None:
+    """Compile the layers of a BERT at their next call, all with one graph."""
+    for layer in backbone._model.encoder.layer:
+        layer.compile(backend="eager" if REHEARSAL else "inductor", dynamic=True)
 
 
 # measurements

@@ -1,4 +1,4 @@
-"""Loading and swapping of models of 0.1 to 8 billion parameters with random weights, and what the copy to the card
+"""Loading and swapping of models of 0.6 to 8 billion parameters with random weights, and what the copy to the card
 takes alone: from pageable memory, as a load does it, and through two pinned buffers.
 
 `load`: from the files in the page cache to a resident model with its certificate. `again`: the same files once more,
@@ -22,7 +22,6 @@ from transformers import Qwen3Config
 
 # billions of parameters: layers, width, heads, heads of keys, width of the inner layer
 SIZES = {
-    "0.1": (12, 768, 12, 4, 2048),
     "0.6": (28, 1024, 16, 8, 3072),
     "1.7": (28, 2048, 16, 8, 6144),
     "4": (36, 2560, 32, 8, 9728),

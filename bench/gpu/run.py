@@ -2,7 +2,7 @@
 
     missing packages ──► parts, one after the other, each in a process of its own ──► FOLDER/PART.md, FOLDER/PART.log
 
-    python3 bench/gpu/run.py [--parts tests,parity] [--results FOLDER] [--limit 480] [--rehearse]
+    python3 bench/gpu/run.py [--parts tests,parity] [--results FOLDER] [--limit 480,load=60] [--within S] [--rehearse]
 
 Exit status: 0; 1 if a part failed, was cut off, or lacked a package, after all others; 3 without a GPU.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import importlib.util
+import math
 import os
 import re
 import signal
@@ -26,6 +27,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 NO_GPU = 3
+LIMIT_S = 480.0
 PRODUCT = ("core/contracts", "core/broker", "core/runtime", "core/store", "gateway", "sidecar", "adapter")
 PRODUCT = (*PRODUCT, "config_service", "sdk", "cli", "tests", "tools")
 # part: its script and its argument
@@ -169,12 +171,18 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
     parser.add_argument("--results", type=Path, help="folder of the tables [bench/results/gpu-CARD]")
-    parser.add_argument("--limit", type=float, default=480.0, help="seconds after which a part is cut off [480]")
+    parser.add_argument("--limit", default="", help="seconds after which a part is cut off, or PART=SECONDS, ... [480]")
+    parser.add_argument("--within", type=float, default=math.inf, help="seconds of all parts together")
     parser.add_argument("--rehearse", action="store_true", help="tiny models on a processor, to try the kit itself")
     options = parser.parse_args(arguments)
     parts = options.parts.split(",")
     if unknown := set(parts) - set(PARTS):
         parser.error(f"no such parts: {', '.join(sorted(unknown))}")
+    limits = dict.fromkeys(PARTS, LIMIT_S)
+    for item in filter(None, options.limit.split(",")):
+        part, _, seconds = item.rpartition("=")
+        limits |= dict.fromkeys([part] if part else PARTS, float(seconds))
+    end_s = time.monotonic() + options.within
     card = "rehearsal" if options.rehearse else gpu()
     if not card:
         print("no GPU that torch can use is here: nothing was run (make gpu REHEARSE=1 tries the kit on a processor)")
@@ -186,7 +194,10 @@ def main(arguments: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory() as site:
         describe_package(Path(site))
         environ = environment(results, rehearse=options.rehearse, site=Path(site))
-        passed = [part not in stopped and run(part, results, environ, options.limit) for part in parts]
+        passed = [
+            part not in stopped and run(part, results, environ, min(limits[part], end_s - time.monotonic()))
+            for part in parts
+        ]
     for part, has_passed in zip(parts, passed, strict=True):
         lacking = f"not run, {stopped[part]} is missing" if part in stopped else "failed"
         print(f"{part}: {'passed' if has_passed else lacking}")

@@ -37,7 +37,7 @@ from client import closed_loop, percentile, request
 from sie_cli.serve.ports import free_port
 
 LOADS = ((1, 1), (4, 2)) if REHEARSAL else ((1, 1), (64, 1), (256, 1), (64, 32), (256, 32))  # clients, texts a request
-SECONDS = 0.5 if REHEARSAL else 7.0
+SECONDS = 0.5 if REHEARSAL else 4.0
 MODELS: dict[str, Any] = {"tiny": kit.TINY} if REHEARSAL else {"bert-base": {}}
 COLUMNS = (
     *("model", "clients", "texts a request", "texts/s", "tokens/s", "p50, ms", "p99, ms", "busy", "cores"),

@@ -1,8 +1,10 @@
-"""Small batches: the engine, its forward pass alone, that pass as a CUDA graph, and with compiled layers; and how long
-the card waits between kernels.
+"""Small batches: the engine with and without CUDA graphs, its forward pass alone, and that pass as a CUDA graph; and
+how long the card waits between kernels.
 
 `engine`: a message from its bytes to its vectors on the calling thread. The others run the model on inputs that lie on
-the device. Medians, milliseconds. A cell that failed has the name of the error; the log has its traceback.
+the device. Medians, milliseconds. `graphs`: those that the engine has after the row; `eager` if it gave them up, for
+which its log has the reason. `cosine`: the worst of the vectors with graphs to those without. A cell that failed has
+the name of the error; the log has its traceback.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ from kit import DEVICE, REHEARSAL
 from transformers import BertConfig
 
 from sie_adapter.engine.engine import AdapterEngine
-from sie_adapter.packed.backbone import Backbone
-from sie_adapter.packed.packing import Items
+from sie_adapter.packed.pass_graphs import cuda_recorder
+from sie_contracts.wire.ipc import RunBatch
 
 Run = Callable[[], Any]
 SIZES = {
@@ -39,32 +41,17 @@ BATCHES = ((1, 16), (1, 128), (8, 32), (32, 32))
 COLUMNS = (
     "model",
     "texts x tokens",
+    "engine, eager",
     "engine",
+    "eager to graphs",
+    "graphs",
+    "cosine",
     "forward",
     "CUDA graph",
-    "compiled layers",
     "kernels",
     "idle",
     "gap, us",
 )
-
-
-def forward_of(backbone: Backbone, lengths: list[int]) -> Run:
-    """The model's pass on inputs that are on the device."""
-    ids = np.concatenate(kit.random_ids(lengths))
-    packed = backbone.pack(Items(np.array(lengths), ids), np.arange(len(lengths)))
-    model, inputs = backbone._model, {}
-
-    def kept(**named: Any) -> Any:
-        inputs.update(named)
-        return model(**named)
-
-    backbone._model = kept
-    try:
-        backbone.forward(packed)
-    finally:
-        backbone._model = model
-    return lambda: model(**inputs)
 
 
 def captured(run: Run) -> Run:
@@ -88,10 +75,18 @@ def cell(make: Callable[[], Run]) -> str:
     try:
         run = make()
         run()
-        return f"{1e3 * kit.seconds_of(run, least=5, budget_s=0.5):.3f}"
+        return f"{1e3 * kit.seconds_of(run, least=5, budget_s=0.3):.3f}"
     except Exception as error:  # noqa: BLE001  model code and the compiler may raise anything
         traceback.print_exc()
         return type(error).__name__
+
+
+def ratio(before: str, after: str) -> str:
+    """How often the second cell fits into the first; a dash where one of them failed."""
+    try:
+        return f"{float(before) / float(after):.2f}"
+    except ValueError:
+        return "-"
 
 
 def measure(engine: AdapterEngine, name: str, config: BertConfig, table: kit.Table) -> None:
@@ -99,25 +94,34 @@ def measure(engine: AdapterEngine, name: str, config: BertConfig, table: kit.Tab
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
         resident = engine.residency.ensure(name, kit.entry_of(name, kit.save(Path(folder), config), config.hidden_size))
         backbone: Any = resident.weights.backbone
-        found: dict[tuple[int, int], list[str]] = {}
+        recorder = cuda_recorder(DEVICE) if DEVICE.type == "cuda" else None
         for texts, length in BATCHES:
             message = kit.batch(name, kit.random_ids([length] * texts))
-            run = forward_of(backbone, [length] * texts)
-            cells = [
-                cell(lambda message=message: lambda: kit.vectors(engine.execute(message))),
-                cell(lambda run=run: run),
-                cell(lambda run=run: captured(run)),
-            ]
+
+            def whole(message: RunBatch = message) -> np.ndarray:
+                return kit.vectors(engine.execute(message))
+
+            backbone.use_graphs(None)
+            expected, eager = whole(), cell(lambda whole=whole: whole)
+            backbone.use_graphs(recorder)
+            for _ in range(2):  # captures at the second use
+                whole()
+            got, replayed = whole(), cell(lambda whole=whole: whole)
+            graphs = backbone._graphs
+            state = "none" if graphs is None else "eager" if graphs.is_eager else len(graphs)
+            run = kit.forward_of(backbone, [length] * texts)
+            forward, captured_ms = cell(lambda run=run: run), cell(lambda run=run: captured(run))
             profile = kit.profiled(run)
             gap = statistics.median(profile.gaps_us or [0.0])
             kernels = sum(count for _, count, _ in profile.rows)
-            found[texts, length] = [*cells, str(kernels), f"{100 * profile.idle_share:.0f} %", f"{gap:.1f}"]
-        for layer in backbone._model.encoder.layer:  # one graph for all of them
-            layer.compile(backend="eager" if REHEARSAL else "inductor", dynamic=True)
-        for texts, length in BATCHES:
-            compiled = cell(lambda texts=texts, length=length: forward_of(backbone, [length] * texts))
-            *first, kernels, idle, gap = found[texts, length]
-            table.row(name, f"{texts} x {length}", *first, compiled, kernels, idle, gap)
+            norms = np.linalg.norm(got, axis=1) * np.linalg.norm(expected, axis=1)
+            cosine = f"{((got * expected).sum(1) / norms).min():.6f}"
+            gain = ratio(eager, replayed)
+            idle = f"{100 * profile.idle_share:.0f} %"
+            table.row(
+                *(name, f"{texts} x {length}", eager, replayed, gain, state, cosine, forward, captured_ms),
+                *(kernels, idle, f"{gap:.1f}"),
+            )
         engine.residency.release(name)
 
 

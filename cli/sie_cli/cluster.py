@@ -56,9 +56,8 @@ _PARTS: Mapping[str, _ClusterPart] = {
 
 @dataclass(frozen=True)
 class Cluster:
-    """Parts of a cluster as a command reaches them. `settings`: their addresses and credentials. `sources`: the origin
-    of each setting. `data_dir`: the data directory of the `sie serve` to look for. `is_named`: the user named the
-    directory.
+    """Parts of a cluster. `settings`: addresses and credentials. `sources`: the origin of each setting. `data_dir`:
+    data directory of the `sie serve` to look for. `is_named`: the user named the directory.
     """
 
     settings: Settings
@@ -115,9 +114,7 @@ class Cluster:
         return dataclasses.replace(self, settings=dataclasses.replace(self.settings, **changes), sources=sources)
 
     def local(self) -> Access | None:
-        """Read the file that the `sie serve` of the data directory wrote. Return None if none runs. Raises
-        SettingError.
-        """
+        """Read the file that the `sie serve` of the data directory wrote; None if none runs. Raises SettingError."""
         return access.read(self.data_dir)
 
     def is_given(self, name: str) -> bool:
@@ -186,7 +183,7 @@ class Cluster:
         return broker
 
     def at_broker(self, name: str, work: Callable[[NatsBroker], Awaitable[T]]) -> T:
-        """Return the result of `work` with a connection. End the process with status 2 if no broker answers."""
+        """Return the result of `work` with a connection. End with status 2 if no broker answers."""
         from sie_broker import BrokerError
 
         async def run() -> T:
@@ -241,8 +238,8 @@ def _credentials(name: str, written: Access) -> dict[str, object]:
 
 
 def cluster_options(address: str, *settings: str, looks_around: bool = True, required: bool = True) -> Callable[[F], F]:
-    """Give a command the Cluster as its first argument, from options: --url for the setting `address`, --data-dir, and
-    one option for each of these settings. Without `required` no `sie serve` has to run with that data directory.
+    """Give a command the Cluster as its first argument, from --url for the setting `address`, --data-dir, and one
+    option for each of these settings. `required`: a `sie serve` must run with that data directory.
     """
     names = (address, *settings)
 

@@ -40,9 +40,7 @@ def gateway_client(cluster: Cluster, scopes: str, *, is_patient: bool = False) -
 
 @contextlib.contextmanager
 def gateway_errors(cluster: Cluster, scopes: str) -> Iterator[None]:
-    """End the process with status 2 if no gateway answers or if the token is refused. Other errors become
-    CommandRefused.
-    """
+    """End with status 2 if no gateway answers or it refuses the token. Other errors become CommandRefused."""
     from sie_client.errors import AuthenticationError, ModelNotFoundError, SIEConnectionError, SIEError
 
     try:

@@ -148,9 +148,7 @@ def restore(cluster: Cluster, file: Path) -> None:
 
 
 async def _write_keys(buckets: KeyBuckets, keys: list[Key]) -> int:
-    """Write these keys, or stricter records of them, to both buckets. Returns the number of keys that the bucket
-    lacked.
-    """
+    """Write these keys, or stricter records, to both buckets. Returns the number of keys that the bucket lacked."""
     written = 0
     for bucket in (buckets.copy, buckets.bucket):
         present = {key.id: (key, revision) for key, revision in key_records.readable(await bucket.entries())}

@@ -22,7 +22,7 @@ from sie_contracts.models.entries import ModelEntry, parse_document
 
 T = TypeVar("T")
 MAX_DEPTH = 64
-MAX_EVENTS = 50_000  # of YAML: they take a third of a second, and JSON hundreds of times less time and memory
+MAX_EVENTS = 50_000  # events of YAML, which take a third of a second; JSON takes hundreds of times less time and memory
 MAX_DIFFERENCES = 100
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the C loader is ten times as fast

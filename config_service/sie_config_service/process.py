@@ -126,7 +126,7 @@ async def seeded(
         errors=(BrokerError, NotReady),
         stop=stop,
         logger=_logger,
-        purpose="seeding the catalogue",
+        task="seeding the catalogue",
     )
     return prepared
 
@@ -136,7 +136,7 @@ async def _make_streams(settings: Settings, stop: Stop) -> None:
     password = settings.nats_streams_password
     async with connected(settings.nats_url, "sie-streams", stop, password=password, user="streams") as broker:
         if broker is not None:
-            await retry(lambda: own(broker), errors=(BrokerError,), stop=stop, logger=_logger, purpose="owning streams")
+            await retry(lambda: own(broker), errors=(BrokerError,), stop=stop, logger=_logger, task="owning streams")
             await stop.wait()
 
 

@@ -29,7 +29,7 @@ from sie_contracts.wire import configs
 from sie_runtime.process import Stop, Trouble
 
 LOOK_S = 0.5
-BUCKET_LOOK_S = 30.0  # pause for s3:// and gs://: each look lists all objects
+BUCKET_LOOK_S = 30.0  # seconds between two checks of a bucket: each check lists all objects
 IDLE_SHARE = 0.01
 WATCHED_S = 30.0
 _logger = logging.getLogger("sie.config")

@@ -52,7 +52,7 @@ class ConfigService:
         self.store = self.writer = None
 
     async def reconnected(self) -> None:
-        """Tell the store that the connection to the broker was lost and is there again."""
+        """Tell the store that the connection to the broker was lost and restored."""
         if self.store is not None:
             await self.store.reconnected()
 

@@ -177,9 +177,7 @@ class CatalogueStore:
         """
         while not await stop.wait_woken(self._mirror.suspect):
             action = "looking whether the broker still has the catalogue"
-            if await retry(
-                self._mirror.check, errors=(BrokerError, NotReady), stop=stop, logger=_logger, purpose=action
-            ):
+            if await retry(self._mirror.check, errors=(BrokerError, NotReady), stop=stop, logger=_logger, task=action):
                 return True
         return False
 

@@ -41,7 +41,7 @@ class CatalogueReaders:
                 errors=(BrokerError,),
                 stop=stop,
                 logger=_logger,
-                purpose=f"listening to {subject}",
+                task=f"listening to {subject}",
             )
 
     async def _on_heartbeat(self, message: CoreMessage) -> None:

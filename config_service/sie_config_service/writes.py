@@ -41,7 +41,7 @@ from sie_contracts.models.public_models import is_public, translated
 from sie_contracts.models.trust import Trust
 
 MAX_IDS = 50_000  # models and aliases, removed ones included, whose revisions are kept
-MAX_ENTRY_BYTES = 256 << 10  # of one entry; the bucket has up to 100 revisions of each
+MAX_ENTRY_BYTES = 256 << 10  # bytes of one entry; the bucket has up to 100 revisions of each
 WRITE_S = 10.0  # time limit for one write, with the wait for earlier writes of this replica
 _FROM_NOTHING = ("create", "rollback")  # operations that need no existing model; the others answer 404
 _logger = logging.getLogger("sie.config")

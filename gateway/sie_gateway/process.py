@@ -210,11 +210,9 @@ async def serve(
             (inbox.start, "listening for results"),
             (admission.peers.start, "listening for other gateways"),
         ):
-            await retry(listening, errors=(BrokerError,), stop=stop, logger=_logger, purpose=purpose)
+            await retry(listening, errors=(BrokerError,), stop=stop, logger=_logger, task=purpose)
         own = functools.partial(_own_streams, queue, placer, settings, record, jobs.bucket)
-        owning = asyncio.create_task(
-            retry(own, errors=(BrokerError,), stop=stop, logger=_logger, purpose="work streams")
-        )
+        owning = asyncio.create_task(retry(own, errors=(BrokerError,), stop=stop, logger=_logger, task="work streams"))
         # Connections already queue at the port. A request that meets a restart waits a moment here, instead of being
         # refused because the gateway is not ready.
         loaded = asyncio.create_task(feed.first.wait())
@@ -244,7 +242,7 @@ async def serve(
                 errors=(BrokerError,),
                 stop=drained,
                 logger=_logger,
-                purpose="verifying the queue after a reconnect",
+                task="verifying the queue after a reconnect",
             )
 
         broker.on_reconnect(on_reconnect)

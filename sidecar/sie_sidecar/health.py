@@ -48,7 +48,7 @@ class WorkerHealth:
         self.preloading = ""
         self._listens = False
         self._on_disk: tuple[str, ...] = ()
-        self._examined: tuple[float, str] | None = None  # when, and the epoch of the catalogue
+        self._examined: tuple[float, str] | None = None  # time of the check, and epoch of the catalogue
 
     def changed(self) -> None:
         self._change.set()
@@ -165,8 +165,8 @@ class WorkerHealth:
                 return
         self._examined = (now_s, catalogue.epoch)
         entries = list(catalogue.entries.values())
-        on_this_disk = await asyncio.to_thread(on_disk, entries, LocalCache(self._settings.cache_folder))
-        self._on_disk = on_this_disk[:ON_DISK]
+        models = await asyncio.to_thread(on_disk, entries, LocalCache(self._settings.cache_folder))
+        self._on_disk = models[:ON_DISK]
 
     async def refresh(self) -> None:
         """Ask the adapter for its current memory. If it does not answer, the next heartbeat asks again."""

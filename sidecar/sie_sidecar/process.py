@@ -45,9 +45,7 @@ _logger = logging.getLogger("sie.sidecar")
 
 
 def limits_of(settings: Settings, mode: Mode) -> BatchLimits:
-    """Return the batch limits. Standalone mode and queue mode have their own settings; the cost budget applies in
-    both.
-    """
+    """Return the batch limits. Standalone and queue mode have their own settings; the cost budget applies in both."""
     if mode == "standalone":
         requests, wait_ms = settings.max_batch_requests, settings.max_batch_wait_ms
     else:
@@ -116,7 +114,7 @@ async def serve(
             errors=(BrokerError,),
             stop=stop,
             logger=_logger,
-            purpose="listening for gateways that look for this worker",
+            task="listening for gateways that look for this worker",
         )
         tasks.start(health.run(), "heartbeats")
         tasks.start(status.run(), "status")
@@ -144,7 +142,7 @@ async def serve(
                 errors=(BrokerError,),
                 stop=stop,
                 logger=_logger,
-                purpose="listening for hints",
+                task="listening for hints",
             )
             tasks.start(admission.run(stop), "pool admission")
         stream = topology.stream_name(lane.pool)
@@ -153,18 +151,14 @@ async def serve(
             errors=(BrokerError,),
             stop=stop,
             logger=_logger,
-            purpose=f"waiting for {stream}",
+            task=f"waiting for {stream}",
         )
         try:
             if not stop.requested:
                 await worker.start(stop)
                 if admission is None:
                     await retry(
-                        worker.source.pull,
-                        errors=(BrokerError,),
-                        stop=stop,
-                        logger=_logger,
-                        purpose="beginning to pull",
+                        worker.source.pull, errors=(BrokerError,), stop=stop, logger=_logger, task="beginning to pull"
                     )
                 else:
                     await _unless_stopped(stop, admission.asked.wait())
@@ -242,9 +236,7 @@ async def _preload(
         pass
     if stop.requested:
         return
-    resolved = [
-        entry for name in settings.preload_models for entry in _preloaded(feed.catalogue, name, settings.bundle)
-    ]
+    resolved = [entry for name in settings.preload_models for entry in _named(feed.catalogue, name, settings.bundle)]
     for index, model in enumerate(resolved):
         left = ", ".join(entry.canonical for entry in resolved[index:])
         health.preloading = left
@@ -288,7 +280,7 @@ async def _in_a_bundle(feed: CatalogueFeed, bundle: str) -> None:
         )
 
 
-def _preloaded(catalogue: Catalogue, name: str, bundle: str) -> tuple[Resolved, ...]:
+def _named(catalogue: Catalogue, name: str, bundle: str) -> tuple[Resolved, ...]:
     """Return the model of a name, or every model of an alias. Raises SettingError."""
     try:
         entries = resolve_all(catalogue, name)

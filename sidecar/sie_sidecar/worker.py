@@ -158,7 +158,7 @@ class Worker:
         self._loops.start(self.broker_clock.run(), "broker clock")
         self._loops.start(self._marks.run(), "marks")
         self._loops.start(self._isolate.run(), "isolate")
-        await retry(self._listen, errors=(BrokerError,), stop=stop, logger=_logger, purpose="listening to gateways")
+        await retry(self._listen, errors=(BrokerError,), stop=stop, logger=_logger, task="listening to gateways")
         self._loops.start(self._take_in(), "intake")
         self._loops.start(self.dispatch.run(self._more_expected), "dispatch")
         self._loops.start(self.leases.run(), "leases")
@@ -213,7 +213,7 @@ class Worker:
         self.source.refill_soon()
 
     def _on_free(self, consumer: str) -> None:
-        """Refill one consumer: a work item of it no longer holds others back."""
+        """Refill one consumer after a work item that held back its other messages."""
         self.source.pulling.refill_one(consumer)
 
     def _on_role(self, hosted: ModelState) -> None:

@@ -16,8 +16,9 @@ from sie_sdk import RequestError, SIEAsyncClient, SIEClient
 
 MODEL = "sentence-transformers/all-MiniLM-L6-v2"
 NAMESPACES = ("batches", "connections", "files", "jobs")
-LINE = {"custom_id": "a", "method": "POST", "url": "/v1/embeddings", "body": {"model": MODEL, "input": "x"}}
-BATCH = json.dumps(LINE).encode() + b"\n"
+LINE = {"method": "POST", "url": "/v1/embeddings", "body": {"model": MODEL, "input": "x"}}
+# so many that it has not ended when it is cancelled
+BATCH = b"".join(json.dumps({"custom_id": f"{number}", **LINE}).encode() + b"\n" for number in range(1000))
 CHAT = [{"role": "user", "content": "x"}]
 NO_GENERATION, NO_PATH = "this server does not generate text", "no such path"
 Call = Callable[[Any, dict[str, str]], Any]

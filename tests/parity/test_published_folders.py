@@ -31,7 +31,7 @@ from sie_contracts.errors import ModelLoadFailed
 
 TEXTS = ["The river runs north.", "The RIVER of Paris", "", "Ein Fluss fließt nach Norden. " * 12]
 QUERY = "Where does the river run?"
-BACKBONES = ("bert", "xlm-roberta", "qwen3 causal")
+BACKBONES = ("bert", "xlm-roberta", "qwen3 causal")  # a tokenizer of each kind
 CHAT = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -90,17 +90,15 @@ def dropped_out(folder: Path, backbone: str) -> None:
     encoder(folder, backbone, pooling("mean"), Module("Dropout", {"dropout": 0.3}), NORMALIZE)
 
 
-@pytest.mark.parametrize("backbone", BACKBONES)
 @pytest.mark.parametrize(
-    "make",
+    ("make", "backbone"),
     [
-        normalised_before_a_dense,
-        normalised_twice,
-        limit_in_a_file_of_another_name,
-        lowercased,
-        cut_on_the_left,
-        fewer_numbers,
-        dropped_out,
+        *(
+            (make, backbone)
+            for make in (limit_in_a_file_of_another_name, lowercased, cut_on_the_left)
+            for backbone in BACKBONES
+        ),
+        *((make, "bert") for make in (normalised_before_a_dense, normalised_twice, fewer_numbers, dropped_out)),
     ],
 )
 def test_vectors_are_those_of_the_library(

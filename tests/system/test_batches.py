@@ -29,7 +29,7 @@ ADMIN, ONE, OTHER = (f"batch-token-{secrets.token_urlsafe(12)}" for _ in range(3
 ENDED = {"completed", "failed", "cancelled", "expired"}
 EMBEDDINGS = "/v1/embeddings"
 DENSE = "test/dense"
-HELD_LINES = 6000  # more than a worker answers before it is held
+HELD_LINES = 4000  # more than a worker answers before it is held
 
 
 @pytest.fixture(scope="module")

@@ -186,7 +186,7 @@ async def _reverified(queue: WorkQueue) -> None:
         errors=(BrokerError,),
         stop=Stop(),
         logger=logger,
-        purpose="verifying the queue after a reconnect",
+        task="verifying the queue after a reconnect",
     )
 
 

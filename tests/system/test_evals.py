@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import IO, Any
 
 import psutil
 import pytest
 import shared
 from click.testing import CliRunner, Result
-from cluster import MODEL, Cluster
+from cluster import MODEL, SIE, Cluster
 from image_files import picture
+from zygote import Forked
 
 from sie_cli.evals import tasks
 from sie_cli.main import main
 
-RUN_S = 200.0
 pytestmark = [shared.OPEN, pytest.mark.timeout(400)]
 
 
@@ -214,12 +215,25 @@ def test_what_cannot_be_measured_is_told(open_cluster: Cluster, small: Path) -> 
         assert "Traceback" not in told
 
 
-def test_without_a_cluster_one_is_started_and_ended(small: Path, tmp_path: Path) -> None:
-    argv = [sys.executable, "-m", "sie_cli", "eval", MODEL, "-t", str(small), "--results", str(tmp_path)]
-    environ = {**os.environ, "TMPDIR": str(tmp_path)}  # where the cluster has its folder
-    ran = subprocess.run(argv, capture_output=True, text=True, timeout=RUN_S, env=environ)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert "no cluster is named and none runs: starting one" in ran.stderr
-    assert "ndcg@10" in ran.stdout
-    folder = f"{tmp_path}/sie-eval-"
-    assert not [each for each in psutil.process_iter(["cmdline"]) if folder in " ".join(each.info["cmdline"] or [])]
+class ForkedServe(Forked):
+    """The `sie serve` that an evaluation starts, without its imports."""
+
+    def __init__(self, argv: list[str], stdout: IO[str], stderr: IO[str]) -> None:
+        assert argv[1:4] == ["-m", "sie_cli", "serve"]
+        with open(os.devnull, "rb") as nothing:
+            self._start("engine", [SIE, *argv[3:]], os.environ, (nothing.fileno(), stdout.fileno(), stderr.fileno()))
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+
+def test_without_a_cluster_one_is_started_and_ended(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forking = SimpleNamespace(Popen=ForkedServe, TimeoutExpired=subprocess.TimeoutExpired)
+    monkeypatch.setattr("sie_cli.evals.opened.subprocess", forking)
+    with tempfile.TemporaryDirectory() as folder:
+        monkeypatch.setattr(tempfile, "tempdir", folder)  # where the cluster has its folder
+        ran = evaluated(MODEL, "-t", str(small))
+        assert "no cluster is named and none runs: starting one" in ran.stderr
+        assert "ndcg@10" in ran.stdout
+        data = f"{folder}/sie-eval-"
+        assert not [each for each in psutil.process_iter(["cmdline"]) if data in " ".join(each.info["cmdline"] or [])]

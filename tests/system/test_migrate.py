@@ -26,7 +26,7 @@ from sie_cli.main import main
 ADMIN = "canary-of-migrations"
 OLD, NEW, OTHER = "test/mini", "test/prompted", "test/dense"
 CONFIGS = "/v1/configs/models"
-ROWS = 1000
+ROWS = 700
 CLIENT_S = 0.02  # from an answer to the next request
 PLACES, THINGS = ("Paris", "the mill", "Lagos", "the harbour", "a desert"), ("river", "engine", "violin", "law", "fox")
 DEEDS = ("passes", "is described by", "was sold to", "is older than", "waits for")

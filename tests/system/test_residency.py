@@ -18,7 +18,7 @@ from sie_cli.main import main
 
 ADMIN = "admin-token-of-a-test"
 AS_ADMIN = {"authorization": f"Bearer {ADMIN}"}
-LONG = ["the river runs through the winter garden " * 12] * 200  # seconds of work
+LONG = ["the river runs through the winter garden " * 12] * 80  # seconds of work
 
 
 @pytest.fixture(scope="module")

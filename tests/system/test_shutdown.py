@@ -91,7 +91,7 @@ def test_ctrl_c_while_a_job_runs_ends_every_process_by_itself(tmp_path: Path) ->
     with running(tmp_path, "--no-spare", "--preload", MODEL) as cluster:
         with JobClient(cluster.url) as jobs:
             source = {"file": jobs.upload("rows.jsonl", rows), "text": "{t}"}
-            job = jobs.submit(MODEL, source, shard_rows=100)["id"]
+            job = jobs.submit(MODEL, source, shard_rows=20, tokens_per_s=2000.0)["id"]
             until(lambda: jobs.show(job)["counts"]["done"], GONE_S, "rows that are answered", cluster.log)
         assert cluster.process is not None
         cluster.process.send_signal(signal.SIGINT)

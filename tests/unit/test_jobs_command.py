@@ -342,6 +342,10 @@ def test_a_job_is_steered_by_commands(server: JobServer) -> None:
         ("retry", f"{JOB}1"),
     ):
         assert sie(server, command, f"{JOB}0").output == f"{output}\n"
+    job, server.is_late = server.add(state="running")["id"], True
+    later = "and will be cancelled when the parts under way have stopped"
+    assert sie(server, "cancel", job).output == f"{job} is running, {later}\n"
+    del server.jobs[job]
     found = sie(server, "delete", f"{JOB}1", "--yes")
     assert (found.exit_code, "has not ended" in found.output) == (1, True)
     assert (sie(server, "delete", f"{JOB}0").exit_code, len(server.jobs)) == (1, 2), "nobody said yes"

@@ -252,7 +252,7 @@ async def test_a_cache_is_bounded_and_a_removed_segment_is_a_miss(
 
 async def test_a_large_cache_does_not_hold_the_event_loop(tmp_path: Path) -> None:
     """The leases of jobs are renewed while it is opened and read."""
-    store, count = opened(str(tmp_path), "TEST"), 500_000
+    store, count = opened(str(tmp_path), "TEST"), 200_000
     random = np.random.default_rng(1)
     digests = [random.bytes(16) for _ in range(count)]
     values = [pack(value(number)) for number in range(5)]

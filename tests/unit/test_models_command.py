@@ -38,7 +38,7 @@ from sie_contracts.models.entries import parse_entry
 from sie_contracts.settings import SettingError, load
 from sie_runtime.feed import read_bundles
 from sie_runtime.http.server import HttpServer
-from sie_sidecar.process import _preloaded
+from sie_sidecar.process import _named
 
 ADMIN, READER = "admin-token-of-a-test", "reader-token-of-a-test"
 PLAIN = WriteOptions(Cluster(load(environ={}).settings, {}, Path()))
@@ -330,11 +330,13 @@ def test_a_time_to_wait_that_is_no_number_of_seconds_is_waited_for_all_the_same(
 
 
 def test_a_patch_is_made_of_fields() -> None:
-    assert patch_of(["a.b=1", "a.c=null", 'x."y.z".w=[1, 2]', "t=text", "e="]) == {
+    assert patch_of(["a.b=1", "a.c=null", 'x."y.z".w=[1, 2]', "t=text", "e=", "p=query: {text}", "m={c: 1}"]) == {
         "a": {"b": 1, "c": None},
         "x": {"y.z": {"w": [1, 2]}},
         "t": "text",
         "e": None,
+        "p": "query: {text}",
+        "m": {"c": 1},
     }
 
 
@@ -612,7 +614,7 @@ def test_a_hub_that_cannot_be_reached_is_told(
 
 def preload(name: str, bundle: str = "default") -> object:
     entry = parse_entry(yaml.safe_load(ENTRY))
-    return _preloaded(Catalogue({"org/one": entry}, {}, BUNDLES), name, bundle)
+    return _named(Catalogue({"org/one": entry}, {}, BUNDLES), name, bundle)
 
 
 def test_each_setting_of_the_models_says_what_is_wrong_with_it(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ _INSTEAD = "or set cpu, or auto for the best device here"
 _MAPPED_BYTES = 32 << 20  # allocations of this size and more get their own pages; glibc accepts no larger value
 # the same threshold while weights are loaded or data is limited, so that freed weights leave no holes in the heap
 _APART_BYTES = 1 << 20
-_apart, _apart_lock = 0, threading.Lock()  # number of loads in progress, and its lock
+_apart, _apart_lock = 0, threading.Lock()  # number of loads in progress, and its lock, which a capture of a graph holds
 _CLAIM_BYTES = 8 << 20  # several times the bytes that oneDNN takes for one new shape, about 1 MB
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # parameters of mallopt in malloc.h
 
@@ -365,22 +365,31 @@ def _mapped_bytes() -> int:
 @contextlib.contextmanager
 def weights_apart() -> Iterator[None]:
     """Give every allocation of 1 MiB and more its own pages inside the context, on all threads. Weights that are freed
-    later then leave no holes in the heap, which a model of other shapes could not use.
+    later then leave no holes in the heap, which a model of other shapes could not use. No graph is captured inside the
+    context.
     """
-    global _apart
-    if platform.libc_ver()[0] != "glibc":
-        yield
-        return
-    libc = ctypes.CDLL(None)
-    with _apart_lock:
-        _apart += 1
-        libc.mallopt(_M_MMAP_THRESHOLD, _mapped_bytes())
+    _count_apart(1)
     try:
         yield
     finally:
-        with _apart_lock:
-            _apart -= 1
-            libc.mallopt(_M_MMAP_THRESHOLD, _mapped_bytes())
+        _count_apart(-1)
+
+
+def _count_apart(more: int) -> None:
+    global _apart
+    with _apart_lock:
+        _apart += more
+        if platform.libc_ver()[0] == "glibc":
+            ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _mapped_bytes())
+
+
+@contextlib.contextmanager
+def without_loads() -> Iterator[bool]:
+    """Yield whether no load is in progress. Until the context ends, no load begins and no memory is given back: both
+    would wait for the whole device, which fails while a graph is captured.
+    """
+    with _apart_lock:
+        yield not _apart
 
 
 def is_limited() -> bool:
@@ -400,7 +409,8 @@ def claim(nbytes: int) -> None:
 def give_memory_back(device: torch.device) -> None:
     """Return freed memory to the driver or the system, so that other processes, and the next measurement, see it."""
     if device.type == "cuda":
-        torch.cuda.empty_cache()
+        with without_loads():
+            torch.cuda.empty_cache()
     elif device.type == "mps":
         torch.mps.empty_cache()
     elif platform.libc_ver()[0] == "glibc":

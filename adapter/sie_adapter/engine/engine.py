@@ -43,6 +43,7 @@ from sie_adapter.memory.oom import OomCounters, OomRecovery, Relief, Remedy, on_
 from sie_adapter.memory.residency import DeviceMemory, Permission, ResidentModels
 from sie_adapter.packed.lora import ModelLoras
 from sie_adapter.packed.packing import Int64, Items, MalformedBatch, PackedBatch, images, items, sounds
+from sie_adapter.packed.pass_graphs import drop_graphs
 from sie_adapter.packed.tower_outputs import SHARE, TowerOutputs
 from sie_adapter.readers.reading import Readings
 from sie_contracts.errors import InferenceFailed, InternalFailure, InvalidInput, LoraLoadFailed, SIEError
@@ -88,7 +89,7 @@ class AdapterEngine:
             functools.partial(devices.memory, self.device),
             functools.partial(devices.give_memory_back, self.device),
             settings.memory_pressure_threshold_percent,
-            self.outputs.clear,
+            self._shed,
         )
         self.residency = ResidentModels(
             self._load,
@@ -109,10 +110,14 @@ class AdapterEngine:
         )
         cores = devices.usable_cores()
         self.device_threads = DeviceThreads(cores if self.device.type == "cpu" else 1, self.execute)
-        self.readings = Readings(self.device, memory.fits, torch_threads=max(1, cores // 2), shed=self.outputs.clear)
+        self.readings = Readings(self.device, memory.fits, torch_threads=max(1, cores // 2), shed=self._shed)
         if self._instrumentation is not None:
             self.device_threads.listeners.append(self._instrumentation.ran)
         self._log_choices(settings)
+
+    def _shed(self) -> bool:
+        """Drop what can be computed again, because memory is short. Returns whether there was any."""
+        return any([self.outputs.clear(), drop_graphs()])
 
     def _load(self, resolved: Resolved) -> Any:
         # the thread that loads may run out of memory too
@@ -167,9 +172,7 @@ class AdapterEngine:
             return None
 
     def writes(self, message: RunBatch) -> bool:
-        """Return whether the batch generates text beside the lanes. If so, the caller runs `execute` on its own
-        thread.
-        """
+        """Return whether the batch generates text beside the lanes. If so, the caller runs `execute` on its thread."""
         try:
             with self.residency.use(message.model, message.fingerprint) as resident:
                 rows = resident.weights.rows.get(message.operation)
@@ -449,7 +452,8 @@ class BatchRun:
             else:
                 self._recover(part, is_tried=is_tried)
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+            # not the whole device: another thread may be capturing a graph
+            torch.cuda.current_stream(self._device).synchronize()
         forwarded = time.perf_counter()
         results = (result for group in self._message.groups for result in self._answers(group))
         return batch_reply(

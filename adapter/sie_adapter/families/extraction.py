@@ -335,8 +335,8 @@ def bound_length(tokenizer: Any, encoder: Any, otherwise: int) -> int:
 
 
 def without_remote_code(config: dict[str, Any] | None, *, trusted: bool) -> None:
-    """Remove `auto_map` from the configuration of a backbone, unless `trusted`. The packages always allow it, and
-    import the code from elsewhere that it names.
+    """Remove `auto_map` from the configuration of a backbone, unless `trusted`: the packages would import the code that
+    it names.
     """
     if config is not None and not trusted:
         config.pop("auto_map", None)

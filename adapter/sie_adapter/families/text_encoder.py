@@ -107,7 +107,7 @@ class PackedModel:
         return self.backbone.forward(packed)
 
     def heads_for(self, operation: Operation, options: RunOptions) -> tuple[str, ...]:
-        """The heads whose rows the answers are made from."""
+        """Return the heads whose rows become the answers."""
         if options.muvera is not None:
             return tuple(dict.fromkeys("multivector" if name == "dense" else name for name in options.outputs))
         return options.outputs or tuple(self.heads)[:1]
@@ -247,7 +247,7 @@ class TextEncoder(PackedModel):
         return table.row(ids) if table and is_query and head == "sparse" else None
 
     def heads_for(self, operation: Operation, options: RunOptions) -> tuple[str, ...]:
-        """The heads whose rows the answers are made from."""
+        """Return the heads whose rows become the answers."""
         own = self._parts.reads.get(operation) if options.muvera is None else None
         return own or super().heads_for(operation, options)
 

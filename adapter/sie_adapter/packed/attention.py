@@ -154,7 +154,9 @@ def packed_attention(
         elif shown != pattern:
             raise AttentionUnsupported(f"a layer computes {pattern} and its mask says {shown}")
         sie_trial.called()
-    output = torch.ops.sie.packed_attention(
+    # torch's dispatch of an operator written in Python is host time of every layer: only a compiler needs the operator
+    attend = torch.ops.sie.packed_attention if torch.compiler.is_compiling() else _attend
+    output = attend(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
@@ -167,8 +169,7 @@ def packed_attention(
     return output[None], None
 
 
-@torch.library.custom_op("sie::packed_attention", mutates_args=())  # type: ignore[untyped-decorator]  # the type checker skips torch
-def _packed_attention(
+def _attend(
     query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, layout: Tensor, scale: float, left: int, right: int
 ) -> Tensor:
     """Run the kernels of a layout. `query`: [tokens, heads, width]; `bounds`: int32 [sequences + 1] on the device;
@@ -194,7 +195,10 @@ def _packed_attention(
     return output
 
 
-@_packed_attention.register_fake  # type: ignore[untyped-decorator]
+_operator = torch.library.custom_op("sie::packed_attention", mutates_args=())(_attend)
+
+
+@_operator.register_fake  # type: ignore[untyped-decorator]  # the type checker skips torch
 def _(
     query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, layout: Tensor, scale: float, left: int, right: int
 ) -> Tensor:

@@ -26,7 +26,9 @@ from sie_adapter.packed import attention
 from sie_adapter.packed.attention import AttentionUnsupported, Kernel, Trial
 from sie_adapter.packed.attention_backend import uses_varlen_kernel
 from sie_adapter.packed.linear import block_linears
+from sie_adapter.packed.lora import lora_acts
 from sie_adapter.packed.packing import Int64, Items, PackedBatch, PlacedFeatures, Positions, filled_up, pack, padded
+from sie_adapter.packed.pass_graphs import PassGraphs, Recorder, cuda_recorder
 from sie_contracts.errors import SIEError
 from sie_contracts.models import costs
 from sie_contracts.models.load_errors import load_failed
@@ -101,6 +103,7 @@ class Backbone:
         self._is_causal: bool | None = None  # measured before another engine took over; None without a measurement
         self._trial: tuple[PackedBatch, Tensor] | None = None
         self._kernel: Kernel | None = None
+        self._graphs: PassGraphs | None = None
         self._has_types = (getattr(model.config, "type_vocab_size", None) or 0) > 1
         self.vocabulary: int = model.get_input_embeddings().num_embeddings
         self.width: int = model.config.hidden_size
@@ -131,6 +134,11 @@ class Backbone:
 
     def forward(self, packed: PackedBatch) -> Tensor:
         """Return hidden states of the last layer, [tokens, width], in the precision of the weights, in packed order."""
+        if self._graphs is None or self._kernel is None or lora_acts():
+            return self._forward_eager(packed)
+        return self._graphs.states(packed, self._forward_eager, self._run)
+
+    def _forward_eager(self, packed: PackedBatch) -> Tensor:
         if self._runner is not None:
             return self._runner.run(packed)
         return self.forward_padded(packed) if self._kernel is None else self._forward_packed(packed, self._kernel)
@@ -144,15 +152,18 @@ class Backbone:
             rows.append(packed.types.astype(np.int64))
         tokens = to_device(np.stack(rows), device)
         places = tokens[1:2] if packed.axes is None else to_device(packed.axes, device)[:, None]
-        return self._model(
-            **self._inputs(tokens[:1], packed.ids, packed.features),
-            position_ids=places,
-            sie_bounds=to_device(packed.bounds, device),
-            sie_layout=torch.from_numpy(attention.layout_of(kernel, packed)),
-            sie_edge=self._edge,
-            sie_trial=trial,
-            **({"token_type_ids": tokens[2:]} if len(rows) > 2 else {}),
-        )[0][0][:real]
+        inputs = self._inputs(tokens[:1], packed.ids, packed.features)
+        layout, bounds = attention.layout_of(kernel, packed), to_device(packed.bounds, device)
+        return self._run(tokens, bounds, layout, position_ids=places, sie_trial=trial, **inputs)[:real]
+
+    def _run(self, tokens: Tensor, bounds: Tensor, layout: Int64, **inputs: Any) -> Tensor:
+        """Return the states for `tokens`: ids, positions and, if there are any, token types, [rows, tokens]. `inputs`
+        stand in for those of the same name.
+        """
+        own = {} if "inputs_embeds" in inputs else {"input_ids": tokens[:1]}
+        own |= {"position_ids": tokens[1:2]} | ({"token_type_ids": tokens[2:]} if len(tokens) > 2 else {})
+        paths = {"sie_bounds": bounds, "sie_layout": torch.from_numpy(layout), "sie_edge": self._edge}
+        return self._model(**{**own, **paths, **inputs})[0][0]
 
     def forward_padded(self, packed: PackedBatch) -> Tensor:
         """Return the states of `forward` by the stock path: padded on the right, with a mask. The packed path is
@@ -255,6 +266,18 @@ class Backbone:
             self.run_padded()
         else:
             self.attention = _BACKENDS.get(self._kernel, "sdpa")
+            if self._kernel >= Kernel.VARLEN and self._compute.device.type == "cuda":
+                self.use_graphs(cuda_recorder(self._compute.device))
+
+    def use_graphs(self, recorder: Recorder | None) -> None:
+        """Replay small passes as graphs from now on, which `recorder` captures; None: run all passes eagerly. Must not
+        be called during a pass.
+        """
+        name, kernel, first = type(self._model).__name__, self._kernel, self._numbering.first
+        self._graphs = None
+        if recorder is not None and kernel is not None:
+            device, has_types = self._compute.device, self._has_types
+            self._graphs = PassGraphs(name, recorder, device, kernel, self._pad, first, has_types=has_types)
 
     def _choose_kernel(self) -> Kernel | None:
         sample = self.sample(self._lengths)
@@ -325,7 +348,7 @@ class Backbone:
         near = ((sample.ids[last] + step) % self.vocabulary for step in (1, 2))
         changed = sample.ids.copy()
         changed[last] = next(token for token in near if token != self._pad)
-        before, after = (self.forward(batch)[0] for batch in (sample, replace(sample, ids=changed)))
+        before, after = (self._forward_eager(batch)[0] for batch in (sample, replace(sample, ids=changed)))
         return bool(torch.equal(before, after))
 
     def sample(self, lengths: tuple[int, ...]) -> PackedBatch:
@@ -337,7 +360,7 @@ class Backbone:
 
     def sampled(self) -> Tensor:
         """Return the states of two short sequences. They are the same each time, unless a LoRA acts."""
-        return self.forward(self.sample(_LORA_LENGTHS))
+        return self._forward_eager(self.sample(_LORA_LENGTHS))
 
     @property
     def memory_bytes(self) -> int:

@@ -70,6 +70,11 @@ class _Active(threading.local):
 _ACTIVE = _Active()
 
 
+def lora_acts() -> bool:
+    """Return whether passes of this thread run with a LoRA."""
+    return _ACTIVE.pairs is not None
+
+
 class LoraLinear(nn.Module):  # type: ignore[misc]  # the type checker skips torch
     """Linear layer that adds the part of the active LoRA, if that LoRA names `path`."""
 

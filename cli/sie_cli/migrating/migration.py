@@ -137,9 +137,7 @@ class MigrationReport:
 
 
 class Migration:
-    """One migration. `clients`: clients of all gateways, the first of them at `url`. `err`: print progress to standard
-    error.
-    """
+    """Migration. `clients`: clients of all gateways, the first at `url`. `err`: progress goes to standard error."""
 
     def __init__(
         self,
@@ -241,7 +239,7 @@ class Migration:
         return ModelCheck(alias, key, digest or key, earlier)
 
     def _probed(self, name: str) -> tuple[int, str]:
-        """Return width and fingerprint of this model's vectors. Raises CommandRefused, and the errors of the client."""
+        """Return width and fingerprint of the model's vectors. Raises CommandRefused and the client's errors."""
         (result,) = self._client.encode(name, [PROBE], output_types=["dense"], on_item_error="fail")
         dense = result.get("dense")
         if dense is None or dense.ndim != 1 or not dense.size:

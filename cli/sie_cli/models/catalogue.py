@@ -230,6 +230,8 @@ def patch_of(changes: Sequence[str]) -> dict[str, Any]:
         except yaml.YAMLError as error:
             message = f"{path}: the value is not YAML; a text is quoted twice, as in {path}='\"text\"'"
             raise click.BadParameter(message, param_hint="FIELD=VALUE") from error
+        if isinstance(value, dict) and not raw.lstrip().startswith("{"):
+            value = raw  # a text with a colon, such as the prompt `query: {text}`
         inner = patch
         for name in names[:-1]:
             inner = inner.setdefault(name, {})

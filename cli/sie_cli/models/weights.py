@@ -276,7 +276,7 @@ def _weights_source(settings: Settings, reference: str, name: str | None, revisi
     if manifest is None:
         with _bar(f"read {hub}@{commit}") as progress:
             progress.expect(sum(path.stat().st_size for path in located.folder.rglob("*") if path.is_file()))
-            manifest = describe(located.folder, hub, commit, is_wanted=wanted_by(entry), read=progress.add)
+            manifest = describe(located.folder, hub, commit, select=wanted_by(entry), read=progress.add)
     return _WeightsSource(located.folder, manifest, located.lease)
 
 

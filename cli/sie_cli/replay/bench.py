@@ -74,7 +74,7 @@ def replay_command(
 
     The requests of the traces go through the scheduler of the cluster (chunks, credit, quantum, batches) under virtual
     time, before a device that takes base_ms + token_us * tokens + square_ns * the sum of squared lengths for a batch.
-    Without --device that is fitted to the batches that the traces hold. The first column is how it was, then one for
+    Without --device these are fitted to the batches of the traces. The first column is the recorded one, then one for
     each --what-if.
 
     \b

@@ -41,7 +41,7 @@ FIRST = (
     "--host",
     default="127.0.0.1",
     show_default=True,
-    help="Address of the API. Anything but loopback wants SIE_AUTH_MODE.",
+    help="Address of the API. Beyond loopback set SIE_AUTH_MODE; a start without it warns.",
 )
 @click.option(
     "--port",

@@ -23,7 +23,7 @@ from sie_contracts.wire import topology
 from sie_runtime import control_group
 from sie_runtime.descriptors import SPARE_FILES, raise_limit
 
-# bytes of the disk for the catalogue's streams, the broker's own files, and the files of a start
+# bytes of the disk for the catalogue's streams, the broker's files, and the files that a start writes
 RESERVE_BYTES = 8 << 20
 # bytes of address space of the largest process, an adapter that holds torch and a small model: 1.8 GiB measured on 2
 # cores, more with more threads

@@ -21,7 +21,7 @@ from typing import Protocol
 from sie_runtime.process import EXIT_BAD_SETTING
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
-MAX_FIRST_FAILURES = 5  # in a row, of a child that was never ready: its fault will not end by itself
+MAX_FIRST_FAILURES = 5  # failures in a row of a child that was never ready: a restart will not help
 LAST_LINES_S = 2.0  # seconds to wait for the last lines of a child that ended
 MAX_LINE_BYTES = 1 << 20  # bytes of one line of output
 STEADY_S = 30.0  # a child that lived longer than this starts again without a pause

@@ -88,9 +88,7 @@ async def _follow_past(view: View, url: str, token: str | None) -> None:
 
 
 async def _ask_past(view: View, url: str, token: str | None) -> None:
-    """Read latency and errors of the last hour. The earlier values stay if the gateway does not answer or has another
-    version.
-    """
+    """Read the last hour. The earlier values stay if the gateway does not answer or has another version."""
     headers = {"authorization": f"Bearer {token}"} if token else {}
     try:
         async with httpx.AsyncClient(timeout=PAST_S, transport=direct(url, httpx.AsyncHTTPTransport)) as client:
@@ -152,9 +150,7 @@ async def _draw_in_place(view: View, console: Console, stop: asyncio.Event) -> N
 
 
 def takes_keys() -> bool:
-    """Return whether standard input is a terminal that this process may read. The kernel would stop a reader in the
-    background.
-    """
+    """Return whether the process may read a terminal. The kernel would stop a reader in the background."""
     try:
         descriptor = sys.stdin.fileno()
     except (AttributeError, OSError, ValueError):  # standard input is missing or closed
@@ -197,8 +193,8 @@ def single_keys(on_key: Callable[[str], None]) -> Iterator[None]:
 
 
 def suspend() -> None:
-    """Stop this process as Ctrl-Z does by default, and return when it continues. The kernel does not stop a process
-    that no shell could continue.
+    """Stop this process as Ctrl-Z does by default; return when it continues. Without a shell that could continue the
+    process, the kernel does not stop it.
     """
     before = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
     try:

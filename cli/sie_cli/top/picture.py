@@ -292,9 +292,7 @@ def _aged(queued: Queued) -> str:
 
 
 def _table(first: int, *columns: tuple[str, bool]) -> Table:
-    """Return a table. `columns`: by title, whether each is a number. The first column has `first` cells, so that tables
-    align.
-    """
+    """Return a table of columns by title, numbers or not. The first has `first` cells, so that tables align."""
     table = Table(box=None, pad_edge=False, header_style="bold cyan")
     least = dict(enumerate(_CELLS, start=1))
     for number, (title, is_number) in enumerate(columns):

@@ -78,7 +78,7 @@ def _standard_input() -> str:
 
 
 def _file(name: str) -> QuestionInput:
-    """Make an input of a file: an image, a sound or a document, by the name's ending. The client reads the file."""
+    """Make an input of a file, an image, a sound or a document by its ending. The client reads the file."""
     path = Path(name)
     if not path.is_file():
         raise CommandRefused(

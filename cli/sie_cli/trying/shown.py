@@ -234,9 +234,7 @@ def _datum(name: str, value: object) -> Text:
 
 
 def _table(*titles: str) -> Table:
-    """Return a table of columns by title. Numbers are aligned at the right, bars have fixed cells, and the input's text
-    takes the rest.
-    """
+    """Return a table. Numbers are on the right, bars have fixed cells, and the input's text takes the rest."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in titles:
         is_number = title in ("#", "NORM", "TOKENS", "WEIGHT", "SCORE", "RANK", "MS")
@@ -320,9 +318,7 @@ def bar(share: float, colour: str = "cyan", cells: int = BAR) -> Text:
 
 
 def shares(values: Sequence[float], least: float = 0.0, most: float | None = None) -> list[float]:
-    """Scale each value to its position between the ends of the scale, from 0 to 1. A value beyond an end extends the
-    scale.
-    """
+    """Scale each value to 0..1 between the ends of the scale. A value beyond an end extends the scale."""
     low = min(least, *values) if values else least
     high = max(values, default=0.0) if most is None else max(most, *values)
     width = high - low

@@ -91,9 +91,7 @@ class Published:
 
 @dataclass(frozen=True)
 class StreamState:
-    """State of a stream. `created` changes when the stream was lost and created again. Counts include leased
-    messages.
-    """
+    """State of a stream. `created` changes when the stream was lost and recreated. Counts include leased messages."""
 
     created: str
     messages: int
@@ -345,7 +343,7 @@ class Queue(Connection, Protocol):
 
 
 class Administration(Queue, Protocol):
-    """A queue whose streams and consumers can be created, updated and deleted."""
+    """Queue whose streams and consumers can be created, updated and deleted."""
 
     async def ensure_stream(self, spec: StreamSpec, *, owner: bool) -> StreamState:
         """Ensure that a stream exists with these settings. The owner creates it, or updates it from an older topology

@@ -1,4 +1,4 @@
-"""Environment variables of clients, beside the settings of servers: the gateway's address and the key that it wants."""
+"""Environment variables of clients, which are no settings of servers: the gateway's address and its key."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ NAMES = frozenset({BASE_URL, API_KEY})
 
 
 def base_url() -> str | None:
-    """The address of the gateway; None without one."""
+    """Return the address of the gateway; None if none is set."""
     return _value(BASE_URL)
 
 
 def api_key() -> str | None:
-    """The key of the client, by its name or an alias; None without one."""
+    """Return the key of the client, by its name or an alias; None if none is set."""
     return _value(API_KEY) or next(filter(None, map(_value, KEY_ALIASES)), None)
 
 

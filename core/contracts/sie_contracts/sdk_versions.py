@@ -3,7 +3,7 @@
 
     version ──► dialect_of ──► the first row of DIALECTS that is not newer ──► holds, item errors, statuses, codes
 
-Our own clients name theirs in another header, `X-SIE-Client-Version`, and get NATIVE, as everybody else does.
+Our own clients name theirs in another header, `X-SIE-Client-Version`, and get NATIVE, as all other clients do.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Dialect:
 
 NATIVE = Dialect()
 _FAILED = {"MODEL_LOAD_FAILED": 502}
-_MIXED = {"ALL_ITEMS_FAILED": "RESOURCE_EXHAUSTED"}  # which is tried three times: inputs may have failed for good
+_MIXED = {"ALL_ITEMS_FAILED": "RESOURCE_EXHAUSTED"}  # clients repeat it only three times: the failure may be permanent
 
 
 def _busy(code: str, *codes: str) -> dict[str, str]:
@@ -84,7 +84,7 @@ def _parsed(version: str) -> tuple[int, int, int] | None:
 
 
 def dialect_of(version: str) -> Dialect:
-    """The dialect of a public SDK of this version; the newest of one that does not know its own version."""
+    """Return the dialect of a public SDK of this version. If the version is not known, return the newest dialect."""
     number = _parsed(version)
     if number is None:
         return DIALECTS[-1][1]
@@ -92,9 +92,9 @@ def dialect_of(version: str) -> Dialect:
 
 
 def server_version(version: str) -> str:
-    """The version of the contract that a public SDK of this version is answered by: its own, at most ours.
+    """Return the contract version for the reply to a public SDK: the version of the SDK, at most ours.
 
-    A public SDK compares it with its own version, and warns where the two differ by more than one minor version.
+    A public SDK compares it with its own version, and warns if they differ by more than one minor version.
     """
     number = _parsed(version)
     if number is None:

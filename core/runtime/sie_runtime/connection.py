@@ -35,7 +35,7 @@ async def connected(
         errors=(BrokerError,),
         stop=stop,
         logger=_logger,
-        purpose="connecting to the broker",
+        task="connecting to the broker",
     )
     try:
         yield broker

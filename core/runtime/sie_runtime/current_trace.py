@@ -1,4 +1,4 @@
-"""The trace that the current task works for, and its context as W3C writes it in headers."""
+"""Trace that the current task works for, and its context in the headers of W3C."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from contextvars import ContextVar
 
 from sie_contracts.wire.trace_context import NONE, Context
 
-MAX_STATE_CHARS = 512  # of a tracestate: the minimum that the specification demands
-# attribute of a span of a stage of the reply's timing: queue, preprocess, batch_wait, inference, postprocess
+MAX_STATE_CHARS = 512  # longest tracestate; the specification demands at least this
+# attribute of a span: its stage in the timing of the reply (queue, preprocess, batch_wait, inference, postprocess)
 STAGE = "sie.stage"
 _CONTEXT = re.compile(
     r"(?!ff)(?P<version>[0-9a-f]{2})-(?P<ids>(?!0{32})(?P<trace>[0-9a-f]{32})-(?!0{16})[0-9a-f]{16})-(?P<flags>[0-9a-f]{2})(?P<more>-.*)?"
 )
-_VERSION = "00"  # of the specification
+_VERSION = "00"  # version of the specification
 _SAMPLED = 1  # bit in the flags of a trace context
 # the sampled trace that this task works for, 32 hex digits, else None
 TRACE_ID: ContextVar[str | None] = ContextVar("sie_trace_id", default=None)
 
 
 def context_from_headers(traceparent: str, tracestate: str) -> Context:
-    """The context that a client sends. An invalid one is dropped, as the specification asks. A later version is read as
-    ours.
+    """Return the context that a client sent; empty if it is invalid, as the specification demands. A later version is
+    read as version 00.
     """
     match = _CONTEXT.fullmatch(traceparent)
     if match is None:
@@ -35,7 +35,7 @@ def context_from_headers(traceparent: str, tracestate: str) -> Context:
 
 
 def trace_id_of(traceparent: str) -> str | None:
-    """The trace of a context, 32 hex digits, if it is sampled; else None, because no collector has it."""
+    """Return the trace id of a context, 32 hex digits; None if it is not sampled: no collector has the trace."""
     match = _CONTEXT.fullmatch(traceparent)
     return match["trace"] if match is not None and _flags(match) & _SAMPLED else None
 
@@ -45,5 +45,5 @@ def _flags(match: re.Match[str]) -> int:
 
 
 def set_current(context: Context) -> None:
-    """Set the context of this task, and of the tasks that it starts, to that of a request."""
+    """Use the context of a request in this task, and in the tasks that it starts."""
     TRACE_ID.set(trace_id_of(context.traceparent))

@@ -210,7 +210,7 @@ class CatalogueFeed:
             errors=(BrokerError,),
             stop=stop,
             logger=_logger,
-            purpose="listening for changes of the catalogue",
+            task="listening for changes of the catalogue",
         )
         self._bus.on_reconnect(self._on_reconnect)
         if self._source is None:
@@ -218,7 +218,7 @@ class CatalogueFeed:
             return
         source, errors = self._source, (ConfigUnavailable, SIEError, msgspec.ValidationError)
         await retry(
-            lambda: self._reload(source), errors=errors, stop=stop, logger=_logger, purpose="reading the catalogue"
+            lambda: self._reload(source), errors=errors, stop=stop, logger=_logger, task="reading the catalogue"
         )
         loop = asyncio.get_running_loop()
         full_due_s, failed_s = loop.time() + self._full_export_s, 0.0

@@ -153,9 +153,7 @@ class KeyBuckets:
         return cls(bucket, await bucket_of(broker, replicas, topology.KEYS_COPY_BUCKET).open())
 
     async def write(self, key: Key, revision: int) -> None:
-        """Write a record, if the bucket has it at `revision`; 0: if the bucket does not have it. Raises
-        WrongRevision.
-        """
+        """Write a record, if the bucket has it at `revision` (0: lacks it). Raises WrongRevision."""
         await self.bucket.write([Write(key.id, encode(key), revision)])
         await self.copy.write([Write(key.id, encode(key), None)])
 

@@ -148,7 +148,7 @@ class Labelled(Generic[Child]):
             if room < needed:
                 break
             self._named[name] = before.get(name, 0)
-            more = self._each if name in before and name in self._waiting else 0  # for one more endpoint of the name
+            more = self._each if name in before and name in self._waiting else 0  # for one more endpoint
             room -= needed + min(more, room - needed)
         self._room = self._most - sum(max(sets, self._each) for sets in self._named.values())
         for values in [values for values in self._children if values[0] not in self._named and values[0] != OTHER]:
@@ -180,9 +180,7 @@ class MetricMaker:
         self._labelled: list[Labelled[Any]] = []
 
     def _turn(self) -> None:
-        """Rank the names. This runs right after a scrape, when the last counts of the series that end have been
-        read.
-        """
+        """Rank the names. This runs right after a scrape, when the last counts of the ending series have been read."""
         if self.traffic.fade():
             for labelled in self._labelled:
                 labelled.turn(self.traffic)
@@ -230,7 +228,7 @@ class Scrape:
         self._folds = {name: Fold(metric) for name, metric in self._table.items()}
 
     def gauge(self, name: str, values: Mapping[Labels, float] | float) -> GaugeMetricFamily:
-        """A gauge of present values by label set. Values that are folded into one label set are summed."""
+        """Return a gauge of present values by label set. Values in the same folded label set are summed."""
         if not isinstance(values, Mapping):
             return GaugeMetricFamily(name, self._table[name].text, value=float(values))
         metric, fold = self._table[name], self._folds[name]
@@ -262,9 +260,7 @@ def _folded(fold: Fold, values: Mapping[Labels, float]) -> dict[tuple[str, ...],
 
 
 def exemplar() -> dict[str, str] | None:
-    """Return the trace id to attach to a latency that is observed now; None if there is no trace or it is not
-    sampled.
-    """
+    """Return the trace id for a latency that is observed now; None without a trace, or if it is not sampled."""
     trace_id = TRACE_ID.get()
     return {"trace_id": trace_id} if trace_id is not None else None
 

@@ -52,8 +52,8 @@ QUOTING = (
 
 
 def end_signals() -> tuple[signal.Signals, ...]:
-    """The signals on which a process drains and ends: those of supervisors, of Ctrl-C, and of a terminal or session
-    that closes. SIGHUP is left alone if it is ignored, as under nohup.
+    """Return the signals on which a process drains and ends: signals of supervisors, of Ctrl-C, and of a closed
+    terminal or session. SIGHUP is left alone if it is ignored, as under nohup.
     """
     hangup = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
     return (signal.SIGTERM, signal.SIGINT, *hangup)
@@ -75,9 +75,7 @@ def traceback_of(error: BaseException | None) -> str:
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
-    """Return the documented fields of a log line. If the record has no trace, the trace of the task that logs is
-    used.
-    """
+    """Return the documented fields of a log line. A record without a trace has the trace of the task that logs."""
     attributes = record.__dict__
     fields = {name: attributes.get(name) for name in _FIELDS}
     if fields["trace_id"] is None:
@@ -332,7 +330,7 @@ async def retry(
     errors: tuple[type[Exception], ...],
     stop: Stop,
     logger: logging.Logger,
-    purpose: str,
+    task: str,
 ) -> Any:
     """Repeat `attempt` until it succeeds, and return its result; None if the process is to stop. Pauses double from 0.1
     s to 5 s.
@@ -340,7 +338,7 @@ async def retry(
     A failure that lasts QUIET_S is logged once at level info, because processes that start together wait for each
     other. A failure that lasts START_S is logged once as a warning.
     """
-    delay_s, trouble = 0.1, Trouble(logger, purpose, START_S)
+    delay_s, trouble = 0.1, Trouble(logger, task, START_S)
     while not stop.requested:
         try:
             return await attempt()

@@ -1,4 +1,4 @@
-"""Spans, with the OpenTelemetry SDK. Imported only if tracing is on.
+"""Spans, with the OpenTelemetry SDK. This module is imported only if tracing is on.
 
     Span.end ──► queue of 2,048, the oldest are dropped first ──► a thread of its own ──► collector, console or nowhere
 
@@ -31,8 +31,8 @@ from sie_contracts.wire.trace_context import NONE, Context
 from sie_runtime.current_trace import STAGE
 from sie_runtime.process import Trouble
 
-GIVE_UP_S = 0.5  # for an exporter that was asked to end
-FLUSH_S = 1.0  # for the last spans at the end: `sie serve` gives a worker 3 s in all
+GIVE_UP_S = 0.5  # seconds to wait for an exporter that was told to stop
+FLUSH_S = 1.0  # seconds to export the last spans; `sie serve` gives a worker 3 s to end
 Value = str | int | float | bool
 Kind = Literal["server", "consumer", "internal"]
 
@@ -42,10 +42,10 @@ _logger = logging.getLogger("sie.tracing")
 
 
 class Span:
-    """One span. A span that is not sampled has a context and nothing else.
+    """One span. A span that is not sampled has only a context.
 
-    A wall clock that is set while the span lasts changes neither its length nor that of its parts: the wall clock is
-    read once, at the beginning, and what passes since then is measured by the monotonic clock.
+    Its times come from the monotonic clock. The wall clock is read once, at the start, so a later change of the wall
+    clock does not affect them.
     """
 
     __slots__ = ("_ended", "_offset_ns", "_span", "_tracer", "is_recording", "name")
@@ -60,7 +60,7 @@ class Span:
 
     @property
     def context(self) -> Context:
-        """The trace context for work below this span. It is encoded on first use: that takes a quarter of the time of a
+        """Trace context for work below this span. It is encoded on first use: encoding takes a quarter of the time of a
         span, and most spans have no children.
         """
         written: dict[str, str] = {}
@@ -69,7 +69,7 @@ class Span:
 
     @property
     def trace_id(self) -> str | None:
-        """32 hex digits; None for a span that is not sampled, because no collector has its trace."""
+        """Trace id in 32 hex digits; None for a span that is not sampled, because no collector has its trace."""
         return trace.format_trace_id(self._span.get_span_context().trace_id) if self.is_recording else None
 
     def set(self, attributes: Mapping[str, Value]) -> None:
@@ -85,14 +85,14 @@ class Span:
         self._span.set_status(trace.StatusCode.ERROR)
 
     def ns_before(self, seconds: float) -> int:
-        """The time so many seconds ago in nanoseconds since 1970, by the clock of this span."""
+        """Return the time `seconds` ago, nanoseconds since 1970, by the clock of this span."""
         return time.perf_counter_ns() + self._offset_ns - round(seconds * 1e9)
 
     def part(
         self, name: str, start_ns: int, ms: float, *, stage: str = "", attributes: Mapping[str, Value] | None = None
     ) -> int:
-        """Add a finished child of so many milliseconds from `start_ns` on, and return its end. `stage`: the stage of
-        the reply's timing that it belongs to.
+        """Add a finished child of `ms` milliseconds from `start_ns` on, and return its end. `stage`: its stage in the
+        timing of the reply.
         """
         end_ns = start_ns + round(ms * 1e6)
         if self.is_recording:
@@ -102,7 +102,7 @@ class Span:
         return end_ns
 
     def lead_to(self, span: Span) -> None:
-        """Add a link to another span, for whose work this one ran."""
+        """Add a link to another span: this span ran work of that span."""
         self._span.add_link(span._span.get_span_context())
 
     def end(self, end_ns: int | None = None) -> None:
@@ -116,9 +116,7 @@ class Span:
 
 
 class Tracer:
-    """Makes the spans of one component. It owns a thread that exports them, until `close`. May be used from
-    any thread.
-    """
+    """Makes the spans of one component. Until `close` it owns a thread that exports them. Any thread may use it."""
 
     def __init__(self, settings: Tracing, component: str, instance: str = "") -> None:
         resource = Resource.create(
@@ -129,7 +127,7 @@ class Tracer:
                 "service.instance.id": f"{component}-{instance or socket.gethostname()}-{os.getpid()}",
             }
         )
-        # not at the interpreter's exit, which would wait for a dead collector
+        # `close` ends it: at the interpreter's exit it would wait for a dead collector
         self._provider = TracerProvider(_sampler(settings), resource, shutdown_on_exit=False)
         self.propagates = settings.propagates
         self._exporters = [_exporter(name, settings) for name in settings.exporters]
@@ -147,9 +145,7 @@ class Tracer:
         start_ns: int | None = None,
         attributes: Mapping[str, Value] | None = None,
     ) -> Span:
-        """A span below `parent`; the first span of a trace if `parent` is empty or not a context. The caller
-        ends it.
-        """
+        """Begin a span below `parent`. If `parent` is empty or invalid, the span begins a trace. The caller ends it."""
         above = _headers.extract(parent._asdict(), context.Context())
         linked = [span.link() for span in links]
         return Span(
@@ -157,13 +153,13 @@ class Tracer:
         )
 
     def close(self) -> None:
-        """Export what is left, for at most FLUSH_S. Spans that end later are dropped."""
+        """Export the remaining spans, for at most FLUSH_S. Spans that end later are dropped."""
         flushing = threading.Thread(target=self._provider.shutdown, name="spans", daemon=True)
         flushing.start()
         flushing.join(FLUSH_S)
         if flushing.is_alive():
             for exporter in self._exporters:
-                exporter.shutdown()  # this ends its wait for the next attempt
+                exporter.shutdown()  # stop its wait for the next attempt
             _logger.warning("the last spans were not taken within %g s and are dropped", FLUSH_S)
             flushing.join(GIVE_UP_S)
 

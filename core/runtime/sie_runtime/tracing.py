@@ -1,13 +1,12 @@
-"""Traces as every process has them. Off, nothing of OpenTelemetry is imported here and all that is done is to ask `is
-None`.
+"""Traces of every process. If tracing is off, OpenTelemetry is not imported, and a span costs one comparison with
+None.
 
     client ──traceparent──► gateway: the request ──WorkItem──► sidecar: its work ──RunBatch──► adapter: its stages on
     the device
                                                                      └─► a batch, linked to the work in it ──► its
                                                                      forward pass
 
-The context travels as W3C writes it, in `Context`. `TRACE_ID` is the one place from which logs and exemplars
-have the trace.
+The context has the format of W3C, in `Context`. Logs and exemplars read the trace only from `TRACE_ID`.
 """
 
 from __future__ import annotations
@@ -28,15 +27,15 @@ if TYPE_CHECKING:
 
 _INSTALL = "pip install 'sie-cluster[tracing]', or leave it off"
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
-_FAULT = 500  # from this status on, the span of a server counts as failed
+_FAULT = 500  # lowest status of a server span that counts as failed
 _logger = logging.getLogger("sie.tracing")
 
 
 def start(settings: Tracing, component: str, instance: str = "") -> Tracer | None:
     """Start the tracer of a component; None if tracing is off. Call it after any fork.
 
-    `instance` tells it from others of its kind; by default it is the host's name. Raises SettingError if OpenTelemetry
-    is not installed. If the SDK refuses one of its variables, tracing stays off, with a warning.
+    `instance` distinguishes components of one kind; by default it is the name of the host. Raises SettingError if
+    OpenTelemetry is not installed. If the SDK refuses one of its variables, tracing stays off, with a warning.
     """
     if not settings.enabled:
         return None
@@ -68,11 +67,11 @@ def _unset_what_means_nothing() -> None:
 def begin_request(
     tracer: Tracer | None, headers: Mapping[str, str], method: str, request_id: str, received_s: float
 ) -> tuple[Context, Span | None]:
-    """Read the trace context that a client sends, and begin a span below it. `headers`: by lower-case name.
-    `received_s`: by perf_counter.
+    """Read the trace context of the client, and begin a span below it. `headers`: by lower-case name. `received_s`: by
+    perf_counter.
 
-    Returns the context for work of this request (without a tracer, the client's own) and the span, to be ended by
-    `end_request`.
+    Return the context for work of this request, and the span, which `end_request` ends. Without a tracer the context is
+    the client's own.
     """
     context, span = NONE, None
     if "traceparent" in headers and (tracer is None or tracer.propagates):
@@ -83,12 +82,12 @@ def begin_request(
         start_ns = time.time_ns() - round((time.perf_counter() - received_s) * 1e9)
         span = tracer.begin(shown_method, context, kind="server", start_ns=start_ns, attributes=own)
         context = span.context
-    set_current(context)  # also an empty one: a pipelined request begins in the task of the request before it
+    set_current(context)  # set an empty context too: a pipelined request starts in the task of the request before it
     return context, span
 
 
 def end_request(span: Span, operation: str, status: int, code: str = "") -> None:
-    """The response was sent. `operation` was asked for, and `code` is the error, if any. None of these may come from a
+    """End the span after the response was sent. `code`: the error, if any. `operation` and `code` must not come from a
     client.
     """
     span.rename(f"{span.name} {operation}")

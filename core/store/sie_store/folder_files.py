@@ -97,7 +97,7 @@ def reading(file: Path) -> Iterator[None]:
 
 
 def line_of(error: Exception) -> str:
-    """The text of an error as one line."""
+    """Return the text of an error as one line."""
     return " ".join(str(error).split())[:MAX_TEXT]
 
 

@@ -60,7 +60,7 @@ def examined(allowed: Allowed) -> str:
 
 
 def place_of(allowed: Allowed) -> str:
-    """The models folder as an absolute path, whether it exists or not, or the URL of its bucket."""
+    """Return the models folder as an absolute path, whether it exists or not, or the URL of its bucket."""
     return allowed.models if is_bucket(allowed.models) else str(Path(allowed.models).expanduser().absolute())
 
 

@@ -227,8 +227,8 @@ class RetryPolicy:
         return await self.repeated(lambda: within(timeout_s or self.stall_s, call()))
 
     async def repeated(self, call: Callable[[], Awaitable[_T]]) -> _T:
-        """Return the result of `call`, which limits its own time and raises StoreError. It is repeated as in
-        `call`.
+        """Return the result of `call`, which limits its own time and raises StoreError. It is repeated if that may
+        help.
         """
         tries = 0
         while True:

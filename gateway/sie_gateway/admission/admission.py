@@ -388,7 +388,7 @@ class Admission:
         self._refresh(place, now_s)
         self.look_again(place)
         time_cost = place.costs([cost], [squares])[0]
-        refusal = place.judge(now_s, key, time_cost, budget_s, self._settings.max_concurrent_requests, client)
+        refusal = place.judge(now_s, key, time_cost, budget_s, client)
         if refusal is not None:
             self._count_refusal(place, "stalled" if refusal.is_stalled else "wait")
             raise self._late(place, refusal, time_cost, budget_s, client)

@@ -5,7 +5,7 @@ Rules of `judge`, in this order:
 
 1. If no work of this model is in the queue, or no worker has it loaded, the request is let in.
 2. `drain` gives the expected wait, which is multiplied by MARGIN. With evidence of n samples it counts by
-   n^2 / (n^2 + doubt), so without evidence no request is refused. The doubt is larger up to the floor of work.
+   n^2 / (n^2 + DOUBT), so without evidence no request is refused.
 3. If the queue stands still for longer than the budget, the request is refused.
 4. Refused clients have turns (`turns`). Another client is let in if its budget has room for it and for the turns that
    are due within it, or if the workers would have too little work. Where batches are formed only when the device is
@@ -49,28 +49,21 @@ CHANGED = 2.0  # factor by which a batch is slower or faster than its size expla
 # any more
 CHANGED_SAMPLES = 2
 OUTLIER = 4.0  # a sample this many times as long as any other is a stall, and does not count for the next batch
-MAX_EVIDENCE = 64
 STALL_S = 0.25  # seconds without a result after which the queue may stand still
 UNKNOWN_STALL_S = 5.0  # the same while there is no sample
 STALL_BATCHES = 3.0
 LOOK_S = 0.1
 MAX_GROWTH = 4.0  # a batch larger than this many measured ones is assumed to take no longer than this many
-FEW_BATCHES = 4  # with fewer batches ahead their number is rounded up: it matters where a batch ends
 SETTLED = 0.25  # share of a batch's time after its first result: by then all of its results have come
 RECENT_ANSWERS = 64
-RECENT_BATCHES = 16  # latest batches to which a further result of the same batch may be added
 GROWING = 1.25  # the last batch is this many times as large as any before it while batches grow
-# share of a budget: a batch that takes longer and left work behind is assumed to be limited, so that several fit into
-# the budget
-CAPPED = 0.05
-FULL = 0.8  # share of a full batch: a larger batch leaves no work behind that would fit into it
 
 
 class ExpectedWait(NamedTuple):
     """Expected wait of a request. `min_s` is the time if the batches ahead are full and end as usual. `likely_s` adds
     one batch, which was formed before the request came, unless batches are formed only when the device is free.
     `stalled_s` is the time without a result if it is unusually long, else 0; the stall may last as long again.
-    `evidence` is the number of samples, 0 to MAX_EVIDENCE. `rate` is in tokens per second, 0 while unknown. `batch_s`
+    `evidence` is the number of samples. `rate` is in tokens per second, 0 while unknown. `batch_s`
     is the time of one batch. `formed_s` is the time until the batch of this request is formed; it is infinite if that
     may be long before the batch runs.
     """
@@ -83,10 +76,11 @@ class ExpectedWait(NamedTuple):
     batch_s: float = 0.0
     formed_s: float = math.inf
 
-    def belief(self, doubt: float) -> float:
+    @property
+    def belief(self) -> float:
         """Return the part of the wait that is believed, 0 to 1."""
         samples = self.evidence * self.evidence
-        return samples / (samples + doubt)
+        return samples / (samples + DOUBT)
 
 
 class _BatchResults:
@@ -166,15 +160,14 @@ class _BatchSample(NamedTuple):
 
 
 class MeasuredBatch(NamedTuple):
-    """Mean batch of the last samples. `is_full`: the batch is as large as it can be. `left_work`: most of the batches
-    left work behind, and they do not grow any more, as batches do while a worker learns their times. `longest_s`: the
-    time of the longest of them.
+    """Mean batch of the last samples. `is_full`: the batch is as large as it can be: more work waited than the workers
+    take in, or most of the batches left work behind and do not grow any more, as batches do while a worker learns their
+    times. `longest_s`: the time of the longest of them.
     """
 
     tokens: float
     seconds: float
     is_full: bool
-    left_work: bool
     longest_s: float
 
 
@@ -211,14 +204,7 @@ class Throughput:
         """
         if not batch:  # a result without a batch: nothing ran
             return
-        entry = next(
-            (
-                candidate
-                for candidate in itertools.islice(reversed(self._batches), RECENT_BATCHES)
-                if candidate.name == batch
-            ),
-            None,
-        )
+        entry = next((candidate for candidate in reversed(self._batches) if candidate.name == batch), None)
         if entry is None:
             entry = _BatchResults(batch, now_s, self.last_s, queued_s, is_crowded, device_s, pipeline, chunks)
             self._see_left(entry, queued_s)
@@ -234,13 +220,13 @@ class Throughput:
         entry.is_sample |= entry.queued_s <= entry.before_s
         if entry.is_sample and not entry.is_counted:
             entry.is_counted = True
-            self._evidence = min(MAX_EVIDENCE, self._evidence + 1)
+            self._evidence += 1
 
     def _see_left(self, later: _BatchResults, queued_s: float) -> None:
         """Mark the batches that left work behind. The queue is first in, first out: work that was queued before a batch
         was formed, but ran in a later batch, was left behind by it.
         """
-        for batch in itertools.islice(reversed(self._batches), RECENT_BATCHES):
+        for batch in self._batches:
             if batch.formed_s < later.formed_s and queued_s < batch.formed_s:
                 batch.left_work = True
 
@@ -290,8 +276,8 @@ class Throughput:
         seconds = sum(sample.seconds for sample in counted) / len(counted)
         is_steady = len(samples) >= MIN_SAMPLES - 1 and newest <= GROWING * before
         left_work = is_steady and 2 * sum(sample.left_work for sample in samples) >= len(samples)
-        is_full = len(full) == len(counted)
-        return MeasuredBatch(max(tokens, 1.0), max(seconds, 1e-6), is_full, left_work, longest.seconds)
+        is_full = left_work or len(full) == len(counted)
+        return MeasuredBatch(max(tokens, 1.0), max(seconds, 1e-6), is_full, longest.seconds)
 
     def is_settled(self, now_s: float, within_s: float) -> bool:
         """Return True if all results of the last batch are probably here, or if a batch takes at most `within_s`
@@ -327,17 +313,16 @@ class Throughput:
         batch takes no longer. `share` is this gateway's part of the throughput, while `ahead` is the work of all
         gateways.
 
-        A worker forms no batch that is larger than the budgets of its requests allow (`budget_s`). So batches that take
-        a good part of the budget do not become larger. No batch is sealed while another one runs if it takes more than
-        AHEAD_SHARE of the budget. Then `running` tokens of the work ahead are in running batches, and the rest fills
-        the next batches from the front, unless batches are smaller than they might be and leave work behind.
+        A worker forms no batch that is larger than the budgets of its requests allow. So batches that leave work behind
+        do not become larger. No batch is sealed while another one runs if it takes more than AHEAD_SHARE of the budget
+        (`budget_s`). Then `running` tokens of the work ahead are in running batches, and the rest fills the next
+        batches from the front.
         """
         measured = self.batch(now_s)
         silent_s = now_s - max(oldest_s, self.last_s)
         if measured is None:
             return ExpectedWait(stalled_s=silent_s if silent_s > UNKNOWN_STALL_S else 0.0)
-        tokens, seconds, is_full, left_work, longest_s = measured
-        is_full |= left_work and seconds >= CAPPED * budget_s
+        tokens, seconds, is_full, longest_s = measured
         tokens /= share
         size = tokens if is_full else max(tokens, min(ahead + cost, full_tokens))
         if size > tokens and fixed_tokens < math.inf:
@@ -345,8 +330,7 @@ class Throughput:
         spent_s = min(max(0.0, silent_s), seconds)
         stalled_s = silent_s if silent_s > max(STALL_S, STALL_BATCHES * longest_s) else 0.0
         formed_s = math.inf
-        takes_all = not left_work or tokens >= FULL * full_tokens
-        if takes_all and seconds * self._lanes > AHEAD_SHARE * budget_s:
+        if seconds * self._lanes > AHEAD_SHARE * budget_s:
             running = min(running, ahead, size * self._lanes)
             run = min(self._lanes, math.ceil(running / tokens))
             behind = (ahead - running + cost) / size
@@ -354,7 +338,7 @@ class Throughput:
             formed_s = max(0.0, (likely - self._lanes) * seconds - spent_s)
         else:
             least = (ahead + cost) / size
-            likely = (math.ceil(least) if least < FEW_BATCHES else least) + 1
+            likely = least + 1
         min_s = max(0.0, least * seconds - spent_s)
         likely_s = likely * seconds - spent_s
         return ExpectedWait(min_s, likely_s, stalled_s, self._evidence, size / seconds, seconds, formed_s)
@@ -403,7 +387,6 @@ class AnswerPace:
 
 MARGIN = 1.1  # factor on the expected time of a request
 DOUBT = 1.0  # square of the number of samples with which half of an expected wait is believed
-FLOOR_DOUBT = 2.0  # in place of DOUBT while the work ahead is within the floor: a refusal then needs more evidence
 # batches let in beside the running ones and the turns that are due at once, so that the workers have no pause
 BUSY_BATCHES = 1.5
 TURN_PACE = 0.4  # share of the queue's throughput that turns get; clients without a turn get the rest
@@ -685,7 +668,7 @@ class ModelQueue:
         still grow.
         """
         usual = batch.tokens * self._lanes
-        if batch.is_full or batch.left_work:
+        if batch.is_full:
             return usual
         return max(usual, min(max(self._running, self._gone), share * self._full_tokens(0.0) * self._lanes))
 
@@ -704,11 +687,9 @@ class ModelQueue:
         return max(1.0, window.stretch() * sum(limits) / len(limits)) if limits else math.inf
 
     def judge(
-        self, now_s: float, key: str, cost: float, budget_s: float, floor_requests: int, client: Callable[[], bytes]
+        self, now_s: float, key: str, cost: float, budget_s: float, client: Callable[[], bytes]
     ) -> WaitRefusal | None:
-        """Return the refusal of a request of `cost` tokens with this budget, or None to let it in. While the work ahead
-        is less than that of `floor_requests` requests, a refusal needs more evidence.
-        """
+        """Return the refusal of a request of `cost` tokens with this budget, or None to let it in."""
         ahead = self.window.ahead(key, cost)
         if not ahead or not self.hosts:
             return None
@@ -718,7 +699,7 @@ class ModelQueue:
         promised = self.turns.promised(now_s)
         is_turn = promised > 0 and self.turns.claim(now_s, client())
         margin = 1.0 if is_turn else MARGIN
-        believed = margin * wait.belief(FLOOR_DOUBT if ahead <= self._floor(floor_requests) else DOUBT)
+        believed = margin * wait.belief
         longest_s = wait.stalled_s + believed * wait.likely_s
         if longest_s <= budget_s:
             if not promised or is_turn:
@@ -731,12 +712,6 @@ class ModelQueue:
             if longest_s <= budget_s:
                 return None
         return self._refusal(now_s, wait, longest_s, everything, share, budget_s)
-
-    def _floor(self, requests: int) -> float:
-        """Return the cost of this number of mean requests in the queue; at least the cost that the workers take in."""
-        window = self.window
-        mean = window.cost / window.items if window.items else 0.0
-        return max(requests * mean, window.stretch() * sum(host.credit_cost for host in self.hosts))
 
     def _refusal(
         self, now_s: float, wait: ExpectedWait, longest_s: float, ahead: float, share: float, budget_s: float
@@ -787,7 +762,7 @@ class ModelQueue:
         ]
         for entered, ahead in late_candidates:
             wait = self.wait(now_s, ahead, entered.cost, entered.budget_s)
-            if wait.belief(DOUBT) * wait.min_s > entered.deadline_s - now_s:
+            if wait.belief * wait.min_s > entered.deadline_s - now_s:
                 late.append((entered, wait))
         return late
 

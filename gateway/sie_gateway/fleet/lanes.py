@@ -25,8 +25,8 @@ from sie_contracts.wire.heartbeats import Fetched, Heartbeat, ModelStatus
 from sie_contracts.wire.records import ReservationSpec
 from sie_contracts.wire.topology import Lane
 
-STATES = ("loading", "unloading", "loaded", "failed", "available")  # the first one that any worker has is shown
-ON_DISK_S = 5.0  # how long the models on disks are taken as known
+STATES = ("loading", "unloading", "loaded", "failed", "available")  # the first state that a worker has is shown
+ON_DISK_S = 5.0  # seconds for which the models on disks are not read again
 USUAL_LOAD_S = 10.0  # expected seconds of a load, for a model that no worker has loaded yet
 _logger = logging.getLogger("sie.gateway.fleet")
 

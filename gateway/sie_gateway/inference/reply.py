@@ -27,7 +27,7 @@ MSGPACK_TYPES = ("application/msgpack", "application/x-msgpack", "application/vn
 EXTRAS = {"int8": ("scale",), "uint8": ("scale", "offset")}  # values that a client needs beside the numbers of a dtype
 WIRE_DTYPES = {"float32": "<f4", "float16": "<f2", "int8": "|i1", "uint8": "|u1", "binary": "|u1", "ubinary": "|u1"}
 RAW, ARROW = "application/octet-stream", "application/vnd.apache.arrow.stream"
-PIECE_VALUES = 50_000  # numbers of a piece: JSON of them takes some 5 ms
+PIECE_VALUES = 50_000  # numbers of a piece; their JSON takes about 5 ms
 _EXTRACTED = ("entities", "relations", "classifications", "objects")
 
 

@@ -1,4 +1,4 @@
-"""Faults of the cluster that a gateway sees by itself, with a remedy for each. The page at `/` and `sie doctor` show
+"""Faults of the cluster that a gateway finds, each with a remedy. The page at `/` and `sie doctor` show
 them.
 
     workers ──► gateway, loads, clock
@@ -22,12 +22,12 @@ from sie_contracts.status import QueueInfo
 from sie_gateway.fleet.pool_rules import HIDDEN
 
 MAX_FINDINGS = 50
-CLOCK_S = 2.0  # tolerated difference of a wall clock: keys expire by it
+CLOCK_S = 2.0  # seconds; tolerated error of a wall clock, by which keys expire
 WINDOW_S = 300.0  # seconds of requests in which refusals are counted
 REFUSED_SHARE = 0.01
 STUCK_S = 60.0  # age of the oldest work at which a queue counts as stuck, as for the alert SIEQueueStuck
 GROWTH_S = 60.0
-GROWTH = 1.5  # factor by which a queue that grows has grown in GROWTH_S
+GROWTH = 1.5  # growth of a queue in GROWTH_S that is a fault
 GROWN_MESSAGES = 100  # a shorter queue may grow
 _GPUS = re.compile(r"(?i)(^|[-_])(t4|v100|p100|a10g?|a30|a40|a100|l4|l40s?|h100|h200|b200|gb200|rtx\w*)([-_]|$)")
 
@@ -40,7 +40,7 @@ _START = (
 )
 _LOADS = "the check loads names the models and the causes"
 _BROKER = "`sie doctor` tests the broker, its streams and its disk"
-# what an operator does about a refusal, by its code; other codes are faults of a request, or pass with a cold start
+# remedy of a refusal, by its code; other codes are faults of a request, or end with a cold start
 _REFUSALS = {
     "QUEUE_FULL": _CAPACITY,
     "RATE_LIMITED": "`sie keys list` shows the limits of the keys; `sie keys create` makes a key with higher ones",

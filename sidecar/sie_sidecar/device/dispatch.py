@@ -171,9 +171,7 @@ class DeviceQueue:
             flight.batch_entry = None
 
     def abandon(self, flight: InFlight) -> bool:
-        """Make the adapter stop a written work item that no request waits for. Return False if it is not being
-        written.
-        """
+        """Make the adapter stop a written work item that no request waits for. Return False if it is not written."""
         if id(flight) not in self._written:
             return False
         self._written[id(flight)].set()
@@ -257,9 +255,7 @@ class DeviceQueue:
         return self._written.get(id(batch.entries[0].work))
 
     def alone(self, flight: InFlight) -> Batch[InFlight]:
-        """Return a batch of this work item, which does not wait in the queue. Raises NotReady if its model has
-        changed.
-        """
+        """Return a batch of this work item alone, without the queue. Raises NotReady if its model has changed."""
         if flight.is_outdated:
             raise changed()
         entry = self.entry(flight, flight.received_s)
@@ -434,9 +430,7 @@ class Dispatch:
         return True
 
     def _fit(self, batch: Batch[InFlight]) -> Batch[InFlight]:
-        """Return the batch without work that must not run: late or cancelled since its preparation, or suspect by
-        now.
-        """
+        """Return the batch without work that must not run: late, cancelled since its preparation, or suspect."""
         pending = self._settle.still_wanted([entry.work for entry in batch.entries])
         suspects = []
         if batch.entries[0].work.item.model in self._isolate.marked_models:

@@ -356,9 +356,7 @@ class ModelStates:
         return [state for state in states if state.arriving or (state.state == "loaded" and not state.is_quiet)]
 
     def left_over(self, loaded_models: Iterable[ipc.LoadedModel]) -> list[str]:
-        """Return the adapter's models that an earlier process of this worker left: this process never requested
-        them.
-        """
+        """Return the adapter's models that an earlier process left. This process never requested them."""
         names = {hosted.name for hosted in self._hosted.values() if hosted.state in ("loading", "loaded")}
         return [loaded.model for loaded in loaded_models if loaded.model not in names]
 

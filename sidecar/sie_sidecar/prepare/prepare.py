@@ -176,14 +176,10 @@ class Prepare:
 
     async def _work(self, item: WorkItem, layout: Rows) -> WorkItemInput:
         """Return the work item with its images and sounds, if the model reads them."""
-        images, sounds = await asyncio.gather(
-            self._prepared_images(item, layout.images), self._sound_features(item, layout.sounds)
-        )
+        images, sounds = await asyncio.gather(self._images(item, layout.images), self._sounds(item, layout.sounds))
         return WorkItemInput(item.inputs, item.query, item.options, images, sounds)
 
-    async def _prepared_images(
-        self, item: WorkItem, recipe: Recipe | None
-    ) -> Mapping[int, PreparedImages | InvalidInput]:
+    async def _images(self, item: WorkItem, recipe: Recipe | None) -> Mapping[int, PreparedImages | InvalidInput]:
         """Return the pixels of the inputs with images, by index, and of the query; or the reason why there are none."""
         if recipe is None:
             return {}
@@ -193,9 +189,7 @@ class Prepare:
         pixels = await asyncio.gather(*(self._pixels(images, recipe) for images in files.values()))
         return dict(zip(files, pixels, strict=True))
 
-    async def _sound_features(
-        self, item: WorkItem, recipe: SoundRecipe | None
-    ) -> Mapping[int, SoundFeatures | InvalidInput]:
+    async def _sounds(self, item: WorkItem, recipe: SoundRecipe | None) -> Mapping[int, SoundFeatures | InvalidInput]:
         """Return the features of the inputs with a sound, by index; or the reason why there are none."""
         if recipe is None:
             return {}

@@ -203,9 +203,7 @@ class Settle:
 
     @contextlib.contextmanager
     def answering(self, flights: Sequence[InFlight], doing: str) -> Iterator[None]:
-        """Answer the work items with any error that is raised inside the context, so that none is lost with its
-        task.
-        """
+        """Answer the work items with any error that is raised in the context, so that none is lost with its task."""
         try:
             yield
         except SIEError as error:
@@ -484,9 +482,7 @@ class Leases:
         return lease
 
     def adopt(self, delivery: Delivery) -> Lease | None:
-        """Renew and return the lease of held work that is delivered to this worker once more. Return None for new
-        work.
-        """
+        """Renew and return the lease of held work that is delivered here once more. Return None for new work."""
         lease = self._held.get(_place(delivery))
         if (
             lease is None or lease.delivery.data != delivery.data

@@ -261,13 +261,13 @@ async def test_a_holder_that_stopped_takes_work_until_its_pulls_expire_and_none_
 async def test_no_reader_asks_for_more_than_a_connection_may_hold(
     nats: Callable[..., Awaitable[NatsHarness]], max_payload: int
 ) -> None:
-    """A bucket and a queue of 300 MiB, three buckets' readers and a watch at once over one connection: a server ends a
+    """A bucket and a queue of 160 MiB, three buckets' readers and a watch at once over one connection: a server ends a
     connection that has 64 MiB unsent, and this one stays.
     """
     harness = await nats(max_payload=max_payload)
     writer, reader = await harness.connect("writer"), await harness.connect("reader")
     value = bytes(max_payload - 4096)
-    names = [f"k{number}" for number in range((300 << 20) // max_payload)]
+    names = [f"k{number}" for number in range((160 << 20) // max_payload)]
     bucket = await writer.key_value("large")
     for name in names:
         await bucket.write([Write(name, value)])

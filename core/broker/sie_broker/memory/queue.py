@@ -82,9 +82,7 @@ class MemoryDelivery:
             consumer.stream.remove(self.sequence)
 
     def _held(self) -> Consumer | None:
-        """Return the consumer; None if it no longer exists or the message is settled. A settlement then has no
-        effect.
-        """
+        """Return the consumer. None if it is gone or the message is settled: a settlement then has no effect."""
         consumer = self._consumer
         is_registered = consumer.stream.consumers.get(self.consumer) is consumer
         return consumer if is_registered and self.sequence in consumer.delivered else None

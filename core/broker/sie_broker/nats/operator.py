@@ -79,9 +79,7 @@ async def streams(broker: NatsAdministration) -> list[StreamInfo]:
 
 async def read_facts(broker: NatsAdministration, stream: str) -> Facts:
     """Read the state of a stream and its consumers. Raises BrokerError."""
-    info = next(
-        (stream_info for stream_info in await broker.stream_infos() if stream_info.config.get("name") == stream), None
-    )
+    info = next((row for row in await broker.stream_infos() if row.config.get("name") == stream), None)
     if info is None:
         return Facts(None, [], {})
     return Facts(info, await broker.consumer_infos(stream), await broker.subject_counts(stream, ">"))

@@ -71,12 +71,12 @@ class JobOutput(Struct, kw_only=True, frozen=True, omit_defaults=True, forbid_un
 
 
 class JobRequest(Struct, kw_only=True, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """A job, in at most 40 KiB. `params` are those of a request of the operation.
+    """A job, in at most 40 KiB. `params`: parameters of a request of the operation.
 
-    `tokens_per_s` and `windows` bound when and how fast it works: `windows` are times of the day, such as
-    `22:00-06:00`, in the time zone `time_zone`. `deadline`: seconds since 1970, by which the forecast is judged; what
-    has not run then is not run any more only where `expires` is true. `cache`: answers of earlier jobs by the same
-    model and parameters are taken where the input is the same.
+    `tokens_per_s` and `windows` limit the speed and the times of its work: `windows` are times of the day, such as
+    `22:00-06:00`, in the time zone `time_zone`. `deadline`: seconds since 1970; the forecast is compared with it. Rows
+    that have not run by then are dropped only if `expires` is true. `cache`: use answers of earlier jobs by the same
+    model and parameters for equal inputs.
     """
 
     EXAMPLE: ClassVar[Any] = {
@@ -103,8 +103,9 @@ class JobRequest(Struct, kw_only=True, frozen=True, omit_defaults=True, forbid_u
 
 
 class JobCounts(Struct, kw_only=True, frozen=True, omit_defaults=False):
-    """Rows: in all (None until they are counted), answered, and answered with an error. `reused`: answers that were
-    taken from the cache or from an equal row. `tokens`: of all answers, also of those. Shards: parts of the input.
+    """Numbers of rows: total (None until they are counted), answered, and answered with an error. `reused`: answers
+    from the cache or from an equal row. `tokens`: tokens of all answers, including reused ones. Shards: parts of the
+    input.
     """
 
     rows: int | None = None

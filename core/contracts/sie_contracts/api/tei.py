@@ -61,7 +61,7 @@ class TeiSentences(Struct, kw_only=True):
 
 
 class TeiSimilarityParameters(_Truncated, kw_only=True):
-    """How the sentences are encoded."""
+    """Parameters for the encoding of the sentences."""
 
     prompt_name: PromptName = UNSET
     dimensions: Whole = UNSET

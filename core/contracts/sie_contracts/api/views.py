@@ -14,7 +14,7 @@ from sie_contracts.wire.messages import BatchNote, Stages
 
 
 class ClusterCounts(Struct, kw_only=True):
-    """How many there are of each, of which at most 50 workers and models are listed. `in_flight`: messages."""
+    """Number of each kind. At most 50 workers and models are listed. `in_flight`: number of messages."""
 
     workers: int
     models: int

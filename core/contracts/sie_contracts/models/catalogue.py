@@ -179,9 +179,7 @@ class Catalogue:
         return {}
 
     def _in_bundle(self, resolved: Resolved, bundle: str) -> Resolved:
-        """Set the bundles of the resolution: `bundle`, or all bundles that can serve the model. Raises
-        BundleConflict.
-        """
+        """Set the bundles of the resolution: `bundle`, or all that can serve the model. Raises BundleConflict."""
         if resolved.bundles and not bundle:
             return resolved
         entry, able = resolved.entry, self.bundles_of(resolved.entry)

@@ -48,7 +48,7 @@ def text_cost(tokens: float, squares: float, crossover: int) -> float:
     return tokens + squares / crossover if crossover else tokens
 
 
-AHEAD_SHARE = 0.25  # of a budget: a batch that takes a larger share of it is not sealed while another one runs
+AHEAD_SHARE = 0.25  # share of a budget; a batch that takes more is not sealed while another batch runs
 _MIN_SPREAD = 0.02  # variance of batch sizes over their mean squared, below which a line through their times is noise
 _IMPOSSIBLE = 2.0  # an outlier is this many times above or below the range that earlier batches allow
 _UNLIKELY = 4.0  # an outlier is this many times above or below the line

@@ -152,7 +152,7 @@ class Layout:
             self._dirty.add(model)
 
     def set_before(self, model: str, hosts: tuple[str, ...]) -> None:
-        """Set the hosts that the stored table has for a model, after another gateway wrote them or to cut them."""
+        """Set the stored hosts of a model: another gateway wrote them, or they are reduced."""
         row = self.rows[model]
         row.before = hosts
         self._dirty.add(model)

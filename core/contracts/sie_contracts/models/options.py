@@ -43,7 +43,7 @@ from sie_contracts.wire.messages import Operation, RunOptions
 
 MAX_LABELS = 1000
 MAX_WARNINGS = 20
-# Characters of what is repeated for each input, or is only a name. The message size bounds everything else.
+# Most characters of a parameter that is repeated for each input, or that is a name. The message size limits all others.
 MAX_PROMPT = 1 << 20
 MAX_LORA = 1000
 Side = Literal["document", ""]
@@ -131,9 +131,7 @@ class _Parameters:
             self._found.pop(name, None)
 
     def side(self, defaults: RunDefaults) -> Side | None:
-        """Return the side of the texts if neither the request nor the defaults name a side or a prompt; otherwise
-        None.
-        """
+        """Return the side of the texts if neither the request nor the defaults name a side or a prompt, else None."""
         is_named = self.is_set("is_query", "input_type", "prompt_name") or defaults.is_query is not None
         return None if is_named else self._side
 

@@ -381,14 +381,12 @@ class _Translator:
     def _profile(self, name: str, kind: _Kind, own: _Draft, outputs: Mapping[str, int]) -> dict[str, Any] | None:
         """Return the differences of a profile from the default one; None for a profile of another family."""
         try:
-            profile_kind = self._kind(name)
+            variant = self._kind(name)
         except ValidationFailed as error:
             self._ignored[f"profiles.{name}"] = error.extras["errors"][0]["message"]
             return None
-        if profile_kind.family != kind.family:
-            self._ignored[f"profiles.{name}"] = (
-                f"it is a {profile_kind.family}, and the default profile a {kind.family}"
-            )
+        if variant.family != kind.family:
+            self._ignored[f"profiles.{name}"] = f"it is a {variant.family}, and the default profile a {kind.family}"
             return None
         draft = self._draft(name, kind, outputs)
         for part in ("head", "prompts", "pair"):

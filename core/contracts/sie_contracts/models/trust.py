@@ -157,6 +157,10 @@ def _refused(claim: Claim) -> TrustRefusal:
             f"{name} names a place that is neither below the models folder nor below a folder of SIE_MODEL_PATHS, or "
             "has links out of it"
         )
-        return TrustRefusal("model_path", claim.loc, f"{fault}; add the folder to SIE_MODEL_PATHS {both}, {as_file}")
+        return TrustRefusal(
+            "model_path",
+            claim.loc,
+            f"{fault}; add the folder to SIE_MODEL_PATHS {both}, {as_file}, as `sie serve FOLDER` does",
+        )
     fault = f"{name} makes a worker use code or files that the operator has not allowed to entries written over HTTP"
     return TrustRefusal("remote_code", claim.loc, f"{fault}; set SIE_ALLOW_REMOTE_CODE=true {both}, {as_file}")

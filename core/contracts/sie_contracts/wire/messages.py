@@ -27,7 +27,7 @@ Truncate = Literal["END", "START", "NONE"]
 TOKEN_ID_BYTES = 5  # upper bound for one id in a message
 MENTION_BYTES = 16  # upper bound for one mention in a message, without its label
 
-PIECE_CHARS = 256 << 10  # of a text that become bytes before another thread has a turn: less than 1 ms
+PIECE_CHARS = 256 << 10  # characters to encode before another thread may run; they take less than 1 ms
 
 
 def utf8_pieces(text: str) -> Iterator[bytes]:

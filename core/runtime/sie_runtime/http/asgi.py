@@ -26,10 +26,10 @@ Body = bytes | Iterable[bytes | memoryview]
 
 MAX_ID_CHARS = 128
 _NO_FRAMES = "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-REQUEST_ID = "sie.request_id"  # of a scope: the id of its request, made when that came
-TRACE_ID = "sie.trace_id"  # of a scope: the trace of its request, set by an application that traces
-INCOMPRESSIBLE = "sie.incompressible"  # key of an ASGI scope: the reply is numbers, gzip is not worth its time
-FIRST_BYTE = "sie.first_byte_s"  # key of an ASGI scope: when the first byte of its request came, by perf_counter
+REQUEST_ID = "sie.request_id"  # key of an ASGI scope: id of the request, created at its arrival
+TRACE_ID = "sie.trace_id"  # key of an ASGI scope: trace of the request, if it is traced
+INCOMPRESSIBLE = "sie.incompressible"  # key of an ASGI scope: the reply is numbers, which gzip hardly shortens
+FIRST_BYTE = "sie.first_byte_s"  # key of an ASGI scope: arrival of the first byte, by perf_counter
 SECURITY_HEADERS = (
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
@@ -55,10 +55,10 @@ def uuid7() -> str:
 
 
 def common_headers(scope: Scope, headers: Iterable[tuple[bytes, bytes]] = ()) -> list[tuple[bytes, bytes]]:
-    """The headers of a reply with those that every reply has, probes, preflights and refusals included: ids, trace,
-    versions, and the rules for browsers. Those that `headers` has of its own stay. Names are in lower case.
+    """Return the headers of a reply with the headers of all replies, including probes, preflights and refusals: ids,
+    trace, versions, and rules for browsers. An own header of the reply takes precedence. Names are in lower case.
 
-    The id that a client sent is returned if it has at most MAX_ID_CHARS, all printable.
+    The client's id is returned if it has at most MAX_ID_CHARS, all printable.
     """
     request_id = client_id = scope[REQUEST_ID].encode()
     server_version = sdk_versions.SERVER_VERSION

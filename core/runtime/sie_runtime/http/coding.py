@@ -1,7 +1,7 @@
-"""Codings and types of bodies: gzip of requests and of replies, and what else a request may be (RFC 9110, 8.3 and 8.4).
+"""Codings and types of bodies: gzip of requests and replies, other types of requests (RFC 9110, 8.3 and 8.4).
 
     request ──► Content-Type, Content-Encoding ──► decoded ──► limits on size and time ──► handler
-    reply   ──► compressed, where its client accepts gzip and it pays ──► connection
+    reply   ──► compressed, if the client accepts gzip and it saves bytes ──► connection
 
 Every limit on a body counts plain bytes. A body is decompressed in pieces, so one that grows past its limit costs no
 more than a plain one of that size.
@@ -121,8 +121,8 @@ def accepts_gzip(accepted: str) -> bool:
 
 
 class CompressedReply:
-    """One reply, gzipped where its client accepts that and it pays. Its head waits for the first piece of its body,
-    which says how long it is.
+    """One reply, compressed by gzip if the client accepts it and it saves bytes. Its head waits for the first piece of
+    its body, which shows the length.
     """
 
     def __init__(self, scope: Scope, send: Send) -> None:

@@ -39,13 +39,13 @@ class Schemas:
 
     def __init__(self, types: Sequence[Any]) -> None:
         schemas, self.components = msgspec.json.schema_components(types, ref_template=_REFERENCE)
-        self._schemas = {repr(value_type): schema for value_type, schema in zip(types, schemas, strict=True)}
+        self._schemas = {repr(kind): schema for kind, schema in zip(types, schemas, strict=True)}
 
-    def schema_of(self, value_type: Any) -> Schema:
+    def schema_of(self, kind: Any) -> Schema:
         """Return the schema of a type. For a tuple of types the schema accepts a value of any of them."""
-        if isinstance(value_type, tuple):
-            return {"anyOf": [self._schemas[repr(option)] for option in value_type]}
-        return self._schemas[repr(value_type)]
+        if isinstance(kind, tuple):
+            return {"anyOf": [self._schemas[repr(option)] for option in kind]}
+        return self._schemas[repr(kind)]
 
 
 def statuses(*shapes: Shape) -> Statuses:
@@ -61,13 +61,11 @@ def _types(routes: Sequence[Route], placeholders: Mapping[str, Parameter]) -> li
     types: dict[str, Any] = {}
     for route in routes:
         contents = [route.body, *route.replies.values()]
-        value_types = [content.type for content in contents if content is not None and content.type is not None]
-        value_types += [route.errors] if route.errors is not None else []
-        value_types += [parameter.type for parameter in (*placeholders.values(), *route.parameters)]
-        for value_type in value_types:
-            types |= {
-                repr(option): option for option in (value_type if isinstance(value_type, tuple) else (value_type,))
-            }
+        kinds = [content.type for content in contents if content is not None and content.type is not None]
+        kinds += [route.errors] if route.errors is not None else []
+        kinds += [parameter.type for parameter in (*placeholders.values(), *route.parameters)]
+        for kind in kinds:
+            types |= {repr(option): option for option in (kind if isinstance(kind, tuple) else (kind,))}
     return list(types.values())
 
 

@@ -1,4 +1,4 @@
-"""One HTTP/1.1 connection: uvicorn's protocol, with bounds on what a client may leave open or send without being asked.
+"""One HTTP/1.1 connection: uvicorn's protocol, with limits on open and unrequested input of a client.
 
     head ──► body ──► trailers, which are dropped
     answered before its body ended ──► the last response of the connection: it says so; then we stop sending and discard
@@ -429,9 +429,7 @@ class Protocol(HttpToolsProtocol):
         self._last_timer = self.loop.call_later(LINGER_S, self.transport.close)
 
     def eof_received(self) -> bool | None:  # type: ignore[override]
-        """Handle the end of the client's input. The client may still read, or it may be gone: both look the same
-        here.
-        """
+        """Handle the end of the client's input. The client may still read or may be gone: both look the same here."""
         cycle = self.cycle
         if self._is_lingering or cycle is None or cycle.response_complete or cycle.more_body:
             return None  # None closes the connection

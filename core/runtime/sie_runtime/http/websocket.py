@@ -30,8 +30,8 @@ _logger = logging.getLogger("sie.websocket")
 
 
 class WebSocketProtocol(WebSocketsSansIOProtocol):
-    """uvicorn's, with three differences: a server that ends says so (close code 1001), an application can disconnect
-    a client, and a handshake is answered with the headers that every reply has.
+    """uvicorn's protocol with three differences: at its end the server sends close code 1001, an application can
+    disconnect a client, and the reply to a handshake has the headers of every reply.
     """
 
     scope: Any
@@ -142,7 +142,7 @@ class ViewerFrames:
                 sent = frame
                 await asyncio.wait({disconnect}, timeout=self._interval_s)
         except TimeoutError:
-            _logger.info("a websocket is cut off: nothing of it was read for %g s", self._patience_s)
+            _logger.info("a websocket is disconnected: its client read nothing for %g s", self._patience_s)
             scope["extensions"]["abort"]()
         except OSError:
             pass  # the client disconnected

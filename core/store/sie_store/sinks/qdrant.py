@@ -39,7 +39,7 @@ DISTANCE = "Cosine"
 DISTANCES = (DISTANCE, "Dot", "Euclid", "Manhattan")
 MAX_DIMS = 65_536
 ANSWER_BYTES = 4 << 20  # limit of a reply: the largest is a collection with the fields of its payloads
-BODY_BYTES = 8 << 20  # of a request body: Qdrant's default limit is 32 MiB
+BODY_BYTES = 8 << 20  # bytes of a request body; Qdrant's default limit is 32 MiB
 
 
 def point_id(row_id: str) -> str:

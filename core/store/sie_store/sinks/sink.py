@@ -81,9 +81,7 @@ class SinkRows:
             return self
         numbers = sorted(last.values())
         return SinkRows(
-            [self.ids[number] for number in numbers],
-            self.vectors[numbers],
-            [self.payloads[number] for number in numbers],
+            [self.ids[row] for row in numbers], self.vectors[numbers], [self.payloads[row] for row in numbers]
         )
 
 

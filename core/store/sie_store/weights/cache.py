@@ -29,7 +29,7 @@ import msgspec
 
 from sie_contracts.wire.heartbeats import Fetched
 from sie_store import durable
-from sie_store.weights import completeness
+from sie_store.weights import listing
 from sie_store.weights.locks import Lock, try_lock
 from sie_store.weights.manifest import (
     MANIFEST,
@@ -106,21 +106,19 @@ class LocalCache:
     def place(self, repository: str, revision: str) -> Path:
         """Return the folder of a snapshot, whether it exists or not. Raises ManifestError for invalid names."""
         check_names(repository, revision)
-        return self._repository_folder(repository) / "snapshots" / revision
+        return self._folder_of(repository) / "snapshots" / revision
 
-    def find(self, repository: str, revision: str, is_wanted: Wanted | None = None) -> Path | None:
-        """Return the folder of a snapshot that has all files that `is_wanted` accepts, by its manifest or by the
-        listing of the hub's own client. Without `is_wanted` it must have all files that were wanted when it was
+    def find(self, repository: str, revision: str, select: Wanted | None = None) -> Path | None:
+        """Return the folder of a snapshot that has all files that `select` accepts, by its manifest or by the
+        listing of the hub's own client. Without `select` it must have all files that were wanted when it was
         fetched. Returns None if a file is missing, or if there is neither manifest nor listing. Raises ManifestError.
         """
         folder = self.place(repository, revision)
         manifest = self.manifest(repository, revision)
         if manifest is None:
-            is_whole = folder.is_dir() and completeness.is_listed_whole(
-                self.hub, repository, revision, is_wanted or common
-            )
+            is_whole = folder.is_dir() and listing.is_listed_whole(self.hub, repository, revision, select or common)
         else:
-            lacks = is_wanted is not None and any(is_wanted(name) for name in manifest.left_out)
+            lacks = select is not None and any(select(name) for name in manifest.left_out)
             is_whole = not lacks and not verify(folder, manifest, digests=False)
         return folder if is_whole else None
 
@@ -130,13 +128,11 @@ class LocalCache:
         """
         folder, manifest = self.place(repository, revision), self.manifest(repository, revision)
         if manifest is None:
-            return completeness.contradiction(self.hub, repository, revision)
+            return listing.contradiction(self.hub, repository, revision)
         return "; ".join(verify(folder, manifest, digests=False))
 
     def log_name(self, repository: str, revision: str) -> str:
-        """Return the name of a snapshot for logs. The name of a LoRA is left out, because it may be input of a
-        client.
-        """
+        """Return the name of a snapshot for logs, without the name of a LoRA, which may be input of a client."""
         return "a LoRA" if (self.place(repository, revision) / LORA_FILES[0]).exists() else f"{repository}@{revision}"
 
     def manifest(self, repository: str, revision: str) -> Manifest | None:
@@ -181,7 +177,7 @@ class LocalCache:
         fetch: Fetch,
         label: str,
         *,
-        is_wanted: Wanted | None = None,
+        select: Wanted | None = None,
         progress: FetchProgress | None = None,
     ) -> Path:
         """Return the folder of a snapshot; fetch the snapshot if it is missing. One process of the node fetches it; the
@@ -194,11 +190,11 @@ class LocalCache:
 
         def fetched() -> Path:
             with self._sole_fetch(repository, revision, label, progress) as lock:
-                if (there := self.find(repository, revision, is_wanted)) is not None:
+                if (there := self.find(repository, revision, select)) is not None:
                     return there
                 place, partial = (
                     self.place(repository, revision),
-                    self._repository_folder(repository) / "partial" / revision,
+                    self._folder_of(repository) / "partial" / revision,
                 )
                 partial.mkdir(parents=True, exist_ok=True)
                 _link_files(place, partial)
@@ -321,7 +317,7 @@ class LocalCache:
         if lock is None:
             return False
         with lock:
-            place, partial = self.place(repository, revision), self._repository_folder(repository) / "partial"
+            place, partial = self.place(repository, revision), self._folder_of(repository) / "partial"
             removed = partial / f"{revision}{REMOVED}"
             if removed.exists():
                 shutil.rmtree(removed)
@@ -346,11 +342,11 @@ class LocalCache:
                     lock.close()
         return due
 
-    def _repository_folder(self, repository: str) -> Path:
+    def _folder_of(self, repository: str) -> Path:
         return self.hub / f"models--{repository.replace('/', '--')}"
 
     def _lock_file(self, repository: str, revision: str, kind: str) -> Path:
-        return self.hub / ".locks" / self._repository_folder(repository).name / f"{revision}.{kind}"
+        return self.hub / ".locks" / self._folder_of(repository).name / f"{revision}.{kind}"
 
     @contextlib.contextmanager
     def _sole_fetch(self, repository: str, revision: str, label: str, progress: FetchProgress) -> Iterator[Lock]:

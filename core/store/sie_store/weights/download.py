@@ -94,9 +94,7 @@ class Reader:
                 yield piece
 
     async def _parts(self, file: RemoteFile, start: int) -> AsyncGenerator[Piece, None]:
-        """Yield the parts of a file; some parts are read ahead. A part counts as read ahead until the caller takes
-        it.
-        """
+        """Yield the parts of a file; some are read ahead. A part counts as read ahead until the caller takes it."""
         step = self._limits.part_bytes
         starts = iter(range(start, file.size, step))
         ahead = deque[asyncio.Task[bytearray]]()

@@ -56,9 +56,9 @@ class _Listing(msgspec.Struct):
 _listings = msgspec.json.Decoder(_Listing)
 
 
-def hub_fetch(repository: str, revision: str, is_wanted: Wanted) -> Fetch:
-    """Return the function that fetches the files of a commit that `is_wanted` accepts, for `LocalCache.obtain`."""
-    return functools.partial(_fetch, repository, revision, is_wanted)
+def hub_fetch(repository: str, revision: str, select: Wanted) -> Fetch:
+    """Return the function that fetches the files of a commit that `select` accepts, for `LocalCache.obtain`."""
+    return functools.partial(_fetch, repository, revision, select)
 
 
 def commit_of(repository: str, revision: str | None = None, *, label: str = "") -> str:
@@ -78,21 +78,19 @@ def commit_of(repository: str, revision: str | None = None, *, label: str = "") 
     return sha
 
 
-def _fetch(repository: str, revision: str, is_wanted: Wanted, folder: Path, progress: FetchProgress) -> Manifest:
+def _fetch(repository: str, revision: str, select: Wanted, folder: Path, progress: FetchProgress) -> Manifest:
     with _classed(progress.label):
-        return asyncio.run(_fetched(repository, revision, is_wanted, folder, progress))
+        return asyncio.run(_fetched(repository, revision, select, folder, progress))
 
 
-async def _fetched(
-    repository: str, revision: str, is_wanted: Wanted, folder: Path, progress: FetchProgress
-) -> Manifest:
+async def _fetched(repository: str, revision: str, select: Wanted, folder: Path, progress: FetchProgress) -> Manifest:
     from huggingface_hub import constants
 
     label = progress.label
     async with _session() as session:
         listing = await _repeated(lambda: _listing(session, repository, revision), label)
         siblings = {sibling.rfilename: sibling for sibling in listing.siblings}
-        names = [name for name in siblings if is_wanted(name)]
+        names = [name for name in siblings if select(name)]
         try:
             check_paths(names)
         except ManifestError as error:
@@ -101,10 +99,10 @@ async def _fetched(
             raise FetchFailed("INCOMPATIBLE", f"{label} has none of the files that a model of its kind needs")
         url = f"{constants.ENDPOINT}/{repository}/resolve/{quote(revision, safe='')}"
         files = [await _file(session, url, siblings[name], label) for name in names]
-        if is_wanted is of_lora and (size := sum(file.size for file in files)) > MAX_LORA_BYTES:
+        if select is of_lora and (size := sum(file.size for file in files)) > MAX_LORA_BYTES:
             raise FetchFailed("INCOMPATIBLE", f"{label} has {size} bytes, a LoRA has at most {MAX_LORA_BYTES}")
         facts = await SnapshotDownload(_Hub(session, url, label), folder, progress).all(files)
-    left_out = tuple(sorted(name for name in siblings if not is_wanted(name) and is_safe(name)))
+    left_out = tuple(sorted(name for name in siblings if not select(name) and is_safe(name)))
     return Manifest(repository, revision, facts, left_out, "hub")
 
 

@@ -163,19 +163,19 @@ def describe(
     repository: str,
     revision: str,
     *,
-    is_wanted: Callable[[str], bool] = lambda _: True,
+    select: Callable[[str], bool] = lambda _: True,
     origin: Origin = "found",
     read: Callable[[int], None] = lambda _: None,
 ) -> Manifest:
     """Build the manifest of the files that are in `folder` now, except hidden files and a manifest. Reads every
-    `is_wanted` file and lists the others as left out. Raises OSError, ManifestError.
+    `select` file and lists the others as left out. Raises OSError, ManifestError.
     """
     files, left_out = {}, []
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
         if not path.is_file() or name == MANIFEST or any(part.startswith(".") for part in name.split("/")):
             continue
-        if is_wanted(name):
+        if select(name):
             files[name] = FileFact(path.stat().st_size, digest(path, read))
         else:
             left_out.append(name)

@@ -33,12 +33,12 @@ def _matching(patterns: tuple[str, ...]) -> Wanted:
     hub's client.
     """
 
-    def is_wanted(name: str) -> bool:
+    def select(name: str) -> bool:
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns) and not any(
             fnmatch.fnmatchcase(name, pattern) for pattern in UNREAD
         )
 
-    return is_wanted
+    return select
 
 
 common = _matching(FILES)

@@ -136,7 +136,7 @@ class WeightSources:
                 if fetch is not None:
                     with self._reported(entry.id, label) as progress:
                         self.cache.obtain(
-                            weights.hub, revision, fetch, label, is_wanted=wanted_by(entry), progress=progress
+                            weights.hub, revision, fetch, label, select=wanted_by(entry), progress=progress
                         )
                     # it may have been pushed for a model that needs fewer files
                     folder = self.cache.find(weights.hub, revision, wanted_by(entry))
@@ -213,11 +213,11 @@ class WeightSources:
 
     def _fetched(self, entry: ModelEntry, lease: Lock) -> Located:
         """Fetch the folder from the hub. Raises FetchFailed."""
-        weights, is_wanted, label = entry.weights, wanted_by(entry), _named(entry.weights)
+        weights, select, label = entry.weights, wanted_by(entry), _named(entry.weights)
         with self._reported(entry.id, label) as progress:
-            fetch = hub_fetch(weights.hub, weights.revision, is_wanted)
+            fetch = hub_fetch(weights.hub, weights.revision, select)
             return Located(
-                self.cache.obtain(weights.hub, weights.revision, fetch, label, is_wanted=is_wanted, progress=progress),
+                self.cache.obtain(weights.hub, weights.revision, fetch, label, select=select, progress=progress),
                 lease,
             )
 
@@ -289,7 +289,7 @@ class WeightSources:
         if self.cluster is not None:
             try:
                 if (fetch := self.cluster.fetch(repository, commit)) is not None:
-                    self.cache.obtain(repository, commit, fetch, label, is_wanted=of_lora)
+                    self.cache.obtain(repository, commit, fetch, label, select=of_lora)
                     if (folder := self._whole_lora(repository, commit)) is not None:
                         return Located(folder, lease)
             except FetchFailed as error:
@@ -305,7 +305,7 @@ class WeightSources:
             raise failed or FetchFailed("NOT_FOUND", f"{label} is nowhere")
         try:
             fetched = self.cache.obtain(
-                repository, commit, hub_fetch(repository, commit, of_lora), label, is_wanted=of_lora
+                repository, commit, hub_fetch(repository, commit, of_lora), label, select=of_lora
             )
         except FetchFailed:
             if fits:
@@ -356,9 +356,7 @@ def _is_on_disk(weights: Weights, entry: ModelEntry, cache: LocalCache) -> bool:
 
 
 def package_folder(package: str) -> Path | None:
-    """Return the folder of an installed distribution that contains config.json and safetensors; None if there is
-    none.
-    """
+    """Return the folder of an installed distribution with config.json and safetensors; None if there is none."""
     try:
         files = importlib.metadata.files(package) or []
     except importlib.metadata.PackageNotFoundError:

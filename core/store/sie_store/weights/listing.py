@@ -25,8 +25,8 @@ _NO_JSON = (
 _NO_FILES = ("Normalize",)  # modules of sentence-transformers that have no folder in a repository
 
 
-def is_listed_whole(cache: Path, repository: str, revision: str, is_wanted: Wanted) -> bool:
-    """Return whether the snapshot has all files that `is_wanted` accepts, by the listing of the hub's client. `cache`:
+def is_listed_whole(cache: Path, repository: str, revision: str, select: Wanted) -> bool:
+    """Return whether the snapshot has all files that `select` accepts, by the listing of the hub's client. `cache`:
     the folder `hub`.
     """
     from huggingface_hub import get_cached_repo_tree
@@ -37,7 +37,7 @@ def is_listed_whole(cache: Path, repository: str, revision: str, is_wanted: Want
     except (CachedRepoTreeNotFoundError, OSError):
         return False
     folder = _folder(cache, repository) / "snapshots" / revision
-    files = [file for file in listing if is_wanted(file.path)]
+    files = [file for file in listing if select(file.path)]
     return bool(files) and all(_size(folder / file.path) == file.size for file in files)
 
 

@@ -1,0 +1,326 @@
+"""CUDA graphs of small passes, which otherwise wait for the launches of their kernels.
+
+    batch ──► bucket ──┬─► first use: eager pass
+                       ├─► second use: eager pass, capture, one replay that must equal the eager pass
+                       └─► later: inputs copied to their fixed addresses, one replay, states copied out
+
+A graph computes one bucket: a number of tokens, a number of sequences and a longest sequence. A batch is filled up to
+its bucket by sequences of their own, whose states are cut off. On an H200 with a slow host the 345 launches of a pass
+of BERT large took 28 ms, and a replay of the same kernels 1.5 ms.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import threading
+import time
+import weakref
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sie_adapter.engine.device import without_loads
+from sie_adapter.memory.device_errors import is_out_of_memory
+from sie_adapter.packed.packing import Int64, PackedBatch
+
+_logger = logging.getLogger("sie.adapter")
+
+# Steps of at most a half: a pass of BERT large of 128 tokens takes as long as one of 16, since both wait for weights.
+# From 1,024 tokens on, the kernels of large models take as long as their launches on a fast host.
+_TOKENS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
+_SEQUENCES = (8, 32)
+_BLOCK = 128  # rows of a block of the attention kernel, and the longest sequence of padding
+# Graphs of a model. Their activations share memory; the driver keeps about a kilobyte for each kernel of a graph.
+_MOST_GRAPHS = 16
+_LEAST_COSINE = 0.999  # of a token's states, eager and replayed, in 16 bits
+_PAUSE_S = 60.0  # without captures after memory was short
+_WARM_UPS = 2
+
+
+class Bucket(NamedTuple):
+    """Shape that a graph computes. `longest`: the tokens of its longest sequence."""
+
+    tokens: int
+    sequences: int
+    longest: int
+
+
+def bucket_of(packed: PackedBatch) -> Bucket | None:
+    """Return the smallest bucket that holds a batch; None for a batch of other inputs than texts, or a large one."""
+    if packed.visible is not None or packed.features is not None or packed.axes is not None:
+        return None
+    count, sequences = len(packed.ids), len(packed.order)
+    if not count or count > _TOKENS[-1] or sequences > _SEQUENCES[-1]:
+        return None
+    tokens = next(size for size in _TOKENS if count <= size)
+    longest = _BLOCK if packed.groups[-1, 2] <= _BLOCK else tokens
+    return Bucket(tokens, next(size for size in _SEQUENCES if sequences <= size), min(longest, tokens))
+
+
+class StaticInputs:
+    """Inputs of a bucket at fixed addresses, filled by one copy. `tokens`: ids, positions and, if `has_types`, token
+    types, int64 [rows, tokens]; `bounds`: int32 [sequences + 1], with those of padding.
+    """
+
+    def __init__(self, bucket: Bucket, device: torch.device, filler: int, first: int, *, has_types: bool) -> None:
+        """`filler`, `first`: id and position of padding."""
+        rows = 3 if has_types else 2
+        ends = 1 + bucket.sequences + -(-bucket.tokens // _BLOCK)
+        at = 8 * rows * bucket.tokens
+        self._bucket, self._filler, self._first = bucket, filler, first
+        self._host = np.zeros(at + 4 * ends, np.uint8)
+        self._rows = self._host[:at].view(np.int64).reshape(rows, bucket.tokens)
+        self._ends = self._host[at:].view(np.int32)
+        self._buffer = torch.zeros(len(self._host), dtype=torch.uint8, device=device)
+        self.tokens = self._buffer[:at].view(torch.int64).view(rows, bucket.tokens)
+        self.bounds = self._buffer[at:].view(torch.int32)
+
+    def fill(self, packed: PackedBatch | None) -> None:
+        """Copy a batch to the device, filled up to the bucket; None: padding alone. The host waits at most until the
+        driver has read its memory.
+        """
+        rows, ends = self._rows, self._ends
+        bounds = np.zeros(1, np.int32) if packed is None else packed.bounds
+        count = int(bounds[-1])
+        rows[:, count:] = 0
+        rows[0, count:], rows[1, count:] = self._filler, self._first
+        if packed is not None:
+            rows[0, :count], rows[1, :count] = packed.ids, packed.positions
+            if len(rows) > 2:
+                rows[2, :count] = 0 if packed.types is None else packed.types
+        known = len(bounds)
+        ends[:known] = bounds
+        ends[known:] = np.minimum(count + _BLOCK * np.arange(1, len(ends) - known + 1), self._bucket.tokens)
+        self._buffer.copy_(torch.from_numpy(self._host), non_blocking=True)
+
+    def layout(self, kernel: int) -> Int64:
+        """Return the layout for the attention op, see `attention.layout_of`."""
+        return np.array([[0, len(self._ends) - 1, self._bucket.longest, self._bucket.longest, kernel]], np.int64)
+
+
+class Recording(Protocol):
+    """Captured pass. `output`: the tensor that each replay fills."""
+
+    output: Tensor
+
+    def replay(self) -> None: ...
+
+
+class Recorder(Protocol):
+    """Captures passes of a device. `lock` is held during a capture and from the inputs of a replay to its output."""
+
+    lock: threading.Lock
+
+    def record(self, run: Callable[[], Tensor], pool: Any) -> Recording | None:
+        """Capture `run`, which reads and writes fixed addresses; None if that is not possible now. Raises what `run`
+        raises.
+        """
+
+    def pool(self) -> Any:
+        """Return a new pool for the memory of graphs that never run at once."""
+
+    def join(self) -> None:
+        """Order the current stream behind the last replay. To be called under the lock."""
+
+
+@dataclass
+class _CudaRecording:
+    graph: Any
+    output: Tensor
+
+    def replay(self) -> None:
+        self.graph.replay()
+
+
+class CudaRecorder:
+    """Recorder of a CUDA device. All graphs share the workspace of the libraries, which belongs to the stream of the
+    captures, so two replays never run at once.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.lock = threading.Lock()
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._last: Any = None
+
+    def pool(self) -> Any:
+        return torch.cuda.graph_pool_handle()
+
+    def join(self) -> None:
+        current = torch.cuda.current_stream(self._device)
+        if self._last is not None and self._last != current:
+            current.wait_stream(self._last)
+        self._last = current
+
+    def record(self, run: Callable[[], Tensor], pool: Any) -> Recording | None:
+        before = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(before)
+        with torch.cuda.stream(self._stream):
+            for _ in range(_WARM_UPS):  # libraries choose their kernels and allocate their workspaces
+                run()
+            self._stream.synchronize()
+            with without_loads() as is_free:
+                recording = self._capture(run, pool) if is_free else None
+        before.wait_stream(self._stream)
+        return recording
+
+    def _capture(self, run: Callable[[], Tensor], pool: Any) -> Recording:
+        graph = torch.cuda.CUDAGraph()
+        # other threads may allocate meanwhile, such as one that generates text
+        graph.capture_begin(pool, capture_error_mode="thread_local")
+        try:
+            output = run()
+            graph.capture_end()
+        except BaseException:
+            self._end_capture(graph, pool)
+            raise
+        return _CudaRecording(graph, output)
+
+    def _end_capture(self, graph: Any, pool: Any) -> None:
+        """End a capture that failed. torch leaves its allocator within the pool if CUDA gives no graph, and then
+        refuses to return memory.
+        """
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            index = torch.cuda.current_device() if self._device.index is None else self._device.index
+            with contextlib.suppress(RuntimeError):  # the error came after torch had ended it
+                torch._C._cuda_endAllocateToPool(index, pool)
+                torch._C._cuda_releasePool(index, pool)
+
+
+@functools.cache
+def cuda_recorder(device: torch.device) -> CudaRecorder:
+    """Return the recorder of a device, one in a process."""
+    return CudaRecorder(device)
+
+
+class _Captured(NamedTuple):
+    inputs: StaticInputs
+    recording: Recording
+
+    def replay(self, packed: PackedBatch) -> Tensor:
+        """Return the states of a batch, in memory of their own."""
+        self.inputs.fill(packed)
+        self.recording.replay()
+        return self.recording.output[: len(packed.ids)].clone()
+
+
+Eager = Callable[[PackedBatch], Tensor]
+RunStatic = Callable[[Tensor, Tensor, Int64], Tensor]  # tokens, bounds, layout -> states
+
+_all: weakref.WeakSet[PassGraphs] = weakref.WeakSet()
+_all_lock = threading.Lock()
+
+
+class PassGraphs:
+    """Graphs of one model, least recently used dropped first. `states` may be called on any thread."""
+
+    def __init__(
+        self,
+        model: str,
+        recorder: Recorder,
+        device: torch.device,
+        kernel: int,
+        filler: int,
+        first: int,
+        has_types: bool,
+    ) -> None:
+        """`model`: its name in the log. `kernel`: of attention. `filler`, `first`: id and position of padding."""
+        self._model, self._recorder, self._kernel = model, recorder, kernel
+        self._inputs = functools.partial(StaticInputs, device=device, filler=filler, first=first, has_types=has_types)
+        self._pool: Any = None
+        self._uses: Counter[Bucket] = Counter()
+        self._captured: OrderedDict[Bucket, _Captured] = OrderedDict()
+        self._paused_until_s = 0.0
+        self.is_eager = False  # the model cannot be captured
+        with _all_lock:
+            _all.add(self)
+
+    def __len__(self) -> int:
+        """Return the number of graphs."""
+        return len(self._captured)
+
+    def states(self, packed: PackedBatch, eager: Eager, run: RunStatic) -> Tensor:
+        """Return the states of a batch: by a graph if there is one for it, else by `eager`. `run` is the pass that is
+        captured. Raises what `eager` raises. A pass beside another one of this device is eager.
+        """
+        bucket = None if self.is_eager else bucket_of(packed)
+        if bucket is None or not self._recorder.lock.acquire(blocking=False):
+            return eager(packed)
+        try:
+            if (captured := self._captured.get(bucket)) is not None:
+                self._captured.move_to_end(bucket)
+                self._recorder.join()
+                states = captured.replay(packed)
+                packed.filled(bucket.tokens - len(packed.ids))
+                return states
+            states = eager(packed)
+            self._uses[bucket] += 1
+            if self._uses[bucket] > 1 and time.monotonic() >= self._paused_until_s:
+                self._try(bucket, packed, states, run)
+            return states
+        finally:
+            self._recorder.lock.release()
+
+    def drop_all(self) -> bool:
+        """Drop all graphs, and capture none for a while, since memory is short. Returns whether there were any."""
+        with self._recorder.lock:
+            self._paused_until_s = time.monotonic() + _PAUSE_S
+            had = bool(self._captured)
+            self._captured.clear()
+            self._pool = None
+        return had
+
+    def _try(self, bucket: Bucket, packed: PackedBatch, expected: Tensor, run: RunStatic) -> None:
+        """Capture a bucket. A model whose capture fails, or whose replay is wrong, is eager from now on."""
+        try:
+            captured = self._capture(bucket, run)
+            if captured is None:
+                return
+            # captured with padding alone, so a value that does not follow the inputs shows now
+            cosine = float(F.cosine_similarity(captured.replay(packed).float(), expected.float(), dim=1).min())
+        except Exception as error:  # noqa: BLE001  model code, kernels and CUDA may raise anything
+            expected.sum().item()  # raises if the device is lost
+            if is_out_of_memory(error):
+                self._paused_until_s = time.monotonic() + _PAUSE_S
+                return
+            self._stay_eager(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
+            return
+        if not cosine >= _LEAST_COSINE:
+            self._stay_eager(f"states of its graph have cosine {cosine:.6f} to those of the eager pass")
+            return
+        self._captured[bucket] = captured
+        while len(self._captured) > _MOST_GRAPHS:
+            dropped, _ = self._captured.popitem(last=False)
+            del self._uses[dropped]
+
+    def _capture(self, bucket: Bucket, run: RunStatic) -> _Captured | None:
+        self._recorder.join()
+        inputs = self._inputs(bucket)
+        inputs.fill(None)
+        if self._pool is None:
+            self._pool = self._recorder.pool()
+        layout = inputs.layout(self._kernel)
+        recording = self._recorder.record(lambda: run(inputs.tokens, inputs.bounds, layout), self._pool)
+        return None if recording is None else _Captured(inputs, recording)
+
+    def _stay_eager(self, cause: str) -> None:
+        self.is_eager = True
+        self._captured.clear()
+        _logger.warning("%s runs without CUDA graphs: %s", self._model, cause)
+
+
+def drop_graphs() -> bool:
+    """Drop the graphs of all models because memory is short. Returns whether there were any."""
+    with _all_lock:
+        present = list(_all)
+    return sum(graphs.drop_all() for graphs in present) > 0
