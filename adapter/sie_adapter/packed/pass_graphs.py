@@ -96,9 +96,9 @@ class StaticInputs:
             rows[0, :count], rows[1, :count] = packed.ids, packed.positions
             if len(rows) > 2:
                 rows[2, :count] = 0 if packed.types is None else packed.types
-        known = len(bounds)
-        ends[:known] = bounds
-        ends[known:] = np.minimum(count + _BLOCK * np.arange(1, len(ends) - known + 1), self._bucket.tokens)
+        filled = len(bounds)
+        ends[:filled] = bounds
+        ends[filled:] = np.minimum(count + _BLOCK * np.arange(1, len(ends) - filled + 1), self._bucket.tokens)
         self._buffer.copy_(torch.from_numpy(self._host), non_blocking=True)
 
     def layout(self, kernel: int) -> Int64:
