@@ -87,6 +87,8 @@ def main() -> None:
         other_process(table)
         unload(table, folder)
         eviction(table, folder)
+    if REHEARSAL:  # a processor skips these tests
+        return
     for test, outcome, seconds, _ in suites.outcomes("memory", ["tests/gpu/test_memory.py"]):
         table.row(test.rpartition("::")[2], "", "", "", kit.check(outcome != "failed", f"{outcome} in {seconds:.1f} s"))
 

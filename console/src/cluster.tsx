@@ -13,8 +13,7 @@ import { bytes } from "./units";
 
 const EVERY_MS = 1000;
 const HISTORY_EVERY_MS = 10_000;
-const LATE_S = 10; // that work waits before somebody should look
-const LISTED = 5; // of one cause
+const LISTED = 8; // findings that are seen at once
 
 /** `parts`: of the address, a part of this view that is open, or `requests` and an id. */
 export function Cluster({ parts, scopes }: { parts: string[]; scopes: string[] }) {
@@ -106,26 +105,28 @@ function Figures({ state }: { state: State }) {
 
 interface Trouble {
   words: string;
+  remedy?: string;
   address: string;
   link: string;
 }
 
+const DOCTOR = { address: href("cluster", ["doctor"]), link: "Ask the doctor" };
+/** Where more is told of a finding, by its check. */
+const PLACES: Record<string, { address: string; link: string }> = {
+  loads: { address: href("models", [], { state: "failed" }), link: "Models that failed" },
+  queue: { address: href("cluster", ["queue"]), link: "Queue" },
+  refusals: { address: href("cluster", ["requests"]), link: "Requests" },
+};
+
 /** What somebody should look at, the worst first. */
-function troublesOf(state: State, history: History | undefined): Trouble[] {
-  const doctor = { address: href("cluster", ["doctor"]), link: "Ask the doctor" };
-  const sick = state.workers.filter((worker) => !worker.healthy);
-  const failed = state.models.filter((model) => model.state === "failed");
-  const late = (state.queues ?? []).filter((lane) => lane.oldest_s > LATE_S);
+function troublesOf({ queues, findings, counts }: State, history: History | undefined): Trouble[] {
   const errors = history ? errorsOf(history) : [];
   return [
-    ...(state.cluster.worker_count ? [] : [{ words: "No worker is healthy. Requests wait until one is.", ...doctor }]),
-    ...(state.queues ? [] : [{ words: "The broker did not answer: what waits is not known.", ...doctor }]),
-    ...sick.slice(0, LISTED).map(({ name }) => ({ words: `Worker ${name} does not answer.`, ...doctor })),
-    ...failed.slice(0, LISTED).map(({ name }) => ({ words: `${name} could not be loaded. ${state.failures[name] ?? ""}`, address: href("models", [name]), link: "Its page" })),
-    ...(failed.length > LISTED ? [{ words: `${failed.length - LISTED} more models could not be loaded.`, address: href("models", [], { state: "failed" }), link: "List them" }] : []),
-    ...late.slice(0, LISTED).map((lane) => ({ words: `${lane.messages} messages wait in ${lane.pool}.${lane.machine_profile}.${lane.bundle}, the oldest for ${lane.oldest_s.toFixed(0)} s.`, address: href("cluster", ["queue"]), link: "Queue" })),
+    ...(queues ? [] : [{ words: "The broker did not answer: what waits is not known.", ...DOCTOR }]),
+    ...findings.slice(0, LISTED).map(({ check, wrong, fix }) => ({ words: wrong, remedy: fix, ...(PLACES[check] ?? DOCTOR) })),
+    ...(findings.length > LISTED ? [{ words: `${findings.length - LISTED} more findings.`, ...DOCTOR }] : []),
     ...(errors.length ? [{ words: `Requests failed in the last hour: ${errors.map(([code, count]) => `${code} ${count}`).join(", ")}.`, address: href("cluster", ["requests"]), link: "Requests" }] : []),
-    ...(state.counts.dead_letters ? [{ words: `${state.counts.dead_letters} dead letters.`, address: href("cluster", ["dead-letters"]), link: "Dead letters" }] : []),
+    ...(counts.dead_letters ? [{ words: `${counts.dead_letters} dead letters.`, address: href("cluster", ["dead-letters"]), link: "Dead letters" }] : []),
   ];
 }
 
@@ -135,7 +136,15 @@ function Attention({ state, history }: { state: State; history: History | undefi
     <>
       <h2>What needs a look</h2>
       {!troubles.length && <p class="good">✓ Nothing.</p>}
-      <ul id="attention">{troubles.map(({ words, address, link }) => <li><span>{words}</span> <a href={address}>{link}</a></li>)}</ul>
+      <ul id="attention">
+        {troubles.map(({ words, remedy, address, link }) => (
+          <li>
+            {`${words} `}
+            <a href={address}>{link}</a>
+            {remedy && <p class="about">{`Remedy: ${remedy}`}</p>}
+          </li>
+        ))}
+      </ul>
     </>
   );
 }

@@ -4,6 +4,7 @@ import { SIEError } from "sie-client";
 import { address, get, keep, key } from "./api";
 import { Cluster } from "./cluster";
 import { Jobs } from "./jobs";
+import { pathOf } from "./model-words";
 import { Models } from "./models";
 import { Playground } from "./playground";
 import { href, type Route, useRoute, VIEWS, type View } from "./routes";
@@ -15,6 +16,22 @@ const MODELS = 200; // that are read; a name finds others
 const TYPED_MS = 250; // of rest, after which what was typed is asked for
 
 const listed = (name: string): Promise<Listed> => get<Listed>(`/v1/models?limit=${MODELS}&filter=${encodeURIComponent(name)}`);
+
+/** A model, undefined where there is none of this name. */
+const one = (id: string): Promise<Model | undefined> =>
+  get<Model>(pathOf(id)).catch((error: unknown) => {
+    if (error instanceof SIEError && error.status === 404) return undefined;
+    throw error;
+  });
+
+/** The first models, and those of `extras`: what was found by a name, and what the address names. */
+async function known(search: string, named: string[], extras: Map<string, Model>): Promise<{ models: Model[]; total: number }> {
+  const [all, found] = await Promise.all([listed(""), search ? listed(search) : undefined]);
+  const total = all.total ?? 0;
+  const far = total > MODELS ? named.filter((id) => !extras.has(id) && !all.models.some((model) => model.id === id)) : [];
+  for (const model of [...(found?.models ?? []), ...(await Promise.all(far.map(one)))]) if (model) extras.set(model.id, model);
+  return { models: [...new Map([...extras.values(), ...all.models].map((model) => [model.id, model])).values()], total };
+}
 
 function App() {
   const route = useRoute();
@@ -29,24 +46,26 @@ function App() {
   const played = useRef<Route>(undefined); // what was typed there, and what came back, stays while another view is looked at
   const [wantsKey, setWantsKey] = useState(false); // where reading needs none
 
+  const extras = useRef(new Map<string, Model>()); // of a catalogue that is not read whole: what was found, and what the address names
+  const named = view === "playground" ? [route.parts.slice(1).join("/"), route.query.get("with") ?? ""].join(" ") : "";
+
   const showsModels = view !== "cluster";
   const search = total > MODELS ? wanted.trim() : ""; // else all models are here already
   useEffect(() => {
     let ended = false;
     let timer = 0;
     let everyMs = MODELS_EVERY_MS;
-    let isKnown = false; // what the key may do
+    let hasScopes = false;
     async function turn() {
       if (document.visibilityState === "visible") {
         try {
-          const [who, all, found] = await Promise.all([isKnown ? undefined : get<Whoami>("/v1/whoami"), listed(""), search ? listed(search) : undefined]);
+          const [who, now] = await Promise.all([hasScopes ? undefined : get<Whoami>("/v1/whoami"), known(search, named.split(" ").filter(Boolean), extras.current)]);
           if (ended) return;
-          const known = new Map([...all.models, ...(found?.models ?? [])].map((model) => [model.id, model]));
-          isKnown = true;
+          hasScopes = true;
           if (who) setScopes(who.scopes);
-          setModels([...known.values()]);
-          everyMs = [...known.values()].some((each) => each.state === "loading" || each.downloads.length) ? LOADING_EVERY_MS : MODELS_EVERY_MS;
-          setTotal(all.total ?? 0);
+          setModels(now.models);
+          everyMs = now.models.some((each) => each.state === "loading" || each.downloads.length) ? LOADING_EVERY_MS : MODELS_EVERY_MS;
+          setTotal(now.total);
           setRefusal(undefined);
           if (!showsModels) return; // the first answer told whether the key is good, and the cluster has figures of its own
         } catch (error) {
@@ -62,7 +81,7 @@ function App() {
       ended = true;
       window.clearTimeout(timer);
     };
-  }, [signedIn, search, showsModels]);
+  }, [signedIn, search, showsModels, named]);
   useEffect(() => {
     document.title = `${VIEWS[view]} · SIE`;
   }, [view]);

@@ -1,6 +1,7 @@
 import { useEffect, useRef } from "preact/hooks";
 import { ask, get } from "./api";
 import { useAttempts } from "./attempts";
+import { pathOf } from "./model-words";
 import type { Model, ModelResidency as Residency } from "./types";
 
 const POLL_MS = 1000;
@@ -18,7 +19,7 @@ function summary(reply: Residency): string {
 export function ModelResidency({ model }: { model: string }) {
   const { isBusy, said, setSaid, refusal, attempt } = useAttempts("a key with the scope admin may load and unload models");
   const ended = useRef(false);
-  const own = `/v1/models/${model.split("/").map(encodeURIComponent).join("/")}`;
+  const own = pathOf(model);
   useEffect(() => {
     ended.current = false;
     return () => void (ended.current = true);

@@ -2,6 +2,9 @@
 
 import type { Model } from "./types";
 
+/** The path of a model in the API. */
+export const pathOf = (id: string): string => `/v1/models/${id.split("/").map(encodeURIComponent).join("/")}`;
+
 export const base = (model: Model): string => model.variant_of ?? model.id;
 
 /** What is in use or in trouble comes first, then what is on the disk, such as folders of one's own. */

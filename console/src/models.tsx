@@ -2,7 +2,7 @@ import { useEffect, useMemo, useState } from "preact/hooks";
 import { useAsked } from "./asked";
 import { ModelDetail } from "./model-detail";
 import { ModelAdd } from "./model-add";
-import { base, hasWords, isOfKind, kindsOf, rank, sizeOf, stateOf } from "./model-words";
+import { base, hasWords, isOfKind, kindsOf, pathOf, rank, sizeOf, stateOf } from "./model-words";
 import { href, type Route } from "./routes";
 import type { Model } from "./types";
 
@@ -34,7 +34,7 @@ export function Models(props: Props) {
 
 /** A model that is not among those that the page has read. */
 function Unlisted({ id }: { id: string }) {
-  const { value, trouble } = useAsked<Model>(`/v1/models/${id.split("/").map(encodeURIComponent).join("/")}`, EVERY_MS);
+  const { value, trouble } = useAsked<Model>(pathOf(id), EVERY_MS);
   if (value) return <ModelDetail model={value} />;
   return trouble ? <p class="bad" role="alert">{trouble}</p> : <p class="dim" role="status">reading the model</p>;
 }

@@ -65,15 +65,14 @@ async function ofParquet(file: File): Promise<Preview> {
   const metadata = compact(new DataView(await file.slice(file.size - FOOTER - length, file.size - FOOTER).arrayBuffer()));
   const [root, ...elements] = (metadata.get(2) ?? []) as Fields[];
   const columns: string[] = [];
-  let at = 0;
-  const size = (element: Fields | undefined): number => {
+  /** Elements of the tree that begins at a place, which are written one after another. */
+  const size = (place: number): number => {
     let all = 1;
-    for (let child = 0; child < Number(element?.get(5) ?? 0); child++) all += size(elements[at + all]);
+    for (let child = 0; child < Number(elements[place]?.get(5) ?? 0) && place + all < elements.length; child++) all += size(place + all);
     return all;
   };
-  for (let child = 0; child < Number(root?.get(5) ?? 0); child++) {
-    columns.push(String(elements[at]?.get(4) ?? ""));
-    at += size(elements[at]);
+  for (let place = 0; place < elements.length && columns.length < Number(root?.get(5) ?? 0); place += size(place)) {
+    columns.push(String(elements[place]?.get(4) ?? ""));
   }
   return { columns, rows: [], count: Number(metadata.get(3) ?? 0) };
 }

@@ -105,7 +105,11 @@ def test_a_model_that_is_not_loaded_is_known_to_be_on_the_disk(page: Page, clust
 
 
 def test_a_check_that_failed_says_which_and_where(page: Page, cluster: Cluster) -> None:
-    assert encode(cluster, BROKEN).json()["code"] == "MODEL_LOAD_FAILED"
+    answer = encode(cluster, BROKEN)
+    assert answer.json()["code"] == "MODEL_LOAD_FAILED"
+    note = httpx.get(f"{cluster.url}/v1/requests/{answer.headers['x-sie-request-id']}", timeout=10).json()
+    stages = note["chunks"][0]["stages"]  # it waited for the load, which is a stage of its own
+    assert stages["load_ms"] >= 0.9 * stages["worker_ms"] > 0
     until(lambda: told(cluster, BROKEN)["state"] == "failed", 20, "the failure")
     opened(page, cluster, BROKEN)
     (check,) = page.wait(CHECKS, bool)

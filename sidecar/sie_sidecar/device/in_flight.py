@@ -244,7 +244,8 @@ def stages_of(flight: InFlight, now_s: float, done: ipc.BatchDone | None) -> Sta
     were evicted meanwhile.
     """
     fetched_s = flight.fetched_s or flight.received_s
-    loaded_s = flight.loaded_s or fetched_s
+    # work with a model that was not loaded until now has waited for its load
+    loaded_s = flight.loaded_s or (fetched_s if flight.hosted is None else now_s)
     tokenised_s = flight.tokenised_s or loaded_s
     dispatched_s = flight.dispatched_s or tokenised_s
     inference_ms, postprocess_ms = (done.inference_ms, done.postprocess_ms) if done else (0.0, 0.0)

@@ -116,8 +116,10 @@ class Prepare:
         if not group:
             return []
         loaded_s = self._clock()
+        for flight in group:
+            flight.loaded_s = loaded_s
         if is_tokenizers:
-            await self._answer_by_tokenizer(group, hosted, loaded_s, together)
+            await self._answer_by_tokenizer(group, hosted, together)
             return []
         self.tokenising += 1
         try:
@@ -125,7 +127,7 @@ class Prepare:
         finally:
             self.tokenising -= 1
         for flight in group:
-            flight.loaded_s, flight.tokenised_s = loaded_s, self._clock()
+            flight.tokenised_s = self._clock()
         return group
 
     async def _catch_up(self, group: Sequence[InFlight]) -> None:
@@ -214,9 +216,7 @@ class Prepare:
                 raise outcome
         return [outcome for outcome in outcomes if isinstance(outcome, PreparedImage)]
 
-    async def _answer_by_tokenizer(
-        self, group: Sequence[InFlight], hosted: ModelState, loaded_s: float, together: int
-    ) -> None:
+    async def _answer_by_tokenizer(self, group: Sequence[InFlight], hosted: ModelState, together: int) -> None:
         """Answer requests that need only the tokenizer, which is kept when the model is unloaded."""
         tokenizer = hosted.tokenizer
         assert tokenizer is not None
@@ -224,7 +224,7 @@ class Prepare:
         async def answer(flight: InFlight) -> None:
             item = flight.item
             work = WorkItemInput(item.inputs, None, item.options)
-            flight.loaded_s, flight.fingerprint = loaded_s, hosted.fingerprint(item.profile, item.options)
+            flight.fingerprint = hosted.fingerprint(item.profile, item.options)
             try:
                 work_call = functools.partial(tokenizer_requests.answer, tokenizer, item.operation, work)
                 outcomes = await self._tokenizers.run(tokenizer_requests.effort_of(work), work_call, together)

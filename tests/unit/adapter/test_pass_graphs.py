@@ -23,8 +23,8 @@ from sie_adapter.packed.backbone import Backbone
 from sie_adapter.packed.packing import Items, PackedBatch
 from sie_adapter.packed.pass_graphs import Bucket, bucket_of, drop_graphs
 
-FAMILIES = ("bert", "xlm-roberta", "modernbert", "qwen3", "mistral", "eurobert")
-RAGGED = ((1,), (5,), (16,), (3, 9, 17, 40), (129, 1, 64), (7,) * 9, (2,) * 32, (250, 250, 1), (200, 130, 90, 260))
+FAMILIES = ("bert", "xlm-roberta", "modernbert", "qwen3", "mistral")
+RAGGED = ((1,), (3, 9, 17, 40), (129, 1, 64), (2,) * 32, (200, 130, 90, 260))
 
 
 @dataclass
