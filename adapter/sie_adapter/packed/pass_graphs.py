@@ -150,6 +150,8 @@ class CudaRecorder:
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._last: Any = None
+        # torch's allocator of pinned memory goes on asking a graph whose capture failed for its number
+        self._failed: list[Any] = []
 
     def pool(self) -> Any:
         return torch.cuda.graph_pool_handle()
@@ -180,6 +182,7 @@ class CudaRecorder:
             output = run()
             graph.capture_end()
         except BaseException:
+            self._failed.append(graph)
             self._end_capture(graph, pool)
             raise
         return _CudaPass(graph, output)
