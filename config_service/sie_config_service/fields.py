@@ -19,8 +19,10 @@ _MAX_NAMES = 30
 
 
 def described(kind: type, loc: str, message: str) -> tuple[str, str]:
-    """Return the path of a fault in a document of `kind`, with the name of an unknown field added, and the message with
-    the values that are expected there.
+    """Return the path and the message of a fault in a document of `kind`, both made clearer.
+
+    The name of an unknown field is added to the path. The message of an unknown field suggests a known name. The
+    message of an invalid value lists the values that are expected.
     """
     node = _node(_type_of(kind), loc.removeprefix("$"))
     names = _names(node)

@@ -197,7 +197,7 @@ def _check_names(verb: str, params: Mapping[str, Any]) -> None:
     names = _PARAMS[verb]
     if params.keys() <= names:
         return
-    # the server's list of other parameters, which only single families have
+    # FIELDS has all parameters that some model reads, also those of a few families
     from sie_contracts.models.options import FIELDS
 
     for name in params:

@@ -94,7 +94,7 @@ class StatusSocket(_Url):
             return Received(
                 200, {}, bytes(self._connection.recv(timeout=SILENCE_S, decode=False)), time.monotonic() - started_s
             )
-        except Exception as error:  # noqa: BLE001  _refusal raises unexpected ones again
+        except Exception as error:  # noqa: BLE001  _refusal raises an unexpected error again
             self.close()
             return _refusal(error, started_s)
 
@@ -102,7 +102,7 @@ class StatusSocket(_Url):
         """Return the next frame; None if the connection broke."""
         try:
             return bytes(self._connection.recv(timeout=SILENCE_S, decode=False))
-        except Exception as error:  # noqa: BLE001  _refusal raises unexpected ones again
+        except Exception as error:  # noqa: BLE001  _refusal raises an unexpected error again
             _refusal(error, 0.0)
             return None
 
@@ -125,7 +125,7 @@ class AsyncStatusSocket(_Url):
         try:
             self._connection = await connect(**self._options(request))
             return Received(200, {}, await self._recv(), time.monotonic() - started_s)
-        except Exception as error:  # noqa: BLE001  _refusal raises unexpected ones again
+        except Exception as error:  # noqa: BLE001  _refusal raises an unexpected error again
             await self.aclose()
             return _refusal(error, started_s)
 
@@ -143,7 +143,7 @@ class AsyncStatusSocket(_Url):
     async def next(self) -> bytes | None:
         try:
             return await self._recv()
-        except Exception as error:  # noqa: BLE001  _refusal raises unexpected ones again
+        except Exception as error:  # noqa: BLE001  _refusal raises an unexpected error again
             _refusal(error, 0.0)
             return None
 

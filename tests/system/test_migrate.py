@@ -282,4 +282,4 @@ def test_a_migration_goes_on_after_a_killed_gateway_and_no_client_sees_it(
     assert [each["operation"] for each in told_history] == ["rollback", "patch", "patch", "create"]
     assert all(each["author"] for each in told_history)
     twice = sie(cluster, "migrate", "search", "--step", "back", status=1)
-    assert "went back already" in twice.stderr
+    assert "is already a rollback" in twice.stderr

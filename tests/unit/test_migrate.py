@@ -93,7 +93,7 @@ def test_the_way_back_passes_over_the_shadow_of_the_migration() -> None:
     assert before_flip([flip, revision(2, "$.alias"), create]) == 2
     with pytest.raises(click.ClickException, match="nothing to go back to"):
         before_flip([shadow, create])
-    with pytest.raises(click.ClickException, match="went back already"):
+    with pytest.raises(click.ClickException, match="is already a rollback"):
         before_flip([revision(4, "$.alias", operation="rollback"), flip, shadow, create])
     with pytest.raises(click.ClickException, match="not kept any more"):
         before_flip([flip])

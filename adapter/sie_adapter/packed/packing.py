@@ -249,7 +249,7 @@ class PackedBatch:
         return np.diff(self.bounds).astype(np.int64)
 
     def filled(self, positions: int) -> None:
-        """Count positions without a token that a pass computed."""
+        """Add positions to the count of padding: a pass computed them, but they hold no token."""
         self.padding += positions
 
 

@@ -25,8 +25,8 @@ from torch import Tensor
 from sie_adapter.packed.packing import Shown
 from sie_contracts.wire.device_reports import TowerUse
 
-# The cache may take this part of the device's memory. A sixty-fourth of 80 GB holds twenty pages of Qwen3-VL 8B, each
-# of 60 MB.
+# The cache may take one part in SHARE of the device's memory. A sixty-fourth of 80 GB holds twenty pages of Qwen3-VL
+# 8B, each of 60 MB.
 SHARE = 64
 # Seconds without caching after memory was short: outputs that are cached at once would be dropped again, after another
 # failed pass.

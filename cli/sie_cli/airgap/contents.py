@@ -71,7 +71,7 @@ class FileGathering:
     def __init__(self, sources: WeightSources, models_dir: str | None) -> None:
         self.files: dict[str, Path | bytes] = {}
         self._known: dict[str, FileFact] = {}  # facts from manifests: these files are not read twice
-        self._leases: list[Lock] = []  # locks, so that no other process removes these files meanwhile to free space
+        self._leases: list[Lock] = []  # locks that keep other processes from removing the files to free space
         self._sources = sources
         self._models_dir = models_dir
 

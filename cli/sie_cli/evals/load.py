@@ -84,8 +84,8 @@ class LoadLevel:
         return f"clients={self.clients}" if self.clients else f"rate={self.rate:g}"
 
     async def run(self, send: Send, requests: Iterator[LoadRequest], end_s: float) -> list[SentRequest]:
-        """Send requests until `end_s`, then wait for those in flight. The sequence of requests is the same in each
-        run.
+        """Send requests until `end_s`, then wait for those in flight. Requests are taken from `requests` in order.
+        Their times at a fixed rate are random, but the same in each run.
         """
         if self.clients:
             return await _closed(send, requests, self.clients, end_s)

@@ -24,7 +24,7 @@ from sie_store.datasets.plans import Broken, inputs, plan
 from sie_store.datasets.rows import read
 from sie_store.object_stores import StoreError
 
-OBJECTS, SPANS = 8, 20  # most objects and spans from which a sample is taken
+OBJECTS, SPANS = 8, 20  # limits of the objects and of their spans from which a sample is taken
 SPAN_ROWS = 500
 
 

@@ -687,8 +687,8 @@ def before_flip(history: Sequence[AliasRevision]) -> int:
     flip = history[flips[0]]
     if flip.operation == "rollback":
         raise CommandRefused(
-            f"revision {flip.revision} went back already; `sie models history` has all revisions, and "
-            "`sie models rollback` makes any of them the newest"
+            f"revision {flip.revision} is already a rollback; `sie models history` lists the revisions that are kept, "
+            "and `sie models rollback` makes any of them the newest"
         )
     before = history[flips[0] + 1 :]
     if not before:

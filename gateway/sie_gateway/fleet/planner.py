@@ -1,8 +1,9 @@
 """Planner of the placement table of one lane. Each step makes a new table from heartbeats, backlog and the last table.
 
-Demand comes only from facts that every gateway can see, so that all gateways compute the same: tokens that workers take
-in, and messages that wait in the stream. The demand of all models is computed with arrays. Only models and workers with
-a change are handled one by one.
+Demand is computed from facts that every gateway can see: the tokens per second that each worker takes in, and the
+messages that wait in the stream. The tokens of a waiting message are a mean that this gateway measured, or
+UNKNOWN_COST. The demand of all models is computed with arrays. Only models and workers that have changed are handled
+one by one.
 """
 
 from __future__ import annotations

@@ -159,9 +159,7 @@ def route_key(call: Call | None) -> str:
 
 @dataclass(frozen=True)
 class EncodedReply:
-    """Reply of success, or the 202 that tells a client to wait for capacity. A body in pieces can be read more than
-    once.
-    """
+    """Reply of success. `body` is bytes, or pieces that can be iterated more than once."""
 
     body: Body
     content_type: str

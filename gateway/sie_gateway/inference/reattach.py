@@ -68,7 +68,7 @@ class Attachments(Generic[A]):
     def __init__(self, *, window_s: float = REATTACH_WINDOW_S) -> None:
         self.window_s = window_s
         self.joined = 0  # clients that came back, since the start
-        self.abandoned = 0  # runs that were cancelled because their clients stayed away
+        self.abandoned = 0  # runs that were cancelled because their clients had left
         self.count = 0  # runs that can be joined
         self.tasks = Tasks(_logger, lambda: None)
         self._watched: dict[asyncio.Task[Any], Run[A]] = {}  # by the task of each run

@@ -163,7 +163,9 @@ class JobRun:
         self._changed = asyncio.Event()
 
     async def run(self) -> None:
-        """Run until the job has ended or is paused, or until this task is cancelled. Then another leader goes on."""
+        """Run the job until it ends, is paused, or this task is cancelled. After an error that may pass, only this run
+        ends. The next leader goes on with a job that has not ended and is not paused.
+        """
         self._ledger.listen(self._id, lambda job: self._changed.set())
         try:
             await self._claim()

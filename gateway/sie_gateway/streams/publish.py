@@ -485,7 +485,7 @@ class WorkQueue:
             await self._ensure_dead_letters(pool)
         spec = work_spec(self._settings, pool, reserved=reserved)
         state = await self._broker.ensure_stream(spec, owner=True)
-        # the reservation ended meanwhile: its stream may have been removed, and then created again here
+        # if the reservation ended meanwhile, its stream may have been removed, and `ensure_stream` made it again
         if not self._serves(pool):
             await self._broker.delete_stream(spec.name)
             self._require(pool)

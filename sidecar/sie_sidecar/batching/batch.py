@@ -250,7 +250,9 @@ class _PriorityLine(Generic[T]):
         return (queue for model in self.models.values() for queue in model.queues.values())
 
     def add(self, entry: BatchEntry[T], *, in_order: bool) -> None:
-        """Add an entry: after all others, or, if it was taken before, at its place in the order of arrival."""
+        """Add an entry after all others. Without `in_order` the entry was taken before: put it at its place in the order
+        of arrival.
+        """
         model = self.models.get(entry.key.residency)
         if model is None:
             model = self.models[entry.key.residency] = _ModelLine(entry.key.residency, entry.arrived_s)

@@ -624,7 +624,7 @@ class Hosting(ModelStates):
         had_work = self.busy(hosted)
         while hosted.has_waiters and had_work and all(busy_model in self.busy(hosted) for busy_model in had_work):
             if closed is not None and (closed.state != "loaded" or not closed.is_closed):
-                self._open(closed)  # another load took its memory
+                self._open(closed)  # another load took the memory of the closed model
                 closed = None
             first, due_s = self.next_to_close(had_work, asked_s) if closed is None else (None, None)
             if first is not None and due_s is not None and due_s <= 0:

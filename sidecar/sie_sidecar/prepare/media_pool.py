@@ -287,7 +287,7 @@ class MediaPool:
         await self._end(worker)
         try:
             return await self._start()
-        except _WorkerNotStarted as error:  # the next file tries to start a worker again
+        except _WorkerNotStarted as error:  # the next start is tried when the next file comes
             _logger.error("a media worker could not be started: %s", error)
             return None
 

@@ -326,7 +326,9 @@ class NatsPulls:
             self._watchdog = asyncio.get_running_loop().call_at(deadline_s, self._sweep)
 
     def _sweep(self) -> None:
-        """Request again the deliveries that an expired pull neither brought nor gave back."""
+        """Write off the deliveries that an expired pull still owes: they have not come, and the broker did not report
+        them as undelivered. New pulls then ask for them again.
+        """
         loop = asyncio.get_running_loop()
         self._watchdog = None
         ages = self._ages

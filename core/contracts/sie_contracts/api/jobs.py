@@ -119,9 +119,9 @@ class JobCounts(Struct, kw_only=True, frozen=True, omit_defaults=False):
 
 
 class Forecast(Struct, kw_only=True, frozen=True):
-    """Forecast of the end of a job: at `done_at`, give or take `plus_minus_s`, from `rows_per_s` of the last minutes.
-    `workers` serve its lane now. `workers_needed` of them would keep its deadline; null without a deadline, or if more
-    workers would not help.
+    """Forecast of the end of a job: at `done_at`, plus or minus `plus_minus_s`. It is computed from `rows_per_s`, the
+    rate of the last minutes. `workers` serve the lane of the job now. With `workers_needed` workers the job would end
+    by its deadline. `workers_needed` is null if there is no deadline, or if more workers would not help.
     """
 
     done_at: float

@@ -142,7 +142,7 @@ def check(source: JobInput, operation: str) -> None:
             raise InvalidInput("input.format: images cannot be scored", param="input.format")
     elif operation != "score" and "text" not in parsed and not source.image:
         raise InvalidInput(f"input.text: {operation} needs a text or an image", param="input.text")
-    for name in ("text", "document"):  # a query may be the same for all rows
+    for name in ("text", "document"):  # a query needs no column: all rows may have the same
         if name in parsed and not parsed[name].columns:
             raise InvalidInput(f"input.{name}: the template names no column, such as {{title}}", param=f"input.{name}")
 
