@@ -250,8 +250,8 @@ class _PriorityLine(Generic[T]):
         return (queue for model in self.models.values() for queue in model.queues.values())
 
     def add(self, entry: BatchEntry[T], *, in_order: bool) -> None:
-        """Add an entry after all others. Without `in_order` the entry was taken before: put it at its place in the order
-        of arrival.
+        """Add an entry after all others. Without `in_order` the entry was taken before: put it at its place in the
+        order of arrival.
         """
         model = self.models.get(entry.key.residency)
         if model is None:
