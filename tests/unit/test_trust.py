@@ -29,7 +29,7 @@ from sie_broker import Write
 from sie_broker.memory import MemoryServer
 from sie_config_service.overlay import Overlay
 from sie_contracts.models.bundles import BundleEntry
-from sie_contracts.models.entries import ModelEntry, Profile, parse_entry
+from sie_contracts.models.entries import LoadOptions, ModelEntry, Profile, parse_entry
 from sie_contracts.models.trust import Allowed, Trust, claims
 from sie_contracts.places import without_paths
 from sie_contracts.settings import SettingError, Settings
@@ -243,7 +243,7 @@ SETTINGS = Settings(device="cpu", default_compute_precision="float32", hf_fallba
 def toy(tmp_path: Path) -> ModelEntry:
     """A model that loads, in a folder that nobody has allowed."""
     folder = toys.save(tmp_path / "weights", "bert")
-    return toys.entry(folder)
+    return toys.entry(folder, load=LoadOptions(engine="torch"))  # which loads without a conversion
 
 
 @pytest.fixture
