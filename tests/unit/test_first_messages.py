@@ -13,11 +13,13 @@ from typing import Any
 from unittest import mock
 
 import click
+import msgspec
 import pytest
 from click.testing import CliRunner
 
 from sie_cli.main import main
 from sie_cli.serve import processes
+from sie_cli.serve.output import LineOutput
 from sie_cli.serve.ports import free_port
 from sie_cli.serve.supervisor import Child, Supervisor
 from sie_client import SIEAsyncClient, SIEClient
@@ -101,6 +103,20 @@ async def test_the_last_line_of_a_start_that_failed_says_which_setting_it_was() 
     await supervisor.start(Child("adapter", [sys.executable, "-c", code], os.environ))
     assert await asyncio.wait_for(supervisor.fatal, 30) == "adapter error: SIE_DEVICE: there is none"
     assert said == [("adapter", "error: SIE_DEVICE: there is none")]
+
+
+def test_a_line_has_the_level_of_its_process_or_of_its_event(capsys: pytest.CaptureFixture[str]) -> None:
+    output = LineOutput(json=True)
+    output("sidecar", "was killed by signal 9; starting again in 1 s", "WARNING")
+    output("nats-server", "[1] 2026/11/26 08:00:00 [ERR] JetStream has no room")
+    output("nats-server", "[1] 2026/11/26 08:00:00 [INF] Server is ready")
+    output("adapter", "a line that is not JSON")
+    entries = [msgspec.json.decode(line) for line in capsys.readouterr().err.splitlines()]
+    assert [(entry["logger"], entry["level"]) for entry in entries] == [
+        ("sidecar", "WARNING"),
+        ("nats-server", "ERROR"),
+        ("adapter", "INFO"),
+    ]
 
 
 @pytest.mark.parametrize("client", [SIEClient, SIEAsyncClient])

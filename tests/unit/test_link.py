@@ -24,8 +24,15 @@ from sie_sidecar.device.link import AdapterGone, AdapterLink
 Linked = tuple[AdapterLink, FakeAdapter]
 
 
+@pytest.fixture(scope="module")
+def left_alone() -> None:
+    """What tests before have left is looked at once: each collection here would take a second of a processor."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
-async def linked(tmp_path: Path) -> AsyncIterator[Linked]:
+async def linked(tmp_path: Path, left_alone: None) -> AsyncIterator[Linked]:
     """A link of two batch connections to an adapter that holds toy/one. What no task ever looked at fails the test."""
     unseen: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: unseen.append(context))

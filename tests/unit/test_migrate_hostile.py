@@ -140,6 +140,7 @@ def _packed(vector: Any) -> Any:
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[MigrationServer]:
     monkeypatch.setattr("sie_cli.migrating.migration.FOLLOW_S", 0.0)
     monkeypatch.setattr("sie_cli.models.service.RETRY_S", 0.1)
+    monkeypatch.setattr("sie_cli.models.service.TIMEOUT_S", 3.0)
     running = MigrationServer()
     yield running
     running.close()

@@ -139,7 +139,7 @@ def test_whoever_is_refused_is_told_of_a_wait_that_is_longer_than_what_is_left()
             one.place.turns.book(one.now_s, b"p%d" % number, 96, 0.5, 1000)
         refused = 0
         for tenths in range(1, 200):
-            refusal = one.place.judge(one.now_s, "key", 8, tenths / 10, 0, lambda: b"new")
+            refusal = one.place.judge(one.now_s, "key", 8, tenths / 10, lambda: b"new")
             if refusal is not None:
                 assert refusal.wait_s > tenths / 10, (promises, tenths)
                 refused += 1

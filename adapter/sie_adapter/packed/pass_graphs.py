@@ -96,9 +96,9 @@ class StaticInputs:
             rows[0, :count], rows[1, :count] = packed.ids, packed.positions
             if len(rows) > 2:
                 rows[2, :count] = 0 if packed.types is None else packed.types
-        known = len(bounds)
-        ends[:known] = bounds
-        ends[known:] = np.minimum(count + _BLOCK * np.arange(1, len(ends) - known + 1), self._bucket.tokens)
+        filled = len(bounds)
+        ends[:filled] = bounds
+        ends[filled:] = np.minimum(count + _BLOCK * np.arange(1, len(ends) - filled + 1), self._bucket.tokens)
         self._buffer.copy_(torch.from_numpy(self._host), non_blocking=True)
 
     def layout(self, kernel: int) -> Int64:
@@ -106,7 +106,7 @@ class StaticInputs:
         return np.array([[0, len(self._ends) - 1, self._bucket.longest, self._bucket.longest, kernel]], np.int64)
 
 
-class Recording(Protocol):
+class CapturedPass(Protocol):
     """Captured pass. `output`: the tensor that each replay fills."""
 
     output: Tensor
@@ -119,7 +119,7 @@ class Recorder(Protocol):
 
     lock: threading.Lock
 
-    def record(self, run: Callable[[], Tensor], pool: Any) -> Recording | None:
+    def record(self, run: Callable[[], Tensor], pool: Any) -> CapturedPass | None:
         """Capture `run`, which reads and writes fixed addresses; None if that is not possible now. Raises what `run`
         raises.
         """
@@ -132,7 +132,7 @@ class Recorder(Protocol):
 
 
 @dataclass
-class _CudaRecording:
+class _CudaPass:
     graph: Any
     output: Tensor
 
@@ -150,6 +150,8 @@ class CudaRecorder:
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._last: Any = None
+        # torch's allocator of pinned memory goes on asking a graph whose capture failed for its number
+        self._failed: list[Any] = []
 
     def pool(self) -> Any:
         return torch.cuda.graph_pool_handle()
@@ -160,7 +162,7 @@ class CudaRecorder:
             current.wait_stream(self._last)
         self._last = current
 
-    def record(self, run: Callable[[], Tensor], pool: Any) -> Recording | None:
+    def record(self, run: Callable[[], Tensor], pool: Any) -> CapturedPass | None:
         before = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(before)
         with torch.cuda.stream(self._stream):
@@ -172,7 +174,7 @@ class CudaRecorder:
         before.wait_stream(self._stream)
         return recording
 
-    def _capture(self, run: Callable[[], Tensor], pool: Any) -> Recording:
+    def _capture(self, run: Callable[[], Tensor], pool: Any) -> CapturedPass:
         graph = torch.cuda.CUDAGraph()
         # other threads may allocate meanwhile, such as one that generates text
         graph.capture_begin(pool, capture_error_mode="thread_local")
@@ -180,9 +182,10 @@ class CudaRecorder:
             output = run()
             graph.capture_end()
         except BaseException:
+            self._failed.append(graph)
             self._end_capture(graph, pool)
             raise
-        return _CudaRecording(graph, output)
+        return _CudaPass(graph, output)
 
     def _end_capture(self, graph: Any, pool: Any) -> None:
         """End a capture that failed. torch leaves its allocator within the pool if CUDA gives no graph, and then
@@ -203,9 +206,9 @@ def cuda_recorder(device: torch.device) -> CudaRecorder:
     return CudaRecorder(device)
 
 
-class _Captured(NamedTuple):
+class _ReadyPass(NamedTuple):
     inputs: StaticInputs
-    recording: Recording
+    recording: CapturedPass
 
     def replay(self, packed: PackedBatch) -> Tensor:
         """Return the states of a batch, in memory of their own."""
@@ -239,7 +242,7 @@ class PassGraphs:
         self._inputs = functools.partial(StaticInputs, device=device, filler=filler, first=first, has_types=has_types)
         self._pool: Any = None
         self._uses: Counter[Bucket] = Counter()
-        self._captured: OrderedDict[Bucket, _Captured] = OrderedDict()
+        self._captured: OrderedDict[Bucket, _ReadyPass] = OrderedDict()
         self._paused_until_s = 0.0
         self.is_eager = False  # the model cannot be captured
         with _all_lock:
@@ -303,7 +306,7 @@ class PassGraphs:
             dropped, _ = self._captured.popitem(last=False)
             del self._uses[dropped]
 
-    def _capture(self, bucket: Bucket, run: RunStatic) -> _Captured | None:
+    def _capture(self, bucket: Bucket, run: RunStatic) -> _ReadyPass | None:
         self._recorder.join()
         inputs = self._inputs(bucket)
         inputs.fill(None)
@@ -311,7 +314,7 @@ class PassGraphs:
             self._pool = self._recorder.pool()
         layout = inputs.layout(self._kernel)
         recording = self._recorder.record(lambda: run(inputs.tokens, inputs.bounds, layout), self._pool)
-        return None if recording is None else _Captured(inputs, recording)
+        return None if recording is None else _ReadyPass(inputs, recording)
 
     def _stay_eager(self, cause: str) -> None:
         self.is_eager = True

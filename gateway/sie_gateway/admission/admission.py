@@ -41,7 +41,7 @@ from sie_contracts.wire import heartbeats, messages, topology
 from sie_contracts.wire.heartbeats import GatewayBeat, Heartbeat, LaneTraffic, QueuedWork
 from sie_contracts.wire.messages import PRIORITIES, Priority, WorkResult
 from sie_contracts.wire.topology import Lane
-from sie_gateway.admission.model_queue import Entered, ModelQueue, WaitRefusal
+from sie_gateway.admission.model_queue import LOOK_S, Entered, ModelQueue, WaitRefusal
 from sie_gateway.admission.window import Host, KeyWindow, Shares, Ticket, bound
 from sie_gateway.fleet.lanes import Fleet
 from sie_gateway.metrics import Metrics
@@ -54,7 +54,7 @@ SILENT_S = 5.0
 HALF_LIFE_S = 60.0  # half-life of the messages that the mean cost is computed from
 RATE_S = 10.0  # time constant of the rate in tokens per second
 QPS_S = 10.0  # seconds over which answers are counted
-MAX_BEATS = 50
+MAX_BEATS = round(QPS_S / BUSY_S)
 _MIN_MESSAGES = 0.01  # a lane with fewer is forgotten: some ten half-lives after its traffic ended
 _peers_logger = logging.getLogger("sie.gateway.peers")
 
@@ -225,7 +225,6 @@ MAX_WAITING_BYTES = 256 << 20
 # batch
 COLD_CHUNKS = 2
 MAX_GONE = 4096
-SHED_S = 0.1  # seconds between checks for queued requests that would be late
 SWEEP_S = 1.0
 MAX_TOLD = 256  # models and priorities in an announcement: the ones with the most work in the queue
 # turns in an announcement, of 34 bytes each: the announcement fits 64 KiB, the smallest message limit of a broker
@@ -425,11 +424,11 @@ class Admission:
 
     def look_again(self, place: ModelQueue) -> None:
         """Refuse admitted requests that would now be late. They fail sooner than by their time-out, and their room goes
-        to other requests. This runs at most once in SHED_S seconds, and not between the results of one batch, because
+        to other requests. This runs at most once in LOOK_S seconds, and not between the results of one batch, because
         the results still to come would count as work ahead.
         """
         now_s = self._clock()
-        if now_s - place.shed_s <= SHED_S or not place.drain.is_settled(now_s, SHED_S):
+        if now_s - place.shed_s <= LOOK_S or not place.drain.is_settled(now_s, LOOK_S):
             return
         place.shed_s = now_s
         for entered, refusal, cost in place.shed(now_s):

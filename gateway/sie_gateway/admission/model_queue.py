@@ -52,7 +52,7 @@ OUTLIER = 4.0  # a sample this many times as long as any other is a stall, and d
 STALL_S = 0.25  # seconds without a result after which the queue may stand still
 UNKNOWN_STALL_S = 5.0  # the same while there is no sample
 STALL_BATCHES = 3.0
-LOOK_S = 0.1
+LOOK_S = 0.1  # seconds for which a measured batch, and a check for requests that would be late, hold
 MAX_GROWTH = 4.0  # a batch larger than this many measured ones is assumed to take no longer than this many
 SETTLED = 0.25  # share of a batch's time after its first result: by then all of its results have come
 RECENT_ANSWERS = 64
@@ -63,9 +63,9 @@ class ExpectedWait(NamedTuple):
     """Expected wait of a request. `min_s` is the time if the batches ahead are full and end as usual. `likely_s` adds
     one batch, which was formed before the request came, unless batches are formed only when the device is free.
     `stalled_s` is the time without a result if it is unusually long, else 0; the stall may last as long again.
-    `evidence` is the number of samples. `rate` is in tokens per second, 0 while unknown. `batch_s`
-    is the time of one batch. `formed_s` is the time until the batch of this request is formed; it is infinite if that
-    may be long before the batch runs.
+    `evidence` is the number of samples. `rate` is in tokens per second, 0 while unknown. `batch_s` is the time of one
+    batch. `formed_s` is the time until the batch of this request is formed; it is infinite if that may be long before
+    the batch runs.
     """
 
     min_s: float = 0.0
@@ -389,10 +389,9 @@ MARGIN = 1.1  # factor on the expected time of a request
 DOUBT = 1.0  # square of the number of samples with which half of an expected wait is believed
 # batches let in beside the running ones and the turns that are due at once, so that the workers have no pause
 BUSY_BATCHES = 1.5
-TURN_PACE = 0.4  # share of the queue's throughput that turns get; clients without a turn get the rest
-# share of the budget that is left after a batch, for clients that come together: Retry-After is in whole seconds, so
-# all clients of one second come at once
-BUNCH = 0.4
+# share that turns get, of the queue's throughput and of the budget that is left after a batch; clients without a turn
+# get the rest. Retry-After is in whole seconds, so all clients of one second come at once.
+TURN_PACE = 0.4
 MIN_BUNCH = 0.1  # least share of a budget for clients that come together
 STALL_TURN = 4.0  # factor: a stall of t seconds may go on for STALL_TURN * t before clients come again
 # least seconds before clients come again after a stall: an adapter that ended is started and loads its model
@@ -806,7 +805,7 @@ def _bunch_s(budget_s: float, batch_s: float) -> float:
     """Return how much work may come again within one second, in seconds of the queue's throughput. It is a part of the
     budget that is left after a running batch.
     """
-    return max(MIN_BUNCH * budget_s, min(TURN_PACE, BUNCH * (budget_s - batch_s)))
+    return max(MIN_BUNCH * budget_s, TURN_PACE * min(1.0, budget_s - batch_s))
 
 
 def _lanes(host: Heartbeat) -> int:
