@@ -39,6 +39,7 @@ function Overview({ part, scopes }: { part: string; scopes: string[] }) {
   return (
     <section>
       <p><span id="connection" role="status" class={`state ${!trouble && healthy ? "healthy" : "lost"}`}>{words}</span></p>
+      {state && trouble && <p class="warn">What follows was known before that.</p>}
       {state && <Figures state={state} />}
       {state && <Attention state={state} history={history} />}
       <h2>Last hour, at this gateway</h2>
