@@ -5,7 +5,6 @@ image file.
 from __future__ import annotations
 
 import asyncio
-import importlib
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -156,7 +155,7 @@ class SentenceTransformers:
     def __init__(self, model: str, *, scores_pairs: bool) -> None:
         self.name = "st"
         self.scores_pairs = scores_pairs
-        library: Any = importlib.import_module("sentence_transformers")  # `packages` looked for it
+        import sentence_transformers as library  # `packages` looked for it
         where = _weights_of(model)
         kind = library.CrossEncoder if scores_pairs else library.SentenceTransformer
         try:

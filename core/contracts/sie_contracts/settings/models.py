@@ -55,9 +55,9 @@ class WeightSettings:
     local_cache: str | None = row(
         None,
         "SIE_LOCAL_CACHE",
-        "adapter config",
+        "sidecar adapter config",
         PATH,
-        "Folder where weights are looked up first, and to which downloads are written. Default: HF_HOME.",
+        "Folder where weights are looked up first, and to which downloads are written. The sidecar only reads it, to announce the models that are there. Default: HF_HOME.",
     )
     cluster_cache: str | None = row(
         None,
@@ -76,7 +76,7 @@ class WeightSettings:
     hf_home: str = row(
         "~/.cache/huggingface",
         "HF_HOME",
-        "adapter config",
+        "sidecar adapter config",
         PATH,
         "Variable of Hugging Face, only read: the default of SIE_LOCAL_CACHE.",
     )
