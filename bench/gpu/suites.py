@@ -47,7 +47,9 @@ def start(
     if processes > 1 and importlib.util.find_spec("xdist"):
         command += ["-n", str(processes), "--dist", "worksteal"]
     more = {"GPU_OUTCOMES": str(RESULTS / f"{name}.jsonl"), "OMP_NUM_THREADS": "1", **environ}
-    return subprocess.Popen(command, cwd=ROOT, env=os.environ | more)
+    # this pytest is no worker of the pytest that may have started the kit
+    own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
+    return subprocess.Popen(command, cwd=ROOT, env=own | more)
 
 
 def lines(name: str) -> Iterator[tuple[str, str, float, str]]:
