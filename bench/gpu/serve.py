@@ -39,6 +39,7 @@ from sie_cli.serve.ports import free_port
 LOADS = ((1, 1), (4, 2)) if REHEARSAL else ((1, 1), (64, 1), (256, 1), (64, 32), (256, 32))  # clients, texts a request
 SECONDS = 0.5 if REHEARSAL else 4.0
 MODELS: dict[str, Any] = {"tiny": kit.TINY} if REHEARSAL else {"bert-base": {}}
+BUNDLE = "any-version"
 COLUMNS = (
     *("model", "clients", "texts a request", "texts/s", "tokens/s", "p50, ms", "p99, ms", "busy", "cores"),
     "texts a batch",
@@ -57,7 +58,10 @@ class Cluster:
         command += ["--gateway-metrics-port", "0", "--worker-metrics-port", str(self._worker_port)]
         command += ["--default-compute-precision", PRECISION]
         command += [] if shutil.which("nats-server") else ["--standalone"]
-        self._process = subprocess.Popen(command, stdout=self._log, stderr=subprocess.STDOUT, start_new_session=True)
+        environ = os.environ | {"SIE_BUNDLE": BUNDLE}
+        self._process = subprocess.Popen(
+            command, env=environ, stdout=self._log, stderr=subprocess.STDOUT, start_new_session=True
+        )
         end_s = time.monotonic() + 240
         while not self._is_ready():
             if time.monotonic() > end_s or self._process.poll() is not None:
@@ -116,6 +120,10 @@ def running(name: str, config: BertConfig) -> Iterator[Cluster]:
         (folder / "1_Pooling" / "config.json").write_text(
             json.dumps({"word_embedding_dimension": config.hidden_size, "pooling_mode_mean_tokens": True})
         )
+        # the bundle `default` names versions, which this machine may not have
+        bundles = Path(root, "models", "bundles")
+        bundles.mkdir()
+        (bundles / f"{BUNDLE}.yaml").write_text(f"id: {BUNDLE}\npriority: -1\nfamilies: [built-in]\n")
         cluster = Cluster(Path(root), str(folder))
         try:
             yield cluster

@@ -74,7 +74,10 @@ class Expected:
 
     def fault(self, body: bytes, ids: Sequence[str], picked: Sequence[int]) -> str:
         """What is wrong with an answer to these inputs; nothing when it is right."""
-        answer: dict[str, Any] = arrays.unpack(arrays.decode_msgpack(body))
+        try:
+            answer: dict[str, Any] = arrays.unpack(arrays.decode_msgpack(body))
+        except msgspec.DecodeError as error:
+            return f"{error}: {body[:300]!r}"
         slots = answer["items"]
         if [slot.get("id") for slot in slots] != list(ids):
             return f"{len(slots)} slots with other ids"
@@ -172,7 +175,11 @@ class Crowd:
                 continue
             timeout_ms = str(round(self._budget_s * 1000))
             message = request(
-                wanted.path, wanted.body, x_sie_timeout_ms=timeout_ms, x_sie_sdk_version="0.1.0", **self._headers
+                wanted.path,
+                wanted.body,
+                x_sie_timeout_ms=timeout_ms,
+                x_sie_client_version="0.1.0",
+                **self._headers,
             )
             return await self._exchange(connection, message, gateway, outcome, started_s)
         ended_s = time.monotonic()
