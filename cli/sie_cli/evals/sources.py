@@ -156,6 +156,7 @@ class SentenceTransformers:
         self.name = "st"
         self.scores_pairs = scores_pairs
         import sentence_transformers as library  # `packages` looked for it
+
         where = _weights_of(model)
         kind = library.CrossEncoder if scores_pairs else library.SentenceTransformer
         try:
