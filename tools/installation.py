@@ -26,7 +26,10 @@ ROOT = Path(__file__).parents[1]
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 LOG = "install.log"
 TICK_S = 1.0
-_ABSENT = re.compile(r"No matching distribution found for torch\b")
+# the second form is pip's if constraints of its configuration name torch as well
+_ABSENT = re.compile(
+    r"No matching distribution found for torch\b|no matching distributions available for your environment:\s+torch\b"
+)
 
 
 class StepFailed(Exception):

@@ -132,9 +132,12 @@ def test_an_empty_variable_takes_the_build_of_the_configured_index(
         assert torch_build(environment, {"TORCH_INDEX": ""}, configured, monkeypatch) == PLAIN
 
 
+@pytest.mark.parametrize("constraint", ["", "torch<=2.14.1"])
 def test_where_no_index_has_the_cpu_build_one_line_says_what_to_set(
-    environment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    constraint: str, environment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (tmp_path / "constraints.txt").write_text(constraint)
+    monkeypatch.setenv("PIP_CONSTRAINT", str(tmp_path / "constraints.txt"))
     monkeypatch.setattr(installation, "CPU_INDEX", NOWHERE)
     with index(tmp_path / "index", PLAIN) as configured, pytest.raises(StepFailed) as failure:
         torch_build(environment, {}, configured, monkeypatch)
