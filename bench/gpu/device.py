@@ -80,7 +80,8 @@ class Load:
     ids: list[np.ndarray]
 
     @classmethod
-    def of(cls, name: str, tokens: int) -> Load:
+    def from_name(cls, name: str, tokens: int) -> Load:
+        """Make the load `mix`, or texts of the length that `name` says, with about `tokens` tokens."""
         lengths = kit.mixed_lengths(tokens // 87) if name == "mix" else [int(name)] * (tokens // int(name))
         return cls(name, kit.random_ids(lengths))
 
@@ -93,16 +94,16 @@ class Load:
         return sum(map(len, self.ids))
 
     def batches(self, most: int, *, padded: bool) -> list[list[np.ndarray]]:
-        """In order, of at most so many tokens each; `padded`: with the padding that they take."""
-        found: list[list[np.ndarray]] = [[]]
+        """Return batches in order, of at most `most` tokens each; `padded`: their padding counts."""
+        batches: list[list[np.ndarray]] = [[]]
         for row in self.ids:
-            together = [*found[-1], row]
+            together = [*batches[-1], row]
             cost = len(together) * max(map(len, together)) if padded else sum(map(len, together))
-            if found[-1] and cost > most:
-                found.append([row])
+            if batches[-1] and cost > most:
+                batches.append([row])
             else:
-                found[-1] = together
-        return found
+                batches[-1] = together
+        return batches
 
 
 def engine_run(engine: AdapterEngine, model: str, load: Load, batch_tokens: int) -> Run:
@@ -110,12 +111,12 @@ def engine_run(engine: AdapterEngine, model: str, load: Load, batch_tokens: int)
 
     def run() -> np.ndarray:
         replies: list[list[Reply]] = [[] for _ in messages]
-        jobs = [DeviceJob(message, found.append) for message, found in zip(messages, replies, strict=True)]
+        jobs = [DeviceJob(message, answers.append) for message, answers in zip(messages, replies, strict=True)]
         for job in jobs:
             engine.device_threads.submit(job)
         for job in jobs:
             job.finished.wait()
-        return np.concatenate([kit.vectors(found[-1]) for found in replies])
+        return np.concatenate([kit.vectors(answers[-1]) for answers in replies])
 
     return run
 
@@ -131,14 +132,14 @@ def padded_run(folder: Path, load: Load, batch_tokens: int) -> Run:
         batches.append((torch.from_numpy(ids), torch.from_numpy(mask)))
 
     def run() -> np.ndarray:
-        found = []
+        parts = []
         with torch.inference_mode():
             for ids, mask in batches:
                 on_device = mask.to(DEVICE)
                 states = model(input_ids=ids.to(DEVICE), attention_mask=on_device)[0]
                 summed = (states * on_device[..., None]).sum(1) / on_device.sum(1, keepdim=True)
-                found.append(torch.nn.functional.normalize(summed.float(), dim=1).cpu().numpy())
-        return np.concatenate(found)
+                parts.append(torch.nn.functional.normalize(summed.float(), dim=1).cpu().numpy())
+        return np.concatenate(parts)
 
     return run
 
@@ -164,23 +165,23 @@ def operations(config: Any, length: int) -> float:
 
 
 def peak() -> tuple[float, str]:
-    """Operations a second, and where the figure is from."""
+    """Return operations a second, and the source of the figure."""
     name = torch.cuda.get_device_name(DEVICE) if DEVICE.type == "cuda" else ""
-    known = next((peak for part, peak in PEAKS.items() if part in name), None)
-    if known is not None:
-        return known, "data sheet"
+    listed = next((peak for part, peak in PEAKS.items() if part in name), None)
+    if listed is not None:
+        return listed, "data sheet"
     return product(512), "measured product"
 
 
 def product(size: int) -> float:
-    """Operations a second of a square product in the kit's precision, measured."""
+    """Measure the operations a second of a square product in the kit's precision."""
     left = torch.randn(size, size, device=DEVICE).to(getattr(torch, PRECISION))
     torch.mm(left, left)
     return 2 * size**3 / kit.seconds_of(lambda: torch.mm(left, left), least=10, budget_s=0.2)
 
 
 def measure(size: str, config: PreTrainedConfig, engine: AdapterEngine, table: kit.Table, batch_tokens: int) -> None:
-    """The rows of one model."""
+    """Write the rows of one model."""
     ceiling, source = peak()
     with tempfile.TemporaryDirectory() as root:
         folder = kit.save(Path(root), config)
@@ -190,7 +191,7 @@ def measure(size: str, config: PreTrainedConfig, engine: AdapterEngine, table: k
         default, same = stock(folder, "float32"), stock(folder, PRECISION)
         names = ("512", "128", "50", "mix") if size == "bert-large" else ("512",)
         for name in ("16",) if REHEARSAL else names:
-            load = Load.of(name, TOKENS)
+            load = Load.from_name(name, TOKENS)
             texts = load.texts
             runs: dict[str, Run] = {
                 "engine": engine_run(engine, size, load, batch_tokens),
@@ -199,24 +200,24 @@ def measure(size: str, config: PreTrainedConfig, engine: AdapterEngine, table: k
                 "same 32": stock_run(same, texts, 32),
                 "same 256": stock_run(same, texts, 256),
             }
-            rates, busy, first, found = {}, 0.0, np.empty(0), np.empty(0)
+            rates, busy, first, rows = {}, 0.0, np.empty(0), np.empty(0)
             for kind, run in runs.items():
-                found = run()  # warms up
+                rows = run()  # warms up
                 if kind == "engine":
-                    first = found
+                    first = rows
                 elif kind == "default":
-                    norms = np.linalg.norm(first, axis=1) * np.linalg.norm(found, axis=1)
-                    cosine = float(((first * found).sum(1) / norms).min())
+                    norms = np.linalg.norm(first, axis=1) * np.linalg.norm(rows, axis=1)
+                    cosine = float(((first * rows).sum(1) / norms).min())
                 with kit.utilisation() as samples:
                     taken_s = kit.seconds_of(run, least=1, budget_s=2.0 if kind == "engine" else 1.0)
                 rates[kind] = len(load.ids) / taken_s
                 if kind == "engine":
                     busy = statistics.mean(samples or [0.0])
-            each = sum(operations(config, len(row)) for row in load.ids) / len(load.ids)
-            done = each * rates["engine"]
+            per_text = sum(operations(config, len(row)) for row in load.ids) / len(load.ids)
+            done = per_text * rates["engine"]
             alone: list[str] = ["", ""]
             if name == names[0] or REHEARSAL:
-                alone = passes(engine, size, int(name), batch_tokens, each / ceiling)
+                alone = passes(engine, size, int(name), batch_tokens, per_text / ceiling)
             table.row(
                 *(size, name, loaded.attention, rates["engine"], rates["engine"] * load.tokens / len(load.ids)),
                 *(rates["padded"], rates["default"], rates["same 32"], rates["same 256"]),
@@ -231,8 +232,8 @@ def measure(size: str, config: PreTrainedConfig, engine: AdapterEngine, table: k
 
 
 def passes(engine: AdapterEngine, size: str, length: int, batch_tokens: int, share: float) -> list[str]:
-    """Tokens a second of the pass alone, then with compiled layers, which the model keeps; with their utilisation. A
-    text a second is `share` of the peak.
+    """Measure tokens a second of the pass alone, then with compiled layers, which the model keeps; and the utilisation
+    of each. A text a second is `share` of the peak.
     """
     cells = []
     texts = 1 if REHEARSAL else batch_tokens // length
@@ -249,7 +250,7 @@ def passes(engine: AdapterEngine, size: str, length: int, batch_tokens: int, sha
 
 
 def profile(size: str, config: PreTrainedConfig, engine: AdapterEngine, batch_tokens: int) -> None:
-    """The kernels of a few full batches at the longest length, beside the rate of the products that they contain."""
+    """Write the kernels of a few full batches of the longest texts, beside the rate of the products in them."""
     length = 16 if REHEARSAL else LONGEST
     texts = 4 * max(1, batch_tokens // length) if not REHEARSAL else 4
     with tempfile.TemporaryDirectory() as root, torch.inference_mode():
@@ -264,17 +265,17 @@ def profile(size: str, config: PreTrainedConfig, engine: AdapterEngine, batch_to
 
         run()
         taken_s = kit.seconds_of(run)
-        found = kit.profiled(run)
+        kernels = kit.profiled(run)
     table = kit.Table(
         "device-profile", f"Kernels of {size}, {texts} texts of {length} tokens", ("us", "%", "calls", "kernel")
     )
-    for kernel, calls, us in found.rows[:15]:
-        table.row(f"{us:.0f}", f"{100 * us / found.span_us:.1f}", calls, kernel[:160])
-    rest = found.rows[15:]
+    for kernel, calls, us in kernels.rows[:15]:
+        table.row(f"{us:.0f}", f"{100 * us / kernels.span_us:.1f}", calls, kernel[:160])
+    rest = kernels.rows[15:]
     table.row(f"{sum(us for *_, us in rest):.0f}", "", sum(calls for _, calls, _ in rest), f"{len(rest)} more")
     done = operations(config, length) * texts
     table.text(
-        f"No kernel runs in {100 * found.idle_share:.1f} % of {found.span_us / 1e3:.2f} ms. {done / 1e12:.2f} T"
+        f"No kernel runs in {100 * kernels.idle_share:.1f} % of {kernels.span_us / 1e3:.2f} ms. {done / 1e12:.2f} T"
         f" operations in {1e3 * taken_s:.2f} ms: {done / taken_s / 1e12:.0f} T a second, where a square product of"
         f" {512 if REHEARSAL else 8192} reaches {product(512 if REHEARSAL else 8192) / 1e12:.0f} T."
     )
@@ -282,7 +283,7 @@ def profile(size: str, config: PreTrainedConfig, engine: AdapterEngine, batch_to
 
 
 def main() -> None:
-    """The profile first, since it is short, then all rows."""
+    """Write the profile first, since it is short, then all rows."""
     sizes = TINY if REHEARSAL else SIZES
     batch_tokens = Settings().max_batch_cost
     with kit.new_engine() as engine:

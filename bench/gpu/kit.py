@@ -52,14 +52,14 @@ class CheckFailed(Exception):
 
 
 def versions() -> str:
-    """The card and the versions that a table was measured with."""
-    found = [f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}" if not REHEARSAL else "a processor"]
+    """Return the card and the versions that a table was measured with."""
+    parts = [f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}" if not REHEARSAL else "a processor"]
     for package in _PACKAGES:
         try:
-            found.append(f"{package} {importlib.metadata.version(package)}")
+            parts.append(f"{package} {importlib.metadata.version(package)}")
         except importlib.metadata.PackageNotFoundError:
-            found.append(f"no {package}")
-    return ", ".join(found)
+            parts.append(f"no {package}")
+    return ", ".join(parts)
 
 
 class Table:
@@ -95,7 +95,7 @@ def _text(cell: object) -> str:
 
 
 def check(holds: bool, bound: str) -> str:
-    """The cell of a bound. Raises CheckFailed where it does not hold, except in a rehearsal."""
+    """Return the cell of a bound. Raises CheckFailed where it does not hold, except in a rehearsal."""
     if not holds and not REHEARSAL:
         raise CheckFailed(bound)
     return bound if holds else f"not here: {bound}"
@@ -105,7 +105,7 @@ def check(holds: bool, bound: str) -> str:
 
 
 def save(folder: Path, config: PreTrainedConfig) -> Path:
-    """Random weights and a tokenizer of bytes without special tokens: a text has as many tokens as letters."""
+    """Save random weights and a tokenizer of bytes without special tokens: a text has as many tokens as letters."""
     torch.manual_seed(0)
     with DEVICE:  # a card draws the weights of large models in seconds
         model = AutoModel.from_config(config, dtype=getattr(torch, PRECISION))
@@ -121,7 +121,7 @@ def save(folder: Path, config: PreTrainedConfig) -> Path:
 
 
 def entry_of(name: str, folder: Path, width: int) -> ModelEntry:
-    """A catalogue entry of the folder, in the precision of the kit."""
+    """Return a catalogue entry of the folder, in the precision of the kit."""
     return parse_entry(
         {
             "id": name,
@@ -136,7 +136,7 @@ def entry_of(name: str, folder: Path, width: int) -> ModelEntry:
 
 @contextlib.contextmanager
 def new_engine(**settings: Any) -> Iterator[AdapterEngine]:
-    """An engine on the device with a cache folder of its own."""
+    """Yield an engine on the device with a cache folder of its own."""
     with tempfile.TemporaryDirectory() as cache:
         engine = AdapterEngine(Settings(**{"device": str(DEVICE), "local_cache": cache, **settings}))
         try:
@@ -148,14 +148,14 @@ def new_engine(**settings: Any) -> Iterator[AdapterEngine]:
 
 
 def batch(model: str, ids: Sequence[np.ndarray], number: int = 0) -> RunBatch:
-    """The message of texts that are to become mean-pooled vectors."""
+    """Return the message of texts that become mean-pooled vectors."""
     lengths = np.array([len(row) for row in ids], "<i4").tobytes()
     joined = np.concatenate(ids).astype("<i4").tobytes()
     return RunBatch(str(number), model, "encode", lengths, joined, (Group(0, len(ids)),), pooling="mean")
 
 
 def vectors(reply: object) -> np.ndarray:
-    """float32 [texts, width] of a reply. Fails unless each text has one."""
+    """Return the vectors of a reply, float32 [texts, width]. Fails unless each text has one."""
     if not isinstance(reply, BatchDone) or not all(isinstance(outcome, Ok) for outcome in reply.outcomes):
         raise TypeError(f"a batch failed: {reply}")
     return np.frombuffer(reply.block, "<f4").reshape(len(reply.outcomes), -1)
@@ -168,7 +168,7 @@ def random_ids(lengths: Sequence[int], seed: int = 0) -> list[np.ndarray]:
 
 
 def text_of(ids: np.ndarray) -> str:
-    """The text that has these tokens."""
+    """Return the text that has these tokens."""
     return "".join(TOKENS[number] for number in ids)
 
 
@@ -179,18 +179,18 @@ def mixed_lengths(count: int) -> list[int]:
 
 
 def forward_of(backbone: Backbone, lengths: Sequence[int]) -> Callable[[], Any]:
-    """The model's pass on inputs that are on the device, launched kernel by kernel. To be called under inference
-    mode.
+    """Return the model's pass on inputs that are on the device, launched kernel by kernel. To be called under
+    inference mode.
     """
     ids = np.concatenate(random_ids(lengths))
     packed = backbone.pack(Items(np.array(lengths), ids), np.arange(len(lengths)))
     model, inputs = backbone._model, {}
 
-    def kept(**named: Any) -> Any:
+    def noting(**named: Any) -> Any:
         inputs.update(named)
         return model(**named)
 
-    backbone._model = kept
+    backbone._model = noting
     try:
         backbone._forward_eager(packed)
     finally:
@@ -214,7 +214,7 @@ def synchronize() -> None:
 
 
 def seconds_of(run: Callable[[], object], *, least: int = 3, budget_s: float = 2.0) -> float:
-    """The median seconds of `least` runs or of as many as fit into the budget. Call it warm."""
+    """Return the median seconds of `least` runs or of as many as fit into the budget. Call it warm."""
     times: list[float] = []
     while len(times) < least or (sum(times) < budget_s and not REHEARSAL):
         synchronize()
@@ -264,17 +264,17 @@ class KernelProfile:
 def profiled(run: Callable[[], object]) -> KernelProfile:
     """Profile the kernels of one warm run; in a rehearsal the operators of the processor."""
     activities = [torch.profiler.ProfilerActivity.CPU]
-    wanted = DeviceType.CPU
+    device_type = DeviceType.CPU
     if DEVICE.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
-        wanted = DeviceType.CUDA
+        device_type = DeviceType.CUDA
     with torch.profiler.profile(activities=activities) as profile:
         run()
         synchronize()
     spans = sorted(
         (event.time_range.start, event.time_range.end, event.name)
         for event in profile.events()
-        if event.device_type == wanted
+        if event.device_type == device_type
     )
     if not spans:
         raise RuntimeError("the profiler recorded no kernel")

@@ -80,7 +80,7 @@ def eviction(table: kit.Table, folder: Path) -> None:
 
 
 def main() -> None:
-    """All rows."""
+    """Write all rows."""
     table = kit.Table("memory", "Memory of the device", ("what", "before, MiB", "during", "after", "bound"))
     with tempfile.TemporaryDirectory() as root:
         folder = kit.save(Path(root), LARGE)

@@ -98,19 +98,21 @@ def lacks(parts: Sequence[str]) -> dict[str, str]:
 
 
 def gpu() -> str:
-    """The name of the card, empty without one that torch can use. In a process of its own: this one never uses CUDA."""
+    """Return the name of the card, empty without one that torch can use. A process of its own looks: this one never uses
+    CUDA.
+    """
     if not any(Path("/dev").glob("nvidia[0-9]*")) and not Path("/dev/dxg").exists():
         return ""
     code = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else '')"
-    asked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    return asked.stdout.strip()
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    return ended.stdout.strip()
 
 
 def environment(results: Path, *, rehearse: bool, site: Path) -> dict[str, str]:
-    """For the parts: our packages from this tree, the programs of carried packages, no network."""
-    given = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-    paths = [str(HERE), *(str(ROOT / part) for part in PRODUCT), str(site), *given]
-    programs = [str(Path(sys.executable).parent), *(f"{path}/bin" for path in given), os.environ.get("PATH", "")]
+    """Return the environment of the parts: packages of this tree, programs of carried packages, no network."""
+    own = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    paths = [str(HERE), *(str(ROOT / part) for part in PRODUCT), str(site), *own]
+    programs = [str(Path(sys.executable).parent), *(f"{path}/bin" for path in own), os.environ.get("PATH", "")]
     more = {
         "PYTHONPATH": os.pathsep.join(paths),
         "PATH": os.pathsep.join(programs),

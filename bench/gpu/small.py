@@ -90,7 +90,7 @@ def ratio(before: str, after: str) -> str:
 
 
 def measure(engine: AdapterEngine, name: str, config: BertConfig, table: kit.Table) -> None:
-    """The rows of one model."""
+    """Write the rows of one model."""
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
         resident = engine.residency.ensure(name, kit.entry_of(name, kit.save(Path(folder), config), config.hidden_size))
         backbone: Any = resident.weights.backbone
@@ -126,7 +126,7 @@ def measure(engine: AdapterEngine, name: str, config: BertConfig, table: kit.Tab
 
 
 def main() -> None:
-    """All rows."""
+    """Write all rows."""
     table = kit.Table("small", "Small batches on one device", COLUMNS)
     with kit.new_engine() as engine:
         for name, sizes in {"tiny": kit.TINY}.items() if REHEARSAL else SIZES.items():

@@ -53,14 +53,14 @@ def start(
 
 
 def lines(name: str) -> Iterator[tuple[str, str, float, str]]:
-    """Test, outcome, seconds and message of each test that has ended so far."""
+    """Yield test, outcome, seconds and message of each test that has ended so far."""
     file = RESULTS / f"{name}.jsonl"
     for line in file.read_text().splitlines() if file.exists() else ():
         yield tuple(json.loads(line))
 
 
 def outcomes(name: str, arguments: Sequence[str]) -> list[tuple[str, str, float, str]]:
-    """Those of a run to its end. Raises CheckFailed where pytest could not run the tests."""
+    """Run tests to their end and return their lines. Raises CheckFailed where pytest could not run the tests."""
     status = start(name, arguments).wait()
     if status not in (0, 1):
         raise kit.CheckFailed(f"pytest ended with {status}")
@@ -68,21 +68,21 @@ def outcomes(name: str, arguments: Sequence[str]) -> list[tuple[str, str, float,
 
 
 def tabulate(name: str, names: Sequence[str], taken_s: float, *, is_shown: bool) -> bool:
-    """The table of outcomes by file, and of the tests that failed. Returns whether there are none of those."""
-    found = [line for each in names for line in lines(each)]
+    """Write the table of outcomes by file, and of the tests that failed. Returns whether there are none of those."""
+    ended = [line for run in names for line in lines(run)]
     table = kit.Table(
         name, f"Outcomes of the tests, {taken_s:.0f} s", ("file", *OUTCOMES, "seconds of tests"), is_shown=is_shown
     )
-    for file in sorted({test.partition("::")[0] for test, *_ in found}):
-        own = [line for line in found if line[0].startswith(f"{file}::")]
+    for file in sorted({test.partition("::")[0] for test, *_ in ended}):
+        own = [line for line in ended if line[0].startswith(f"{file}::")]
         counts = Counter(outcome for _, outcome, *_ in own)
         table.row(file, *(counts[outcome] for outcome in OUTCOMES), sum(seconds for _, _, seconds, _ in own))
-    failed = [(test, message) for test, outcome, _, message in found if outcome == "failed"]
+    failed = [(test, message) for test, outcome, _, message in ended if outcome == "failed"]
     if failed:
         table.text("| failed | message |\n|---|---|")
         for row in failed:
             table.row(*row)
-    return bool(found) and not failed
+    return bool(ended) and not failed
 
 
 def finish(name: str, running: Mapping[str, subprocess.Popen[bytes]]) -> None:
@@ -103,7 +103,7 @@ def finish(name: str, running: Mapping[str, subprocess.Popen[bytes]]) -> None:
 
 
 def cells(*, is_shown: bool) -> None:
-    """The table of worst values."""
+    """Write the table of worst values."""
     from parity.table import ParityTable
 
     table = ParityTable.read(RESULTS / "parity-cells.jsonl")
@@ -120,7 +120,7 @@ def cells(*, is_shown: bool) -> None:
 
 
 def tests() -> None:
-    """tests/gpu, without the tests of memory, which the part `memory` runs alone."""
+    """Run tests/gpu, without the tests of memory, which the part `memory` runs alone."""
     paths = ["tests/gpu", "--ignore=tests/gpu/test_memory.py"]
     if REHEARSAL:
         paths = ["tests/gpu/test_kernels.py", "-k", "mates"]
@@ -130,7 +130,7 @@ def tests() -> None:
 
 
 def parity() -> None:
-    """In float32 and bfloat16, and beside it in float16; and each with SDPA where flash-attn is the usual one."""
+    """Run tests/parity in float32 and bfloat16, beside it in float16; with SDPA too if flash-attn is the default."""
     (RESULTS / "parity-cells.jsonl").unlink(missing_ok=True)
     processes = max(1, (len(os.sched_getaffinity(0)) - 2) // 2)
     attentions = ["auto", *(["sdpa"] if importlib.util.find_spec("flash_attn") else [])]

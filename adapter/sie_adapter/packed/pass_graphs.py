@@ -43,6 +43,7 @@ _MOST_GRAPHS = 16
 _LEAST_COSINE = 0.999  # of a token's states, eager and replayed, in 16 bits
 _PAUSE_S = 60.0  # without captures after memory was short
 _WARM_UPS = 2
+_MOST_FAILED = 64  # captures that failed; after them this process captures no more, since each stays in memory
 
 
 class Bucket(NamedTuple):
@@ -170,7 +171,7 @@ class CudaRecorder:
                 run()
             self._stream.synchronize()
             with without_loads() as is_free:
-                recording = self._capture(run, pool) if is_free else None
+                recording = self._capture(run, pool) if is_free and len(self._failed) < _MOST_FAILED else None
         before.wait_stream(self._stream)
         return recording
 
