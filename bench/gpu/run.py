@@ -98,8 +98,8 @@ def lacks(parts: Sequence[str]) -> dict[str, str]:
 
 
 def gpu() -> str:
-    """Return the name of the card, empty without one that torch can use. A process of its own looks: this one never uses
-    CUDA.
+    """Return the name of the card, empty without one that torch can use. A process of its own looks, because this one
+    never uses CUDA.
     """
     if not any(Path("/dev").glob("nvidia[0-9]*")) and not Path("/dev/dxg").exists():
         return ""
