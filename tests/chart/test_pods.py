@@ -379,7 +379,7 @@ def test_weights_are_on_a_volume_of_a_known_size(cache: dict[str, str], expected
     adapter = container(found, "sie-worker-cpu", "adapter")
     limit = str(50 << 30) if "emptyDir" in expected else None  # the file system of a claim knows its size
     assert variables(adapter).get("SIE_DISK_CACHE_BYTES") == limit
-    for name, is_reader in (("adapter", False), ("sidecar", True)):
+    for name, is_reader in (("adapter", False), ("worker-sidecar", True)):
         part = container(found, "sie-worker-cpu", name)
         (mount,) = (mount for mount in part["volumeMounts"] if mount["name"] == "cache")
         assert (variables(part)["SIE_LOCAL_CACHE"], mount.get("readOnly", False)) == (mount["mountPath"], is_reader)
