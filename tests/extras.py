@@ -77,7 +77,10 @@ FROM_ELSEWHERE = {
 # parts of others that need what their distribution does not bring
 NEEDS = {"uvicorn.protocols.websockets": "websockets"}
 # an import that no process of an extra comes to
-NEVER = {(extra, "uvloop"): "sie_runtime.process begins an event loop" for extra in ("adapter", "tracing")}
+NEVER = {
+    **{(extra, "uvloop"): "sie_runtime.process begins an event loop" for extra in ("adapter", "tracing")},
+    ("evals", "sentence-transformers"): "sie_cli.evals.packages ends the command first and names the package",
+}
 # named for others that use them
 USED_BY_OTHERS = {
     "accelerate": "transformers, which makes a model on the device meta with it",
