@@ -20,8 +20,8 @@ from sie_contracts.models.entries import POOLINGS, Pooling
 def pool(hidden: Tensor, packed: PackedBatch, pooling: Pooling) -> Tensor:
     """Return one float32 vector per sequence, in packed order.
 
-    `mean` counts special tokens. `last` is the last token of a sequence. `weighted` is the mean with the weights 1, 2,
-    3, ... (SGPT, arXiv 2202.08904). `hidden`: [tokens, width] of any float type.
+    `mean` includes special tokens. `last` is the last token of a sequence. `weighted` is the mean with the weights 1,
+    2, 3, ... (SGPT, arXiv 2202.08904). `hidden`: [tokens, width] of any float type.
     """
     if pooling == "cls":
         return hidden[to_device(packed.bounds[:-1], hidden.device).long()].float()
@@ -29,7 +29,7 @@ def pool(hidden: Tensor, packed: PackedBatch, pooling: Pooling) -> Tensor:
         return hidden[to_device(packed.bounds[1:], hidden.device).long() - 1].float()
     if (
         pooling == "mean" and hidden.device.type == "cuda"
-    ):  # one kernel for all sequences; other devices do not have it, or are faster with a view per length
+    ):  # one kernel for all sequences; other devices lack this kernel, or are faster with a view per length
         return torch.segment_reduce(hidden.float(), "mean", offsets=to_device(packed.bounds, hidden.device).long())
     means = []
     for first, sequences, length, *_ in packed.groups.tolist():
@@ -45,8 +45,8 @@ def pool(hidden: Tensor, packed: PackedBatch, pooling: Pooling) -> Tensor:
 
 
 class DenseHead:
-    """Head that pools the hidden states, or the outputs of `token_layers` for them, then applies `layers`. Layers are
-    float32.
+    """Head that pools the hidden states, or the outputs of `token_layers` for them, then applies `layers`. All layers
+    are float32.
     """
 
     def __init__(
