@@ -1,7 +1,7 @@
 """Attention over packed sequences, registered with transformers' attention interface.
 
-    model(..., sie_bounds=, sie_layout=) ──► packed_attention, once per layer ──► one opaque op ──► a kernel per group of
-    sequences
+    model(..., sie_bounds=, sie_layout=) ──► packed_attention, once per layer ──► one opaque op ──► a kernel per group
+    of sequences
 
 The bounds of the sequences are tensor keyword arguments of `model(...)`. So threads have no common state, and a
 compiled graph has one op. The registered mask function builds no mask: it passes the model's request to the attention
