@@ -1,4 +1,4 @@
-"""Spans of one request. The module is used only if this gateway or the client traces. Spans contain nothing from a body
+"""Spans of one request. The module is used only if this gateway or the client traces. Spans contain no data from a body
 or a credential.
 
 A trace has a span of the request, the time to publish it, and the time of each of its chunks in the queue. The worker
@@ -23,7 +23,7 @@ _POLLED = (
     "/health",
     "/v1/scaling/",
     "/v1/pools/assignments",
-)  # paths that machines poll every few seconds: they get no trace
+)  # paths that machines poll every few seconds: they have no trace
 _TIMED = (*STAGES, "total_time")
 
 

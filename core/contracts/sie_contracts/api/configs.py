@@ -12,7 +12,9 @@ _EPOCH = "2026-01-01T00:00:00Z:42"
 
 
 class ListedModel(Struct, kw_only=True):
-    """A model of the list. An alias has `alias`. `note`: why the model is at this revision, if no person decided it."""
+    """A model of the list. An alias has `alias`. `note`: the reason why the model is at this revision, if no person
+    decided it.
+    """
 
     model_id: str
     profiles: Texts = UNSET
@@ -174,11 +176,11 @@ class Resolution(Struct, kw_only=True):
     alias: Text = UNSET
 
 
-# structs that only the config service uses
+# Structs that only the config service uses
 
 
 class Revision(Struct, kw_only=True):
-    """A write of a model. `note`: why it was written, if no person decided it; otherwise empty."""
+    """A write of a model. `note`: the reason of the write, if no person decided it; otherwise empty."""
 
     revision: int
     created_at: str
