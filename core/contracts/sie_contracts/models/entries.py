@@ -7,7 +7,7 @@ YAML or JSON ──decoded──► parse_document ──► ModelEntry, or an A
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Literal, get_args
 
 import msgspec
@@ -40,6 +40,8 @@ MODEL_ID = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._/-]{0,254}")
 _RESERVED_SUFFIXES = ("/status", "/history", "/rollback")
 _MACHINE_PROFILE = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}|_default")
 _PROFILE = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]{0,62}")
+MULTILINGUAL = "multilingual"
+LANGUAGE = re.compile(rf"[a-z]{{2,3}}|code|{MULTILINGUAL}")
 
 
 class Weights(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -154,6 +156,9 @@ class ModelEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     with the family may. `machine_profiles` are the only kinds of nodes that may serve the model, the preferred one
     first, each with its spot kind; if it is empty, every kind may.
 
+    `languages` of its texts, and of the texts in its pictures and sounds: codes of ISO 639, `code` for source code, or
+    `multilingual` alone for more languages than a list would hold. Empty: not known, or it reads no text.
+
     `openai_token_encoding` names the vocabulary of token ids in an OpenAI request: that of the model, or one of
     OpenAI's. Empty: cl100k_base, which clients of OpenAI send for a model that they do not know. `unproven` says why
     the model's numbers could not be compared with those of its public oracle.
@@ -167,6 +172,7 @@ class ModelEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     bundle: str = ""
     machine_profiles: tuple[str, ...] = ()
     inputs: tuple[str, ...] = ("text",)
+    languages: tuple[str, ...] = ()
     prompts: dict[str, str] = {}
     default_prompt_name: str = ""
     pair: tuple[str, ...] = ()
@@ -186,16 +192,21 @@ class ModelEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """Return the tasks that the model supports. A model with multivectors can score with MaxSim."""
-        encode = any(name in self.outputs for name in VECTORS)
-        score = "score" in self.outputs or "multivector" in self.outputs
-        extract = any(name in self.outputs for name in EXTRACTS)
-        return tuple(task for task, on in (("encode", encode), ("score", score), ("extract", extract)) if on)
+        """Return the tasks that the model supports."""
+        return tasks_of(self.outputs)
 
 
 # msgspec reads the types of the fields at the first conversion. If two threads do so at the same time, the process ends
 # with SIGSEGV (msgspec 0.22). An adapter converts entries on several threads, so the types are read here, at import.
 msgspec.json.Decoder(ModelEntry)
+
+
+def tasks_of(outputs: Collection[str]) -> tuple[str, ...]:
+    """Return the tasks of a model with these outputs. A model with multivectors can score with MaxSim."""
+    encode = any(name in outputs for name in VECTORS)
+    score = "score" in outputs or "multivector" in outputs
+    extract = any(name in outputs for name in EXTRACTS)
+    return tuple(task for task, on in (("encode", encode), ("score", score), ("extract", extract)) if on)
 
 
 def templates(entry: ModelEntry) -> dict[str, str]:
@@ -257,6 +268,11 @@ def parse_entry(raw: object) -> ModelEntry:
         )
     if entry.max_tokens < 1:
         raise _invalid("expected at least 1 - at `$.max_tokens`")
+    for number, language in enumerate(entry.languages):
+        if not LANGUAGE.fullmatch(language) or (language == MULTILINGUAL and len(entry.languages) > 1):
+            raise _invalid(
+                f"expected a code of ISO 639, such as de, or {MULTILINGUAL} alone - at `$.languages[{number}]`"
+            )
     for number, machine in enumerate(entry.machine_profiles):
         if not _MACHINE_PROFILE.fullmatch(machine):
             raise _invalid(
