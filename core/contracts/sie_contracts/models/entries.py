@@ -21,8 +21,9 @@ from sie_contracts.wire.messages import Truncate
 Precision = Literal["float32", "float16", "bfloat16", "int8"]
 Engine = Literal["openvino", "sglang", "torch"]
 # the only list of poolings; all code that reads a pooling uses it
-Pooling = Literal["cls", "mean", "last", "weighted"]
+Pooling = Literal["cls", "mean", "last", "weighted", "max", "sqrt"]
 POOLINGS: tuple[Pooling, ...] = get_args(Pooling)
+MAX_POOLINGS = 6  # poolings that a model may join, as `cls+mean`
 # name of a pooling in a request -> pooling
 POOLING_OPTIONS: Mapping[str, Pooling] = {**{name: name for name in POOLINGS}, "last_token": "last"}
 VECTORS = ("dense", "sparse", "multivector")
@@ -116,14 +117,15 @@ class HeadOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 
 
 class RunDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Defaults of request parameters, of a model or a profile. None means inherited. `dimensions` lists the Matryoshka
-    widths. `truncate`: the side on which a text that is too long is cut. With an empty `instruction`, instructions of
-    requests are ignored.
+    """Defaults of request parameters, of a model or a profile. None means inherited. `pooling`: one of POOLINGS, or
+    several joined by `+`, whose vectors are concatenated; empty: that of the model's files. `dimensions` lists the
+    Matryoshka widths. `truncate`: the side on which a text that is too long is cut. With an empty `instruction`,
+    instructions of requests are ignored.
 
     `parameters` are options of the family, such as `threshold` or `score_mode`, overlaid key by key.
     """
 
-    pooling: Literal[Pooling, ""] | None = None
+    pooling: str | None = None
     truncate: Truncate | None = None
     normalize: bool | None = None
     dimensions: tuple[int, ...] | None = None
@@ -209,6 +211,13 @@ def tasks_of(outputs: Collection[str]) -> tuple[str, ...]:
     return tuple(task for task, on in (("encode", encode), ("score", score), ("extract", extract)) if on)
 
 
+def poolings(name: str) -> tuple[Pooling, ...] | None:
+    """Return the poolings that `name` joins by `+`; None if one of them does not exist, or if they are too many."""
+    parts = name.split("+")
+    known: tuple[Pooling, ...] = tuple(pooling for part in parts for pooling in POOLINGS if pooling == part)
+    return known if len(known) == len(parts) <= MAX_POOLINGS else None
+
+
 def templates(entry: ModelEntry) -> dict[str, str]:
     """Return the templates of an entry that a request may name."""
     return {name: template for name, template in entry.prompts.items() if name != "default_instruction"}
@@ -284,6 +293,13 @@ def parse_entry(raw: object) -> ModelEntry:
             raise _invalid(f"profile name {name!r} is not usable - at `$.profiles`")
         if profile.extends and profile.extends not in entry.profiles:
             raise _invalid(f"extends an unknown profile {profile.extends!r} - at `$.profiles.{name}.extends`")
+    for where, run in (
+        ("run", entry.run),
+        *((f"profiles.{name}.run", each.run) for name, each in entry.profiles.items()),
+    ):
+        if run.pooling and poolings(run.pooling) is None:
+            expected = f"expected one of {', '.join(POOLINGS)}, or at most {MAX_POOLINGS} of them joined by +"
+            raise _invalid(f"{expected} - at `$.{where}.pooling`")
     for name, template in entry.prompts.items():
         if name != "default_instruction" and "{text}" not in template:
             raise _invalid(f"a template needs {{text}} - at `$.prompts.{name}`")
