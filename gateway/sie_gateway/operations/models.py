@@ -61,6 +61,7 @@ def model_info(catalogue: Catalogue, fleet: Fleet, entry: ModelEntry, profile: s
         "prompt_texts": entry.prompts,
         "revision": entry.revision,
         "license": entry.license,
+        "languages": list(entry.languages),
         "description": entry.description,
         "certificate": certificate,
         "precision": _precision(resolved.load.precision, reports),
