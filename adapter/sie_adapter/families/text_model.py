@@ -37,15 +37,16 @@ from sie_adapter.heads.keep import KeepHead
 from sie_adapter.heads.multivector import MultivectorHead
 from sie_adapter.heads.pooling import DenseHead
 from sie_adapter.heads.sparse import MaskedLanguageHead, TokenTable, TokenWeightHead
+from sie_adapter.heads.token_pooling import MAX_ROWS
 from sie_adapter.heads.tokens import TokenStatesHead
 from sie_adapter.heads.transformers_head import TransformersHead
 from sie_adapter.loading import checkpoint
 from sie_adapter.loading.late_interaction import Filling, late_interaction
-from sie_adapter.loading.modules import Modules, output_width
+from sie_adapter.loading.modules import Modules, output_width, pooled_width
 from sie_adapter.loading.tokenizer import fitted, special_ids
 from sie_adapter.packed.pruning import pruned
 from sie_contracts.models import families
-from sie_contracts.models.entries import POOLINGS, LoadOptions, ModelEntry
+from sie_contracts.models.entries import POOLINGS, LoadOptions, ModelEntry, poolings
 from sie_contracts.models.load_errors import load_failed
 from sie_contracts.models.options import TOKEN_STATES
 from sie_contracts.wire.ipc import Group, Rows, RunBatch, Side
@@ -164,7 +165,7 @@ class Builder:
 
     def _dense(self) -> DenseHead:
         pooling = self.entry.run.pooling or self.modules.pooling or "mean"
-        if pooling not in POOLINGS:
+        if poolings(pooling) is None:
             raise load_failed(
                 "INCOMPATIBLE", f"{self.entry.id}: pooling is {pooling}, expected one of {', '.join(POOLINGS)}"
             )
@@ -172,7 +173,7 @@ class Builder:
         layers = (
             self.modules.layers if "multivector" not in self.entry.outputs or "Pooling" in self.modules.kinds else ()
         )
-        self._expect_width("dense", output_width((*self.modules.token_layers, *layers), self.config.hidden_size))
+        self._expect_width("dense", pooled_width(self.modules.token_layers, pooling, layers, self.config.hidden_size))
         return DenseHead(pooling, _sequence(layers), self.compute.device, _sequence(self.modules.token_layers))
 
     def _expect_width(self, output: str, width: int) -> None:
@@ -203,6 +204,7 @@ class Builder:
             twice=twice,
             dropped=dropped,
             max_entries=self.modules.max_entries,
+            sums=pooling.get("pooling_strategy") == "sum",
         )
 
     def _query_weights(self) -> TokenTable | None:
@@ -229,7 +231,7 @@ class Builder:
             for token, weight in weights.items():
                 if (number := self.tokenizer.token_to_id(token)) is not None:
                     table[number] = float(weight)
-        return TokenTable(table)
+        return TokenTable(table, self.modules.max_entries)
 
     def _multivector(self) -> tuple[MultivectorHead, Side, Side, Filling | None]:
         is_stanford = self.linear is not None and not self.modules.kinds
@@ -240,7 +242,14 @@ class Builder:
             layers = [_saved_layer(self.folder / "colbert_linear.pt")]
         self._expect_width("multivector", output_width(layers, self.config.hidden_size))
         skipped = self._known_ids(options.skipped)
-        head = MultivectorHead(_sequence(layers), self.compute.device, skipped=skipped, drop_first=is_m3)
+        pooling = self.modules.token_pooling
+        if pooling is not None and self.entry.max_tokens > MAX_ROWS:
+            raise load_failed(
+                "INCOMPATIBLE", f"{self.entry.id}: max_tokens is more than {MAX_ROWS}, the most rows that are pooled"
+            )
+        head = MultivectorHead(
+            _sequence(layers), self.compute.device, skipped=skipped, drop_first=is_m3, pooling=pooling
+        )
         length, filling = options.expanded, None
         if length:
             if length > self.entry.max_tokens:

@@ -170,6 +170,11 @@ def _transformer(folder: Path, report: Inspection) -> None:
         entry["load"] = load
     if "dense" in entry["outputs"]:
         _pooling(modules, report, is_masked=named.endswith("ForMaskedLM"))
+    if {"MultiVectorMask", "HierarchicalTokenPooling"} & set(modules.kinds):  # older formats imply a Normalize
+        entry["run"] = {"normalize": modules.normalizes}
+        report.findings.append(
+            f"rows {'normalised' if modules.normalizes else 'as the modules leave them'}: modules.json"
+        )
     if family == "text-encoder":
         _prompts(folder, report)
     side = modules.transformer.tokenizer.get("truncation_side") or read_json(
@@ -298,7 +303,8 @@ def _outputs(
     if not modules.kinds and (width := stored_rows(modules.folder, "linear.weight")):
         report.findings.append(f"multivector, {width} wide: linear.weight beside the transformer (Stanford's format)")
         return {"multivector": width}
-    if "Pooling" not in modules.kinds and ("Dense" in modules.kinds or "MultiVectorMask" in modules.kinds):
+    late = {"Dense", "MultiVectorMask", "HierarchicalTokenPooling"}
+    if "Pooling" not in modules.kinds and late & set(modules.kinds):
         width = modules.width(config.hidden_size)
         report.findings.append(f"multivector, {width} wide: modules.json has no Pooling")
         return {"multivector": width}

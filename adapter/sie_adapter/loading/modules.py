@@ -18,8 +18,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional
 
+from sie_adapter.heads.token_pooling import TokenPooling, token_pooling_of
 from sie_adapter.loading.checkpoint import linear, tensor
-from sie_contracts.models.entries import POOLINGS
+from sie_contracts.models.entries import MAX_POOLINGS, POOLINGS, poolings
 from sie_contracts.models.load_errors import load_failed
 from sie_store.entry_faults import MODEL_FILE, POOLING_NAMES, pooling_name
 from sie_store.folder_files import TRANSFORMER_FILES, read_json, read_value, reading
@@ -61,6 +62,8 @@ FIELDS: Mapping[str, frozenset[str]] = {
     ),
     "Normalize": frozenset({"module_input_name", "module_output_name"}),
     "Dropout": frozenset({"dropout"}),
+    "LayerNorm": frozenset({"dimension"}),
+    "HierarchicalTokenPooling": frozenset({"pool_factor", "num_protected_tokens", "normalize_embeddings", "tasks"}),
     "SpladePooling": frozenset(
         {"pooling_strategy", "activation_function", "embedding_dimension", "word_embedding_dimension", "chunk_size"}
     ),
@@ -80,7 +83,15 @@ _OUTPUTS = {  # task of a Transformer module -> the name of the model's output, 
     "sequence-classification": ("logits", "scores"),
     "text-generation": ("logits", "causal_logits"),
 }
-_ACTIVATIONS = {"Identity": nn.Identity, "Tanh": nn.Tanh, "GELU": nn.GELU, "ReLU": nn.ReLU, "Sigmoid": nn.Sigmoid}
+# activations of torch without weights of their own that read one number at a time
+_ACTIVATIONS: Mapping[str, type[nn.Module]] = {
+    kind.__name__: kind
+    for kind in (
+        *(nn.CELU, nn.ELU, nn.GELU, nn.Hardshrink, nn.Hardsigmoid, nn.Hardswish, nn.Hardtanh, nn.Identity),
+        *(nn.LeakyReLU, nn.LogSigmoid, nn.Mish, nn.ReLU, nn.ReLU6, nn.SELU, nn.SiLU, nn.Sigmoid, nn.Softplus),
+        *(nn.Softshrink, nn.Softsign, nn.Tanh, nn.Tanhshrink),
+    )
+}
 _TOKENS, _VECTOR = "token_embeddings", "sentence_embedding"
 
 
@@ -123,10 +134,11 @@ class Modules:
     transformer: TransformerSettings = TransformerSettings()
     # config.json of each module except the transformer, by kind
     settings: dict[str, dict[str, Any]] = field(default_factory=dict)
+    token_pooling: TokenPooling | None = None  # of late interaction
 
     def width(self, hidden: int) -> int:
         """Return the width of a vector of a model with hidden states of `hidden` numbers."""
-        return output_width((*self.token_layers, *self.layers), hidden)
+        return pooled_width(self.token_layers, self.pooling, self.layers, hidden)
 
 
 def output_width(layers: Iterable[nn.Module], hidden: int) -> int:
@@ -137,6 +149,13 @@ def output_width(layers: Iterable[nn.Module], hidden: int) -> int:
         elif isinstance(layer, Projection | nn.Linear):
             hidden = layer.out_features
     return int(hidden)
+
+
+def pooled_width(token_layers: Iterable[nn.Module], pooling: str, layers: Iterable[nn.Module], hidden: int) -> int:
+    """Return the width of the vectors that `pooling`, between two groups of layers, makes of states with `hidden`
+    numbers. Empty: no pooling.
+    """
+    return output_width(layers, output_width(token_layers, hidden) * len(pooling.split("+")))
 
 
 class Projection(nn.Module):  # type: ignore[misc]  # the type checker skips torch
@@ -203,7 +222,9 @@ def read_modules(folder: Path) -> Modules:
     settings: dict[str, dict[str, Any]] = {}
     steps: list[tuple[str, str, nn.Module]] = []  # kind, changed feature, layer
     pooled_at: int | None = None
+    clustered_at: int | None = None
     pooling = ""
+    token_pooling: TokenPooling | None = None
     for kind, place in listed[1:]:
         if kind not in FIELDS or kind in _BACKBONES:
             raise _refused(f"modules.json lists a {kind}, which this adapter does not run")
@@ -216,6 +237,14 @@ def read_modules(folder: Path) -> Modules:
         elif kind == "Dense":
             with reading(place / "config.json"):
                 steps.append((kind, _feature(kind, place, config, pooled=pooled_at is not None), _dense(place, config)))
+        elif kind == "LayerNorm":
+            with reading(place / "config.json"):
+                steps.append((kind, _VECTOR, _layer_norm(place, config)))
+        elif kind == "HierarchicalTokenPooling":
+            with reading(place / "config.json"):
+                token_pooling, clustered_at = token_pooling_of(config), len(steps)
+        elif kind == "MultiVectorMask" and clustered_at is not None:
+            raise _refused("modules.json lists a MultiVectorMask after the HierarchicalTokenPooling")
         elif kind == "Normalize":
             steps.append((kind, _feature(kind, place, config, pooled=pooled_at is not None), Normalization()))
         elif kind == "SpladePooling":
@@ -226,17 +255,19 @@ def read_modules(folder: Path) -> Modules:
                 )
         elif kind == "LogitScore" and config.get("module_input_name", "causal_logits") != "causal_logits":
             raise _refused(f"LogitScore reads {config['module_input_name']}, expected causal_logits")
-    _check_steps(steps, pooled_at)
+    _check_steps(steps, pooled_at, clustered_at)
     model = read_json(folder / MODEL_FILE)
     if (width := model.get("truncate_dim")) and pooled_at is not None:
         steps.append(("Truncation", _VECTOR, Truncation(width)))
     max_entries = model.get("max_active_dims") or 0
-    if max_entries and query_weights is not None:
-        raise _refused(f"{MODEL_FILE} has max_active_dims, which this adapter does not apply to looked-up queries")
     normalizes = bool(steps) and steps[-1][0] == "Normalize" and pooled_at != len(steps)
     first = 0 if pooled_at is None else pooled_at
     modules = [module for _, _, module in steps]
-    layers = modules[first : len(modules) - normalizes]
+    if clustered_at is not None:  # what follows scales the rows that were pooled
+        normalizes = clustered_at < len(steps)
+        layers = modules[:clustered_at]
+    else:
+        layers = modules[first : len(modules) - normalizes]
     return Modules(
         folder,
         folder_of_transformer,
@@ -249,6 +280,7 @@ def read_modules(folder: Path) -> Modules:
         max_entries,
         transformer,
         settings,
+        token_pooling,
     )
 
 
@@ -297,9 +329,15 @@ def _feature(kind: str, place: Path, config: Mapping[str, Any], *, pooled: bool)
     return str(name)
 
 
-def _check_steps(steps: list[tuple[str, str, nn.Module]], pooled_at: int | None) -> None:
+def _check_steps(steps: list[tuple[str, str, nn.Module]], pooled_at: int | None, clustered_at: int | None) -> None:
     """Refuse layers whose result the library would not use for the vector, or could not compute."""
+    if clustered_at is not None and (
+        pooled_at is not None or any(kind != "Normalize" for kind, _, _ in steps[clustered_at:])
+    ):
+        raise _refused("modules.json has another module than Normalize after the HierarchicalTokenPooling")
     if pooled_at is None:
+        if "LayerNorm" in [kind for kind, _, _ in steps]:
+            raise _refused("modules.json has a LayerNorm without a Pooling before it")
         return
     for number, (kind, feature, _) in enumerate(steps):
         if feature != (_TOKENS if number < pooled_at else _VECTOR):
@@ -391,9 +429,10 @@ def _routes(folder: Path) -> tuple[list[tuple[str, Path]], Tensor | None]:
 
 def _pooling(place: Path, config: Mapping[str, Any]) -> str:
     pooling = pooling_name(config)
-    if pooling not in POOLINGS:
+    if poolings(pooling) is None:
         raise _refused(
-            f"{place.name}/config.json: the pooling of the model is {pooling}, expected one of {', '.join(POOLINGS)}"
+            f"{place.name}/config.json: the pooling of the model is {pooling}, expected one of {', '.join(POOLINGS)}, "
+            f"or at most {MAX_POOLINGS} of them joined"
         )
     if config.get("include_prompt") is False:
         raise _refused(
@@ -402,9 +441,18 @@ def _pooling(place: Path, config: Mapping[str, Any]) -> str:
     return pooling
 
 
+def _layer_norm(folder: Path, config: Mapping[str, Any]) -> nn.LayerNorm:
+    weight, bias = tensor(folder, "norm.weight"), tensor(folder, "norm.bias")
+    if weight is None or bias is None or not weight.shape == bias.shape == (config.get("dimension"),):
+        raise _refused(f"{folder.name}: its weights are missing or do not have the shape in its config.json")
+    layer = nn.LayerNorm(len(weight))
+    layer.load_state_dict({"weight": weight.float(), "bias": bias.float()})
+    return layer.requires_grad_(False)
+
+
 def _check_splade(config: Mapping[str, Any]) -> None:
-    if (strategy := config.get("pooling_strategy", "max")) != "max":
-        raise _refused(f"SpladePooling has the strategy {strategy}, expected max")
+    if (strategy := config.get("pooling_strategy", "max")) not in ("max", "sum"):
+        raise _refused(f"SpladePooling has the strategy {strategy}, expected max or sum")
     if (activation := config.get("activation_function", "relu")) not in ("relu", "log1p_relu"):
         raise _refused(f"SpladePooling has the activation {activation}, expected relu or log1p_relu")
 

@@ -75,7 +75,7 @@ class TokenNeeds(NamedTuple):
         """
         row = families.row(family)
         return cls(
-            begins=pooling == "cls" or (row.reads_first_token and not is_decoder),
+            begins="cls" in pooling.split("+") or (row.reads_first_token and not is_decoder),
             separates=row.separates_pairs and not is_decoder,
         )
 

@@ -26,26 +26,65 @@ from sie_cli.models.service import (
     shown,
     write_options,
 )
+from sie_contracts.models.entries import MULTILINGUAL
 from sie_contracts.settings import public_url
 
 _SEGMENT = re.compile(r'(?:"([^"]+)"|([^."=]+))(\.|$)')
 MAX_BYTES = 1 << 20
+_GROUPS = {"task": "tasks", "language": "languages"}  # what models are grouped by -> its field in the list
 MAX_CHANGES = 4  # changes of one revision that a table shows
 
 
 @click.command("list")
+@click.option("--task", type=click.Choice(("encode", "score", "extract")), help="Only models that do this.")
+@click.option(
+    "--language", metavar="CODE", help=f"Only models for this language, such as de; {MULTILINGUAL} ones are among them."
+)
+@click.option("--by", type=click.Choice(tuple(_GROUPS)), help="Group the models.")
 @service_options
-def list_command(cluster: Cluster, output: str | None) -> None:
-    """All models of the catalogue: id, profiles, and who wrote it: packaged, overlay (SIE_MODELS_DIR) or api."""
+def list_command(
+    cluster: Cluster, *, output: str | None, task: str | None, language: str | None, by: str | None
+) -> None:
+    """All models of the catalogue: id, tasks, languages, profiles, and who wrote it: packaged, overlay (SIE_MODELS_DIR)
+    or api.
+    """
     with service_of(cluster, writes=False) as service:
         body = service.read(MODELS).body
     click.echo(f"models of {public_url(service.url)}", err=True)
-    rows = [(model["model_id"], _variants(model), model["source"]) for model in body["models"]]
-    print_body(
-        body,
-        output,
-        lambda: display.table([("MODEL", "PROFILES", "SOURCE"), *rows]) if rows else click.echo("no models"),
-    )
+    chosen = [
+        model
+        for model in body["models"]
+        if (task is None or task in model.get("tasks", ()))
+        and (language is None or {language, MULTILINGUAL} & set(model.get("languages", ())))
+    ]
+    print_body({**body, "models": chosen}, output, lambda: _show_models(chosen, by))
+
+
+def _show_models(models: Sequence[dict[str, Any]], by: str | None) -> None:
+    """Print a table of models, or with `by` a table for each value of that column; a model may be in several."""
+    if not models:
+        click.echo("no models")
+        return
+    head = ("MODEL", "TASKS", "LANGUAGES", "PROFILES", "SOURCE")
+    rows = [
+        (
+            model["model_id"],
+            *(", ".join(model.get(_GROUPS[name], ())) for name in _GROUPS),
+            _variants(model),
+            model["source"],
+        )
+        for model in models
+    ]
+    if by is None:
+        display.table([head, *rows])
+        return
+    column = 1 + list(_GROUPS).index(by)
+    values = sorted({value for row in rows for value in row[column].split(", ")}, key=lambda value: (not value, value))
+    for value in values:
+        own = [row for row in rows if value in row[column].split(", ")]
+        click.echo(f"{value or 'none stated'}: {display.counted(len(own), 'model')}")
+        display.table([head, *own])
+        click.echo()
 
 
 def _variants(listed: dict[str, Any]) -> str:

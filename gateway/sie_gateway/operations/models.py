@@ -61,6 +61,7 @@ def model_info(catalogue: Catalogue, fleet: Fleet, entry: ModelEntry, profile: s
         "prompt_texts": entry.prompts,
         "revision": entry.revision,
         "license": entry.license,
+        "languages": list(entry.languages),
         "description": entry.description,
         "certificate": certificate,
         "precision": _precision(resolved.load.precision, reports),
@@ -203,7 +204,7 @@ async def model_list(
     names that contain this text, in upper or lower case. `limit`: return only the first ones; without other filters,
     the later ones are not described at all.
     """
-    names = _names(catalogue, named.lower(), variants=variants)
+    names = listed_names(catalogue, named.lower(), variants=variants)
     picks = bool(task or output or loaded)
     infos: list[dict[str, Any]] = []
     for number, (name, profile) in enumerate(names, 1):
@@ -228,8 +229,8 @@ async def model_list(
     return ModelList(infos[:limit], len(infos) if picks else len(names))
 
 
-def _names(catalogue: Catalogue, kind: str, *, variants: bool) -> list[tuple[str, str | None]]:
-    """Return the names of entries with their profiles, in order, then the aliases that have a model. An alias has the
+def listed_names(catalogue: Catalogue, kind: str, *, variants: bool) -> list[tuple[str, str | None]]:
+    """Return the names of entries with their profiles, in order, then of the aliases that can serve. An alias has the
     profile None.
     """
     names: list[tuple[str, str | None]] = [

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 # spans of a work item in their order, each with its stage in the timing of a reply
 _PARTS = (
     ("fetch", "queue"),
-    ("load", "queue"),
+    ("load", "load"),
     ("preprocess", "preprocess"),
     ("batch_wait", "batch_wait"),
-    ("device_wait", "queue"),
+    ("device_wait", "device_wait"),
 )
 
 

@@ -20,8 +20,10 @@ import msgspec
 from sie_contracts import plain
 from sie_contracts.errors import InvalidInput, NotFound, SIEError, envelope
 from sie_contracts.models import bundles as bundling
+from sie_contracts.models.aliases import is_alias
 from sie_contracts.models.bundles import BundleEntry
 from sie_contracts.models.catalogue import Catalogue
+from sie_contracts.models.entries import tasks_of
 from sie_contracts.names import did_you_mean
 from sie_contracts.wire.heartbeats import Heartbeat
 
@@ -117,13 +119,16 @@ def rendered(document: Any, content_type: str) -> bytes:
 
 
 def listed(model: str, document: Mapping[str, Any], source: str, note: str = "") -> dict[str, Any]:
-    """Return a row of the list of models. The row of an alias also has its targets. `note` is the reason why a model is
-    at this revision, if no person decided it.
+    """Return a row of the list of models. The row of an alias has its targets in place of tasks and languages. `note`
+    says why a model is at this revision if no person decided it.
     """
-    named = {"alias": document["alias"]} if "alias" in document else {}
-    if note:
-        named["note"] = note
-    return {"model_id": model, "profiles": ["default", *document.get("profiles", ())], "source": source, **named}
+    row: dict[str, Any] = {"model_id": model, "profiles": ["default", *document.get("profiles", ())], "source": source}
+    if is_alias(document):
+        row["alias"] = document["alias"]
+    else:
+        row["tasks"] = list(tasks_of(document.get("outputs", ())))
+        row["languages"] = list(document.get("languages", ()))
+    return {**row, "note": note} if note else row
 
 
 def bundle_of(bundles: Mapping[str, BundleEntry], name: str) -> dict[str, Any]:
