@@ -20,8 +20,8 @@ from sie_contracts.models.entries import POOLINGS, Pooling, poolings
 def pool(hidden: Tensor, packed: PackedBatch, pooling: Pooling) -> Tensor:
     """Return one float32 vector per sequence, in packed order.
 
-    `mean` includes special tokens. `last` is the last token of a sequence. `weighted` is the mean with the weights 1, 2,
-    3, ... (SGPT, arXiv 2202.08904). `sqrt` is the sum divided by the square root of the length. `hidden`: [tokens,
+    `mean` includes special tokens. `last` is the last token of a sequence. `weighted` is the mean with the weights 1,
+    2, 3, ... (SGPT, arXiv 2202.08904). `sqrt` is the sum divided by the square root of the length. `hidden`: [tokens,
     width] of any float type.
     """
     if pooling == "cls":

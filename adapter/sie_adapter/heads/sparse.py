@@ -25,8 +25,8 @@ BLOCK_BYTES = 30_000_000
 
 
 class MaskedLanguageHead:
-    """Head of SPLADE: `w[v] = activation(max over tokens of logit[v])`. Both activations increase with the logit, so the
-    maximum is computed first. With `sums`: `w[v] = sum over tokens of activation(logit[v])` (SPLADE v1).
+    """Head of SPLADE: `w[v] = activation(max over tokens of logit[v])`. Both activations increase with the logit, so
+    the maximum is computed first. With `sums`: `w[v] = sum over tokens of activation(logit[v])` (SPLADE v1).
     """
 
     def __init__(
