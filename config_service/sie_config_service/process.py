@@ -73,7 +73,7 @@ async def prepare(settings: Settings, broker: Broker, cached_overlay: Overlay | 
     read = await store.snapshot()
     warn_of_others(folders, read)
     log_broken(read, await store.alias_index(), changes)
-    _logger.info("the catalogue holds %d models, seeding changed %d", len(folders.models), len(changes))
+    _logger.info("the catalogue has %d models, seeding changed %d of them", len(folders.models), len(changes))
     return PreparedCatalogue(store, overlay, signature)
 
 
@@ -104,7 +104,7 @@ async def keep(
         recovered = set(again.store.written_over_api())
         if lost := [name for name in prepared.store.written_over_api() if name not in recovered]:
             listed = ", ".join(lost[:MAX_TOLD]) + (", ..." if len(lost) > MAX_TOLD else "")
-            _logger.warning("%d changes over the API were lost with it, make them again: %s", len(lost), listed)
+            _logger.warning("%d changes over the API were lost with the catalogue, repeat them: %s", len(lost), listed)
         prepared = again
 
 

@@ -169,7 +169,7 @@ class WorkerHealth:
         self._on_disk = models[:ON_DISK]
 
     async def refresh(self) -> None:
-        """Ask the adapter for its current memory. If it does not answer, the next heartbeat asks again."""
+        """Ask the adapter for its current memory. If it does not answer, the next heartbeat repeats the request."""
         if not self._link.connected:
             return
         with contextlib.suppress(AdapterGone, SIEError):

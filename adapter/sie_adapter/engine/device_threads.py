@@ -133,7 +133,9 @@ class DeviceThreads:
             RuntimeError
         ) as error:  # no memory for a new stack: this slower thread continues, and tries again after the next batch
             _logger.warning(
-                "%s keeps a thread on which oneDNN runs no new shapes: %s", threading.current_thread().name, error
+                "%s continues with a thread on which oneDNN cannot run new shapes: %s",
+                threading.current_thread().name,
+                error,
             )
             return False
         return True

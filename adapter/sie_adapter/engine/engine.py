@@ -116,7 +116,7 @@ class AdapterEngine:
         self._log_choices(settings)
 
     def _shed(self) -> bool:
-        """Drop cached outputs and graphs, because memory is short. Return whether anything was dropped."""
+        """Drop cached outputs and graphs, because memory is short. Return whether an output was dropped."""
         return any([self.outputs.clear(), drop_graphs()])
 
     def _load(self, resolved: Resolved) -> Any:

@@ -93,7 +93,7 @@ def consumed_by(entry: ModelEntry) -> tuple[str, ...]:
 
 
 class Builder:
-    """Loader of the model of one entry, which also makes its heads."""
+    """Loader of the model of one entry, which also builds its heads."""
 
     def __init__(
         self, modules: Modules, entry: ModelEntry, load: LoadOptions, compute: Compute, tokenizer: Tokenizer
@@ -323,8 +323,8 @@ class Builder:
         )
 
     def _keep_answers(self, model: PreTrainedModel) -> None:
-        """Cut the output layer down to the rows of the answers no and yes. Later changes that the model makes to its
-        logits remain.
+        """Cut the output layer down to the rows of the answers no and yes. Later changes of the logits by the model
+        remain.
         """
         options = self.entry.head
         if not (self.entry.pair and options.yes_token and options.no_token):

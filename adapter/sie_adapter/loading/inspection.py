@@ -255,7 +255,9 @@ def _check_quantisation(config: PretrainedConfig) -> None:
 
 
 def _empty_backbone(config: PretrainedConfig) -> Any:
-    """Return the architecture without storage, so that the sizes of its tables can be read as a load would."""
+    """Return the architecture without storage, so that the sizes of its tables can be read in the same way as in a
+    load.
+    """
     try:
         with construction(), torch.device("meta"):
             return AutoModel.from_config(config)

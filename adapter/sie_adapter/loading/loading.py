@@ -223,8 +223,8 @@ class Loader:
             self._checked.add(facts)
 
     def _note_precision(self, model: Any, resolved: Resolved, compute: Compute) -> None:
-        """Store with the model the precision that was asked for. Log a warning once if its entry or profile asks for
-        another precision than is served.
+        """Store the requested precision with the model. Log a warning once if its entry or profile requests another
+        precision than the one in use.
         """
         reason = compute.precision_reason
         if model.precision != compute.precision:
@@ -234,7 +234,11 @@ class Loader:
         if reason and resolved.load.precision and notice not in self._reported:
             self._reported.add(notice)
             _logger.warning(
-                "%s asks for %s and is served in %s: %s", resolved.residency, compute.requested, model.precision, reason
+                "%s requests the precision %s and is served in %s: %s",
+                resolved.residency,
+                compute.requested,
+                model.precision,
+                reason,
             )
 
     def _certified(self, model: Any, folder: Path, resolved: Resolved, compute: Compute) -> dict[str, Any]:

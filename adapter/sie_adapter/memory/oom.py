@@ -175,7 +175,7 @@ class OomRecovery:
         *,
         is_tried: bool = False,
     ) -> bool:
-        """Do the work of `run`. Return whether memory ran out meanwhile."""
+        """Do the work of `run`. Return whether memory ran out in it."""
         if not len(items):
             return False
         tries = 0

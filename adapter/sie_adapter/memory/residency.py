@@ -294,7 +294,7 @@ class ResidentModels:
             # only loads with known bytes: a load that still fetches its files uses no memory, and may take minutes
             pending = next((self._loads[model] for model in self._arriving), None)
         if pending is not None:
-            pending.exception()  # only wait; the requests that asked for the load handle its failure
+            pending.exception()  # only wait; the requests for this load handle its failure
         return "load_ended" if pending is not None else None
 
     def describe(self) -> tuple[LoadedModel, ...]:

@@ -348,7 +348,7 @@ def layout_of(kernel: Kernel, packed: PackedBatch) -> Int64:
 
 
 def register() -> None:
-    """Register the implementation with transformers. A second call changes nothing."""
+    """Register the implementation with transformers. A second call has no effect."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 

@@ -413,4 +413,4 @@ def _step_back() -> None:
     try:
         os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _NICENESS)
     except OSError as error:
-        _logger.info("the thread of readers keeps the priority of the lanes: %s", error)
+        _logger.info("the priority of the thread of readers could not be lowered: %s", error)

@@ -176,7 +176,7 @@ def tokens_left(options: ExtractOptions, prompt: int, limit: int, otherwise: int
     left = limit - prompt
     if left < 1:
         raise InvalidInput(
-            f"instruction: with it the prompt has {prompt} tokens, the model takes {limit} with its answer",
+            f"instruction: with it the prompt has {prompt} tokens, the model reads {limit}, its answer included",
             reason="input_too_long",
             param="instruction",
             extras={"tokens": prompt, "limit": limit},

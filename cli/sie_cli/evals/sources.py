@@ -52,7 +52,7 @@ def key(text: str) -> str:
 def only_texts(name: str, inputs: Sequence[str]) -> None:
     """Raise CommandRefused if an input is an image, for a source that accepts only texts."""
     if picture := next((text for text in inputs if isinstance(text, ImagePath)), None):
-        raise CommandRefused(f"{name} takes only texts, and the task has images, such as {picture}")
+        raise CommandRefused(f"{name} accepts only texts, and the task has images, such as {picture}")
 
 
 class EvalSource(Protocol):
@@ -395,7 +395,9 @@ class ServerSource:
         try:
             yield
         except _UNREADABLE as error:
-            raise CommandRefused(f"{self.name} does not answer in the format of such a server: {error}") from error
+            raise CommandRefused(
+                f"{self.name} does not answer in the format of this kind of server: {error}"
+            ) from error
 
 
 def _check_finite(numbers: Any) -> None:

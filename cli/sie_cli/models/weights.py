@@ -317,8 +317,8 @@ def _entry(settings: Settings, model: str, commit: str) -> ModelEntry:
     if not own.hub:
         where = f"the folder {own.path}" if own.path else f"the package {own.package}"
         raise CommandRefused(
-            f"the weights of {model} are in {where}, where workers take them from. To have them in the bucket: "
-            f"sie weights push FOLDER --as {model}, then give the entry the `weights` that this prints"
+            f"the weights of {model} are in {where}, from where workers read them. To copy them to the bucket, run sie "
+            f"weights push FOLDER --as {model}, then add the printed `weights` to the entry"
         )
     pinned = commit or own.revision or _only_commit(settings, own.hub)
     replaced = msgspec.structs.replace(own, path="", unpinned=False, revision=pinned)

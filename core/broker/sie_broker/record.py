@@ -155,8 +155,8 @@ class Record(Generic[T]):
     ) -> None:
         """Create the record with the callbacks of its owner.
 
-        `decode` raises ValueError for bytes that are no value, as msgspec does. Only the values of keys for which
-        `wants` returns True are decoded.
+        `decode` raises ValueError for bytes that are no value, like msgspec. Only the values of keys for which `wants`
+        returns True are decoded.
 
         `on_value(key, value, revision)` is called for each value that is read, watched or changed here; the value is
         None for a removed key. The call for a change may be made before the watch delivers earlier writes. So the owner

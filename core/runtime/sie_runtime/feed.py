@@ -254,7 +254,7 @@ class CatalogueFeed:
         before = self.catalogue.epoch
         state = await source.epoch()
         self._refuse_older(state.epoch, before)
-        present = self.catalogue.epoch  # a delta may have been applied meanwhile
+        present = self.catalogue.epoch  # a delta may have been applied in the meantime
         if has_seen(present, state.epoch):
             return False
         since = state.bundles.get(self._bundle) if self._bundle else None
@@ -269,7 +269,7 @@ class CatalogueFeed:
         self._refuse_older(new.epoch, before)
         if not new.entries:
             raise ConfigUnavailable("an export without any model")
-        present = self.catalogue.epoch  # a delta may have been applied meanwhile
+        present = self.catalogue.epoch  # a delta may have been applied in the meantime
         if new.epoch == present or not has_seen(present, new.epoch):
             self._replace(new)
         self._is_rewound = False
@@ -286,7 +286,8 @@ class CatalogueFeed:
         if epoch != before and has_seen(before, epoch):
             self._is_rewound = True
             raise ConfigUnavailable(
-                f"the config service stands at {epoch}, this process at {before}: was its store restored from an older "
+                f"the config service has the epoch {epoch}, this process {before}: was its store restored from an "
+                "older "
                 "copy? Write the lost changes again, or restart this process to go back to that copy"
             )
 

@@ -34,7 +34,7 @@ from sie_runtime.clock import BrokerClock
 from sie_runtime.process import Stop, Trouble
 
 TOKEN_BYTES = 32
-CHECK_S = 5.0  # seconds between two checks whether a bucket was deleted or made again
+CHECK_S = 5.0  # seconds between two checks whether a bucket was deleted or created again
 RETRY_S = 0.5
 MAX_NAMED = 10  # largest number of keys in one log line
 _logger = logging.getLogger("sie.keys")
@@ -223,7 +223,8 @@ class Keys:
         return lost_keys(*self._sides)
 
     async def run(self, stop: Stop) -> None:
-        """Follow the buckets until `stop`. Every CHECK_S this checks whether a bucket was deleted or made again."""
+        """Follow the buckets until `stop`. Every CHECK_S seconds, it checks whether a bucket was deleted or created
+        again."""
         troubles = [Trouble(_logger, f"keys of {record.bucket.name} stay as they were") for record in self._records]
         damage = Trouble(_logger, f"{topology.KEYS_BUCKET} is damaged, its copy is used")
         pause_s, before = 0.0, set[str]()

@@ -32,7 +32,7 @@ from sie_runtime.current_trace import STAGE
 from sie_runtime.process import Trouble
 
 GIVE_UP_S = 0.5  # seconds to wait for an exporter that must stop
-FLUSH_S = 1.0  # seconds to export the last spans; `sie serve` gives a worker 3 s to end
+FLUSH_S = 1.0  # seconds to export the last spans; `sie serve` waits 3 s for the end of a worker
 Value = str | int | float | bool
 Kind = Literal["server", "consumer", "internal"]
 
@@ -160,7 +160,7 @@ class Tracer:
         if flushing.is_alive():
             for exporter in self._exporters:
                 exporter.shutdown()  # end the exporter's wait for its next attempt
-            _logger.warning("the last spans were not taken within %g s and are dropped", FLUSH_S)
+            _logger.warning("the last spans were not exported within %g s and are dropped", FLUSH_S)
             flushing.join(GIVE_UP_S)
 
 

@@ -44,8 +44,8 @@ _Errors = Counter[tuple[str, str]]  # number of errors by code and reason
 
 @dataclass(frozen=True)
 class Filter:
-    """Filter for dead letters of a pool. A letter fits if its lane, model, code and reason equal those of the filter.
-    An empty field fits every letter.
+    """Filter for dead letters of a pool. A letter fits if its lane, model, code and reason equal the fields of the
+    filter. An empty field fits every letter.
     """
 
     pool: str
@@ -72,7 +72,7 @@ class DeadLetterOperations:
     """Operations on the dead letters of an installation's own pools. Workers write the dead letters of reservations to
     these pools too.
 
-    Every answer is read from the broker: only the sequences of letters are held in memory. The methods raise
+    Every answer is read from the broker: only the sequences of letters are in memory. The methods raise
     QueueUnavailable if the broker does not answer, NotFound, PoolNotFound.
     """
 

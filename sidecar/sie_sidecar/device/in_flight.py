@@ -90,7 +90,7 @@ class InFlight:
     span: Span | None = None  # span of the work item; None if it is not traced
 
     def move(self, stage: Stage, batch_entry: BatchEntry[InFlight] | None = None) -> None:
-        """Enter a stage. `batch_entry` is given for `waiting`. After `settled` there is no other stage."""
+        """Enter a stage. `batch_entry` is set only for `waiting`. After `settled` there is no other stage."""
         self.batch_entry = batch_entry
         if not self.settled:
             self.stage, self.settled = stage, stage == "settled"

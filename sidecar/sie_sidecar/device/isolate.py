@@ -138,10 +138,10 @@ class Isolate:
                 done, note = await self._run_alone(flight, single, key, hosted)
             except AdapterGone:
                 continue
-            except ModelLoading:  # the model was evicted meanwhile
+            except ModelLoading:  # the model was evicted in the meantime
                 hosted.mark_unloaded()
                 continue
-            except LoraLoading:  # the LoRA was evicted meanwhile for other LoRAs
+            except LoraLoading:  # the LoRA was evicted in the meantime for other LoRAs
                 hosted.loras.discard(lora)
                 continue
             except SIEError as error:

@@ -269,7 +269,7 @@ class Pulling:
         ] = {}  # consumers, in order, that delivered after the last refill, or have less credit than at an idle device
         self._more: set[str] = set()  # consumers for which the broker has more work, according to their last delivery
         self._announced: set[str] = set()  # consumers announced since the last listing began
-        self._open = False  # true if anything may be pulled, as of the last refill
+        self._open = False  # true if the last refill allowed pulling
         self._pulls: Pulls = queue.pulls(self._stream, on_delivery)
         self._notices: Subscription | None = None
         self._stopped = False
@@ -402,7 +402,7 @@ class Pulling:
 
 
 class WorkSource:
-    """Source of deliveries from one pool at a time. `accept` makes a work item from a delivery; it returns None if
+    """Source of deliveries from one pool at a time. `accept` creates a work item from a delivery; it returns None if
     there is no new work item.
     """
 

@@ -139,7 +139,7 @@ _logger = logging.getLogger("sie.sidecar.loading")
 
 
 class Loading:
-    """Loading of models for work. `work` keeps the tasks of loads that no caller waits for."""
+    """Loading of models for work. `work` owns the tasks of loads that no caller waits for."""
 
     def __init__(
         self,
@@ -258,8 +258,8 @@ class Loading:
 
 
 class ResidencyRequests:
-    """Handler of `messages.Residency`. `work` keeps the unloads that wait. `on_unloaded` is called with the id of an
-    entry.
+    """Handler of `messages.Residency`. `work` owns the tasks of waiting unloads. `on_unloaded` is called with the id of
+    an entry.
     """
 
     def __init__(self, loading: Loading, work: Tasks, on_unloaded: Callable[[str], None]) -> None:

@@ -154,7 +154,7 @@ def _rgb(image: Image.Image) -> Image.Image:
 
 
 def _of_16_bits(image: Image.Image) -> Image.Image:
-    """Convert a 16 bit grey image. Pillow's own conversion makes every value above 255 white."""
+    """Convert a 16 bit grey image. In Pillow's own conversion, every value above 255 becomes white."""
     levels, clear = _LEVELS_16, image.info.get("transparency")
     if isinstance(clear, int) and 0 <= clear < len(levels):
         levels = [*levels[:clear], 255, *levels[clear + 1 :]]

@@ -114,7 +114,7 @@ class WorkRows:
 def checked_work(
     tokenizer: ModelTokenizer, layout: Rows, item: WorkItemInput
 ) -> tuple[WorkItemInput, InvalidInput | None, dict[int, InvalidInput]]:
-    """Check a work item before its rows are made. Return the work item, the error of the whole, and the errors of
+    """Check a work item before its rows are built. Return the work item, the error of the whole, and the errors of
     single inputs. An input with an error is replaced by an empty text.
     """
     error = _excess(layout, item)
@@ -314,9 +314,7 @@ def offsets_of(rows: Sequence[TokenRow]) -> bytes:
 
 
 class BatchPart(NamedTuple):
-    """Rows of one work item that run, and the work that they were made from, limited to the inputs that run. `context`
-    is its trace context. `asker` identifies its client (`messages.WorkItem`).
-    """
+    """Rows of one work item that run, and their work item, limited to the inputs that run."""
 
     rows: Sequence[TokenRow]
     work: WorkItemInput

@@ -282,8 +282,8 @@ def prompt_template(entry: ModelEntry, path: str, name: Any) -> str:
 
 
 def unpooled(entry: ModelEntry, run: RunOptions) -> RunOptions:
-    """Return `run` with the last hidden state of each token as its only output. Raises InvalidInput if the model gives
-    no hidden states.
+    """Return `run` with the last hidden state of each token as its only output. Raises InvalidInput if the model has no
+    hidden states as output.
     """
     if not families.row(entry.family).gives_vectors or "dense" not in entry.outputs:
         message = f"{entry.id} gives no embeddings of tokens, only dense text encoders do"

@@ -272,7 +272,7 @@ def model_status(
 
 
 def _copy(beat: Heartbeat, model: str) -> dict[str, str]:
-    """Describe the copy of a model on a worker. A copy of an earlier revision stays until no request asks for it."""
+    """Describe the copy of a model on a worker. A copy of an earlier revision remains until no request needs it."""
     copy = next((status for status in beat.models if status.model == model), None)
     return {
         "bundle": beat.bundle,

@@ -208,7 +208,7 @@ class Protocol(HttpToolsProtocol):
         super().connection_made(transport)
         self._outlet = _Outlet(transport, self._end)
         if len(self.connections) > max_connections():
-            self._refuse(QueueFull("this process has as many connections as it may"), "connections")
+            self._refuse(QueueFull("this process has the maximum number of connections"), "connections")
         else:
             self._rest()
 

@@ -1,8 +1,8 @@
 """Answers to the rows of a span, as columns. They are the contents of a part of the output in any format.
 
-Columns are those of the API: `dense` with `dense_scale` and `dense_offset` of integers, `sparse_indices` and
-`sparse_values`, `multivector` with its scale and offset of each vector, `score`, and the lists of an extraction. A row
-with an error has none of them.
+The columns have the same names as in the API: `dense` with `dense_scale` and `dense_offset` of integers,
+`sparse_indices` and `sparse_values`, `multivector` with its scale and offset of each vector, `score`, and the lists of
+an extraction. A row with an error has none of them.
 """
 
 from __future__ import annotations

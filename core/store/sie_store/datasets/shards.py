@@ -98,7 +98,7 @@ async def put_once(
         # another leader has written it, or this one, and the first answer was lost
         there = await existing(place, name, format, patience)
         if there is None:
-            raise StoreError("the part was written and removed meanwhile") from error
+            raise StoreError("the part was written, and then removed by another process") from error
         return there
     if place.root is not None:
         await asyncio.to_thread(_kept_on_disk, place.root / key)

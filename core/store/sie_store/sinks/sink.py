@@ -37,7 +37,7 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,62}")
 
 
 class SinkUnsuitable(StoreError):
-    """Error for a server that cannot keep these vectors."""
+    """Error for a server that cannot store these vectors."""
 
 
 class CollectionRefused(StoreError):

@@ -43,7 +43,7 @@ _logger = logging.getLogger("sie.store")
 
 @dataclass(frozen=True)
 class Located:
-    """A folder of weights. Nobody removes it from the disk while the lease is held."""
+    """A folder of weights. No process removes it from the disk while the lease is open."""
 
     folder: Path
     lease: Lock = _NO_LEASE
@@ -73,8 +73,8 @@ class WeightSources:
         return self.locate(entry).folder
 
     def locate(self, entry: ModelEntry) -> Located:
-        """Return the folder of `entry` as `folder` does, and a lease on it. The caller keeps the lease while the model
-        is loaded. Raises ModelLoadFailed.
+        """Return the folder of `entry`, like `folder`, and a lease on it. The caller keeps the lease while the model is
+        loaded. Raises ModelLoadFailed.
         """
         weights = entry.weights
         looked: list[str] = []
