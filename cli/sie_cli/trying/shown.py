@@ -15,6 +15,7 @@ from rich.text import Text
 
 from sie_cli.display import counted, printable
 from sie_cli.trying.asking import ModelAnswer, strongest
+from sie_contracts.stages import STAGE_WORDS
 
 NUMBERS = 4  # numbers of a dense vector to show
 LINES = 20  # most lines of a text that a model wrote
@@ -26,16 +27,11 @@ _SCALES = {
     "cosine": "a cosine, at most 1",
     "maxsim": "a sum of similarities of tokens: compare it for one query alone",
 }
-_STAGES = {
-    "queue_time": "in the queue",
-    "preprocess_time": "tokenising",
-    "batch_wait_time": "waiting for its batch",
-    "inference_time": "inference",
-    "postprocess_time": "writing the result",
-    "unattributed_time": "arrival and gateway",
-}
 # stages of a chunk at its worker, in their order
-_FINER = ("load_ms", "fetch_ms", "preprocess_ms", "batch_wait_ms", "device_wait_ms", "inference_ms", "postprocess_ms")
+_AT_WORKER = {
+    "fetch_ms": "fetch of the input",
+    **{key.replace("_time", "_ms"): word for key, word in STAGE_WORDS.items()},
+}
 
 
 def shown(answer: ModelAnswer, width: int, *, has_colours: bool) -> Iterator[RenderableType]:
@@ -281,7 +277,7 @@ def _explained(answer: ModelAnswer) -> Iterator[RenderableType]:
     """Return the stages of the request, and the stages of each chunk at its worker, each as a bar."""
     timing = answer.shared["timing"]
     yield Text("")
-    yield _stages([(name, timing[key]) for key, name in _STAGES.items()], timing["total_ms"])
+    yield _stages([(name, timing[key]) for key, name in STAGE_WORDS.items()], timing["total_ms"])
     for chunk in answer.shared.get("explain", ()):
         batch = chunk.get("batch") or {}
         parts = [f"worker {chunk.get('worker')}", f"lane {chunk.get('lane')}", str(chunk.get("priority"))]
@@ -291,8 +287,8 @@ def _explained(answer: ModelAnswer) -> Iterator[RenderableType]:
         yield Text("")
         yield Text(printable(", ".join(parts)), "cyan")
         stages = chunk.get("stages", {})
-        finer = [(key.removesuffix("_ms").replace("_", " "), stages[key]) for key in _FINER if key in stages]
-        yield _stages(finer, stages.get("worker_ms", 0.0))
+        at_worker = [(word, stages[key]) for key, word in _AT_WORKER.items() if key in stages]
+        yield _stages(at_worker, stages.get("worker_ms", 0.0))
 
 
 def _stages(stages: Sequence[tuple[str, float]], total_ms: float) -> Table:

