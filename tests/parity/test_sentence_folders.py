@@ -26,12 +26,14 @@ from parity.checkpoints import dense as dense_module
 from parity.device import new_engine
 from parity.heads_checkpoints import masked, pylate, with_markers
 from parity.score_checkpoints import build_head, build_reranker
+from safetensors.torch import save_file
 from sentence_transformers import CrossEncoder, MultiVectorEncoder, SentenceTransformer, SparseEncoder
 from sentence_transformers.base.modules import Dense, Normalize, Transformer
 from sentence_transformers.cross_encoder.modules import LogitScore
 from sentence_transformers.multi_vector_encoder.modules import HierarchicalTokenPooling, MultiVectorMask
-from sentence_transformers.sentence_transformer.modules import Dropout, LayerNorm, Pooling
+from sentence_transformers.sentence_transformer.modules import Dropout, LayerNorm, Pooling, StaticEmbedding
 from sentence_transformers.sparse_encoder.modules import SpladePooling
+from tokenizers import Tokenizer
 from torch import nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -201,6 +203,49 @@ def compare_dense(rng: random.Random, base: Path, folder: Path, engine: AdapterE
     return "equal"
 
 
+def compare_static(rng: random.Random, base: Path, folder: Path, engine: AdapterEngine) -> str:
+    """A table of vectors as the library saves it, or as model2vec saves it for the library."""
+    words = Tokenizer.from_file(str(base / "tokenizer.json"))
+    torch.manual_seed(rng.randrange(1 << 30))
+    width = rng.choice((WIDTH, 40))
+    table = torch.randn(words.get_vocab_size(), width).to(rng.choice((torch.float32, torch.float32, torch.float16)))
+    modules: list[nn.Module] = [StaticEmbedding(words, embedding_weights=table.float())]
+    while rng.random() < 0.5:
+        kind = rng.random()
+        layer = (
+            random_dense(rng, width, "sentence_embedding")
+            if kind < 0.4
+            else (Normalize() if kind < 0.7 else Dropout(0.3) if kind < 0.8 else random_norm(rng, width))
+        )
+        width = getattr(layer, "out_features", width)
+        modules.append(layer)
+    prompts = rng.choice(({}, {}, {"query": "q: ", "document": "d: "}))
+    model = SentenceTransformer(
+        modules=modules, prompts=prompts, truncate_dim=rng.choice((None, None, 16)), device="cpu"
+    )
+    model.save_pretrained(str(folder), create_model_card=False)
+    if rng.random() < 0.4:  # as model2vec stores it: fewer vectors than tokens, and a weight for each token
+        rows = rng.randrange(5, len(table))
+        mapping = torch.randint(rows, (len(table),))
+        weights = {"embeddings": table[:rows].contiguous(), "mapping": mapping, "weights": torch.rand(len(table))}
+        save_file(weights if rng.random() < 0.5 else {"embeddings": table}, next(folder.rglob("model.safetensors")))
+    library = SentenceTransformer(str(folder), device="cpu")
+    expected = {
+        False: library.encode(TEXTS, prompt_name="document" if prompts else None),
+        True: library.encode_query(TEXTS),
+    }
+    try:
+        entry = inspected(folder)
+    except (ModelLoadFailed, ValidationFailed) as error:
+        return f"refused: {error}"
+    for is_query, vectors in expected.items():
+        for answer, vector in zip(run(engine, entry, "encode", TEXTS, is_query=is_query), vectors, strict=True):
+            assert answer["dense"].shape == vector.shape
+            assert cosine(answer["dense"], vector) >= COSINE, (is_query, entry)
+            assert np.linalg.norm(answer["dense"]) == pytest.approx(np.linalg.norm(vector), rel=1e-3)
+    return "equal"
+
+
 def compare_sparse(rng: random.Random, base: Path, folder: Path, engine: AdapterEngine) -> str:
     source = masked(folder.with_name(f"{folder.name}-masked"), rng.choice(("bert", "distilbert")))
     transformer = Transformer(str(source), transformer_task="fill-mask")
@@ -365,7 +410,7 @@ def compare_chat(rng: random.Random, base: Path, folder: Path, engine: AdapterEn
 
 COMPARISONS = (
     *([compare_dense] * 6),
-    *(compare_sparse, compare_score, compare_chat, compare_multivector, compare_modules_of_rows),
+    *(compare_static, compare_sparse, compare_score, compare_chat, compare_multivector, compare_modules_of_rows),
 )
 
 

@@ -258,7 +258,7 @@ def raw(**changes: Any) -> dict[str, Any]:
         ({"outputs": {"dense": "wide"}}, "$.outputs[...]"),
         ({"unknown": 1}, "$"),
         ({"run": {"poling": "cls"}}, "$.run"),
-        ({"run": {"pooling": "max"}}, "$.run.pooling"),
+        ({"run": {"pooling": "median"}}, "$.run.pooling"),
         ({"load": {"precision": "int4"}}, "$.load.precision"),
         ({"profiles": {"default": {}}}, "$.profiles"),
         ({"profiles": {"a b": {}}}, "$.profiles"),

@@ -21,6 +21,7 @@ import yaml
 from transformers import AutoConfig, AutoModel, PretrainedConfig
 from transformers.quantizers import AutoHfQuantizer
 
+from sie_adapter.families.static_embedding import MAX_TOKENS, read_table
 from sie_adapter.families.text_model import check_pair_prompt, stored_activation
 from sie_adapter.loading.chat_pairs import pair_pieces
 from sie_adapter.loading.checkpoint import construction, stored_rows
@@ -28,7 +29,7 @@ from sie_adapter.loading.comparison import compare_files, quiet
 from sie_adapter.loading.extraction_folders import UNLIMITED, described_by_package, tokenizer_limit
 from sie_adapter.loading.image_folders import described_by_image_model
 from sie_adapter.loading.late_interaction import late_interaction
-from sie_adapter.loading.modules import Modules, conversion, read_modules
+from sie_adapter.loading.modules import STATIC, Modules, conversion, is_model2vec, read_modules
 from sie_adapter.loading.tokenizer import read_tokenizer
 from sie_contracts.models.entries import HeadOptions, ModelEntry, parse_entry
 from sie_contracts.models.load_errors import load_failed
@@ -87,7 +88,9 @@ def inspect(folder: Path, model: str, weights: Mapping[str, Any], current: Model
 def _describe(folder: Path, report: Inspection) -> None:
     raw = read_json(folder / "config.json")
     described = described_by_package(folder, raw) or described_by_image_model(folder, raw)
-    if described is not None:
+    if is_model2vec(folder) or _begins_with_a_table(folder):
+        _static(folder, report)
+    elif described is not None:
         report.entry.update(described.entry)
         report.findings.extend(described.findings)
         report.assumed.extend(described.assumed)
@@ -134,6 +137,30 @@ def _choices(current: ModelEntry, weights: Mapping[str, Any]) -> dict[str, Any]:
     fields: dict[str, Any] = msgspec.to_builtins(current)
     dropped = {"id", "weights", *(("golden",) if weights.get("revision") != current.weights.revision else ())}
     return {name: value for name, value in fields.items() if name not in dropped}
+
+
+def _begins_with_a_table(folder: Path) -> bool:
+    modules = read_value(folder / "modules.json")
+    return bool(modules) and modules[0]["type"].rpartition(".")[2] == STATIC
+
+
+def _static(folder: Path, report: Inspection) -> None:
+    modules = read_modules(folder)
+    width = modules.width(read_table(modules.folder).shape[1])
+    kinds = f"modules.json lists {', '.join(modules.kinds)}" if modules.kinds else "model2vec, says config.json"
+    report.findings.append(f"family static-embedding: {kinds}")
+    report.findings.append(f"dense, {width} wide, {'normalised' if modules.normalizes else 'not normalised'}")
+    report.entry |= {
+        "description": "Static embeddings: the mean of stored vectors of tokens.",
+        "family": "static-embedding",
+        "outputs": {"dense": width},
+        "max_tokens": MAX_TOKENS,
+        "run": {"normalize": modules.normalizes},
+    }
+    if not modules.kinds and (limit := read_json(folder / "config.json").get("max_length", 512)) is not None:
+        report.entry["max_tokens"] = int(limit)
+        report.findings.append(f"max_tokens {limit}: config.json, or the default of model2vec")
+    _prompts(folder, report)
 
 
 # functions for transformers models

@@ -72,7 +72,9 @@ FIELDS: Mapping[str, frozenset[str]] = {
 }
 _STOCK = ("sentence_transformers.", "pylate.")
 _BACKBONES = ("MLMTransformer", "Transformer")
-# arguments of from_pretrained that change only speed or placement, not the results
+STATIC = "StaticEmbedding"
+_OF_TOKENS = frozenset({"Pooling", "SpladePooling", "MultiVectorMask", "HierarchicalTokenPooling", "LogitScore"})
+# arguments of from_pretrained that change speed or place, not the results
 _PLACING = frozenset(
     {"attn_implementation", "device_map", "dtype", "low_cpu_mem_usage", "torch_dtype", "use_safetensors"}
 )
@@ -208,6 +210,9 @@ def read_modules(folder: Path) -> Modules:
     for a module whose files are missing.
     """
     entries = read_value(folder / "modules.json")
+    if entries is None and is_model2vec(folder):
+        normalizes = bool(read_json(folder / "config.json").get("normalize"))
+        return Modules(folder, folder, normalizes=normalizes)
     if entries is None:
         return Modules(folder, folder, transformer=read_transformer(folder))
     listed = _listed(folder, entries)
@@ -215,18 +220,21 @@ def read_modules(folder: Path) -> Modules:
     if [kind for kind, _ in listed] == ["Router"]:
         listed, query_weights = _routes(listed[0][1])
     kinds = tuple(kind for kind, _ in listed)
-    if not kinds or kinds[0] not in _BACKBONES:
-        raise _refused(f"modules.json begins with {kinds[0] if kinds else 'nothing'}, expected a Transformer")
+    if not kinds or kinds[0] not in (*_BACKBONES, STATIC):
+        raise _refused(
+            f"modules.json begins with {kinds[0] if kinds else 'nothing'}, expected a Transformer or a {STATIC}"
+        )
     folder_of_transformer = listed[0][1]
-    transformer = read_transformer(folder_of_transformer)
+    is_static = kinds[0] == STATIC  # it gives one vector for each text
+    transformer = TransformerSettings() if is_static else read_transformer(folder_of_transformer)
     settings: dict[str, dict[str, Any]] = {}
-    steps: list[tuple[str, str, nn.Module]] = []  # kind, changed feature, layer
-    pooled_at: int | None = None
+    steps: list[tuple[str, str, nn.Module]] = []  # kind, the feature that it changes, the layer
+    pooled_at: int | None = 0 if is_static else None
     clustered_at: int | None = None
     pooling = ""
     token_pooling: TokenPooling | None = None
     for kind, place in listed[1:]:
-        if kind not in FIELDS or kind in _BACKBONES:
+        if kind not in FIELDS or kind in _BACKBONES or (is_static and kind in _OF_TOKENS):
             raise _refused(f"modules.json lists a {kind}, which this adapter does not run")
         if kind in settings and kind not in ("Dense", "Normalize", "Dropout"):
             raise _refused(f"modules.json lists {kind} twice")
@@ -282,6 +290,13 @@ def read_modules(folder: Path) -> Modules:
         settings,
         token_pooling,
     )
+
+
+def is_model2vec(folder: Path) -> bool:
+    """Return whether the folder is of the package model2vec, without modules.json."""
+    config = read_json(folder / "config.json")
+    is_named = config.get("model_type") == "model2vec" or "StaticModel" in (config.get("architectures") or ())
+    return is_named and not (folder / "modules.json").is_file()
 
 
 def _listed(folder: Path, entries: list[dict[str, str]]) -> list[tuple[str, Path]]:

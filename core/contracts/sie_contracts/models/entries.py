@@ -217,8 +217,8 @@ def tasks_of(outputs: Collection[str]) -> tuple[str, ...]:
 def poolings(name: str) -> tuple[Pooling, ...] | None:
     """Return the poolings that `name` joins by `+`; None if one of them does not exist, or if they are too many."""
     parts = name.split("+")
-    known: tuple[Pooling, ...] = tuple(pooling for part in parts for pooling in POOLINGS if pooling == part)
-    return known if len(known) == len(parts) <= MAX_POOLINGS else None
+    joined: tuple[Pooling, ...] = tuple(pooling for part in parts for pooling in POOLINGS if pooling == part)
+    return joined if len(joined) == len(parts) <= MAX_POOLINGS else None
 
 
 def templates(entry: ModelEntry) -> dict[str, str]:
@@ -298,7 +298,7 @@ def parse_entry(raw: object) -> ModelEntry:
             raise _invalid(f"extends an unknown profile {profile.extends!r} - at `$.profiles.{name}.extends`")
     for where, run in (
         ("run", entry.run),
-        *((f"profiles.{name}.run", each.run) for name, each in entry.profiles.items()),
+        *((f"profiles.{name}.run", profile.run) for name, profile in entry.profiles.items()),
     ):
         if run.pooling and poolings(run.pooling) is None:
             expected = f"expected one of {', '.join(POOLINGS)}, or at most {MAX_POOLINGS} of them joined by +"

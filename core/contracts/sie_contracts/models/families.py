@@ -86,6 +86,11 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             parameters=frozenset({"threshold"}),
             transformers_class="AutoModelForTokenClassification",
         ),
+        "static-embedding": Family(
+            implementation="sie_adapter.families.static_embedding:StaticEmbedding",
+            config_file="tokenizer.json",
+            gives_vectors=True,
+        ),
         "dual-encoder": Family(
             implementation="sie_adapter.families.dual_encoder:DualEncoder",
             gives_vectors=True,
