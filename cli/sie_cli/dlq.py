@@ -210,7 +210,7 @@ def purge(cluster: Cluster, name: str | None, yes: bool) -> None:
 
 
 def _on(cluster: Cluster, body: Callable[[Broker], Awaitable[T]]) -> T:
-    """Run against the broker. Raises CommandRefused if it has no dead letters of the pool."""
+    """Run the command against the broker. Raises CommandRefused if the broker has no dead letters of the pool."""
 
     pool = cluster.settings.pool
 

@@ -133,7 +133,7 @@ async def seeded(
 
 
 async def _make_streams(settings: Settings, stop: Stop) -> None:
-    """Make streams and buckets for all processes until `stop`, over a separate connection."""
+    """Create streams and buckets on request of all processes until `stop`, over a separate connection."""
     password = settings.nats_streams_password
     async with connected(settings.nats_url, "sie-streams", stop, password=password, user="streams") as broker:
         if broker is not None:
@@ -150,7 +150,9 @@ async def run(
     lame_duck_s: float = 0.0,
     on_listening: Callable[[int], None] | None = None,
 ) -> int:
-    """Serve until `stop` and for `lame_duck_s` more, then finish the requests that were begun. Raises SettingError."""
+    """Serve until `stop`, then for another `lame_duck_s` seconds, then finish the running requests. Raises
+    SettingError.
+    """
     tracer = tracing.start(settings.tracing, "config")
     service = ConfigService(settings)
     service.tracer = tracer

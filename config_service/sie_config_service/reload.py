@@ -50,8 +50,8 @@ def warn_of_others(folders: Folders, read: CatalogueSnapshot) -> None:
 
 
 def log_broken(read: CatalogueSnapshot, index: AliasIndex, done: Iterable[CatalogueChange]) -> None:
-    """Log which aliases are not valid after these changes. A change of the folder is not refused because of an alias
-    that was written over the API.
+    """Log the aliases that are not valid after these changes. A change of the folder is accepted even if it makes an
+    alias invalid that was written over the API.
     """
     for alias, why in broken_by(read, index, (change.model for change in done)).items():
         _logger.error("the alias %s is not valid with the models of the folder: %s", alias, why)

@@ -152,7 +152,7 @@ class CatalogueStore:
         return (await self.snapshot()).epoch
 
     async def catalogue_epoch(self) -> ConfigEpoch:
-        """Return the epoch of the catalogue, for followers."""
+        """Return the epoch of the catalogue, for the processes that read the catalogue."""
         return (await self.snapshot()).catalogue_epoch
 
     async def snapshot(self) -> CatalogueSnapshot:
@@ -268,7 +268,7 @@ class CatalogueStore:
         return revision_at
 
     async def revision(self, model: str, revision: int) -> StoredModel | None:
-        """Return one revision of a model; None if it is not stored any more."""
+        """Return one revision of a model; None if that revision is no longer stored."""
         entry = await self._bucket.get(_history_key(model, revision))
         stored = None if entry is None or entry.value is None else _stored.decode(entry.value)
         return stored if stored is not None and stored.revision == revision else None

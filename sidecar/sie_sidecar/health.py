@@ -44,7 +44,7 @@ class WorkerHealth:
         self._change = asyncio.Event()
         self.worker: Worker | None = None
         self.leaving = False
-        self.asks = False  # true if gateways assign the pool to serve
+        self.asks = False  # true if gateways decide which pool this worker serves
         self.preloading = ""
         self._listens = False
         self._on_disk: tuple[str, ...] = ()

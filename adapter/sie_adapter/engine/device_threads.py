@@ -168,7 +168,7 @@ class DeviceThreads:
             self.notify(job, *ran)
 
     def notify(self, job: DeviceJob, reply: Reply, began_ns: int, ended_ns: int) -> None:
-        """Call the listeners for a batch that was answered, by a device thread or another thread."""
+        """Call the listeners for an answered batch. A device thread or another thread may call this."""
         for listener in self.listeners:
             try:
                 listener(job, reply, began_ns, ended_ns)

@@ -50,7 +50,7 @@ _PRECISIONS = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
 
 class NoGraph(Exception):
-    """OpenVINO cannot convert or run this model."""
+    """Raised if OpenVINO cannot convert or run this model."""
 
 
 class _PositionalModel(nn.Module):  # type: ignore[misc]  # the type checker skips torch

@@ -183,8 +183,8 @@ class Loader:
             return model
 
     def _certified_model(self, family: Any, folder: Path, resolved: Resolved, compute: Compute) -> Any:
-        """Return the model on the engine of the rules. If that engine does not serve it or its certificate fails,
-        return it on torch.
+        """Return the model on the engine that the rules select. If that engine does not support the model, or the
+        certificate of the model fails, return the model on torch.
         """
         try:
             model = family(folder, resolved.entry, resolved.load, compute)

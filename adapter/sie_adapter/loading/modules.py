@@ -402,8 +402,8 @@ def read_transformer(folder: Path) -> TransformerSettings:
 
 
 def _reads_messages(name: str, task: str, raw: Mapping[str, Any]) -> bool:
-    """Return whether texts are put into the chat template. Raises ModelLoadFailed for outputs that this adapter does
-    not read.
+    """Return whether texts are inserted into the chat template. Raises ModelLoadFailed for outputs that this adapter
+    does not read.
     """
     config = raw.get("modality_config")
     if not config:

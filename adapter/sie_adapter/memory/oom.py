@@ -122,7 +122,7 @@ def halved(items: Items) -> tuple[Items, Items]:
 
 
 def exhausted() -> ResourceExhausted:
-    """Return the error of an item that does not fit alone."""
+    """Return the error of an item that does not fit into memory, even without other items."""
     return ResourceExhausted("the device has too little memory for this item alone", reason="out_of_memory")
 
 

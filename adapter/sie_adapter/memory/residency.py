@@ -79,7 +79,7 @@ class Resident:
         return self._fingerprint
 
     def describe(self, now_s: float) -> LoadedModel:
-        """Return the model as a message of the wire."""
+        """Return the model in the form of its wire message."""
         entry, weights = self.resolved.entry, self.weights
         return LoadedModel(
             self.model,
@@ -199,7 +199,7 @@ class ResidentModels:
         self._relieve_due_s = 0.0
 
     def permission(self, may_drop: tuple[str, ...] = ()) -> Permission:
-        """Return the permission of a request that begins now."""
+        """Return the permission to evict of a request that begins now."""
         return Permission(may_drop, self._clock())
 
     def ensure(

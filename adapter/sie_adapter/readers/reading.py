@@ -69,7 +69,7 @@ class GenerationModel(Protocol[P_contra]):
         """Read images and prompts."""
 
     def step(self, ids: Tensor, slots: DecoderSlots) -> Tensor:
-        """Return the scores of the token after `ids` [rows, 1], float32 [rows, vocabulary]."""
+        """Return the scores of the next token after `ids` [rows, 1], float32 [rows, vocabulary]."""
 
 
 class GeneratedText(NamedTuple):

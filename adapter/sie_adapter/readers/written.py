@@ -36,7 +36,7 @@ class ReaderKind(GenerationModel[P], Protocol[P, F_contra]):
     """Kind of reader."""
 
     def prompt(self, file: F_contra, options: ExtractOptions) -> P:
-        """Return the prompt of a row. Raises InvalidInput for options that the model cannot follow."""
+        """Return the prompt of a row. Raises InvalidInput for options that the model does not support."""
 
     def result(self, prompt: P, written: GeneratedText) -> dict[str, Any]:
         """Return the result of a row in the form for the client, without finish reason and number of tokens."""

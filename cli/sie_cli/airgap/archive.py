@@ -59,7 +59,7 @@ class ArchiveIndex(msgspec.Struct, frozen=True):
 
 
 def encode(index: ArchiveIndex) -> bytes:
-    """Return the index as JSON, equal for equal contents."""
+    """Return the index as JSON. Equal contents give equal JSON."""
     return msgspec.json.format(msgspec.json.encode(index, order="sorted"), indent=1) + b"\n"
 
 

@@ -514,7 +514,7 @@ class Earlier:
         return next((job for job in self.jobs if job.state not in LOST), None)
 
     def submitted(self, client: SIEClient, key: str, model: str, source: str, options: dict[str, Any]) -> Job:
-        """Submit a job under the key of the migration. If an earlier job was lost, the new one gets another key."""
+        """Submit a job under the key of the migration. If an earlier job was lost, the new job gets a different key."""
         before = self.jobs[0].id if self.jobs else ""
         return client.jobs.submit(
             model, source, **options, metadata={KEY: key}, idempotency_key=f"{KEY}-{key}-{before}".rstrip("-")
@@ -572,7 +572,7 @@ class AliasChange(Struct, frozen=True):
 
 
 class AliasRevision(Struct, frozen=True):
-    """Revision of an alias, as the config service lists it."""
+    """Revision of an alias, in the form in which the config service lists it."""
 
     revision: _Number
     created_at: _Moment

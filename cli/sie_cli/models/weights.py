@@ -281,7 +281,9 @@ def _weights_source(settings: Settings, reference: str, name: str | None, revisi
 
 
 def _of_folder(folder: Path, name: str, revision: str | None) -> Manifest:
-    """Return the manifest of a user's folder. Without a revision its revision is a digest of its content."""
+    """Return the manifest of a user's folder. If the folder has no revision, a digest of its content is used as the
+    revision.
+    """
     with _bar(f"read {folder}") as progress:
         progress.expect(sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()))
         manifest = describe(folder, name, revision or "content", read=progress.add)

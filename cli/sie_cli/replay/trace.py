@@ -11,7 +11,8 @@ A trace is JSON lines, in any order:
         the settings of the cluster
 
 `at` in seconds from any origin, `tokens` one number for each input, `attention` the sum of squared lengths of the
-batch."""
+batch.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ MAX_INPUTS = 10_000_000  # inputs of a generated trace
 
 
 class TraceError(ValueError):
-    """The text is no valid trace, or no valid description of one."""
+    """Raised if the text is not a valid trace, or not a valid description of a trace."""
 
 
 class TraceRequest(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):

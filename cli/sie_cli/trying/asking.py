@@ -78,7 +78,9 @@ def _standard_input() -> str:
 
 
 def _file(name: str) -> QuestionInput:
-    """Make an input of a file, an image, a sound or a document by its ending. The client reads the file."""
+    """Build an input from a file: an image, a sound or a document, by the suffix of its name. The client reads the
+    file.
+    """
     path = Path(name)
     if not path.is_file():
         raise CommandRefused(

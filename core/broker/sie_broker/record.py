@@ -33,7 +33,7 @@ from sie_broker import BrokerError, Entry, KeyValue, PayloadTooBig, Store, Subsc
 from sie_contracts.wire import messages
 from sie_contracts.wire.topology import LEASES_BUCKET
 
-MAX_ATTEMPTS = 16  # attempts at one change while other writers are first
+MAX_ATTEMPTS = 16  # largest number of attempts at one change while other writers change the same key
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.002, 0.1  # seconds: upper bounds of the random pause before the next attempt
 LEASE_S = 30.0  # seconds: three times the period of a leader that renews every ten seconds
 RELEASED_AGE_S = 60.0

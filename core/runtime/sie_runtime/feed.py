@@ -34,7 +34,7 @@ from sie_contracts.wire.configs import ConfigDelta, ConfigEpoch, ConfigExport, C
 from sie_runtime.process import Stop, Trouble, retry
 
 READ_S = 30.0  # time limit for one answer of the config service
-FIRST_RETRY_S = 0.5  # pause after the first failure; it doubles up to the poll interval
+FIRST_RETRY_S = 0.5  # seconds before the first retry; the pause doubles up to the poll interval
 # upper bound in seconds of the random pause before a request: all readers see the same event at the same time
 SPREAD_S = 0.2
 _SLICE = 50  # entries that are parsed before other tasks of the event loop may run: about 1 ms

@@ -102,7 +102,7 @@ class Span:
         return end_ns
 
     def lead_to(self, span: Span) -> None:
-        """Add a link to another span: this span ran work of that span."""
+        """Add a link to another span. This span ran work of the other span."""
         self._span.add_link(span._span.get_span_context())
 
     def end(self, end_ns: int | None = None) -> None:
@@ -194,8 +194,8 @@ _last_log = _LastLog()
 
 
 class _SpanCollector(SpanExporter):
-    """A collector over gRPC or HTTP. If it cannot be reached, this is logged once until it has passed; the SDK would
-    log each attempt.
+    """A collector over gRPC or HTTP. If the collector cannot be reached, this is logged once until the collector is
+    reached again; the SDK would log each attempt.
     """
 
     def __init__(self, endpoint: str, protocol: str) -> None:

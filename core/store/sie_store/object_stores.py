@@ -101,7 +101,7 @@ class RangeMissing(StoreError):
 
 
 class WrittenMeanwhile(StoreError):
-    """Error for an object that another writer has written since it was read."""
+    """Raised if another writer has changed the object since it was read."""
 
 
 class StoreFull(StoreError):

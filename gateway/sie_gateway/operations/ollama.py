@@ -74,7 +74,7 @@ async def running(gateway: Gateway, request: Request) -> Response:
     """Return the loaded models that have vectors."""
     models = []
     async for name, resolved in _listed(gateway):
-        is_shared = resolved.residency != resolved.canonical  # its copy of the weights belongs to another name
+        is_shared = resolved.residency != resolved.canonical  # the loaded weights belong to another model name
         state, _ = gateway.fleet.model(resolved.residency)
         if state == "loaded" and not is_shared:
             description = _described(gateway.fleet, name, resolved)

@@ -135,7 +135,7 @@ class Quantum:
         self.p50_s: float | None = None
 
     def answered(self, at_worker_s: float, now_s: float) -> None:
-        """Note the time from delivery to answer of one work item."""
+        """Record the time from delivery to answer of one work item."""
         if self._answers and now_s - self._answers[-1][0] > WINDOW_S:
             self._answers.clear()
             self.p50_s = None
@@ -201,7 +201,7 @@ class Rate:
         self._running += 1
 
     def ended(self, tokens: int, now_s: float) -> None:
-        """Note the end of a batch with its tokens. A failed batch has 0 tokens, but its time counts."""
+        """Record the end of a batch, with its tokens. For a failed batch 0 tokens are recorded, but its time counts."""
         spent_s = now_s - self._since_s
         decay = math.exp(-spent_s / MEMORY_S)
         self._tokens = self._tokens * decay + tokens

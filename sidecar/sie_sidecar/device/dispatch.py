@@ -165,7 +165,7 @@ class DeviceQueue:
         return consumer in self._writers and len(self.writing) >= WRITTEN_READY
 
     def withdraw(self, flight: InFlight) -> None:
-        """Remove a work item that must not run any more."""
+        """Remove a work item that will not run."""
         if flight.batch_entry is not None:
             self._line(flight.batch_entry).remove(flight.batch_entry)
             flight.batch_entry = None

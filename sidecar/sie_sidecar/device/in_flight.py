@@ -68,7 +68,8 @@ class InFlight:
     hosted: ModelState | None = None
     # entry of the work item's model when `hosted` was set, None until then; the work item never runs with another entry
     entry: ModelEntry | None = None
-    fingerprint: str = ""  # fingerprint of the copy that runs it, once it is at the device
+    # fingerprint of the loaded model that runs this item; set when the item is sent to the device
+    fingerprint: str = ""
     layout: ipc.Layout = "text"
     rows: list[TokenRow] = field(default_factory=list)
     shared: int = 0

@@ -318,7 +318,7 @@ class Pulling:
         self._pulls.want(name, 0)
 
     def note(self, delivery: Delivery) -> None:
-        """Count a delivery with any content: it used up credit."""
+        """Count a delivery, whatever its content: it has used up credit."""
         name = delivery.consumer
         consumer = self._active[name] = self._consumers.setdefault(name, _DeliveryStatistics())
         consumer.delivered_s = self._clock()
@@ -341,7 +341,7 @@ class Pulling:
             consumer.mean_cost += 0.1 * (cost - consumer.mean_cost)
 
     def refill_all(self) -> None:
-        """Set the right credit for every consumer, after some time or after a change of the hosted models."""
+        """Set the credit of every consumer, called after some time or after a change of the hosted models."""
         self._refill(list(self._consumers))
 
     def refill_one(self, consumer: str) -> None:
@@ -350,7 +350,7 @@ class Pulling:
             self._refill([consumer])
 
     def refill(self) -> None:
-        """Set the right credit for every consumer that may have too little."""
+        """Set the credit of every consumer that may have too little credit."""
         self._refill(list(self._short))
 
     def level(self) -> None:

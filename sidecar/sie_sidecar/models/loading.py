@@ -204,7 +204,7 @@ class Loading:
     async def _load(self, hosted: ModelState) -> None:
         try:
             await self.hosting.ensure(hosted)
-        except (SIEError, AdapterGone) as error:  # no caller waits for it; later work is answered with the reason
+        except (SIEError, AdapterGone) as error:  # no caller waits for this load; later work gets the error
             _logger.warning("%s could not be loaded ahead: %s", hosted.name, error, extra={"model": hosted.name})
 
     async def ensure(

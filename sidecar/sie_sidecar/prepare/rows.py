@@ -280,7 +280,7 @@ def effort_of(layout: Rows, item: WorkItemInput) -> int:
 
 
 def prompted(source: Input, options: RunOptions, empty: str = "") -> str:
-    """Return a text in its prompt; `empty` is used if there is no text."""
+    """Return a text inside its prompt. If there is no text, `empty` is used."""
     return options.prefix + (source.text or empty) + options.suffix
 
 
@@ -322,8 +322,8 @@ class BatchPart(NamedTuple):
     asker: str = ""
 
     def image_keys(self) -> bytes:
-        """Return the cache keys of the images of its rows: digests of the asker and the pixels; zeros without an
-        asker.
+        """Return the cache keys of the images of its rows: digests of the client and the pixels; zeros if the client is
+        unknown.
         """
         images = [image for row in self.rows for image in row.images]
         if not self.asker:

@@ -317,7 +317,7 @@ class Settle:
         await self._leases.refuse(lease, error.message)
 
     async def hand_back(self, flight: InFlight) -> None:
-        """Hand a work item back to the queue, because another worker may be able to run it."""
+        """Return a work item to the queue, because another worker may be able to run it."""
         if not flight.settled:
             self._withdraw(flight, "handed_back")
             await self._leases.hand_back(flight.lease, HAND_BACK_DELAY_S)
@@ -491,7 +491,7 @@ class Leases:
         lease = self._held.get(_place(delivery))
         if (
             lease is None or lease.delivery.data != delivery.data
-        ):  # sequences begin again in a stream that was lost and created again
+        ):  # sequences start at 1 again in a stream that was lost and created again
             return None
         lease.delivery, lease.renewed_s = delivery, self._clock()
         if self._ledger:

@@ -88,7 +88,7 @@ class Message:
 
 
 class Puller(Protocol):
-    """Open pulls of one connection on the consumers of one stream, with the methods that the stream calls."""
+    """Pull requests of one connection for the consumers of one stream, with the methods that the stream calls."""
 
     def attach(self, name: str) -> None:
         """Add these pulls to the queue of this consumer, if they have credit for it."""

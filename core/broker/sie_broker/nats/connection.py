@@ -52,7 +52,7 @@ class PullInbox(Protocol):
         """Leave the inbox: the connection is lost."""
 
     def wake(self) -> None:
-        """Resume the pulls: there is a connection again."""
+        """Resume the pulls after a reconnect."""
 
 
 class Answers:
@@ -203,8 +203,8 @@ class NatsConnection:
         await self._transport.wait_closed()
 
     async def close(self) -> None:
-        """Send the buffered messages, then end the connection and all its tasks. Open pulls and watches end without a
-        drain: call their `stop` before.
+        """Send the buffered messages, then close the connection and stop all its tasks. Open pulls and watches are
+        stopped without a drain: call their `stop` first.
         """
         if self._live:
             try:
@@ -245,7 +245,8 @@ class NatsConnection:
 
     async def reach(self, timeout_s: float) -> float:
         """Wait for a connection. Returns the remaining part of `timeout_s`. Raises BrokerUnavailable when that time is
-        over."""
+        over.
+        """
         loop = asyncio.get_running_loop()
         start_s = loop.time()
         if not self._closed:

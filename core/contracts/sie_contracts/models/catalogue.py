@@ -122,7 +122,7 @@ class Catalogue:
         return new
 
     def since(self, model: str) -> str:
-        """Return the epoch of the write that made the present revision of a model. If that write is not known, return
+        """Return the epoch of the write that created the present revision of a model. If that write is unknown, return
         the epoch of the snapshot.
         """
         number = self.written.get(model)
@@ -173,14 +173,15 @@ class Catalogue:
 
     @functools.cached_property
     def _serving(self) -> dict[tuple[str, str], tuple[str, ...]]:
-        """Cache of the results of `bundles_of`, by family and by the bundle that an entry names: each request needs
-        one.
+        """Cache of the results of `bundles_of`, by family and by the bundle of the entry. Every request needs such a
+        result.
         """
         return {}
 
     def _in_bundle(self, resolved: Resolved, bundle: str) -> Resolved:
         """Set the bundles of the resolution: `bundle`, or all bundles that can serve the model. Raises
-        BundleConflict."""
+        BundleConflict.
+        """
         if resolved.bundles and not bundle:
             return resolved
         entry, able = resolved.entry, self.bundles_of(resolved.entry)

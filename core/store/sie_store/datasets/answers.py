@@ -41,7 +41,7 @@ class About(msgspec.Struct, frozen=True, omit_defaults=True):
 
 @dataclass(frozen=True)
 class RowAnswer:
-    """The answer to one row. The keys of `arrays` are the names of `messages.Ok`: `dense`, `dense.scale`,
+    """The answer to one row. The keys of `arrays` are names as in `messages.Ok`: `dense`, `dense.scale`,
     `sparse.indices`, ...
     """
 

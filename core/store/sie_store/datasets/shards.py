@@ -59,7 +59,7 @@ async def claim(place: Place, owner: str, patience: RetryPolicy = _PATIENCE) -> 
 
 
 def in_use(why: str) -> InvalidInput:
-    """Return the error for an output folder that the job may not use."""
+    """Return the error for an output folder that the job may not use, with the reason `why`."""
     return InvalidInput(f"output.url: {why}; name another folder", reason="output_in_use", param="output.url")
 
 

@@ -165,7 +165,7 @@ def _removed(cache: LocalCache, candidate: Candidate) -> bool:
         return cache.discard(candidate)
     except OSError as error:  # the candidate belongs to another user; the next candidate may be removable
         name = cache.log_name(candidate.repository, candidate.revision)
-        why = error.strerror or type(error).__name__  # the path is left out, because it contains the name
+        why = error.strerror or type(error).__name__  # the path is left out, because it contains the snapshot's name
         _logger.warning("%s could not be removed from the local cache: %s", name, why)
         return False
 

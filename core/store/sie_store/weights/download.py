@@ -214,9 +214,9 @@ class SnapshotDownload:
         return {path: fact or fetched[path] for path, fact in present.items()}
 
     def _present(self, file: RemoteFile) -> FileFact | None:
-        """Return size and digest of a correct file that exists under its final name, else None. A wrong file is
-        removed, and also a part that is too long. No bytes are written into either, because it may be a hard link to a
-        file of another program.
+        """Return size and digest of a correct file that exists under its final name, else None. A wrong file and a part
+        that is too long are removed. No bytes are written into such a file, because it may be a hard link to a file of
+        another program.
         """
         path, part = self._folder / file.path, self._part(file)
         if path.exists():

@@ -89,8 +89,8 @@ class Push:
         raise StoreError("other writers keep removing or replacing it")
 
     async def _there(self, *, force: bool) -> tuple[Manifest | None, PutMode]:
-        """Read the manifest in the bucket, which must not contradict the files of this push. Returns the manifest or
-        None, and the mode of a write that replaces it. Raises PushRefused.
+        """Read the manifest in the bucket and compare it with the files of this push. Returns the manifest or None, and
+        the mode of a write that replaces it. Raises PushRefused.
         """
         try:
             there, version = await self._bucket.manifest(self._manifest.repository, self._manifest.revision)

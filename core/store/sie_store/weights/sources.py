@@ -355,8 +355,8 @@ def _is_on_disk(weights: Weights, entry: ModelEntry, cache: LocalCache) -> bool:
 
 
 def package_folder(package: str) -> Path | None:
-    """Return the folder of an installed distribution with config.json and safetensors; None if the distribution has
-    none.
+    """Return the folder of an installed distribution with config.json and safetensors; None if the distribution does
+    not have them.
     """
     try:
         files = importlib.metadata.files(package) or []
