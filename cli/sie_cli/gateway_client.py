@@ -16,7 +16,7 @@ from sie_contracts.settings import public_url
 if TYPE_CHECKING:
     from sie_client import SIEClient
 
-FIRST_S = 5.0  # of attempts to connect
+FIRST_S = 5.0  # seconds for the attempts to connect
 
 
 @contextlib.contextmanager

@@ -105,7 +105,7 @@ def _is_refused(error: BaseException) -> bool:
     while cause is not None:
         if isinstance(cause, ConnectionRefusedError):
             return True
-        # one exception for each address of a host name
+        # one exception for each address to which the host name resolves
         causes = [exception for exception in getattr(cause, "exceptions", ()) if isinstance(exception, BaseException)]
         if causes and all(map(_is_refused, causes)):
             return True
@@ -154,8 +154,8 @@ def is_single(items: Item | str | Iterable[Item | str]) -> TypeGuard[Item | str]
 
 
 def as_list(items: Item | str | Sequence[Item | str]) -> list[Item | str]:
-    """Return the items of a call as a list. A value that is not a list becomes one item; if it is no item,
-    `wire.mapped` raises later. Raises TypeError for a table, whose elements are the names of its columns.
+    """Return the items of a call as a list. A value that is not a list becomes one item; if that value is not an item,
+    `wire.mapped` raises an error later. Raises TypeError for a table, whose elements are the names of its columns.
     """
     iterable, _ = as_iterable(items)
     return list(iterable)

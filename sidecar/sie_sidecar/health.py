@@ -169,7 +169,9 @@ class WorkerHealth:
         self._on_disk = models[:ON_DISK]
 
     async def refresh(self) -> None:
-        """Ask the adapter for its current memory. If it does not answer, the next heartbeat repeats the request."""
+        """Request the current memory from the adapter. If the adapter does not answer, the next heartbeat repeats the
+        request.
+        """
         if not self._link.connected:
             return
         with contextlib.suppress(AdapterGone, SIEError):

@@ -134,7 +134,7 @@ class OomCounts:
         self._counts = _Counts()
 
     def update(self, description: Description) -> None:
-        """Take over the counts of an adapter."""
+        """Update the counts with the counts that an adapter reports."""
         counts: dict[tuple[str, ...], int] = {
             (shortage.model, remedy): getattr(shortage, remedy) for shortage in description.shortages for remedy in OOM
         }
@@ -155,7 +155,7 @@ class TowerCounts:
         self._counts = _Counts()
 
     def update(self, description: Description) -> None:
-        """Take over the counts of an adapter."""
+        """Update the counts with the counts that an adapter reports."""
         use = description.towers
         self._counts.advance(description.pid, {("hit",): use.hits, ("miss",): use.misses})
 

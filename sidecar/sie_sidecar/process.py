@@ -164,7 +164,7 @@ async def serve(
                     await _unless_stopped(stop, admission.asked.wait())
                     following = tasks.start(_follow(admission, worker, health, stop), "pool assignment")
                 health.worker = worker
-                health.changed()  # from now on, gateways may place models on this worker
+                health.changed()  # gateways may place models on this worker from now on
                 await _unless_stopped(stop, _preload(settings, feed, link, worker, health, stop))
                 tasks.start(_upkeep(worker, stop), "upkeep")
                 tasks.start(worker.hosting.run(settings.idle_evict_s), "hosting")

@@ -107,7 +107,7 @@ class Florence2:
         else:
             model = load_model(Florence2ForConditionalGeneration, folder, load, compute, decodes=True)
         recipe, normalisation = checked_processor(folder, entry, model, _positions(model))
-        # its buffers are added to features, so both need the same dtype
+        # the buffers of this module are added to features, so both need the same dtype
         model.model.multi_modal_projector.to(compute.dtype)
         self.max_tokens = entry.max_tokens
         self.precision, self.memory_bytes = compute.precision, bytes_of(model)

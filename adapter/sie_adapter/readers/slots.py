@@ -130,7 +130,7 @@ class _SlotStates:
         self._reserve(states, len(self.lengths) + 1, max(states[0][0].shape[2] + 1, *self.lengths, 1))
 
     def add(self, states: States) -> None:
-        """Add a row. The memory for it must be allocated before."""
+        """Add a row. The memory for the row must be allocated before this call."""
         length, slot = states[0][0].shape[2], len(self.lengths)
         for (keys, values), (own_keys, own_values) in zip(self._layers, states, strict=True):
             keys[slot, :, :length] = own_keys[0]

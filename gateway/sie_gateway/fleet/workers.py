@@ -99,7 +99,7 @@ class WorkerSocket:
 
     @property
     def status(self) -> WorkerFrame | None:
-        """Return the status in the last frame; None without a frame, or if the frame is no status."""
+        """Return the status in the last frame; None if there was no frame, or if the frame is no status."""
         frame = self.frame
         if frame is None:
             return None

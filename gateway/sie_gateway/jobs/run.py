@@ -254,7 +254,7 @@ class JobRun:
         self._job = replace(self._job, fingerprint=fingerprint)
         try:
             work = self._make(self._job, self)
-        except SIEError as error:  # for example a place that is no longer allowed
+        except SIEError as error:  # for example, an input or output folder is no longer allowed
             if not self._is_late and self._job.wanted != "cancel":
                 if self._job.is_planned and self._job.batch is None and not error.retryable:
                     raise Halted(error.info()) from error
@@ -439,7 +439,7 @@ class JobRun:
                 except BrokerError as error:  # the next write has the newer progress
                     _logger.info("the progress of job %s could not be written: %s", self._id, error)
                     continue
-                except (Replaced, NotFound) as error:  # `_until_told` learns it from the watch
+                except (Replaced, NotFound) as error:  # `_until_told` gets this information from the watch
                     _logger.info("the progress of job %s is not written any more: %s", self._id, error)
                     return
                 before = state

@@ -21,7 +21,7 @@ from sie_gateway.streams.shared import SharedTasks
 from sie_runtime.process import Stop, Trouble
 
 EVERY_S = 1.0
-UNKNOWN_S = 5.0  # seconds after which numbers that were not read again count as unknown
+UNKNOWN_S = 5.0  # seconds; after this time without a new read, numbers are treated as unknown
 _logger = logging.getLogger("sie.gateway.backlog")
 
 

@@ -67,7 +67,8 @@ class DeviceQueue:
         clock: Callable[[], float],
     ) -> None:
         self._pipeline_depth = settings.rust_pipeline_depth
-        self._most = min(settings.max_concurrent_batches, settings.pool_size)  # batches at the adapter
+        # largest number of batches at the adapter
+        self._most = min(settings.max_concurrent_batches, settings.pool_size)
         self._worker_id = worker_id
         self.limits = limits
         self.link = link
@@ -95,7 +96,7 @@ class DeviceQueue:
 
     @property
     def depth(self) -> int:
-        """Most batches at the adapter at once."""
+        """Largest number of batches at the adapter at the same time."""
         ahead = self.lanes + self._pipeline_depth - 1
         return min(ahead, self._most)
 
@@ -255,7 +256,9 @@ class DeviceQueue:
         return self._written.get(id(batch.entries[0].work))
 
     def alone(self, flight: InFlight) -> Batch[InFlight]:
-        """Return a batch of this work item alone, without the queue. Raises NotReady if its model has changed."""
+        """Return a batch with only this work item, without using the queue. Raises NotReady if its model has
+        changed.
+        """
         if flight.is_outdated:
             raise changed()
         entry = self.entry(flight, flight.received_s)

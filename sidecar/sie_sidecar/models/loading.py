@@ -196,7 +196,7 @@ class Loading:
         for name in names:
             with contextlib.suppress(
                 ModelNotFound, BundleConflict
-            ):  # this worker's catalogue is older than the sender's catalogue, or newer
+            ):  # the catalogue of this worker is older or newer than the catalogue of the sender
                 resolved = self._feed.catalogue.resolve(name)
                 hosted = self.hosting.obtain(resolved, self.revision(resolved.entry.id))
                 self._work.start(self._load(hosted), "load ahead")

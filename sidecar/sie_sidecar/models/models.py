@@ -44,7 +44,7 @@ COOL_DOWN_S = {"OOM": 60.0}
 OTHER_COOL_DOWN_S = 30.0
 PASSING = ("OOM", "NETWORK")  # error classes of loads that are tried again without a limit
 PERMANENT = ("GATED", "NOT_FOUND", "DEPENDENCY", "INCOMPATIBLE", "CERTIFICATE")
-MAX_ATTEMPTS = 3  # attempts after any other failure
+MAX_ATTEMPTS = 3  # largest number of attempts after any other failure
 MEMORY_USED = 0.85  # part of the device's memory that is used if the adapter reports no threshold
 RATE_OVER_S = 10.0
 FILL_WEIGHT = 0.1  # weight of the newest batch in the mean
@@ -87,7 +87,7 @@ class ModelState:
         self.held = 0
         # functions of the callers that wait before the gate; each returns the number of its work items
         self.before_gate: list[Callable[[], int]] = []
-        self.arriving = False  # true while the adapter loads it
+        self.arriving = False  # true while the adapter loads the model
         self.leaves = False  # true if an operator requested its unload as soon as it is idle
         # true while new work waits, because another model needs the memory of this model
         self.is_closed = False
@@ -281,7 +281,7 @@ class ModelStates:
         to its other memory; 0 while unknown.
         """
         sizes = [hosted.memory_bytes for hosted in self._hosted.values() if hosted.memory_bytes]
-        # the bytes of a model that is loading are not counted for any model yet
+        # the bytes of a model that is being loaded are not counted for any model yet
         if not any(hosted.state == "loading" for hosted in self._hosted.values()):
             beside_bytes = max(0, device.memory_used_bytes - sum(model.memory_bytes for model in device.models))
             self._usable_bytes = (
@@ -599,12 +599,12 @@ class Hosting(ModelStates):
         if isinstance(arriving, (list, tuple)) and set(arriving) - {
             hosted.name for hosted in self.all() if hosted.arriving
         }:
-            await asyncio.sleep(EARLIER_LOAD_S)  # there is no notice of its end
+            await asyncio.sleep(EARLIER_LOAD_S)  # the end of that load is not reported
             return True
         await self._link.describe()
         there = {loaded.model for loaded in self._described()}
         finding = [load for name, load in self._loading.items() if name in there]
-        if finding:  # another load of this process finds the model loaded; then it has work or can be offered
+        if finding:  # these loads will find their models loaded; afterwards a model has work or can be evicted
             await asyncio.wait(finding, timeout=EARLIER_LOAD_S)
             return True
         return any(name not in offered for name in self.left_over(self._described()))
@@ -701,7 +701,7 @@ class Hosting(ModelStates):
 
         After `ModelState.retain` the model stays loaded.
         """
-        if hosted.leaves:  # another call waits for this already
+        if hosted.leaves:  # another call is waiting for this already
             return False
         hosted.leaves = True
         try:

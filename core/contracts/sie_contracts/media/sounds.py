@@ -20,7 +20,7 @@ from sie_contracts.media.media import fault
 MAX_SECONDS = 600
 MAX_SAMPLES = 64_000_000  # largest number of samples of a file, in all its channels
 RATES = (1_000, 384_000)  # lowest and highest sample rate of a file, in Hz
-MAX_FEATURE_BYTES = 64 << 20  # bytes of the features of one sound
+MAX_FEATURE_BYTES = 64 << 20  # largest number of bytes of the features of one sound
 
 Filling = Literal["repeatpad", "repeat", "pad"]
 Scale = Literal["htk", "slaney"]

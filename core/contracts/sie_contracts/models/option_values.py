@@ -21,8 +21,8 @@ SCORE_MODES = {
     "colbert": ("multivector",),
     "hybrid": ("dense", "sparse", "multivector"),
 }
-MAX_HYPOTHESIS = 1000  # characters
-MAX_TASK = 100  # characters
+MAX_HYPOTHESIS = 1000  # largest number of characters of a hypothesis
+MAX_TASK = 100  # largest number of characters of a task
 MAX_NEW_TOKENS = 1 << 20
 MAX_OWN_BYTES = 64 << 10  # bytes of an option of a family outside this project
 
