@@ -305,7 +305,7 @@ class Mirror:
                 if stored.revision <= before.revision:
                     continue  # the revision is lower than before, so it was restored from a backup
                 if stored.revision > before.revision + 1:
-                    unknown = read  # the revisions between these two are no longer in the bucket
+                    unknown = read  # the revisions between `before` and `stored` are no longer in the bucket
                 for bundle in concerns(bundles, stored.entry, before.entry):
                     concerned[bundle] = read
                 held[stored.model] = HeldModel(stored, read - 1)

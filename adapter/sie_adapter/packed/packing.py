@@ -216,7 +216,7 @@ class Positions:
 
 class PlacedFeatures(NamedTuple):
     """Features that replace each id `token`, in packed order. `values` [places, width] is a tensor on the device.
-    `deeper`: features that the first layers of the model add at these places, one tensor of the same shape for each
+    `deeper`: features that the first layers of the model add at these positions, one tensor of the same shape for each
     layer.
     """
 

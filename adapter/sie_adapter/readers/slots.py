@@ -212,8 +212,8 @@ class _SlotStates:
         self.open(max(self.lengths) + 1)
 
     def open(self, needed: int) -> None:
-        """Show the first `needed` positions. If the rows have different lengths, show more positions, up to a multiple
-        of _STEP: these rows need a mask in any case.
+        """Make the first `needed` positions of the cache visible to the model. If the rows have different lengths, make
+        more positions visible, up to a multiple of _STEP: these rows need a mask in any case.
         """
         keys = self._layers[0][0]
         is_even = min(self.lengths) == needed

@@ -59,7 +59,7 @@ class Fault:
 
 def fault(folder: Path, entry: ModelEntry, load: LoadOptions) -> Fault | None:
     """Return the fault for which a load of `entry` from `folder` with these options would be refused; None if the files
-    show no fault. Raises ModelLoadFailed for a file that cannot be read.
+    have no such fault. Raises ModelLoadFailed for a file that cannot be read.
 
     Pooling and prompts change the vectors of a model. With `load.accept_unproven`, the values of the entry are used,
     and the values of the files are ignored. No option changes the number of positions: a model cannot read a longer

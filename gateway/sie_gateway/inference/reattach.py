@@ -260,6 +260,6 @@ class Run(Generic[A]):
 
 
 async def disconnected(receive: Receive) -> None:
-    """Return when the client has disconnected. The caller must have read the whole body before."""
+    """Wait until the client has disconnected. The caller must have read the whole body before."""
     while (await receive())["type"] != "http.disconnect":
         pass

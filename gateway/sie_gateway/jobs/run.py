@@ -86,7 +86,7 @@ class JobProgress(Protocol):
         """Set the error for which the job waits; None if the job continues."""
 
     async def until_open(self) -> None:
-        """Return when the job may run, by the `windows` of its request."""
+        """Wait until the job may run, by the `windows` of its request."""
 
 
 class JobWork(Protocol):
@@ -224,7 +224,7 @@ class JobRun:
         self._trouble = error
 
     async def until_open(self) -> None:
-        """Return when the job may run. Outside its windows, a job has the trouble OUTSIDE_WINDOW, and its rate is not
+        """Wait until the job may run. Outside its windows, a job has the trouble OUTSIDE_WINDOW, and its rate is not
         measured. See JobProgress.
         """
         request = self._job.request

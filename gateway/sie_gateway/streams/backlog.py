@@ -63,7 +63,7 @@ class Backlog:
         self._read.pop(pool, None)
 
     async def fresh(self, pool: str, max_age_s: float) -> None:
-        """Return when the pool's numbers are at most `max_age_s` old. Raises BrokerError if the broker does not
+        """Wait until the pool's numbers are at most `max_age_s` old. Raises BrokerError if the broker does not
         answer.
         """
         read = self._read.get(pool)

@@ -85,7 +85,8 @@ class ModelState:
         self.failed_s = 0.0
         self.attempts = 0
         self.held = 0
-        # functions of the callers that wait before the gate; each returns the number of its work items
+        # functions of the callers that wait while the model is closed to new work; each returns the number of its work
+        # items
         self.before_gate: list[Callable[[], int]] = []
         self.arriving = False  # true while the adapter loads the model
         self.leaves = False  # true if an operator requested its unload as soon as it is idle
@@ -118,12 +119,14 @@ class ModelState:
 
     @property
     def parked(self) -> int:
-        """Number of the model's work items at this worker that wait before the gate."""
+        """Number of the model's work items at this worker that wait because the model is closed to new work."""
         return sum(count() for count in self.before_gate)
 
     @property
     def is_quiet(self) -> bool:
-        """True if all of its work waits before the gate, so that the model may be unloaded."""
+        """True if all work of the model waits because the model is closed to new work, so that the model may be
+        unloaded.
+        """
         return self.held == self.parked
 
     def came_in(self, cost: int, now_s: float) -> None:
@@ -332,8 +335,8 @@ class ModelStates:
         hosted.before_gate.remove(items)
 
     def idle(self, seconds: float) -> list[ModelState]:
-        """Return the loaded models without work, except work before the gate, whose last use was at least `seconds`
-        ago.
+        """Return the loaded models without work, except work that waits because a model is closed to new work, whose
+        last use was at least `seconds` ago.
         """
         before_s = self._clock() - seconds
         loaded = (hosted for hosted in self._hosted.values() if hosted.state == "loaded")
@@ -448,7 +451,9 @@ class Hosting(ModelStates):
         self._asked = 0  # number of requested loads
         # callers that wait for memory: start of the wait, and the future that wakes the caller
         self._waiters: list[tuple[float, asyncio.Future[None]]] = []
-        self._gates: dict[str, asyncio.Event] = {}  # gates of closed models; the event is set when the model opens
+        self._gates: dict[
+            str, asyncio.Event
+        ] = {}  # models that are closed to new work; the event is set when the model is opened again
         self._loading: dict[str, asyncio.Task[None]] = {}
         self._releasing: dict[str, asyncio.Task[None]] = {}
         self._link = link
@@ -489,8 +494,8 @@ class Hosting(ModelStates):
         ModelLoadFailed, AdapterGone.
 
         `items` returns the number of held work items that wait for it, without cancelled ones; if it is None, the model
-        is loaded without work. `past_gate`: the work items passed the gate before and have resources that other work
-        waits for, so they must not wait at the gate again.
+        is loaded without work. `past_gate`: the work items were admitted to the model before and have resources that
+        other work waits for, so they must not wait even if the model is closed to new work.
         """
         count = items or _one_item
         hosted.waiting_counts.append(count)
@@ -614,7 +619,9 @@ class Hosting(ModelStates):
         return self._link.description.models if self._link.description else ()
 
     async def _before_gate(self, hosted: ModelState, items: Callable[[], int]) -> None:
-        """Wait until the gate of the model opens. Until then its work items are parked, so the model may be evicted."""
+        """Wait until the model is open to new work. Until then its work items are parked, so the model may be
+        evicted.
+        """
         self.park(hosted, items)
         try:
             await self._gates[hosted.name].wait()
@@ -624,9 +631,9 @@ class Hosting(ModelStates):
     async def _wait_for_memory(
         self, hosted: ModelState, asked_s: float, closed: ModelState | None
     ) -> ModelState | None:
-        """Return when one more of the other models has no work, or when no caller needs this model any more. After
-        `hosted` has waited `swap_after_s`, the model whose turn ends first is closed to new work at the end of its
-        turn, until `hosted` is loaded. Return the closed model.
+        """Wait until one more of the other models has no work, or no caller needs this model any more. After `hosted`
+        has waited `swap_after_s`, the model whose turn ends first is closed to new work at the end of its turn, until
+        `hosted` is loaded. Return the closed model.
         """
         had_work = self.busy(hosted)
         while hosted.has_waiters and had_work and all(busy_model in self.busy(hosted) for busy_model in had_work):
@@ -645,7 +652,7 @@ class Hosting(ModelStates):
         return closed
 
     async def _until_quiet(self, asked_s: float, timeout_s: float | None) -> None:
-        """Return when a model may have no more work, or after `timeout_s` seconds."""
+        """Wait until a model may have no more work, at most for `timeout_s` seconds."""
         waiter = asked_s, asyncio.get_running_loop().create_future()
         self._waiters.append(waiter)
         try:
@@ -664,7 +671,7 @@ class Hosting(ModelStates):
                 waiter.set_result(None)
 
     def _close(self, hosted: ModelState) -> None:
-        """Make new work of the model wait before its gate."""
+        """Close the model to new work, which then waits."""
         hosted.is_closed = True
         self._gates[hosted.name] = asyncio.Event()
         self._on_role(hosted)
