@@ -219,7 +219,7 @@ def _features(model: Any, recipe: Recipe) -> int:
 
 
 def placed(text: str, numbers: int, width: int, height: int) -> Iterator[tuple[str, list[int]]]:
-    """Yield each label with each of its places, as x, y, width and height in pixels of the image. A box is written as
+    """Yield each label with each of its boxes, as x, y, width and height in pixels of the image. A box is written as
     `numbers` bins, alternately x and y: two corners, or the four corners of a quadrangle. For a quadrangle, the
     rectangle around it is returned.
 

@@ -490,7 +490,7 @@ class Hosting(ModelStates):
     async def ensure(
         self, hosted: ModelState, items: Callable[[], int] | None = None, *, past_gate: bool = False
     ) -> None:
-        """Return when the model is loaded and its gate is open, or when no caller needs it any more. Raises
+        """Ensure that the model is loaded and open to new work. Return earlier if no caller needs it any more. Raises
         ModelLoadFailed, AdapterGone.
 
         `items` returns the number of held work items that wait for it, without cancelled ones; if it is None, the model
