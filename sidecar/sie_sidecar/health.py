@@ -44,7 +44,7 @@ class WorkerHealth:
         self._change = asyncio.Event()
         self.worker: Worker | None = None
         self.leaving = False
-        self.asks = False  # true if gateways assign the pool to serve
+        self.asks = False  # true if gateways decide which pool this worker serves
         self.preloading = ""
         self._listens = False
         self._on_disk: tuple[str, ...] = ()
@@ -169,7 +169,7 @@ class WorkerHealth:
         self._on_disk = models[:ON_DISK]
 
     async def refresh(self) -> None:
-        """Ask the adapter for its current memory. If it does not answer, the next heartbeat asks again."""
+        """Ask the adapter for its current memory. If it does not answer, the next heartbeat repeats the request."""
         if not self._link.connected:
             return
         with contextlib.suppress(AdapterGone, SIEError):

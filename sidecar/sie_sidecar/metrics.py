@@ -106,7 +106,7 @@ class SidecarMetrics:
 
 
 class _Counts:
-    """Counts of all adapters of this process. The counts of each adapter begin at zero."""
+    """Counts of all adapters of this process. Each adapter counts from zero."""
 
     def __init__(self) -> None:
         self._before: Sum[tuple[str, ...]] = Sum()  # counts of adapters that have ended

@@ -133,7 +133,7 @@ def once(read: Callable[[ClusterProbe], Coroutine[Any, Any, T]]) -> Callable[[Cl
 
 
 class ClusterProbe:
-    """Observations of a cluster in one run of doctor. Use `open_probe` to make one."""
+    """Observations of a cluster in one run of doctor. Use `open_probe` to create one."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster

@@ -248,7 +248,7 @@ class LocalCluster:
         """Wait for this gateway before the start counts as ready: it must answer, and report all workers as healthy."""
         self._await_answer(name, port)
         if self._plan.settings.gateway_workers is not None:
-            return  # with SIE_GATEWAY_HEALTH_MODE=ws the gateway knows only the workers of that list
+            return  # with SIE_GATEWAY_HEALTH_MODE=ws the gateway knows only the workers in SIE_GATEWAY_WORKERS
         self._readiness[f"workers, as {name} sees them"] = functools.partial(
             lacks_workers,
             url=f"http://{_reachable(self._plan.host)}:{port}/health",

@@ -165,7 +165,7 @@ class DeviceQueue:
         return consumer in self._writers and len(self.writing) >= WRITTEN_READY
 
     def withdraw(self, flight: InFlight) -> None:
-        """Remove a work item that must not run any more."""
+        """Remove a work item that will not run."""
         if flight.batch_entry is not None:
             self._line(flight.batch_entry).remove(flight.batch_entry)
             flight.batch_entry = None
@@ -332,7 +332,7 @@ class SuspectRuns(Protocol):
 
 
 class Dispatch:
-    """Sends batches to the device. One task calls `run`; `work` keeps the tasks of single batches."""
+    """Sends batches to the device. One task calls `run`; `work` owns the tasks of single batches."""
 
     def __init__(
         self,
@@ -418,7 +418,7 @@ class Dispatch:
                     self._on_gone(flights, suspects=started and gone.died)
                 except ModelLoading:  # the model was evicted after the preparation
                     self._again(flights)
-                except LoraLoading:  # the LoRA was evicted meanwhile for other LoRAs
+                except LoraLoading:  # the LoRA was evicted in the meantime for other LoRAs
                     if in_turn:
                         return False
                     self._work.start(self._run_in_turn(batch), "lora")

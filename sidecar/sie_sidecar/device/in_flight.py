@@ -68,7 +68,8 @@ class InFlight:
     hosted: ModelState | None = None
     # entry of the work item's model when `hosted` was set, None until then; the work item never runs with another entry
     entry: ModelEntry | None = None
-    fingerprint: str = ""  # fingerprint of the copy that runs it, once it is at the device
+    # fingerprint of the loaded model that runs this item; set when the item is sent to the device
+    fingerprint: str = ""
     layout: ipc.Layout = "text"
     rows: list[TokenRow] = field(default_factory=list)
     shared: int = 0
@@ -90,7 +91,7 @@ class InFlight:
     span: Span | None = None  # span of the work item; None if it is not traced
 
     def move(self, stage: Stage, batch_entry: BatchEntry[InFlight] | None = None) -> None:
-        """Enter a stage. `batch_entry` is given for `waiting`. After `settled` there is no other stage."""
+        """Enter a stage. `batch_entry` is set only for `waiting`. After `settled` there is no other stage."""
         self.batch_entry = batch_entry
         if not self.settled:
             self.stage, self.settled = stage, stage == "settled"

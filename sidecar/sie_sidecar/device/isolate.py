@@ -63,8 +63,8 @@ class Isolate:
         self._slice_s = 0.0
 
     def is_suspect(self, flight: InFlight) -> bool:
-        """Return True if an input of it killed an adapter before, here or at another worker. Called only for models in
-        `marked_models`.
+        """Return True if one of its inputs ended an adapter before, at this worker or another one. Called only for
+        models in `marked_models`.
         """
         return any(self._marks.get(key) for key in content_keys(flight.item))
 
@@ -116,7 +116,9 @@ class Isolate:
     async def _outcome(
         self, flight: InFlight, index: int, key: str
     ) -> tuple[Outcome, bytes, tuple[ipc.BatchDone, BatchNote] | None]:
-        """Return the outcome of one input. It is run until it is answered, found to be poison, or late."""
+        """Return the outcome of one input. The input is run until it is answered, is found to be poison, or is past its
+        deadline.
+        """
         hosted, lora = flight.hosted, flight.item.options.lora
         assert hosted is not None
         single = only(flight, index)
@@ -138,10 +140,10 @@ class Isolate:
                 done, note = await self._run_alone(flight, single, key, hosted)
             except AdapterGone:
                 continue
-            except ModelLoading:  # the model was evicted meanwhile
+            except ModelLoading:  # the model was evicted in the meantime
                 hosted.mark_unloaded()
                 continue
-            except LoraLoading:  # the LoRA was evicted meanwhile for other LoRAs
+            except LoraLoading:  # the LoRA was evicted in the meantime for other LoRAs
                 hosted.loras.discard(lora)
                 continue
             except SIEError as error:

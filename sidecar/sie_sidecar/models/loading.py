@@ -139,7 +139,7 @@ _logger = logging.getLogger("sie.sidecar.loading")
 
 
 class Loading:
-    """Loading of models for work. `work` keeps the tasks of loads that no caller waits for."""
+    """Loading of models for work. `work` owns the tasks of loads that no caller waits for."""
 
     def __init__(
         self,
@@ -204,7 +204,7 @@ class Loading:
     async def _load(self, hosted: ModelState) -> None:
         try:
             await self.hosting.ensure(hosted)
-        except (SIEError, AdapterGone) as error:  # no caller waits for it; later work is answered with the reason
+        except (SIEError, AdapterGone) as error:  # no caller waits for this load; later work gets the error
             _logger.warning("%s could not be loaded ahead: %s", hosted.name, error, extra={"model": hosted.name})
 
     async def ensure(
@@ -258,8 +258,8 @@ class Loading:
 
 
 class ResidencyRequests:
-    """Handler of `messages.Residency`. `work` keeps the unloads that wait. `on_unloaded` is called with the id of an
-    entry.
+    """Handler of `messages.Residency`. `work` owns the tasks of waiting unloads. `on_unloaded` is called with the id of
+    an entry.
     """
 
     def __init__(self, loading: Loading, work: Tasks, on_unloaded: Callable[[str], None]) -> None:

@@ -77,7 +77,7 @@ class ModelState:
     def __init__(self, resolved: Resolved) -> None:
         self.resolved = resolved
         self.revision = 0  # revision of the entry in `resolved`; 0 if unknown
-        self.loaded_revision = 0  # revision of the copy that was loaded last
+        self.loaded_revision = 0  # revision of the model that was loaded last
         self.state: State = "available"
         self.ready: ipc.Ready | None = None
         self.tokenizer: ModelTokenizer | None = None
@@ -88,8 +88,8 @@ class ModelState:
         # functions of the callers that wait before the gate; each returns the number of its work items
         self.before_gate: list[Callable[[], int]] = []
         self.arriving = False  # true while the adapter loads it
-        self.leaves = False  # true if an operator asked to unload it once it is idle
-        # true while new work waits before a gate, because another model needs this one's memory
+        self.leaves = False  # true if an operator requested its unload as soon as it is idle
+        # true while new work waits, because another model needs the memory of this model
         self.is_closed = False
         self.loaded_s = 0.0
         self.used_s = 0.0  # time when work last arrived, ran or ended
@@ -104,7 +104,7 @@ class ModelState:
         # functions of the callers that wait for the model; each returns the number of its work items that need it
         self.waiting_counts: list[Callable[[], int]] = []
         self.loras: set[str] = set()  # LoRAs of the loaded copy, as far as known; the adapter may have dropped some
-        self.lora_digests: dict[str, str] = {}  # digests of the files of these LoRAs and of dropped ones
+        self.lora_digests: dict[str, str] = {}  # digests of the files of loaded LoRAs and of unloaded ones
         self._fingerprints: dict[tuple[str, str], str] = {}
 
     @property
@@ -123,7 +123,7 @@ class ModelState:
 
     @property
     def is_quiet(self) -> bool:
-        """True if all of its held work waits before the gate, so that the model may be unloaded."""
+        """True if all of its work waits before the gate, so that the model may be unloaded."""
         return self.held == self.parked
 
     def came_in(self, cost: int, now_s: float) -> None:
@@ -266,7 +266,7 @@ class ModelStates:
         return any(hosted.state == "loaded" and not hosted.is_closed for hosted in self._of_model.get(model, ()))
 
     def holds(self, model: str) -> bool:
-        """Return True if work of this model is held here."""
+        """Return True if this worker has work of this model."""
         return any(hosted.held for hosted in self._of_model.get(model, ()))
 
     def is_closed(self, model: str) -> bool:

@@ -68,7 +68,9 @@ class _MediaFile(Protocol[T_co]):
     def job(self, number: int) -> Job: ...
 
     def outcome(self, reply: Made) -> T_co:
-        """Return the outcome from the answer of a worker. Raises _WorkerLost if the answer cannot be true."""
+        """Return the outcome from the answer of a worker. Raises _WorkerLost if the answer is not possible for the
+        file.
+        """
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,9 @@ class _PendingFile(Generic[T]):
             self.done.set_exception(error)
 
     def succeed(self, reply: Made) -> None:
-        """Set the outcome from the answer of a worker. Raises _WorkerLost if the answer cannot be true."""
+        """Set the outcome from the answer of a worker. Raises _WorkerLost if the answer is not possible for the
+        file.
+        """
         outcome = self.file.outcome(reply)
         if not self.done.done():
             self.done.set_result(outcome)
@@ -412,7 +416,7 @@ class _MediaProcess:
         return status
 
     async def end(self) -> None:
-        """Kill the process in any state: it has no data that could be lost."""
+        """Kill the process in any state. It has no data that could be lost."""
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
         self._writer.close()

@@ -33,7 +33,7 @@ from sie_contracts.wire.messages import Mention, Operation, Outcome, RunOptions
 
 MAX_FRAME_BYTES = 1 << 30
 MAX_REQUEST_BYTES = 128 << 20  # largest frame that an adapter reads: 32 million token ids
-FRAME_TIMEOUT_S = 30.0  # seconds from the first byte of a frame to its last
+FRAME_TIMEOUT_S = 30.0  # time limit for the rest of a frame after its first byte, in seconds
 PROTOCOL = 3
 IMAGE_KEY_BYTES = 16
 
@@ -221,7 +221,7 @@ class Cancel(msgspec.Struct, frozen=True, tag=True):
 
 
 class Drain(msgspec.Struct, frozen=True, tag=True):
-    """Finish the running batches and exit with status 0. Answered by Done at once."""
+    """Finish the running batches and exit with status 0. The adapter answers at once with Done."""
 
 
 class Pong(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
