@@ -100,13 +100,15 @@ class WorkerHealth:
         )
         credit_cost, credit_items = worker.device.capacity() if worker else (0, 0)
         ahead_s = worker.broker_clock.ahead_s() if worker else None
+        reason = self.not_ready()
         return Heartbeat(
             worker=self._id,
             pool=worker.source.lane.pool if worker else self._lane.pool,
             own_pool=self._lane.pool if self.asks else "",
             machine_profile=self._lane.machine_profile,
             bundle=self._lane.bundle,
-            ready=self.not_ready() is None,
+            ready=reason is None,
+            unready=reason or "",
             version=sie_contracts.__version__,
             leaving=self.leaving,
             gpu_count=self.gpu_count,

@@ -31,6 +31,7 @@ import msgspec
 from sie_contracts.errors import ModelLoadFailed, SIEError
 from sie_contracts.media.images import max_blocks
 from sie_contracts.models.catalogue import Resolved, profile_fingerprint
+from sie_contracts.models.load_errors import MAX_ATTEMPTS
 from sie_contracts.wire import ipc
 from sie_contracts.wire.heartbeats import Fetched, ModelStatus, ServedEngine, ServedPrecision
 from sie_contracts.wire.messages import RunOptions
@@ -44,8 +45,7 @@ COOL_DOWN_S = {"OOM": 60.0}
 OTHER_COOL_DOWN_S = 30.0
 PASSING = ("OOM", "NETWORK")  # error classes of loads that are tried again without a limit
 PERMANENT = ("GATED", "NOT_FOUND", "DEPENDENCY", "INCOMPATIBLE", "CERTIFICATE")
-MAX_ATTEMPTS = 3  # attempts after any other failure
-MEMORY_USED = 0.85  # part of the device's memory that is used if the adapter reports no threshold
+MEMORY_USED = 0.85  # share of the device's memory to use if the adapter reports no threshold
 RATE_OVER_S = 10.0
 FILL_WEIGHT = 0.1  # weight of the newest batch in the mean
 # largest time in seconds that a model keeps its memory after its load: the request for the next model waits for
