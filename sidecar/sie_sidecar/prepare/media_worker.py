@@ -51,7 +51,7 @@ def _image(job: media_frames.ImageJob) -> media_frames.MadeImage:
 def _sound(job: media_frames.SoundJob) -> media_frames.MadeSound:
     from sie_sidecar.prepare import sounds  # imported here: a worker without sounds does not need numpy and libsndfile
 
-    sound = sounds.prepare(job.data, job.recipe)
+    sound = sounds.prepare(job.data, job.recipe, job.from_s)
     return media_frames.MadeSound(job.number, *sound.shape, sound.seconds, sound.digest(), sound.values.tobytes())
 
 
