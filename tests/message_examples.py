@@ -162,6 +162,10 @@ EXAMPLES: dict[str, Any] = {
         outcomes=(Ok({}, 5, score=-0.5), Ok({}, 6, data={"entities": [{"label": "person", "text": "é", "start": 1}]})),
     ),
     "result-1-images": _result(outcomes=(Ok({}, 5, first_of_several=True),)),
+    "work-1-recording": _work(
+        operation="extract", inputs=(Input(audio=b"RIFF"),), options=RunOptions(sound_from_s=569.5)
+    ),
+    "result-1-recording": _result(outcomes=(Ok({}, 1500, data={"entities": []}, sound_s=1234.5),)),
     "result-1-swapped": _result(
         outcomes=(Ok({}, 5),),
         batch=BatchNote("w1-7", 12, 3, 400, 90_000, 2, 12, True),

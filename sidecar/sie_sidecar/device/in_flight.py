@@ -186,6 +186,8 @@ def merge(flight: InFlight, outcomes: tuple[Outcome, ...]) -> tuple[Outcome, ...
                 outcome = msgspec.structs.replace(outcome, truncated=True)
             if any(image.animated for row in rows for image in row.images):
                 outcome = msgspec.structs.replace(outcome, first_of_several=True)
+            if (sound := next((row.sound for row in rows if row.sound is not None), None)) is not None:
+                outcome = msgspec.structs.replace(outcome, sound_s=sound.seconds)
         outcomes_by_input.append(outcome)
     return tuple(outcomes_by_input)
 
