@@ -1,13 +1,13 @@
-"""A parent process that has done the imports and forks a process that serves for each device. When such a child dies,
-its successor starts in milliseconds, and the other children go on.
+"""Parent process that has finished the imports and forks a process that serves for each device. If such a child dies, a
+new child starts within milliseconds, and the other children continue.
 
     imports ──► fork ──► a child serves ──► it dies ──► fork again
                                 └──► all drained, or one refuses its settings ──► the parent ends with their status
 
-The kernel shares the pages of the imported modules between the processes, so the parent costs little memory and, while
-no child dies, no processor time. A fork copies one thread only: the parent has no second thread. It also has not
-touched CUDA, since a child could not use a CUDA context of its parent. Linux only: it needs PR_SET_PDEATHSIG, and
-Apple's frameworks do not survive a fork.
+The kernel shares the pages of the imported modules between the processes, so the parent needs little memory and, while
+no child dies, no processor time. A fork copies only one thread, so the parent has no second thread. The parent also
+makes no CUDA call, since a child could not use a CUDA context of its parent. Only Linux is supported: the module needs
+PR_SET_PDEATHSIG, and Apple's frameworks do not survive a fork.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import NamedTuple
 from sie_runtime import failpoints
 from sie_runtime.process import EXIT_BAD_SETTING, end_signals
 
-STEADY_S = 5.0  # a child that lived longer than this is replaced without a pause
+STEADY_S = 5.0  # seconds: a child that lived longer is replaced without a pause
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
 SIGNALS = frozenset({*end_signals(), signal.SIGCHLD})
 _PR_SET_PDEATHSIG = 1
@@ -165,7 +165,7 @@ def _fork() -> int | None:
 def _is_alone() -> bool:
     """Return whether this process has one thread."""
     if len(os.listdir(_TASKS)) > 1:
-        # the threads of OpenBLAS, started by the import of numpy, end before a fork and come back at the next matrix
+        # the threads of OpenBLAS, started by the import of numpy, end before a fork and start again at the next matrix
         # product
         end_of = os.fork()
         if end_of == 0:

@@ -1,4 +1,4 @@
-"""Metrics that are read from the worker's state when Prometheus scrapes."""
+"""Metrics that are read from the worker's state at each scrape of Prometheus."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sie_sidecar.health import WorkerHealth
 
 
 class WorkerCollector(Collector):
-    """Reads the state of the worker's parts at each scrape."""
+    """Collector that reads the state of the worker's parts at each scrape."""
 
     def __init__(self, health: WorkerHealth) -> None:
         self._health = health

@@ -299,7 +299,7 @@ async def test_both_copies_run_a_request_of_several_messages(two: TwoDevices) ->
     await two.answered("a")
     await behind(two)
     two.first.hold_batches = two.second.hold_batches = True
-    asked = asyncio.create_task(two.answered(*(f"many {number} {150 * 'x '}" for number in range(100))))
+    asked = asyncio.create_task(two.answered(*(f"many {number} {150 * 'x '}" for number in range(600))))
     await two.first.until(lambda adapter: adapter.running, "a part of it at the first device")
     await two.second.until(lambda adapter: adapter.running, "a part of it at the second device")
     two.first.let_go()
