@@ -145,8 +145,9 @@ class LocalCluster:
         set.
         """
         plan = self._plan
-        cpu = plan.settings.device == "cpu" or (
-            plan.settings.device == "auto" and not Path("/dev/nvidia0").exists() and sys.platform != "darwin"
+        device, _, _ = plan.settings.device.partition(",")  # several devices are alike
+        cpu = device == "cpu" or (
+            device in ("auto", "all") and not Path("/dev/nvidia0").exists() and sys.platform != "darwin"
         )
         if cpu and not plan.settings.machine_profile and not plan.settings.gpu_type:
             self._flags["SIE_MACHINE_PROFILE"] = "cpu"
