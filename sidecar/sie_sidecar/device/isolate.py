@@ -36,7 +36,7 @@ BATCH_BETWEEN_S = 1.0  # most seconds to wait for a batch that runs before the n
 
 
 class Isolate:
-    """All suspect work items of this worker. One task calls `run`."""
+    """All suspect work items of one device of this worker. One task calls `run`."""
 
     def __init__(
         self,
@@ -46,7 +46,10 @@ class Isolate:
         settle: Settle,
         metrics: SidecarMetrics,
         work: Tasks,
+        isolates: Sequence[Isolate],
     ) -> None:
+        """`isolates` are those of all devices, by number of the device."""
+        self._isolates = isolates
         self._device = device
         self._marks = marks
         self.marked_models: Mapping[str, int] = marks.models
@@ -106,7 +109,12 @@ class Isolate:
         for index in chosen:
             if flight.settled:
                 return
-            outcome, block, ran = await self._outcome(flight, index, keys[index])
+            try:
+                outcome, block, ran = await self._outcome(flight, index, keys[index])
+            except AdapterGone:  # and it stays away
+                assert flight.hosted is not None
+                self._isolates[self._loading.moved(flight.hosted, [flight]).device].add(flight)
+                return
             parts.append((outcome, block))
             if ran is not None:
                 done, note = ran
@@ -137,10 +145,11 @@ class Isolate:
                 if flight.settled:  # cancelled in the meantime: no request reads this outcome
                     raise GatewayTimeout("the request was withdrawn before its model was loaded")
                 await self._take_device()
-                done, note = await self._run_alone(flight, single, key, hosted)
-            except AdapterGone:
-                continue
-            except ModelLoading:  # the model was evicted in the meantime
+                try:
+                    done, note = await self._run_alone(flight, single, key, hosted)
+                except AdapterGone:
+                    continue
+            except ModelLoading:  # the model was evicted meanwhile
                 hosted.mark_unloaded()
                 continue
             except LoraLoading:  # the LoRA was evicted in the meantime for other LoRAs

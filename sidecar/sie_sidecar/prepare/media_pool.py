@@ -101,10 +101,11 @@ class _ImageFile:
 class _SoundFile:
     data: bytes
     recipe: SoundRecipe
+    from_s: float | None
     noun = "sound"
 
     def job(self, number: int) -> Job:
-        return SoundJob(number, self.recipe, self.data)
+        return SoundJob(number, self.recipe, self.data, self.from_s)
 
     def outcome(self, reply: Made) -> SoundFeatures:
         if not isinstance(reply, MadeSound):
@@ -178,16 +179,18 @@ class MediaPool:
     async def prepare(self, data: bytes, recipe: Recipe) -> PreparedImage: ...
 
     @overload
-    async def prepare(self, data: bytes, recipe: SoundRecipe) -> SoundFeatures: ...
+    async def prepare(self, data: bytes, recipe: SoundRecipe, from_s: float | None = None) -> SoundFeatures: ...
 
-    async def prepare(self, data: bytes, recipe: Recipe | SoundRecipe) -> PreparedImage | SoundFeatures:
-        """Return the pixels of an image file, or the features of a sound file. Raises InvalidInput with reason
-        invalid_media for an unusable file; its message begins with the cause. Raises QueueFull, ResourceExhausted or
-        ShuttingDown if the file is not the cause.
+    async def prepare(
+        self, data: bytes, recipe: Recipe | SoundRecipe, from_s: float | None = None
+    ) -> PreparedImage | SoundFeatures:
+        """Return the pixels of an image file, or the features of a sound file or of a part of it. Raises
+        InvalidInput with reason invalid_media for an unusable file; its message begins with the cause. Raises
+        QueueFull, ResourceExhausted or ShuttingDown if the file is not the cause.
         """
         if isinstance(recipe, Recipe):
             return await self._prepared(_ImageFile(data, recipe))
-        return await self._prepared(_SoundFile(data, recipe))
+        return await self._prepared(_SoundFile(data, recipe, from_s))
 
     async def _prepared(self, file: _MediaFile[T]) -> T:
         try:

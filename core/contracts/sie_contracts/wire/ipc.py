@@ -40,6 +40,11 @@ IMAGE_KEY_BYTES = 16
 _HEADER = struct.Struct(">I")
 
 
+def device_socket(path: str, number: int) -> str:
+    """Return the socket of the adapter of a worker's device: `path` itself for the first device, number 0."""
+    return f"{path}.{number}" if number else path
+
+
 class FrameError(Exception):
     """Error of a peer that closed the connection inside a frame, stalled inside a frame, or sent a message of another
     protocol.
@@ -269,7 +274,8 @@ class Description(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     if it cannot be measured.
 
     `threshold_percent`: memory use above which models are evicted. `batches`: the last batches, the newest last; None
-    unless the adapter was started with the option that stores them.
+    unless the adapter was started with the option that stores them. `devices`: number of devices of this worker, each
+    with an adapter and a socket of its own (`device_socket`).
     """
 
     protocol: int
@@ -286,6 +292,7 @@ class Description(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     shortages: tuple[Shortages, ...] = ()
     towers: TowerUse = TowerUse()
     batches: tuple[RanBatch, ...] | None = None
+    devices: int = 1
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
