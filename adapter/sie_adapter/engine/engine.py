@@ -69,7 +69,9 @@ def _end_process() -> None:
 
 
 class WorkerDevices(NamedTuple):
-    """Number of the devices of the worker, each with an adapter, and the name of this adapter's device among them."""
+    """Number of devices of the worker, each with one adapter, and the name of this adapter's device among these
+    devices.
+    """
 
     number: int
     name: str
