@@ -81,6 +81,16 @@ def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
     assert len(unclear) <= MOST_UNCLEAR_DOCSTRINGS, unclear
 
 
+def test_docstrings_have_no_vague_phrases() -> None:
+    vague = [
+        place
+        for package in measure.PACKAGES
+        for module in measure.modules(package)
+        for place in measure.vague_docstrings(module)
+    ]
+    assert len(vague) <= MOST_UNCLEAR_DOCSTRINGS, vague
+
+
 def test_docstrings_name_files_and_exceptions_that_exist() -> None:
     gone = [
         place
