@@ -385,14 +385,14 @@ COMMANDS: dict[str, tuple[tuple[str, ...], int, tuple[str, ...]]] = {
         ("Error: run.normalize", "expected true, false or null, got a string"),
     ),
     "a wrong value": (
-        ("set", "org/one", "run.pooling=max"),
+        ("set", "org/one", "run.pooling=median"),
         1,
-        ("run.pooling:", "expected one of '', 'cls', 'last', 'mean'"),
+        ("run.pooling:", "expected one of cls, mean, last, weighted, max, sqrt", "got 'median'"),
     ),
     "a wrong value in a profile": (
         ("set", "org/one", 'profiles."v1.5".run.pooling=x'),
         1,
-        ("profiles.v1.5.run.pooling:", "'cls'"),
+        ("profiles.v1.5.run.pooling:", "expected one of cls"),
     ),
     "another id than the path's": (("set", "org/one", "id=org/two"), 1, ("id:", "expected 'org/one'")),
     "an unknown bundle": (

@@ -302,7 +302,7 @@ def parse_entry(raw: object) -> ModelEntry:
     ):
         if run.pooling and poolings(run.pooling) is None:
             expected = f"expected one of {', '.join(POOLINGS)}, or at most {MAX_POOLINGS} of them joined by +"
-            raise _invalid(f"{expected} - at `$.{where}.pooling`")
+            raise _invalid(f"{expected}, got {run.pooling[:60]!r} - at `$.{where}.pooling`")
     for name, template in entry.prompts.items():
         if name != "default_instruction" and "{text}" not in template:
             raise _invalid(f"a template needs {{text}} - at `$.prompts.{name}`")
