@@ -20,7 +20,7 @@ _STATE_BYTES = 32 << 20  # bytes of the float32 states of one block of tokens
 
 class MultivectorHead:
     """Head that applies `layers` (float32) to the tokens. Tokens of documents with an id in `skipped` are left out;
-    with `drop_first` also the first token of each row. `pooling` merges rows that are near to each other.
+    with `drop_first`, the first token of each row is left out too. `pooling` merges rows that are near to each other.
     """
 
     def __init__(
@@ -38,8 +38,8 @@ class MultivectorHead:
         self._pooling = pooling
 
     def reduce(self, states: States, sequences: Int64) -> Reduced:
-        """Return rows, float32 [kept tokens, width] each, not normalised. All sequences take one index and
-        one gather.
+        """Return one float32 matrix [kept tokens, width] per sequence, not normalised. All sequences need only one
+        index and one gather.
         """
         packed, hidden = states.packed, states.hidden
         count = len(packed.order)

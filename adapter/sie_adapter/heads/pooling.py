@@ -20,8 +20,8 @@ from sie_contracts.models.entries import POOLINGS, Pooling, poolings
 def pool(hidden: Tensor, packed: PackedBatch, pooling: Pooling) -> Tensor:
     """Return one float32 vector per sequence, in packed order.
 
-    `mean` counts special tokens. `last` is the last token of a sequence. `weighted` is the mean with the weights 1, 2,
-    3, ... (SGPT, arXiv 2202.08904). `sqrt` is the sum divided by the square root of the length. `hidden`: [tokens,
+    `mean` includes special tokens. `last` is the last token of a sequence. `weighted` is the mean with the weights 1,
+    2, 3, ... (SGPT, arXiv 2202.08904). `sqrt` is the sum divided by the square root of the length. `hidden`: [tokens,
     width] of any float type.
     """
     if pooling == "cls":
@@ -30,7 +30,7 @@ def pool(hidden: Tensor, packed: PackedBatch, pooling: Pooling) -> Tensor:
         return hidden[to_device(packed.bounds[1:], hidden.device).long() - 1].float()
     if (
         pooling in ("mean", "max") and hidden.device.type == "cuda"
-    ):  # one kernel for all sequences; other devices do not have it, or are faster with a view per length
+    ):  # one kernel for all sequences; other devices lack this kernel, or are faster with a view per length
         return torch.segment_reduce(hidden.float(), pooling, offsets=to_device(packed.bounds, hidden.device).long())
     pooled = []
     for first, sequences, length, *_ in packed.groups.tolist():

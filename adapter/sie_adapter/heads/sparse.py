@@ -1,4 +1,4 @@
-"""Learned sparse vectors: one weight for each id of the vocabulary that a sequence activates.
+"""Learned sparse vectors: one weight for each vocabulary id with a positive weight.
 
     masked-LM logits ──► max over tokens ──► activation     (SPLADE, arXiv 2109.10086)
     one weight per token ──► relu ──► max per id            (BGE-M3, arXiv 2402.03216)
@@ -25,8 +25,8 @@ BLOCK_BYTES = 30_000_000
 
 
 class MaskedLanguageHead:
-    """Head of SPLADE: `w[v] = activation(max over tokens of logit[v])`. Both activations grow with the logit, so the
-    maximum is taken first. With `sums`: `w[v] = sum over tokens of activation(logit[v])` (SPLADE v1).
+    """Head of SPLADE: `w[v] = activation(max over tokens of logit[v])`. Both activations increase with the logit, so
+    the maximum is computed first. With `sums`: `w[v] = sum over tokens of activation(logit[v])` (SPLADE v1).
     """
 
     def __init__(
@@ -108,8 +108,8 @@ class MaskedLanguageHead:
 
 
 def _rows_at_once(vocabulary: int) -> int:
-    """Return the number of rows whose entries are found at once. The place of an entry takes 16 bytes, four times the
-    bytes of the entry.
+    """Return the number of rows whose nonzero entries are searched in one call. The position of an entry has 16 bytes,
+    four times the bytes of the entry.
     """
     return max(1, 2 * BLOCK_BYTES // (16 * vocabulary))
 
@@ -122,7 +122,7 @@ def _rows(weights: Tensor) -> list[Row]:
 
 
 def _blocks(lengths: Int64, tokens: int) -> Iterator[slice]:
-    """Yield runs of sequences with at most `tokens` tokens together. A longer sequence is a run by itself."""
+    """Yield consecutive sequences with at most `tokens` tokens in total. A longer sequence is yielded alone."""
     start, total = 0, 0
     for index, length in enumerate(lengths.tolist()):
         if index > start and total + length > tokens:
@@ -161,8 +161,8 @@ class TokenWeightHead:
 
 
 class TokenTable:
-    """Table of the weights of an inference-free query: it gets those of its distinct ids. The table is on the host,
-    where the ids of a query are.
+    """Table with the weights of inference-free queries: a query gets the weights of its distinct ids. The table is on
+    the host, like the ids of a query.
     """
 
     def __init__(self, weights: Tensor, max_entries: int = 0) -> None:

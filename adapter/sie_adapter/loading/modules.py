@@ -2,8 +2,8 @@
 
     modules.json ──► stock classes, in order ──► settings of each file ──► Modules
 
-Every setting is either obeyed or refused by name. `FIELDS` lists the settings that are read; any other setting is
-refused, so a folder of a newer library is never served without a setting that it needs.
+Every setting is either applied or refused by name. `FIELDS` lists the settings that are read. Any other setting is
+refused, so a setting of a newer library is never silently ignored.
 
 Source: sentence-transformers 6.2 (base/model.py, base/modules, sentence_transformer/modules, sparse_encoder/modules).
 """
@@ -25,7 +25,7 @@ from sie_contracts.models.load_errors import load_failed
 from sie_store.entry_faults import MODEL_FILE, POOLING_NAMES, pooling_name
 from sie_store.folder_files import TRANSFORMER_FILES, read_json, read_value, reading
 
-# settings by module: those listed are obeyed, or do not change the results
+# settings by module: the listed settings are applied, or do not change the results
 FIELDS: Mapping[str, frozenset[str]] = {
     "Transformer": frozenset(
         {
@@ -79,7 +79,7 @@ _PLACING = frozenset(
     {"attn_implementation", "device_map", "dtype", "low_cpu_mem_usage", "torch_dtype", "use_safetensors"}
 )
 _NOT_READ = frozenset({"use_cache", "use_fast", "trust_remote_code"})
-_OUTPUTS = {  # by the task of a Transformer: the name of the model's output, and the feature that it becomes
+_OUTPUTS = {  # task of a Transformer module -> the name of the model's output, and the feature that it becomes
     "feature-extraction": ("last_hidden_state", "token_embeddings"),
     "fill-mask": ("logits", "token_embeddings"),
     "sequence-classification": ("logits", "scores"),
@@ -100,7 +100,8 @@ _TOKENS, _VECTOR = "token_embeddings", "sentence_embedding"
 @dataclass(frozen=True)
 class TransformerSettings:
     """Settings of a Transformer module. `max_tokens`: the limit in its files, 0 if they have none. `tokenizer`:
-    arguments of from_pretrained. `messages`: texts are put into the chat template of the folder, with `chat_options`.
+    arguments of from_pretrained. `messages`: texts are inserted into the chat template of the folder, with
+    `chat_options`.
     """
 
     file: str = ""
@@ -115,7 +116,7 @@ class TransformerSettings:
 
 @dataclass(frozen=True)
 class Modules:
-    """Modules that modules.json adds to a transformer. `layers` are applied in order to pooled vectors, or to the
+    """Modules in modules.json in addition to a transformer. `layers` are applied in order to pooled vectors, or to the
     states of late interaction. `token_layers` are applied to states before pooling.
 
     `root`: the folder of modules.json. `folder`: the folder of the transformer and its tokenizer. `query_weights`:
@@ -131,14 +132,14 @@ class Modules:
     layers: tuple[nn.Module, ...] = ()
     token_layers: tuple[nn.Module, ...] = ()
     normalizes: bool = False
-    max_entries: int = 0  # most entries of a sparse vector; 0: no limit
+    max_entries: int = 0  # largest number of entries of a sparse vector; 0: no limit
     transformer: TransformerSettings = TransformerSettings()
-    # config.json of each module other than the transformer, by kind
+    # config.json of each module except the transformer, by kind
     settings: dict[str, dict[str, Any]] = field(default_factory=dict)
     token_pooling: TokenPooling | None = None  # of late interaction
 
     def width(self, hidden: int) -> int:
-        """Return the width of a vector of a model whose states have `hidden` numbers."""
+        """Return the width of a vector of a model with hidden states of `hidden` numbers."""
         return pooled_width(self.token_layers, self.pooling, self.layers, hidden)
 
 
@@ -203,9 +204,9 @@ class Truncation(nn.Module):  # type: ignore[misc]  # the type checker skips tor
 
 
 def read_modules(folder: Path) -> Modules:
-    """Return the modules that the folder lists; none without modules.json.
+    """Return the modules that the folder lists; an empty Modules without modules.json.
 
-    Raises ModelLoadFailed INCOMPATIBLE for a class, an order or a setting that this adapter cannot follow, NOT_FOUND
+    Raises ModelLoadFailed INCOMPATIBLE for a class, an order or a setting that this adapter does not support, NOT_FOUND
     for a module whose files are missing.
     """
     entries = read_value(folder / "modules.json")
@@ -334,7 +335,7 @@ def _module_config(kind: str, place: Path) -> dict[str, Any]:
 
 
 def _feature(kind: str, place: Path, config: Mapping[str, Any], *, pooled: bool) -> str:
-    """Return the feature that a Dense or a Normalize changes."""
+    """Return the feature that a Dense or a Normalize module changes."""
     default = _VECTOR if pooled else _TOKENS
     name = config.get("module_input_name") or default
     result = config.get("module_output_name") or name
@@ -363,8 +364,8 @@ def _check_steps(steps: list[tuple[str, str, nn.Module]], pooled_at: int | None,
 
 
 def read_transformer(folder: Path) -> TransformerSettings:
-    """Return the settings of the Transformer whose files lie in `folder`. Raises ModelLoadFailed INCOMPATIBLE for a
-    setting that this adapter does not obey.
+    """Return the settings of the Transformer module whose files are in `folder`. Raises ModelLoadFailed INCOMPATIBLE
+    for a setting that this adapter does not apply.
     """
     name, raw = next(((name, raw) for name in TRANSFORMER_FILES if (raw := read_json(folder / name))), ("", {}))
     if unknown := sorted(raw.keys() - FIELDS["Transformer"]):
@@ -418,11 +419,11 @@ def _reads_messages(name: str, task: str, raw: Mapping[str, Any]) -> bool:
     return "message" in config
 
 
-# functions for the other modules
+# Readers of the other modules
 
 
 def _routes(folder: Path) -> tuple[list[tuple[str, Path]], Tensor | None]:
-    """Return the modules of documents and the weights of queries for a Router whose queries are looked up. Any other
+    """Return the modules for documents and the weights for queries, for a Router whose queries need no pass. Any other
     Router is refused.
     """
     router = read_json(folder / "router_config.json")
@@ -499,7 +500,7 @@ def _dense(folder: Path, config: Mapping[str, Any]) -> Projection:
 
 
 def conversion(folder: Path) -> str:
-    """Return the command that converts pickled weights to safetensors without running code from the pickle."""
+    """Return the command that converts pickled weights to safetensors without running code of the pickle."""
     return (
         'convert it with python -c "import torch; from safetensors.torch import save_file; '
         "w = torch.load('pytorch_model.bin', map_location='cpu', weights_only=True); "

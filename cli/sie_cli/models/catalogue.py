@@ -88,7 +88,7 @@ def _show_models(models: Sequence[dict[str, Any]], by: str | None) -> None:
 
 
 def _variants(listed: dict[str, Any]) -> str:
-    """Return the profiles of a model, or the models that an alias stands for."""
+    """Return the profiles of a model, or the targets of an alias."""
     targets = [
         f"{variant['model']}={variant['weight']}" if "weight" in variant else variant["model"]
         for variant in listed.get("alias", ())
@@ -164,7 +164,7 @@ def _show_status(body: dict[str, Any]) -> None:
     lag = [worker for bundle in body["bundles"] for worker in bundle["pending_workers"]]
     count = sum(bundle["total_eligible_workers"] for bundle in body["bundles"])
     served = f"all of {count} workers have it" if count else "no worker is up; one that starts has it"
-    if not body["bundles"]:  # an alias, which gateways resolve
+    if not body["bundles"]:  # an alias has no bundles, because gateways resolve it
         lag = [process["id"] for process in body["gateways"] if not process["acked"]]
         served = f"all of {len(body['gateways'])} gateways have it"
     state = f"waiting for {', '.join(lag)}" if lag else served
@@ -270,7 +270,7 @@ def patch_of(changes: Sequence[str]) -> dict[str, Any]:
             message = f"{path}: the value is not YAML; a text is quoted twice, as in {path}='\"text\"'"
             raise click.BadParameter(message, param_hint="FIELD=VALUE") from error
         if isinstance(value, dict) and not raw.lstrip().startswith("{"):
-            value = raw  # a text with a colon, such as the prompt `query: {text}`
+            value = raw  # the value is a text with a colon, such as the prompt `query: {text}`
         inner = patch
         for name in names[:-1]:
             inner = inner.setdefault(name, {})
@@ -283,7 +283,7 @@ def patch_of(changes: Sequence[str]) -> dict[str, Any]:
 
 
 def _names(path: str) -> list[str]:
-    """Return the parts of a path; an empty list if it is no valid path."""
+    """Return the keys of a path; an empty list if the path is invalid."""
     names, at = [], 0
     while (match := _SEGMENT.match(path, at)) is not None:
         names.append(match[1] or match[2])
@@ -294,7 +294,7 @@ def _names(path: str) -> list[str]:
 
 
 def report_write(write: WriteOptions, answer: ServiceReply, *, removed: bool = False) -> None:
-    """Print what a write changed, or would change."""
+    """Print the changes of a write, or of a dry run."""
     body = answer.body
 
     def lines() -> None:
