@@ -218,8 +218,9 @@ def test_a_model_is_added_shown_changed_rolled_back_and_removed(served: Served, 
     (line,) = [line for line in done("history", "org/two", *at).splitlines() if " patch " in line]
     assert re.search(r"^2 +patch +\S+ +SIE_ADMIN_TOKEN +.*max_tokens: \S+ -> 8", line), line
     done("rollback", "org/two", "1", *at)
-    assert "org/two  default, v1.5  api" in done("list", *at)
-    assert "revision 6 from api" in done("status", "org/two", *at)
+    done("set", "org/two", "download_bytes=91234567", *at)
+    assert "org/two  default, v1.5  api     91 MB\n" in done("list", *at)
+    assert "revision 7 from api" in done("status", "org/two", *at)
     assert "org/two: revision" in done("status", "org/two", SIE_CONFIG_SERVICE_URL=served.url)
     done("rm", "org/two", *at)
 

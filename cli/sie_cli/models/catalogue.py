@@ -36,15 +36,22 @@ MAX_CHANGES = 4  # changes of one revision that a table shows
 @click.command("list")
 @service_options
 def list_command(cluster: Cluster, output: str | None) -> None:
-    """All models of the catalogue: id, profiles, and who wrote it: packaged, overlay (SIE_MODELS_DIR) or api."""
+    """All models of the catalogue: id, profiles, who wrote it (packaged, overlay for SIE_MODELS_DIR, or api), and
+    about how much a first load downloads.
+    """
     with service_of(cluster, writes=False) as service:
         body = service.read(MODELS).body
     click.echo(f"models of {public_url(service.url)}", err=True)
-    rows = [(model["model_id"], _variants(model), model["source"]) for model in body["models"]]
+    rows = [
+        (model["model_id"], _variants(model), model["source"], display.rounded_size(model.get("download_bytes", 0)))
+        for model in body["models"]
+    ]
     print_body(
         body,
         output,
-        lambda: display.table([("MODEL", "PROFILES", "SOURCE"), *rows]) if rows else click.echo("no models"),
+        lambda: (
+            display.table([("MODEL", "PROFILES", "SOURCE", "DOWNLOAD"), *rows]) if rows else click.echo("no models")
+        ),
     )
 
 

@@ -123,6 +123,8 @@ def listed(model: str, document: Mapping[str, Any], source: str, note: str = "")
     named = {"alias": document["alias"]} if "alias" in document else {}
     if note:
         named["note"] = note
+    if size := document.get("download_bytes"):
+        named["download_bytes"] = size
     return {"model_id": model, "profiles": ["default", *document.get("profiles", ())], "source": source, **named}
 
 
