@@ -17,6 +17,7 @@ from sie_cli.main import main
 from sie_contracts.api.operations import WorkerInfo
 from sie_contracts.api.views import ClusterFinding
 from sie_contracts.errors import ErrorInfo
+from sie_contracts.models.load_errors import load_failed
 from sie_contracts.status import QueueInfo
 from sie_gateway.operations import findings
 from sie_gateway.operations.findings import (
@@ -45,8 +46,9 @@ def texts(found: Iterable[ClusterFinding]) -> list[str]:
     return [finding.wrong for finding in found]
 
 
-def error(code: str, message: str = "why") -> ErrorInfo:
-    return ErrorInfo(code, message)
+def error(error_class: str, message: str = "why") -> ErrorInfo:
+    """As workers report it."""
+    return load_failed(error_class, message).info()  # type: ignore[arg-type]
 
 
 def filled(*lengths: int) -> QueueTrend:
@@ -75,6 +77,10 @@ def test_models_that_fail_for_one_cause_on_a_worker_are_one_finding() -> None:
     assert entry.wrong == "worker w0 cannot load bad, bad:small: CERTIFICATE: why"
     assert "`sie models rollback bad REVISION`" in entry.fix
     assert "`sie models unload large`" in room.fix
+    (network,) = of_loads([("w0", {"org/x:fast": error("NETWORK")})])
+    assert network.fix.startswith("let the worker reach the hub")
+    assert "`sie pull org/x`" in network.fix
+    assert "sie models set" not in network.fix
 
 
 def test_a_clock_is_found_if_it_is_off_in_either_direction() -> None:

@@ -37,7 +37,7 @@ _CAPACITY = (
 _START = (
     "start one: `sie sidecar` and `sie adapter` with one SIE_IPC_SOCKET_PATH, or raise the replicas of a worker pool"
 )
-_LOADS = "the check loads names the models and the causes"
+_LOADS = "mend what keeps the models from loading: `sie doctor` names each with its cause"
 _BROKER = "`sie doctor` tests the broker, its streams and its disk"
 # remedy of a refusal, by its code; other codes are faults of a request, or disappear after a cold start
 _REFUSALS = {
@@ -54,8 +54,8 @@ _REFUSALS = {
 }
 
 
-def _of_loads(code: str, model: str) -> str:
-    """Return the remedy for a load of a model that failed with `code`."""
+def _of_loads(error_class: str, model: str) -> str:
+    """Return the remedy for a load of a model that failed."""
     name = shlex.quote(model.partition(":")[0])
     entry = (
         f"change its entry (`sie models set {name}`), or make the revision before it the newest again "
@@ -63,11 +63,12 @@ def _of_loads(code: str, model: str) -> str:
     )
     return {
         "OOM": f"give it a larger worker, or fewer models beside it (`sie models unload {name}`)",
-        "NETWORK": "make the source of its weights reachable from the worker, which tries again by itself",
+        "NETWORK": "let the worker reach the hub, or put the weights into its SIE_LOCAL_CACHE (`sie pull "
+        f"{name}` does on its machine); it tries again by itself",
         "GATED": "accept the licence at the hub and set HF_TOKEN of the workers",
         "DEPENDENCY": "install the package that it names beside the adapter",
         "UNKNOWN": f"the log of the adapter has the traceback; {entry}",
-    }.get(code, entry)
+    }.get(error_class, entry)
 
 
 def of_workers(workers: Sequence[WorkerInfo]) -> list[ClusterFinding]:
@@ -100,14 +101,14 @@ def of_loads(errors: Iterable[tuple[str, Mapping[str, ErrorInfo]]]) -> list[Clus
     failed: dict[tuple[str, str, str], list[str]] = defaultdict(list)
     for worker, by_model in errors:
         for model, error in by_model.items():
-            failed[worker, error.code, error.message].append(model)
+            failed[worker, str(error.extras.get("error_class", "UNKNOWN")), error.message].append(model)
     return [
         ClusterFinding(
             check="loads",
-            wrong=f"worker {worker} cannot load {', '.join(models)}: {code}: {message}",
-            fix=_of_loads(code, models[0]),
+            wrong=f"worker {worker} cannot load {', '.join(models)}: {error_class}: {message}",
+            fix=_of_loads(error_class, models[0]),
         )
-        for (worker, code, message), models in failed.items()
+        for (worker, error_class, message), models in failed.items()
     ]
 
 

@@ -343,10 +343,13 @@ class ClusterStatus:
         glance, queues, visible = self._glance(), self.queues(), self._visible(grant)
         self.pulse.watch(info.name for info in glance.workers[:MAX_SHOWN] if self.fleet.listens(info.name))
         lanes = queues[0] if queues else []
+        requests, errors = self.history.counted(WINDOW_S)
+        if any(finding.check == "loads" for finding in glance.findings):
+            del errors["MODEL_LOAD_FAILED"]  # the failed load is listed itself, with its cause
         findings = [
             *of_workers([of_pool(info, visible) for info in glance.workers]),
             *of_queues(lanes, glance.workers, self._trend, visible),
-            *of_refusals(*self.history.counted(WINDOW_S)),
+            *of_refusals(requests, errors),
             *glance.findings,
         ]
         return {
