@@ -1,5 +1,5 @@
 """Table of all routes of a gateway, with one row for each method and path. Scopes, dispatch, labels in metrics and the
-OpenAPI document derive from it. A path that is not in the table is not served.
+OpenAPI document are derived from it. A path that is not in the table is not served.
 
 To add a route, see "Where to change what" in ARCHITECTURE.md.
 """
@@ -335,7 +335,7 @@ CATALOGUE = tuple(
 )
 
 
-# operation of a gateway: probes, metrics, documents, status
+# Routes to operate a gateway: probes, metrics, the API document, status
 
 
 def _operated(path: str, summary: str, media: str, handler: Any = None, **more: Any) -> GatewayRoute:
@@ -426,7 +426,7 @@ TABLE = Table(ROUTES)
 
 
 def inference_route(path: str) -> InferenceRoute | None:
-    """Return the route that answers POST of this path, or None if it runs no inference."""
+    """Return the inference route that answers POST of this path, or None if the path runs no inference."""
     route = TABLE.match(path).route("POST")
     return route if isinstance(route, InferenceRoute) else None
 
@@ -440,5 +440,5 @@ def _errors(route: Route) -> openapi.Statuses:
 
 
 def openapi_document(about: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the OpenAPI document of a gateway. `about` has its head, for example title and version."""
+    """Return the OpenAPI document of a gateway. `about` is its head, for example title and version."""
     return openapi.document(ROUTES, PLACEHOLDERS, _errors, about=about)

@@ -26,15 +26,15 @@ PATH = "/v1/files"
 UPLOADED = ("batch", "jobs", "user_data")
 PURPOSES = (*UPLOADED, "batch_output")
 MAX_EXPIRES_S = 30 * 86400
-FORM_BYTES = 1 << 20  # bytes that a form may have beside its file; larger than one read of a connection
+FORM_BYTES = 1 << 20  # bytes of a form without its file; larger than one read of a connection
 UPLOAD_S = 1800.0
 _ANCHOR, _SECONDS = "expires_after[anchor]", "expires_after[seconds]"
 _FIELDS = ("file", "purpose", _ANCHOR, _SECONDS)
 
 
 async def upload(gateway: Gateway, request: Request) -> Response:
-    """Store a file. If the query has a purpose, the file is the whole body, else it is in a form. Raises InvalidInput,
-    PayloadTooLarge, ResourceExhausted, NotReady, QueueUnavailable.
+    """Store a file. If the query has a purpose, the whole body is the file, else the body is a form that contains the
+    file. Raises InvalidInput, PayloadTooLarge, ResourceExhausted, NotReady, QueueUnavailable.
     """
     if "purpose" in request.query_params:
         name, purpose = request.query_params.get("filename", ""), _purpose(request.query_params["purpose"])

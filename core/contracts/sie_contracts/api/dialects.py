@@ -34,7 +34,7 @@ TokenEmbeddings = list[list[list[float]]]
 RERANKER = "cross-encoder/ms-marco-MiniLM-L-6-v2"
 
 
-# OpenAI, Jina, Voyage
+# Bodies of OpenAI, Jina, Voyage
 
 
 class ImageAddress(Struct, kw_only=True):
@@ -194,7 +194,7 @@ class Transcription(Struct, kw_only=True):
     warnings: Texts = UNSET
 
 
-# Cohere, Jina, Voyage
+# Bodies of Cohere, Jina, Voyage
 
 
 class Document(Struct, kw_only=True):
@@ -338,7 +338,7 @@ class Embedded(Struct, kw_only=True):
     explain: list[dict[str, Any]] | UnsetType = UNSET
 
 
-# Infinity
+# Bodies of Infinity
 
 
 class Classify(Struct, kw_only=True):
