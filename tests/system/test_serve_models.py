@@ -78,5 +78,5 @@ def test_a_start_whose_model_cannot_be_loaded_ends_with_the_reason(tmp_path: Pat
     with served.stdout as output:
         lines = output.read().splitlines()
     assert served.wait(60) == 1, lines
-    assert lines[-1].startswith(f"[serve] org/gone cannot be loaded: no weights for org/gone: weights.path …/gone")
+    assert lines[-1].startswith("[serve] org/gone cannot be loaded: no weights for org/gone: weights.path …/gone")
     assert not [line for line in lines if "ready in" in line or "try     " in line]
