@@ -138,7 +138,7 @@ def query(body: Mapping[str, Any]) -> RequestItem:
     """Read the query to which the items are compared. Raises InvalidInput with reason schema."""
     raw = body.get("query")
     if raw is None:
-        message = f"query: expected a map or a string, got null{in_its_place(body, 'query', FIELDS)}"
+        message = f"query: missing{in_its_place(body, 'query', FIELDS)}"
         raise InvalidInput(message, reason="schema", param="query")
     return _item(raw, "query")
 
@@ -160,8 +160,10 @@ def in_its_place(body: Mapping[str, Any], name: str, fields: Collection[str]) ->
 _ELSEWHERE: Mapping[str, Mapping[str, str]] = {
     "items": dict.fromkeys(("text", "texts", "documents", "docs", "sentences", "passages"), "items"),
     "text": {
-        "content": "text",
-        "input": "text",
+        **dict.fromkeys(
+            ("content", "page_content", "input", "title", "body", "value", "string", "sentence", "passage"), "text"
+        ),
+        **dict.fromkeys(("doc", "chunk", "caption", "description", "data", "prompt", "query", "texts"), "text"),
         "image": "images",
         "image_url": "images",
         "documents": "document",

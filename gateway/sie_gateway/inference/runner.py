@@ -18,7 +18,6 @@ from sie_contracts.errors import CONFIG_CHANGED, ErrorInfo, GatewayTimeout, Inte
 from sie_contracts.models import families
 from sie_contracts.models.costs import ImageCost
 from sie_contracts.models.entries import ModelEntry
-from sie_contracts.models.option_values import describe
 from sie_contracts.wire.messages import Failed, Input, Operation, Vectors, WorkItem, WorkResult
 from sie_gateway.admission.admission import Admission, Permits
 from sie_gateway.fleet.demand import ColdStarts
@@ -344,7 +343,7 @@ def _unusable(item: RequestItem, request: PlannedRequest, takers: _Takers) -> Fa
     if item.unfit is not None:
         return Failed(item.unfit)
     if item.is_empty:
-        message = f"text: expected a string, got {describe(None)}{item.instead}"
+        message = f"text: missing{item.instead}"
         return Failed(ErrorInfo("INVALID_INPUT", message, reason="empty_item", param="text"))
     if _reads_mentions(request):
         try:
