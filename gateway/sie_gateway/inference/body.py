@@ -32,8 +32,8 @@ ID_BYTES = 4  # bytes that are assumed for a token id: about as many bytes as th
 
 @dataclass(frozen=True)
 class RequestItem:
-    """Input of a request as the client sent it: a text, token ids of the model, a multivector (float32 [tokens,
-    width]), image files, a sound file or a document file.
+    """Input of a request in the form in which the client sent it: a text, token ids of the model, a multivector
+    (float32 [tokens, width]), image files, a sound file or a document file.
 
     `pair` is the second text of a pair. An item without any of these has no content for a model; then `instead` names
     an unknown field that it has. `unfit` is the reason why no model can run the item. `unknown` has its fields that the

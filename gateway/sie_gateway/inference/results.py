@@ -179,7 +179,7 @@ class RequestResult:
         if failure is None:
             return
         error, listed = failure
-        is_input = isinstance(error, InvalidInput)  # any other error is not caused by this input
+        is_input = isinstance(error, InvalidInput)  # an error other than InvalidInput is not caused by this input
         # The error may name a field of the input.
         # Image fields are left out for other client families, because their names differ.
         field = error.param if error.param == "text" or (not name and error.param.startswith("images[")) else ""
@@ -549,7 +549,7 @@ class ResultInbox:
             self._metrics.deliveries.observe(result.batch.deliveries)
         return verdict
 
-    # Results in parts
+    # results that are sent in several parts
 
     def _keep(self, part: Fragment, reply: str) -> Verdict | None:
         """Store a part and return the verdict on it. Return None while the digest of the complete result is checked."""

@@ -228,7 +228,7 @@ class _Sending:
             self._collector.fail(InternalFailure("the gateway failed while it queued this request"))
 
     async def finish(self) -> None:
-        """Return when the last message is stored: its result may arrive before the broker's acknowledgement."""
+        """Wait until the last message is stored: its result may arrive before the broker's acknowledgement."""
         if self._rest is not None:
             await self._rest
 

@@ -70,8 +70,9 @@ class DeviceQueue:
         clock: Callable[[], float],
     ) -> None:
         self._pipeline_depth = settings.rust_pipeline_depth
-        self._most = min(settings.max_concurrent_batches, settings.pool_size)  # batches at the adapter
-        # batches have other names on each device
+        # largest number of batches at the adapter
+        self._most = min(settings.max_concurrent_batches, settings.pool_size)
+        # the names of batches differ between the devices of a worker
         self._name = f"{worker_id}.{link.number}" if link.number else worker_id
         self.limits = limits
         self.link = link
@@ -98,7 +99,7 @@ class DeviceQueue:
 
     @property
     def depth(self) -> int:
-        """Most batches at the adapter at once."""
+        """Largest number of batches at the adapter at the same time."""
         ahead = self.lanes + self._pipeline_depth - 1
         return min(ahead, self._most)
 
@@ -266,7 +267,9 @@ class DeviceQueue:
         return self._written.get(id(batch.entries[0].work))
 
     def alone(self, flight: InFlight) -> Batch[InFlight]:
-        """Return a batch of this work item alone, without the queue. Raises NotReady if its model has changed."""
+        """Return a batch with only this work item, without using the queue. Raises NotReady if its model has
+        changed.
+        """
         if flight.is_outdated:
             raise changed()
         entry = self.entry(flight, flight.received_s)
@@ -274,13 +277,13 @@ class DeviceQueue:
         return Batch(entry.key, (entry,), entry.cost)
 
     async def reserve(self) -> None:
-        """Send no more batches until `end_reservation`. Return when no batch is left at the adapter."""
+        """Send no more batches until `end_reservation`. Wait until no batch is left at the adapter."""
         self.is_reserved = True
         while self.sent or self._written:
             await self.next_end()
 
     async def next_end(self) -> None:
-        """Return when a batch has left the adapter."""
+        """Wait until a batch has left the adapter."""
         self._ended.clear()
         await self._ended.wait()
 

@@ -256,7 +256,7 @@ class BatchNote(msgspec.Struct, frozen=True, omit_defaults=True):
     items: int = 0
     chunks: int = 0
     tokens: int = 0
-    attention: int = 0  # sum of squared lengths
+    attention: int = 0  # sum of the squared lengths of all rows
     deliveries: int = 1
     padding: int = 0
     swapped: bool = False
