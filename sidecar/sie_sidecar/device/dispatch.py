@@ -42,7 +42,7 @@ from sie_sidecar.device.in_flight import InFlight, Inventory, changed, cut, merg
 from sie_sidecar.device.link import AdapterGone, AdapterLink
 from sie_sidecar.metrics import SidecarMetrics
 from sie_sidecar.models.loading import Loading
-from sie_sidecar.models.models import WorkerModels
+from sie_sidecar.models.models import ModelState, WorkerModels
 from sie_sidecar.prepare import rows
 from sie_sidecar.prepare.rows import BatchPart, WorkItemInput
 from sie_sidecar.results import spans
@@ -115,10 +115,13 @@ class DeviceQueue:
         """Number of batches that were sent and have not ended."""
         return self.sent + len(self._written)
 
-    def waits(self, residency: str) -> bool:
-        """Return True if work of this residency waits although the device is busy."""
-        is_busy = self.sent >= min(self.lanes, self.depth)
-        return is_busy and any(residency in line.models for line in self.waiting.lines)
+    def is_behind(self, hosted: ModelState) -> bool:
+        """Return True if work of this model waits because all lanes are busy: here, or in a batch that was sent
+        ahead.
+        """
+        lanes = min(self.lanes, self.depth)
+        is_queued = any(hosted.name in line.models for line in self.waiting.lines)
+        return bool(hosted.held) and (self.sent > lanes or (self.sent == lanes and is_queued))
 
     # ---- waiting work
 
