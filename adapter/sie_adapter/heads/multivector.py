@@ -4,9 +4,11 @@ ColBERTv2 (arXiv 2112.01488).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from sie_adapter.engine.device import to_device
 from sie_adapter.heads import Reduced, States, all_finite
@@ -41,7 +43,8 @@ class MultivectorHead:
         owners = np.repeat(np.arange(count), packed.lengths)
         mask = np.isin(owners, sequences) if len(sequences) < count else np.ones(len(owners), bool)
         if self._drop_first:
-            mask[packed.bounds[:-1]] = False
+            firsts = packed.bounds[:-1]
+            mask[firsts if states.inner is None else firsts[~states.inner]] = False
         if len(self._skipped):
             mask &= states.queries[owners] | ~np.isin(packed.ids, self._skipped)
         owners = owners[mask]
@@ -51,3 +54,9 @@ class MultivectorHead:
         vectors = torch.cat([self._layers(part.float()) for part in hidden.split(step)])
         rows = vectors.split(np.bincount(owners, minlength=count)[sequences].tolist())
         return Reduced(rows, all_finite(vectors, owners, count)[to_device(sequences, hidden.device)])
+
+    parts = reduce
+
+    def join(self, parts: Sequence[Sequence[Tensor]], lengths: Sequence[Int64]) -> Sequence[Tensor]:
+        """Return the vectors of each chunk: those of its parts, in order."""
+        return [own[0] if len(own) == 1 else torch.cat(list(own)) for own in parts]

@@ -5,8 +5,10 @@ hidden [tokens, width] ──► token layers ──► pool ──► [sequence
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import assert_never
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -63,12 +65,43 @@ class DenseHead:
 
     def reduce(self, states: States, sequences: Int64) -> Reduced:
         """Return vectors, float32 [width] each. Raises InvalidInput for an unknown pooling of the batch."""
+        return self._finished(self._pooled(states, sequences, states.pooling or self.pooling))
+
+    def parts(self, states: States, sequences: Int64) -> Reduced:
+        """Return the mean of each segment, float32 [width], before the layers. Raises InvalidInput for another
+        pooling than the mean.
+        """
         pooling = states.pooling or self.pooling
+        if pooling != "mean":
+            raise InvalidInput(
+                f"chunks: the pooling is {pooling}, with context it must be the mean",
+                reason="unsupported_pooling",
+                param="chunks",
+            )
+        pooled = self._pooled(states, sequences, pooling)
+        return Reduced(pooled.unbind(0), torch.isfinite(pooled).all(1))
+
+    def join(self, parts: Sequence[Sequence[Tensor]], lengths: Sequence[Int64]) -> Sequence[Tensor]:
+        """Return the vector of each chunk: the mean over the tokens of all its parts, after the layers."""
+        means = [
+            own[0] if len(own) == 1 else _weighted_mean(own, counts) for own, counts in zip(parts, lengths, strict=True)
+        ]
+        return self._finished(torch.stack(means)).rows
+
+    def _pooled(self, states: States, sequences: Int64, pooling: str) -> Tensor:
         if pooling not in POOLINGS:
             raise InvalidInput(f"pooling: expected one of {', '.join(POOLINGS)}", reason="schema", param="pooling")
         hidden = states.hidden if self._token_layers is None else self._token_layers(states.hidden.float())
         pooled = pool(hidden, states.packed, pooling)
         if len(sequences) < len(pooled):
             pooled = pooled[to_device(sequences, hidden.device)]
+        return pooled
+
+    def _finished(self, pooled: Tensor) -> Reduced:
         vectors = pooled if self._layers is None else self._layers(pooled)
         return Reduced(vectors.unbind(0), torch.isfinite(vectors).all(1))
+
+
+def _weighted_mean(means: Sequence[Tensor], counts: Int64) -> Tensor:
+    weights = to_device(counts.astype(np.float32), means[0].device)
+    return (weights / weights.sum()) @ torch.stack(list(means))

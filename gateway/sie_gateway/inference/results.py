@@ -173,9 +173,10 @@ class RequestResult:
             return
         error, listed = failure
         is_input = isinstance(error, InvalidInput)  # any other error is not caused by this input
-        # the error may name a field of the input; image fields are left out for other client families, whose names
-        # differ
-        field = error.param if error.param == "text" or (not name and error.param.startswith("images[")) else ""
+        # the error may name a field of the input; fields of images and chunks are left out for other client families,
+        # whose names differ
+        own = error.param.startswith(("images[", "chunks"))
+        field = error.param if error.param == "text" or (not name and own) else ""
         place = f"{name or 'items'}[{listed[0]['index']}]" + (f".{field}" if is_input and field else "")
         if is_input and error.param.startswith(place):  # the message already has the path of the input
             raise FailedRequest(error, listed)
