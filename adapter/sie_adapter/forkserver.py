@@ -1,13 +1,13 @@
-"""A parent process that has done the imports and forks the process that serves. When that child dies, its successor
-starts in milliseconds.
+"""Parent process that has finished the imports and forks the process that serves. If this child dies, a new child
+starts within milliseconds.
 
     imports ──► fork ──► a child serves ──► it dies ──► fork again
                                 └──► it drained, or refuses its settings ──► the parent ends with its status
 
-The kernel shares the pages of the imported modules between the processes, so the parent costs little memory and, while
-no child dies, no processor time. A fork copies one thread only: the parent has no second thread. It also has not
-touched CUDA, since a child could not use a CUDA context of its parent. Linux only: it needs PR_SET_PDEATHSIG, and
-Apple's frameworks do not survive a fork.
+The kernel shares the pages of the imported modules between the processes, so the parent needs little memory and, while
+no child dies, no processor time. A fork copies only one thread, so the parent has no second thread. The parent also
+makes no CUDA call, since a child could not use a CUDA context of its parent. Only Linux is supported: the module needs
+PR_SET_PDEATHSIG, and Apple's frameworks do not survive a fork.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 from sie_runtime import failpoints
 from sie_runtime.process import EXIT_BAD_SETTING, end_signals
 
-STEADY_S = 5.0  # a child that lived longer than this is replaced without a pause
+STEADY_S = 5.0  # seconds: a child that lived longer is replaced without a pause
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
 SIGNALS = frozenset({*end_signals(), signal.SIGCHLD})
 _PR_SET_PDEATHSIG = 1
@@ -39,7 +39,7 @@ def keep_one_serving(died: Callable[[], None] = lambda: None) -> int | None:
     child, or in this process if it cannot fork. Return the exit status in the parent, after a child drained or refused
     its settings, or a signal ended it. `died` is called before a dead child is replaced.
 
-    Call this on the only thread, with SIGNALS blocked; they are blocked in the child too.
+    Call it while the process has only one thread, with SIGNALS blocked; they are blocked in the child too.
     """
     parent, pause_s, stopping = os.getpid(), 0.0, False
     # an inherited setting may ignore SIGCHLD; then no process could wait for a child
@@ -85,7 +85,7 @@ def _fork() -> int | None:
 def _is_alone() -> bool:
     """Return whether this process has one thread."""
     if len(os.listdir(_TASKS)) > 1:
-        # the threads of OpenBLAS, started by the import of numpy, end before a fork and come back at the next matrix
+        # the threads of OpenBLAS, started by the import of numpy, end before a fork and start again at the next matrix
         # product
         end_of = os.fork()
         if end_of == 0:

@@ -33,23 +33,23 @@ _logger = logging.getLogger("sie.adapter")
 
 DRAIN_S = 10.0
 _BACKLOG = 128
-_DRAIN = b"D"  # written to the wake socket for a drain; no handled signal has this number
+_DRAIN = b"D"  # byte written to the wake socket for a drain; no handled signal has this number
 
 
 def run(settings: Settings, *, spare: bool = False) -> int:
     """Serve on `settings.ipc_socket_path` until a signal to end or Drain. Return the exit status. Call this on the main
     thread.
 
-    `spare`: serve in a child, which is replaced at once when it dies (Linux). The call then returns in both processes.
-    Running batches may take DRAIN_S to finish; waiting batches are refused. Raises SettingError if the device is
-    absent, or if dependencies of the bundle are.
+    `spare`: serve in a child process, which is replaced at once when it dies (Linux). The call then returns in both
+    processes. Running batches may take DRAIN_S to finish; waiting batches are refused. Raises SettingError if the
+    device or a dependency of the bundle is absent.
     """
     dependencies.check(settings)
     if warning := examined(allowed(settings)):
         _logger.warning("%s", warning)
     signal.pthread_sigmask(signal.SIG_BLOCK, forkserver.SIGNALS)  # blocked until a wait or a handler for them is set up
     _import()
-    _require_device(settings.device)  # before the socket exists: probes take an adapter with a socket as ready
+    _require_device(settings.device)  # check before the socket exists: probes treat an adapter with a socket as ready
     path = Path(settings.ipc_socket_path)
     if _is_served(path):
         _logger.error("another adapter serves on %s", path)
@@ -66,13 +66,13 @@ def run(settings: Settings, *, spare: bool = False) -> int:
 
 
 def allowed(settings: Settings) -> Allowed:
-    """Return the limits on entries that come over the broker."""
+    """Return the limits on entries that arrive over the broker."""
     return Allowed(settings.allow_remote_code, settings.model_paths, settings.models_dir)
 
 
 def _import() -> None:
-    """Import all modules that a load of a text encoder needs. Start no thread and do not touch CUDA, not even to ask
-    whether a device exists: after that a forked process could not use CUDA.
+    """Import all modules that a load of a text encoder needs. Start no thread and make no CUDA call, not even a query
+    for devices: after one, a forked process could not use CUDA.
     """
     _name_temporary_folder()
     import transformers
@@ -83,7 +83,7 @@ def _import() -> None:
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    logging.getLogger("huggingface_hub").handlers.clear()  # these lines reach the root logger's handler too
+    logging.getLogger("huggingface_hub").handlers.clear()  # the handler of the root logger receives these lines too
     engine.prepare_process()
     # Imported objects stay. If the garbage collector skips them, the lanes pause for a shorter time and the pages stay
     # shared.
@@ -92,8 +92,8 @@ def _import() -> None:
 
 
 def _name_temporary_folder() -> None:
-    """Set a temporary folder, since torch asks for its path during the import although it writes nothing there. If
-    every temporary folder is full, there is none, and the import would raise.
+    """Set a temporary folder, because torch reads its path during the import although it writes no file there. If every
+    temporary folder is full, Python finds none, and the import would raise.
     """
     try:
         tempfile.gettempdir()
@@ -105,8 +105,8 @@ def _name_temporary_folder() -> None:
 
 
 def _learning(settings: Settings) -> Callable[[], None]:
-    """Learn from the passes that the previous process did not survive. Return the function that does the same after
-    each later death.
+    """Lower batch limits for the passes that the previous process did not survive. Return a function that does the same
+    after each later death.
     """
     from sie_adapter.memory.batch_limits import CrashRecord, DeviceLimits, PassRecords
 
@@ -137,7 +137,7 @@ def _serve(path: Path, listener: socket.socket, settings: Settings, wake: socket
     server.serve(wake)
     _logger.info("adapter stopping")
     watch.close()
-    path.unlink(missing_ok=True)  # the parent still has the socket open: no client may queue up there
+    path.unlink(missing_ok=True)  # the parent still has the socket open, so no client may queue on it
     listener.close()
     if not engine.stop(DRAIN_S):
         _logger.warning("a batch still ran after %g s", DRAIN_S)
@@ -149,14 +149,14 @@ def _serve(path: Path, listener: socket.socket, settings: Settings, wake: socket
 
 @contextlib.contextmanager
 def _woken_by_signals() -> Iterator[tuple[socket.socket, socket.socket]]:
-    """Yield a pair of sockets. The first becomes readable on a signal to end, and when the second is written to. No
-    signal is blocked inside the context.
+    """Yield a pair of sockets. The first becomes readable on a signal to end, and when a byte is written to the second.
+    No signal is blocked inside the context.
     """
     wake, waker = socket.socketpair()
     waker.setblocking(False)
 
     def noted(_signal: int, _frame: FrameType | None) -> None:
-        """Do nothing: the byte that set_wakeup_fd writes is the message."""
+        """Do nothing, because the byte that set_wakeup_fd writes is the message."""
 
     before = signal.set_wakeup_fd(waker.fileno())
     handlers = {number: signal.signal(number, noted) for number in end_signals()}

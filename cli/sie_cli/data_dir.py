@@ -14,7 +14,7 @@ from typing import TextIO
 from sie_contracts.settings import SettingError
 from sie_contracts.wire.ownership import distrusted
 
-MAX_SOCKET_BYTES = 100  # limit of the kernel for the path of a socket (unix(7))
+MAX_SOCKET_BYTES = 100  # bytes of the path of a socket; limit of the kernel (unix(7))
 _LONGEST = "worker-999.sock"
 
 
@@ -40,7 +40,7 @@ def socket_path(data_dir: Path, worker: int) -> Path:
 
 
 def private_folder(path: Path) -> Path:
-    """Create a folder that only this user may use, or accept an existing one. Raises SettingError if it belongs to
+    """Create a folder that only this user may use, or accept an existing folder. Raises SettingError if it belongs to
     another user, OSError.
     """
     path.mkdir(mode=0o700, exist_ok=True)
@@ -56,7 +56,7 @@ def _private(path: str, flags: int) -> int:
 
 
 class InUse(SettingError):
-    """Data directory in use by another `sie serve`, which serves at `url`."""
+    """Error for a data directory in use by another `sie serve`, which serves at `url`."""
 
     def __init__(self, data_dir: Path, url: str = "") -> None:
         at = f" at {url}" if url else ""
@@ -102,5 +102,5 @@ class DataDir:
         if self._lock is not None:
             self._lock.close()
         if (sockets := sockets_folder(self._path)).parent != self._path:
-            with contextlib.suppress(OSError):  # a killed process leaves its socket behind
+            with contextlib.suppress(OSError):  # a killed process does not remove its socket
                 sockets.rmdir()

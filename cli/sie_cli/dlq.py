@@ -1,4 +1,4 @@
-"""`sie dlq`: lists dead letters and puts their work into the queue again."""
+"""Command `sie dlq`: it lists dead letters and puts their work into the queue again."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
-NOTE_S = 5.0  # seconds between notes that a replay still waits
+NOTE_S = 5.0  # seconds between two notes that a replay still waits
 
 
 def _letters(broker: Broker, pool: str) -> Letters:
@@ -36,7 +36,7 @@ def _letters(broker: Broker, pool: str) -> Letters:
 
 
 async def _letter(letters: Letters, name: str) -> DeadLetterEntry:
-    """Return the letter whose id begins with `name`. Raises CommandRefused unless there is exactly one."""
+    """Return the letter whose id begins with `name`. Raises CommandRefused unless exactly one letter matches."""
     letter = await letters.named(name)
     if len(letter) != 1:
         raise CommandRefused(

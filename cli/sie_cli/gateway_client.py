@@ -22,7 +22,7 @@ FIRST_S = 5.0  # of attempts to connect
 @contextlib.contextmanager
 def gateway_client(cluster: Cluster, scopes: str, *, is_patient: bool = False) -> Iterator[SIEClient]:
     """Return a client for a command that needs a token with these scopes. A patient client waits while a gateway
-    restarts. Errors are handled as in `gateway_errors`.
+    restarts. Errors are handled like in `gateway_errors`.
     """
     from sie_client import SIEClient
 
@@ -57,7 +57,7 @@ def gateway_errors(cluster: Cluster, scopes: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet_client() -> Iterator[None]:
-    """Silence the client's warnings about attempts: they would break a picture, and the final error has the reason."""
+    """Hide the client's warnings about attempts: they would disturb the display, and the final error has the reason."""
     logger = logging.getLogger("sie_client")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -33,7 +33,7 @@ _logger = logging.getLogger("sie.config")
 
 @dataclass(frozen=True)
 class PreparedCatalogue:
-    """The seeded catalogue, and the folder with its state when the catalogue was seeded."""
+    """Seeded catalogue, and the folder with its state at the time of seeding."""
 
     store: CatalogueStore
     overlay: Overlay
@@ -41,8 +41,8 @@ class PreparedCatalogue:
 
 
 async def prepare(settings: Settings, broker: Broker, cached_overlay: Overlay | None = None) -> PreparedCatalogue:
-    """Open the store and seed it with the contents of the folders. `cached_overlay`: the folders as they were read
-    before, which are used if they cannot be read now. Raises SettingError, BrokerError, NotReady.
+    """Open the store and seed it with the contents of the folders. `cached_overlay`: the result of an earlier read of
+    the folders, which is used if they cannot be read now. Raises SettingError, BrokerError, NotReady.
     """
     overlay = cached_overlay or Overlay(settings)
     signature: Signature = {}
@@ -80,9 +80,10 @@ async def prepare(settings: Settings, broker: Broker, cached_overlay: Overlay | 
 async def keep(
     service: ConfigService, settings: Settings, broker: Broker, prepared: PreparedCatalogue, stop: Stop
 ) -> None:
-    """Serve the catalogue and follow the folder of models. If the broker loses the catalogue, seed it again.
+    """Serve the catalogue and watch the folder of models. If the broker loses the catalogue, seed it again.
 
-    Each replica does so, and compare-and-set decides between them. Models that are written over the API meanwhile stay.
+    Each replica runs this function, and compare-and-set decides between them. Models that are written over the API in
+    the meantime remain.
     """
     while True:
         service.begin(prepared.store, prepared.overlay.trust())
@@ -110,8 +111,8 @@ async def keep(
 async def seeded(
     service: ConfigService, settings: Settings, broker: Broker, stop: Stop, overlay: Overlay | None = None
 ) -> PreparedCatalogue | None:
-    """Repeat `prepare` until it succeeds and return its result; None at the stop. Until then /readyz says why the
-    service is not ready. Raises SettingError.
+    """Repeat `prepare` until it succeeds and return its result; return None if `stop` is set. Before that, /readyz has
+    the reason why the service is not ready. Raises SettingError.
     """
 
     async def attempt() -> PreparedCatalogue:
@@ -167,7 +168,7 @@ async def run(
     if on_listening is not None:
         on_listening(server.port)
     tasks = Tasks(_logger, stop.request)
-    served = Stop()  # tasks beside requests do not stop with `stop`: they are cancelled after the last request
+    served = Stop()  # background tasks do not end with `stop`: they are cancelled after the last request
     try:
         if settings.nats_streams_password is not None:
             tasks.start(_make_streams(settings, served), "streams")

@@ -1,5 +1,5 @@
-"""The catalogue in a key-value bucket. A replica keeps no other state, so any number of replicas may run;
-compare-and-set decides between them.
+"""Catalogue in a key-value bucket. A replica has no other state, so any number of replicas may run; compare-and-set
+decides between them.
 
     packaged folder + SIE_MODELS_DIR ──seed──► bucket ──► export, epoch
                      an operator ──── write ──►   └──► one delta for each write of a model, with the epoch before it
@@ -9,14 +9,14 @@ compare-and-set decides between them.
     history.<id>.<number>  each of its last REVISIONS_KEPT revisions, in one batch with the model; the newest replaces
                            the oldest
     replies.<number>       replies to writes that had an Idempotency-Key, by a hash of the key, in the same batch too
-    aliases                the targets of each alias; an alias itself is stored as a model is
+    aliases                the targets of each alias; an alias itself is stored like a model
 
 Files of the broker can be damaged. Seeded models are still in the folders. Models that were written over the API are
 also in a second bucket, the copy, under the same key `model.<id>`. The copy is written after the bucket, so the bucket
-must have everything that the copy has: `recover` writes again what is missing.
+must have everything that the copy has: `recover` writes missing models again.
 
-A removed model stays as a record without an entry, so that its revisions are counted further. Seeding never changes a
-model that an operator wrote or removed over the API, whatever the folders say.
+A removed model remains as a record without an entry, so that the count of its revisions continues. Seeding never
+changes a model that an operator wrote or removed over the API, whatever the folders say.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ from sie_runtime.process import Stop, retry
 
 PRODUCER = "sie-config"
 SEED_ATTEMPTS = 5
-SEED_BATCH = 200  # models; a batch of the broker has at most 1,000 messages
+SEED_BATCH = 200  # models of one batch; a batch of the broker has at most 1,000 messages
 REVISIONS_KEPT = 100
 REPLY_SLOTS = 256
 REPLIES_PER_SLOT = 64
@@ -81,7 +81,7 @@ class CatalogueChange:
     note: str = ""
 
     def bundles(self, bundles: Mapping[str, BundleEntry]) -> set[str]:
-        """Return the bundles that the change concerns."""
+        """Return the bundles that the change affects."""
         return concerns(bundles, self.entry, self.held.entry)
 
 
@@ -96,7 +96,7 @@ class RecordedReply(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class ReplySlot:
-    """Replies that share a key of the bucket."""
+    """Replies that are stored under one key of the bucket."""
 
     number: int
     replies: tuple[RecordedReply, ...]
@@ -132,7 +132,7 @@ def _slot_key(number: int) -> str:
 
 
 def normalised(entry: ModelEntry | Alias) -> dict[str, Any]:
-    """Return an entry as it is stored, exported and shown: equal entries are equal maps."""
+    """Return an entry in the form in which it is stored, exported and shown: equal entries are equal maps."""
     document: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(entry))
     return document
 
@@ -166,7 +166,7 @@ class CatalogueStore:
 
     async def reconnected(self) -> None:
         """Make the next read begin from the start: the connection to the broker was lost, and the broker may now have
-        an older copy, or nothing.
+        an older copy, or none.
         """
         await self._mirror.invalidate()
 
@@ -182,7 +182,7 @@ class CatalogueStore:
         return False
 
     def written_over_api(self) -> list[str]:
-        """Return the models and aliases that were written or removed over the API, as they were last read. No file has
+        """Return the models and aliases that were written or removed over the API, from the last read. No file has
         them.
         """
         held = (self._mirror.last or self._mirror.before).held
@@ -199,8 +199,8 @@ class CatalogueStore:
         return _export(await self.snapshot())
 
     async def exported(self) -> bytes:
-        """Return the export in JSON. It is made once for each epoch, because all gateways and workers ask for it at the
-        same time.
+        """Return the export in JSON. It is built once for each epoch, because all gateways and workers request it at
+        the same time.
         """
         read = await self.snapshot()
         if self._exported[0] is not read:
@@ -208,8 +208,8 @@ class CatalogueStore:
         return self._exported[1]
 
     async def catalogue(self) -> Catalogue:
-        """Return the catalogue in the form by which gateways resolve names. Raises ValidationFailed for a stored entry
-        that is not valid any more.
+        """Return the catalogue in the form in which gateways resolve names. Raises ValidationFailed for a stored entry
+        that is no longer valid.
         """
         read = await self.snapshot()
         if self._parsed[0] is not read:
@@ -252,7 +252,7 @@ class CatalogueStore:
 
     async def revisions_at(self, model: str) -> Callable[[str], int | None]:
         """Return a function from an epoch to the model's revision at that epoch: 0 before the first revision, None if
-        the history does not reach back so far.
+        the epoch is older than the history.
         """
         created = (await self.snapshot()).created
         entries = await self._entries(f"history.{topology.token(model)}")
@@ -281,7 +281,7 @@ class CatalogueStore:
         return [stored for name in sorted(models) for stored in reversed(await self.history(name))]
 
     async def slot(self, key: str) -> ReplySlot:
-        """Return the slot of the reply to a write whose Idempotency-Key has the digest `key`. It may be empty."""
+        """Return the slot for the reply to a write whose Idempotency-Key has the digest `key`. It may be empty."""
         number = int(key[:8], 16) % REPLY_SLOTS
         entry = await self._bucket.get(_slot_key(number))
         return (
@@ -291,7 +291,7 @@ class CatalogueStore:
         )
 
     async def remember(self, reply: Write) -> None:
-        """Store the reply to a write that changed nothing. Raises WrongRevision."""
+        """Store the reply to a write that changed no model. Raises WrongRevision."""
         await self._bucket.write([reply])
 
     async def alias_index(self) -> AliasIndex:
@@ -307,11 +307,12 @@ class CatalogueStore:
         *,
         tell: bool = True,
     ) -> tuple[int, int]:
-        """Write the changes, each of another model, as one atomic batch. With `tell` each change is broadcast; without
-        it readers find the changes when they poll. Returns how many deltas were sent, and how many there are.
+        """Write the changes, each of a different model, in one atomic batch. With `tell`, each change is broadcast;
+        without it, readers find the changes when they poll. Returns the number of sent deltas, and the number of all
+        deltas.
 
-        Raises WrongRevision if any model or slot, or the index of aliases, was written meanwhile; then nothing is
-        stored.
+        Raises WrongRevision if another writer has written any of the models or slots, or the index of aliases; then no
+        write is stored.
         """
         writes: list[Write] = []
         revisions: list[StoredModel] = []
@@ -345,7 +346,7 @@ class CatalogueStore:
         )
 
     async def _write_copy(self, stored: StoredModel) -> None:
-        """Write a revision into the copy, unless the copy has it or a later one."""
+        """Write a revision into the copy, unless the copy has this or a later revision."""
         key = model_key(stored.model)
 
         async def attempt() -> None:
@@ -361,11 +362,11 @@ class CatalogueStore:
             _logger.warning("%s lacks %s until the next start: %s", self._copy.name, stored.model, error)
 
     async def recover(self, backup: Sequence[StoredModel] = ()) -> list[str]:
-        """Write models of the copy or a backup into the bucket, if the bucket lacks them, and models of the bucket into
-        the copy, if the copy lacks them. Then write the index of aliases if it differs from the aliases. Returns the
-        models that the bucket had lost, or had at an earlier revision.
+        """Write models of the copy or a backup into the bucket, if they are missing there, and models of the bucket
+        into the copy, if they are missing there. Then write the index of aliases if it differs from the aliases.
+        Returns the models that the bucket had lost, or had at an earlier revision.
 
-        `backup`: revisions of models, also earlier ones. Raises WrongRevision if another replica does the same at the
+        `backup`: revisions of models, including earlier ones. Raises WrongRevision if another replica recovers at the
         same time.
         """
         entries = await self._copy.use(lambda bucket: bucket.entries())
@@ -415,8 +416,8 @@ class CatalogueStore:
         first: int,
         with_index: bool,
     ) -> tuple[int, int]:
-        """Send one delta for each change and each bundle that it concerns. If `before` is not known, the deltas make
-        each reader ask for the catalogue. Returns how many deltas were sent, and how many there are.
+        """Send one delta for each change and each affected bundle. If `before` is unknown, the deltas make each reader
+        request the catalogue. Returns the number of sent deltas, and the number of all deltas.
         """
         previous, since = (
             (before.epoch, {bundle: before.since(bundle) for bundle in before.bundles})
@@ -437,7 +438,7 @@ class CatalogueStore:
                 try:
                     await self._broker.send(topology.config_subject(bundle), messages.encode(delta))
                     sent += 1
-                except BrokerError as error:  # readers find the change when they poll
+                except BrokerError as error:  # readers will find the change when they poll
                     _logger.warning("a delta of bundle %s was not sent: %s", bundle, error)
             previous = epoch
         return sent, expected
@@ -536,8 +537,8 @@ def _copied(entry: Entry | None) -> StoredModel | None:
 
 
 def digest_of(*parts: bytes) -> str:
-    """Return the SHA-256 of several parts, in hex. Each part is hashed with its length, so that no other parts give the
-    same bytes.
+    """Return the SHA-256 of several parts, in hex. Each part is hashed with its length, so that different parts never
+    give the same bytes.
     """
     digest = hashlib.sha256()
     for part in parts:

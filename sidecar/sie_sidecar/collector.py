@@ -1,4 +1,4 @@
-"""Metrics that are read from the worker's state when Prometheus scrapes."""
+"""Metrics that are read from the worker's state at each scrape of Prometheus."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sie_sidecar.health import WorkerHealth
 
 
 class WorkerCollector(Collector):
-    """Reads the state of the worker's parts at each scrape."""
+    """Collector that reads the state of the worker's parts at each scrape."""
 
     def __init__(self, health: WorkerHealth) -> None:
         self._health = health
@@ -58,7 +58,7 @@ class WorkerCollector(Collector):
             )
 
     def _device(self, description: Description | None) -> Iterator[Metric]:
-        """Metrics of the device by the adapter's last description. Unknown values are absent, never zero."""
+        """Yield metrics of the device from the adapter's last description. Unknown values are absent, never zero."""
         gauge = self._scrape.gauge
         yield gauge("sie_device_lanes", description.lanes if description else 0)
         busy = description.utilization_percent if description else None

@@ -48,7 +48,7 @@ class WorkerHealth:
         self.preloading = ""
         self._listens = False
         self._on_disk: tuple[str, ...] = ()
-        self._examined: tuple[float, str] | None = None  # time of the check, and epoch of the catalogue
+        self._examined: tuple[float, str] | None = None  # time of the check, and epoch of the checked catalogue
 
     def changed(self) -> None:
         self._change.set()
@@ -57,7 +57,7 @@ class WorkerHealth:
         if self.leaving:
             return "draining"
         if not self._link.connected:
-            # the address is only in the log: any client of the port can read this text
+            # the address of the adapter is only in the log, because any client of the port can read this text
             return "no adapter is connected"
         if not self._link.is_fresh():
             return "the adapter does not answer"
@@ -130,7 +130,7 @@ class WorkerHealth:
         )
 
     async def listen(self) -> None:
-        """Subscribe to the subject by which gateways find this worker. Raises BrokerError."""
+        """Subscribe to the subject on which gateways check that this worker is connected. Raises BrokerError."""
         await self._bus.subscribe(topology.assigned_subject(self._id), self._on_asked)
         self._listens = True
 

@@ -1,6 +1,6 @@
 """Metrics of the sidecar. `SidecarMetrics` counts when an event happens; `collector` reads values at each scrape.
 
-The adapter has no port: its counts come with its description.
+The adapter has no port: its counts are in its description.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class SidecarMetrics:
             self.certificates.labels("failed").inc()
 
     def ran(self, model: str, note: BatchNote, done: BatchDone, fill: float) -> None:
-        """Count a batch. `fill` is its share of the cost budget."""
+        """Count a batch. `fill` is its part of the cost budget."""
         self.batch_size.labels(model).observe(note.items)
         self.batch_fill.observe(fill)
         self.tokens.labels(model).inc(note.tokens)
@@ -109,12 +109,13 @@ class _Counts:
     """Counts of all adapters of this process. The counts of each adapter begin at zero."""
 
     def __init__(self) -> None:
-        self._before: Sum[tuple[str, ...]] = Sum()  # counts of adapters that are gone
+        self._before: Sum[tuple[str, ...]] = Sum()  # counts of adapters that have ended
         self._now: Mapping[tuple[str, ...], int] = {}
         self._pid = 0
 
     def advance(self, pid: int, now: Mapping[tuple[str, ...], int]) -> None:
-        # in its own container an adapter may have the same pid each time, so lower counts show a new one as well
+        # in a container of its own, each new adapter may have the same pid, so lower counts are also a sign of a new
+        # adapter
         if pid != self._pid or any(now.get(key, 0) < count for key, count in self._now.items()):
             self._before.update(self._now)
         self._pid, self._now = pid, now
@@ -143,12 +144,12 @@ class OomCounts:
         return self._counts[model, remedy]
 
     def models(self) -> set[str]:
-        """Return the models that ever ran out of memory."""
+        """Return the models for which memory ran out at least once."""
         return {model for model, _ in self._counts}
 
 
 class TowerCounts:
-    """Counts of tower outputs that were cached when needed (`hit`) or not (`miss`)."""
+    """Number of tower outputs that were cached when needed (`hit`) or not (`miss`)."""
 
     def __init__(self) -> None:
         self._counts = _Counts()
@@ -163,12 +164,12 @@ class TowerCounts:
 
 
 def of_models(registry: CollectorRegistry) -> tuple[dict[str, dict[str, float]], dict[str, dict[str, Any]]]:
-    """Return the metrics of single models: counters as metric -> model -> value, and histograms as metric -> model ->
-    buckets and counts.
+    """Return the metrics by model: counters as metric -> model -> value, and histograms as metric -> model -> buckets
+    and counts.
 
     Counts are sums over the other labels. A metric with phases is counted by its phase `total`, which includes the
-    others. `buckets` are upper bounds. `counts[i]` observations are at most `buckets[i]`; there is one more count, the
-    last, of all observations.
+    others. `buckets` are upper bounds. `counts[i]` observations are at most `buckets[i]`; the last count, which has no
+    bucket, is the number of all observations.
     """
     counters: dict[str, dict[str, float]] = {}
     histograms: dict[str, dict[str, Any]] = {}

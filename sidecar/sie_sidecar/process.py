@@ -40,7 +40,7 @@ MIN_CONNECTIONS = 6  # connections for batches; loads of models use some of them
 REFILL_S = 1.0
 PRELOAD_RETRY_S = 5.0
 SERVE_RETRY_S = 0.5
-PING_ANSWER_S = 0.25  # seconds; an answer on its way is not silence, even with a stale multiplier of 1
+PING_ANSWER_S = 0.25  # seconds; an answer in transit does not count as silence, even with a stale multiplier of 1
 _logger = logging.getLogger("sie.sidecar")
 
 
@@ -164,7 +164,7 @@ async def serve(
                     await _unless_stopped(stop, admission.asked.wait())
                     following = tasks.start(_follow(admission, worker, health, stop), "pool assignment")
                 health.worker = worker
-                health.changed()  # from now on gateways may place models on this worker
+                health.changed()  # from now on, gateways may place models on this worker
                 await _unless_stopped(stop, _preload(settings, feed, link, worker, health, stop))
                 tasks.start(_upkeep(worker, stop), "upkeep")
                 tasks.start(worker.hosting.run(settings.idle_evict_s), "hosting")
@@ -178,7 +178,7 @@ async def serve(
                 following.cancel()
                 await asyncio.gather(following, return_exceptions=True)
             await worker.drain(DRAIN_S if drain_s is None else drain_s)
-            # the broker may be gone as well: it delivers again all messages whose settlement it did not get
+            # the broker may be unreachable as well: it delivers messages again if their settlement did not arrive
             with contextlib.suppress(BrokerError):
                 await broker.flush()
     finally:
@@ -190,8 +190,8 @@ async def serve(
 
 
 def _ledger_path(settings: Settings, worker_id: str) -> Path:
-    """Return the path of the lease ledger. It is beside the socket, on a volume that outlives the container. The worker
-    id separates workers that share a folder.
+    """Return the path of the lease ledger. It is in the folder of the socket, on a volume that outlives the container.
+    The worker id distinguishes workers in one folder.
     """
     return Path(f"{settings.ipc_socket_path}.{topology.token(worker_id)}.leases")
 
@@ -224,10 +224,10 @@ async def _follow(admission: PoolMembership, worker: Worker, health: WorkerHealt
 async def _preload(
     settings: Settings, feed: CatalogueFeed, link: AdapterLink, worker: Worker, health: WorkerHealth, stop: Stop
 ) -> None:
-    """Load SIE_PRELOAD_MODELS. The worker is not ready before. An unknown name ends the process.
+    """Load SIE_PRELOAD_MODELS. Before that, the worker is not ready. An unknown name ends the process.
 
-    While a failed load is tried again, readiness reports it. After that, the log and the state of the model report it,
-    so that the other models of this worker do not wait for ever.
+    While a failed load is tried again, readiness reports the failure. After that, the log and the state of the model
+    report it, so that the other models of this worker do not wait for ever.
     """
     if not settings.preload_models:
         return
@@ -258,7 +258,7 @@ async def _preload(
 
 
 async def _unless_stopped(stop: Stop, work: Coroutine[Any, Any, object]) -> None:
-    """Run `work`, but cancel it when the process is to stop. Raises the exceptions of `work`."""
+    """Run `work`, but cancel it if the process must stop. Raises the exceptions of `work`."""
     doing, ending = asyncio.create_task(work), asyncio.create_task(stop.wait())
     await asyncio.wait({doing, ending}, return_when=asyncio.FIRST_COMPLETED)
     ending.cancel()
@@ -270,8 +270,8 @@ async def _unless_stopped(stop: Stop, work: Coroutine[Any, Any, object]) -> None
 
 
 async def _in_a_bundle(feed: CatalogueFeed, bundle: str) -> None:
-    """Log an error if the catalogue has no such bundle: no work will come then. A file in SIE_MODELS_DIR may add the
-    bundle later.
+    """Log an error if the catalogue has no bundle of this name, because this worker gets no work then. A file in
+    SIE_MODELS_DIR may add the bundle later.
     """
     await feed.first.wait()
     if bundle not in (bundles := feed.catalogue.bundles):

@@ -1,7 +1,7 @@
-"""`/ws/status`: the full state of this worker, five times a second, for each viewer.
+"""Websocket `/ws/status`: the full state of this worker, five times per second, for each viewer.
 
-It is served on the port of metrics and probes. If SIE_CONFIG_READ_TOKEN is set, a viewer must send this token: a worker
-has no other one.
+Its port is the port of metrics and probes. If SIE_CONFIG_READ_TOKEN is set, a viewer must send this token, because a
+worker has no other token.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class WorkerStatus:
         self._seats = Seats(MAX_SOCKETS, "worker")
 
     async def run(self) -> None:
-        """Refresh the expensive parts of the frames while there is a viewer, until cancelled."""
+        """Refresh the expensive parts of the frames while there is at least one viewer, until cancelled."""
         while True:
             await self.frames.looked.wait()
             self._summed = of_models(self._metrics.registry)
@@ -82,7 +82,7 @@ class WorkerStatus:
                 if not self.frames.looking:
                     self._summed = of_models(self._metrics.registry)
                 await self.frames.show(scope, receive, send)
-        except SIEError as error:  # all of these errors come before the websocket is accepted
+        except SIEError as error:  # all of these errors are raised before the websocket is accepted
             await refuse_upgrade(scope, send, error)
 
     def _admit(self, scope: Scope) -> None:
@@ -141,9 +141,7 @@ class WorkerStatus:
         ]
 
     def _models(self, worker: Worker | None, hosted: dict[str, ModelState]) -> list[dict[str, Any]]:
-        """Return the models of this bundle, and other models that are hosted here, sorted by memory, the largest
-        first.
-        """
+        """Return the models of this bundle, and other models on this worker, sorted by memory, the largest first."""
         pending = worker.inventory.pending_inputs() if worker else {}
         catalogue = self._health.feed.catalogue
         rows = []
@@ -196,8 +194,8 @@ class WorkerStatus:
         return cached[2]
 
     def _batching(self, worker: Worker, hosted: ModelState) -> dict[str, Any]:
-        """Return how deliveries are gathered, which is the same for all models, and how full the batches of this model
-        are.
+        """Return the data about the gathering of deliveries, which is equal for all models, and about the fill of this
+        model's batches.
 
         Without recent answers it is not calibrated: the median, and its distance to the target, are null then.
         """

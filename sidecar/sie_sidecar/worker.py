@@ -1,5 +1,5 @@
-"""The parts of a worker, and its drain. All state belongs to one event loop. Every path out of a stage settles the work
-items that the stage had.
+"""Parts of a worker, and its drain. All state belongs to one event loop. Every path out of a stage settles the work
+items of the stage.
 
     Source ──► Intake ──► Prepare ──► Dispatch ──► Settle
     (pulls)   (groups)   (model,     (batches) └─► Isolate (one of its inputs was in a batch that
@@ -54,7 +54,7 @@ _logger = logging.getLogger("sie.sidecar.worker")
 
 @dataclass(frozen=True)
 class WorkerIdentity:
-    """Identity of a worker: its `id`, the lane of its placement table and its stream, and its storage beside the
+    """Identity of a worker: its `id`, the lane of its placement table and its stream, and its storage outside of the
     broker.
 
     `ledger` is the file of deliveries in flight; it is None if the broker does not outlive this process. `store` has
@@ -117,7 +117,7 @@ class Worker:
         results = ResultDelivery(broker, self.leases, metrics, clock)
         dead_letters = DeadLetterWriter(broker, lane.pool, worker_id, metrics, broker_s)
         fetching = PayloadFetching(identity.store, clock) if identity.store is not None else None
-        # the stages, in reverse order: each passes its items on to later ones
+        # stages in reverse order: each passes its items to later ones
         self._settle = Settle(worker_id, results, dead_letters, self.inventory, fetching, metrics, self._work, clock)
         self._isolate = Isolate(self.device, self._marks, self.loading, self._settle, metrics, self._work)
         self.dispatch = Dispatch(self.device, self._isolate, self.loading, self._settle, quantum, metrics, self._work)
@@ -146,14 +146,15 @@ class Worker:
         return len(self.leases)
 
     async def start(self, stop: Stop) -> None:
-        """Hand back the deliveries that a killed predecessor had in flight, and start to process deliveries. This waits
-        for the broker as long as it takes, unless `stop` comes first. `WorkSource.pull` starts the deliveries.
+        """Return the deliveries that a killed predecessor had in flight to the queue, and start to process deliveries.
+        The start waits for the broker without a limit, unless `stop` is set first. `WorkSource.pull` starts the
+        deliveries.
         """
-        with contextlib.suppress(BrokerError):  # until an answer comes, the clock of this machine is used
+        with contextlib.suppress(BrokerError):  # before the first answer, the clock of this machine is used
             await self.broker_clock.measure()
         if left := await self.leases.release_left(self._broker):
             _logger.warning("%d deliveries that this worker held when it was killed are handed back", left)
-        with contextlib.suppress(BrokerError):  # `run` tries again to open the marks
+        with contextlib.suppress(BrokerError):  # if opening fails, `run` tries again to open the marks
             await self._marks.open()
         self._loops.start(self.broker_clock.run(), "broker clock")
         self._loops.start(self._marks.run(), "marks")
@@ -174,7 +175,7 @@ class Worker:
         while True:
             gathered = await self.intake.next(self._is_tokenising, self._has_more)
             for flight in gathered.stored:
-                # load its model meanwhile: work that can run now may wait behind it
+                # load the model of this work in the background: work that can run now may wait after it
                 self.loading.ahead([f"{flight.item.model}:{flight.item.profile}"])
                 self._work.start(self._fetch_and_prepare(flight), "fetch")
             for group in gathered.groups:
@@ -221,7 +222,7 @@ class Worker:
         self.source.pulling.refill_all()
 
     def _on_unloaded(self, model: str) -> None:
-        """Tell the assignment that an operator had a model unloaded."""
+        """Inform the assignment that an operator had a model unloaded."""
         self.source.assignment.unloaded(model)
 
     async def _on_reconnect(self) -> None:
@@ -242,8 +243,8 @@ class Worker:
         self.device.wake.set()
 
     async def drain(self, grace_s: float) -> None:
-        """Stop pulling, finish the work in flight, and hand back the work that does not finish in time. `grace_s` is
-        the time for all of it, also for a broker that does not answer.
+        """Stop pulling, complete the work in flight, and return the work that is not completed in time to the queue.
+        `grace_s` is the time for all of these steps, also if the broker does not answer.
         """
         end_s = self._clock() + grace_s
         await self.source.stop()

@@ -223,6 +223,22 @@ def test_dense_layers_come_after_the_pooling_of_a_chunk(engine: HeadsEngine, tmp
     assert _cosines(got["dense"], expected).min() >= MIN_COSINE
 
 
+@pytest.mark.parametrize("name", ["max", "mean+max"])
+def test_a_chunk_in_several_windows_has_the_maximum_of_all(
+    engine: HeadsEngine, folder: Callable[[str], Path], name: str
+) -> None:
+    width = WIDTH * len(name.split("+"))
+    load = {"precision": "float32", "engine": "torch", "accept_unproven": True}
+    served = engine.load(folder("bert"), {"dense": width}, max_tokens=MAX_TOKENS, run={"pooling": name}, load=load)
+    text = _text(600)
+    (whole,) = served.encode_inputs([_chunks(text, [(0, 600)])], "dense", normalize=False)
+    (parts,) = served.encode_inputs([_chunks(text, _tiled(text, 60))], "dense", normalize=False)
+    assert np.abs(whole["dense"][0, -WIDTH:] - parts["dense"][:, -WIDTH:].max(0)).max() < 1e-5
+    if name == "mean+max":
+        reference = Late(folder("bert"), MAX_TOKENS).chunks(text, [(0, 600)])
+        assert _cosines(whole["dense"][:, :WIDTH], reference).min() >= MIN_COSINE
+
+
 def test_one_multivector_and_one_sparse_vector_for_each_chunk(engine: HeadsEngine, tmp_path: Path) -> None:
     served = _m3(engine, tmp_path)
     text = _text(50)

@@ -80,8 +80,10 @@ class LateChunks:
         bad = packed.order[~reduced.usable.cpu().numpy()]
         return set(owners[bad].tolist())
 
-    def joined(self, heads: Mapping[str, Head]) -> dict[str, list[Row | None]]:
-        """Return the rows of all chunks, by head; None for a chunk of which a part is missing."""
+    def joined(self, heads: Mapping[str, Head], pooling: str) -> dict[str, list[Row | None]]:
+        """Return the rows of all chunks, by head; None for a chunk of which a part is missing. `pooling` is that of the
+        batch.
+        """
         bounds = np.searchsorted(self._segments[:, 0], np.arange(self.chunks + 1))
         lengths = self._segments[:, 3] - self._segments[:, 2]
         rows: dict[str, list[Row | None]] = {}
@@ -89,7 +91,11 @@ class LateChunks:
             head: Any = heads[name]
             chunks = [slice(int(first), int(stop)) for first, stop in itertools.pairwise(bounds)]
             whole = [number for number, own in enumerate(chunks) if all(part is not None for part in parts[own])]
-            joined = head.join([parts[chunks[n]] for n in whole], [lengths[chunks[n]] for n in whole]) if whole else []
+            joined = (
+                head.join([parts[chunks[n]] for n in whole], [lengths[chunks[n]] for n in whole], pooling)
+                if whole
+                else []
+            )
             rows[name] = [None] * self.chunks
             for number, row in zip(whole, joined, strict=True):
                 rows[name][number] = row

@@ -1,6 +1,6 @@
-"""Heads turn the hidden states of a pass into one output for each sequence. Each kind has a small file.
+"""Heads, which turn the hidden states of a pass into one output for each sequence. Each kind has a small file.
 
-hidden [tokens, width] ──► Head.reduce ──► a Reduced: one value per sequence, and which of them are usable
+hidden [tokens, width] ──► Head.reduce ──► Reduced: one value per sequence, and a mask of the usable ones
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ class States:
     """Hidden states of a pass: `hidden` [tokens, width] of any float type, in packed order. `queries` [sequences] is
     True for queries, False for documents.
 
-    `pooling`: the pooling of the batch; empty for that of the model. `inner`: [sequences], True for a part of a row
-    that does not begin with the row's first token; None: all sequences are whole rows.
+    `pooling`: the pooling of the batch; empty for the model's own pooling. `inner`:
+    [sequences], True for a part of a row that does not begin with the row's first token; None: all sequences are whole
+    rows.
     """
 
     hidden: Tensor
@@ -78,5 +79,7 @@ class JoiningHead(Head, Protocol):
     def parts(self, states: States, sequences: Int64) -> Reduced:
         """Return the part of each sequence, which is a segment of a chunk."""
 
-    def join(self, parts: Sequence[Sequence[Row]], lengths: Sequence[Int64]) -> Sequence[Row]:
-        """Return the output of each chunk from its parts. `lengths`: the tokens of each part."""
+    def join(self, parts: Sequence[Sequence[Row]], lengths: Sequence[Int64], pooling: str) -> Sequence[Row]:
+        """Return the output of each chunk from its parts. `lengths`: the tokens of each part. `pooling`: the pooling of
+        the batch; empty for the model's own pooling.
+        """

@@ -1,10 +1,10 @@
-"""Placement of an archive in a folder that serves it: either the whole archive or nothing.
+"""Placement of an archive in a folder that serves it: the folder has the whole archive, or is not created.
 
     archive ─► .NAME.loading beside FOLDER: every file, compared with the index and synced ─► models/, serve.env ─►
     FOLDER
 
-The archive is unpacked beside its place and renamed to FOLDER last. An interrupted load leaves no FOLDER. The next load
-removes the incomplete files and begins again.
+The archive is unpacked in a hidden folder next to FOLDER, which is renamed to FOLDER last. An interrupted load leaves
+no FOLDER. The next load removes the incomplete files and begins again.
 """
 
 from __future__ import annotations
@@ -70,13 +70,13 @@ def aliases(index: ArchiveIndex) -> list[Alias]:
 
 
 def check(index: ArchiveIndex) -> None:
-    """Raise CommandRefused unless the contents of the index can be served here."""
+    """Raise CommandRefused unless this version can serve the contents of the index."""
     entries(index)
     aliases(index)
 
 
 def settings(index: ArchiveIndex, at: Path) -> dict[str, str]:
-    """Return the settings that make `sie serve` serve only the models of an archive, from the folder `at`, without a
+    """Return settings with which `sie serve` serves only the models of an archive, from the folder `at`, without a
     download.
     """
     names = [*(entry.id for entry in entries(index)), *(alias.id for alias in aliases(index))]
@@ -89,7 +89,7 @@ def settings(index: ArchiveIndex, at: Path) -> dict[str, str]:
 
 
 def load(reader: ArchiveReader, folder: Path, at: Path, progress: ByteProgress) -> None:
-    """Unpack an archive to `folder`, which workers will see at `at`. Raises CommandRefused, OSError; `folder` then does
+    """Unpack an archive to `folder`, whose path for workers is `at`. Raises CommandRefused, OSError; then `folder` does
     not exist.
     """
     check(reader.index)
@@ -122,7 +122,7 @@ def load(reader: ArchiveReader, folder: Path, at: Path, progress: ByteProgress) 
 
 
 def place(folder: Path, index: ArchiveIndex, at: Path) -> None:
-    """Write the files that hold the folder's own path, if they differ: entries, settings. Raises CommandRefused,
+    """Write the files that contain the folder's own path, if they differ: entries, settings. Raises CommandRefused,
     OSError.
     """
 
@@ -168,7 +168,7 @@ def wrong(
 
 @contextmanager
 def _loading(folder: Path) -> Iterator[Path]:
-    """Yield an empty, locked folder beside `folder`. It is removed afterwards unless it was renamed. Raises
+    """Yield an empty, locked folder next to `folder`. It is removed afterwards unless it was renamed. Raises
     CommandRefused, OSError.
     """
     partial = folder.with_name(f".{folder.name}.loading")
@@ -198,7 +198,7 @@ def claim(path: Path, descriptor: int) -> None:
     held = os.fstat(descriptor)
     if not path.exists() or not os.path.samestat(
         held, path.stat()
-    ):  # another process renamed it between our open and our lock
+    ):  # another process renamed the file after this process opened it and before it locked it
         raise CommandRefused(f"another `sie airgap` has just written {path}: check its result")
     if held.st_uid != os.geteuid():
         raise CommandRefused(f"{path} belongs to another user: remove it, or write elsewhere")

@@ -42,7 +42,7 @@ class Mteb:
 
 
 def find(name: str) -> Mteb:
-    """Load a task of mteb. Without the hub, its datasets come from the cache of huggingface_hub.
+    """Load a task of mteb. Without the hub, its datasets are read from the cache of huggingface_hub.
 
     Raises CommandRefused for a name that the library does not have, and NoHub.
     """
@@ -118,7 +118,9 @@ class _Encoder(_MtebModel):
 
 
 class _CrossEncoder(_MtebModel):
-    """mteb.CrossEncoderProtocol over a source. Consecutive pairs with the same query become one request."""
+    """Implementation of mteb.CrossEncoderProtocol with a source. Consecutive pairs with the same query become one
+    request.
+    """
 
     def predict(self, inputs1: Any, inputs2: Any, **_: Any) -> Any:
         scores: list[float] = []

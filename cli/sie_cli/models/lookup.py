@@ -1,8 +1,8 @@
 """Models that a command names for use: `sie serve MODEL`, `sie pull MODEL`, `sie run MODEL`.
 
-hub id, folder or catalogue name, each with :profile or without
+hub id, folder or catalogue name, with or without :profile
     ├ the catalogue has it, with a commit ──► its entry
-    └ else ──► inspected as `sie models add` does ──► DIR/ID.yaml, and one line that says so
+    └ else ──► inspected like in `sie models add` ──► DIR/ID.yaml, and a line about it
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class NamedModel:
 
     @property
     def message(self) -> str:
-        """Return one line about an entry that was added; empty without one."""
+        """Return one line about an entry that was added; empty if none was added."""
         if self.added is None:
             return ""
         weights = self.entry.weights
@@ -91,8 +91,8 @@ def _split(catalogue: Catalogue, spec: str) -> tuple[str, str]:
 
 
 def _entry_of_folder(catalogue: Catalogue, folder: Path) -> ModelEntry | None:
-    """Return the entry that was written for a folder; None without one. Raises CommandRefused if another model has the
-    name.
+    """Return the entry that was written for a folder; None if there is none. Raises CommandRefused if another model has
+    the name.
     """
     entry = catalogue.find(folder_name(folder))
     if entry is None or (entry.weights.path and Path(entry.weights.path).expanduser().resolve() == folder.resolve()):

@@ -23,7 +23,8 @@ from sie_contracts.settings import public_url
 F = TypeVar("F", bound=Callable[..., Any])
 TIMEOUT_S = 15.0
 POLL_S = 0.5
-STALE_S = 3.0  # seconds in which a failure is ignored: it may be of an older load, until the worker has begun this one
+# seconds in which a failure is ignored: it may belong to an older load, because the worker may not have begun this load
+STALE_S = 3.0
 _NEXT = {
     "UNAUTHENTICATED": "set SIE_ADMIN_TOKEN to the gateway's, or SIE_API_KEY to a key with the scope admin",
     "PERMISSION_DENIED": "this needs the scope admin: SIE_ADMIN_TOKEN, or a key of `sie keys create --scopes admin`",
@@ -138,7 +139,7 @@ def _await_load(gateway: _GatewayClient, model: str, headers: dict[str, str], wa
     has_begun, last = False, ""
     for since_s, info in gateway.states(model, wait_s):
         has_begun = has_begun or info["state"] == "loading"
-        # this state covers all lanes; only a repeated load request covers the requested lane
+        # this state covers all lanes; only a repeated load request shows the state of the requested lane
         if info["loaded"] and gateway.first(model, "/load", headers)["state"] == "loaded":
             click.echo(f"{model}: loaded by {', '.join(info['workers'])} after {since_s:.1f} s")
             return

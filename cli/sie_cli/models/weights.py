@@ -246,7 +246,7 @@ def rm(names: tuple[str, ...], local: bool, yes: bool, **values: Any) -> None:
 
 @dataclass(frozen=True)
 class _WeightsSource:
-    """A folder and its manifest. While the lease is held, no process removes the folder from the local cache."""
+    """A folder and its manifest. While the lease is open, no process removes the folder from the local cache."""
 
     folder: Path
     manifest: Manifest
@@ -326,7 +326,7 @@ def _entry(settings: Settings, model: str, commit: str) -> ModelEntry:
 
 
 def _only_commit(settings: Settings, hub: str) -> str:
-    """Return the only commit in this node's cache. Raises CommandRefused unless the cache has exactly one."""
+    """Return the only commit of `hub` in this node's cache. Raises CommandRefused unless the cache has exactly one."""
     check_names(hub, "any")
     commits = sorted(path.name for path in _cache(settings).place(hub, "any").parent.glob("*") if path.is_dir())
     if len(commits) != 1:
@@ -343,7 +343,7 @@ def _cache(settings: Settings) -> LocalCache:
 
 
 def _sources(settings: Settings) -> Any:
-    """Return the sources of weights to push, without the bucket that is the destination."""
+    """Return the sources of weights for a push, without the destination bucket."""
     return weight_sources(dataclasses.replace(settings, cluster_cache=None))
 
 
@@ -361,13 +361,13 @@ def _stored(settings: Settings, local: bool) -> list[CommitState]:
 
 def _stored_here(settings: Settings) -> list[CommitState]:
     """Return the snapshots of the local cache in the form of the bucket's list. A snapshot with a manifest is listed
-    with the faults of its names and sizes. The hub's own client writes no manifest: such a snapshot is listed if it is
-    complete by the hub's listing.
+    with the faults of its names and sizes. The hub's own client writes no manifest: its snapshot is listed if it is
+    complete according to the hub's listing.
     """
     cache, copies = _cache(settings), []
     for folder in sorted(cache.hub.glob("models--*/snapshots/*")):
         repository, revision = folder.parents[1].name.removeprefix("models--").replace("--", "/"), folder.name
-        with contextlib.suppress(ManifestError):  # skip a folder of another program
+        with contextlib.suppress(ManifestError):  # skips a folder of another program
             manifest = cache.manifest(repository, revision)
             if manifest is not None or cache.find(repository, revision) is not None:
                 files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
@@ -388,8 +388,8 @@ def _checked_here(settings: Settings, stored: CommitState, progress: FetchProgre
 
 
 def _named(stored: list[CommitState], names: tuple[str, ...]) -> Iterator[CommitState]:
-    """Yield the snapshots selected by repository or repository@commit, where the commit may be shortened; without names
-    yield all.
+    """Yield the snapshots selected by repository or repository@commit, where the commit may be shortened. Without
+    names, yield all snapshots.
 
     Raises CommandRefused, click.UsageError.
     """
@@ -416,7 +416,7 @@ def _named(stored: list[CommitState], names: tuple[str, ...]) -> Iterator[Commit
 
 @contextlib.contextmanager
 def _refusing(settings: Settings) -> Iterator[None]:
-    """End the command with one line on a fault: status 2 for a bad setting, 1 for any other fault."""
+    """End the command with one line after a fault: status 2 for an invalid setting, 1 for any other fault."""
     try:
         with refusing():
             yield

@@ -1,4 +1,4 @@
-"""Traces of requests: the time of each request and the lengths of its inputs. A trace holds no text and no names of
+"""Traces of requests: the time of each request and the lengths of its inputs. A trace has no text and no names of
 clients.
 
 A trace is JSON lines, in any order:
@@ -102,7 +102,9 @@ def write(requests: Iterable[TraceRequest]) -> Iterator[bytes]:
 
 
 def numbers(text: str, names: Sequence[str]) -> dict[str, float]:
-    """Parse `a=1,b=2.5` to numbers by name. Raises TraceError for an unknown name and for a value that is no number."""
+    """Parse `a=1,b=2.5` to numbers by name. Raises TraceError for an unknown name and for a value that is not a
+    number.
+    """
     values = {}
     for part in filter(None, text.split(",")):
         name, _, value = part.partition("=")
@@ -118,8 +120,8 @@ def numbers(text: str, names: Sequence[str]) -> dict[str, float]:
 
 
 def generate(spec: str) -> list[TraceRequest]:
-    """Generate requests from `poisson:rate=200,length=64,...`: the first at time 0, the others at random times. Raises
-    TraceError.
+    """Generate requests from `poisson:rate=200,length=64,...`: the first at time 0, the later ones at random times.
+    Raises TraceError.
 
     `rate`: requests per second, for `seconds` seconds. `burst`: requests that arrive together. `inputs`: inputs of each
     request. `length`: mean tokens of an input, log-normal with `spread` as its sigma (0: all equal), at most 512.
@@ -166,11 +168,11 @@ def generate(spec: str) -> list[TraceRequest]:
 
 
 def fit(ran: Sequence[Ran]) -> tuple[float, float, float]:
-    """Fit the seconds of a batch as a + b tokens + c attention with the least squared relative error and no negative
+    """Fit the seconds of a batch as a + b tokens + c attention, with the least squared relative error and no negative
     coefficient. Return a, b, c. Raises TraceError.
 
-    Every subset of the three terms is tried, and the best one without a negative coefficient is used. Other terms stay
-    0, also if the data cannot separate them.
+    Every subset of the three terms is tried, and the best subset without a negative coefficient is used. The
+    coefficients of the other terms are 0, also if the data cannot separate the terms.
     """
     if len(ran) < 3:
         raise TraceError("fewer than three measured batches: give the device with --device")
@@ -186,7 +188,7 @@ def fit(ran: Sequence[Ran]) -> tuple[float, float, float]:
             coefficients = np.zeros(3)
             coefficients[list(chosen)] = solution
             error = float(np.sum((scaled @ coefficients - 1.0) ** 2))
-            # otherwise the fit with fewer terms is as good
+            # otherwise the fit with fewer terms is equally good
             if (coefficients >= 0).all() and error < best_error - 1e-9 * len(ran):
                 best, best_error = (float(coefficients[0]), float(coefficients[1]), float(coefficients[2])), error
     return best

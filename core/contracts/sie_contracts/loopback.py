@@ -1,7 +1,7 @@
-"""Addresses of this machine. No proxy is used for them: a proxy on another machine would connect to itself.
+"""Addresses of this machine. No proxy is used for them: a proxy on another machine would connect to that machine.
 
-a client of httpx ──► direct(url, transport)    SIEClient and the commands of `sie`
-a process of `sie` ──► bypass_proxies(environ)  once, for the other libraries in it and in its child processes
+a client of httpx ──► direct(url, transport)    SIEClient and the commands of `sie` a process of `sie` ──►
+bypass_proxies(environ)  once, for the other libraries in it and in its child processes
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ T = TypeVar("T")
 # The list has no networks: httpx and the standard library accept only names and addresses.
 _HOSTS = ("localhost", "127.0.0.1", "::1")
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy", "ws_proxy", "wss_proxy", "grpc_proxy")
-_EXCEPTIONS = ("no_proxy", "NO_PROXY")  # libraries differ in which of them they read; gRPC reads only the first
+# different libraries read different ones of these names; gRPC reads only the first
+_EXCEPTIONS = ("no_proxy", "NO_PROXY")
 
 
 def is_loopback(host: str) -> bool:
@@ -31,13 +32,13 @@ def is_local(url: str) -> bool:
     """Return whether the host of a URL is the loopback interface of this machine."""
     try:
         return is_loopback(urlsplit(url).hostname or "")
-    except ValueError:  # not a URL
+    except ValueError:  # the text is not a URL
         return False
 
 
 def direct(url: str, transport: Callable[..., T], **options: Any) -> T | None:
-    """Return a transport of httpx, made with `options`, for a server of this machine. Return None for any other server:
-    httpx then makes its own transports, one for each proxy of the environment.
+    """Return a transport of httpx, created with `options`, for a server of this machine. Return None for any other
+    server: httpx then creates its own transports, one for each proxy of the environment.
     """
     return transport(**options) if is_local(url) else None
 

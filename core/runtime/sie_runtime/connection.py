@@ -14,7 +14,7 @@ _logger = logging.getLogger("sie.broker")
 
 
 def because(text: str, broker: Connection) -> str:
-    """Return `text`, a reason why a process is not ready, followed by the problems at the broker that cause it."""
+    """Return `text`, a reason why a process is not ready, with the problems at the broker that cause it."""
     causes = "; ".join(f"{name} cannot be used: {why}" for name, why in sorted(broker.troubles.items()))
     return f"{text}: {causes}" if causes else text
 

@@ -1,11 +1,11 @@
-"""Table of all metrics of all processes. Each process makes its metrics from this table; dashboards, alerts and
+"""Table of all metrics of all processes. Each process creates its metrics from this table; dashboards, alerts and
 docs/metrics.md are checked against it.
 
-`most` limits the number of label sets of a metric: a process may be asked for ten thousand models. A label set for
-which there is no room has `other` in the labels that FOLDED names; `rest` label sets are kept free for this. In a
-metric with `series_per_name`, the busiest values of the first label keep their names, and `series_per_name` label sets
-are reserved for each of these values. In any other metric the label sets that came first keep their names. All series
-of a process are at most MAX_SERIES together.
+`most` limits the number of label sets of a metric: clients may name ten thousand models at one process. A label set for
+which there is no room has `other` in the labels that are listed in FOLDED; `rest` label sets are reserved for this. In
+a metric with `series_per_name`, the busiest values of the first label keep their names, and `series_per_name` label
+sets are reserved for each of these values. In any other metric, the first label sets keep their names. A process has at
+most MAX_SERIES series in total.
 """
 
 from __future__ import annotations
@@ -92,12 +92,12 @@ class Metric:
 
     @property
     def series(self) -> int:
-        """Maximum number of series of the metric."""
+        """Largest number of series of the metric."""
         return self.most * (len(self.buckets) + 3 if self.kind == "histogram" else 1)
 
 
 _GATEWAY = (
-    # requests: rate, errors, duration
+    # Requests: rate, errors, duration
     Metric("sie_gateway_requests", "counter", "Requests answered", ("endpoint", "status", "machine_profile"), 160, 80),
     Metric(
         "sie_gateway_request_latency_seconds",
@@ -137,11 +137,11 @@ _GATEWAY = (
         48,
         series_per_name=1,
     ),
-    # jobs, the same at every gateway
+    # Jobs, with equal values at every gateway
     Metric("sie_gateway_jobs", "gauge", "Jobs and batches that are kept", ("state",), 9, 3),
     Metric("sie_gateway_job_rows_waiting", "gauge", "Rows of jobs that have not ended, not answered yet"),
     Metric("sie_gateway_jobs_in_trouble", "gauge", "Jobs that wait for a store, a broker or a worker"),
-    # the queue
+    # Queue of a lane
     Metric(
         "sie_gateway_queue_oldest_seconds",
         "gauge",
@@ -229,7 +229,7 @@ _GATEWAY = (
     ),
     Metric("sie_gateway_active_lease_gpus", "gauge", "GPUs that live reservations ask for"),
     Metric("sie_gateway_pool_events", "counter", "Events of reservations", ("event",), 12),
-    # the catalogue
+    # Catalogue of the gateway
     Metric("sie_gateway_config_epoch", "gauge", "Writes of the catalogue that this gateway has seen"),
     Metric(
         "sie_gateway_config_behind",
@@ -290,7 +290,7 @@ OOM = {
     "batch_splits": "batches split",
 }
 _WORKER = (
-    # chunks: rate, errors, duration
+    # Chunks: rate, errors, duration
     Metric("sie_requests", "counter", "Chunks answered", ("model", "endpoint", "status"), 96, 18, series_per_name=2),
     Metric(
         "sie_request_duration_seconds",
@@ -334,7 +334,7 @@ _WORKER = (
     Metric("sie_batches_in_progress", "gauge", "Batches sent to the adapter"),
     Metric("sie_tokens_processed", "counter", "Tokens run", ("model",), 24, series_per_name=1),
     Metric("sie_padding_tokens", "counter", "Padding positions that were computed", ("model",), 24, series_per_name=1),
-    # the device
+    # Device of the worker
     Metric(
         "sie_device_seconds",
         "counter",

@@ -1,11 +1,11 @@
-"""Files that are complete or absent, also after a loss of power."""
+"""Files that are complete or absent, even after a loss of power."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-PART = ".part"  # suffix of a file that is not complete
+PART = ".part"  # suffix of an incomplete file
 
 
 def write(path: Path, data: bytes) -> None:

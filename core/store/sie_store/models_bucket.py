@@ -1,7 +1,8 @@
-"""SIE_MODELS_DIR in a bucket: the objects below s3://bucket/prefix or gs://bucket/prefix are read like a models folder.
+"""SIE_MODELS_DIR in a bucket: the objects below s3://bucket/prefix or gs://bucket/prefix are read like the files of a
+models folder.
 
-list ──► name, time, size and tag of every object that is a file of models ──► bodies of those that changed, some
-at a time
+list ──► name, time, size and tag of every object that is a file of models ──► bodies of the changed files, some at a
+time
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class BucketFolder:
 
     def list_files(self) -> dict[str, tuple[int, int, int]]:
         """List the files of models by their paths below the prefix, each as (time of the last change in ns, size in
-        bytes, hash of the tag). Raises SettingError if there is none.
+        bytes, hash of the tag). Raises SettingError if the bucket has no such file.
         """
         files = self._run(self._patience.call(self._listed))
         if not files:

@@ -1,4 +1,4 @@
-"""Payloads: inputs that are too large for a message of the queue, in a store that gateways and workers share.
+"""Payloads: inputs that are too large for a message of the queue, in a store of all gateways and workers.
 
     gateway: encoded Payload ──put──► key ──► WorkItem.payload ──► sidecar: get ──► digest checked ──► inputs
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 TRANSFERS_AT_ONCE = 8
 LISTED_AT_ONCE = 1000
-MAX_REMOVALS = 10_000  # payloads after whose removal a sweep ends
+MAX_REMOVALS = 10_000  # number of removed payloads after which a sweep ends
 _KEY = re.compile(r"([0-9a-f]{64})\.[0-9]+")
 _T = TypeVar("_T")
 

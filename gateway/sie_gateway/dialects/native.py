@@ -1,4 +1,6 @@
-"""encode, score and extract in the native format. The reply has a slot for each input, also if it failed."""
+"""encode, score and extract in the native format. The reply has a slot for each input, also for an input that
+failed.
+"""
 
 from __future__ import annotations
 

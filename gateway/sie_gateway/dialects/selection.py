@@ -1,5 +1,5 @@
-"""Choice of the model for a request that need not name one: the named model, else the default of the settings, else the
-only model with the capability.
+"""Choice of the model for a request whose model is optional: the named model, else the default of the settings, else
+the only model with the capability.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ NOT_NAMED = "default/not-specified"  # sent by Infinity's client if its user nam
 
 
 def able(inference: Inference, call: Call, capability: Capability, named: Any = None) -> Resolved:
-    """Return the model that `model_for` chooses, if it has the task of the route.
+    """Return the model that `model_for` chooses, after a check that it has the task of the route.
 
-    Raises InvalidInput with reason unsupported_output (vectors) or unsupported_task. Its message names the routes that
-    the model can serve. Also raises the errors of `model_for`. Call it before the fields of the body are read: a body
+    Raises InvalidInput with reason unsupported_output (vectors) or unsupported_task. The message names the routes that
+    the model supports. Also raises the errors of `model_for`. Call it before the fields of the body are read: a body
     for another task has other fields, and an error about them would mislead.
     """
     resolved = model_for(inference, call, capability, named)

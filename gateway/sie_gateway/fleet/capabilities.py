@@ -1,4 +1,4 @@
-"""Capabilities that a route needs of a model, by the route's endpoint."""
+"""Capabilities that a route requires of a model, by the route's endpoint."""
 
 from __future__ import annotations
 

@@ -26,7 +26,8 @@ from sie_gateway.inference import chunk_fields
 from sie_gateway.inference.body import MAX_BODY_BYTES, RequestItem, sizes
 from sie_gateway.inference.images import pixels
 
-BYTES_PER_TOKEN = 4  # bytes of English UTF-8; an estimate for the split only: the sidecar counts the tokens
+# bytes of English UTF-8; an estimate that is used only to split requests: the sidecar counts the tokens
+BYTES_PER_TOKEN = 4
 SPECIAL_TOKENS = 2
 ITEM_RESULT_OVERHEAD_BYTES = 64
 EXTRACTED_TOKEN_BYTES = 64
@@ -34,7 +35,7 @@ LABEL_RESULT_BYTES = 48
 TOKENIZED_BYTES = 48  # bytes of a token in a result: its id, its text and its position
 SPARSE_IDS_PER_TOKEN = 32
 BARE_OPTIONS_BYTES = 64  # bytes of options without texts
-STORED_CHUNK_BYTES = 8 << 20  # bytes of the inputs of a chunk whose query goes through the payload store
+STORED_CHUNK_BYTES = 8 << 20  # bytes of the inputs of a chunk whose query is stored in the payload store
 MAX_RESULT_BYTES = 1 << 30  # bytes of all results of a request
 MAX_PIXELS = 400_000_000  # pixels of all images of a request that a worker would decode
 
@@ -77,7 +78,7 @@ _NO_PARTS: Mapping[int, TextParts] = MappingProxyType({})
 class ChunkLimits(NamedTuple):
     """Limits of one chunk: estimated tokens, bytes of its inputs in the message, bytes of its results.
 
-    `any_size` is true if an input above `payload_bytes` goes through the payload store.
+    `any_size` is true if an input above `payload_bytes` is stored in the payload store.
     """
 
     cost: int
@@ -99,14 +100,15 @@ def plan(
     PayloadTooLarge.
     """
     query_bytes = query.size if query else 0
-    # bytes that every message of the request repeats, beside its inputs
+    # bytes that every message of the request has in addition to its inputs
     options_bytes = len(messages.encode(run))
     shared_bytes = query_bytes + (options_bytes if options_bytes > BARE_OPTIONS_BYTES else 0)
     inline_bytes = limits.payload_bytes
     payload_bytes = inline_bytes - shared_bytes
     is_query = query_bytes > shared_bytes // 2
     if payload_bytes < inline_bytes // 2:
-        if not limits.any_size or shared_bytes - query_bytes > inline_bytes // 2:  # options never go through the store
+        # options are never stored in the payload store
+        if not limits.any_size or shared_bytes - query_bytes > inline_bytes // 2:
             limit = inline_bytes // 2
             name = "query" if is_query else "labels" if run.labels else "instruction"
             raise PayloadTooLarge(f"{name}: at most {limit} bytes are allowed", param=name, extras={"limit": limit})
@@ -151,7 +153,7 @@ def plan(
             "all"
         )
         raise PayloadTooLarge(message, param=name, extras={"limit": MAX_BODY_BYTES // len(chunks)})
-    if operation in ("tokenize", "decode"):  # these operations do not use the device
+    if operation in ("tokenize", "decode"):  # these operations do not use the device, so they have no cost
         chunks = [replace(piece, cost=1, squares=0) for piece in chunks]
     return chunks, sum(item_sizes)
 
@@ -168,7 +170,7 @@ def _chunked_parts(items: Sequence[RequestItem], max_tokens: int) -> dict[int, T
 
 def _files(items: Sequence[RequestItem], query: RequestItem | None) -> list[ItemFiles]:
     """Return the files of each input, or an empty list if there are none. The files of the query count for each input,
-    because each is read with them.
+    because the model reads them with each input.
     """
     shared = len(query.files) if query else 0
     if not shared and not any(item.files for item in items):
@@ -208,9 +210,9 @@ def result_bytes(operation: Operation, entry: ModelEntry, run: RunOptions) -> tu
 
 
 def _check_pixels(items: Sequence[RequestItem]) -> None:
-    """Raise PayloadTooLarge if the images have too many pixels in total: the time to decode goes by pixels, and a file
-    of some kilobytes may have any number of them. An image that is too large for a worker does not count, because the
-    worker fails it alone.
+    """Raise PayloadTooLarge if the images have too many pixels in total: the time to decode depends on the pixels, and
+    a file of some kilobytes may have any number of them. An image that is too large for a worker does not count,
+    because the worker rejects it without decoding it.
     """
     counts = (pixels(file) for item in items for file in item.images)
     total = sum(count for count in counts if count <= MAX_DECODED_PIXELS)
@@ -222,8 +224,8 @@ def _check_pixels(items: Sequence[RequestItem]) -> None:
 
 
 def _check_reply(expected_bytes: int) -> None:
-    """Raise PayloadTooLarge if the results would be too large: the gateway holds all results of a request until its
-    reply is sent.
+    """Raise PayloadTooLarge if the results would be too large: the gateway keeps all results of a request in memory
+    until its reply is sent.
     """
     if expected_bytes > MAX_RESULT_BYTES:
         limit = MAX_RESULT_BYTES >> 20
@@ -250,10 +252,10 @@ def split(
     """Split inputs of these sizes into chunks. Each chunk has at least one input. A chunk of several inputs is within
     the limits.
 
-    The result of an input has at most `item_result_bytes`, plus `token_result_bytes` for each token, where each byte
-    may be a token. `each_tokens` are added to every input, for example the tokens of a query. Each input is run as
-    `rows` rows. `files` has the files of each input, if there are any; `image` is the cost of an image or a sound.
-    `parts` has the texts with chunks, by index.
+    The result of an input has at most `item_result_bytes`, plus `token_result_bytes` for each token, and each byte of
+    the input may be a token. `each_tokens` are added to every input, for example the tokens of a query. Each input is
+    run as `rows` rows. `files` has the files of each input, if there are any; `image` is the cost of an image or a
+    sound. `parts` has the texts with chunks, by index.
     """
     chunks: list[Chunk] = []
     start = cost = squares = payload = result = 0

@@ -1,5 +1,5 @@
-"""Body of a reply from results: choice of the format, slots of the inputs, JSON and msgpack. Large bodies are written
-in pieces. Both formats have the same values.
+"""Body of a reply from results: choice of the format, one slot per input, JSON and msgpack. Large bodies are written in
+pieces. Both formats have the same values.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from sie_gateway.inference.body import RequestItem
 
 MSGPACK_TYPES = ("application/msgpack", "application/x-msgpack", "application/vnd.msgpack")
-EXTRAS = {"int8": ("scale",), "uint8": ("scale", "offset")}  # values that a client needs beside the numbers of a dtype
+# fields that a client needs in addition to the numbers of a dtype
+EXTRAS = {"int8": ("scale",), "uint8": ("scale", "offset")}
 WIRE_DTYPES = {"float32": "<f4", "float16": "<f2", "int8": "|i1", "uint8": "|u1", "binary": "|u1", "ubinary": "|u1"}
 RAW, ARROW = "application/octet-stream", "application/vnd.apache.arrow.stream"
 PIECE_VALUES = 50_000  # numbers of a piece; their JSON takes about 5 ms
@@ -35,14 +36,14 @@ _EXTRACTED = ("entities", "relations", "classifications", "objects")
 Format = Literal["json", "msgpack", "raw", "arrow"]
 Row = Callable[[Any], Any]
 Piece = bytes | memoryview
-Placed = tuple[WorkResult, Outcome]  # outcome of an input, with the result that it came in
+Placed = tuple[WorkResult, Outcome]  # result, and the outcome of one input in it
 # builds the last entry of a map from the seconds that writing the other entries took
 Late = Callable[[float], Mapping[str, Any]]
 
 
 def requested_format(accept: str, *, body_is_msgpack: bool = False, raw: bool = False, msgpack: bool = True) -> Format:
-    """Return the format of a success. It never fails: an Accept that cannot be met gets JSON. `raw`: the route offers
-    the formats of vectors. `msgpack`: the route offers msgpack.
+    """Return the format of a success. It never fails: if no offered format is in Accept, the reply is JSON. `raw`: the
+    route offers the formats of vectors. `msgpack`: the route offers msgpack.
     """
     own: Format = "msgpack" if body_is_msgpack else "json"
     if not accept:
@@ -91,8 +92,8 @@ def encode(body: Mapping[str, Any], *, msgpack: bool) -> tuple[bytes, str]:
 
 
 def _timed(pieces: Iterator[Piece], last: Callable[[float], bytes]) -> Iterator[Piece]:
-    """Yield the pieces, then the last piece, which depends on the seconds that building the others took. The time in
-    which the client reads does not count.
+    """Yield the pieces, then the last piece, which depends on the seconds in which the other pieces were built. The
+    time in which the client reads does not count.
     """
     spent_s = 0.0
     while True:
@@ -107,8 +108,8 @@ def _timed(pieces: Iterator[Piece], last: Callable[[float], bytes]) -> Iterator[
 
 
 class Streamed:
-    """Encoded msgpack of a map with many `items`. It is written in pieces of PIECE_VALUES numbers, so that the whole
-    never exists beside its results. It can be read more than once.
+    """Encoded msgpack of a map with many `items`. The map is written in pieces of PIECE_VALUES numbers, so that its
+    whole encoding is never in memory in addition to the results. It can be read more than once.
     """
 
     def __init__(self, body: Mapping[str, Any], values: int, row: Row | None, late: Late | None = None) -> None:
@@ -124,8 +125,8 @@ class Streamed:
 
     def _pieces(self) -> Iterator[bytes]:
         rest = _msgpack.encode(self._rest)
-        # msgpack: the first byte of a map has the number of its entries if they are fewer than 16; the head of an array
-        # of up to 2^32 is dd and four bytes
+        # msgpack: the first byte of a map has the number of its entries, if they are fewer than 16.
+        # An array of up to 2^32 elements begins with dd and four bytes.
         entries = rest[0] + 1 + (self._late is not None)
         yield bytes([entries]) + rest[1:] + _msgpack.encode("items") + b"\xdd" + len(self._items).to_bytes(4, "big")
         for start in range(0, len(self._items), self._step):
@@ -137,17 +138,17 @@ def _rendered(values: Sequence[Any], row: Row | None) -> Sequence[Any]:
 
 
 def _step(values: Sequence[Any], numbers: int) -> int:
-    """Return the number of values that make one piece."""
+    """Return the number of values that one piece has."""
     return max(1, PIECE_VALUES * len(values) // max(1, numbers))
 
 
 def body_of(
     body: dict[str, Any], values: int, *, msgpack: bool, row: Row | None = None, late: Late | None = None
 ) -> tuple[Body, str]:
-    """Encode a body as `encode` does, in pieces if it has many `values`: a large body takes 600 ms, which would block
-    the event loop.
+    """Encode a body like `encode`, in pieces if it has many `values`: a large body takes 600 ms, which would block the
+    event loop.
 
-    `row` renders each of the `items` when its turn comes. `late` builds the entry that is written last.
+    `row` renders each of the `items` just before it is written. `late` builds the entry that is written last.
     """
     if "items" not in body or values <= PIECE_VALUES:
         began_s = time.perf_counter()
@@ -213,7 +214,7 @@ def _numbers(value: Any) -> int:
 
 
 def _parts(value: Any) -> Iterator[Piece]:
-    """Yield the JSON of a value. A wide matrix in it comes some rows at a time."""
+    """Yield the JSON of a value in pieces. A piece of a wide matrix has some of its rows."""
     if not _is_wide(value):
         yield _json(value)
     elif isinstance(value, dict):
@@ -237,7 +238,8 @@ def listed(
     """Return the JSON of a list of `numbers` numbers between `before` and `after`, in pieces if there are many. Values
     may contain numpy arrays.
 
-    `row` renders each value when its turn comes. `after` may depend on the seconds that writing the values took.
+    `row` renders each value just before it is written. `after` may depend on the seconds in which the values were
+    written.
     """
     end = (lambda _: after) if isinstance(after, bytes) else after
     body = _Listed(values, numbers, before, end, row)
@@ -258,8 +260,8 @@ def _pieces(part: Body) -> Iterable[Piece]:
 
 
 def chained(parts: Sequence[Body], last: Callable[[float], bytes]) -> Body:
-    """Join bodies one after the other, in pieces if one of them is. `last` may depend on the seconds that writing them
-    took.
+    """Concatenate bodies, in pieces if one of them is in pieces. `last` may depend on the seconds in which the others
+    were written.
     """
     body = _Chain(parts, last)
     return b"".join(body) if all(isinstance(part, bytes) for part in parts) else body
@@ -270,7 +272,7 @@ def _json(value: Any) -> bytes:
 
 
 def slot_error(info: ErrorInfo) -> dict[str, Any]:
-    """Return the map of an error that stands in the place of a value."""
+    """Return the map of an error, which replaces a value."""
     error = SIEError.from_info(info)
     error_map: dict[str, Any] = {"code": error.code, "message": error.message, "retryable": error.retryable}
     if error.reason:
@@ -289,8 +291,8 @@ def array_of(result: WorkResult, outcome: Ok, name: str) -> arrays.Array:
 
 
 def _packed_of(result: WorkResult, outcome: Ok, name: str) -> dict[bytes, Any]:
-    """Return one output in its msgpack form, without a copy of its bytes: an array per row would take longer than the
-    rest of the reply.
+    """Return one output in its msgpack form, without a copy of its bytes: to build an array per row would take longer
+    than the rest of the reply.
     """
     piece = outcome.outputs[name]
     size = math.prod(piece.shape) * int(piece.dtype[2:])
@@ -299,7 +301,7 @@ def _packed_of(result: WorkResult, outcome: Ok, name: str) -> dict[bytes, Any]:
 
 def _exact_array_of(result: WorkResult, outcome: Ok, name: str) -> arrays.Array:
     """Return one output for JSON. A float16 becomes a float64: the shortest digits of a float64 are the exact value,
-    those of a float16 are not.
+    while the digits of a float16 are rounded.
     """
     return _exact(array_of(result, outcome, name))
 
@@ -309,8 +311,8 @@ def _exact(values: arrays.Array) -> arrays.Array:
 
 
 class Joined:
-    """One output of all inputs, one after the other, as views on the results: neighbours are sent together, and nothing
-    is copied.
+    """One output of all inputs, concatenated, as views on the results: neighbours are sent together, and no bytes are
+    copied.
     """
 
     def __init__(self, values: Sequence[tuple[WorkResult, Ok]], name: str) -> None:
@@ -340,8 +342,8 @@ def _echo(item: RequestItem) -> dict[str, Any]:
 
 
 def _usage(outcome: Outcome) -> dict[str, Any]:
-    """Return the tokens of one input. The tokens of all inputs add up to the usage of the request, which stands beside
-    the slots.
+    """Return the tokens of one input. The tokens of all inputs add up to the usage of the request, which the reply has
+    in addition to the slots.
     """
     tokens, is_cut = (outcome.tokens, outcome.truncated) if isinstance(outcome, Ok) else (0, False)
     return {"prompt_tokens": tokens, "total_tokens": tokens, "truncated": is_cut}
@@ -350,7 +352,7 @@ def _usage(outcome: Outcome) -> dict[str, Any]:
 def encode_slots(
     items: Sequence[RequestItem], outcomes: Sequence[Placed], entry: ModelEntry, run: RunOptions, *, msgpack: bool
 ) -> list[dict[str, Any]]:
-    """Return one slot per input, in order, each with the requested outputs or its error."""
+    """Return one slot per input, in order. A slot has the requested outputs, or the error of the input."""
     read: Callable[[WorkResult, Ok, str], Any] = array_of
     if msgpack:
         read = _packed_of
@@ -434,8 +436,8 @@ def _chunk_slots(
 
 
 def score_entries(items: Sequence[RequestItem], outcomes: Sequence[Placed]) -> list[dict[str, Any]]:
-    """Return one entry per input, ordered by score, then by position; failed inputs come last. Ranks are dense and
-    begin at 0.
+    """Return one entry per input, ordered by score, then by position; failed inputs are last. Ranks are dense and begin
+    at 0.
     """
     entries: list[tuple[float, int, dict[str, Any]]] = []
     for index, (item, (_, outcome)) in enumerate(zip(items, outcomes, strict=True)):
@@ -452,7 +454,7 @@ def score_entries(items: Sequence[RequestItem], outcomes: Sequence[Placed]) -> l
 
 
 def extract_slot(index: int, item: RequestItem, outcome: Outcome) -> dict[str, Any]:
-    """Return the slot of one input. It has all keys, also if nothing was found."""
+    """Return the slot of one input. The slot has all keys, also if no entity was found."""
     data = outcome.data or {} if isinstance(outcome, Ok) else {}
     slot: dict[str, Any] = {"id": f"item-{index}", **_echo(item), **{name: data.get(name, []) for name in _EXTRACTED}}
     slot["entities"] = [{"start": None, "end": None, "bbox": None, **entity} for entity in slot["entities"]]

@@ -1,4 +1,4 @@
-"""Spans of one request. The module is used only if this gateway or the client traces. Spans contain nothing from a body
+"""Spans of one request. The module is used only if this gateway or the client traces. Spans contain no data from a body
 or a credential.
 
 A trace has a span of the request, the time to publish it, and the time of each of its chunks in the queue. The worker
@@ -11,9 +11,9 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from sie_contracts.stages import STAGES
 from sie_contracts.wire.messages import WorkResult
 from sie_gateway.inference.call import Call
-from sie_gateway.inference.results import STAGES
 from sie_runtime import tracing
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ _POLLED = (
     "/health",
     "/v1/scaling/",
     "/v1/pools/assignments",
-)  # paths that machines poll every few seconds: they get no trace
+)  # paths that machines poll every few seconds: they have no trace
 _TIMED = (*STAGES, "total_time")
 
 

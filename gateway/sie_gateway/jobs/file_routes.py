@@ -1,4 +1,4 @@
-"""Routes of files. A form with one file (multipart/form-data, RFC 7578) is read while it arrives, piece by piece.
+"""Routes of files. A form with one file (multipart/form-data, RFC 7578) is read in pieces while it arrives.
 
 pieces of a body ──► Form.file() ──► pieces of the file      fields ──► Form.fields, complete when `file` has ended
 """
@@ -35,7 +35,7 @@ MAX_BOUNDARY_BYTES = 70  # RFC 2046, 5.1.1
 
 class Form:
     """Reader of one form. Raises InvalidInput for a body that is no form, for a second file, and for a second value of
-    a field. Errors of `body` pass through.
+    a field. Errors of `body` are not caught.
     """
 
     def __init__(self, content_type: str, body: AsyncIterator[bytes]) -> None:
@@ -70,7 +70,7 @@ class Form:
         )
 
     async def file(self) -> AsyncIterator[bytes]:
-        """Yield the bytes of the file. After the last piece, the whole form has been read."""
+        """Yield the bytes of the file. When the iteration has ended, the whole form has been read."""
         async for chunk in self._body:
             try:
                 self._parser.write(chunk)
@@ -158,15 +158,15 @@ PATH = "/v1/files"
 UPLOADED = ("batch", "jobs", "user_data")
 PURPOSES = (*UPLOADED, "batch_output")
 MAX_EXPIRES_S = 30 * 86400
-FORM_BYTES = 1 << 20  # bytes that a form may have beside its file; larger than one read of a connection
+FORM_BYTES = 1 << 20  # bytes of a form without its file; larger than one read of a connection
 UPLOAD_S = 1800.0
 _ANCHOR, _SECONDS = "expires_after[anchor]", "expires_after[seconds]"
 _FIELDS = ("file", "purpose", _ANCHOR, _SECONDS)
 
 
 async def upload(gateway: Gateway, request: Request) -> Response:
-    """Store a file. If the query has a purpose, the file is the whole body, else it is in a form. Raises InvalidInput,
-    PayloadTooLarge, ResourceExhausted, NotReady, QueueUnavailable.
+    """Store a file. If the query has a purpose, the whole body is the file, else the body is a form that contains the
+    file. Raises InvalidInput, PayloadTooLarge, ResourceExhausted, NotReady, QueueUnavailable.
     """
     if "purpose" in request.query_params:
         name, purpose = request.query_params.get("filename", ""), _purpose(request.query_params["purpose"])

@@ -1,11 +1,10 @@
-"""Faults of the cluster that a gateway finds, each with a remedy. The page at `/` and `sie doctor` show
-them.
+"""Faults of the cluster that a gateway finds, each with a remedy. The page at `/` and `sie doctor` show them.
 
     workers ──► gateway, loads, clock
     queues  ──► queue
     history ──► refusals
 
-The names on the right are those of the checks of `sie doctor` that list these findings.
+On the right are the names of the checks of `sie doctor` that list these findings.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from sie_contracts.status import QueueInfo
 from sie_gateway.fleet.pool_rules import HIDDEN
 
 MAX_FINDINGS = 50
-CLOCK_S = 2.0  # seconds; tolerated error of a wall clock, by which keys expire
-WINDOW_S = 300.0  # seconds of requests in which refusals are counted
+CLOCK_S = 2.0  # seconds; tolerated error of a wall clock, which decides when keys expire
+WINDOW_S = 300.0  # seconds of past requests in which refusals are counted
 REFUSED_SHARE = 0.01
-STUCK_S = 60.0  # age of the oldest work at which a queue counts as stuck, as for the alert SIEQueueStuck
+STUCK_S = 60.0  # seconds; if the oldest work is older, a queue counts as stuck, as in the alert SIEQueueStuck
 GROWTH_S = 60.0
-GROWTH = 1.5  # growth of a queue in GROWTH_S that is a fault
+GROWTH = 1.5  # factor by which a queue must grow in GROWTH_S to count as a fault
 GROWN_MESSAGES = 100  # a shorter queue may grow
 _GPUS = re.compile(r"(?i)(^|[-_])(t4|v100|p100|a10g?|a30|a40|a100|l4|l40s?|h100|h200|b200|gb200|rtx\w*)([-_]|$)")
 
@@ -40,7 +39,7 @@ _START = (
 )
 _LOADS = "the check loads names the models and the causes"
 _BROKER = "`sie doctor` tests the broker, its streams and its disk"
-# remedy of a refusal, by its code; other codes are faults of a request, or end with a cold start
+# remedy of a refusal, by its code; other codes are faults of a request, or disappear after a cold start
 _REFUSALS = {
     "QUEUE_FULL": _CAPACITY,
     "RATE_LIMITED": "`sie keys list` shows the limits of the keys; `sie keys create` makes a key with higher ones",
@@ -72,7 +71,7 @@ def _of_loads(code: str, model: str) -> str:
 
 
 def of_workers(workers: Sequence[WorkerInfo]) -> list[ClusterFinding]:
-    """List the workers that are not healthy, and those that compute on the CPU of a machine with a GPU."""
+    """List the workers that are not healthy, and the workers that compute on the CPU of a machine with a GPU."""
     if not workers:
         return [ClusterFinding(check="gateway", wrong="no worker is there: requests wait or are refused", fix=_START)]
     unhealthy = "GET /readyz on its SIE_WORKER_METRICS_PORT says why; `sie doctor` on its machine looks at its socket"
@@ -97,7 +96,7 @@ def of_workers(workers: Sequence[WorkerInfo]) -> list[ClusterFinding]:
 
 def of_loads(errors: Iterable[tuple[str, Mapping[str, ErrorInfo]]]) -> list[ClusterFinding]:
     """List the failed loads: one finding for each worker and cause. `errors`: by worker and model."""
-    # profiles that share a copy of the weights fail together
+    # profiles with a common copy of the weights fail together
     failed: dict[tuple[str, str, str], list[str]] = defaultdict(list)
     for worker, by_model in errors:
         for model, error in by_model.items():
@@ -113,7 +112,7 @@ def of_loads(errors: Iterable[tuple[str, Mapping[str, ErrorInfo]]]) -> list[Clus
 
 
 def of_clocks(ahead_s: Mapping[str, float]) -> list[ClusterFinding]:
-    """List the workers whose wall clock differs from the broker's. `ahead_s`: by worker."""
+    """List the workers whose wall clock differs from the broker's clock. `ahead_s`: seconds by worker."""
     return [
         ClusterFinding(
             check="clock",
@@ -153,7 +152,7 @@ class QueueTrend:
             self._samples.append(_lengths(queues))
 
     def grown(self, lane: tuple[str, str, str]) -> tuple[int, int] | None:
-        """Return the first and the last length of the queue of a lane that grew all the time; else None."""
+        """Return the first and the last length of the queue of a lane if it grew all the time; else None."""
         if len(self._samples) < (self._samples.maxlen or 0):
             return None
         first, middle, last = (self._samples[place][lane] for place in (0, len(self._samples) // 2, -1))
@@ -164,7 +163,7 @@ class QueueTrend:
 def of_queues(
     queues: Sequence[QueueInfo], workers: Iterable[WorkerInfo], trend: QueueTrend, visible: Callable[[str], bool]
 ) -> list[ClusterFinding]:
-    """List the lanes whose oldest work waits for longer than STUCK_S, or whose queue grows. `visible` checks whether
+    """List the lanes whose oldest work has waited longer than STUCK_S, or whose queue grows. `visible` checks whether
     the name of a pool may be shown.
     """
     healthy = Counter((info.pool, info.gpu, info.bundle) for info in workers if info.healthy)

@@ -23,7 +23,7 @@ from sie_gateway.inference.shadow import ShadowStatistics
 
 Measured = Callable[[str, str], ShadowStatistics]
 """Function that returns this gateway's measurements of a shadow, by the names of the alias and of the shadow model."""
-_SLICE = 50  # models that are described before other tasks may run: one or two milliseconds
+_SLICE = 50  # models that are described before other tasks may run: describing them takes one or two milliseconds
 
 
 def model_info(catalogue: Catalogue, fleet: Fleet, entry: ModelEntry, profile: str = "default") -> dict[str, Any]:
@@ -61,6 +61,7 @@ def model_info(catalogue: Catalogue, fleet: Fleet, entry: ModelEntry, profile: s
         "prompt_texts": entry.prompts,
         "revision": entry.revision,
         "license": entry.license,
+        "languages": list(entry.languages),
         "description": entry.description,
         "certificate": certificate,
         "precision": _precision(resolved.load.precision, reports),
@@ -86,8 +87,8 @@ def model_info(catalogue: Catalogue, fleet: Fleet, entry: ModelEntry, profile: s
 
 
 def _precision(own: str | None, reports: Sequence[tuple[Heartbeat, ModelStatus]]) -> dict[str, Any]:
-    """Return the requested precision (of the entry or profile, else the default of the workers), the precisions that
-    workers serve, and the reasons for a difference. Workers may differ.
+    """Return three facts: the requested precision (of the entry or profile, else the default of the workers), the
+    precisions in use at workers, and the reasons for a difference. Workers may differ.
     """
     reported = [status.precision for _, status in reports if status.precision is not None]
     requested = own or next((precision.requested for precision in reported if precision.requested), None)
@@ -100,7 +101,9 @@ def _precision(own: str | None, reports: Sequence[tuple[Heartbeat, ModelStatus]]
 
 
 def _engine(own: str | None, reports: Sequence[tuple[Heartbeat, ModelStatus]]) -> dict[str, Any]:
-    """Return the engine that the entry or profile requests, if any, the engines that workers use, and the reasons."""
+    """Return the engine that the entry or profile requests, if it requests one. Also return the engines that workers
+    use, and the reasons.
+    """
     reported = [status.engine for _, status in reports if status.engine is not None]
     return {
         "requested": own,
@@ -197,11 +200,11 @@ async def model_list(
     limit: int | None = None,
     figures: Measured,
 ) -> ModelList:
-    """Return the models in the order of their names, each followed by its variants, then the aliases. `named`: select
+    """Return the models in the order of their names, each with its variants after it, then the aliases. `named`: select
     names that contain this text, in upper or lower case. `limit`: return only the first ones; without other filters,
-    the rest are not described at all.
+    the later ones are not described at all.
     """
-    names = _names(catalogue, named.lower(), variants=variants)
+    names = listed_names(catalogue, named.lower(), variants=variants)
     picks = bool(task or output or loaded)
     infos: list[dict[str, Any]] = []
     for number, (name, profile) in enumerate(names, 1):
@@ -226,7 +229,7 @@ async def model_list(
     return ModelList(infos[:limit], len(infos) if picks else len(names))
 
 
-def _names(catalogue: Catalogue, kind: str, *, variants: bool) -> list[tuple[str, str | None]]:
+def listed_names(catalogue: Catalogue, kind: str, *, variants: bool) -> list[tuple[str, str | None]]:
     """Return the names of entries with their profiles, in order, then of the aliases that can serve. An alias has the
     profile None.
     """
@@ -238,7 +241,7 @@ def _names(catalogue: Catalogue, kind: str, *, variants: bool) -> list[tuple[str
     ]
     for _, alias in sorted(catalogue.aliases.items()):
         if kind in alias.id.lower():
-            with contextlib.suppress(ModelNotFound, BundleConflict):  # the model of the alias is gone
+            with contextlib.suppress(ModelNotFound, BundleConflict):  # the model of the alias was removed
                 catalogue.resolve(alias.heaviest.model, follow=False)
                 names.append((alias.id, None))
     return names

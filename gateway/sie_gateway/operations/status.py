@@ -1,7 +1,7 @@
 """Status of the cluster for people: health, the views of the page at `/`, and websockets.
 
-While a page is open, `WorkerProbe` checks each second that the shown workers are connected. The loss of a worker's
-heartbeats is noticed only after SIE_HEARTBEAT_TIMEOUT_MS, but the broker knows at once that its subject has no
+While a page is open, `WorkerProbe` checks each second that the shown workers are connected. Missing heartbeats of a
+worker are detected only after SIE_HEARTBEAT_TIMEOUT_MS. The broker reports at once that the worker's subject has no
 subscriber. The result is only shown: the placement of work does not depend on it.
 """
 
@@ -49,8 +49,8 @@ from sie_runtime.http.websocket import Seats, ViewerFrames
 from sie_runtime.process import Stop
 
 EVERY_S = 1.0
-MAX_ASKED = 16  # workers checked in one round, in turns; each check costs 0.1 ms
-LOOKED_S = 5.0  # seconds after the last view of the page at which the checks stop
+MAX_ASKED = 16  # workers checked in one round; later rounds check the next workers, because each check takes 0.1 ms
+LOOKED_S = 5.0  # seconds after the last view of the page at which the checks end
 HEARD_S = 0.5  # seconds to wait for the broker's reply that a subject has no subscriber; a worker does not reply
 
 
@@ -66,7 +66,7 @@ class WorkerProbe:
         self.gone: frozenset[str] = frozenset()
 
     def watch(self, workers: Iterable[str]) -> None:
-        """Set the workers that a page shows. Each of them must have a subscription while it is connected."""
+        """Set the workers that a page shows. Each of them has a subscription while it is connected."""
         self._wanted = tuple(sorted(workers))
         self._until_s = self._clock() + LOOKED_S
 
@@ -86,13 +86,13 @@ class WorkerProbe:
             await self._bus.request(topology.assigned_subject(worker), b"", HEARD_S)
         except NoResponder:
             return True
-        except BrokerError:  # a subscriber exists; or the broker is away, which other parts report
+        except BrokerError:  # a subscriber exists, or the broker is unreachable, which other modules report
             return False
         return False
 
 
 CLUSTER_EVERY_S = 1.0
-WORKER_EVERY_S = 0.1  # seconds between two looks for a new frame: a worker sends five frames a second
+WORKER_EVERY_S = 0.1  # seconds between two checks for a new frame: a worker sends five frames per second
 FIRST_FRAME_S = 2.0
 MAX_SOCKETS = 128
 DEAD_EVERY_S = 5.0
@@ -102,8 +102,8 @@ _OF_LANE = ("pool", "machine_profile", "bundle", "priority")
 
 @dataclass(frozen=True)
 class ViewedWorker:
-    """Description of a worker. `models`: state and queue depth of each model that it reports. `failures`: by model, the
-    reason why it could not be loaded. `clock_ahead_s`: its wall clock minus the broker's, None if that is not known.
+    """Description of a worker. `models`: state and queue depth of each model in its report. `failures`: by model, the
+    reason why the load failed. `clock_ahead_s`: its wall clock minus the broker's clock, None if unknown.
     """
 
     info: WorkerInfo
@@ -136,7 +136,7 @@ def of_heartbeat(beat: Heartbeat, *, healthy: bool) -> ViewedWorker:
 
 
 def of_socket(url: str, status: WorkerFrame | None) -> ViewedWorker:
-    """Describe a worker by the status from its websocket; `status` is None while the websocket has sent none."""
+    """Describe a worker by the status from its websocket; `status` is None if no status has arrived."""
     url = public_url(url)
     if status is None:
         return ViewedWorker(WorkerInfo(url, url, "", 0, "", [], 0, 0, 0, False, "", "", ""), {})
@@ -171,7 +171,7 @@ def summaries(models: Iterable[str], workers: Iterable[ViewedWorker]) -> list[Mo
 
 
 def failures(workers: Iterable[ViewedWorker]) -> dict[str, str]:
-    """Return by model the first reason why a healthy worker could not load it."""
+    """Return for each model the first reason why a healthy worker could not load it."""
     errors: dict[str, str] = {}
     for worker in workers:
         if worker.info.healthy:
@@ -192,8 +192,8 @@ def _summary(model: str, reports: list[tuple[WorkerInfo, str, int]]) -> ModelSum
 
 
 class ClusterStatus:
-    """Status of the cluster, as this gateway sees it. `dead_letters`: how many dead letters were ever written in these
-    pools, by the last answer of the broker.
+    """Status of the cluster, as far as this gateway knows. `dead_letters`: number of dead letters that were ever
+    written in these pools, from the last answer of the broker.
     """
 
     def __init__(
@@ -235,8 +235,8 @@ class ClusterStatus:
         self._placed = CachedSummary(self._look_at_tables)
 
     async def run(self, stop: Stop) -> None:
-        """Collect log lines, note the lengths of the queues, and read the number of dead letters from the broker, until
-        `stop`.
+        """Collect log lines, record the lengths of the queues, and read the number of dead letters from the broker,
+        until `stop`.
         """
         with self.log.listening():
             while not await stop.wait_for(DEAD_EVERY_S):
@@ -248,7 +248,8 @@ class ClusterStatus:
         try:
             states = [await self._queue.stream_state(_letters(pool)) for pool in sorted(self._pools)]
         except BrokerError:
-            return  # the broker is away, which other parts report, or the stream of a new pool does not exist yet
+            # the broker is unreachable, which other modules report, or the stream of a new pool does not exist yet
+            return
         self.dead_letters = sum(state.last_sequence for state in states)
 
     def workers(self) -> list[ViewedWorker]:
@@ -292,8 +293,8 @@ class ClusterStatus:
         )
 
     def queues(self) -> tuple[list[QueueInfo], list[QueueInfo]] | None:
-        """Return the queues of lanes, and those of the models with the most or the oldest work; None while they are not
-        known.
+        """Return the queues of lanes, and the queues of the models with the most or the oldest work; None while
+        unknown.
         """
         if not self._lag.is_known:
             return None
@@ -337,7 +338,7 @@ class ClusterStatus:
 
     def shown(self, text: str, grant: Grant) -> dict[str, Any]:
         """Return the view of the page at `/` for a credential: counts, and at most MAX_SHOWN workers and models.
-        Unhealthy workers come first, then the busiest. Models have `text` in their name; those in use come first.
+        Unhealthy workers are first, then the busiest. `text` selects models by their name; models in use are first.
         """
         glance, queues, visible = self._glance(), self.queues(), self._visible(grant)
         self.pulse.watch(info.name for info in glance.workers[:MAX_SHOWN] if self.fleet.listens(info.name))
@@ -357,7 +358,7 @@ class ClusterStatus:
 
     def placed(self, text: str, grant: Grant) -> dict[str, Any]:
         """Return the placement table of each lane for a credential: at most MAX_SHOWN models with `text` in their name.
-        Models with work come first.
+        Models with work are first.
         """
         visible = self._visible(grant)
         return {"lanes": [lane.shown(text.lower(), visible) for lane in self._placed()]}
@@ -399,7 +400,7 @@ class ClusterStatus:
             await self._show(frames, scope, receive, send)
 
     async def _show(self, frames: ViewerFrames, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve frames to a websocket. All websockets of a key share them."""
+        """Serve frames to a websocket. All websockets of a key get the same frames."""
         try:
             await frames.show(scope, receive, send)
         finally:

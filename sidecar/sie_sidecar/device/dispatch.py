@@ -1,10 +1,10 @@
 """Run of tokenised work items: they are queued for the device, sent in batches, and answered. They are queued again if
-the model, its LoRA or the adapter went away meanwhile.
+the model, its LoRA or the adapter became unavailable in the meantime.
 
     add ──► DeviceQueue ──► batch ──► adapter ──► answered
              ▲                          ├──► model evicted, adapter gone: loaded, then put back ──┐
              └──────────────────────────┼─────────────────────────────────────────────────────────┘
-                                        ├──► LoRA evicted: loaded and run in its turn
+                                        ├──► LoRA evicted: loaded and run under the LoRA's lock
                                         └──► adapter died with the batch: `isolate`
 
 `DeviceQueue` has the work that waits for the device and the work at the device, and decides which batch is sent next.
@@ -12,8 +12,8 @@ the model, its LoRA or the adapter went away meanwhile.
     put ──► waiting ──► next (a batch, by `batch.next_batch`) ──► run ──► end
        └──► writing ──► next (a work item) ──► run ──► end
 
-Work whose answer is written token by token waits in its own queue (`writing`) and uses no lane: the adapter puts the
-rows of all such work items together. It takes no credit from other work either.
+Work whose answer is written token by token waits in a separate queue (`writing`) and uses no lane: the adapter runs the
+rows of all these work items together. It does not reduce the credit of other work.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ from sie_sidecar.results.settle import Settle
 if TYPE_CHECKING:
     from sie_runtime.spans import Span, Tracer
 
-WRITTEN_AT_ONCE = 16  # written work items at the adapter at a time; each has a connection
-WRITTEN_READY = 16  # written work items that may wait here; more are left to other workers
-_LONGEST_S = 86_400.0  # longest timer of the event loop
+WRITTEN_AT_ONCE = 16  # largest number of written work items at the adapter; each has a connection
+WRITTEN_READY = 16  # written work items that may wait at this worker; further ones are left to other workers
+_LONGEST_S = 86_400.0  # longest timer that the event loop accepts, in seconds
 
 
 class DeviceQueue:
@@ -77,11 +77,11 @@ class DeviceQueue:
         self.clock = clock
         self.waiting: Waiting[InFlight] = Waiting()
         self.writing: Waiting[InFlight] = Waiting()
-        self.wake = asyncio.Event()  # set when a change may decide which batch is sent next
+        self.wake = asyncio.Event()  # set after a change that may affect which batch is sent next
         self._ended = asyncio.Event()  # set when a batch has left the adapter
         self.is_reserved = False  # true while the device is reserved for an input that runs alone
         self.sent = 0  # batches at the adapter that use lanes
-        # by id() of written work: set when no request waits for it any more
+        # written work, by id(): the event is set when no request waits for the work any more
         self._written: dict[int, asyncio.Event] = {}
         self._writers: set[str] = set()  # consumers of written work
         self.number = 0  # number of batches sent since the start
@@ -90,7 +90,7 @@ class DeviceQueue:
 
     @property
     def lanes(self) -> int:
-        """Batches that can run at once."""
+        """Number of batches that can run at the same time."""
         return self.link.description.lanes if self.link.description else 1
 
     @property
@@ -100,21 +100,21 @@ class DeviceQueue:
         return min(ahead, self._most)
 
     def capacity(self) -> tuple[int, int]:
-        """Return the most tokens and work items of one priority that this worker takes in: full batches that wait, and
-        the batches at the adapter.
+        """Return the largest number of tokens and of work items of one priority that this worker accepts: waiting full
+        batches, and the batches at the adapter.
         """
         full = batches.READY_PER_LANE * self.lanes + self.depth
         return full * self.limits.cost, full * self.limits.requests
 
     def backlog(self, bulk: bool) -> Load | None:
-        """Return the load ahead of the next work item of that priority; None while nothing can run. Interactive work
-        does not wait at the broker because of bulk work that is here.
+        """Return the load ahead of the next work item of that priority; None while no work can run. Interactive work
+        does not wait at the broker because of bulk work at this worker.
         """
         if not self.link.connected:
             return None
         return Load(*self._inventory.load(bulk=bulk), self.lanes)
 
-    # waiting work
+    # ---- waiting work
 
     def entry(self, flight: InFlight, arrived_s: float) -> BatchEntry[InFlight]:
         """Return a tokenised work item as an entry of the scheduler, and count its cost as waiting."""
@@ -143,8 +143,8 @@ class DeviceQueue:
         )
 
     def put(self, flight: InFlight, *, back: bool = False) -> None:
-        """Queue a tokenised work item after all others. `back`: its batch was lost, so it goes to its place in the
-        order of arrival.
+        """Queue a tokenised work item after all others. `back`: its batch was lost, so it is inserted by its time of
+        arrival.
         """
         entry = self.entry(flight, flight.received_s if back else self.clock())
         flight.move("waiting", entry)
@@ -181,7 +181,7 @@ class DeviceQueue:
         """Return the batch to send now, which then counts as sent, or the time until which to wait. Return None to wait
         for a change.
 
-        `more_expected`: deliveries are on their way, or are being tokenised.
+        `more_expected`: deliveries are in transit, or are being tokenised.
         """
         now_s, lanes, depth = self.clock(), self.lanes, self.depth
         allowed = depth if self.link.connected and not self.is_reserved else 0
@@ -207,7 +207,7 @@ class DeviceQueue:
         if batch.writes:
             flight = batch.entries[0].work
             abandoned = self._written[id(flight)] = asyncio.Event()
-            # an answer may take longer than its request waits: then its row makes room for others
+            # an answer may take longer than its request waits: after that time, its row is removed to free memory
             asyncio.get_running_loop().call_later(
                 min(max(0.0, flight.deadline_s - self.clock()), _LONGEST_S), abandoned.set
             )
@@ -232,11 +232,11 @@ class DeviceQueue:
         self._metrics.batches.set(self.sent + len(self._written))
 
     def ran(self, batch: Batch[InFlight], seconds: float) -> None:
-        """Note the time that a batch took on the device."""
+        """Record the time that a batch took on the device."""
         self._line(batch.entries[0]).ran(batch, seconds)
 
     async def run(self, batch: Batch[InFlight], on_started: Callable[[], None]) -> tuple[ipc.BatchDone, BatchNote]:
-        """Run a batch at the adapter. `on_started` is called when the device begins with it. Raises AdapterGone,
+        """Run a batch at the adapter. `on_started` is called when the device begins to run it. Raises AdapterGone,
         SIEError.
         """
         self.number += 1
@@ -249,8 +249,8 @@ class DeviceQueue:
         return done, note
 
     def _abandonment(self, batch: Batch[InFlight]) -> asyncio.Event | None:
-        """Return the event that is set when no request waits for a written batch: it was abandoned, or its budget is
-        over. Other batches have none.
+        """Return the event that is set when no request waits for a written batch: it was abandoned, or its budget has
+        ended. Other batches have no such event.
         """
         return self._written.get(id(batch.entries[0].work))
 
@@ -263,7 +263,7 @@ class DeviceQueue:
         return Batch(entry.key, (entry,), entry.cost)
 
     async def reserve(self) -> None:
-        """Send no more batches until `end_reservation`. Return when nothing else is at the adapter."""
+        """Send no more batches until `end_reservation`. Return when no batch is left at the adapter."""
         self.is_reserved = True
         while self.sent or self._written:
             await self.next_end()
@@ -281,8 +281,8 @@ class DeviceQueue:
 
 
 def _frame(batch: Batch[InFlight], name: str, span: Span | None) -> tuple[ipc.RunBatch, BatchNote]:
-    """Return the frame of a batch for the adapter, and the note about it. `span` is the span of the batch; without it
-    the batch belongs to the trace of its first work item.
+    """Return the frame of a batch for the adapter, and the note about the batch. `span` is the span of the batch;
+    without a span, the batch belongs to the trace of its first work item.
     """
     parts = []
     for entry in batch.entries:
@@ -319,8 +319,8 @@ def _frame(batch: Batch[InFlight], name: str, span: Span | None) -> tuple[ipc.Ru
 
 
 class SuspectRuns(Protocol):
-    """Protocol of `Isolate`: runs inputs that may have ended an adapter one by one. `marked_models` are the models that
-    have suspects.
+    """Protocol of `Isolate`: it runs inputs that may have ended an adapter one by one. `marked_models` are the models
+    with suspects.
     """
 
     marked_models: Mapping[str, int]
@@ -345,7 +345,7 @@ class Dispatch:
         metrics: SidecarMetrics,
         work: Tasks,
     ) -> None:
-        """`quantum` learns the time of answers."""
+        """Create the dispatch. `quantum` learns from the times of answers."""
         self._device = device
         self._isolate = isolate
         self._loading = loading
@@ -356,7 +356,7 @@ class Dispatch:
         self._clock = device.clock
 
     def add(self, flight: InFlight) -> None:
-        """Queue a tokenised work item, or answer it if nothing of it can run."""
+        """Queue a tokenised work item, or answer it if none of its inputs can run."""
         if flight.settled:
             return
         if flight.refused is not None:
@@ -369,9 +369,7 @@ class Dispatch:
             self._device.put(flight)
 
     async def run(self, more_expected: Callable[[], bool]) -> None:
-        """Send batches until cancelled. `more_expected` returns True if deliveries are on their way or being
-        prepared.
-        """
+        """Send batches until cancelled. `more_expected` returns True if deliveries are in transit or being prepared."""
         device = self._device
         while True:
             device.wake.clear()
@@ -465,7 +463,7 @@ class Dispatch:
             self._quantum.answered(answered_s - entry.work.received_s, answered_s)
 
     async def _run_in_turn(self, batch: Batch[InFlight]) -> None:
-        """Load the LoRA of a batch again, and run the batch before another LoRA can take its place."""
+        """Load the LoRA of a batch again, and run the batch before another LoRA can replace it."""
         flights, lora = [entry.work for entry in batch.entries], batch.key.lora
         hosted = flights[0].hosted
         assert hosted is not None
@@ -487,7 +485,9 @@ class Dispatch:
         self._device.wake.set()
 
     def _on_gone(self, flights: list[InFlight], *, suspects: bool) -> None:
-        """Handle a batch with which the adapter went away. If the device had begun with it, its inputs are suspects."""
+        """Handle a batch during which the adapter was lost. If the device had begun the batch, its inputs are
+        suspects.
+        """
         for flight in flights:
             if flight.hosted is not None:
                 flight.hosted.mark_unloaded()

@@ -1,12 +1,12 @@
-"""Isolation retry: find the input that killed an adapter. The inputs of the batch run again, one at a time, with
-nothing else at the device. If the adapter dies again, the input that ran caused it.
+"""Isolation retry: find the input that killed an adapter. The inputs of the batch run again, one at a time, with no
+other work at the device. If the adapter dies again, the input that ran caused it.
 
-    work that an adapter died with ──► its inputs in turn ──► answered: cleared of suspicion
+    work during which an adapter died ──► its inputs, one by one ──► answered: cleared of suspicion
                                                      └──► the adapter dies: a death is counted for the input. After
                                                      two deaths it is poison, and is refused without a run
 
-All other work waits while an input runs alone. Once these inputs have had the device for SLICE_S, a waiting batch runs
-before the next input.
+All other work waits while an input runs alone. After these inputs have used the device for SLICE_S, a waiting batch
+runs before the next input.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from sie_sidecar.models.models import ModelState
 from sie_sidecar.results.settle import Settle
 
 SLICE_S = 0.05
-BATCH_BETWEEN_S = 1.0  # most seconds to wait for the batch that goes first
+BATCH_BETWEEN_S = 1.0  # most seconds to wait for a batch that runs before the next input
 
 
 class Isolate:
@@ -55,8 +55,9 @@ class Isolate:
         self._metrics = metrics
         self._work = work
         self._clock = device.clock
-        # Bounded by the pull credit, as all work in flight. Suspects are parked: otherwise their model would have to
-        # stay, and the model that the first one needs could wait for the ones behind it.
+        # Bounded by the pull credit, like all work in flight.
+        # Suspects are parked: otherwise their model would have to stay loaded, and the model of the first suspect could
+        # wait for the models of later ones.
         self._suspects: deque[tuple[InFlight, Callable[[], None]]] = deque()
         self._news = asyncio.Event()
         self._slice_s = 0.0
@@ -131,7 +132,7 @@ class Isolate:
                 if hosted.state != "loaded" or (lora and lora not in hosted.loras):
                     self._device.end_reservation()
                 await self._loading.ensure(hosted, [flight], past_gate=True)
-                if flight.settled:  # cancelled meanwhile: no request reads this outcome
+                if flight.settled:  # cancelled in the meantime: no request reads this outcome
                     raise GatewayTimeout("the request was withdrawn before its model was loaded")
                 await self._take_device()
                 done, note = await self._run_alone(flight, single, key, hosted)
@@ -145,7 +146,7 @@ class Isolate:
                 continue
             except SIEError as error:
                 return Failed(error.info()), b"", None
-            # in the background: the broker may be away, and the device must not wait for it
+            # runs in the background: the broker may be unreachable, and the device must not wait for it
             self._work.start(self._marks.clear([key]), "marks")
             return done.outcomes[0], done.block, (done, note)
 
@@ -174,7 +175,9 @@ class Isolate:
             raise
 
     async def _take_device(self) -> None:
-        """Return when nothing else is at the device. If a batch waits, it goes first once the slice is over."""
+        """Return when no other work is at the device. If a batch waits and the slice has ended, the batch runs
+        first.
+        """
         device = self._device
         if device.is_reserved and self._clock() - self._slice_s > SLICE_S and len(device.waiting):
             before = device.number

@@ -25,8 +25,8 @@ class AdapterGone(Exception):
     """Raised if the adapter closed the connection or does not listen. Work that was sent may have run, but has no
     answer.
 
-    `died`: the adapter closed the connection. It is False if this side gave up a frozen adapter, which proves nothing
-    about the work that it had.
+    `died`: the adapter closed the connection. It is False if this process gave up a frozen adapter, which proves
+    nothing about the work at that adapter.
     """
 
     def __init__(self, message: str, *, died: bool = True) -> None:
@@ -62,8 +62,8 @@ class _AdapterConnection:
 
 @contextlib.asynccontextmanager
 async def _cancelled_when(abandoned: asyncio.Event | None, connection: _AdapterConnection) -> AsyncIterator[None]:
-    """Cancel the batch on this connection if `abandoned` is set while the context lasts. The batch is answered all the
-    same.
+    """Cancel the batch on this connection if `abandoned` is set while the context is open. The batch is answered in any
+    case.
     """
     if abandoned is None:
         yield
@@ -90,17 +90,19 @@ async def _connect(path: str) -> _AdapterConnection:
 
 
 class AdapterLink:
-    """All connections to one adapter. If one is lost, all are closed: the loaded models are gone with the process. Each
+    """Connections to one adapter. If one is lost, all are closed: the loaded models are lost with the process. Each
     listener is then called once with False.
     """
 
     def __init__(
         self, path: str, *, size: int | Callable[[int], int], ping_s: float, stale_s: float, clock: Callable[[], float]
     ) -> None:
-        """`size` is the number of connections for batches, or a function from the device's lanes to this number."""
+        """Create the link without connections. `size` is the number of connections for batches, or a function from the
+        device's lanes to this number.
+        """
         self.path = path
         self.description: ipc.Description | None = None
-        # progress of weights that are fetched to this node, by id of their entry
+        # progress of downloads of weights to this node, by id of their entry
         self.fetching: dict[str, Fetched] = {}
         self._size_of = size if callable(size) else lambda _: size
         self._ping_s = ping_s
@@ -114,7 +116,7 @@ class AdapterLink:
         self._control_lock = asyncio.Lock()  # one request at a time on the control connection
         self._loads = asyncio.Semaphore(1)
         self._lost = asyncio.Event()
-        self._given_up = False  # true if this side ended the connection: the state of its work is then unknown
+        self._given_up = False  # true if this process ended the connection: the state of the work on it is then unknown
         self._last_pong_s = -1e9
         self._up = asyncio.Event()
         self.listeners: list[Callable[[bool], None]] = []
@@ -122,8 +124,8 @@ class AdapterLink:
         self._dropped: Callable[[tuple[str, ...]], None] = lambda names: None
 
     def attach(self, may_drop: Callable[[], tuple[str, ...]], dropped: Callable[[tuple[str, ...]], None]) -> None:
-        """`may_drop` returns the models that the adapter may unload for a batch, the first one first. `dropped` is
-        called with the models that a reply names as unloaded.
+        """Set two callbacks. `may_drop` returns the models that the adapter may unload for a batch, in this order.
+        `dropped` is called with the models that a reply reports as unloaded.
         """
         self._may_drop, self._dropped = may_drop, dropped
 
@@ -149,8 +151,8 @@ class AdapterLink:
         return self._clock() - self._last_pong_s < self._stale_s
 
     async def run(self, stop: Stop) -> None:
-        """Connect, ping and reconnect until cancelled, or until `stop` is requested while the adapter is away. If the
-        adapter stays away, `Trouble` logs the error, which names the path of its socket.
+        """Connect, ping and reconnect until cancelled, or until `stop` is requested while there is no adapter. If the
+        adapter stays unreachable, `Trouble` logs the error, which names the path of its socket.
         """
         trouble = Trouble(_logger, "waiting for the adapter", START_S)
         while True:
@@ -250,7 +252,7 @@ class AdapterLink:
         return await connection.receive()
 
     async def _next(self, pool: asyncio.LifoQueue[_AdapterConnection]) -> _AdapterConnection:
-        """Return the next free connection of the pool. Raises AdapterGone if the adapter goes away first."""
+        """Return the next free connection of the pool. Raises AdapterGone if the adapter is lost before."""
         getting = asyncio.ensure_future(pool.get())
         lost = asyncio.ensure_future(self._lost.wait())
         try:
@@ -268,8 +270,8 @@ class AdapterLink:
 
     @contextlib.asynccontextmanager
     async def _borrowed(self, *, more: bool = False) -> AsyncIterator[_AdapterConnection]:
-        """Borrow a connection while the context lasts. `more`: take one beside those for batches, and open it if
-        needed; the caller limits their number.
+        """Borrow a connection while the context is open. `more`: use a connection in addition to the ones for batches,
+        and open it if needed; the caller limits their number.
         """
         if not self.connected:
             raise AdapterGone(f"{self.path}: not connected")
@@ -285,14 +287,14 @@ class AdapterLink:
             self._lost.set()
             raise
         except BaseException:
-            connection.close()  # an answer may still arrive on it, so it cannot be used again
+            connection.close()  # an answer may still arrive on the connection, so it cannot be used again
             self._given_up = True
             self._lost.set()
             raise
         pool.put_nowait(connection)
 
     async def ensure_ready(self, question: ipc.EnsureReady) -> ipc.Ready:
-        """Load a model, however long that takes. Raises AdapterGone, or the SIEError of a failed load."""
+        """Load a model, without a time limit. Raises AdapterGone, or the SIEError of a failed load."""
         async with self._loads, self._borrowed() as connection:
             answer = await self._exchange(connection, question)
         ready = self._unwrapped(answer)
@@ -301,10 +303,11 @@ class AdapterLink:
         return ready
 
     async def relieve(self, may_drop: tuple[str, ...]) -> None:
-        """Let the adapter unload these models, the first one first, while memory is above its threshold. Raises
-        AdapterGone, SIEError.
+        """Let the adapter unload these models, in this order, while memory is above its threshold. Raises AdapterGone,
+        SIEError.
 
-        This does not use the control connection, because freeing much memory takes longer than a short request may.
+        The request does not use the control connection, because to free much memory takes longer than a short request
+        may take.
         """
         async with self._borrowed() as connection:
             self._unwrapped(await self._exchange(connection, ipc.Ping(may_drop)))
@@ -321,11 +324,11 @@ class AdapterLink:
     async def run_batch(
         self, batch: ipc.RunBatch, on_started: Callable[[], None], abandoned: asyncio.Event | None = None
     ) -> ipc.BatchDone:
-        """Run one batch. `on_started` is called when the device begins with it. For a batch that is written token by
+        """Run one batch. `on_started` is called when the device begins the batch. For a batch that is written token by
         token, `abandoned` is set when no request waits for it any more. Raises AdapterGone, or the SIEError of a
         refused batch.
 
-        A batch that is too large for the adapter to read is refused here: it would end the connection, and with it all
+        A batch that is too large for the adapter's frames is refused here: it would end the connection, and with it all
         other batches.
         """
         if may_drop := self._may_drop():

@@ -2,7 +2,7 @@
 prepared together. Cancelled work items are dropped.
 
     delivery ──► lease ──► InFlight ──► gathered ──► groups of one model and one truncation
-                   └──► a delivery of work that is in flight already: its lease had lapsed, and is renewed
+                   └──► a delivery of work that is already in flight: its lease had lapsed, and is renewed
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
     from sie_runtime.spans import Tracer
 
 CHARACTERS_PER_TOKEN = 4  # characters per token in the gateway's estimate of a cost
-LATE_S = 0.25  # seconds beyond the error of the broker's clock
+LATE_S = 0.25  # seconds that are added to the error of the broker's clock
 _logger = logging.getLogger("sie.sidecar.intake")
 
 
 class Gathered(NamedTuple):
     """Work items that arrived together. `groups` have texts that can be tokenised in one call, with about `characters`
-    characters in total. The inputs of `stored` ones are in the payload store.
+    characters in total. The inputs of the work items in `stored` are in the payload store.
     """
 
     groups: list[list[InFlight]]
@@ -74,8 +74,8 @@ class WorkIntake:
         self._arrival = asyncio.Event()
 
     def accept(self, delivery: Delivery) -> InFlight | None:
-        """Return a new work item in flight. Return None if the delivery cannot be read, or is of work that is in flight
-        already.
+        """Return a new work item in flight. Return None if the delivery cannot be read, or if its work is already in
+        flight.
         """
         now_s = self._clock()
         self._metrics.deliveries.labels("true" if delivery.delivered > 1 else "false").inc()
@@ -100,7 +100,7 @@ class WorkIntake:
         return flight
 
     def _left_s(self, delivery: Delivery, item: WorkItem) -> tuple[float, float]:
-        """Return the seconds until the budget of a delivery is over, and the further seconds until that is certain. A
+        """Return the seconds until the budget of a delivery ends, and the additional seconds until this is certain. A
         redelivery keeps its age. Uncertainty about the time never shortens a budget.
         """
         left_s = item.budget_ms / 1000
@@ -116,7 +116,9 @@ class WorkIntake:
             _logger.error("a cancellation could not be read: %s", error)
 
     def cancel(self, requests: Collection[str]) -> None:
-        """Drop the work of these requests that is not at the device yet, or is being written there token by token."""
+        """Drop the work of these requests if it is not at the device yet, or if its answer is being written token by
+        token.
+        """
         dropped = [
             flight
             for flight in self._inventory
@@ -137,7 +139,7 @@ class WorkIntake:
         return self._quantum.p50_s, self._quantum.seconds(self._clock())
 
     async def next(self, is_tokenising: Callable[[], bool], more_expected: Callable[[], bool]) -> Gathered:
-        """Wait for a delivery, then for other deliveries on their way, so that all are tokenised in one call.
+        """Wait for a delivery, then for other deliveries in transit, so that all are tokenised in one call.
 
         `is_tokenising` returns True while earlier work is tokenised. `more_expected` returns True if the broker may
         send more.
@@ -160,8 +162,8 @@ class WorkIntake:
         return _grouped(arrived)
 
     def _is_more_coming(self, is_tokenising: Callable[[], bool], more_expected: Callable[[], bool]) -> bool:
-        """Return True if it is worth waiting for more deliveries: the arrived ones do not fill a batch, and the broker
-        did not report them as the last.
+        """Return True if the worker should wait for more deliveries: the arrived ones do not fill a batch, and the
+        broker did not report them as the last ones.
         """
         if (
             len(self.arrived) >= self._limits.requests

@@ -1,5 +1,5 @@
-"""Loading of models and LoRAs: one load of a LoRA for all callers that wait for it, a shorter hold than for a model,
-and failures that are remembered. Requests of operators to load or unload models.
+"""Loading of models and LoRAs, and requests of operators to load or unload models. A LoRA is loaded once for all
+callers that wait for it. Requests wait for a LoRA for a shorter time than for a model. Failures are remembered.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from sie_sidecar.models.models import Hosting, ModelState
 
 HOLD_S = 5.0
 COOL_DOWN_S = 30.0
-MAX_REMEMBERED = 1000  # most remembered names; clients choose them, so their number is limited
+MAX_REMEMBERED = 1000  # largest number of remembered names; clients choose them, so the number must be limited
 _Key = tuple[str, str]
 
 
 class LoraLoads:
-    """Loads LoRAs for loaded models. `ModelState.loras` has the LoRAs that the adapter has. It may still include LoRAs
-    that the adapter dropped without a report.
+    """Loads LoRAs for loaded models. `ModelState.loras` lists the LoRAs of the adapter. It may still include LoRAs that
+    the adapter dropped without a report.
     """
 
     def __init__(self, link: AdapterLink, clock: Callable[[], float]) -> None:
@@ -51,10 +51,10 @@ class LoraLoads:
         self._failures: dict[_Key, tuple[float, ErrorInfo]] = {}
 
     def turn(self, hosted: ModelState) -> asyncio.Lock:
-        """Return the lock that a batch holds from the reload of its dropped LoRA until it has run. Meanwhile no other
-        LoRA of this model begins to load.
+        """Return the lock that a batch holds from the reload of its dropped LoRA until it has run. During this time, no
+        other LoRA of this model begins to load.
 
-        Without it, requests for more LoRAs than the adapter keeps would drop each other's LoRAs for ever.
+        Without the lock, requests for more LoRAs than the adapter can keep would drop each other's LoRAs for ever.
         """
         return self._turns.setdefault(hosted.name, asyncio.Lock())
 
@@ -78,8 +78,8 @@ class LoraLoads:
         load.result()
 
     async def preload(self, hosted: ModelState) -> None:
-        """Load the LoRAs that the profiles of a loaded model name, one after the other. A failure is logged; a request
-        for that LoRA gets the reason.
+        """Load the LoRAs in the profiles of a loaded model, one after the other. A failure is logged; a request for
+        that LoRA gets the reason.
         """
         for name in named(hosted.resolved):
             try:
@@ -99,7 +99,7 @@ class LoraLoads:
         load = self._loads.get(key)
         if load is None:
             load = self._loads[key] = asyncio.create_task(self._load(hosted, name), name="lora")
-            # marks the exception as retrieved: the waiters may be gone by then
+            # marks the exception as retrieved: there may be no waiters by then
             load.add_done_callback(lambda task: task.cancelled() or task.exception())
         return load
 
@@ -134,7 +134,7 @@ def named(resolved: Resolved) -> list[str]:
     )
 
 
-RESTORED_S = 10.0  # seconds in which the config service may restore the revision before a failed one
+RESTORED_S = 10.0  # seconds in which the config service may restore the revision before a failed revision
 _logger = logging.getLogger("sie.sidecar.loading")
 
 
@@ -158,7 +158,7 @@ class Loading:
         self._clock = clock
 
     def revision(self, model: str) -> int:
-        """Return the revision of the model in this worker's catalogue; 0 if it has none."""
+        """Return the revision of the model in this worker's catalogue; 0 if the model is not in it."""
         return self._feed.catalogue.revisions.get(model, 0)
 
     async def renewed(self, item: WorkItem, within_s: float) -> None:
@@ -190,13 +190,13 @@ class Loading:
         return await self._feed.renewed(lambda catalogue: catalogue.revisions.get(item.model, 0) > refused, left_s)
 
     def ahead(self, names: Iterable[str]) -> None:
-        """Load these models, each given as model or model:profile, in the background before work needs them. Failures
+        """Load these models, each named as model or model:profile, in the background before work needs them. Failures
         are logged.
         """
         for name in names:
             with contextlib.suppress(
                 ModelNotFound, BundleConflict
-            ):  # this worker's catalogue is older than the sender's, or newer
+            ):  # this worker's catalogue is older than the sender's catalogue, or newer
                 resolved = self._feed.catalogue.resolve(name)
                 hosted = self.hosting.obtain(resolved, self.revision(resolved.entry.id))
                 self._work.start(self._load(hosted), "load ahead")
@@ -212,9 +212,9 @@ class Loading:
     ) -> None:
         """Return when the model of these work items and their LoRA are loaded, or when no work item is left to run.
 
-        It works like Hosting.ensure, but over any number of adapters, until the last of their deadlines: an input that
-        kills every adapter must not run for ever, nor hold its place while a load does not end. `in_turn`: the caller
-        holds the turn of the LoRA. Raises SIEError.
+        It works like Hosting.ensure, but continues with the next adapter if one is lost, until the last of the
+        deadlines: an input that kills every adapter must not run for ever, nor occupy memory while a load does not end.
+        `in_turn`: the caller has the lock of the LoRA (`turn`). Raises SIEError.
         """
         began_s = self._clock()
         try:
@@ -243,13 +243,13 @@ class Loading:
             except ModelLoading:  # the model was evicted before its LoRA was loaded
                 hosted.mark_unloaded()
             else:
-                if hosted.state == "loaded":  # else it was evicted while its LoRA was loaded
+                if hosted.state == "loaded":  # else: the model was evicted while its LoRA was loaded
                     return
         raise GatewayTimeout("the budget of the request was over before its model was loaded")
 
     def park(self, flight: InFlight) -> Callable[[], None]:
-        """Allow the model of a work item to be evicted until it is the work item's turn. Return the function to call at
-        that time.
+        """Allow the model of a work item to be evicted until the work item may run. Return the function to call at that
+        time.
         """
         assert flight.hosted is not None
         count = functools.partial(unsettled, [flight])
@@ -269,9 +269,7 @@ class ResidencyRequests:
         self._on_unloaded = on_unloaded
 
     async def on_message(self, message: CoreMessage) -> None:
-        """Carry out a request of an operator that a gateway passes on. There is no reply: heartbeats report the
-        state.
-        """
+        """Carry out a request of an operator, which a gateway sent. There is no reply: heartbeats report the state."""
         try:
             request = messages.decode_residency(message.data)
         except msgspec.DecodeError as error:

@@ -74,8 +74,8 @@ class MadeSound(msgspec.Struct, frozen=True, tag=True):
 
 
 class PreparedImage(NamedTuple):
-    """Decoded image. `pixels`: uint8 [height, width, 3], row by row. `upright`: the size of the file's image as a
-    person sees it. `digest`: SHA-256 of pixels and size. `animated`: the file has more images, which were not read.
+    """Decoded image. `pixels`: uint8 [height, width, 3], row by row. `upright`: the size of the file's image after its
+    rotation. `digest`: SHA-256 of pixels and size. `animated`: the file has more images, which were not read.
     """
 
     pixels: bytes

@@ -1,11 +1,11 @@
-"""Decoding of sound files to the features that a model reads. Pure, with libsndfile and soxr. Only media workers import
-it, because decoders are C code that reads the data of clients.
+"""Decoding of sound files to the features that a model reads. The functions are pure and use libsndfile and soxr. Only
+media workers import the module, because decoders are C code that reads the data of clients.
 
     magic ──► header ──► limits ──► decode ──► mean of the channels ──► the model's rate ──► its length ──► features
 
-FORMATS are read. A sound is resampled as by `librosa.load` (soxr, high quality). The features are those of the feature
-extractors of transformers, computed without torch. For a sound that fits into the model's window they are equal bit for
-bit. For a longer sound, another part of it may be read (`contracts/media/sounds.py`).
+The supported formats are in FORMATS. A sound is resampled like in `librosa.load` (soxr, high quality). The features
+equal the features of transformers' feature extractors, computed without torch. For a sound that fits into the model's
+window, they are equal bit for bit. For a longer sound, another part of it may be read (`contracts/media/sounds.py`).
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _MAGIC: tuple[tuple[Callable[[bytes], bool], frozenset[str]], ...] = (
     (lambda head: head.startswith(b"ID3") or (head[:1] == b"\xff" and head[1:2] >= b"\xe0"), frozenset({"MP3"})),
 )
 FORMATS = ("WAV", "FLAC", "OGG", "MP3")
-_UNKNOWN_LENGTH = 1 << 62  # frames; libsndfile reports this number or more if the length is unknown
-_BLOCK_FRAMES = 4096  # frames of a spectrogram that are transformed at a time: a block takes 50 MB
+_UNKNOWN_LENGTH = 1 << 62  # frames; libsndfile reports this number or a larger one if the length is unknown
+_BLOCK_FRAMES = 4096  # frames of a spectrogram that are transformed in one step: this needs 50 MB
 _LEAST_POWER = 1e-10
 _RANGE = 8.0  # range of relative levels, in powers of ten
 
@@ -114,7 +114,7 @@ def features(samples: Float32, recipe: SoundRecipe) -> Float32:
 
 
 def _filled(samples: Float32, recipe: SoundRecipe) -> Float32:
-    """Fill a sound that is shorter than the model's window to the length of the window."""
+    """Extend a sound that is shorter than the model's window to the length of the window."""
     times = recipe.window // len(samples)
     if recipe.filling == "repeat" and len(samples) < recipe.window:
         return np.tile(samples, times + 1)[: recipe.window]
@@ -124,8 +124,8 @@ def _filled(samples: Float32, recipe: SoundRecipe) -> Float32:
 
 
 def _views(whole: Float32, frames: int) -> Float32:
-    """Return four views of a longer sound: the whole sound in `frames` frames, and from each third of the possible
-    starts the middle part.
+    """Return four views of a longer sound: the whole sound in `frames` frames, and one part from each third of the
+    possible starts, beginning in the middle of the third.
     """
     if len(whole) == frames:
         return np.stack([whole] * 4)
@@ -135,8 +135,8 @@ def _views(whole: Float32, frames: int) -> Float32:
 
 
 def _shrunk(whole: Float32, frames: int) -> Float32:
-    """Shrink a spectrogram to `frames` frames, each interpolated between the two nearest. Source: torch, bilinear
-    interpolation without aligned corners, within 1e-5 of it.
+    """Shrink a spectrogram to `frames` frames. Each frame is interpolated between the two nearest ones. Source: torch,
+    bilinear interpolation without aligned corners; the results are equal within 1e-5.
     """
     scale = np.float32(len(whole)) / np.float32(frames)
     places = np.maximum((np.arange(frames, dtype=np.float32) + np.float32(0.5)) * scale - np.float32(0.5), 0)
@@ -148,7 +148,7 @@ def _shrunk(whole: Float32, frames: int) -> Float32:
 
 
 def _spectrogram(samples: Float32, recipe: SoundRecipe) -> Float32:
-    """Return the level of each band, [frames, bins]. Source: transformers, audio_utils.spectrogram, which takes one
+    """Return the level of each band, [frames, bins]. Source: transformers, audio_utils.spectrogram, which computes one
     frame after the other.
     """
     in_decibels = recipe.levels == "decibels"
@@ -177,7 +177,7 @@ def _hann(length: int) -> Float64:
 @functools.lru_cache(maxsize=16)
 def _bands(recipe: SoundRecipe) -> Float64:
     """Return the share of each frequency in each band, [frequencies, bins]. Source: transformers,
-    audio_utils.mel_filter_bank, which has it from librosa and torchaudio.
+    audio_utils.mel_filter_bank, which is based on librosa and torchaudio.
     """
     to_mel, to_hertz = _SCALES[recipe.scale]
     low, high = (to_mel(np.array([edge], np.float64))[0] for edge in (recipe.low, recipe.high))

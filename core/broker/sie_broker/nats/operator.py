@@ -3,7 +3,8 @@ this version, and the steps that change them.
 
     look ──► Facts ──► plan (pure) ──► Steps ──► apply
 
-A step never loses a message. A change that is not possible in place, or not yet, is a refusal with its reason.
+A step never loses a message. If a change is not possible in place, or not possible yet, the step is a refusal with a
+reason.
 """
 
 from __future__ import annotations
@@ -86,7 +87,9 @@ async def read_facts(broker: NatsAdministration, stream: str) -> Facts:
 
 
 async def damage(broker: NatsBroker, info: StreamInfo) -> str:
-    """Return the sign that the files of a stream are damaged; empty if there is none. Raises BrokerError."""
+    """Return the evidence that the files of a stream are damaged; an empty text if there is none. Raises
+    BrokerError.
+    """
     name, state = str(info.config["name"]), info.state
     bucket = name.removeprefix("KV_")
     if bucket == name:
@@ -111,7 +114,7 @@ async def salvage(broker: NatsBroker, stream: str) -> list[Entry]:
     for subject in await broker.subject_counts(stream, ">"):
         try:
             entry = await NatsKeyValue(broker, bucket).get(subject.removeprefix(prefix))
-        except Refusal:  # its message is damaged
+        except Refusal:  # the message of this entry is damaged
             continue
         if entry is not None:
             entries.append(entry)

@@ -46,7 +46,7 @@ _ENSURE_ATTEMPTS = 10  # attempts to create a consumer that other processes dele
 
 
 class NatsQueue(JetStream):
-    """Implementation of the protocol `Queue`, of which `JetStream` publishes and pulls."""
+    """Implementation of the protocol `Queue`. Its base class `JetStream` publishes and pulls."""
 
     async def subject_counts(self, stream: str, subject_filter: str) -> dict[str, int]:
         counts: dict[str, int] = {}

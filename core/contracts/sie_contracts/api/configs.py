@@ -12,11 +12,15 @@ _EPOCH = "2026-01-01T00:00:00Z:42"
 
 
 class ListedModel(Struct, kw_only=True):
-    """A model of the list. An alias has `alias`. `note`: why the model is at this revision, if no person decided it."""
+    """A model of the list. An alias has `alias`, and no `tasks` or `languages`. `note`: why the model is at this
+    revision, if no person decided it.
+    """
 
     model_id: str
     profiles: Texts = UNSET
     source: Text = UNSET
+    tasks: Texts = UNSET
+    languages: Texts = UNSET
     alias: list[dict[str, Any]] | UnsetType = UNSET
     note: Text = UNSET
 
@@ -24,7 +28,17 @@ class ListedModel(Struct, kw_only=True):
 class ConfigModels(Struct, kw_only=True):
     """The models of the catalogue."""
 
-    EXAMPLE: ClassVar[Any] = {"models": [{"model_id": MINI, "profiles": ["default"], "source": "catalogue"}]}
+    EXAMPLE: ClassVar[Any] = {
+        "models": [
+            {
+                "model_id": MINI,
+                "profiles": ["default"],
+                "source": "packaged",
+                "tasks": ["encode"],
+                "languages": ["en"],
+            }
+        ]
+    }
 
     models: list[ListedModel]
 
@@ -174,11 +188,11 @@ class Resolution(Struct, kw_only=True):
     alias: Text = UNSET
 
 
-# structs that only the config service uses
+# Structs that only the config service uses
 
 
 class Revision(Struct, kw_only=True):
-    """A write of a model. `note`: why it was written, if no person decided it; otherwise empty."""
+    """A write of a model. `note`: the reason of the write, if no person decided it; otherwise empty."""
 
     revision: int
     created_at: str

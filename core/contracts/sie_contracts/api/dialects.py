@@ -34,7 +34,7 @@ TokenEmbeddings = list[list[list[float]]]
 RERANKER = "cross-encoder/ms-marco-MiniLM-L-6-v2"
 
 
-# OpenAI, Jina, Voyage
+# Bodies of OpenAI, Jina, Voyage
 
 
 class ImageAddress(Struct, kw_only=True):
@@ -143,7 +143,7 @@ class EmbeddingsReply(Reply, kw_only=True):
     data: list[Embedding] | UnsetType = UNSET
 
 
-# Cohere, Jina, Voyage
+# Bodies of Cohere, Jina, Voyage
 
 
 class Document(Struct, kw_only=True):
@@ -287,7 +287,7 @@ class Embedded(Struct, kw_only=True):
     explain: list[dict[str, Any]] | UnsetType = UNSET
 
 
-# Infinity
+# Bodies of Infinity
 
 
 class Classify(Struct, kw_only=True):

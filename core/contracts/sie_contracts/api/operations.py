@@ -122,7 +122,7 @@ class Assignment(Struct, kw_only=True):
     pinned_models: Texts = UNSET
 
 
-# health and scaling
+# Health and scaling
 
 
 class WorkerInfo(Struct, frozen=True):

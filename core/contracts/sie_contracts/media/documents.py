@@ -11,7 +11,8 @@ from sie_contracts.media.media import fault
 
 MAX_BYTES = 64 << 20  # bytes of one file: half of the largest frame to an adapter
 MIN_TOKENS = 256
-BYTES_PER_TOKEN = 64  # bytes of a file per token of cost: a megabyte takes about as long as a full batch of texts
+# bytes of a file per token of cost: a file of one megabyte takes about as long as a full batch of texts
+BYTES_PER_TOKEN = 64
 
 
 class DocumentFile(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -37,6 +38,6 @@ def cost(size: int) -> int:
 
 
 def check(limits: DocumentLimits, size: int) -> None:
-    """Raise the fault of a file of `size` bytes if it is too large."""
+    """Raise the fault of a file if its `size` in bytes is over the limit."""
     if size > limits.max_bytes:
         raise fault("too_large", f"the document has {size} bytes, at most {limits.max_bytes} are read")

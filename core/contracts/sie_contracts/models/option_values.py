@@ -1,6 +1,6 @@
-"""The values of request parameters: each function checks one value and returns it as the model takes it.
+"""Values of request parameters: each function checks one value and returns it in the form that the model needs.
 
-`path` is where the client wrote it. Each raises InvalidInput that names the path.
+`path` is the path of the parameter in the request. Each function raises InvalidInput with this path.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import msgspec
 from sie_contracts.errors import InvalidInput
 from sie_contracts.wire.messages import Truncate
 
-# score mode -> outputs from which a model with several outputs computes the score
+# score mode -> outputs that a model with several outputs computes the score from
 SCORE_MODES = {
     "dense": ("dense",),
     "sparse": ("sparse",),
@@ -32,8 +32,8 @@ def bad(path: str, value: object, expected: str, reason: str = "schema") -> Inva
 
 
 def describe(value: object) -> str:
-    """Describe a value for an error message. Numbers and booleans are shown. A value that may hold a client's text is
-    named by its type.
+    """Describe a value for an error message. Numbers and booleans are shown. Of a value that may contain a client's
+    text, only the type is shown.
     """
     if value is None or isinstance(value, bool | int | float):
         return "null" if value is None else repr(value)
@@ -115,7 +115,9 @@ def language(path: str, value: Any) -> str:
 
 
 def any_value(path: str, value: Any) -> Any:
-    """Return an option that its own family checks. Raises InvalidInput if it cannot be sent to the worker."""
+    """Return an option whose value the family itself checks. Raises InvalidInput if the value cannot be sent to the
+    worker.
+    """
     try:
         size = len(msgspec.msgpack.encode(value))
     except (OverflowError, TypeError, UnicodeEncodeError) as error:
@@ -139,7 +141,7 @@ def truncate(path: str, value: Any, *, default: Truncate) -> Truncate:
     raise bad(path, value, "one of END, START, NONE")
 
 
-# the least scores, which are probabilities unless a family returns raw scores
+# lowest scores of results; scores are probabilities unless a family returns raw scores
 THRESHOLDS = frozenset(
     {"threshold", "box_threshold", "text_threshold", "score_threshold", "prune_threshold", "highlight_threshold"}
 )

@@ -18,7 +18,9 @@ Kind = tuple[str, Parse]  # (text after "expected", parser that raises ValueErro
 
 
 class Secret:
-    """A string that is never printed. `matches` compares it, in the same time for every wrong value of one length."""
+    """A string that is never printed. `matches` compares it in constant time: every wrong value of one length takes the
+    same time.
+    """
 
     __slots__ = ("_value",)
 
@@ -130,7 +132,7 @@ def _secret(text: str) -> Secret:
 
 
 def password(text: str) -> Secret:
-    """Read a password unchanged, with the spaces around it: they are part of the password."""
+    """Read a password unchanged. Spaces around it are part of the password."""
     return Secret(text)
 
 
@@ -192,7 +194,7 @@ def _stores(text: str) -> tuple[str, ...]:
 
 
 def _sinks(text: str) -> tuple[tuple[str, Secret], ...]:
-    """Parse names of databases with their URLs, which may hold passwords. Raises ValueError."""
+    """Parse names of databases with their URLs, which may contain passwords. Raises ValueError."""
     sinks: dict[str, Secret] = {}
     for part in _list_of(text):
         name, equals, url = part.partition("=")

@@ -1,4 +1,4 @@
-"""Settings of a worker: its place, its sockets, its intervals, its memory and disk."""
+"""Settings of a worker: pool and machine profile, sockets, intervals, memory and disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The messages of a request over NATS: work items, their results, and dead letters.
+"""Messages of a request over NATS: work items, their results, and dead letters.
 
 Announcements of processes are in `heartbeats`, values of key-value buckets are in `records`, the catalogue is in
 `configs`. All of them follow the same rules of evolution: a new field has a default, no field changes its type or
@@ -16,21 +16,21 @@ from sie_contracts.errors import ErrorInfo
 from sie_contracts.media.documents import DocumentFile
 from sie_contracts.models.muvera import Muvera
 
-if TYPE_CHECKING:  # most processes that read messages need no numpy
+if TYPE_CHECKING:  # the import is only for types: most processes that read messages need no numpy
     from numpy.typing import NDArray
 
 Priority = Literal["interactive", "bulk"]
 PRIORITIES: tuple[Priority, ...] = get_args(Priority)
-# the sidecar answers tokenize and decode, with the model's tokenizer
+# the sidecar answers the operations tokenize and decode, with the model's tokenizer
 Operation = Literal["encode", "score", "extract", "tokenize", "decode"]
 Truncate = Literal["END", "START", "NONE"]
 Boundary = Literal["sentence", "paragraph", "token"]
 BOUNDARIES: tuple[Boundary, ...] = get_args(Boundary)
 MAX_RULE_TOKENS = 1 << 16  # most tokens that a rule may give a chunk
-TOKEN_ID_BYTES = 5  # upper bound for one id in a message
-MENTION_BYTES = 16  # upper bound for one mention in a message, without its label
+TOKEN_ID_BYTES = 5  # upper bound of the bytes of one token id in a message
+MENTION_BYTES = 16  # upper bound of the bytes of one mention in a message, without its label
 
-PIECE_CHARS = 256 << 10  # characters to encode before another thread may run; they take less than 1 ms
+PIECE_CHARS = 256 << 10  # characters that are encoded before another thread may run; this takes less than 1 ms
 
 
 def utf8_pieces(text: str) -> Iterator[bytes]:
@@ -65,7 +65,7 @@ class Vectors(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Mention(msgspec.Struct, frozen=True, array_like=True):
-    """A place in a text to which a client gave a label: code points `start` to `end`, none of them beyond the text."""
+    """A range of a text to which a client gave a label: code points `start` to `end`, both within the text."""
 
     label: str
     start: int
@@ -98,12 +98,12 @@ class TextChunks(msgspec.Struct, frozen=True, omit_defaults=True):
 class Input(msgspec.Struct, frozen=True, omit_defaults=True):
     """An input of a request. Only the fields that the operation needs are set.
 
-    `tokens`: ids of the model's own tokenizer, in place of a text. `pair`: the second text of a pair that is
-    classified. `vectors`: the multivector of the text, from which a score or a MUVERA encoding is computed; if it is
-    set, the text is not read. `images`: image files as the client sent them; base64 is decoded, nothing else is
-    changed. `mentions`: a model of relations looks for relations between them. `audio`: a sound file, and `document`: a
-    document file, as the client sent them. A worker that does not know `vectors`, `images`, `audio` or `document` reads
-    an empty text, and one that does not know `chunks` encodes the whole text, so workers are upgraded before gateways.
+    `tokens`: ids of the model's own tokenizer, instead of a text. `pair`: the second text of a pair that is classified.
+    `vectors`: the multivector of the text, from which a score or a MUVERA encoding is computed; if it is set, the text
+    is not read. `images`: image files as the client sent them; base64 is decoded, nothing else is changed. `mentions`:
+    entities between which a relation model finds relations. `audio`: a sound file, and `document`: a document file, as
+    the client sent them. A worker that does not know `vectors`, `images`, `audio` or `document` reads an empty text,
+    and a worker that does not know `chunks` encodes the whole text, so workers are upgraded before gateways.
     """
 
     text: str | None = None
@@ -118,7 +118,7 @@ class Input(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes that the input takes in a message; the encoding adds a few more."""
+        """Return the bytes of the input in a message; the encoding adds a few more."""
         size = utf8_bytes(self.text) if self.text else 0
         if self.tokens is not None:
             size += TOKEN_ID_BYTES * len(self.tokens)
@@ -133,7 +133,7 @@ class Input(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def least_bytes(self) -> int:
-        """Return the least bytes that the input takes in a message, without a look at its text."""
+        """Return a lower bound of the bytes of the input in a message, without reading its text."""
         size = len(self.text or "") + len(self.pair or "") + sum(map(len, self.images))
         size += len(self.chunks.spans) if self.chunks else 0
         return size + len(self.audio) + (len(self.document.data) if self.document else 0)
@@ -143,12 +143,13 @@ class RunOptions(msgspec.Struct, frozen=True, omit_defaults=True):
     """Options with which a model runs a request: the result of all precedence rules, which every path executes
     identically.
 
-    `prefix` and `suffix` are the prompt around a text, `query_prefix` and `query_suffix` the prompt around the query
-    against which the text is scored. `pieces` is the template of a pair, for models that have one: each piece is
-    literal text, then in turn a field (`query` or `document`) and literal text. `dimensions` and `max_tokens` 0 mean
-    the model's own. `document_tokens`: the largest number of tokens that are read of a scored document; 0: as many as
-    fit. `parameters` are options of one family, with their JSON types. `variant`: digest of the options in which a
-    request differs from its profile. The fingerprint of the answer covers it. It is empty if no option differs.
+    `prefix` and `suffix` are the prompt around a text, `query_prefix` and `query_suffix` the prompt around the query to
+    which the text is compared. `pieces` is the template of a pair, for models that have one: each piece is literal
+    text, then alternately a field (`query` or `document`) and literal text. If `dimensions` or `max_tokens` is 0, the
+    model's own value is used. `document_tokens`: the largest number of tokens that are read of a scored document; 0: as
+    many tokens as fit. `parameters` are options of one family, with their JSON types. `variant`: digest of the options
+    in which a request differs from its profile. The fingerprint of the answer covers it. It is empty if no option
+    differs.
     """
 
     outputs: tuple[str, ...] = ("dense",)
@@ -177,14 +178,15 @@ class RunOptions(msgspec.Struct, frozen=True, omit_defaults=True):
 class WorkItem(msgspec.Struct, frozen=True, omit_defaults=True, tag="work/1"):
     """A chunk of a request: consecutive inputs that one worker answers together.
 
-    `first` is the position of `inputs[0]` in the request. The inputs are scored against `query`. `reply` is the inbox
-    of the gateway: the worker sends the result there as a request, and the result is delivered once the gateway
+    `first` is the position of `inputs[0]` in the request. The inputs of score are compared to `query`. `reply` is the
+    inbox of the gateway: the worker sends the result there as a request, and the result is delivered once the gateway
     confirms it. `budget_ms` counts from the broker's timestamp of the message. `endpoint` is the route's name in the
-    worker's metrics; if empty, the operation's. `traceparent` and `tracestate` are those of the request.
+    worker's metrics; if it is empty, the name of the operation is used. `traceparent` and `tracestate` are values of
+    the request.
 
-    A chunk that is too large for a message keeps its inputs and query in the payload store, under the key `payload`;
-    `count` is then the number of inputs. `asker`: name of the client's credential in metrics. A worker reuses
-    cached data of an image only for the same asker. If `asker` is empty, no data is cached.
+    If a chunk is too large for a message, its inputs and query are in the payload store, under the key `payload`;
+    `count` is then the number of inputs. `asker`: name of the client's credential in metrics. A worker reuses cached
+    data of an image only for the same asker. If `asker` is empty, no data is cached.
     """
 
     request: str
@@ -212,14 +214,14 @@ class WorkItem(msgspec.Struct, frozen=True, omit_defaults=True, tag="work/1"):
 
 
 class Payload(msgspec.Struct, frozen=True, omit_defaults=True, tag="payload/1"):
-    """The part of a work item that the payload store keeps."""
+    """Part of a work item that is stored in the payload store."""
 
     inputs: tuple[Input, ...]
     query: Input | None = None
 
 
 class ArraySlice(msgspec.Struct, frozen=True, array_like=True):
-    """Place of an array in the block of bytes that is sent with it. `dtype` is written as numpy does, e.g. `<f4`."""
+    """Position of an array in the block of bytes that is sent with it. `dtype` has the form of numpy, e.g. `<f4`."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -234,7 +236,7 @@ class Ok(msgspec.Struct, frozen=True, omit_defaults=True, tag="ok"):
     `chunks`, int32 [chunks, 5]: first and end code point, tokens, vectors of its multivector, entries of its sparse
     vector. Its arrays have the values of all chunks, one after the other. `data` of tokenize has the lists
     `ids`, `texts`, `special`, `starts` and `stops` (byte offsets in the UTF-8 of the prompted text, None for special
-    tokens); `data` of decode has `text`. `tokens` counts the tokens that ran, after truncation, with special
+    tokens); `data` of decode has `text`. `tokens` counts the tokens that ran, after truncation, including special
     tokens.
     """
 
@@ -247,7 +249,7 @@ class Ok(msgspec.Struct, frozen=True, omit_defaults=True, tag="ok"):
 
 
 class Failed(msgspec.Struct, frozen=True, omit_defaults=True, tag="failed"):
-    """Error of an input, in place of a value."""
+    """Error of an input, instead of a value."""
 
     error: ErrorInfo
 
@@ -290,7 +292,7 @@ class BatchNote(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class WorkResult(msgspec.Struct, frozen=True, omit_defaults=True, tag="result/1"):
-    """Outcomes of a chunk, one for each input, in order. `block` holds all arrays; slices point into it."""
+    """Outcomes of a chunk, one for each input, in order. `block` has all arrays; slices point into it."""
 
     request: str
     chunk: int
@@ -319,8 +321,8 @@ class Fragment(msgspec.Struct, frozen=True, omit_defaults=True, tag="fragment/1"
 
 
 class CancelRequests(msgspec.Struct, frozen=True, omit_defaults=True, tag="cancel/1"):
-    """Notice that no client waits for these requests any more. It is a hint: a worker that misses it runs work whose
-    result is dropped.
+    """Notice that no client waits for these requests any more. The notice is a hint: a worker that misses it runs the
+    work, and its result is dropped.
     """
 
     requests: tuple[str, ...]
@@ -342,14 +344,14 @@ class Confirmation(msgspec.Struct, frozen=True, omit_defaults=True, tag="confirm
     """The gateway's answer to a result.
 
     `taken`: the result was accepted. `duplicate`: a result of the same chunk was accepted before. `unknown`: the
-    gateway does not know the request any more. `part`: a fragment was stored, and the other fragments are awaited.
+    gateway no longer has the request. `part`: a fragment was stored, and other fragments are missing.
     """
 
     verdict: Literal["taken", "duplicate", "unknown", "part"]
 
 
 class DeadLetter(msgspec.Struct, frozen=True, omit_defaults=True, tag="dead/1"):
-    """A work item that was given up. `item` is the encoded WorkItem as it was delivered, so that it can be published
+    """A work item that was given up. `item` is the delivered WorkItem in its encoded form, so that it can be published
     again.
     """
 
@@ -368,7 +370,9 @@ encode = _encoder.encode
 
 
 def encode_in_pieces(payload: Payload) -> bytes:
-    """Encode a payload as `encode` does. Long texts become bytes in pieces: other threads have a turn between them."""
+    """Encode a payload like `encode`. Long texts are encoded in pieces, so that other threads can run between two
+    pieces.
+    """
     query = None if payload.query is None else _in_pieces(payload.query)
     return encode(Payload(tuple(map(_in_pieces, payload.inputs)), query))
 
