@@ -381,7 +381,8 @@ def _frame(batch: Batch[InFlight], name: str, span: Span | None) -> tuple[ipc.Ru
         work = WorkItemInput([item.inputs[index] for index in chosen], item.query, item.options)
         own = entry.work.span
         context = own.context if own is not None and own.is_recording else NONE
-        parts.append(BatchPart(run, work, context, item.asker))
+        chunked = tuple(entry.work.chunked[index] for index in chosen) if entry.work.chunked else ()
+        parts.append(BatchPart(run, work, context, item.asker, chunked))
     first, key = batch.entries[0].work, batch.key
     ready = first.hosted.ready if first.hosted is not None else None
     above = span or first.span
