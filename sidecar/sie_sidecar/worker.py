@@ -282,7 +282,7 @@ class Worker:
         """Load a model on an additional device if its present devices cannot run its work fast enough. Called once a
         second.
         """
-        for hosted in self.models.second_copies(lambda hosted: self.queues.all[hosted.device].waits(hosted.name)):
+        for hosted in self.models.second_copies(lambda hosted: self.queues.all[hosted.device].is_behind(hosted)):
             self.loading.copy(hosted)
 
     async def drain(self, grace_s: float) -> None:

@@ -311,6 +311,22 @@ def tokens_of(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[NDArray[np.in
     return np.array(encoding.ids, np.int32), np.bincount(owners, minlength=len(words)).astype(np.int64)
 
 
+def classified(logits: Tensor, labels: list[str], options: ExtractOptions) -> Result:
+    """Return the classes of one text whose score reaches the threshold (default 0), best first. `logits`: float32
+    [labels], on the host. Scores are a softmax, or with `multi_label` a sigmoid for each label.
+    """
+    if not bool(torch.isfinite(logits).all()):
+        return scores_not_finite()
+    scores = torch.sigmoid(logits) if options.parameters.get("multi_label") else torch.softmax(logits, -1)
+    threshold = options.threshold_or(0.0)
+    classes = [
+        {"label": label, "score": score}
+        for label, score in zip(labels, scores.tolist(), strict=True)
+        if score >= threshold
+    ]
+    return {"classifications": sorted(classes, key=lambda row: -row["score"])}
+
+
 def scores_not_finite() -> InferenceFailed:
     """Return the error of a text whose scores are not finite."""
     return InferenceFailed("the model's scores are not finite", reason="non_finite")

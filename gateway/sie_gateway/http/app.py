@@ -23,6 +23,7 @@ from starlette.requests import ClientDisconnect
 import sie_contracts
 from sie_contracts import sdk_versions
 from sie_contracts.errors import (
+    SHUTTING_DOWN,
     GatewayTimeout,
     InternalFailure,
     InvalidInput,
@@ -324,7 +325,7 @@ class Edge:
         if call.grant.limits.tokens_per_minute:
             call.charge = self._gateway.quotas.charge(call.key, call.grant.limits)
         if self._readiness.draining and method == "POST":
-            raise ShuttingDown("this gateway is shutting down; another one takes the request")
+            raise ShuttingDown(SHUTTING_DOWN)
 
     def _count(self, route: GatewayRoute | None, call: Call, status: int, seconds: float | None) -> None:
         endpoint = "ws" if seconds is None else route.endpoint if route is not None else "other"

@@ -17,7 +17,7 @@ import asyncio
 import logging
 from typing import Any, Generic, Protocol, TypeVar
 
-from sie_contracts.errors import GatewayTimeout, ShuttingDown
+from sie_contracts.errors import SHUTTING_DOWN, GatewayTimeout, ShuttingDown
 from sie_runtime.failpoints import failpoint
 from sie_runtime.http.server import Receive
 from sie_runtime.process import Tasks
@@ -184,11 +184,7 @@ class Run(Generic[A]):
             assert answer is not None
             outcome.set_result(answer)
             return
-        ended = (
-            error
-            if isinstance(error, Exception)
-            else ShuttingDown("this gateway is shutting down; another one takes the request")
-        )
+        ended = error if isinstance(error, Exception) else ShuttingDown(SHUTTING_DOWN)
         outcome.set_exception(ended)
         outcome.exception()  # marks the exception as retrieved, in case no client joins the run
 

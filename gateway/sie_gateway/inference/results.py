@@ -179,10 +179,11 @@ class RequestResult:
         if failure is None:
             return
         error, listed = failure
-        is_input = isinstance(error, InvalidInput)  # an error other than InvalidInput is not caused by this input
-        # The error may name a field of the input.
-        # Image fields are left out for other client families, because their names differ.
-        field = error.param if error.param == "text" or (not name and error.param.startswith("images[")) else ""
+        is_input = isinstance(error, InvalidInput)  # any other error is not caused by this input
+        # The error may name a field of the input. Fields of images and chunks are left out for other client families,
+        # because their names differ.
+        own = error.param.startswith(("images[", "chunks"))
+        field = error.param if error.param == "text" or (not name and own) else ""
         place = f"{name or 'items'}[{listed[0]['index']}]" + (f".{field}" if is_input and field else "")
         if is_input and error.param.startswith(place):  # the message already has the path of the input
             raise FailedRequest(error, listed)

@@ -42,7 +42,7 @@ from sie_sidecar.device.in_flight import InFlight, Inventory, changed, cut, merg
 from sie_sidecar.device.link import AdapterGone, AdapterLink
 from sie_sidecar.metrics import SidecarMetrics
 from sie_sidecar.models.loading import Loading
-from sie_sidecar.models.models import WorkerModels
+from sie_sidecar.models.models import ModelState, WorkerModels
 from sie_sidecar.prepare import rows
 from sie_sidecar.prepare.rows import BatchPart, WorkItemInput
 from sie_sidecar.results import spans
@@ -115,10 +115,13 @@ class DeviceQueue:
         """Number of batches that were sent to the adapter and have not ended."""
         return self.sent + len(self._written)
 
-    def waits(self, residency: str) -> bool:
-        """Return True if work of this residency waits although the device is busy."""
-        is_busy = self.sent >= min(self.lanes, self.depth)
-        return is_busy and any(residency in line.models for line in self.waiting.lines)
+    def is_behind(self, hosted: ModelState) -> bool:
+        """Return True if work of this model waits because all lanes are busy: here, or in a batch that was sent
+        ahead.
+        """
+        lanes = min(self.lanes, self.depth)
+        is_queued = any(hosted.name in line.models for line in self.waiting.lines)
+        return bool(hosted.held) and (self.sent > lanes or (self.sent == lanes and is_queued))
 
     # ---- waiting work
 
@@ -380,7 +383,8 @@ def _frame(batch: Batch[InFlight], name: str, span: Span | None) -> tuple[ipc.Ru
         work = WorkItemInput([item.inputs[index] for index in chosen], item.query, item.options)
         own = entry.work.span
         context = own.context if own is not None and own.is_recording else NONE
-        parts.append(BatchPart(run, work, context, item.asker))
+        chunked = tuple(entry.work.chunked[index] for index in chosen) if entry.work.chunked else ()
+        parts.append(BatchPart(run, work, context, item.asker, chunked))
     first, key = batch.entries[0].work, batch.key
     ready = first.hosted.ready if first.hosted is not None else None
     above = span or first.span

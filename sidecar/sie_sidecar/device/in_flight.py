@@ -58,7 +58,8 @@ class InFlight:
     """Work item from its delivery to its settlement. The times are the times of its marks; `dispatched_s` is set when
     its batch is sent.
 
-    `rows`: the first `shared` rows belong to all inputs. After them, each input has the same number of rows, in order.
+    `rows`: the first `shared` rows belong to all inputs. After them, each input has the same number of rows, in order;
+    if a text has chunks, those that `chunked` describes.
     """
 
     lease: Lease
@@ -75,6 +76,7 @@ class InFlight:
     layout: ipc.Layout = "text"
     rows: list[TokenRow] = field(default_factory=list)
     shared: int = 0
+    chunked: tuple[ipc.ChunkedRows, ...] = ()
     refused: SIEError | None = None  # reason why the work item has no rows
     unfit: Mapping[int, SIEError] = field(default_factory=dict)  # reason for each input that must not run, by index
     fetched_s: float = 0.0
@@ -112,6 +114,9 @@ class InFlight:
 
     def of_input(self, index: int) -> list[TokenRow]:
         """Return the rows of this input alone."""
+        if self.chunked:
+            first = sum(described.rows for described in self.chunked[:index])
+            return self.rows[first : first + self.chunked[index].rows]
         count = (len(self.rows) - self.shared) // len(self.item.inputs)
         first = self.shared + index * count
         return self.rows[first : first + count]
@@ -221,9 +226,8 @@ def cut(outcomes: tuple[Outcome, ...], block: memoryview) -> tuple[tuple[Outcome
 def only(flight: InFlight, index: int) -> InFlight:
     """Return the same work with one of its inputs. It has the lease of the whole work item, and must not be settled."""
     item = msgspec.structs.replace(flight.item, inputs=(flight.item.inputs[index],), first=flight.item.first + index)
-    return replace(
-        flight, item=item, rows=[*flight.rows[: flight.shared], *flight.of_input(index)], unfit={}, counted=0
-    )
+    rows = [*flight.rows[: flight.shared], *flight.of_input(index)]
+    return replace(flight, item=item, rows=rows, chunked=flight.chunked[index : index + 1], unfit={}, counted=0)
 
 
 def joined(parts: Sequence[tuple[Outcome, bytes]]) -> tuple[tuple[Outcome, ...], bytes]:

@@ -830,9 +830,9 @@ class WorkerModels:
             idle_since_s=evictable[0].used_s if evictable else math.inf,
         )
 
-    def second_copies(self, waits: Callable[[ModelState], bool]) -> list[ModelState]:
-        """Return the residencies to load on one more device. Called once a second. `waits` returns True if work of a
-        residency waits although its device is busy.
+    def second_copies(self, is_behind: Callable[[ModelState], bool]) -> list[ModelState]:
+        """Return the residencies to load on one more device. Called once a second. `is_behind` returns True if work of
+        a residency waits because its device is busy.
         """
         if len(self.devices) == 1:
             return []
@@ -840,7 +840,7 @@ class WorkerModels:
         for hosted in self:
             if hosted.state == "loaded":
                 loaded.setdefault(hosted.name, []).append(hosted)
-        behind = {name: states[0] for name, states in loaded.items() if all(map(waits, states))}
+        behind = {name: states[0] for name, states in loaded.items() if all(map(is_behind, states))}
         states = {
             name: [device.obtain(first.resolved, first.revision) for device in self.devices]
             for name, first in behind.items()
