@@ -45,12 +45,13 @@ from PIL import Image
 from report import Report, machine
 from transformers import AutoConfig, AutoImageProcessor, CLIPConfig, CLIPModel
 
+from sie_contracts.stages import STAGES
+
 NAME, MODEL = "clip-b32", "test/clip-b32"
 SIZE, PATCH, WIDTH = 224, 32, 512
 BATCH = 16
 GOAL = 0.9
 LOADS = ((16, 1), (4, 8))  # clients, and images of a request
-STAGES = ("queue_time", "preprocess_time", "batch_wait_time", "inference_time", "postprocess_time", "unattributed_time")
 
 
 def checkpoint(folder: Path) -> None:

@@ -11,6 +11,7 @@
    client's process needs beside the array that it returns, for these texts and for a fifth of them.
 
     python bench/jobs.py [--texts 4000 --rounds 3 --embed-texts 100000]
+    python bench/jobs.py --embed-only [--rounds 3 --embed-texts 100000]     the last of them alone, on MiniLM-L6
 """
 
 from __future__ import annotations
@@ -123,9 +124,19 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=6.0, help="of the engine and of the clients")
     parser.add_argument("--embed-texts", type=int, default=100_000)
+    parser.add_argument("--embed-only", action="store_true", help="measure `client.embed` on MiniLM-L6 alone")
     add_options(parser)
     options = parser.parse_args()
     say = Report()
+    if options.embed_only:
+        say(f"# client.embed\n\n`python bench/jobs.py --embed-only`, {machine()}, MiniLM-L6.")
+        cluster = Cluster(())
+        try:
+            embed_many(cluster, options, say)
+        finally:
+            cluster.stop()
+        say.save(options.out)
+        return
     texts = texts_of("mix", options.texts)
     with torch.inference_mode():
         alone = Alone(dict(os.environ))
@@ -133,8 +144,7 @@ def main() -> None:
         try:
             measure(alone, cluster, texts, options, say)
             say("\nOn MiniLM-L6:")
-            url = f"http://127.0.0.1:{cluster.port}"
-            measure_embed(url, MODEL, texts_of("mix", options.embed_texts), options.rounds, say)
+            embed_many(cluster, options, say)
         finally:
             cluster.stop()
             alone.engine.stop(5)
@@ -184,6 +194,11 @@ def measure(alone: Alone, cluster: Cluster, texts: list[str], options: argparse.
     say("|---|--:|--:|--:|")
     for name, each in (("nothing beside it", quiet_ms), ("a job beside it", beside_ms)):
         say(f"| {name} | {statistics.median(each):.1f} | {percentile(each, 0.99):.1f} | {len(each)} |")
+
+
+def embed_many(cluster: Cluster, options: argparse.Namespace, say: Report) -> None:
+    url = f"http://127.0.0.1:{cluster.port}"
+    measure_embed(url, MODEL, texts_of("mix", options.embed_texts), options.rounds, say)
 
 
 def measure_embed(url: str, model: str, texts: list[str], rounds: int, say: Report) -> None:

@@ -1,8 +1,8 @@
-"""File in which a `sie serve` leaves its addresses and passwords for the commands of its user.
+"""File with the addresses and passwords of a `sie serve`, for the commands of its user.
 
     sie serve ──► DATA_DIR/access.json (mode 0600) ──► Cluster of `sie keys`, `sie dlq`, `sie models`, ...
 
-It is written at each start and removed at the end.
+The file is written at each start and removed at the end.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ OPERATOR = "operator"
 
 
 class Access(msgspec.Struct, frozen=True, kw_only=True):
-    """Addresses and credentials that `sie serve` leaves to the commands of its user. An address is empty if this start
-    has no such process.
+    """Addresses and credentials that `sie serve` writes for the commands of its user. An address is empty if this `sie
+    serve` has no such process.
     """
 
     gateway_url: str
     config_url: str = ""
-    broker_url: str = ""  # without a user
-    broker_monitor_url: str = ""  # its path is secret: the server's monitor has no passwords
+    broker_url: str = ""  # URL without a user
+    broker_monitor_url: str = ""  # secret path: the monitor of the server has no passwords
     operator_password: str = ""
     admin_token: str = ""
-    metrics_urls: tuple[str, ...] = ()  # addresses of metrics and probes: gateways, then workers; no path
+    metrics_urls: tuple[str, ...] = ()  # base addresses of metrics and probes: gateways, then workers
     models_dir: str = ""  # folder or bucket of the served models
-    unread_stream: str = ""  # stream whose files the broker has been reading for long
+    unread_stream: str = ""  # stream whose files the broker has been reading for a long time
 
     def __repr__(self) -> str:
         return (
@@ -44,10 +44,11 @@ class Access(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Write a file that only its owner may read. It is replaced as a whole: no reader sees a part of it, and no link is
-    followed.
+    """Write a file that only its owner may read. The file is replaced atomically: no reader sees a part of it, and no
+    link is followed.
     """
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)  # mode 0600
+    # mkstemp creates the file with mode 0600
+    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(content)
@@ -59,13 +60,13 @@ def write_private(path: Path, content: bytes) -> None:
 
 
 def publish(data_dir: Path, access: Access) -> None:
-    """Write the file of this start."""
+    """Write the access file of this start of `sie serve`."""
     write_private(data_dir / FILE, msgspec.json.format(msgspec.json.encode(access)))
 
 
 @contextlib.contextmanager
 def published(data_dir: Path, access: Access) -> Iterator[None]:
-    """Keep the file of this start for as long as the context lasts."""
+    """Keep the file of this start while the context is open."""
     publish(data_dir, access)
     try:
         yield
@@ -102,5 +103,5 @@ def _is_unlocked(lock: Path) -> bool:
 
 
 def as_operator(broker_url: str) -> str:
-    """Return the broker's address with the user for commands of people."""
+    """Return the broker's address with the user for operator commands."""
     return broker_url.replace("://", f"://{OPERATOR}@", 1)

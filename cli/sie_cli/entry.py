@@ -1,7 +1,7 @@
-"""Entry point of the command `sie`: the steps before its imports, which take seconds.
+"""Entry point of the command `sie`. It has the steps that must run before the imports, which take seconds.
 
-The kernel drops each signal that process 1 has no handler for. One that comes during the imports would be lost, and a
-pod that is deleted or restarted while it starts would take its whole grace period to end.
+The kernel drops each signal that process 1 has no handler for. A signal during the imports would be lost, and a pod
+that is deleted or restarted during its start would need its whole grace period to end.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def gateway_errors(cluster: Cluster, scopes: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet_client() -> Iterator[None]:
-    """Silence the client's warnings about attempts: they would break a picture, and the final error has the reason."""
+    """Hide the client's warnings about attempts: they would disturb the display, and the final error has the reason."""
     logger = logging.getLogger("sie_client")
     level = logger.level
     logger.setLevel(logging.ERROR)

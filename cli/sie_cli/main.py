@@ -1,4 +1,4 @@
-"""`sie`: one command for every process of the cluster, and for looking at it."""
+"""Command `sie`: one command for every process of the cluster, and for its inspection."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from sie_runtime.process import run as run_process
 
 
 class _Program(AnyPosition):
-    """Group that ends the process when called. `main`, which tests call, raises SystemExit as every group does."""
+    """Group that ends the process when called. `main`, which tests call, raises SystemExit like every group."""
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         """Return the command. Raises UsageError, with the group of a name that only exists in that group."""
@@ -76,13 +76,13 @@ class _Program(AnyPosition):
                 raise
             threading._shutdown()  # type: ignore[attr-defined]
             atexit._run_exitfuncs()
-            with contextlib.suppress(BrokenPipeError):  # nobody reads on
+            with contextlib.suppress(BrokenPipeError):  # the reader of the pipe has closed it
                 sys.stdout.flush()
                 sys.stderr.flush()
             os._exit(ended.code or 0)
 
 
-# extras of commands that need more than `serve`, or less
+# extras for commands that need other packages than `serve`
 EXTRAS = {"gateway": "gateway", "config": "config", "sidecar": "sidecar", "adapter": "adapter", "eval": "evals"}
 ELSEWHERE = {
     "serve": "sie_cli.serve.command:serve",

@@ -1,4 +1,4 @@
-"""Settings as command-line options: one option per setting, made from the settings table."""
+"""Settings as command-line options: one option per setting, created from the settings table."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ ALIASES = {"SIE_PRELOAD_MODELS": "--preload"}
 
 
 def settings_options(*components: str, url: str = "") -> Callable[[F], F]:
-    """Add an option for every setting that one of the components reads. Secrets have no option: process lists would
-    show them.
+    """Add an option for every setting that one of the components reads. Secrets have no option, because process lists
+    would show them.
 
-    `url`: the setting that --url sets, too.
+    `url`: the setting that --url also sets.
     """
 
     def decorate(function: F) -> F:
@@ -159,7 +159,7 @@ class Commands(MutableMapping[str, click.Command]):
 
 
 class AnyPosition(click.Group):
-    """Group that also takes options of the cluster before the name of a command: `sie --url URL dlq list`."""
+    """Group that also accepts options of the cluster before the name of a command: `sie --url URL dlq list`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         return super().parse_args(ctx, behind(args))
@@ -214,7 +214,9 @@ def flags_of(values: dict[str, Any]) -> dict[str, str]:
 
 
 def loaded(values: dict[str, Any], mode: Mode = "queue") -> Loaded:
-    """Return all settings. An invalid setting ends the process with status 2. Warnings go to standard error."""
+    """Return all settings. An invalid setting ends the process with status 2. Warnings are printed to standard
+    error.
+    """
     try:
         loaded_settings = load(flags=flags_of(values), mode=mode)
     except SettingError as error:

@@ -1,4 +1,4 @@
-"""Routes of the config service: those of the catalogue with its handlers, and the pages that describe them."""
+"""Routes of the config service: the catalogue's routes with their handlers, and the pages that describe them."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ import { stageWord } from "./stages";
 import type { History } from "./types";
 
 const HEIGHT = 150;
-const COLOURS = ["#4c8dff", "#e0584f", "#2a9d4a", "#d08b00", "#9a6bff", "#19a3a3", "#888888"];
+const COLOURS = ["#4c8dff", "#e0584f", "#2a9d4a", "#d08b00", "#9a6bff", "#19a3a3", "#c05fb0", "#888888"];
 
 type Series = [string, (number | null)[]];
 

@@ -48,7 +48,7 @@ export function Result({ outcome, asked }: { outcome: Outcome; asked: Asked[] })
       <Items reply={reply} asked={asked} />
       {last?.verb === "encode" && <Cut model={model} call={last} reply={reply} asked={asked} />}
       <h3>Where the time went</h3>
-      <Waterfall timing={reply.timing} parts={reply.explain} />
+      <Waterfall timing={reply.timing} />
       {copies}
     </article>
   );

@@ -54,7 +54,7 @@ export function Requests() {
 
 /** The stage that took most of a request's time, in words. */
 function mostly(request: Slow): string {
-  const stages = stagesOf(request.timing ?? {}, request.chunks);
+  const stages = stagesOf(request.timing ?? {});
   const [name, ms] = stages.sort((one, other) => other[1] - one[1])[0] ?? ["", 0];
   if (!ms || !request.total_ms) return "";
   return `${name} ${Math.round((100 * ms) / request.total_ms)} %`;
@@ -164,7 +164,7 @@ export function RequestPage({ id }: { id: string }) {
       {request.message && <p class="bad">{request.message}</p>}
       <dl class="facts">{facts.filter(([, value]) => value).map(([name, value]) => <div><dt>{name}</dt><dd>{value}</dd></div>)}</dl>
       <h3>Where the time went</h3>
-      {request.timing ? <Waterfall timing={request.timing} parts={request.chunks} /> : <p class="dim">It did not run.</p>}
+      {request.timing ? <Waterfall timing={request.timing} /> : <p class="dim">It did not run.</p>}
       {request.chunks?.filter((chunk) => chunk.batch.items).map((chunk) => (
         <p class="dim">{`${chunk.worker}: a batch of ${chunk.batch.items ?? 0} inputs and ${chunk.batch.tokens ?? 0} tokens, of ${chunk.batch.chunks ?? 0} message${chunk.batch.chunks === 1 ? "" : "s"}`}</p>
       ))}

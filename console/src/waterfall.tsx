@@ -1,12 +1,12 @@
 /** Where the time of a request went, as bars one after the other. */
 
-import { type Part, stagesOf } from "./stages";
+import { stagesOf } from "./stages";
 
 const ROW = 24; // pixels
 
-export function Waterfall({ timing, parts }: { timing: Record<string, number>; parts?: Part[] | undefined }) {
+export function Waterfall({ timing }: { timing: Record<string, number> }) {
   const total = timing["total_time"] ?? 0;
-  const stages = stagesOf(timing, parts);
+  const stages = stagesOf(timing);
   let begun = 0;
   return (
     <svg class="waterfall" viewBox={`0 0 600 ${ROW * stages.length + 6}`} role="img" aria-label={`total ${total.toFixed(1)} ms`}>

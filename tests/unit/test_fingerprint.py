@@ -102,6 +102,7 @@ UNCHANGED: dict[type, dict[str, Any]] = {
         "unproven": "no oracle",
         "description": "a model",
         "license": "MIT",
+        "languages": ["de"],
     },
     Weights: {"hub": "org/hub", "unpinned": True, "path": "/models/moved"},
     LoadOptions: {"engine": "openvino"},
@@ -118,6 +119,7 @@ NEUTRAL: dict[type, dict[str, str]] = {
         "unproven": "a text for people",
         "description": "a text for people",
         "license": "a text for people",
+        "languages": "a text for people",
     },
     Weights: {
         "hub": "a commit or digests say what the files hold",

@@ -20,9 +20,9 @@ from fake_adapter import toy_entry
 from inprocess import InProcess, until
 
 from sie_contracts.errors import InvalidInput
+from sie_contracts.stages import STAGES
 from sie_contracts.wire.trace_context import Context
 from sie_gateway.inference.call import Call
-from sie_gateway.inference.results import STAGES
 from sie_gateway.operations import history
 from sie_gateway.operations.history import RequestLogger, log_request
 from sie_runtime.current_trace import set_current

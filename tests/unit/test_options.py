@@ -264,7 +264,7 @@ def test_truncation_has_three_ways_and_two_old_spellings(given: Any, expected: s
         ("is_query", "x", "schema"),
         ("input_type", 1, "schema"),
         ("instruction", 5, "schema"),
-        ("pooling", "max", "schema"),
+        ("pooling", "maximum", "schema"),
         ("output_types", "dense", "schema"),
         ("output_types", [1], "schema"),
         ("output_types", ["multivector"], "unsupported_output"),

@@ -23,9 +23,9 @@ from object_stores import S3, Place
 
 from sie_contracts.errors import InternalFailure, QueueUnavailable
 from sie_contracts.settings import SettingError, StoreUrl, store_url
+from sie_contracts.stages import STAGES
 from sie_contracts.wire import messages
 from sie_contracts.wire.messages import Input, Payload, RunOptions, WorkItem
-from sie_gateway.inference.results import STAGES
 from sie_gateway.metrics import Metrics
 from sie_gateway.streams.offload import Offload, life_s
 from sie_sidecar.device.in_flight import InFlight

@@ -31,9 +31,11 @@ SHARED = {
     "request_id": "01a20d2c-a085-77e9-a1c5-8486fc223c61",
     "usage": {"prompt_tokens": 14, "total_tokens": 14, "truncated_items": []},
     "timing": {
-        "queue_time": 412.23,
+        "queue_time": 3.73,
+        "load_time": 405.7,
         "preprocess_time": 0.617,
         "batch_wait_time": 0.353,
+        "device_wait_time": 2.8,
         "inference_time": 3.394,
         "postprocess_time": 0.375,
         "unattributed_time": 1.028,
@@ -177,10 +179,10 @@ def test_the_verb_follows_the_model_and_the_options(info: Any, asked: dict[str, 
             {"query": QuestionInput({})},
             "test/m3 does encode; without --query the vectors",
         ),
-        (EXTRACTS, {"query": QuestionInput({})}, "--query wants a model that scores; test/gliner does extract"),
-        (ENCODES, {"labels": ("a",)}, "--labels wants a model that extracts; test/m3 does encode and score"),
-        (ENCODES, {"threshold": 0.5}, "--threshold wants a model that extracts"),
-        (ENCODES, {"labels": ("a",), "query": QuestionInput({})}, "give one of the two"),
+        (EXTRACTS, {"query": QuestionInput({})}, "--query needs a model that scores; test/gliner does extract"),
+        (ENCODES, {"labels": ("a",)}, "--labels needs a model that extracts; test/m3 does encode and score"),
+        (ENCODES, {"threshold": 0.5}, "--threshold needs a model that extracts"),
+        (ENCODES, {"labels": ("a",), "query": QuestionInput({})}, "use only one of the two"),
     ],
 )
 def test_options_that_do_not_fit_the_model_are_refused(info: Any, asked: dict[str, Any], why: str) -> None:
@@ -363,10 +365,10 @@ def test_all_kinds_of_findings_are_shown() -> None:
 
 def test_explain_shows_each_stage_as_a_bar() -> None:
     text = picture(encoded(dense(1, 0, 0, 0), texts=("a",), explain=[EXPLAIN]))
-    assert f"in the queue           412.2  {'█' * 23}" in text
-    assert "inference                3.4  ▎" in text
+    assert f"model load   405.7  {'█' * 23}" in text
+    assert "inference      3.4  ▎" in text
     assert "a batch of 2 inputs with 18 tokens, engine openvino" in " ".join(text.split())
-    assert f"load         405.7  {'█' * 23}" in text
+    assert text.count("device wait    2.8") == 2, "of the request and of its part at the worker"
     assert "STAGE" not in picture(encoded(dense(1, 0, 0, 0), texts=("a",))), "only where it is asked for"
 
 

@@ -1,5 +1,5 @@
-"""GLiClass, by the package `gliclass`: scores for the classes that a request names. One prompt holds the labels and the
-text.
+"""GLiClass, by the package `gliclass`: scores for the classes that a request names. One prompt contains the labels and
+the text.
 
     text, labels ──► the package's prompt ──► ids; the text is cut, labels never ──► passes of equal length ──►
     softmax or sigmoid
@@ -42,13 +42,13 @@ from sie_contracts.models.load_errors import load_failed
 
 _TOKENS_PER_PASS = {"cpu": 4096}
 _TOKENS_PER_PASS_ELSEWHERE = 16384
-_CHARACTERS_PER_TOKEN = 8  # characters per token that are assumed first for a long text
+_CHARACTERS_PER_TOKEN = 8  # characters per token that are assumed for a long text before it is tokenised
 
 
 @dataclass(frozen=True)
 class GliclassTexts:
-    """Texts in the form that the device reads. `results`: a result for each text; a pass replaces those of its texts.
-    `passes`: indices of texts with their padded ids. `padding`: positions without a token.
+    """Texts in the form that the device reads. `results`: a result for each text; a pass replaces the results of its
+    texts. `passes`: indices of texts with their padded ids. `padding`: positions without a token.
     """
 
     results: list[Result]
@@ -61,7 +61,7 @@ class GliclassModel(Extractor[GliclassTexts]):
 
     A result is `{"classifications": [{label, score}]}`, best first: all labels whose score reaches the threshold
     (default 0). A text of white space has no classifications. The result is an InvalidInput if the labels cannot be
-    used, or if the text holds a token that separates the parts of the prompt; it is an InferenceFailed if the scores
+    used, or if the text contains a token that separates the parts of the prompt; it is an InferenceFailed if the scores
     are not finite.
 
     `tokenizer`: tokenizer.json of the backbone. `max_tokens`: limit of tokens, with labels and special tokens; longer
@@ -70,9 +70,10 @@ class GliclassModel(Extractor[GliclassTexts]):
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
-        """Return the fault of class, shapes or tokenizer for which a load would refuse the files; an empty string if
-        there is none. Reads no values of weights and runs no code of the folder. Raises ModelLoadFailed for tensors
-        that do not fit the class.
+        """Check class, shapes and tokenizer of the files. Reads no values of weights and runs no code of the folder.
+
+        Return the fault for which a load would refuse the files; an empty string if there is none. Raises
+        ModelLoadFailed for tensors that do not fit the class.
         """
         encoder = empty_gliclass(folder, entry, entry.load).model.encoder_model
         return tokenizer_fault(bare_tokenizer(read_tokenizer(folder)), encoder)
@@ -139,8 +140,8 @@ class GliclassModel(Extractor[GliclassTexts]):
         return any(token in text for token in (pipeline.label_token, pipeline.sep_token, pipeline.example_token))
 
     def _encoded(self, texts: list[str], labels: list[str], prompt: int) -> list[list[int]]:
-        """Return the token ids of each text with its labels, at most `max_tokens`. If the labels stand behind the text,
-        the text is cut here, since the package would cut the labels.
+        """Return the token ids of each text with its labels, at most `max_tokens`. If the labels follow the text, the
+        text is cut here, since the package would cut the labels.
         """
         if not texts:
             return []
@@ -154,12 +155,12 @@ class GliclassModel(Extractor[GliclassTexts]):
 
     def _cut(self, text: str, room: int) -> str:
         offsets = self._counter.encode(text, add_special_tokens=False).offsets
-        # one token less: beside the prompt, the end of the text may be split into one token more
+        # one token less: inside the prompt, the end of the text may become one token more
         return text if len(offsets) <= room else text[: offsets[max(0, room - 2)][1]]
 
     def _head(self, text: str) -> str:
-        """Return the text. A long text is cut to its first whole words, which still have more tokens than the model
-        takes.
+        """Return the text. A long text is shortened to its first whole words, which still have more tokens than the
+        model reads.
         """
         length = _CHARACTERS_PER_TOKEN * self.max_tokens
         while length < len(text):

@@ -1,6 +1,6 @@
-"""Heads turn the hidden states of a pass into one output for each sequence. Each kind has a small file.
+"""Heads, which turn the hidden states of a pass into one output for each sequence. Each kind has a small file.
 
-hidden [tokens, width] ──► Head.reduce ──► a Reduced: one value per sequence, and which of them are usable
+hidden [tokens, width] ──► Head.reduce ──► Reduced: one value per sequence, and a mask of the usable ones
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class States:
     """Hidden states of a pass: `hidden` [tokens, width] of any float type, in packed order. `queries` [sequences] is
     True for queries, False for documents.
 
-    `pooling`: the pooling of the batch; empty for that of the model.
+    `pooling`: the pooling of the batch; empty for the model's own pooling.
     """
 
     hidden: Tensor

@@ -18,7 +18,7 @@ from sie_cli.models.compare import MAX_TEXTS
 from sie_cli.models.service import WriteOptions, service_of
 from sie_cli.refusal import INTERRUPTED
 
-# the last step of a run, by the name that a user gives
+# last step of a run, by the name that a user gives
 UNTIL = {"check": "quality", "embed": "embed", "shadow": "shadow", "flip": "flip"}
 BACK = "back"
 SCOPE = "the scope infer"

@@ -26,30 +26,69 @@ from sie_cli.models.service import (
     shown,
     write_options,
 )
+from sie_contracts.models.entries import MULTILINGUAL
 from sie_contracts.settings import public_url
 
 _SEGMENT = re.compile(r'(?:"([^"]+)"|([^."=]+))(\.|$)')
 MAX_BYTES = 1 << 20
+_GROUPS = {"task": "tasks", "language": "languages"}  # what models are grouped by -> its field in the list
 MAX_CHANGES = 4  # changes of one revision that a table shows
 
 
 @click.command("list")
+@click.option("--task", type=click.Choice(("encode", "score", "extract")), help="Only models that do this.")
+@click.option(
+    "--language", metavar="CODE", help=f"Only models for this language, such as de; {MULTILINGUAL} ones are among them."
+)
+@click.option("--by", type=click.Choice(tuple(_GROUPS)), help="Group the models.")
 @service_options
-def list_command(cluster: Cluster, output: str | None) -> None:
-    """All models of the catalogue: id, profiles, and who wrote it: packaged, overlay (SIE_MODELS_DIR) or api."""
+def list_command(
+    cluster: Cluster, *, output: str | None, task: str | None, language: str | None, by: str | None
+) -> None:
+    """All models of the catalogue: id, tasks, languages, profiles, and who wrote it: packaged, overlay (SIE_MODELS_DIR)
+    or api.
+    """
     with service_of(cluster, writes=False) as service:
         body = service.read(MODELS).body
     click.echo(f"models of {public_url(service.url)}", err=True)
-    rows = [(model["model_id"], _variants(model), model["source"]) for model in body["models"]]
-    print_body(
-        body,
-        output,
-        lambda: display.table([("MODEL", "PROFILES", "SOURCE"), *rows]) if rows else click.echo("no models"),
-    )
+    chosen = [
+        model
+        for model in body["models"]
+        if (task is None or task in model.get("tasks", ()))
+        and (language is None or {language, MULTILINGUAL} & set(model.get("languages", ())))
+    ]
+    print_body({**body, "models": chosen}, output, lambda: _show_models(chosen, by))
+
+
+def _show_models(models: Sequence[dict[str, Any]], by: str | None) -> None:
+    """Print a table of models, or with `by` a table for each value of that column; a model may be in several."""
+    if not models:
+        click.echo("no models")
+        return
+    head = ("MODEL", "TASKS", "LANGUAGES", "PROFILES", "SOURCE")
+    rows = [
+        (
+            model["model_id"],
+            *(", ".join(model.get(_GROUPS[name], ())) for name in _GROUPS),
+            _variants(model),
+            model["source"],
+        )
+        for model in models
+    ]
+    if by is None:
+        display.table([head, *rows])
+        return
+    column = 1 + list(_GROUPS).index(by)
+    values = sorted({value for row in rows for value in row[column].split(", ")}, key=lambda value: (not value, value))
+    for value in values:
+        own = [row for row in rows if value in row[column].split(", ")]
+        click.echo(f"{value or 'none stated'}: {display.counted(len(own), 'model')}")
+        display.table([head, *own])
+        click.echo()
 
 
 def _variants(listed: dict[str, Any]) -> str:
-    """Return the profiles of a model, or the models that an alias stands for."""
+    """Return the profiles of a model, or the targets of an alias."""
     targets = [
         f"{variant['model']}={variant['weight']}" if "weight" in variant else variant["model"]
         for variant in listed.get("alias", ())
@@ -125,7 +164,7 @@ def _show_status(body: dict[str, Any]) -> None:
     lag = [worker for bundle in body["bundles"] for worker in bundle["pending_workers"]]
     count = sum(bundle["total_eligible_workers"] for bundle in body["bundles"])
     served = f"all of {count} workers have it" if count else "no worker is up; one that starts has it"
-    if not body["bundles"]:  # an alias, which gateways resolve
+    if not body["bundles"]:  # an alias has no bundles, because gateways resolve it
         lag = [process["id"] for process in body["gateways"] if not process["acked"]]
         served = f"all of {len(body['gateways'])} gateways have it"
     state = f"waiting for {', '.join(lag)}" if lag else served
@@ -231,7 +270,7 @@ def patch_of(changes: Sequence[str]) -> dict[str, Any]:
             message = f"{path}: the value is not YAML; a text is quoted twice, as in {path}='\"text\"'"
             raise click.BadParameter(message, param_hint="FIELD=VALUE") from error
         if isinstance(value, dict) and not raw.lstrip().startswith("{"):
-            value = raw  # a text with a colon, such as the prompt `query: {text}`
+            value = raw  # the value is a text with a colon, such as the prompt `query: {text}`
         inner = patch
         for name in names[:-1]:
             inner = inner.setdefault(name, {})
@@ -244,7 +283,7 @@ def patch_of(changes: Sequence[str]) -> dict[str, Any]:
 
 
 def _names(path: str) -> list[str]:
-    """Return the parts of a path; an empty list if it is no valid path."""
+    """Return the keys of a path; an empty list if the path is invalid."""
     names, at = [], 0
     while (match := _SEGMENT.match(path, at)) is not None:
         names.append(match[1] or match[2])
@@ -255,7 +294,7 @@ def _names(path: str) -> list[str]:
 
 
 def report_write(write: WriteOptions, answer: ServiceReply, *, removed: bool = False) -> None:
-    """Print what a write changed, or would change."""
+    """Print the changes of a write, or of a dry run."""
     body = answer.body
 
     def lines() -> None:

@@ -1,4 +1,4 @@
-"""Readiness of the processes of `sie serve`: probes that say what is still missing."""
+"""Readiness of the processes of `sie serve`: probes that report what is missing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import httpx
 from sie_contracts.models.load_errors import MAX_ATTEMPTS
 from sie_contracts.settings import Secret
 
-# returns why a process is not ready; None when it is ready
+# returns the reason why a process is not ready; None when it is ready
 Probe = Callable[[httpx.AsyncClient], Awaitable[str | None]]
 
 
@@ -19,8 +19,8 @@ _RESTORE = re.compile(r"(Starting restore|Restored \d+ messages) for stream '\S+
 
 
 def unread_stream(lines: Iterable[str]) -> str:
-    """Return the stream whose files a starting broker began to read and has not finished, from the lines that it
-    printed; empty if there is none.
+    """Return the stream whose files a starting broker began to read and has not finished, from its printed lines; empty
+    if there is none.
     """
     pending: dict[str, None] = {}
     for line in lines:
@@ -33,7 +33,7 @@ def unread_stream(lines: Iterable[str]) -> str:
 
 
 async def not_ready(client: httpx.AsyncClient, url: str) -> str | None:
-    """Return why the process whose /readyz is at `url` is not ready; None when it is ready."""
+    """Return the reason why the process whose /readyz is at `url` is not ready; None when it is ready."""
     try:
         answer = await client.get(url)
     except httpx.HTTPError as error:
@@ -42,9 +42,10 @@ async def not_ready(client: httpx.AsyncClient, url: str) -> str | None:
 
 
 async def lacks_workers(client: httpx.AsyncClient, url: str, token: Secret, count: int) -> str | None:
-    """Return why the gateway, by its /health, does not serve with `count` workers yet; None when it does.
+    """Return the reason why the gateway, according to its /health, does not have `count` workers yet; None when it has
+    them.
 
-    A worker is ready before the gateway sees it. The gateway would refuse requests in that time.
+    A worker is ready before the gateway has its heartbeat. In this time, the gateway would refuse requests.
     """
     try:
         answer = await client.get(url, headers={"Authorization": f"Bearer {token.reveal()}"})

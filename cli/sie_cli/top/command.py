@@ -1,4 +1,4 @@
-"""`sie top`: the command."""
+"""Command `sie top`."""
 
 from __future__ import annotations
 
@@ -50,5 +50,5 @@ def top(cluster: Cluster, once: bool) -> None:
     except msgspec.ValidationError as error:
         refuse(f"{public_url(url)} tells what this version cannot read ({error}): use the `sie` of its version")
     except BrokenPipeError:
-        # the reader of the pipe has seen enough; nothing more may be written at exit
+        # the reader of the pipe has closed it: no bytes may be written at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,4 +1,5 @@
-"""The run of `sie top`: frames of a gateway become pictures, in place in a terminal, or one after another in a pipe.
+"""Run of `sie top`: frames of a gateway are drawn as pictures, in place in a terminal, or one after the other in a
+pipe.
 
 frames (SIEAsyncClient.watch) ──► View ──► picture of a width and height ──► terminal, in place; a pipe, one after the
 other
@@ -29,7 +30,7 @@ from sie_client.errors import RequestError, SIEConnectionError, SIEError
 from sie_contracts.loopback import direct
 
 PAST_EVERY_S = 10.0
-PAST_S = 3.0  # of a reply
+PAST_S = 3.0  # seconds: time limit of the reply with the history
 REDRAW_S = 1.0
 PIPE_WIDTH, PIPE_HEIGHT = 120, 60
 
@@ -82,7 +83,7 @@ async def _frames(view: View, url: str, token: str | None, patience_s: float) ->
                 if view.frame is None:
                     raise
                 view.trouble = str(error) if isinstance(error, SIEConnectionError) else type(error).__name__
-            await asyncio.sleep(REDRAW_S)  # the pause before another attempt
+            await asyncio.sleep(REDRAW_S)  # pause before the next attempt
 
 
 async def _follow_past(view: View, url: str, token: str | None) -> None:
@@ -92,7 +93,7 @@ async def _follow_past(view: View, url: str, token: str | None) -> None:
 
 
 async def _ask_past(view: View, url: str, token: str | None) -> None:
-    """Read the last hour. The earlier values stay if the gateway does not answer or has another version."""
+    """Read the last hour. If the gateway does not answer or has another version, the earlier values are kept."""
     headers = {"authorization": f"Bearer {token}"} if token else {}
     try:
         async with httpx.AsyncClient(timeout=PAST_S, transport=direct(url, httpx.AsyncHTTPTransport)) as client:
@@ -101,7 +102,7 @@ async def _ask_past(view: View, url: str, token: str | None) -> None:
             view.past = msgspec.json.decode(answer.content, type=HistoryTrend)
             view.changed.set()
     except (httpx.HTTPError, msgspec.DecodeError):
-        return  # the frames show faults of the connection
+        return  # the frames show a fault of the connection, so this error is not shown
 
 
 async def _add_frame(frames: AsyncIterator[StatusFrame], view: View) -> None:
@@ -110,7 +111,7 @@ async def _add_frame(frames: AsyncIterator[StatusFrame], view: View) -> None:
 
 
 async def _draw(view: View, console: Console, stop: asyncio.Event) -> None:
-    """Draw in place in a terminal and restore it at the end. In a pipe, print each frame once."""
+    """Draw in place in a terminal and restore the terminal at the end. In a pipe, print each frame once."""
     if console.is_terminal:
         await _draw_in_place(view, console, stop)
     while True:
@@ -127,7 +128,7 @@ async def _draw_in_place(view: View, console: Console, stop: asyncio.Event) -> N
     """Draw until the task is cancelled. The key q sets `stop`. Ctrl-Z restores the terminal until the shell continues
     the process.
     """
-    suspension = asyncio.Event()  # set by Ctrl-Z
+    suspension = asyncio.Event()  # event that Ctrl-Z sets
 
     def request_pause() -> None:
         suspension.set()
@@ -177,7 +178,7 @@ def single_keys(on_key: Callable[[str], None]) -> Iterator[None]:
             data = os.read(descriptor, 1024)
         except BlockingIOError:
             return
-        except OSError:  # the terminal has gone
+        except OSError:  # the terminal was closed
             data = b""
         if not data:
             loop.remove_reader(descriptor)
@@ -185,20 +186,20 @@ def single_keys(on_key: Callable[[str], None]) -> Iterator[None]:
             on_key(key)
 
     before = termios.tcgetattr(descriptor)
-    # without a wait: a terminal without a reader would block its output and this process for ever
+    # TCSANOW does not wait: a terminal without a reader would block its output and this process for ever
     tty.setcbreak(descriptor, termios.TCSANOW)
     loop.add_reader(descriptor, read)
     try:
         yield
     finally:
         loop.remove_reader(descriptor)
-        with contextlib.suppress(termios.error):  # the terminal has gone
+        with contextlib.suppress(termios.error):  # the terminal was closed
             termios.tcsetattr(descriptor, termios.TCSANOW, before)
 
 
 def suspend() -> None:
-    """Stop this process as Ctrl-Z does by default; return when it continues. Without a shell that could continue the
-    process, the kernel does not stop it.
+    """Stop this process like the default action of Ctrl-Z; return when it continues. Without a shell that could
+    continue the process, the kernel does not stop it.
     """
     before = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
     try:

@@ -379,6 +379,7 @@ FAMILIES: dict[str, tuple[Member, ...]] = {
         _RAW._replace(name="detail"),
         _CODE,
     ),
+    "ollama": (Member("error", "message", "Ollama, whose clients print it"), _RAW._replace(name="detail"), _CODE),
 }
 """The members of an error's body, by the family of its route. A fact appears twice only if two clients of one route
 read it in two places. If no route is known, for example for an unknown path, the body is native.

@@ -28,9 +28,9 @@ POOLING_NAMES = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
-# names of poolings in entries, if sentence-transformers has another name
-ENTRY_NAMES: Mapping[str, Pooling] = {"lasttoken": "last", "weightedmean": "weighted"}
-# model types whose first position has the number after the pad id
+# names of entries for poolings that have another name in sentence-transformers
+ENTRY_NAMES: Mapping[str, Pooling] = {"lasttoken": "last", "weightedmean": "weighted", "mean_sqrt_len_tokens": "sqrt"}
+# model types whose positions are numbered from the pad id on
 _NUMBERED_FROM_PAD = frozenset(
     {
         "camembert",
@@ -138,5 +138,4 @@ def stored_pooling(folder: Path) -> str:
 def pooling_name(config: Mapping[str, Any]) -> str:
     """Return the pooling in the config.json of a Pooling module; several poolings are joined by `+`."""
     modes = config.get("pooling_mode") or [mode for key, mode in POOLING_NAMES.items() if config.get(key)] or ["mean"]
-    pooling = "+".join([modes] if isinstance(modes, str) else modes)
-    return ENTRY_NAMES.get(pooling, pooling)
+    return "+".join(ENTRY_NAMES.get(mode, mode) for mode in ([modes] if isinstance(modes, str) else modes))

@@ -33,6 +33,7 @@ from sie_contracts.errors import (
     SIEError,
 )
 from sie_contracts.wire.configs import config_shape
+from sie_gateway.dialects import ollama
 from sie_gateway.http.auth import Gate
 from sie_gateway.http.route_kinds import GatewayRoute
 from sie_gateway.http.routes import PROBES, TABLE, openapi_document
@@ -62,6 +63,7 @@ MAX_VERSIONS = 1024
 _SDK = sdk_versions.HEADER
 _VECTORS = ("encode", "embed")  # first words of the endpoints whose replies are vectors
 _MINOR = re.compile(r"[0-9]{1,6}\.[0-9]{1,6}(?![0-9])")
+_SHAPES = ((config_routes.PREFIX, config_shape), (ollama.PREFIX, ollama.shape))  # of errors of paths without a route
 _STARTS = frozenset({"http.response.start", "websocket.http.response.start", "websocket.accept"})
 
 
@@ -252,8 +254,8 @@ class Edge:
                 if isinstance(route, InferenceRoute):
                     call.labels["endpoint"] = route.endpoint
                     connection[INCOMPRESSIBLE] = route.endpoint.startswith(_VECTORS)
-            elif path.startswith(config_routes.PREFIX):
-                call.shape = config_shape
+            else:
+                call.shape = next((shape for prefix, shape in _SHAPES if path.startswith(prefix)), call.shape)
             self._admit(call, method, path)
             if is_socket:
                 watched = self._gate.watched(path, headers.get("authorization", ""), tagged)

@@ -28,8 +28,19 @@ from sie_contracts import arrays
 from sie_contracts.errors import AllItemsFailed, InternalFailure, InvalidInput, ResourceExhausted, SIEError
 from sie_contracts.models.catalogue import Resolved
 from sie_contracts.models.options import RequestOptions
+from sie_contracts.stages import STAGES
 from sie_contracts.wire import messages
-from sie_contracts.wire.messages import Confirmation, Failed, Fragment, Ok, Operation, Priority, RunOptions, WorkResult
+from sie_contracts.wire.messages import (
+    Confirmation,
+    Failed,
+    Fragment,
+    Ok,
+    Operation,
+    Priority,
+    RunOptions,
+    Stages,
+    WorkResult,
+)
 from sie_contracts.wire.topology import Lane
 from sie_gateway.inference.body import RequestItem
 from sie_gateway.inference.fragments import Assembly, Damaged, Fragments, InboxFull, put_together
@@ -41,21 +52,15 @@ from sie_runtime.process import Tasks
 if TYPE_CHECKING:
     from sie_gateway.inference.chunk import Chunk
 
-STAGES = (
-    "queue_time",
-    "preprocess_time",
-    "batch_wait_time",
-    "inference_time",
-    "postprocess_time",
-    "unattributed_time",
-)
 _TIMING_HEADERS = (
     ("X-Queue-Time", "queue_time"),
+    ("X-Load-Time", "load_time"),
     ("X-Tokenization-Time", "preprocess_time"),
     ("X-Inference-Time", "inference_time"),
     ("X-Postprocessing-Time", "postprocess_time"),
     ("X-Total-Time", "total_time"),
     ("X-Batch-Wait-Time", "batch_wait_time"),
+    ("X-Device-Wait-Time", "device_wait_time"),
 )
 FOUND_VALUES = 20  # numbers that take as long to write as one entity or label
 
@@ -339,28 +344,28 @@ def stage_times(
     """Return the consecutive stages of the chunk that finished last. `wait_ms` is the time from publishing to the
     arrival of its result, and `written_ms` the time to build the reply.
     """
-    stages = last.stages if last else None
-    preprocess, batch, inference, post, worker = (
-        (stages.preprocess_ms, stages.batch_wait_ms, stages.inference_ms, stages.postprocess_ms, stages.worker_ms)
-        if stages
-        else (0.0,) * 5
+    worker = last.stages if last else Stages()
+    # a large input is fetched from the store of payloads: that is a part of its queue
+    queue = max(0.0, wait_ms - worker.worker_ms) + worker.fetch_ms
+    times = (
+        queue,
+        worker.load_ms,
+        worker.preprocess_ms,
+        worker.batch_wait_ms,
+        worker.device_wait_ms,
+        worker.inference_ms,
+        worker.postprocess_ms + written_ms,
     )
-    # the waits for the broker, for large inputs, for a load and for the device form one stage: the queue
-    queue = max(0.0, wait_ms - worker) + (stages.fetch_ms + stages.load_ms + stages.device_wait_ms if stages else 0.0)
-    post += written_ms
-    rest = max(0.0, total_ms - queue - preprocess - batch - inference - post)
-    waited, total = round(queue + batch, 3), round(total_ms, 3)
-    queue, preprocess, batch, inference, post, rest = (
-        round(value, 3) for value in (queue, preprocess, batch, inference, post, rest)
-    )
+    stages = {name: round(ms, 3) for name, ms in zip(STAGES, (*times, max(0.0, total_ms - sum(times))), strict=True)}
+    total = round(total_ms, 3)
     return {
-        **dict(zip(STAGES, (queue, preprocess, batch, inference, post, rest), strict=True)),
+        **stages,
         "total_time": total,
-        "queue_ms": waited,
-        "tokenization_ms": preprocess,
-        "inference_ms": inference,
-        "postprocessing_ms": post,
-        "unattributed_ms": rest,
+        "queue_ms": round(queue + worker.load_ms + worker.batch_wait_ms + worker.device_wait_ms, 3),
+        "tokenization_ms": stages["preprocess_time"],
+        "inference_ms": stages["inference_time"],
+        "postprocessing_ms": stages["postprocess_time"],
+        "unattributed_ms": stages["unattributed_time"],
         "total_ms": total,
     }
 
@@ -427,7 +432,7 @@ class OutcomeCollector:
             self._done.set_exception(error)
 
     async def wait(self, timeout_s: float) -> None:
-        """Wait until the collector is complete. Raises TimeoutError, or the error given to `fail`."""
+        """Wait until the collector is complete. Raises TimeoutError, or the argument of `fail`."""
         done, _ = await asyncio.wait((self._done,), timeout=timeout_s)
         if not done:
             raise TimeoutError
@@ -520,7 +525,7 @@ class ResultInbox:
         self._metrics.inbox_dropped.inc()
         collector = self._open.get(subject.rpartition(".")[2])
         if collector is not None:
-            collector.fail(ResourceExhausted("this gateway could not take in a result of this request in time"))
+            collector.fail(ResourceExhausted("this gateway could not accept a result of this request in time"))
 
     async def _on_result(self, message: CoreMessage) -> None:
         try:

@@ -11,9 +11,9 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from sie_contracts.stages import STAGES
 from sie_contracts.wire.messages import WorkResult
 from sie_gateway.inference.call import Call
-from sie_gateway.inference.results import STAGES
 from sie_runtime import tracing
 
 if TYPE_CHECKING:

@@ -171,7 +171,7 @@ class QueueTrend:
         self._samples: deque[Counter[tuple[str, str, str]]] = deque(maxlen=int(GROWTH_S / every_s) + 1)
 
     def sample(self, queues: Iterable[QueueInfo] | None) -> None:
-        """Add a sample. None: the lengths are not known, and the trend begins again."""
+        """Add a sample. None: the lengths are unknown, and the trend is reset."""
         if queues is None:
             self._samples.clear()
         else:

@@ -6,7 +6,7 @@ The log has one line for each inference request. There is an exception for reque
 only the first ones of each interval have a line, and one more line counts the rest. So overload does not flood the log.
 Model and request id are fields of the log record.
 
-    encode 200 in 9.3 ms items=3 tokens=24 queue_time=2.104 preprocess_time=0.312 ... unattributed_time=1.088
+    encode 200 in 9.3 ms items=3 tokens=24 queue_time=2.104 load_time=0.0 ... unattributed_time=1.088
     512 more requests were refused in 10 s: encode 503 code=QUEUE_FULL 500, score 503 code=QUEUE_FULL 12
 
 `LogTail` holds the newest log lines that have a request id, so that a user can find the lines of a request.
@@ -35,8 +35,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
+from sie_contracts.stages import STAGES
 from sie_gateway.admission.grant import Grant
-from sie_gateway.inference.results import STAGES
 
 if TYPE_CHECKING:
     from sie_gateway.inference.call import Call
@@ -264,7 +264,7 @@ class RequestLogger:
     """Logger of answered requests. Only the gateway's event loop uses it."""
 
     def __init__(self) -> None:
-        self._told = 0  # lines of refused requests in this interval
+        self._told = 0  # log lines of refused requests in this interval
         self._left_out: Counter[str] = Counter()  # by endpoint, status and code; all three are from fixed sets
         self._timer: asyncio.TimerHandle | None = None  # set while an interval runs
 

@@ -61,6 +61,7 @@ def model_info(catalogue: Catalogue, fleet: Fleet, entry: ModelEntry, profile: s
         "prompt_texts": entry.prompts,
         "revision": entry.revision,
         "license": entry.license,
+        "languages": list(entry.languages),
         "description": entry.description,
         "certificate": certificate,
         "precision": _precision(resolved.load.precision, reports),
@@ -158,7 +159,7 @@ def _profile(default: Resolved, entry: ModelEntry, name: str) -> dict[str, Any]:
 
 
 def _differing(default: msgspec.Struct, own: msgspec.Struct) -> dict[str, Any]:
-    """Return the fields of `own` that differ from those of `default`."""
+    """Return the fields of `own` whose values differ from the values in `default`."""
     return {
         name: msgspec.to_builtins(value)
         for name in own.__struct_fields__
@@ -203,7 +204,7 @@ async def model_list(
     names that contain this text, in upper or lower case. `limit`: return only the first ones; without other filters,
     the later ones are not described at all.
     """
-    names = _names(catalogue, named.lower(), variants=variants)
+    names = listed_names(catalogue, named.lower(), variants=variants)
     picks = bool(task or output or loaded)
     infos: list[dict[str, Any]] = []
     for number, (name, profile) in enumerate(names, 1):
@@ -228,8 +229,8 @@ async def model_list(
     return ModelList(infos[:limit], len(infos) if picks else len(names))
 
 
-def _names(catalogue: Catalogue, kind: str, *, variants: bool) -> list[tuple[str, str | None]]:
-    """Return the names of entries with their profiles, in order, then the aliases that have a model. An alias has the
+def listed_names(catalogue: Catalogue, kind: str, *, variants: bool) -> list[tuple[str, str | None]]:
+    """Return the names of entries with their profiles, in order, then of the aliases that can serve. An alias has the
     profile None.
     """
     names: list[tuple[str, str | None]] = [
@@ -247,7 +248,7 @@ def _names(catalogue: Catalogue, kind: str, *, variants: bool) -> list[tuple[str
 
 
 def alias_info(info: dict[str, Any], alias: Alias, figures: Measured) -> dict[str, Any]:
-    """Return the ModelInfo of an alias. It is made from `info`, the ModelInfo of the target with the largest weight,
+    """Return the ModelInfo of an alias. It is built from `info`, the ModelInfo of the target with the largest weight,
     and has all targets and the shadow of the alias.
     """
     fields: dict[str, Any] = {"targets": [{"model": target.model, "weight": target.weight} for target in alias.alias]}

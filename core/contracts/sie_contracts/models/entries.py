@@ -7,7 +7,7 @@ YAML or JSON ──decoded──► parse_document ──► ModelEntry, or an A
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Literal, get_args
 
 import msgspec
@@ -21,8 +21,9 @@ from sie_contracts.wire.messages import Truncate
 Precision = Literal["float32", "float16", "bfloat16", "int8"]
 Engine = Literal["openvino", "sglang", "torch"]
 # the only list of poolings; all code that reads a pooling uses it
-Pooling = Literal["cls", "mean", "last", "weighted"]
+Pooling = Literal["cls", "mean", "last", "weighted", "max", "sqrt"]
 POOLINGS: tuple[Pooling, ...] = get_args(Pooling)
+MAX_POOLINGS = 6  # poolings that a model may join, as `cls+mean`
 # name of a pooling in a request -> pooling
 POOLING_OPTIONS: Mapping[str, Pooling] = {**{name: name for name in POOLINGS}, "last_token": "last"}
 VECTORS = ("dense", "sparse", "multivector")
@@ -40,6 +41,8 @@ MODEL_ID = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._/-]{0,254}")
 _RESERVED_SUFFIXES = ("/status", "/history", "/rollback")
 _MACHINE_PROFILE = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}|_default")
 _PROFILE = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]{0,62}")
+MULTILINGUAL = "multilingual"
+LANGUAGE = re.compile(rf"[a-z]{{2,3}}|code|{MULTILINGUAL}")
 
 
 class Weights(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -115,14 +118,15 @@ class HeadOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 
 
 class RunDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Defaults of request parameters, of a model or a profile. None means inherited. `dimensions` lists the Matryoshka
-    widths. `truncate`: the side on which a text that is too long is cut. If `instruction` is the empty text,
+    """Defaults of request parameters, of a model or a profile. None means inherited. `pooling`: one of POOLINGS, or
+    several joined by `+`, whose vectors are concatenated; empty: that of the model's files. `dimensions` lists the
+    Matryoshka widths. `truncate`: the side on which a text that is too long is cut. With an empty `instruction`,
     instructions of requests are ignored.
 
     `parameters` are options of the family, such as `threshold` or `score_mode`, overlaid key by key.
     """
 
-    pooling: Literal[Pooling, ""] | None = None
+    pooling: str | None = None
     truncate: Truncate | None = None
     normalize: bool | None = None
     dimensions: tuple[int, ...] | None = None
@@ -157,9 +161,12 @@ class ModelEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     it is empty, every bundle with the family may. `machine_profiles` are the only kinds of nodes that may serve the
     model, the preferred one first, each with its spot kind; if it is empty, every kind may.
 
-    `openai_token_encoding` names the vocabulary of token ids in an OpenAI request: the model's vocabulary, or one of
-    OpenAI's. Empty: cl100k_base, which clients of OpenAI send for a model that they do not know. `unproven` is the
-    reason why the model's numbers could not be compared with the numbers of its public oracle.
+    `languages` of its texts, and of the texts in its pictures and sounds: codes of ISO 639, `code` for source code, or
+    `multilingual` alone for more languages than a list would hold. Empty: not known, or it reads no text.
+
+    `openai_token_encoding` names the vocabulary of token ids in an OpenAI request: that of the model, or one of
+    OpenAI's. Empty: cl100k_base, which clients of OpenAI send for a model that they do not know. `unproven` says why
+    the model's numbers could not be compared with those of its public oracle.
     """
 
     id: str
@@ -170,6 +177,7 @@ class ModelEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     bundle: str = ""
     machine_profiles: tuple[str, ...] = ()
     inputs: tuple[str, ...] = ("text",)
+    languages: tuple[str, ...] = ()
     prompts: dict[str, str] = {}
     default_prompt_name: str = ""
     pair: tuple[str, ...] = ()
@@ -189,16 +197,28 @@ class ModelEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """Return the tasks that the model supports. A model with multivectors can score with MaxSim."""
-        encode = any(name in self.outputs for name in VECTORS)
-        score = "score" in self.outputs or "multivector" in self.outputs
-        extract = any(name in self.outputs for name in EXTRACTS)
-        return tuple(task for task, on in (("encode", encode), ("score", score), ("extract", extract)) if on)
+        """Return the tasks that the model supports."""
+        return tasks_of(self.outputs)
 
 
 # msgspec reads the types of the fields at the first conversion. If two threads do so at the same time, the process ends
 # with SIGSEGV (msgspec 0.22). An adapter converts entries on several threads, so the types are read here, at import.
 msgspec.json.Decoder(ModelEntry)
+
+
+def tasks_of(outputs: Collection[str]) -> tuple[str, ...]:
+    """Return the tasks of a model with these outputs. A model with multivectors can score with MaxSim."""
+    encode = any(name in outputs for name in VECTORS)
+    score = "score" in outputs or "multivector" in outputs
+    extract = any(name in outputs for name in EXTRACTS)
+    return tuple(task for task, on in (("encode", encode), ("score", score), ("extract", extract)) if on)
+
+
+def poolings(name: str) -> tuple[Pooling, ...] | None:
+    """Return the poolings that `name` joins by `+`; None if one of them does not exist, or if they are too many."""
+    parts = name.split("+")
+    joined: tuple[Pooling, ...] = tuple(pooling for part in parts for pooling in POOLINGS if pooling == part)
+    return joined if len(joined) == len(parts) <= MAX_POOLINGS else None
 
 
 def templates(entry: ModelEntry) -> dict[str, str]:
@@ -260,6 +280,11 @@ def parse_entry(raw: object) -> ModelEntry:
         )
     if entry.max_tokens < 1:
         raise _invalid("expected at least 1 - at `$.max_tokens`")
+    for number, language in enumerate(entry.languages):
+        if not LANGUAGE.fullmatch(language) or (language == MULTILINGUAL and len(entry.languages) > 1):
+            raise _invalid(
+                f"expected a code of ISO 639, such as de, or {MULTILINGUAL} alone - at `$.languages[{number}]`"
+            )
     for number, machine in enumerate(entry.machine_profiles):
         if not _MACHINE_PROFILE.fullmatch(machine):
             raise _invalid(
@@ -271,6 +296,13 @@ def parse_entry(raw: object) -> ModelEntry:
             raise _invalid(f"profile name {name!r} is not usable - at `$.profiles`")
         if profile.extends and profile.extends not in entry.profiles:
             raise _invalid(f"extends an unknown profile {profile.extends!r} - at `$.profiles.{name}.extends`")
+    for where, run in (
+        ("run", entry.run),
+        *((f"profiles.{name}.run", profile.run) for name, profile in entry.profiles.items()),
+    ):
+        if run.pooling and poolings(run.pooling) is None:
+            expected = f"expected one of {', '.join(POOLINGS)}, or at most {MAX_POOLINGS} of them joined by +"
+            raise _invalid(f"{expected} - at `$.{where}.pooling`")
     for name, template in entry.prompts.items():
         if name != "default_instruction" and "{text}" not in template:
             raise _invalid(f"a template needs {{text}} - at `$.prompts.{name}`")

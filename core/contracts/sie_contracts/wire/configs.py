@@ -20,8 +20,10 @@ import msgspec
 from sie_contracts import plain
 from sie_contracts.errors import InvalidInput, NotFound, SIEError, envelope
 from sie_contracts.models import bundles as bundling
+from sie_contracts.models.aliases import is_alias
 from sie_contracts.models.bundles import BundleEntry
 from sie_contracts.models.catalogue import Catalogue
+from sie_contracts.models.entries import tasks_of
 from sie_contracts.names import did_you_mean
 from sie_contracts.wire.heartbeats import Heartbeat
 
@@ -59,8 +61,8 @@ class ConfigModel(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ConfigEpoch(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The present epoch of the catalogue. `bundles`: epoch of the last write that concerned each bundle, if it is
-    known.
+    """The present epoch of the catalogue. `bundles`: epoch of the last write that changed models of each bundle, if it
+    is known.
     """
 
     epoch: str
@@ -117,13 +119,16 @@ def rendered(document: Any, content_type: str) -> bytes:
 
 
 def listed(model: str, document: Mapping[str, Any], source: str, note: str = "") -> dict[str, Any]:
-    """Return a row of the list of models. The row of an alias also has its targets. `note` is the reason why a model is
-    at this revision, if no person decided it.
+    """Return a row of the list of models. The row of an alias has its targets in place of tasks and languages. `note`
+    says why a model is at this revision if no person decided it.
     """
-    named = {"alias": document["alias"]} if "alias" in document else {}
-    if note:
-        named["note"] = note
-    return {"model_id": model, "profiles": ["default", *document.get("profiles", ())], "source": source, **named}
+    row: dict[str, Any] = {"model_id": model, "profiles": ["default", *document.get("profiles", ())], "source": source}
+    if is_alias(document):
+        row["alias"] = document["alias"]
+    else:
+        row["tasks"] = list(tasks_of(document.get("outputs", ())))
+        row["languages"] = list(document.get("languages", ()))
+    return {**row, "note": note} if note else row
 
 
 def bundle_of(bundles: Mapping[str, BundleEntry], name: str) -> dict[str, Any]:
@@ -134,7 +139,7 @@ def bundle_of(bundles: Mapping[str, BundleEntry], name: str) -> dict[str, Any]:
 
 
 def bundle_list(bundles: Mapping[str, BundleEntry]) -> dict[str, Any]:
-    """Return all bundles, the preferred one first."""
+    """Return all bundles, with the preferred bundle first."""
     return {"bundles": [{"bundle_id": bundle.id, **_bundle(bundle)} for bundle in bundling.ordered(bundles)]}
 
 
@@ -267,7 +272,7 @@ def model_status(
 
 
 def _copy(beat: Heartbeat, model: str) -> dict[str, str]:
-    """Describe the copy of a model on a worker. A copy of an earlier revision stays until no request asks for it."""
+    """Describe the copy of a model on a worker. A copy of an earlier revision remains until no request needs it."""
     copy = next((status for status in beat.models if status.model == model), None)
     return {
         "bundle": beat.bundle,

@@ -1,0 +1,80 @@
+"""One vocabulary of stages: in replies, the history, log lines, spans, the command line, the console and the pages."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from sie_cli.trying.shown import _AT_WORKER
+from sie_contracts.stages import STAGE_WORDS, STAGES
+from sie_contracts.wire.messages import Ok, Stages, WorkResult
+from sie_gateway.inference.results import stage_times, timing_headers
+from sie_gateway.operations.history import STAGES_TOLD
+from sie_sidecar.results.spans import _PARTS
+
+ROOT = Path(__file__).parents[2]
+AT_WORKER = Stages(
+    load_ms=400.0,
+    preprocess_ms=2.0,
+    batch_wait_ms=3.0,
+    device_wait_ms=40.0,
+    inference_ms=5.0,
+    postprocess_ms=6.0,
+    worker_ms=457.0,
+    fetch_ms=1.0,
+)
+
+
+def page(path: str) -> str:
+    return (ROOT / path).read_text("utf-8")
+
+
+def test_stages_of_a_reply_are_contiguous_and_each_wait_has_its_own() -> None:
+    result = WorkResult("r", 0, "w", (Ok({}, 3),), b"", stages=AT_WORKER)
+    timing = stage_times(total_ms=500.0, wait_ms=477.0, last=result, written_ms=4.0)
+    assert [timing[name] for name in STAGES] == [21.0, 400.0, 2.0, 3.0, 40.0, 5.0, 10.0, 19.0]
+    assert sum(timing[name] for name in STAGES) == timing["total_time"] == 500.0
+    assert timing["queue_ms"] == 21.0 + 400.0 + 3.0 + 40.0
+    assert set(STAGES) - set(timing) == set()
+    assert len(timing_headers(timing)) == len(STAGES), "all but the rest, and the total"
+
+
+def test_work_that_did_not_run_has_only_a_queue_and_the_rest() -> None:
+    timing = stage_times(total_ms=12.0, wait_ms=10.0, last=None)
+    assert {name: timing[name] for name in STAGES if timing[name]} == {"queue_time": 10.0, "unattributed_time": 2.0}
+
+
+def test_history_and_spans_have_the_stages_of_a_reply() -> None:
+    assert (*STAGES, "total_time") == STAGES_TOLD
+    assert {f"{stage}_time" for _, stage in _PARTS} <= set(STAGES)
+    assert {name for name, stage in _PARTS if name != stage} == {"fetch"}
+
+
+def test_the_command_line_names_the_times_of_a_worker_by_the_same_words() -> None:
+    at_worker = {name for name in Stages.__struct_fields__ if name != "worker_ms"}
+    assert at_worker <= _AT_WORKER.keys()
+    assert {_AT_WORKER[name] for name in at_worker - {"fetch_ms"}} <= set(STAGE_WORDS.values())
+
+
+def test_the_console_has_the_words_in_the_same_order() -> None:
+    table = re.search(r"WORDS: Record<string, string> = \{(.*?)\};", page("console/src/stages.ts"), re.S)
+    assert table is not None
+    assert re.findall(r'(\w+): "([^"]+)"', table[1]) == list(STAGE_WORDS.items())
+
+
+@pytest.mark.parametrize("path", ["console/src/charts.tsx", "console/src/waterfall.tsx", "console/src/requests.tsx"])
+def test_the_views_of_the_console_have_no_words_of_their_own(path: str) -> None:
+    code = page(path)
+    assert 'from "./stages"' in code
+    assert not [name for name in (*STAGES, "batch wait", "device wait", "model load") if name in code]
+
+
+def test_the_pages_name_the_same_stages() -> None:
+    rows = re.findall(r"^\| `(\w+_time)` \| ([a-z ]+) \|", page("docs/request-lifecycle.md"), re.M)
+    assert rows == [*STAGE_WORDS.items(), ("total_time", "total")]
+    assert f"everywhere: {', '.join(STAGE_WORDS.values())}\n" in page("docs/console.md")
+    logged = re.search(r'"message": "encode 200 ([^"]+)"', page("docs/logs.md"))
+    assert logged is not None
+    assert tuple(re.findall(r"(\w+_time)=", logged[1])) == STAGES
