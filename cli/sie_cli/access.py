@@ -29,7 +29,7 @@ class Access(msgspec.Struct, frozen=True, kw_only=True):
 
     gateway_url: str
     config_url: str = ""
-    broker_url: str = ""  # URL without a user
+    broker_url: str = ""  # URL without user and password
     broker_monitor_url: str = ""  # secret path: the monitor of the server has no passwords
     operator_password: str = ""
     admin_token: str = ""
@@ -66,7 +66,7 @@ def publish(data_dir: Path, access: Access) -> None:
 
 @contextlib.contextmanager
 def published(data_dir: Path, access: Access) -> Iterator[None]:
-    """Keep the file of this start while the context is open."""
+    """Keep the access file of this start of `sie serve` while the context is open."""
     publish(data_dir, access)
     try:
         yield

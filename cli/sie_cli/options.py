@@ -18,7 +18,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 DATA_DIR = (
     "That of a `sie serve` of this machine, whose addresses and passwords are used.  [default: ~/.local/share/sie]"
 )
-# help texts of more than one command
+# help texts that several commands share
 DRAIN = "Longest wait for requests in progress at the end, seconds."
 LAME_DUCK = (
     "Seconds after SIGTERM in which it serves on, unready, every connection's next answer its last: balancers learn "

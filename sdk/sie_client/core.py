@@ -97,7 +97,7 @@ class Pause:
 
 @dataclass(frozen=True)
 class BlockingWork:
-    """Call a function in a place where it does not block other calls; the reply is its result."""
+    """Request to call a function where it does not block other calls. The answer is the result of the function."""
 
     function: Callable[[], Any]
 

@@ -141,8 +141,8 @@ def is_single(items: Item | str | Iterable[Item | str]) -> TypeGuard[Item | str]
 
 
 def as_list(items: Item | str | Sequence[Item | str]) -> list[Item | str]:
-    """Return the items of a call as a list. A value that is not a list becomes one item; if it is no item,
-    `wire.mapped` raises later. Raises TypeError for a table, whose elements are the names of its columns.
+    """Return the items of a call as a list. A value that is not a list becomes one item; if that value is not an item,
+    `wire.mapped` raises an error later. Raises TypeError for a table, whose elements are the names of its columns.
     """
     iterable: Iterable[Any] = as_iterable(items)[0]
     return [item.as_py() if hasattr(item, "as_py") else item for item in iterable]

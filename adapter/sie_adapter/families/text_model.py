@@ -140,7 +140,7 @@ class Builder:
             "pruner": self._pruner,
         }[self.entry.family]()
 
-    # Heads of text-encoder
+    # heads of the models of family text-encoder
 
     def _text_encoder(self) -> Parts:
         outputs = self.entry.outputs
@@ -158,7 +158,9 @@ class Builder:
         if "multivector" in outputs:
             heads["multivector"], query, document, filling = self._multivector()
         width = outputs.get("multivector", 0)
-        rows = {"encode": Rows("text", query, document, tokens=True, vectors=width)}
+        dense = heads.get("dense")
+        pooling = dense.pooling if isinstance(dense, DenseHead) else ""
+        rows = {"encode": Rows("text", query, document, tokens=True, vectors=width, chunks=True, pooling=pooling)}
         if "score" in self.entry.tasks:
             rows["score"] = Rows("sides", query, document, vectors=width)
         return Parts(heads=heads, rows=rows, per_row="score" in outputs, filling=filling, query_weights=query_weights)

@@ -202,8 +202,8 @@ class OutputPlace:
 
     @classmethod
     def from_option(cls, text: str | None, *, is_new: bool = True) -> OutputPlace:
-        """Return the place for an option. Raises CommandRefused for a folder that cannot be created, and with `is_new`
-        for a folder with the files of a job.
+        """Return the output place for the value of an option. Raises CommandRefused for a folder that cannot be
+        created, and with `is_new` for a folder with the files of a job.
         """
         if text is None:
             return cls()

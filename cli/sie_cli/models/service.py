@@ -126,7 +126,7 @@ class ConfigServiceClient:
                 if answer.headers.get("x-should-retry") != "true":
                     return self._accepted(method, answer, body_type)
                 after = answer.headers.get("retry-after", "1")
-                # a proxy may send a date here
+                # some proxies send a date in this header
                 wait_s, trouble = (
                     float(after) if after.isdecimal() else MAX_PAUSE_S,
                     _message(answer),

@@ -30,7 +30,7 @@ from sie_client.errors import RequestError, SIEConnectionError, SIEError
 from sie_contracts.loopback import direct
 
 PAST_EVERY_S = 10.0
-PAST_S = 3.0  # seconds: time limit of the reply with the history
+PAST_S = 3.0  # seconds: time limit of a reply
 REDRAW_S = 1.0
 PIPE_WIDTH, PIPE_HEIGHT = 120, 60
 
@@ -178,7 +178,7 @@ def single_keys(on_key: Callable[[str], None]) -> Iterator[None]:
             data = os.read(descriptor, 1024)
         except BlockingIOError:
             return
-        except OSError:  # the terminal was closed
+        except OSError:  # this error means that the terminal was closed
             data = b""
         if not data:
             loop.remove_reader(descriptor)
@@ -193,7 +193,7 @@ def single_keys(on_key: Callable[[str], None]) -> Iterator[None]:
         yield
     finally:
         loop.remove_reader(descriptor)
-        with contextlib.suppress(termios.error):  # the terminal was closed
+        with contextlib.suppress(termios.error):  # this error means that the terminal was closed
             termios.tcsetattr(descriptor, termios.TCSANOW, before)
 
 

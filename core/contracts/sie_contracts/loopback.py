@@ -25,7 +25,7 @@ def is_loopback(host: str) -> bool:
     """Return whether `host`, a name or an address, is the loopback interface of this machine."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:  # `host` is a name
+    except ValueError:  # this error means that `host` is a name
         return False
 
 
@@ -33,7 +33,7 @@ def is_local(url: str) -> bool:
     """Return whether the host of a URL is the loopback interface of this machine."""
     try:
         return is_loopback(urlsplit(url).hostname or "")
-    except ValueError:  # the text is not a URL
+    except ValueError:  # this error means that the text is not a URL
         return False
 
 

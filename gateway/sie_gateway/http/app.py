@@ -154,7 +154,7 @@ def error_response(error: Exception, call: Call) -> Response:
     if error.retryable:
         headers["Retry-After"] = str(max(1, error.retry_after_s))
     if error.reason == "content_encoding":
-        headers["Accept-Encoding"] = "gzip"  # RFC 7694
+        headers["Accept-Encoding"] = "gzip"  # this header is defined in RFC 7694
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     status, body = call.shape(error, call.id, errors)

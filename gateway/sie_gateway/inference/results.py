@@ -180,9 +180,10 @@ class RequestResult:
             return
         error, listed = failure
         is_input = isinstance(error, InvalidInput)  # any other error is not caused by this input
-        # The error may name a field of the input.
-        # Image fields are left out for other client families, because their names differ.
-        field = error.param if error.param == "text" or (not name and error.param.startswith("images[")) else ""
+        # The error may name a field of the input. Fields of images and chunks are left out for other client families,
+        # because their names differ.
+        own = error.param.startswith(("images[", "chunks"))
+        field = error.param if error.param == "text" or (not name and own) else ""
         place = f"{name or 'items'}[{listed[0]['index']}]" + (f".{field}" if is_input and field else "")
         if is_input and error.param.startswith(place):  # the message already has the path of the input
             raise FailedRequest(error, listed)
@@ -549,7 +550,7 @@ class ResultInbox:
             self._metrics.deliveries.observe(result.batch.deliveries)
         return verdict
 
-    # Results in parts
+    # results that are sent in several parts
 
     def _keep(self, part: Fragment, reply: str) -> Verdict | None:
         """Store a part and return the verdict on it. Return None while the digest of the complete result is checked."""

@@ -173,7 +173,7 @@ class Prepare:
                 rows.shared,
                 rows.error,
             )
-            flight.unfit = rows.unfit
+            flight.unfit, flight.chunked = rows.unfit, rows.chunked
 
     async def _work(self, item: WorkItem, layout: Rows) -> WorkItemInput:
         """Return the work item with its images and sounds, if the model reads them."""
