@@ -80,9 +80,9 @@ def read(data_dir: Path) -> Access | None:
     serve` was killed, its file still exists, but its lock is free. Raises SettingError for a file that cannot be used.
     """
     path = data_dir / FILE
-    if _is_unlocked(data_dir / LOCK):
-        return None
     try:
+        if path.exists() and _is_unlocked(data_dir / LOCK):
+            return None
         return msgspec.json.decode(path.read_bytes(), type=Access)
     except (FileNotFoundError, NotADirectoryError):
         return None

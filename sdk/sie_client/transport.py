@@ -149,8 +149,8 @@ def as_list(items: Item | str | Sequence[Item | str]) -> list[Item | str]:
 
 
 def as_iterable(items: Item | str | Iterable[Item | str]) -> tuple[Iterable[Item | str], int | None]:
-    """Return the items of a call, and their number if it is known: as `as_list`, but without reading them. A column of
-    Arrow is converted to a list.
+    """Return the items of a call, and their number if it is known. The rules are the rules of `as_list`, but the items
+    are not read; only a column of Arrow is converted to a list.
     """
     if hasattr(items, "columns") and len(getattr(items, "shape", ())) == 2:
         column = f"df[{_column_of_texts(items)!r}]"

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -252,3 +253,16 @@ def test_what_the_entry_of_a_model_excludes_is_refused_by_the_field_that_asks_fo
     assert (caught.value.reason, caught.value.param) == ("machine_profile_excluded", param)
     assert names in caught.value.message
     assert caught.value.extras["machine_profiles"] == list(options["entry"])
+
+
+def test_a_worker_that_starts_has_its_models_on_the_disk_already() -> None:
+    clock = Clock()
+    fleet = fleet_of(clock)
+    assert fleet.on_disk() == frozenset()
+    beat = Heartbeat("w0", "_default", "cpu", "default", False, "", on_disk=("m0",), unready="no adapter is connected")
+    fleet.note(beat)
+    clock.now_s += 0.5
+    assert fleet.on_disk() == {"m0"}
+    fleet.note(msgspec.structs.replace(beat, leaving=True, on_disk=()))
+    clock.now_s += 5.0
+    assert fleet.on_disk() == frozenset()

@@ -386,4 +386,6 @@ def test_a_column_that_a_file_of_this_machine_lacks_is_named_before_the_file_is_
         message = f"Error: input.{param}: docs.{suffix} has no column 'titel'; it has id, title, price"
         assert (found.exit_code, found.output.strip()) == (1, message)
     assert server.seen == [], "nothing was sent"
+    (cut := tmp_path / "cut.parquet").write_bytes(b"PAR1 is no footer PAR1")
+    assert sie(server, "submit", "org/m", cut, "--text", "{title}").exit_code == 0, "the server says what is wrong"
     assert sie(server, "submit", "org/m", file, "--text", "{title} {price}", "--keep", "id").exit_code == 0

@@ -294,7 +294,7 @@ def check_columns(path: Path, job_options: JobOptions) -> None:
         check_file(path, source)
     except InvalidInput as error:
         raise CommandRefused(error.message) from error
-    except ModuleNotFoundError:
+    except (ModuleNotFoundError, OSError):  # the upload reports a file that cannot be read
         return
 
 

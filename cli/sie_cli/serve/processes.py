@@ -44,6 +44,7 @@ from sie_store.models_folder import in_use, place_of
 BROKER = "nats-server"  # name of the broker's process
 READY_POLL_S = 0.1
 TELL_EVERY_S = 10.0
+REPEAT = 3  # an equal line about a start that takes long is printed each third time
 BROKER_POLL_S = 2.0
 ROOM_BYTES = 8 << 20
 EXAMPLE_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
@@ -300,6 +301,7 @@ class LocalCluster:
         the command line cannot be loaded: the server would answer no request for it.
         """
         started_s = last_reported_s = time.monotonic()
+        last_line, repeats = "", 0
         waiting = {**self._readiness, **self._visibility}
         failures: dict[str, FailedLoad] = {}
         gateway = f"http://{_reachable(self._plan.host)}:{self._plan.port}"
@@ -321,10 +323,14 @@ class LocalCluster:
                         self._say("serve", f"{model.name}: {failed}; Ctrl-C ends", "WARNING")
                 if not waiting:
                     break
+                name = next(iter(waiting))  # the probes after it usually wait for the same process
+                line = f"waiting for {name}: {reasons[name]}"
                 if time.monotonic() - last_reported_s > TELL_EVERY_S:
                     last_reported_s = time.monotonic()
-                    name = next(iter(waiting))  # the later probes usually wait for the same process
-                    self._say("serve", f"waiting for {name}: {reasons[name]}")
+                    repeats = repeats + 1 if line == last_line else 0
+                    last_line = line
+                    if repeats % REPEAT == 0:
+                        self._say("serve", line)
                     self._tell_unread()
                 await asyncio.sleep(READY_POLL_S)  # pause between two readiness probes
         supervisor.is_up = True

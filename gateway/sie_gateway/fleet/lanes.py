@@ -29,6 +29,7 @@ from sie_contracts.wire.topology import Lane
 STATES = ("loading", "unloading", "loaded", "failed", "available")
 LOADS = ("loading", "failed")  # states that a worker may have before it is ready
 ON_DISK_S = 5.0  # seconds before the list of models on disks is computed again
+NO_DISK_S = 0.5  # the same while the list is empty, at the start of a cluster
 USUAL_LOAD_S = 10.0  # seconds that a load is assumed to take, for a model that no worker has loaded yet
 _logger = logging.getLogger("sie.gateway.fleet")
 
@@ -410,7 +411,7 @@ class Fleet:
         old.
         """
         since_s, models = self._on_disk
-        if (now_s := self._clock()) - since_s >= ON_DISK_S or not models:
+        if (now_s := self._clock()) - since_s >= (ON_DISK_S if models else NO_DISK_S):
             models = frozenset(
                 model
                 for name, (_, beat) in self._seen.items()
