@@ -89,7 +89,7 @@ def of_workers(workers: Sequence[WorkerInfo]) -> list[ClusterFinding]:
         *(
             ClusterFinding(check="gateway", wrong=f"{name} computes on the CPU, not on a GPU", fix=on_cpu)
             for name, info in named
-            if info.healthy and info.device == "cpu" and _GPUS.search(info.gpu)
+            if info.healthy and info.device.startswith("cpu") and _GPUS.search(info.gpu)
         ),
     ]
 
