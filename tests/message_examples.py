@@ -31,6 +31,7 @@ from sie_contracts.wire.messages import (
     ArraySlice,
     BatchNote,
     CancelRequests,
+    ChunkRule,
     Confirmation,
     DeadLetter,
     Failed,
@@ -42,6 +43,7 @@ from sie_contracts.wire.messages import (
     Residency,
     RunOptions,
     Stages,
+    TextChunks,
     Vectors,
     WorkItem,
     WorkResult,
@@ -163,6 +165,10 @@ EXAMPLES: dict[str, Any] = {
         outcomes=(Ok({}, 5, score=-0.5), Ok({}, 6, data={"entities": [{"label": "person", "text": "é", "start": 1}]})),
     ),
     "result-1-images": _result(outcomes=(Ok({}, 5, first_of_several=True),)),
+    "work-1-recording": _work(
+        operation="extract", inputs=(Input(audio=b"RIFF"),), options=RunOptions(sound_from_s=569.5)
+    ),
+    "result-1-recording": _result(outcomes=(Ok({}, 1500, data={"entities": []}, sound_s=1234.5),)),
     "result-1-swapped": _result(
         outcomes=(Ok({}, 5),),
         batch=BatchNote("w1-7", 12, 3, 400, 90_000, 2, 12, True),
@@ -208,6 +214,13 @@ EXAMPLES: dict[str, Any] = {
         inputs=(Input(images=(b"GIF89a",)),),
         query=Input("first"),
         asker="static-1",
+    ),
+    "work-1-chunks": _work(
+        operation="encode",
+        inputs=(
+            Input("Ada met Bob", chunks=TextChunks(spans=b"\0\0\0\0\x03\0\0\0", context=False)),
+            Input("first", chunks=TextChunks(ChunkRule(256, 32, "paragraph", 16))),
+        ),
     ),
     "result-1-payload": _result(outcomes=(), stages=Stages(fetch_ms=2.5)),
     "confirm-1": Confirmation("duplicate"),
@@ -402,6 +415,14 @@ EXAMPLES: dict[str, Any] = {
         sounds=b"\0\0\0\0\1\0\0\0\2\0\0\0\3\0\0\0",
         features=bytes(24),
     ),
+    "ipc3-RunBatch-chunks": ipc.RunBatch(
+        "w1-15",
+        "org/model",
+        "encode",
+        bytes(8),
+        b"",
+        (Group(0, 2, inputs=1, chunked=(ipc.ChunkedRows(2, bytes(12), bytes(16)),)),),
+    ),
     "ipc3-RunBatch-documents": ipc.RunBatch(
         "w1-13",
         "org/model",
@@ -484,6 +505,7 @@ EXAMPLES: dict[str, Any] = {
             )
         },
     ),
+    "ipc3-Ready-chunks": ipc.Ready(_LOADED, b"{}", 512, {"encode": Rows(chunks=True, pooling="mean")}),
     "ipc3-Ready-documents": ipc.Ready(_LOADED, b"{}", 512, {"extract": Rows("raw", documents=DocumentLimits(1 << 20))}),
     "ipc3-Ready-images": ipc.Ready(
         _LOADED, b"{}", 512, {"encode": Rows(images=_RECIPE, image_tokens=ImageTokens(9, 2, (1,), (2, 3)))}

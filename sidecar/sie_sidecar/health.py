@@ -44,7 +44,7 @@ class WorkerHealth:
         self._change = asyncio.Event()
         self.worker: Worker | None = None
         self.leaving = False
-        self.asks = False  # true if gateways assign the pool to serve
+        self.asks = False  # true if gateways decide which pool this worker serves
         self.preloading = ""
         self._listens = False
         self._on_disk: tuple[str, ...] = ()
@@ -138,13 +138,15 @@ class WorkerHealth:
         )
         credit_cost, credit_items = worker.queues.capacity() if worker else (0, 0)
         ahead_s = worker.broker_clock.ahead_s() if worker else None
+        reason = self.not_ready()
         return Heartbeat(
             worker=self._id,
             pool=worker.source.lane.pool if worker else self._lane.pool,
             own_pool=self._lane.pool if self.asks else "",
             machine_profile=self._lane.machine_profile,
             bundle=self._lane.bundle,
-            ready=self.not_ready() is None,
+            ready=reason is None,
+            unready=reason or "",
             version=sie_contracts.__version__,
             leaving=self.leaving,
             gpu_count=self.gpu_count,
@@ -208,9 +210,11 @@ class WorkerHealth:
         self._on_disk = models[:ON_DISK]
 
     async def refresh(self) -> None:
-        """Ask each adapter for its current memory. If one does not answer, the next heartbeat asks it again."""
+        """Request the current memory from each adapter. If an adapter does not answer, the next heartbeat repeats
+        the request.
+        """
         connected = [link for link in self.links if link.connected]
-        if len(connected) > 1:  # one that hangs must not delay the others
+        if len(connected) > 1:  # an adapter that hangs must not delay the requests to other adapters
             await asyncio.gather(*(self._refresh(link) for link in connected))
             return
         for link in connected:

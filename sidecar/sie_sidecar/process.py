@@ -15,6 +15,7 @@ from sie_broker import Broker, BrokerError, Queue
 from sie_contracts.errors import BundleConflict, ModelNotFound, SIEError
 from sie_contracts.models.alias_checks import resolve_all
 from sie_contracts.models.catalogue import Catalogue, Resolved
+from sie_contracts.models.load_errors import MAX_ATTEMPTS
 from sie_contracts.settings import Mode, SettingError, Settings, default_worker_id
 from sie_contracts.wire import topology
 from sie_contracts.wire.topology import Lane
@@ -30,7 +31,6 @@ from sie_sidecar.device.link import AdapterGone, AdapterLinks
 from sie_sidecar.health import WorkerHealth
 from sie_sidecar.intake.pool_membership import PoolMembership
 from sie_sidecar.metrics import SidecarMetrics
-from sie_sidecar.models.models import MAX_ATTEMPTS
 from sie_sidecar.status import WorkerStatus, worker_app
 from sie_sidecar.worker import Worker, WorkerIdentity
 from sie_store.payloads import open_store
@@ -254,7 +254,8 @@ async def _preload(
                 if error.extras.get("permanent") or hosted.attempts >= MAX_ATTEMPTS:
                     _logger.error("preloading %s is given up: %s", model.canonical, error)
                     break
-                health.preloading = f"{left} ({error})"
+                health.preloading = f"{left} (try {hosted.attempts} of {MAX_ATTEMPTS} failed: {error})"
+                health.changed()
                 await stop.wait_for(PRELOAD_RETRY_S)
     health.preloading = ""
     health.changed()

@@ -179,7 +179,9 @@ class Worker:
         with contextlib.suppress(BrokerError):  # before the first answer, the clock of this machine is used
             await self.broker_clock.measure()
         if left := await self.leases.release_left(self._broker):
-            _logger.warning("%d deliveries that this worker held when it was killed are handed back", left)
+            _logger.warning(
+                "%d deliveries that were leased to this worker when it was killed are returned to the queue", left
+            )
         with contextlib.suppress(BrokerError):  # if opening fails, `run` tries again to open the marks
             await self._marks.open()
         self._loops.start(self.broker_clock.run(), "broker clock")
@@ -246,7 +248,7 @@ class Worker:
         self.source.refill_soon()
 
     def _on_free(self, consumer: str) -> None:
-        """Refill one consumer after a work item that held back its other messages."""
+        """Refill one consumer after a work item that delayed its other messages."""
         self.source.pulling.refill_one(consumer)
 
     def _on_role(self, hosted: ModelState) -> None:
@@ -291,7 +293,9 @@ class Worker:
             async with asyncio.timeout(max(0.0, end_s - self._clock())):
                 await self.leases.empty.wait()
         except TimeoutError:
-            _logger.warning("draining took longer than %g s: %d work items are handed back", grace_s, len(self.leases))
+            _logger.warning(
+                "draining took longer than %g s: %d work items are returned to the queue", grace_s, len(self.leases)
+            )
         await self._work.cancel()
         for flight in self.inventory:
             if flight.span is not None:

@@ -177,7 +177,7 @@ def usable_cores() -> int:
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Memory of the device that models live on, in bytes, used by any process."""
+    """Memory of the device that runs the models, in bytes, as used by all processes."""
 
     used_bytes: int
     total_bytes: int
@@ -228,7 +228,7 @@ def _cuda_memory(device: torch.device) -> list[MemoryUse]:
 @functools.cache
 def _nvml_handle(device: torch.device) -> object | None:
     """Return the handle of the card in NVML, by its UUID, because CUDA_VISIBLE_DEVICES does not change the UUID. None
-    without package or library.
+    if the package or the library is missing.
     """
     try:
         import pynvml
@@ -265,7 +265,7 @@ class UtilisationProbe:
 
     def percent(self) -> float | None:
         """Return the utilisation, %. CUDA: from NVML, if its package is installed. CPU: of the machine's cores, since
-        the last call. None if it is not known.
+        the last call. None if the utilisation is unknown.
         """
         if self._device.type == "cuda":
             return self._nvml_percent()

@@ -70,8 +70,9 @@ class DeviceQueue:
         clock: Callable[[], float],
     ) -> None:
         self._pipeline_depth = settings.rust_pipeline_depth
-        self._most = min(settings.max_concurrent_batches, settings.pool_size)  # batches at the adapter
-        # batches have other names on each device
+        # largest number of batches at the adapter
+        self._most = min(settings.max_concurrent_batches, settings.pool_size)
+        # the names of batches differ between the devices of a worker
         self._name = f"{worker_id}.{link.number}" if link.number else worker_id
         self.limits = limits
         self.link = link
@@ -98,7 +99,7 @@ class DeviceQueue:
 
     @property
     def depth(self) -> int:
-        """Most batches at the adapter at once."""
+        """Largest number of batches at the adapter at the same time."""
         ahead = self.lanes + self._pipeline_depth - 1
         return min(ahead, self._most)
 
@@ -269,7 +270,9 @@ class DeviceQueue:
         return self._written.get(id(batch.entries[0].work))
 
     def alone(self, flight: InFlight) -> Batch[InFlight]:
-        """Return a batch of this work item alone, without the queue. Raises NotReady if its model has changed."""
+        """Return a batch with only this work item, without using the queue. Raises NotReady if its model has
+        changed.
+        """
         if flight.is_outdated:
             raise changed()
         entry = self.entry(flight, flight.received_s)
@@ -277,13 +280,13 @@ class DeviceQueue:
         return Batch(entry.key, (entry,), entry.cost)
 
     async def reserve(self) -> None:
-        """Send no more batches until `end_reservation`. Return when no batch is left at the adapter."""
+        """Send no more batches until `end_reservation`. Wait until no batch is left at the adapter."""
         self.is_reserved = True
         while self.sent or self._written:
             await self.next_end()
 
     async def next_end(self) -> None:
-        """Return when a batch has left the adapter."""
+        """Wait until a batch has left the adapter."""
         self._ended.clear()
         await self._ended.wait()
 
@@ -378,7 +381,8 @@ def _frame(batch: Batch[InFlight], name: str, span: Span | None) -> tuple[ipc.Ru
         work = WorkItemInput([item.inputs[index] for index in chosen], item.query, item.options)
         own = entry.work.span
         context = own.context if own is not None and own.is_recording else NONE
-        parts.append(BatchPart(run, work, context, item.asker))
+        chunked = tuple(entry.work.chunked[index] for index in chosen) if entry.work.chunked else ()
+        parts.append(BatchPart(run, work, context, item.asker, chunked))
     first, key = batch.entries[0].work, batch.key
     ready = first.hosted.ready if first.hosted is not None else None
     above = span or first.span
@@ -506,7 +510,7 @@ class Dispatch:
                     self._on_gone(flights, suspects=started and gone.died)
                 except ModelLoading:  # the model was evicted after the preparation
                     self._again(flights)
-                except LoraLoading:  # the LoRA was evicted meanwhile for other LoRAs
+                except LoraLoading:  # the LoRA was evicted in the meantime for other LoRAs
                     if in_turn:
                         return False
                     self._work.start(self._run_in_turn(batch), "lora")

@@ -58,21 +58,25 @@ class InFlight:
     """Work item from its delivery to its settlement. The times are the times of its marks; `dispatched_s` is set when
     its batch is sent.
 
-    `rows`: the first `shared` rows belong to all inputs. After them, each input has the same number of rows, in order.
+    `rows`: the first `shared` rows belong to all inputs. After them, each input has the same number of rows, in order;
+    if a text has chunks, those that `chunked` describes.
     """
 
     lease: Lease
     item: WorkItem
     received_s: float
     deadline_s: float  # time after which the work item is certainly late
-    due_s: float = math.inf  # end of its budget; earlier than `deadline_s` by the uncertainty of the broker's clock
+    # end of the item's budget; earlier than `deadline_s` by the uncertainty of the broker's clock
+    due_s: float = math.inf
     hosted: ModelState | None = None
     # entry of the work item's model when `hosted` was set, None until then; the work item never runs with another entry
     entry: ModelEntry | None = None
-    fingerprint: str = ""  # fingerprint of the copy that runs it, once it is at the device
+    # fingerprint of the loaded model that runs this item; set when the item is sent to the device
+    fingerprint: str = ""
     layout: ipc.Layout = "text"
     rows: list[TokenRow] = field(default_factory=list)
     shared: int = 0
+    chunked: tuple[ipc.ChunkedRows, ...] = ()
     refused: SIEError | None = None  # reason why the work item has no rows
     unfit: Mapping[int, SIEError] = field(default_factory=dict)  # reason for each input that must not run, by index
     fetched_s: float = 0.0
@@ -87,11 +91,11 @@ class InFlight:
     given_up: SIEError | None = None  # reason why the work item becomes a dead letter
     dead: list[Mark] = field(default_factory=list)  # marks of the inputs that are poison
     payload_bytes: int = 0  # bytes of its inputs that were read from the payload store
-    counted: int = 0  # part of the cost that waits for the device which belongs to this work item
+    counted: int = 0  # cost of this work item that is counted as waiting for the device
     span: Span | None = None  # span of the work item; None if it is not traced
 
     def move(self, stage: Stage, batch_entry: BatchEntry[InFlight] | None = None) -> None:
-        """Enter a stage. `batch_entry` is given for `waiting`. After `settled` there is no other stage."""
+        """Enter a stage. `batch_entry` is set only for `waiting`. After `settled` there is no other stage."""
         self.batch_entry = batch_entry
         if not self.settled:
             self.stage, self.settled = stage, stage == "settled"
@@ -110,6 +114,9 @@ class InFlight:
 
     def of_input(self, index: int) -> list[TokenRow]:
         """Return the rows of this input alone."""
+        if self.chunked:
+            first = sum(described.rows for described in self.chunked[:index])
+            return self.rows[first : first + self.chunked[index].rows]
         count = (len(self.rows) - self.shared) // len(self.item.inputs)
         first = self.shared + index * count
         return self.rows[first : first + count]
@@ -152,7 +159,9 @@ def runnable(flight: InFlight) -> tuple[list[TokenRow], list[int]]:
 
 
 def changed() -> NotReady:
-    """Return the refusal of work that was planned with an old entry of its model. Its gateway plans it again."""
+    """Return the refusal of work that was planned with an old entry of its model. The gateway of the work plans it
+    again.
+    """
     return NotReady(
         "the model was changed or removed while this request was on its way", reason=CONFIG_CHANGED, retry_after_s=1
     )
@@ -186,6 +195,8 @@ def merge(flight: InFlight, outcomes: tuple[Outcome, ...]) -> tuple[Outcome, ...
                 outcome = msgspec.structs.replace(outcome, truncated=True)
             if any(image.animated for row in rows for image in row.images):
                 outcome = msgspec.structs.replace(outcome, first_of_several=True)
+            if (sound := next((row.sound for row in rows if row.sound is not None), None)) is not None:
+                outcome = msgspec.structs.replace(outcome, sound_s=sound.seconds)
         outcomes_by_input.append(outcome)
     return tuple(outcomes_by_input)
 
@@ -215,9 +226,8 @@ def cut(outcomes: tuple[Outcome, ...], block: memoryview) -> tuple[tuple[Outcome
 def only(flight: InFlight, index: int) -> InFlight:
     """Return the same work with one of its inputs. It has the lease of the whole work item, and must not be settled."""
     item = msgspec.structs.replace(flight.item, inputs=(flight.item.inputs[index],), first=flight.item.first + index)
-    return replace(
-        flight, item=item, rows=[*flight.rows[: flight.shared], *flight.of_input(index)], unfit={}, counted=0
-    )
+    rows = [*flight.rows[: flight.shared], *flight.of_input(index)]
+    return replace(flight, item=item, rows=rows, chunked=flight.chunked[index : index + 1], unfit={}, counted=0)
 
 
 def joined(parts: Sequence[tuple[Outcome, bytes]]) -> tuple[tuple[Outcome, ...], bytes]:

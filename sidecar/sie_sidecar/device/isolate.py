@@ -66,8 +66,8 @@ class Isolate:
         self._slice_s = 0.0
 
     def is_suspect(self, flight: InFlight) -> bool:
-        """Return True if an input of it killed an adapter before, here or at another worker. Called only for models in
-        `marked_models`.
+        """Return True if one of its inputs ended an adapter before, at this worker or another one. Called only for
+        models in `marked_models`.
         """
         return any(self._marks.get(key) for key in content_keys(flight.item))
 
@@ -124,7 +124,9 @@ class Isolate:
     async def _outcome(
         self, flight: InFlight, index: int, key: str
     ) -> tuple[Outcome, bytes, tuple[ipc.BatchDone, BatchNote] | None]:
-        """Return the outcome of one input. It is run until it is answered, found to be poison, or late."""
+        """Return the outcome of one input. The input is run until it is answered, is found to be poison, or is past its
+        deadline.
+        """
         hosted, lora = flight.hosted, flight.item.options.lora
         assert hosted is not None
         single = only(flight, index)
@@ -150,7 +152,7 @@ class Isolate:
             except ModelLoading:  # the model was evicted meanwhile
                 hosted.mark_unloaded()
                 continue
-            except LoraLoading:  # the LoRA was evicted meanwhile for other LoRAs
+            except LoraLoading:  # the LoRA was evicted in the meantime for other LoRAs
                 hosted.loras.discard(lora)
                 continue
             except SIEError as error:
@@ -184,9 +186,7 @@ class Isolate:
             raise
 
     async def _take_device(self) -> None:
-        """Return when no other work is at the device. If a batch waits and the slice has ended, the batch runs
-        first.
-        """
+        """Wait until no other work is at the device. If a batch waits and the slice has ended, the batch runs first."""
         device = self._device
         if device.is_reserved and self._clock() - self._slice_s > SLICE_S and len(device.waiting):
             before = device.number

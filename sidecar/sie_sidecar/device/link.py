@@ -156,7 +156,7 @@ class AdapterLink:
         return self.connected
 
     async def describe(self) -> ipc.Description | None:
-        """Ask the adapter for its description and keep it in `description`. Return None if the reply has another type.
+        """Request the adapter's description and store it in `description`. Return None if the reply has another type.
         Raises AdapterGone, SIEError.
         """
         answer = await self.request(ipc.Describe())
@@ -220,7 +220,7 @@ class AdapterLink:
         self._given_up = False
         self._control, self._all, self.description = control, connections, description
         self._idle, self._more = asyncio.LifoQueue(), asyncio.LifoQueue()
-        self._loads = asyncio.Semaphore(max(1, size - 1))  # one connection is always kept for batches
+        self._loads = asyncio.Semaphore(max(1, size - 1))  # one connection is always reserved for batches
         for connection in connections:
             self._idle.put_nowait(connection)
         self._last_pong_s = self._clock()

@@ -275,7 +275,7 @@ class Pulling:
         ] = {}  # consumers, in order, that delivered after the last refill, or have less credit than at an idle device
         self._more: set[str] = set()  # consumers for which the broker has more work, according to their last delivery
         self._announced: set[str] = set()  # consumers announced since the last listing began
-        self._open = False  # true if anything may be pulled, as of the last refill
+        self._open = False  # true if the last refill allowed pulling
         self._pulls: Pulls = queue.pulls(self._stream, on_delivery)
         self._notices: Subscription | None = None
         self._stopped = False
@@ -324,7 +324,7 @@ class Pulling:
         self._pulls.want(name, 0)
 
     def note(self, delivery: Delivery) -> None:
-        """Count a delivery with any content: it used up credit."""
+        """Count a delivery, whatever its content: it has used up credit."""
         name = delivery.consumer
         consumer = self._active[name] = self._consumers.setdefault(name, _DeliveryStatistics())
         consumer.delivered_s = self._clock()
@@ -347,7 +347,7 @@ class Pulling:
             consumer.mean_cost += 0.1 * (cost - consumer.mean_cost)
 
     def refill_all(self) -> None:
-        """Set the right credit for every consumer, after some time or after a change of the hosted models."""
+        """Set the credit of every consumer, called after some time or after a change of the hosted models."""
         self._refill(list(self._consumers))
 
     def refill_one(self, consumer: str) -> None:
@@ -356,7 +356,7 @@ class Pulling:
             self._refill([consumer])
 
     def refill(self) -> None:
-        """Set the right credit for every consumer that may have too little."""
+        """Set the credit of every consumer that may have too little credit."""
         self._refill(list(self._short))
 
     def level(self) -> None:
@@ -409,7 +409,7 @@ class Pulling:
 
 
 class WorkSource:
-    """Source of deliveries from one pool at a time. `accept` makes a work item from a delivery; it returns None if
+    """Source of deliveries from one pool at a time. `accept` creates a work item from a delivery; it returns None if
     there is no new work item.
     """
 

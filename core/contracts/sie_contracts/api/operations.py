@@ -13,7 +13,7 @@ from sie_contracts.api.shapes import MINI, Text, Texts, Whole
 
 TTL_S, MAX_TTL_S = 1200, 3600
 MAX_MINIMUM_WORKERS = 4
-MAX_GPUS = 4096  # workers of one machine profile in a reservation; no cluster has more
+MAX_GPUS = 4096  # largest number of workers of one machine profile in a reservation; no cluster has more
 MAX_PINNED = 64
 Count = Annotated[int, Meta(ge=1, le=MAX_GPUS)]
 
@@ -139,8 +139,8 @@ class DeviceInfo(Struct, frozen=True):
 
 class WorkerInfo(Struct, frozen=True):
     """A worker. `gpu` is its machine profile. `url` is null if the gateway knows the worker by its heartbeats.
-    `devices`: the state of each device, if the worker has several; `device` has all their names then, and the memory is
-    that of all of them.
+    `reason`: the reason why it is not healthy, if it is known. `devices`: the state of each device, if the worker has
+    several; `device` has all their names then, and the memory is that of all of them.
     """
 
     name: str
@@ -156,12 +156,13 @@ class WorkerInfo(Struct, frozen=True):
     bundle: str
     bundle_config_hash: str
     device: str
+    reason: str = ""
     devices: list[DeviceInfo] = []
 
 
 class ModelSummary(Struct, frozen=True):
-    """A model of the catalogue: sums over all healthy workers and all its loaded copies. `gpu_types`: GPU types of the
-    workers that know it.
+    """A model of the catalogue: sums over all healthy workers and all its loaded copies, and the loads of workers that
+    start. `gpu_types`: GPU types of the workers that know it.
     """
 
     name: str

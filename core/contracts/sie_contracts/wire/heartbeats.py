@@ -83,8 +83,8 @@ class DeviceBeat(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True, tag="heartbeat/1"):
-    """State of a worker, in its own announcement. `ready` is false while none of its adapters answers. `leaving`: the
-    worker drains.
+    """State of a worker, in its own announcement. `ready` is false while none of its adapters answers. `unready`: the
+    reason while `ready` is false. `leaving`: the worker drains.
 
     Capacity: `slots` is the number of models of usual size that fit (0: unknown). `rate`: tokens per second while the
     device is busy (0: not measured yet). `held_cost`: tokens in flight. `credit_cost` and `credit_items`: upper bounds
@@ -125,6 +125,7 @@ class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True, tag="heartbeat/
     clock_ahead_s: float | None = None
     listens: bool = False
     on_disk: tuple[str, ...] = ()
+    unready: str = ""
     devices: tuple[DeviceBeat, ...] = ()
 
 
