@@ -251,6 +251,7 @@ EXAMPLES: dict[str, Any] = {
     "heartbeat-1-clock": Heartbeat("w5", "_default", "l4", "default", True, "0.2.0", clock_ahead_s=7.25),
     "heartbeat-1-listens": Heartbeat("w6", "_default", "l4", "default", True, "0.3.0", listens=True),
     "heartbeat-1-on-disk": Heartbeat("w7", "_default", "l4", "default", True, "0.3.0", on_disk=("org/a", "org/b")),
+    "heartbeat-1-unready": _heartbeat(ready=False, unready="preloading org/a"),
     "heartbeat-1-devices": _heartbeat(
         device="cuda:0,cuda:1",
         devices=(

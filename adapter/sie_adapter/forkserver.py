@@ -62,9 +62,8 @@ def keep_serving(count: int = 1, died: Callable[[int], None] = lambda number: No
             if pid is None:
                 if count == 1:
                     return ForkResult(0)
-                _logger.error("%d devices need a process each, and this process cannot fork them", count)
-                children.end(_NO_FORK)
-                break
+                children.not_forked(number)
+                continue
             if pid == 0:
                 ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
                 if os.getppid() != parent:  # the parent died before the call of prctl
@@ -114,6 +113,14 @@ class _Children:
         self._running[pid] = number, time.monotonic()
         if not self._due_s:
             failpoints.arm("")
+
+    def not_forked(self, number: int) -> None:
+        """Try again later if other children run. Else end: a process for each device is needed."""
+        if self._running:
+            self._due_s[number] = time.monotonic() + LONGEST_PAUSE_S
+            return
+        _logger.error("several devices need a process each, and this process cannot fork them")
+        self.end(_NO_FORK)
 
     def end(self, status: int) -> None:
         """Fork no more children, and end the children that run. `status` is the exit status of this process if the

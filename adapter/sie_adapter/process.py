@@ -60,8 +60,9 @@ def run(settings: Settings, *, spare: bool = False) -> int:
         if _is_served(path := Path(adapter.ipc_socket_path)):
             _logger.error("another adapter serves on %s", path)
             return 1
-    for number in range(len(adapters), MAX_DEVICES):  # remove the sockets of a killed adapter that had more devices
-        Path(ipc.device_socket(settings.ipc_socket_path, number)).unlink(missing_ok=True)
+    for number in range(len(adapters), MAX_DEVICES):  # of a killed adapter with more devices
+        with contextlib.suppress(OSError):  # nobody asks for it, and doctor names it
+            Path(ipc.device_socket(settings.ipc_socket_path, number)).unlink(missing_ok=True)
     with contextlib.ExitStack() as sockets:
         listeners = [sockets.enter_context(_listener(Path(adapter.ipc_socket_path))) for adapter in adapters]
         learns = [_learning(adapter) for adapter in adapters]

@@ -172,6 +172,23 @@ function Lanes({ state }: { state: State }) {
   );
 }
 
+type DeviceInfo = NonNullable<State["workers"][number]["devices"]>[number];
+
+/** One device of a worker that has several. */
+function Device({ device }: { device: DeviceInfo }) {
+  const models = `${device.loaded_models.length} ${device.loaded_models.length === 1 ? "model" : "models"}`;
+  return (
+    <div title={device.loaded_models.join(", ")}>
+      {`${device.device} `}
+      {device.ready ? (
+        <span class="dim">{`${models}, ${device.queue_depth} in flight`}</span>
+      ) : (
+        <span class="state unhealthy">no adapter</span>
+      )}
+    </div>
+  );
+}
+
 const WORKERS = 8; // that are seen at once
 
 function Workers({ state }: { state: State }) {
@@ -196,7 +213,9 @@ function Workers({ state }: { state: State }) {
                   <td data-label="pool">{worker.pool}</td>
                   <td data-label="machine profile">{worker.gpu}</td>
                   <td data-label="bundle">{worker.bundle}</td>
-                  <td data-label="device">{worker.device}</td>
+                  <td data-label="device">
+                    {worker.devices?.length ? worker.devices.map((device) => <Device key={device.device} device={device} />) : worker.device}
+                  </td>
                   <td data-label="memory">
                     {worker.memory_total_bytes > 0 && (
                       <span>

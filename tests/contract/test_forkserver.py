@@ -149,3 +149,30 @@ def test_orphans_are_reaped(start: Start, tmp_path: Path) -> None:
     """
     parent = start(child, "parent = os.getpid(); ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER")
     assert parent.wait(30) == 0
+
+
+def test_each_of_several_children_is_replaced_alone(start: Start) -> None:
+    """The child that lives longest goes on while its sibling dies; the parent ends when both have drained."""
+    child = """
+    if number == 0:
+        os._exit(1 if not os.path.exists(marker) and not open(marker, "w").close() else 0)
+    while not os.path.exists(marker):
+        time.sleep(0.02)
+    os._exit(0)
+    """
+    parent = start(child, "import tempfile; marker = tempfile.mkdtemp() + '/died'", count=2)
+    assert parent.wait(20) == 0
+    served = [line.split()[2] for line in rest(parent).splitlines() if line.startswith("serving")]
+    assert sorted(served) == ["0", "0", "1"]
+
+
+def test_one_of_several_children_that_refuses_its_settings_ends_all(start: Start) -> None:
+    child = f"os._exit({EXIT_BAD_SETTING}) if number else None\n{WAITS}"
+    parent = start(child, count=2)
+    assert parent.wait(20) == EXIT_BAD_SETTING
+
+
+def test_several_children_without_a_fork_are_an_error(start: Start) -> None:
+    parent = start("os._exit(5)", "threading.Thread(target=time.sleep, args=(60,), daemon=True).start()", count=2)
+    line_with("several devices need a process each", parent)
+    assert parent.wait(20) == 1

@@ -15,7 +15,7 @@ from fake_adapter import toy_entry
 from inprocess import InProcess, until_told
 
 from sie_cli.main import main
-from sie_contracts.api.operations import WorkerInfo
+from sie_contracts.api.operations import DeviceInfo, WorkerInfo
 from sie_contracts.api.views import ClusterFinding
 from sie_contracts.errors import ErrorInfo
 from sie_contracts.models.load_errors import LoadErrorClass, load_failed
@@ -204,3 +204,10 @@ async def test_a_page_reads_the_findings_of_its_gateway(cluster: InProcess) -> N
     assert await found() == ["gateway"], "there is no worker"
     await cluster.sidecar()
     await until_told(is_well, "the worker is heard")
+
+
+def test_a_device_without_its_adapter_is_told() -> None:
+    devices = [DeviceInfo("cuda:0", True, "", 0, 0, 0, []), DeviceInfo("cuda:1", False, "", 0, 0, 0, [])]
+    (finding,) = of_workers([msgspec.structs.replace(WORKER, devices=devices)])
+    assert finding.wrong == "worker w0 (_default.l4.default) has no adapter on a device: cuda:1"
+    assert of_workers([msgspec.structs.replace(WORKER, devices=devices[:1])]) == []

@@ -20,12 +20,14 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import InvalidStatus
 
 import sie_contracts
+from sie_contracts.api.operations import DeviceInfo
 from sie_contracts.errors import ErrorInfo, ModelLoadFailed, ResourceExhausted
 from sie_contracts.wire import heartbeats, messages, topology
 from sie_contracts.wire.device_reports import RanBatch
-from sie_contracts.wire.heartbeats import GatewayBeat, Heartbeat, ModelStatus
+from sie_contracts.wire.heartbeats import DeviceBeat, GatewayBeat, Heartbeat, ModelStatus
 from sie_gateway.admission.admission import Peers
 from sie_gateway.fleet import workers
+from sie_gateway.fleet.workers import DeviceStatus, WorkerFrame
 from sie_gateway.operations import status as statuses
 from sie_gateway.operations.overview import CONSOLE, CONSOLE_FILES
 from sie_gateway.operations.status import ViewedWorker, failures, of_heartbeat, of_socket, summaries
@@ -539,6 +541,27 @@ def test_a_model_is_summed_up_over_all_healthy_workers_and_copies() -> None:
     }
     loading = of_heartbeat(worker("c", "l4", m=("loading", 0)), healthy=True)
     assert [each.state for each in summaries(["m", "nobody"], [*seen, loading])] == ["loading", "available"]
+
+
+def test_a_worker_with_several_devices_is_described_with_each() -> None:
+    beat = Heartbeat(
+        "w",
+        "_default",
+        "l4",
+        "default",
+        True,
+        "test",
+        gpu_count=2,
+        device="cuda:0,cuda:1",
+        devices=(DeviceBeat("cuda:0", True, "NVIDIA L4", 1, 2, 3, ("m",)), DeviceBeat("cuda:1", False)),
+    )
+    assert of_heartbeat(beat, healthy=True).info.devices == [
+        DeviceInfo("cuda:0", True, "NVIDIA L4", 1, 2, 3, ["m"]),
+        DeviceInfo("cuda:1", False, "", 0, 0, 0, []),
+    ]
+    gpus = [DeviceStatus("cuda:0", 1, 2), DeviceStatus("cuda:1", 3, 4)]
+    info = of_socket("http://w", WorkerFrame("w", gpus=gpus)).info
+    assert (info.device, info.memory_used_bytes, info.memory_total_bytes) == ("cuda:0,cuda:1", 4, 6)
 
 
 def test_the_reason_of_a_failed_load_is_that_of_workers_that_are_healthy_or_start() -> None:

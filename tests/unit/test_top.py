@@ -36,6 +36,7 @@ from sie_cli.serve.ports import free_port
 from sie_cli.top.picture import (
     MAX_REASONS,
     TREND,
+    DeviceRow,
     HistoryTrend,
     ModelRow,
     Queued,
@@ -239,6 +240,22 @@ def test_work_that_has_no_worker_is_shown_first() -> None:
     assert re.search(r"MODEL.*\nm/waits +available +12 +75 s +0\n  1 other model$", text)
     assert "12 queued  oldest 75 s" in text
     assert "GPU" not in text, "a CPU is none"
+
+
+def test_each_device_of_a_worker_has_a_row_if_there_is_room() -> None:
+    devices = [
+        DeviceRow("cuda:0", True, 6 << 30, 24 << 30, 3, ["m/a", "m/b"]),
+        DeviceRow("cuda:1", False),
+    ]
+    worker = WorkerRow("w", "l4", "p", "b", True, "cuda:0,cuda:1", 2, 3, 6 << 30, 48 << 30, ["m/a", "m/b"], devices)
+    view = msgspec.to_builtins(told(workers=[worker]))
+    text = "\n".join(drawn(100, 24, view))
+    assert re.search(r"\nw +ready +3 +2 +2 devices .*12% of 48", text)
+    assert re.search(r"\n +cuda:0 +ready +3 +2 +cuda:0 .*25% of 24", text)
+    assert re.search(r"\n +cuda:1 +not ready +0 +0 +cuda:1 +-\n", text)
+    assert "2 GPUs" in text
+    many = [WorkerRow(f"w{number}", "l4", "p", "b", True, devices=devices) for number in range(20)]
+    assert "cuda:1" not in "\n".join(drawn(100, 24, msgspec.to_builtins(told(workers=many))))
 
 
 def test_what_is_not_known_is_not_zero() -> None:

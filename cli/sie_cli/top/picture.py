@@ -30,6 +30,17 @@ _STATE_COLOURS = {"loaded": "green", "loading": "yellow", "failed": "red"}
 MAX_REASONS = 3  # largest number of failed models with a reason in a picture
 
 
+class DeviceRow(msgspec.Struct, frozen=True):
+    """Device of a worker that has several."""
+
+    device: str
+    ready: bool
+    memory_used_bytes: int = 0
+    memory_total_bytes: int = 0
+    queue_depth: int = 0
+    loaded_models: list[str] = []
+
+
 class WorkerRow(msgspec.Struct, frozen=True):
     """Worker of a frame: see `sie_gateway.operations.status.WorkerInfo`."""
 
@@ -44,6 +55,7 @@ class WorkerRow(msgspec.Struct, frozen=True):
     memory_used_bytes: int = 0
     memory_total_bytes: int = 0
     loaded_models: list[str] = []
+    devices: list[DeviceRow] = []
 
 
 class ModelRow(msgspec.Struct, frozen=True):
@@ -165,6 +177,7 @@ def picture(view: View, width: int, height: int, now_s: float) -> RenderableType
     some_workers = _fitting(len(frame.workers), room - some_lanes - some_models)
     names = (
         [worker.name for worker in frame.workers]
+        + [f"  {device.device}" for worker in frame.workers for device in worker.devices]
         + [model.name for model in active[:some_models]]
         + [lane.name for lane in lanes]
     )
@@ -178,7 +191,7 @@ def picture(view: View, width: int, height: int, now_s: float) -> RenderableType
         *_with_rest(_lanes(lanes[:some_lanes], width, first), len(lanes), len(lanes) - some_lanes, "more"),
         Text(""),
         *_with_rest(
-            _workers(frame.workers, some_workers, width, first),
+            _workers(frame.workers, some_workers, room - some_lanes - some_models - some_workers, width, first),
             len(frame.workers),
             len(frame.workers) - some_workers,
             "more",
@@ -215,7 +228,7 @@ def _figures(frame: StatusFrame, lanes: list[LaneRow]) -> list[tuple[str, str]]:
     workers = (
         counted(most, "worker") if sums.worker_count == most else f"{sums.worker_count} of {counted(most, 'worker')}"
     )
-    gpus = sum(worker.gpu_count for worker in frame.workers if worker.healthy and worker.device != "cpu")
+    gpus = sum(worker.gpu_count for worker in frame.workers if worker.healthy and not worker.device.startswith("cpu"))
     figures = [(workers, "" if sums.worker_count == most and most else "red")]
     figures += [(counted(gpus, "GPU"), "")] if gpus else []
     figures.append((f"{sums.models_loaded} of {counted(len(frame.models), 'model')} loaded", ""))
@@ -327,28 +340,36 @@ def _lanes(lanes: list[LaneRow], width: int, first: int) -> Table:
     return table
 
 
-def _workers(workers: list[WorkerRow], most: int, width: int, first: int) -> Table:
-    """Build the table of workers: unhealthy workers first, then by queue."""
+def _workers(workers: list[WorkerRow], most: int, room: int, width: int, first: int) -> Table:
+    """Build the table of workers: unhealthy workers first, then by queue. A worker with several devices has a row for
+    each of them below its own if there is `room` for these rows.
+    """
     shown = sorted(workers, key=lambda worker: (worker.healthy, -worker.queue_depth, _counting(worker.name)))[:most]
     columns = [("WORKER", False), ("STATE", False), ("IN FLIGHT", True)]
     columns += [("LOADED", True)] if width >= _MIDDLE else []
     columns += [("DEVICE", False), ("MEMORY", False)] if width >= _WIDE else [("MEM", True)] if width >= _MIDDLE else []
     table = _table(first, *columns)
     for worker in shown:
-        state = "[green]ready[/green]" if worker.healthy else "[red]not ready[/red]"
-        row = [_plain(worker.name), state, f"{worker.queue_depth:,}", str(len(worker.loaded_models))]
-        share = worker.memory_used_bytes / worker.memory_total_bytes if worker.memory_total_bytes else None
-        row += (
-            [_plain(worker.device or "-"), _memory(worker, share)]
-            if width >= _WIDE
-            else ["-" if share is None else f"{share:.0%}"]
-        )
-        # last reported values of a worker
-        table.add_row(*row[: len(columns)], style=None if worker.healthy else "bright_black")
+        device = f"{len(worker.devices)} devices" if worker.devices else worker.device or "-"
+        rows = [_cells(_plain(worker.name), device, worker.healthy, worker, width)]
+        devices = worker.devices if len(worker.devices) <= room else []
+        room -= len(devices)
+        rows += [_cells(f"  {_plain(row.device)}", row.device, row.ready, row, width) for row in devices]
+        for row in rows:
+            # last reported values of a worker
+            table.add_row(*row[: len(columns)], style=None if worker.healthy else "bright_black")
     return table
 
 
-def _memory(worker: WorkerRow, share: float | None) -> str:
+def _cells(name: str, device: str, is_ready: bool, row: WorkerRow | DeviceRow, width: int) -> list[str]:
+    """Return the cells of a worker or of one of its devices."""
+    state = "[green]ready[/green]" if is_ready else "[red]not ready[/red]"
+    share = row.memory_used_bytes / row.memory_total_bytes if row.memory_total_bytes else None
+    memory = [_plain(device), _memory(row, share)] if width >= _WIDE else ["-" if share is None else f"{share:.0%}"]
+    return [name, state, f"{row.queue_depth:,}", str(len(row.loaded_models)), *memory]
+
+
+def _memory(worker: WorkerRow | DeviceRow, share: float | None) -> str:
     if share is None:
         return "-"
     cells = 10

@@ -91,8 +91,13 @@ _UNHEALTHY = {
 _SOCKET = "GET /readyz on its SIE_WORKER_METRICS_PORT says why; `sie doctor` on its machine looks at its socket"
 
 
+_ADAPTER = "its other devices do the work meanwhile; the log of its adapter says why the process of this device ends"
+
+
 def of_workers(workers: Sequence[WorkerInfo]) -> list[ClusterFinding]:
-    """List the workers that are not healthy, and the workers that compute on the CPU of a machine with a GPU."""
+    """List the workers that are not healthy, the workers that compute on the CPU of a machine with a GPU, and devices
+    of healthy workers without an adapter.
+    """
     if not workers:
         return [ClusterFinding(check="gateway", wrong="no worker is there: requests wait or are refused", fix=_START)]
     on_cpu = (
@@ -113,7 +118,13 @@ def of_workers(workers: Sequence[WorkerInfo]) -> list[ClusterFinding]:
         *(
             ClusterFinding(check="gateway", wrong=f"{name} computes on the CPU, not on a GPU", fix=on_cpu)
             for name, info in named
-            if info.healthy and info.device == "cpu" and _GPUS.search(info.gpu)
+            if info.healthy and info.device.startswith("cpu") and _GPUS.search(info.gpu)
+        ),
+        *(
+            ClusterFinding(check="gateway", wrong=f"{name} has no adapter on a device: {device.device}", fix=_ADAPTER)
+            for name, info in named
+            for device in info.devices
+            if info.healthy and not device.ready
         ),
     ]
 

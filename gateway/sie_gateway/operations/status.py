@@ -18,7 +18,7 @@ import msgspec
 
 import sie_contracts
 from sie_broker import Broker, BrokerError, Bus, NoResponder
-from sie_contracts.api.operations import ClusterInfo, Health, ModelSummary, WorkerInfo
+from sie_contracts.api.operations import ClusterInfo, DeviceInfo, Health, ModelSummary, WorkerInfo
 from sie_contracts.errors import ErrorInfo, NotFound, NotReady
 from sie_contracts.settings import Settings, public_url
 from sie_contracts.status import QueueInfo
@@ -130,6 +130,18 @@ def of_heartbeat(beat: Heartbeat, *, healthy: bool, starting: bool = False) -> V
         bundle=beat.bundle,
         bundle_config_hash=beat.config_epoch,
         device=beat.device,
+        devices=[
+            DeviceInfo(
+                device.device,
+                device.ready,
+                device.gpu,
+                device.memory_used_bytes,
+                device.memory_total_bytes,
+                device.queue_depth,
+                list(device.models),
+            )
+            for device in beat.devices
+        ],
         reason=reason,
     )
     failures = {
@@ -158,7 +170,7 @@ def of_socket(url: str, status: WorkerFrame | None) -> ViewedWorker:
         healthy=status.ready,
         bundle=status.bundle,
         bundle_config_hash=status.bundle_config_hash,
-        device=devices[0].device if devices else "",
+        device=",".join(device.device for device in devices),
     )
     return ViewedWorker(info, {model.name: (model.state, model.queue_depth) for model in status.models})
 

@@ -807,13 +807,18 @@ class WorkerModels:
         if len(self.devices) == 1:
             return self.devices[0].obtain(resolved, revision)
         states = [device.obtain(resolved, revision) for device in self.devices]
-        return states[devices.choose([self._view(hosted) for hosted in states])]
+        is_loaded = any(hosted.state == "loaded" and not hosted.is_closed for hosted in states)
+        return states[devices.choose([self._view(hosted, weighs_memory=not is_loaded) for hosted in states])]
 
-    def _view(self, hosted: ModelState) -> DeviceView:
+    def _view(self, hosted: ModelState, *, weighs_memory: bool) -> DeviceView:
+        """Return what the choice sees of a device. `weighs_memory`: with what is costly to tell, and is needed only if
+        the model is loaded nowhere.
+        """
         device, now_s = self.device_of(hosted), self._clock()
         description = device.link.description
         usable = usable_bytes(description) if description else 0.0
-        evictable = device.evictable(0.0)
+        evictable = device.evictable(0.0) if weighs_memory else []
+        models = device.all() if weighs_memory else []
         is_open = hosted.state == "loaded" and not hosted.is_closed
         refusal = hosted.refusal(now_s)
         return DeviceView(
@@ -823,7 +828,7 @@ class WorkerModels:
             refused=refusal is not None,
             gives_up=refusal is not None and refusal.extras.get("error_class") in PERMANENT,
             held_cost=device.held_cost,
-            models=sum(state.state in ("loaded", "loading") or state.has_waiters for state in device.all()),
+            models=sum(state.state in ("loaded", "loading") or state.has_waiters for state in models),
             size_bytes=max((state.memory_bytes for state in self.find(hosted.name)), default=0),
             free_bytes=usable - (description.memory_used_bytes if description else 0),
             usable_bytes=usable,
@@ -845,7 +850,7 @@ class WorkerModels:
             name: [device.obtain(first.resolved, first.revision) for device in self.devices]
             for name, first in behind.items()
         }
-        views = {name: [self._view(hosted) for hosted in copies] for name, copies in states.items()}
+        views = {name: [self._view(hosted, weighs_memory=True) for hosted in copies] for name, copies in states.items()}
         return [states[name][number] for name, number in self._copies.check(views).items()]
 
     # the worker as a whole, for placement and heartbeats

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import sys
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from sie_adapter.packed.attention_backend import (
     uses_varlen_kernel,
 )
 from sie_adapter.packed.backbone import Backbone
-from sie_contracts.settings import SettingError
+from sie_contracts.settings import MAX_DEVICES, SettingError
 
 AMPERE = AttentionFacts("cuda", (8, 0), flash_lacks="", varlen_present=True, is_16_bit=True)
 HOPPER_BARE = AttentionFacts("cuda", (9, 0), varlen_present=True, is_16_bit=True)
@@ -83,6 +84,48 @@ def test_a_kernel_that_cannot_run_is_not_told_of_as_the_one_in_force(tmp_path: P
     model = BertModel(BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=50)).eval()
     found = [Backbone(copy.deepcopy(model), toys.compute(backend=name), 64).attention for name in BACKENDS]
     assert found == ["sdpa", "sdpa", "eager"], "no package of kernels computes on a CPU"
+
+
+@pytest.mark.parametrize(
+    ("setting", "cuda", "gpus", "names"),
+    [
+        ("cuda:1,cuda:3", "13.0", 9, ["cuda:1", "cuda:3"]),
+        ("cpu,cpu", None, 0, ["cpu", "cpu"]),
+        ("auto", "13.0", 2, ["auto"]),
+        ("all", "13.0", 2, ["cuda:0", "cuda:1"]),
+        ("all", "13.0", 99, [f"cuda:{number}" for number in range(MAX_DEVICES)]),
+        ("all", "13.0", 0, ["auto"]),
+        ("all", None, 2, ["auto"]),
+    ],
+)
+def test_each_named_device_is_for_a_process_of_its_own(
+    setting: str, cuda: str | None, gpus: int, names: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked_by: list[int] = []
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: asked_by.append(os.getpid()) or gpus)
+    assert devices.names_of(setting) == names
+    assert asked_by == [], "this process must not use CUDA"
+
+
+@pytest.mark.parametrize(
+    ("before", "name", "after"), [(None, "cuda:1", "1"), ("", "cuda:0", "0"), ("4, GPU-a ,6", "cuda:1", "GPU-a")]
+)
+def test_a_process_of_one_of_several_gpus_sees_that_one_alone(
+    before: str | None, name: str, after: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if before is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", before)
+    devices.hide_other_gpus(name)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == after
+
+
+def test_a_gpu_beyond_the_visible_ones_is_a_start_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4")
+    with pytest.raises(SettingError, match="CUDA_VISIBLE_DEVICES has 1"):
+        devices.hide_other_gpus("cuda:1")
 
 
 def test_a_named_device_that_is_absent_is_a_start_error_with_the_name_of_the_setting() -> None:

@@ -125,9 +125,22 @@ class Assignment(Struct, kw_only=True):
 # Health and scaling
 
 
+class DeviceInfo(Struct, frozen=True):
+    """A device of a worker that has several. `ready` is false while its adapter does not answer."""
+
+    device: str
+    ready: bool
+    gpu: str
+    memory_used_bytes: int
+    memory_total_bytes: int
+    queue_depth: int
+    loaded_models: list[str]
+
+
 class WorkerInfo(Struct, frozen=True):
     """A worker. `gpu` is its machine profile. `url` is null if the gateway knows the worker by its heartbeats.
-    `reason`: the reason why it is not healthy, if it is known.
+    `reason`: the reason why it is not healthy, if it is known. `devices`: the state of each device, if the worker has
+    several; `device` has all their names then, and the memory is that of all of them.
     """
 
     name: str
@@ -144,6 +157,7 @@ class WorkerInfo(Struct, frozen=True):
     bundle_config_hash: str
     device: str
     reason: str = ""
+    devices: list[DeviceInfo] = []
 
 
 class ModelSummary(Struct, frozen=True):
@@ -196,7 +210,8 @@ class Health(Struct, kw_only=True):
                 "healthy": True,
                 "bundle": "default",
                 "bundle_config_hash": "2026-01-01T00:00:00Z:42",
-                "device": "NVIDIA L4",
+                "device": "cuda:0",
+                "devices": [],
             }
         ],
         "unhealthy_workers": [],
