@@ -84,7 +84,10 @@ def class_of(entry: ModelEntry, folder: Path) -> Any:
     family = families.row(entry.family)
     if family.gives_vectors and "sparse" in entry.outputs and not (folder / "sparse_linear.pt").is_file():
         return AutoModelForMaskedLM
-    return getattr(transformers, family.transformers_class)
+    name = family.transformers_class
+    if name == "AutoModel" and (folder / "config.json").is_file():
+        name = checkpoint.ENCODERS.get(str(read_json(folder / "config.json").get("model_type")), name)
+    return getattr(transformers, name)
 
 
 def consumed_by(entry: ModelEntry) -> tuple[str, ...]:
