@@ -330,11 +330,13 @@ class Builder:
         logits remain.
         """
         options = self.entry.head
-        if not (self.entry.pair and options.yes_token and options.no_token):
+        is_single = options.score in ("logit", "sigmoid")
+        if not (self.entry.pair and options.yes_token and bool(options.no_token) != is_single):
+            needs = f"no head.no_token with score {options.score}" if is_single else "head.no_token"
             raise load_failed(
-                "INCOMPATIBLE", f"{self.entry.id}: a decoder-reranker needs pair, head.yes_token and head.no_token"
+                "INCOMPATIBLE", f"{self.entry.id}: a decoder-reranker needs pair, head.yes_token and {needs}"
             )
-        ids = [self._one_id("answer", token) for token in (options.no_token, options.yes_token)]
+        ids = [self._one_id("answer", token) for token in (options.no_token, options.yes_token) if token]
         layer = model.get_output_embeddings()
         bias = getattr(layer, "bias", None)
         # a copy in float32: the layer may be tied to the input embedding, which must keep its precision
@@ -342,7 +344,7 @@ class Builder:
 
     def _decoder_reranker(self) -> Parts:
         assert self.head is not None
-        difference = self.entry.head.score == "difference"
+        difference = self.entry.head.score in ("difference", "logit")
         return Parts(
             heads={"answer": LastTokenHead(self.head)},
             rows={"score": Rows("pieces")},

@@ -416,10 +416,13 @@ def _answer_head(folder: Path, config: PretrainedConfig, modules: Modules) -> di
     """Return the tokens whose logits form the score, from the LogitScore module."""
     tokenizer = read_tokenizer(modules.folder, **modules.transformer.tokenizer)
     ids = modules.settings["LogitScore"]
-    if ids.get("true_token_id") is None or ids.get("false_token_id") is None:
-        raise load_failed("INCOMPATIBLE", "LogitScore has one token, expected true_token_id and false_token_id")
-    yes, no = tokenizer.convert_ids_to_tokens([ids["true_token_id"], ids["false_token_id"]])
+    if ids.get("true_token_id") is None:
+        raise load_failed("INCOMPATIBLE", "LogitScore has no true_token_id")
     activation = stored_activation(folder, config)
+    if ids.get("false_token_id") is None:
+        yes = tokenizer.convert_ids_to_tokens(ids["true_token_id"])
+        return {"yes_token": yes, "score": "sigmoid" if activation == "sigmoid" else "logit"}
+    yes, no = tokenizer.convert_ids_to_tokens([ids["true_token_id"], ids["false_token_id"]])
     return {"yes_token": yes, "no_token": no, "score": "probability" if activation == "sigmoid" else "difference"}
 
 
