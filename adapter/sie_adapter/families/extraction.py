@@ -43,7 +43,7 @@ _HARMLESS = ("pooler.", "position_ids")
 _WASTE = 1.25  # largest ratio of padded positions to tokens in a pass
 _MIN_ROOM = 8  # divisor: labels leave at least one eighth of the tokens of a pass to the text
 _WORDS_PER_COUNT = 8192
-_OVERLAP = 8  # divisor: one eighth of the words of a window are also in the next window
+_OVERLAP = 8  # divisor: windows overlap by one eighth of their words
 
 
 @dataclass(frozen=True)

@@ -189,7 +189,7 @@ class GliclassModel(Extractor[GliclassTexts]):
 
     def _cut(self, text: str, room: int) -> str:
         offsets = self._counter.encode(text, add_special_tokens=False).offsets
-        # one token less: inside the prompt, the end of the text may become one token more
+        # one token fewer: inside the prompt, the last word of the text may need one more token
         return text if len(offsets) <= room else text[: offsets[max(0, room - 2)][1]]
 
     def _head(self, text: str) -> str:

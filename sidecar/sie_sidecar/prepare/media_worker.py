@@ -27,7 +27,7 @@ def main() -> None:
     parent, memory_bytes = int(sys.argv[1]), int(sys.argv[2])
     confined.limit(memory_bytes)
     confined.die_with(parent)
-    # the sidecar has ended
+    # these exceptions mean that the sidecar has ended
     with socket.socket(fileno=0) as sidecar, contextlib.suppress(EOFError, FrameError, OSError):
         _send(sidecar, media_frames.frame(Hello(os.getpid())))
         confined.silence()
@@ -53,7 +53,7 @@ def _sound(job: media_frames.SoundJob) -> media_frames.MadeSound:
     # imported here: a worker that gets no sounds does not need numpy and libsndfile
     from sie_sidecar.prepare import sounds
 
-    sound = sounds.prepare(job.data, job.recipe)
+    sound = sounds.prepare(job.data, job.recipe, job.from_s)
     return media_frames.MadeSound(job.number, *sound.shape, sound.seconds, sound.digest(), sound.values.tobytes())
 
 

@@ -23,6 +23,8 @@ Engine = Literal["openvino", "sglang", "torch"]
 # the only list of poolings; all code that reads a pooling uses it
 Pooling = Literal["cls", "mean", "last", "weighted", "max", "sqrt"]
 POOLINGS: tuple[Pooling, ...] = get_args(Pooling)
+# poolings of a text that follow from those of its parts, so that a chunk of a long text may lie in several windows
+JOINABLE_POOLINGS: tuple[Pooling, ...] = ("mean", "max")
 MAX_POOLINGS = 6  # poolings that a model may join, as `cls+mean`
 # name of a pooling in a request -> pooling
 POOLING_OPTIONS: Mapping[str, Pooling] = {**{name: name for name in POOLINGS}, "last_token": "last"}
@@ -215,6 +217,11 @@ def tasks_of(outputs: Collection[str]) -> tuple[str, ...]:
     score = "score" in outputs or "multivector" in outputs
     extract = any(name in outputs for name in EXTRACTS)
     return tuple(task for task, on in (("encode", encode), ("score", score), ("extract", extract)) if on)
+
+
+def is_joinable(name: str) -> bool:
+    """Return True if all poolings that `name` joins by `+` are in JOINABLE_POOLINGS."""
+    return all(part in JOINABLE_POOLINGS for part in poolings(name) or ("",))
 
 
 def poolings(name: str) -> tuple[Pooling, ...] | None:
