@@ -24,7 +24,7 @@ from sentence_transformers.base.modules import Transformer
 from sentence_transformers.cross_encoder.modules import LogitScore
 from sentence_transformers.sparse_encoder.modules import SpladePooling
 from torch import nn
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, T5Config, T5EncoderModel
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, BartConfig, BartModel
 
 from sie_adapter.engine.engine import AdapterEngine
 from sie_contracts.errors import ModelLoadFailed
@@ -200,10 +200,11 @@ def distilled(folder: Path) -> None:
     save_file({"embeddings": torch.zeros(8, 4)}, folder / "model.safetensors")
 
 
-def encoder_of_t5(folder: Path) -> None:
-    size = {"d_model": WIDTH, "d_ff": 96, "d_kv": 16, "num_heads": 4, "num_layers": 2, "vocab_size": 600}
+def encoder_with_a_decoder(folder: Path) -> None:
+    size = {"d_model": WIDTH, "encoder_ffn_dim": 96, "decoder_ffn_dim": 96, "vocab_size": 600}
+    layers = {"encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
     encoder(folder, "bert")
-    T5EncoderModel(T5Config(**size)).save_pretrained(folder)
+    BartModel(BartConfig(**size, **layers)).save_pretrained(folder)
 
 
 def pooled_by(**config: Any) -> Callable[[Path], None]:
@@ -245,7 +246,7 @@ def adapter_beside_its_base(folder: Path) -> None:
         pytest.param(pickled_dense, "2_Dense has pytorch_model.bin.*convert it with python", id="pickled dense"),
         pytest.param(static, "has no tokenizer.json", id="static"),
         pytest.param(distilled, "has no tokenizer.json", id="model2vec"),
-        pytest.param(encoder_of_t5, "t5 is one side of an encoder-decoder model", id="t5"),
+        pytest.param(encoder_with_a_decoder, "bart is one side of an encoder-decoder model", id="bart"),
         pytest.param(pooled_by(pooling_mode=["mean"] * 7), "at most 6 of them joined", id="seven poolings"),
         pytest.param(pooled_by(pooling_mode=["mean", "median"]), "is mean\\+median, expected one of", id="median"),
         pytest.param(

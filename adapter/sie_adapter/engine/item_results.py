@@ -353,10 +353,10 @@ def classes(options: RunOptions, logits: Sequence[Row], names: Sequence[str], ac
 
 def answer_scores(options: RunOptions, logits: Sequence[Row], *, difference: bool) -> ItemResults:
     """Return scores from float32 logits [no, yes]: P(yes) of the softmax of both, or yes - no if `difference` or
-    `raw_scores` is set.
+    `raw_scores` is set. Of logits [yes] the missing one counts as 0.
     """
     stacked = torch.stack(list(logits)).double()  # float64 for the same reason as in class_scores
-    gaps = stacked[:, 1] - stacked[:, 0]
+    gaps = stacked[:, -1] - stacked[:, 0] if stacked.shape[1] > 1 else stacked[:, 0]
     is_raw = options.parameters.get("raw_scores") or (difference and not is_relevance(options))
     return _scores(gaps if is_raw else torch.sigmoid(gaps))
 

@@ -84,7 +84,10 @@ def class_of(entry: ModelEntry, folder: Path) -> Any:
     family = families.row(entry.family)
     if family.gives_vectors and "sparse" in entry.outputs and not (folder / "sparse_linear.pt").is_file():
         return AutoModelForMaskedLM
-    return getattr(transformers, family.transformers_class)
+    name = family.transformers_class
+    if name == "AutoModel" and (folder / "config.json").is_file():
+        name = checkpoint.ENCODERS.get(str(read_json(folder / "config.json").get("model_type")), name)
+    return getattr(transformers, name)
 
 
 def consumed_by(entry: ModelEntry) -> tuple[str, ...]:
@@ -329,11 +332,13 @@ class Builder:
         remain.
         """
         options = self.entry.head
-        if not (self.entry.pair and options.yes_token and options.no_token):
+        is_single = options.score in ("logit", "sigmoid")
+        if not (self.entry.pair and options.yes_token and bool(options.no_token) != is_single):
+            needs = f"no head.no_token with score {options.score}" if is_single else "head.no_token"
             raise load_failed(
-                "INCOMPATIBLE", f"{self.entry.id}: a decoder-reranker needs pair, head.yes_token and head.no_token"
+                "INCOMPATIBLE", f"{self.entry.id}: a decoder-reranker needs pair, head.yes_token and {needs}"
             )
-        ids = [self._one_id("answer", token) for token in (options.no_token, options.yes_token)]
+        ids = [self._one_id("answer", token) for token in (options.no_token, options.yes_token) if token]
         layer = model.get_output_embeddings()
         bias = getattr(layer, "bias", None)
         # a copy in float32: the layer may be tied to the input embedding, which must keep its precision
@@ -341,7 +346,7 @@ class Builder:
 
     def _decoder_reranker(self) -> Parts:
         assert self.head is not None
-        difference = self.entry.head.score == "difference"
+        difference = self.entry.head.score in ("difference", "logit")
         return Parts(
             heads={"answer": LastTokenHead(self.head)},
             rows={"score": Rows("pieces")},

@@ -48,6 +48,10 @@ _LANGUAGE_HEADS = frozenset(
 _PRETRAINED = ("ForMaskedLM", "ForCausalLM", "ForPreTraining")
 
 
+# model types with encoder and decoder -> the class of the encoder alone
+ENCODERS: Mapping[str, str] = {"mt5": "MT5EncoderModel", "t5": "T5EncoderModel", "umt5": "UMT5EncoderModel"}
+
+
 @contextmanager
 def construction() -> Iterator[None]:
     """Acquire the lock under which one thread at a time constructs a model in this process."""
@@ -110,7 +114,8 @@ def _from_files(
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=load.trust_remote_code)
     for name, value in changes.items():
         setattr(config, name, value)
-    if getattr(config, "is_encoder_decoder", False) and not decodes:
+    is_encoder = auto_class.__name__ == ENCODERS.get(config.model_type)
+    if getattr(config, "is_encoder_decoder", False) and not decodes and not is_encoder:
         raise load_failed(
             "INCOMPATIBLE", f"{config.model_type} has a decoder beside its encoder, which this family does not run"
         )

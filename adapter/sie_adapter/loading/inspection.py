@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 import torch
+import transformers
 import yaml
 from transformers import AutoConfig, AutoModel, PretrainedConfig
 from transformers.quantizers import AutoHfQuantizer
@@ -24,7 +25,7 @@ from transformers.quantizers import AutoHfQuantizer
 from sie_adapter.families.static_embedding import MAX_TOKENS, read_table
 from sie_adapter.families.text_model import check_pair_prompt, stored_activation
 from sie_adapter.loading.chat_pairs import pair_pieces
-from sie_adapter.loading.checkpoint import construction, stored_rows
+from sie_adapter.loading.checkpoint import ENCODERS, construction, stored_rows
 from sie_adapter.loading.comparison import compare_files, quiet
 from sie_adapter.loading.extraction_folders import UNLIMITED, described_by_package, tokenizer_limit
 from sie_adapter.loading.image_folders import described_by_image_model
@@ -41,9 +42,9 @@ from sie_store.weights.selection import FILES, PICKLED
 # patterns of the files that a load downloads, without the model card
 _DECIDING = tuple(pattern for pattern in FILES if pattern != "README.md")
 _PARTS = ("text_config", "vlm_config")  # sections of a configuration that may have their own dtype
-# prefixes of the model_type of Gemma models. Source: the model card of EmbeddingGemma; the language model of ColPali is
-# a Gemma.
-_OVERFLOWING = ("gemma", "colpali")
+# prefixes of the model_type of models whose states overflow in float16. Source: the model card of EmbeddingGemma; the
+# language model of ColPali is a Gemma; T5 was trained in bfloat16.
+_OVERFLOWING = ("gemma", "colpali", *ENCODERS)
 _INSTRUCTION = re.compile(r"(Instruct: )([^{}]+)(\nQuery: ?)")
 # fields in configurations of models with encoder and decoder, such as T5
 _DECODER_LAYERS = ("num_decoder_layers", "decoder_layers")
@@ -110,7 +111,7 @@ def _needs_bfloat16(raw: Mapping[str, Any]) -> str:
     may.
     """
     if str(raw.get("model_type")).startswith(_OVERFLOWING):
-        return "states of Gemma are too large for float16"
+        return f"states of {'Gemma' if raw['model_type'] not in ENCODERS else 'T5'} are too large for float16"
     parts = [raw, *(raw[name] for name in _PARTS if isinstance(raw.get(name), dict))]
     stored = {part.get("dtype") or part.get("torch_dtype") for part in parts}
     return "its weights are published so, says config.json" if "bfloat16" in stored else ""
@@ -263,7 +264,8 @@ def _config(folder: Path) -> PretrainedConfig:
             f"transformers has no class for model_type {raw.get('model_type')!r} of {folder / 'config.json'}{where}"
         )
         raise load_failed("INCOMPATIBLE", message) from error
-    if getattr(config, "is_encoder_decoder", False) or any(hasattr(config, name) for name in _DECODER_LAYERS):
+    has_decoder = getattr(config, "is_encoder_decoder", False) or any(hasattr(config, name) for name in _DECODER_LAYERS)
+    if has_decoder and config.model_type not in ENCODERS:
         raise load_failed(
             "INCOMPATIBLE", f"{config.model_type} is one side of an encoder-decoder model, which no family here runs"
         )
@@ -291,6 +293,8 @@ def _empty_backbone(config: PretrainedConfig) -> Any:
     """
     try:
         with construction(), torch.device("meta"):
+            if config.model_type in ENCODERS:
+                return getattr(transformers, ENCODERS[config.model_type])(config)
             return AutoModel.from_config(config)
     except ValueError as error:
         raise load_failed(
@@ -416,10 +420,13 @@ def _answer_head(folder: Path, config: PretrainedConfig, modules: Modules) -> di
     """Return the tokens whose logits form the score, from the LogitScore module."""
     tokenizer = read_tokenizer(modules.folder, **modules.transformer.tokenizer)
     ids = modules.settings["LogitScore"]
-    if ids.get("true_token_id") is None or ids.get("false_token_id") is None:
-        raise load_failed("INCOMPATIBLE", "LogitScore has one token, expected true_token_id and false_token_id")
-    yes, no = tokenizer.convert_ids_to_tokens([ids["true_token_id"], ids["false_token_id"]])
+    if ids.get("true_token_id") is None:
+        raise load_failed("INCOMPATIBLE", "LogitScore has no true_token_id")
     activation = stored_activation(folder, config)
+    if ids.get("false_token_id") is None:
+        yes = tokenizer.convert_ids_to_tokens(ids["true_token_id"])
+        return {"yes_token": yes, "score": "sigmoid" if activation == "sigmoid" else "logit"}
+    yes, no = tokenizer.convert_ids_to_tokens([ids["true_token_id"], ids["false_token_id"]])
     return {"yes_token": yes, "no_token": no, "score": "probability" if activation == "sigmoid" else "difference"}
 
 

@@ -236,7 +236,7 @@ def read_modules(folder: Path) -> Modules:
     for kind, place in listed[1:]:
         if kind not in FIELDS or kind in _BACKBONES or (is_static and kind in _OF_TOKENS):
             raise _refused(f"modules.json lists a {kind}, which this adapter does not run")
-        if kind in settings and kind not in ("Dense", "Normalize", "Dropout"):
+        if kind in settings and kind not in ("Dense", "Normalize", "Dropout", "LayerNorm"):
             raise _refused(f"modules.json lists {kind} twice")
         config = settings[kind] = _module_config(kind, place)
         if kind == "Pooling":

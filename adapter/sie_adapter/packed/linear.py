@@ -58,14 +58,15 @@ def block_linears(model: nn.Module) -> int:
     """Replace the linear layers of `model` by blocked ones if these are exact enough. Returns the number of replaced
     layers.
 
-    No other references to the layers may exist. A layer whose weight is tied to an embedding is not replaced.
+    No other references to the layers may exist. A layer whose weight is tied to an embedding is not replaced, nor one
+    whose weight its parent reads.
     """
     tied = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     layers = [
         (parent, name, child)
         for parent in model.modules()
         for name, child in parent.named_children()
-        if type(child) is nn.Linear and id(child.weight) not in tied
+        if type(child) is nn.Linear and id(child.weight) not in tied and not _reads_weight(parent, name)
     ]
     exact = {shape: _is_exact(child) for _, _, child in layers for shape in [child.weight.shape]}
     replaced = 0
@@ -74,6 +75,11 @@ def block_linears(model: nn.Module) -> int:
             setattr(parent, name, BlockedLinear(child))
             replaced += 1
     return replaced
+
+
+def _reads_weight(parent: nn.Module, name: str) -> bool:
+    """Return whether `parent` reads the weight of this layer: T5 compares its precision with that of the states."""
+    return name == "wo" and type(parent).__name__.endswith(("DenseActDense", "DenseGatedActDense"))
 
 
 def _is_exact(layer: nn.Linear) -> bool:

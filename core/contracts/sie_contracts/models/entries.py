@@ -100,7 +100,8 @@ class HeadOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     default parameters of MUVERA.
 
     Scores: `activation` is the activation of a classifier. `yes_token` and `no_token` are tokens of a decoder. The
-    score of a decoder is P(yes), or with `score: difference` the difference of the two logits.
+    score of a decoder is P(yes), or with `score: difference` the difference of the two logits. With `score: logit` it
+    is the logit of `yes_token` alone, with `score: sigmoid` its sigmoid; there is no `no_token` then.
     """
 
     sparse_activation: Literal["log1p_relu", "log1p_log1p_relu"] | None = None
@@ -117,7 +118,7 @@ class HeadOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     activation: Literal["sigmoid", "identity", "softmax"] | None = None
     yes_token: str | None = None
     no_token: str | None = None
-    score: Literal["probability", "difference"] | None = None
+    score: Literal["probability", "difference", "logit", "sigmoid"] | None = None
 
 
 class RunDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
