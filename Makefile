@@ -1,4 +1,4 @@
-# make serve               the whole cluster on this machine; ARGS="MODEL --port 8081" are those of `sie serve`
+# make serve               the whole cluster on this machine, with MODEL=ID too; ARGS="--port 8081" are those of `sie serve`
 # make install             the environment of make serve, in .venv
 # make eval                how good and fast a model is: make eval ARGS="MODEL -t TASK"
 # make test                what CI runs first; installs what tests need
@@ -21,6 +21,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-compile
 PYTEST := $(BIN)/python -m pytest -p no:cacheprovider
 CLIENTS := .venv-clients
+NODE_CLIENTS := tests/clients/node
 SGLANG := .venv-sglang
 SDKS := .venv-sdks
 # without bytecode each of the processes that tests start compiles the product, and each collection rewrites the tests
@@ -85,7 +86,7 @@ eval: $(VENV)/.evals
 	$(BIN)/sie eval $(ARGS)
 
 serve: $(VENV)/.serve
-	@exec $(BIN)/sie serve --exit-with-parent $(ARGS)
+	@exec $(BIN)/sie serve --exit-with-parent $(MODEL) $(ARGS)
 
 # in lanes, with lint beside them; of one part: make test ARGS="-k name", make test ARGS=tests/unit
 test: $(VENV)/.dev
@@ -100,6 +101,10 @@ $(CLIENTS)/.installed: tests/clients.txt
 	$(CLIENTS)/bin/python -m pip install --quiet --requirement tests/clients.txt
 	touch $@
 
+$(NODE_CLIENTS)/node_modules/.installed: $(NODE_CLIENTS)/package-lock.json
+	cd $(NODE_CLIENTS) && npm ci --ignore-scripts --no-audit --no-fund
+	touch $@
+
 $(SGLANG)/.installed: tests/sglang.txt
 	$(PYTHON) -m venv $(SGLANG)
 	$(SGLANG)/bin/python -m pip install --quiet --requirement tests/sglang.txt
@@ -107,7 +112,7 @@ $(SGLANG)/.installed: tests/sglang.txt
 	    compressed-tensors==0.18.0 gguf==0.19.0 xgrammar==0.2.7
 	touch $@
 
-test-long: $(VENV)/.dev $(CLIENTS)/.installed $(SGLANG)/.installed
+test-long: $(VENV)/.dev $(CLIENTS)/.installed $(NODE_CLIENTS)/node_modules/.installed $(SGLANG)/.installed
 	$(BIN)/python tests/lanes.py --long $(ARGS)
 
 lint: $(VENV)/.dev
@@ -163,4 +168,4 @@ chaos: $(VENV)/.dev
 	$(BIN)/python tests/chaos/run.py $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) $(SGLANG) $(SDKS) dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) $(NODE_CLIENTS)/node_modules $(SGLANG) $(SDKS) dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -69,6 +69,7 @@ ROUTES = {
     "voyage": "`/v1/embeddings` and the reranks, where the body has `truncation`",
     "infinity": "`/rerank`, `/classify`",
     "tei": "those of Text Embeddings Inference, `/tei/...`, and `/rerank` with `texts`",
+    "ollama": "those of Ollama, `/api/...`",
 }
 HOLDS = {
     "all": "everything, as a map",

@@ -132,6 +132,15 @@ VALID: dict[str, Any] = {
     "/tokenize": {"inputs": ["a"], "add_special_tokens": False},
     "/decode": {"ids": [[1, 2], [3]], "skip_special_tokens": True},
     "/classify": {"model": MODEL, "input": ["a"], "raw_scores": True},
+    "/api/embed": {
+        "model": f"{MODEL}:latest",
+        "input": ["a"],
+        "truncate": False,
+        "dimensions": 0,
+        "options": {"num_ctx": 8},
+        "keep_alive": "5m",
+    },
+    "/api/embeddings": {"model": MODEL, "prompt": "a", "options": None},
 }
 _ODD: tuple[Any, ...] = (
     None,

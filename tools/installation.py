@@ -26,14 +26,14 @@ ROOT = Path(__file__).parents[1]
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 LOG = "install.log"
 TICK_S = 1.0
-# the second form is pip's if constraints of its configuration name torch as well
+# the second form is pip's message if constraints in its configuration name torch as well
 _ABSENT = re.compile(
     r"No matching distribution found for torch\b|no matching distributions available for your environment:\s+torch\b"
 )
 
 
 class StepFailed(Exception):
-    """Failure of a step. The text says what to do next."""
+    """Failure of a step. The text names the next step for the user."""
 
 
 def has_gpu() -> bool:

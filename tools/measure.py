@@ -3,8 +3,8 @@
     python tools/measure.py            a table, and the first places of each kind
     python tools/measure.py --all      every place
 
-A circle is a set of modules of one package of which each imports the others, directly or through others; imports within
-functions and under TYPE_CHECKING count.
+A circle is a set of modules of one package. Each of them imports every other one, directly or through further modules.
+Imports within functions and under TYPE_CHECKING count.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = {  # package by folder
+PACKAGES = {  # package name by folder
     "core/contracts": "sie_contracts",
     "core/broker": "sie_broker",
     "core/runtime": "sie_runtime",
@@ -33,7 +33,7 @@ PACKAGES = {  # package by folder
     "cli": "sie_cli",
 }
 FOLDERS = {package: folder for folder, package in PACKAGES.items()}
-# participles and pronouns that are called where a noun of the field would say what a value is
+# participles and pronouns that are used as names instead of a noun of the field
 VAGUE_VALUES = frozenset(
     [
         "told",
@@ -145,8 +145,8 @@ def _exceptions() -> set[str]:
 
 
 def imports(found: Sequence[Module]) -> dict[str, set[str]]:
-    """Return the imports of each module within its package. An import of a package counts for the names of its own
-    file.
+    """Return the imports of each module within its package. An import of a package counts for the names that its own
+    file defines.
     """
     names = {module.name for module in found}
     graph: dict[str, set[str]] = {}
@@ -163,7 +163,7 @@ def imports(found: Sequence[Module]) -> dict[str, set[str]]:
 
 
 def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
-    """Return the circles of imports. Each circle that is found is cut at its last import before the next search."""
+    """Return the circles of imports. A circle is broken at its last import before the next search."""
     graph = {name: set(used) for name, used in graph.items()}
     found = []
     while True:
@@ -178,7 +178,7 @@ def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
 
 
 def reused_classes() -> dict[str, list[str]]:
-    """Return the places of classes that share a name, without a leading underscore, with another product class."""
+    """Return the places of classes whose name, without a leading underscore, another product class also has."""
     places = defaultdict(list)
     for package in PACKAGES:
         for module in modules(package):
@@ -193,7 +193,7 @@ def within_a_package(places: Sequence[str]) -> bool:
 
 
 def vague_names(module: Module) -> Iterator[str]:
-    """Yield values and functions that are called by a participle or pronoun, once for each function that has them."""
+    """Yield values and functions whose name is a participle or pronoun. In each function, a name is counted once."""
     for node in ast.walk(module.tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             if node.name.strip("_") in VAGUE_FUNCTIONS | VAGUE_VALUES:
@@ -224,7 +224,9 @@ def files_by_folder() -> Counter[str]:
 
 
 def assigned(module: Module) -> Iterator[str]:
-    """Yield attributes of other objects that are set: `a.b = ...`, with `a` neither self nor made in the function."""
+    """Yield assignments to attributes of other objects: `a.b = ...`, where `a` is not self and was not created in the
+    function.
+    """
     for function in ast.walk(module.tree):
         if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
             continue

@@ -1,14 +1,14 @@
-"""Builds what a release hands out, into one folder. `make release` runs it.
+"""Builds all files of a release in one folder. `make release` runs this script.
 
     checkout ──► source archive ──► wheel
         ├──────► wheel                         the import package sie_sdk, another name of the client
         ├──────► chart                         helm package
-        ├──────► images.txt                    make image-NAME, where a builder is installed: names and ids
-        ├──────► bill of materials             CycloneDX, of what the wheel needs with the extra `serve`
-        └──────► SHA256SUMS                    of all that
+        ├──────► images.txt                    make image-NAME, if a builder is installed: names and ids
+        ├──────► bill of materials             CycloneDX, of the packages that the wheel needs with the extra `serve`
+        └──────► SHA256SUMS                    of all these files
 
-Images stay with their builder, from where they are pushed; what is not built is said at the end. A checkout with
-changes that are not committed is refused, since nobody else could build the same.
+Images remain in their builder, from which they are pushed. The script ends with a list of the parts that were not
+built. A checkout with uncommitted changes is refused, since nobody else could build the same files.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ SUMS = "SHA256SUMS"
 
 
 class ReleaseError(Exception):
-    """Reason why nothing is released. The message says what to change."""
+    """Reason why a release is refused. The message names the necessary change."""
 
 
 def run(*command: str | Path, **environ: str) -> str:
-    """Run a command and return its standard output. Its errors go to the terminal. Raises ReleaseError."""
+    """Run a command and return its standard output. Its errors are shown on the terminal. Raises ReleaseError."""
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, **environ}, stdout=subprocess.PIPE, text=True)
     if done.returncode:
         raise ReleaseError(f"{' '.join(map(str, command))} ended with status {done.returncode}\n{done.stdout}")
@@ -56,7 +56,8 @@ def checked_version(*, dirty: bool) -> str:
 
 
 def distributions(out: Path) -> None:
-    """Build the source archive, and the wheel from it. So the archive is known to have all that the wheel needs."""
+    """Build the source archive, and the wheel from it. This proves that the archive contains all files for the
+    wheel."""
     at = run("git", "log", "-1", "--format=%ct").strip()
     build = (sys.executable, "-m", "build", "--no-isolation", "--outdir", out)
     run(*build, ROOT, SOURCE_DATE_EPOCH=at)
@@ -74,7 +75,7 @@ def bill(out: Path, of: str) -> None:
 
 def images(out: Path, of: str) -> list[str]:
     """Build the images if a builder exists, with the variables of `make image-NAME`. Returns the images that are left
-    out, and the reason.
+    out, with the reason.
     """
     cuda = "image adapter-cuda: `make image-adapter-cuda` builds it, from NVIDIA's image with its compiler"
     if not os.environ.get("BUILDER") and not any(map(shutil.which, BUILDERS)):
@@ -91,7 +92,7 @@ def images(out: Path, of: str) -> list[str]:
 
 
 def sums(out: Path) -> None:
-    """Return digests in the format of sha256sum, which `sha256sum --check SHA256SUMS` reads."""
+    """Write the digests of all files to SHA256SUMS, which `sha256sum --check SHA256SUMS` reads."""
     files = sorted(path for path in out.iterdir() if path.name != SUMS)
     lines = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in files]
     (out / SUMS).write_text("".join(lines))

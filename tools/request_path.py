@@ -1,12 +1,12 @@
 """Counts the product's files that one encode enters, in each process, by tracing real requests.
 
-    python tools/request_path.py              the number of files by process, and of all of them together
-    python tools/request_path.py --list       and their names
-    python tools/request_path.py --functions  and the functions of each that are entered
+    python tools/request_path.py              the number of files by process, and in total
+    python tools/request_path.py --list       also their names
+    python tools/request_path.py --functions  also the functions in each file that are entered
 
 A broker, a gateway, a sidecar and an adapter run with the model of the package. Each of them records the files of the
 Python functions that it enters between two notices, in all threads. A file counts if each of several requests entered
-it, so that what else a process does at times (heartbeats, refreshes) does not.
+it, so that periodic work of a process (heartbeats, refreshes) does not count.
 """
 
 import argparse
@@ -31,7 +31,8 @@ from zygote import RUN_FIRST
 
 ROOT = Path(__file__).resolve().parents[1]
 MAX_FILES = 60
-REQUESTS = 40  # enough that some requests have no periodic work of a process in them, even on a busy machine
+# number of requests: with 40, some requests have no periodic work of a process in them, even on a busy machine
+REQUESTS = 40
 MODEL = "sentence-transformers/all-MiniLM-L6-v2"
 
 # runs at the start of every Python process that finds its folder on PYTHONPATH, or that a test forks with it
@@ -68,13 +69,15 @@ TRACER = """
     begin()
     os.register_at_fork(after_in_child=begin)
 """
-START_S = 150.0  # recorded imports take several times as long
+START_S = 150.0  # seconds; imports that are recorded take several times longer
 ROLES = ("gateway", "sidecar", "adapter")
-Functions = set[tuple[str, str]]  # the file of each, from the root of the repository, and its qualified name
+Functions = set[tuple[str, str]]  # (file of a function, from the root of the repository; its qualified name)
 
 
 def notify(address: Path, word: str) -> list[tuple[str, str]]:
-    """Tell a process to begin or end its record. Returns the functions that it entered; none if it has ended."""
+    """Send a process the word to begin or end its record. Returns the functions that it entered; none if it has
+    ended.
+    """
     with socket.socket(socket.AF_UNIX) as connection:
         try:
             connection.connect(str(address))
@@ -129,7 +132,7 @@ def functions_of_encode() -> dict[str, Mapping[str, list[str]]]:
             start_s=START_S,
         )
         with Stack(Path(name, "stack"), plan) as stack:
-            # a load that is recorded may take longer than a request waits
+            # a load that is recorded may take longer than the time limit of a request
             until(lambda: encode(stack.urls[0]).status_code == 200, START_S, "the model is loaded")
             rounds = [trace_request(folder, stack.urls[0]) for _ in range(REQUESTS)]
     by_role: dict[str, Mapping[str, list[str]]] = {}

@@ -1,9 +1,9 @@
-"""The version of SIE: pyproject.toml has it, and all that repeats it is written from there.
+"""Version of SIE: it is defined in pyproject.toml, and this script copies it to all other files.
 
-    python tools/version.py            what it is; status 1 and a line for each place that has another one
-    python tools/version.py 0.2.0      write it everywhere
+    python tools/version.py            print it; status 1 and a line for each file with another version
+    python tools/version.py 0.2.0      write it to all files
 
-The places are COPIES: a text file, and what stands before the version in it.
+COPIES lists the files, and the text before the version in each.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = "pyproject.toml"
 _IMAGE = r"\bsie-(?:gateway|config|sidecar|adapter-cpu|adapter-cuda|\$image|\$name):"
-# by a pattern of paths: what stands before the version, each time that it stands there
+# pattern of paths -> text before each occurrence of the version
 COPIES = {
     "core/contracts/sie_contracts/__init__.py": r'^__version__ = "',
     "sdk/alias/pyproject.toml": r'^version = "',
@@ -41,7 +41,7 @@ def copies(root: Path = ROOT) -> Iterator[tuple[Path, re.Pattern[str]]]:
 
 
 def found(root: Path = ROOT) -> Iterator[tuple[str, str]]:
-    """Yield each copy: its place as file:line, and its version."""
+    """Yield each copy: its position as file:line, and its version."""
     for path, pattern in copies(root):
         text = path.read_text("utf-8")
         for match in pattern.finditer(text):
@@ -49,7 +49,7 @@ def found(root: Path = ROOT) -> Iterator[tuple[str, str]]:
 
 
 def write(version: str, root: Path = ROOT) -> None:
-    """Write the version to all places. Raises ValueError if it is not three numbers."""
+    """Write the version to all files. Raises ValueError if it is not three numbers."""
     if not re.fullmatch(_VERSION, version):
         raise ValueError(f"{version}: expected a version such as 0.2.0 or 0.2.0rc1")
     source = root / SOURCE

@@ -1,3 +1,3 @@
-"""The inference process of a worker: models, their residency, and forward passes, behind one Unix socket. See
+"""Inference process of a worker: models, their residency, and forward passes, with one Unix socket for requests. See
 `process.run`.
 """

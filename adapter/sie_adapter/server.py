@@ -1,7 +1,7 @@
-"""The Unix socket of the adapter: one thread per connection, one request at a time on each.
+"""Unix socket of the adapter: one thread per connection, one request at a time on each connection.
 
     accept ──► peer's uid ──► frame ──► RunBatch ──► lane, which answers on the connection itself
-                                   └──► anything else ──► answered here, so a ping never waits for a load or a batch
+                                   └──► other requests ──► answered here, so a ping never waits for a load or a batch
 
 Every request gets exactly one final reply. A malformed frame ends its connection only.
 """
@@ -35,15 +35,15 @@ _logger = logging.getLogger("sie.adapter")
 
 MAX_CONNECTIONS = 256
 SEND_TIMEOUT_S = 30.0
-_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid of the peer
 
 
 class AdapterServer:
     """Server of `engine` on the socket `listener`. Owns the connections, not the listener."""
 
     def __init__(self, listener: socket.socket, engine: AdapterEngine, drain: Callable[[], None], trust: Trust) -> None:
-        """`drain` is called when a sidecar asks the process to end. `trust` limits the code that an entry may make this
-        process run, and the files that it may make it read.
+        """Create the server. `drain` is called when a sidecar requests the end of the process. `trust` limits the code
+        that an entry may cause this process to run, and the files that it may cause it to read.
         """
         self._trust = trust
         self._listener = listener
@@ -100,7 +100,7 @@ class AdapterServer:
                     self._run_batch(connection, request)
                     continue
                 if isinstance(request, ipc.Cancel):
-                    continue  # its batch has ended already
+                    continue  # the batch of this connection has already ended
                 try:
                     _send(connection, self._answer(request))
                 finally:
@@ -109,7 +109,7 @@ class AdapterServer:
         except EOFError:
             pass
         except FrameError as error:
-            # the text of a decoding error names a path in the message, never its contents
+            # the message of a decoding error names a path in the request, never its contents
             _logger.warning("closed a connection: %s", error)
         except OSError as error:
             _logger.info("a connection broke: %s", error)
@@ -133,7 +133,7 @@ class AdapterServer:
             except OSError as error:
                 broken.append(error)
 
-        # created before the batch waits for a lane, so that a model used meanwhile is not dropped
+        # created before the batch waits for a lane, so that a model that is used in that time is not dropped
         permission = self._engine.residency.permission(request.may_drop)
         if self._engine.writes(request):
             self._write(request, answer, permission, functools.partial(_is_gone, connection))
@@ -142,7 +142,8 @@ class AdapterServer:
             return
         run: Callable[[ipc.RunBatch], Reply] | None = None
         if is_raw := bool(request.texts) and not request.ids:
-            # sent before the texts are touched: if they end the process, the sidecar knows which batch to suspect
+            # sent before the texts are processed: if they end the process, the sidecar knows which batch may be the
+            # cause
             answer(ipc.BatchStarted(request.batch))
             run = self._engine.prepare(request, permission)
         run = run or functools.partial(self._engine.execute, permission=permission)
@@ -159,7 +160,7 @@ class AdapterServer:
         permission: Permission,
         is_gone: Callable[[], bool],
     ) -> None:
-        """Run a batch that generates text beside the lanes. This thread waits for it."""
+        """Run a batch that generates text outside of the lanes. The calling thread blocks until the batch has ended."""
         answer(ipc.BatchStarted(request.batch))
         job = DeviceJob(request, answer, is_started=True)
         reply, began_ns, ended_ns = timed(lambda: self._engine.execute(request, permission=permission, is_gone=is_gone))
@@ -174,7 +175,7 @@ class AdapterServer:
         except SIEError as error:
             reply_error = public(error.info())
             if reply_error.message != error.message:
-                # only the log names the place; the reply leaves it out
+                # only the log has the path; the reply leaves it out
                 _logger.warning("%s was refused: %s", type(request).__name__, error.message)
             return Refused(reply_error, dropped=permission.dropped)
         except Exception:
@@ -213,7 +214,7 @@ class AdapterServer:
         return ipc.Done()
 
     def _entry(self, raw: dict[str, Any]) -> ModelEntry:
-        """Return an entry that came over the socket if this adapter's own settings allow what it asks for. Raises
+        """Return an entry that arrived over the socket if this adapter's own settings allow its claims. Raises
         ModelLoadFailed.
         """
         entry = parse_entry(raw)

@@ -1,13 +1,14 @@
-"""File in which a `sie serve` leaves its addresses and passwords for the commands of its user.
+"""File with the addresses and passwords of a `sie serve`, for the commands of its user.
 
     sie serve ──► DATA_DIR/access.json (mode 0600) ──► Cluster of `sie keys`, `sie dlq`, `sie models`, ...
 
-It is written at each start and removed at the end.
+The file is written at each start and removed at the end.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import tempfile
 from collections.abc import Iterator
@@ -17,24 +18,24 @@ import msgspec
 
 from sie_contracts.settings import SettingError
 
-FILE = "access.json"
+FILE, LOCK = "access.json", "lock"
 OPERATOR = "operator"
 
 
 class Access(msgspec.Struct, frozen=True, kw_only=True):
-    """Addresses and credentials that `sie serve` leaves to the commands of its user. An address is empty if this start
-    has no such process.
+    """Addresses and credentials that `sie serve` writes for the commands of its user. An address is empty if this `sie
+    serve` has no such process.
     """
 
     gateway_url: str
     config_url: str = ""
-    broker_url: str = ""  # without a user
-    broker_monitor_url: str = ""  # its path is secret: the server's monitor has no passwords
+    broker_url: str = ""  # URL without user and password
+    broker_monitor_url: str = ""  # secret path: the monitor of the server has no passwords
     operator_password: str = ""
     admin_token: str = ""
-    metrics_urls: tuple[str, ...] = ()  # addresses of metrics and probes: gateways, then workers; no path
+    metrics_urls: tuple[str, ...] = ()  # base addresses of metrics and probes: gateways, then workers
     models_dir: str = ""  # folder or bucket of the served models
-    unread_stream: str = ""  # stream whose files the broker has been reading for long
+    unread_stream: str = ""  # stream whose files the broker has been reading for a long time
 
     def __repr__(self) -> str:
         return (
@@ -43,10 +44,11 @@ class Access(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Write a file that only its owner may read. It is replaced as a whole: no reader sees a part of it, and no link is
-    followed.
+    """Write a file that only its owner may read. The file is replaced atomically: no reader sees a part of it, and no
+    link is followed.
     """
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)  # mode 0600
+    # mkstemp creates the file with mode 0600
+    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(content)
@@ -58,13 +60,13 @@ def write_private(path: Path, content: bytes) -> None:
 
 
 def publish(data_dir: Path, access: Access) -> None:
-    """Write the file of this start."""
+    """Write the access file of this start of `sie serve`."""
     write_private(data_dir / FILE, msgspec.json.format(msgspec.json.encode(access)))
 
 
 @contextlib.contextmanager
 def published(data_dir: Path, access: Access) -> Iterator[None]:
-    """Keep the file of this start for as long as the context lasts."""
+    """Keep the access file of this start of `sie serve` while the context is open."""
     publish(data_dir, access)
     try:
         yield
@@ -74,10 +76,12 @@ def published(data_dir: Path, access: Access) -> Iterator[None]:
 
 
 def read(data_dir: Path) -> Access | None:
-    """Read the file that the `sie serve` of this data directory wrote. Return None if none runs. Raises SettingError
-    for a file that cannot be used.
+    """Read the file that the `sie serve` of this data directory wrote. Return None if none runs: a `sie serve` that was
+    killed leaves its file behind, but not its lock. Raises SettingError for a file that cannot be used.
     """
     path = data_dir / FILE
+    if _is_unlocked(data_dir / LOCK):
+        return None
     try:
         return msgspec.json.decode(path.read_bytes(), type=Access)
     except (FileNotFoundError, NotADirectoryError):
@@ -88,6 +92,16 @@ def read(data_dir: Path) -> Access | None:
         raise SettingError("--data-dir", f"{path} was not written by this version of `sie serve`") from error
 
 
+def _is_unlocked(lock: Path) -> bool:
+    """Return whether there is a lock that no process holds. A lock that this user may not read counts as held."""
+    try:
+        with open(lock) as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
 def as_operator(broker_url: str) -> str:
-    """Return the broker's address with the user for commands of people."""
+    """Return the broker's address with the user for operator commands."""
     return broker_url.replace("://", f"://{OPERATOR}@", 1)

@@ -1,9 +1,9 @@
-"""The cluster that a command asks: where its parts are, which credentials they get, and what to do where none runs.
+"""Cluster of a command: the addresses of its parts, the credentials for them, and the advice if no part runs.
 
     --url ► --data-dir ► environment ► the `sie serve` of this user ──► Cluster ──► broker, gateway, config service
 
-The first of these that names an address decides. Credentials belong to an address: those that a `sie serve` wrote down
-go to its own addresses and nowhere else.
+The first of these sources with an address is used. Credentials belong to an address: the credentials of a `sie serve`
+are sent only to its own addresses.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from sie_cli.access import Access, as_operator
 from sie_cli.data_dir import default_data_dir
 from sie_cli.options import DATA_DIR, loaded, named_options, refuse, url_option
 from sie_contracts import client_environment
+from sie_contracts.loopback import cause_of, is_local, is_refused
 from sie_contracts.settings import BY_NAME, Loaded, Secret, SettingError, Settings, public_url
 
 if TYPE_CHECKING:
@@ -32,7 +33,8 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
-CONNECT_S = 5.0  # to the broker
+CONNECT_S = 5.0  # seconds to connect to the broker
+FIRST_S = 5.0  # seconds of attempts to connect to a gateway
 SOURCE = "data directory"  # source of an address or a credential that a `sie serve` wrote
 GATEWAY = client_environment.LOOPBACK  # address of the gateway if none is known
 BROKER_URL, CONFIG_URL, GATEWAY_URL = "SIE_NATS_URL", "SIE_CONFIG_SERVICE_URL", "SIE_GATEWAY_URL"
@@ -114,7 +116,7 @@ class Cluster:
         return dataclasses.replace(self, settings=dataclasses.replace(self.settings, **changes), sources=sources)
 
     def local(self) -> Access | None:
-        """Read the file that the `sie serve` of the data directory wrote; None if none runs. Raises SettingError."""
+        """Read the file of the `sie serve` with this data directory; None if none runs. Raises SettingError."""
         return access.read(self.data_dir)
 
     def is_given(self, name: str) -> bool:
@@ -123,7 +125,7 @@ class Cluster:
 
     @property
     def serve(self) -> str:
-        """Return the command that starts `sie serve` with this data directory."""
+        """Return the command line that starts `sie serve` with this data directory."""
         return f"sie serve{self.data_dir_option}"
 
     @property
@@ -154,16 +156,29 @@ class Cluster:
         own = None if self.sources.get(GATEWAY_URL) == SOURCE else self.settings.admin_token
         return own or self.gateway_token
 
-    def without_gateway(self) -> str:
-        """Return advice if no gateway answers."""
-        if self.settings.gateway_url is not None:
-            return "is it running, and is that its address? --url names another one"
-        return f"that is the default address, for {self.missing(GATEWAY_URL)}"
+    @property
+    def first_patience_s(self) -> float:
+        """Return for how long a command waits for a first connection to the gateway, seconds. Nobody starts a server of
+        this machine if no `sie serve` is known.
+        """
+        return 0.0 if self.local() is None and is_local(self.gateway_urls[0]) else FIRST_S
+
+    def without_gateway(self, url: str, error: BaseException) -> str:
+        """Return the refusal of a command that got `error` instead of an answer of the gateway at `url`."""
+        cause = "" if is_refused(error) else f" ({cause_of(error)})"
+        advice = (
+            f"start one with `{self.serve}`, or name another address with --url"
+            if self.local() is None and is_local(url)
+            else "is it running, and is that its address? --url names another one"
+        )
+        return f"no gateway answers at {public_url(url)}{cause}: {advice}"
 
     # ---- config service
 
     def config_token(self, *, writes: bool) -> Secret | None:
-        """Return the token for the config service: the one with the fewest rights that suffices, if there is one."""
+        """Return the token for the config service: of the sufficient tokens, the one with the fewest rights; None if
+        there is none.
+        """
         read_token = None if writes else self.settings.config_read_token
         return read_token or self.settings.admin_token
 
@@ -193,16 +208,16 @@ class Cluster:
             finally:
                 await broker.close()
 
-        logging.getLogger("sie.broker").addHandler(logging.NullHandler())  # the error says it all
+        logging.getLogger("sie.broker").addHandler(logging.NullHandler())  # no log lines: the error has all information
         try:
             return asyncio.run(run())
         except (SettingError, BrokerError) as error:
             refuse(error)
 
-    # ---- nothing runs
+    # ---- advice if no process runs
 
     def missing(self, name: str) -> str:
-        """Explain why the address of the part with the setting `name` is not known, and what to do."""
+        """Explain why the address of the part with the setting `name` is unknown, with a remedy."""
         part = _PARTS[name].name
         running = self.local()
         if running is None:
@@ -218,7 +233,7 @@ class Cluster:
 
 def _as_client(loaded_settings: Loaded) -> tuple[Settings, dict[str, str]]:
     """Return settings and sources with the variables that all clients read. SIE_API_KEY also sets SIE_AUTH_TOKEN.
-    SIE_BASE_URL is used if nothing else names the gateway.
+    SIE_BASE_URL is used if no other setting has the address of the gateway.
     """
     changes: dict[str, Any] = {}
     sources = dict(loaded_settings.sources)
@@ -260,7 +275,7 @@ def cluster_options(address: str, *settings: str, looks_around: bool = True, req
 
 
 def data_dir_option(command: F) -> F:
-    """Add --data-dir, by which a command finds a `sie serve` of this machine."""
+    """Add --data-dir, which selects a `sie serve` of this machine."""
     return click.option("--data-dir", type=click.Path(path_type=Path), metavar="FOLDER", default=None, help=DATA_DIR)(
         command
     )

@@ -11,10 +11,11 @@ import tempfile
 from pathlib import Path
 from typing import TextIO
 
+from sie_cli.access import LOCK
 from sie_contracts.settings import SettingError
 from sie_contracts.wire.ownership import distrusted
 
-MAX_SOCKET_BYTES = 100  # limit of the kernel for the path of a socket (unix(7))
+MAX_SOCKET_BYTES = 100  # bytes of the path of a socket; limit of the kernel (unix(7))
 _LONGEST = "worker-999.sock"
 
 
@@ -40,7 +41,7 @@ def socket_path(data_dir: Path, worker: int) -> Path:
 
 
 def private_folder(path: Path) -> Path:
-    """Create a folder that only this user may use, or accept an existing one. Raises SettingError if it belongs to
+    """Create a folder that only this user may use, or accept an existing folder. Raises SettingError if it belongs to
     another user, OSError.
     """
     path.mkdir(mode=0o700, exist_ok=True)
@@ -56,11 +57,15 @@ def _private(path: str, flags: int) -> int:
 
 
 class InUse(SettingError):
-    """Data directory in use by another `sie serve`, which serves at `url`."""
+    """Error for a data directory in use by another `sie serve`, which serves at `url`."""
 
     def __init__(self, data_dir: Path, url: str = "") -> None:
         at = f" at {url}" if url else ""
-        super().__init__("--data-dir", f"{data_dir} is in use by another sie serve{at}; name another one")
+        message = (
+            f"a `sie serve` runs{at} with {data_dir}: `sie run MODEL TEXT` and `sie pull MODEL` add a model to it; a "
+            "second server needs another --data-dir and another --port"
+        )
+        super().__init__("--data-dir", message)
         self.data_dir = data_dir
 
 
@@ -74,7 +79,7 @@ class DataDir:
     def __enter__(self) -> DataDir:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            # an existing folder keeps its mode, since its contents are private in any case
+            # the mode of an existing folder is not changed, since its contents are private in any case
             self._path.mkdir(mode=0o700, exist_ok=True)
             if why := distrusted(self._path):
                 raise SettingError(
@@ -87,7 +92,7 @@ class DataDir:
                 raise SettingError(
                     "--data-dir", f"{sockets}, for sockets, is another user's; name a directory with a shorter path"
                 ) from None
-            self._lock = open(self._path / "lock", "w", opener=_private)  # otherwise another user could lock it
+            self._lock = open(self._path / LOCK, "w", opener=_private)  # otherwise another user could lock it
             os.fchmod(self._lock.fileno(), 0o600)
         except OSError as error:
             raise SettingError("--data-dir", f"{self._path}: {error.strerror}") from error
@@ -102,5 +107,5 @@ class DataDir:
         if self._lock is not None:
             self._lock.close()
         if (sockets := sockets_folder(self._path)).parent != self._path:
-            with contextlib.suppress(OSError):  # a killed process leaves its socket behind
+            with contextlib.suppress(OSError):  # a killed process does not remove its socket
                 sockets.rmdir()

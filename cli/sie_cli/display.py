@@ -38,7 +38,7 @@ def counted(count: int, noun: str, plural: str | None = None) -> str:
 
 
 def printable(text: str, *, lines: bool = False) -> str:
-    """Replace each character that a terminal would obey, because the text comes from outside. The length stays.
+    """Replace each control character of the terminal, because the text is untrusted. The length does not change.
     `lines`: keep line breaks.
     """
     return "".join(
@@ -68,14 +68,18 @@ def table(rows: Sequence[Sequence[str]], *, err: bool = False) -> None:
 
 
 def transfers() -> Progress:
-    """Show bars of bytes on standard error if it is a terminal, else nothing. Use as a context manager."""
+    """Return a display of bars of bytes on standard error if it is a terminal, else without output. Use it as a context
+    manager.
+    """
     from rich.progress import DownloadColumn, TransferSpeedColumn
 
     return _bars(DownloadColumn(binary_units=True), TransferSpeedColumn())
 
 
 def items() -> Progress:
-    """Show bars of counts on standard error if it is a terminal, else nothing. Use as a context manager."""
+    """Return a display of bars of counts on standard error if it is a terminal, else without output. Use it as a
+    context manager.
+    """
     from rich.progress import MofNCompleteColumn
 
     return _bars(MofNCompleteColumn())

@@ -1,4 +1,4 @@
-"""`sie dlq`: lists dead letters and puts their work into the queue again."""
+"""Command `sie dlq`: it lists dead letters and puts their work into the queue again."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
-NOTE_S = 5.0  # seconds between notes that a replay still waits
+NOTE_S = 5.0  # seconds between two notes that a replay still waits
 
 
 def _letters(broker: Broker, pool: str) -> Letters:
@@ -36,7 +36,7 @@ def _letters(broker: Broker, pool: str) -> Letters:
 
 
 async def _letter(letters: Letters, name: str) -> DeadLetterEntry:
-    """Return the letter whose id begins with `name`. Raises CommandRefused unless there is exactly one."""
+    """Return the letter whose id begins with `name`. Raises CommandRefused unless exactly one letter matches."""
     letter = await letters.named(name)
     if len(letter) != 1:
         raise CommandRefused(
@@ -179,7 +179,8 @@ async def _waiting(answer: Awaitable[T], timeout_s: float) -> T:
         return await task
     except TimeoutError:
         raise CommandRefused(
-            f"no answer within {timeout_s:.0f} s; the dead letter is kept, and the work runs if a worker comes in time"
+            f"no answer within {timeout_s:.0f} s; the dead letter remains, and the work runs if a worker is ready in "
+            "time"
         ) from None
 
 
@@ -209,7 +210,7 @@ def purge(cluster: Cluster, name: str | None, yes: bool) -> None:
 
 
 def _on(cluster: Cluster, body: Callable[[Broker], Awaitable[T]]) -> T:
-    """Run against the broker. Raises CommandRefused if it has no dead letters of the pool."""
+    """Run the command against the broker. Raises CommandRefused if the broker has no dead letters of the pool."""
 
     pool = cluster.settings.pool
 

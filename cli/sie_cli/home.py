@@ -1,4 +1,4 @@
-"""Home folder of a user without one: a container often runs as a user id without a name or a folder.
+"""Home folder for a user who has none: a container often runs with a user id without a name or a folder.
 
 Libraries need both: torch the name, Hugging Face the folder. So both are set in the environment, which child processes
 inherit.
@@ -22,7 +22,7 @@ def settle(environ: MutableMapping[str, str]) -> None:
     """Set HOME if it is unset or can never be written, and USER if the user has no name.
 
     HOME becomes the folder in the user database, else `sie-UID` in the directory for temporary files, private to this
-    user. Raises SettingError if that folder belongs to another user.
+    user. Raises SettingError if this folder belongs to another user.
     """
     user: pwd.struct_passwd | None = None
     with contextlib.suppress(KeyError):
@@ -42,14 +42,14 @@ def settle(environ: MutableMapping[str, str]) -> None:
     except SettingError:
         why = f"{named or 'unset'}, and {folder} is another user's: name a folder where this user may write"
         raise SettingError("HOME", why) from None
-    except OSError:  # nothing can be written there; commands that write name the setting of their folder
+    except OSError:  # no folder is writable; a command that writes files names the setting of its folder
         return
     state = "is unset" if not named else f"is {named}, where this user may not write"
     sys.stderr.write(f"HOME {state}: data and caches are in {folder}, until it is cleared\n")
 
 
 def _is_usable(home: str) -> bool:
-    """Return whether this is a folder that the user may enter, or one that can be created.
+    """Return whether this is a folder that the user may enter, or a folder that can be created.
 
     Parts of a read-only folder may be writable volumes. The root, which containers use as home of unknown users, is not
     usable.
@@ -67,6 +67,6 @@ def _is_usable(home: str) -> bool:
 def _temporary() -> Path:
     try:
         parent = tempfile.gettempdir()
-    except FileNotFoundError:  # none can be written to
+    except FileNotFoundError:  # no folder for temporary files is writable
         parent = os.environ.get("TMPDIR") or "/tmp"  # noqa: S108  nothing is written
     return Path(parent, f"sie-{os.geteuid()}")

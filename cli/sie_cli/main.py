@@ -1,4 +1,4 @@
-"""`sie`: one command for every process of the cluster, and for looking at it."""
+"""Command `sie`: one command for every process of the cluster, and for its inspection."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from sie_cli.options import (
     refuse,
     settings_options,
 )
+from sie_cli.refusal import INTERRUPTED
 from sie_contracts.errors import SIEError
 from sie_contracts.settings import ROWS, SettingError, default_worker_id, shown
 from sie_runtime.process import Stop, own_stderr
@@ -35,7 +36,7 @@ from sie_runtime.process import run as run_process
 
 
 class _Program(AnyPosition):
-    """Group that ends the process when called. `main`, which tests call, raises SystemExit as every group does."""
+    """Group that ends the process when called. `main`, which tests call, raises SystemExit like every group."""
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         """Return the command. Raises UsageError, with the group of a name that only exists in that group."""
@@ -50,6 +51,14 @@ class _Program(AnyPosition):
             if like := difflib.get_close_matches(args[0], self.commands, 1):
                 raise click.UsageError(f"No such command '{args[0]}'. Did you mean `sie {like[0]}`?", ctx) from None
             raise
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command. Ctrl-C ends the process with the status of a shell, also while the command is imported."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            click.echo(err=True)  # the line of ^C
+            raise SystemExit(INTERRUPTED) from None
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         try:
@@ -67,13 +76,13 @@ class _Program(AnyPosition):
                 raise
             threading._shutdown()  # type: ignore[attr-defined]
             atexit._run_exitfuncs()
-            with contextlib.suppress(BrokenPipeError):  # nobody reads on
+            with contextlib.suppress(BrokenPipeError):  # the reader of the pipe has closed it
                 sys.stdout.flush()
                 sys.stderr.flush()
             os._exit(ended.code or 0)
 
 
-# extras of commands that need more than `serve`, or less
+# extras for commands that need other packages than `serve`
 EXTRAS = {"gateway": "gateway", "config": "config", "sidecar": "sidecar", "adapter": "adapter", "eval": "evals"}
 ELSEWHERE = {
     "serve": "sie_cli.serve.command:serve",

@@ -1,8 +1,8 @@
 """`sie backup`, `sie restore`, `sie repair`: the control plane in one file, and streams whose files are damaged.
 
 sie backup FILE ◄── keys, changes of the catalogue over the API, jobs, shards, files ── buckets of the broker
-sie restore FILE ──► what the buckets lack; what they have stays, and a revocation is never undone
-sie repair STREAM ──► the stream is made anew, with what can be read of it, or what its copy has
+sie restore FILE ──► missing entries are written; existing entries stay, and a revocation is never undone
+sie repair STREAM ──► the stream is created again, with its readable entries, or the entries of its copy
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     from sie_broker.nats.api import StreamInfo
 
 FORMAT = b"sie backup 1 "
-BATCH = 200  # entries; a batch of the broker has at most 1,000 messages
+BATCH = 200  # entries of one batch; a batch of the broker has at most 1,000 messages
 BATCH_BYTES = 4 << 20
 KEYS = (f"KV_{topology.KEYS_BUCKET}", f"KV_{topology.KEYS_COPY_BUCKET}")
-# buckets to restore; shards come first, because the leader of a job reads them
+# buckets to restore; shards are first, because the leader of a job reads them
 LASTING = (topology.SHARDS_BUCKET, topology.JOBS_BUCKET, topology.POOLS_BUCKET)
 DAMAGED = "damaged"  # folder in the data directory for files of streams that the broker cannot read
 
@@ -76,7 +76,8 @@ def backup(cluster: Cluster, file: Path, force: bool) -> None:
         replicas = cluster.settings.stream_replicas
         buckets = await KeyBuckets.open(broker, replicas)
         entries = {}
-        for name in (topology.SHARDS_BUCKET, topology.JOBS_BUCKET):  # a shard without its job would never be removed
+        # a shard without its job would never be removed, so shards are backed up first
+        for name in (topology.SHARDS_BUCKET, topology.JOBS_BUCKET):
             stored = await (await broker.key_value(name, replicas=replicas)).entries()
             entries[name] = [(entry.key, entry.value) for entry in stored if entry.value is not None]
         store = await open_store(broker, cluster.settings)
@@ -97,7 +98,7 @@ def read_backup(file: Path) -> Backup:
     if not head.startswith(FORMAT):
         raise CommandRefused(f"{file} is no backup that this version of `sie` can read")
     if head.removeprefix(FORMAT).decode("ascii", "replace") != hashlib.sha256(content).hexdigest():
-        raise CommandRefused(f"{file} is damaged: its digest is another one; take another backup")
+        raise CommandRefused(f"{file} is damaged: its digest differs; use another backup")
     try:
         return msgspec.msgpack.decode(content, type=Backup)
     except msgspec.DecodeError as error:
@@ -148,7 +149,9 @@ def restore(cluster: Cluster, file: Path) -> None:
 
 
 async def _write_keys(buckets: KeyBuckets, keys: list[Key]) -> int:
-    """Write these keys, or stricter records, to both buckets. Returns the number of keys that the bucket lacked."""
+    """Write these keys, or stricter records, to both buckets. Returns the number of keys that were missing in the
+    bucket.
+    """
     written = 0
     for bucket in (buckets.copy, buckets.bucket):
         present = {key.id: (key, revision) for key, revision in key_records.readable(await bucket.entries())}
@@ -163,7 +166,7 @@ async def _write_keys(buckets: KeyBuckets, keys: list[Key]) -> int:
 
 
 async def _write_missing(bucket: KeyValue, entries: list[tuple[str, bytes]]) -> int:
-    """Write the entries whose keys the bucket lacks. Returns their number."""
+    """Write the entries whose keys are missing in the bucket. Returns their number."""
     present = {entry.key for entry in await bucket.entries()}
     missing = [Write(key, value, 0) for key, value in entries if key not in present]
     batch: list[Write] = []
@@ -208,7 +211,7 @@ def repair(cluster: Cluster, stream: str) -> None:
 
 
 def _set_aside(cluster: Cluster, stream: str) -> str:
-    """Move the files of a stream away while the broker does not run."""
+    """Move the files of a stream to another folder while the broker does not run."""
     folders = [path for path in (cluster.data_dir / "nats" / "jetstream").glob("*/streams/*") if path.name == stream]
     if not folders:
         raise CommandRefused(f"there are no files of a stream {stream} in {cluster.data_dir / 'nats'}")

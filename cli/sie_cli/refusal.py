@@ -10,14 +10,17 @@ import click
 from sie_cli.display import printable
 from sie_contracts.errors import SIEError
 
-MAX_CHARS = 20_000  # of a refusal
+MAX_CHARS = 20_000  # largest number of characters of a refusal
+INTERRUPTED = 130  # status of a shell after Ctrl-C
 
 
 class CommandRefused(click.ClickException):
-    """Refusal of a command with status 1. The message says what to do next."""
+    """Refusal of a command with status 1. The message names the next step."""
 
     def format_message(self) -> str:
-        """Format a message for a terminal: parts of it come from servers and files."""
+        """Format a message for a terminal. Control characters are replaced, because parts of it are from servers and
+        files.
+        """
         return printable(self.message[:MAX_CHARS], lines=True)
 
 

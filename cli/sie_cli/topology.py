@@ -148,7 +148,7 @@ async def steps_at(broker: NatsBroker, settings: Settings) -> list[Step]:
 
 
 async def _apply(broker: NatsBroker, settings: Settings, steps: list[Step]) -> list[Step]:
-    """Run the steps that are not refused. Returns the steps that remain then."""
+    """Run the steps that are not refused. Returns the steps that remain afterwards."""
     from sie_broker.nats.operator import apply
 
     for step in steps:

@@ -1,8 +1,8 @@
 """Access control of the config service: the scopes of `routes.ROUTES`, two tokens, and with SIE_AUTH_MODE=token the
 keys of clients.
 
-SIE_ADMIN_TOKEN permits everything, SIE_CONFIG_READ_TOKEN permits reads, and a key permits what its scopes name. No
-route is open without a token. A token that is not configured permits nothing.
+SIE_ADMIN_TOKEN permits all calls, SIE_CONFIG_READ_TOKEN permits reads, and a key permits the calls of its scopes. No
+route is open without a token. A token that is not configured permits no call.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class ConfigGate:
         self._keys = keys
 
     def check(self, method: str, match: Match[Any], authorization: str) -> str:
-        """Check whether a call may use its route. Returns the name of the caller, as the history of a model names its
-        authors.
+        """Check whether a call may use its route. Returns the name of the caller, in the form for the history of a
+        model.
 
-        Raises Unauthenticated, PermissionDenied, and NotReady while the keys are not known. If the caller may read, it
+        Raises Unauthenticated, PermissionDenied, and NotReady while the keys are unknown. If the caller may read, it
         also raises NotFound, and HTTPException 405 with `Allow`.
         """
         row = match.route(method)
@@ -68,7 +68,7 @@ class ConfigGate:
 
     def _key_with(self, token: str, scope: str, is_known: bool) -> Key | None:
         """Return the key of the token; None for an unknown token. Raises PermissionDenied for a key without the scope,
-        Unauthenticated for a key that is not valid any more, NotReady.
+        Unauthenticated for a key that is no longer valid, NotReady.
         """
         if not self._by_key or not token or is_known:
             return None

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from sie_config_service.mirror import CatalogueSnapshot, HeldModel
 
 INDEX_KEY = "aliases"
-VECTORS_CHANGED = "alias_vectors_changed"  # warning: vectors indexed through the alias do not fit its new vectors
-ALIAS_BROKEN = "alias_broken"  # warning: a forced write made an alias invalid
+VECTORS_CHANGED = "alias_vectors_changed"  # warning code: vectors indexed through the alias do not fit its new vectors
+ALIAS_BROKEN = "alias_broken"  # warning code: a forced write made an alias invalid
 _index = msgspec.json.Decoder(dict[str, tuple[str, ...]])
 
 
@@ -49,7 +49,7 @@ class AliasIndex:
         return sorted(alias for alias, models in self.models.items() if folded in map(model_of, models))
 
     def written(self, changes: Mapping[str, Alias | None] | None = None) -> Write:
-        """Return the write of the index after `changes`, in which None stands for a removed alias."""
+        """Return the write of the index after `changes`. In `changes`, None is a removed alias."""
         models = dict(self.models)
         for name, alias in (changes or {}).items():
             models.pop(name, None)
@@ -60,7 +60,7 @@ class AliasIndex:
 
 @dataclass(frozen=True)
 class GuardedWrite:
-    """Additions to a permitted write. `index`: a write of the index, if the index must not have changed meanwhile.
+    """Additions to a permitted write. `index`: a write of the index, if the guarded write requires an unchanged index.
     `reply_fields`: more fields of the reply.
     """
 
@@ -78,12 +78,12 @@ async def guard(
     *,
     force: bool,
 ) -> GuardedWrite:
-    """Check a write before it is done. `entry` is the checked document, or None for a removal. `held` is the model that
-    it replaces. `index` and `read` are the present index and models. `catalogue` reads the whole catalogue, which is
-    needed only for the message of an error.
+    """Check a write before it is stored. `entry` is the checked document, or None for a removal. `held` is the model
+    that it replaces. `index` and `read` are the present index and models. `catalogue` reads the whole catalogue, which
+    is needed only for the message of an error.
 
-    With `force` a model may be written or removed although an alias needs it unchanged. Raises ValidationFailed for an
-    alias that is not valid, and ContentConflict, which names the aliases that need the model.
+    With `force`, a model may be written or removed although an alias needs it unchanged. Raises ValidationFailed for an
+    invalid alias, and ContentConflict, which names the aliases that need the model.
     """
     was_alias, after = is_alias(held.entry), None if entry is None else parse_document(entry)
     if held.entry is not None and after is not None and was_alias is not isinstance(after, Alias):
@@ -96,7 +96,7 @@ async def guard(
         try:
             check(after, concerned)
         except ValidationFailed:
-            check(after, await catalogue())  # again, so that the error can suggest similar names
+            check(after, await catalogue())  # checked again, so that the error can suggest similar names
             raise
         changed = was_alias and (not isinstance(before, Alias) or changes_vectors(before, after, concerned))
         bundles = {concerned.resolve(target.model).bundle for target in after.alias}
@@ -152,7 +152,7 @@ def _entry_of(entry: dict[str, Any] | None) -> ModelEntry | Alias | None:
 
 
 def _broken(present: Catalogue, named: list[str], model: str, after: ModelEntry | None) -> dict[str, str]:
-    """Return the aliases that are valid now and would not be valid if the model were `after`, each with the reason."""
+    """Return the aliases that are valid now and would be invalid if the model were `after`, each with the reason."""
     changed = present.with_model(model, after, 0, "")
     problems = {}
     for name in named:
@@ -164,7 +164,7 @@ def _broken(present: Catalogue, named: list[str], model: str, after: ModelEntry 
 
 
 def broken_by(read: CatalogueSnapshot, index: AliasIndex, models: Iterable[str]) -> dict[str, str]:
-    """Return the aliases that are not valid, of those that name one of these models or have its id, each with the
+    """Return the invalid aliases among the aliases that name one of these models or have its id, each with the
     reason.
     """
     folded = {model.casefold() for model in models}
@@ -195,7 +195,7 @@ def seeded(documents: Mapping[str, ModelEntry | Alias]) -> None:
 
 
 def index_of(models: Mapping[str, dict[str, Any] | None]) -> dict[str, Alias | None]:
-    """Map a batch of documents to aliases. None stands for a model, and for a removed document of either kind."""
+    """Convert a batch of documents to a map of aliases. The value is None for a model, and for a removed document."""
     aliases: dict[str, Alias | None] = {}
     for name, entry in models.items():
         document = parse_document(entry) if entry is not None and is_alias(entry) else None
@@ -204,7 +204,9 @@ def index_of(models: Mapping[str, dict[str, Any] | None]) -> dict[str, Alias | N
 
 
 def index_in(read: CatalogueSnapshot, index: AliasIndex) -> dict[str, tuple[str, ...]]:
-    """Build the index from the aliases of the catalogue. An alias that cannot be parsed keeps its row of `index`."""
+    """Build the index from the aliases of the catalogue. For an alias that cannot be parsed, the row in `index`
+    remains.
+    """
     targets: dict[str, tuple[str, ...]] = {}
     for name, stored in read.live.items():
         if is_alias(stored.entry):

@@ -1,4 +1,4 @@
-"""The config service over HTTP: its parts, and the edge that every request passes.
+"""Config service over HTTP: its parts, and the application that handles every request.
 
 request ──► ConfigGate ──► handler of its route ──► reply
 """
@@ -36,7 +36,7 @@ from sie_runtime.metrics_table import OTHER
 from sie_runtime.tracing import begin_request, end_request
 
 PAGE_FILES = "https://cdn.jsdelivr.net https://fastapi.tiangolo.com"  # origins of the files of FastAPI's /docs
-CLIENT_GONE = 499  # status of a request whose client disconnected; only in metrics, as at a gateway
+CLIENT_GONE = 499  # status of a request whose client disconnected; used only in metrics, as in a gateway
 _POLLED = ("epoch", "export")  # endpoints that every gateway and worker polls; they are not traced
 _logger = logging.getLogger("sie.config")
 
@@ -63,7 +63,7 @@ def create_app(service: ConfigService) -> App:
         received_s = time.perf_counter()
         request_id = scope[REQUEST_ID]
         headers = headers_of(scope)
-        status, code = 0, b""  # no reply yet
+        status, code = 0, b""  # the request has no reply yet
         tracer = None if endpoint in _POLLED else service.tracer
         _, span = begin_request(tracer, headers, scope["method"], request_id, received_s)
         if span is not None:
@@ -91,13 +91,14 @@ def create_app(service: ConfigService) -> App:
                 body = decoded(scope["method"], headers, receive) if "content-encoding" in headers else receive
                 request = Request({**scope, "path_params": match.parameters}, body)
                 await (await route.handler(service, request))(scope, receive, tagged)
-        except ClientDisconnect:  # the client disconnected during its body, so nobody reads an answer
+        except ClientDisconnect:  # the client disconnected while it sent the body, so nobody reads an answer
             status = CLIENT_GONE
         except Exception as error:  # noqa: BLE001  the root of a request; FastAPI raises answered errors again
             if not status:
                 await _answer_to(error, request_id)(scope, receive, tagged)
         finally:
-            status = status or InternalFailure.status  # without a status the request was cancelled: this process ends
+            # a request without a status was cancelled, because this process ends
+            status = status or InternalFailure.status
             service.metrics.answered(endpoint, scope["method"], status, time.perf_counter() - received_s)
             if span is not None:
                 end_request(span, "configs", status, code.decode())
@@ -131,7 +132,7 @@ def _answer_to(error: Exception, request_id: str) -> Response:
     if error.retryable:
         headers["Retry-After"] = str(max(1, error.retry_after_s))
     if error.reason == "content_encoding":
-        headers["Accept-Encoding"] = "gzip"  # as RFC 7694 says
+        headers["Accept-Encoding"] = "gzip"  # this header is defined in RFC 7694
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     status, body = configs.config_shape(error, request_id, None)

@@ -1,4 +1,4 @@
-"""Model configurations as people write them: read, checked by the schema that workers use, merged, compared.
+"""Model configurations in YAML or JSON: they are read, checked by the schema of the workers, merged and compared.
 
 bytes ──read──► ParsedDocument ──checked──► ModelEntry, Alias or BundleEntry
                                   └ ValidationFailed: the field, what is wrong with it, and for YAML the line
@@ -22,13 +22,14 @@ from sie_contracts.models.entries import ModelEntry, parse_document
 
 T = TypeVar("T")
 MAX_DEPTH = 64
-MAX_EVENTS = 50_000  # events of YAML, which take a third of a second; JSON takes hundreds of times less time and memory
+# events of YAML, which take a third of a second; for JSON, time and memory are hundreds of times smaller
+MAX_EVENTS = 50_000
 MAX_DIFFERENCES = 100
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the C loader is ten times as fast
 _GOT = re.compile(r", got (a string|a whole number|a number)$")
 MAX_SHOWN = 60  # characters of a value in a message
-_ANY_KEY = "[...]"  # msgspec writes this in a path for any key of a map
+_ANY_KEY = "[...]"  # text that msgspec writes in a path instead of the key of a map
 
 
 @dataclass(frozen=True)
@@ -39,17 +40,16 @@ class ParsedDocument:
     node: yaml.Node | None = None
 
     def line(self, loc: str) -> int | None:
-        """Return the line of a field, from 1. If the field is missing, return the line of the last part of its path
-        that exists. None if no line is known.
+        """Return the line of a field, from 1. If the field is missing, return the line of the longest existing part of
+        its path. Return None if no line is known.
         """
         return None if self.node is None else _line(self.node, loc.removeprefix("$"))
 
 
 def read(body: bytes, content_type: str) -> ParsedDocument:
-    """Decode JSON if `content_type` says so, else YAML. Raises ValidationFailed.
+    """Decode JSON if `content_type` is JSON, else YAML. Raises ValidationFailed.
 
-    A YAML document with the same key twice or with a YAML alias is refused: a few lines with aliases can become
-    gigabytes.
+    A YAML document with a repeated key or with a YAML alias is refused: a few lines with aliases can become gigabytes.
     """
     if content_type.partition(";")[0].strip().lower().endswith("json"):
         try:
@@ -77,8 +77,8 @@ def read(body: bytes, content_type: str) -> ParsedDocument:
 
 
 def _check_events(body: bytes) -> None:
-    """Refuse a document that is nested too deep or has too many values, before a tree is made of it: that takes a call
-    for each level, in C without any limit. Raises ValidationFailed.
+    """Refuse a document that is nested too deep or has too many values, before a tree is built from it: building needs
+    a C call for each level, without any limit. Raises ValidationFailed.
     """
     depth = 0
     for number, event in enumerate(yaml.parse(body, _LOADER)):
@@ -127,8 +127,8 @@ def invalid(loc: str, message: str, line: int | None = None) -> ValidationFailed
 
 
 def checked(raw: Any, document: ParsedDocument) -> ModelEntry | Alias:
-    """Return the entry in `raw`: the value of `document`, a part of it, or its merge into a stored entry. `document`
-    gives the line of a fault. Raises ValidationFailed.
+    """Return the entry in `raw`: the value of `document`, a part of it, or its merge into a stored entry. The line of a
+    fault is found in `document`. Raises ValidationFailed.
     """
     entry = _parsed(raw, document, parse_document, Alias if is_alias(raw) else ModelEntry)
     revision = entry.weights.revision if isinstance(entry, ModelEntry) and entry.weights.hub else ""
@@ -154,9 +154,7 @@ def _parsed(raw: Any, document: ParsedDocument, parse: Callable[[Any], T], kind:
 
 
 def _value_at(value: Any, path: str, message: str) -> str:
-    """Return the end of a message about a wrong type: the text or number that stands at the path; empty for other
-    messages.
-    """
+    """Return the end of a message about a wrong type: the text or number at the path; empty for other messages."""
     if not _GOT.search(message):
         return ""
     while path:
@@ -176,7 +174,7 @@ def _value_at(value: Any, path: str, message: str) -> str:
 
 
 def _narrowed(raw: Any, message: str, parse: Callable[[Any], object]) -> str:
-    """Replace each `[...]` in a path by the key that is at fault. It is the key that gives the same fault if the map
+    """Replace each `[...]` in a path by the key with the fault. This is the key that gives the same fault if the map
     has no other key.
     """
     loc = message
@@ -208,8 +206,8 @@ def _with_one_key(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _steps(keys: Any, path: str) -> Iterator[tuple[str, str]]:
-    """Yield the keys with which `path` may begin, each with the rest of the path. The longest key comes first, because
-    a key may have dots.
+    """Yield the keys with which `path` may begin, each with the remaining path. The longest key is first, because a key
+    may contain dots.
     """
     for key in sorted((key for key in keys if isinstance(key, str)), key=len, reverse=True):
         rest = path.removeprefix(f".{key}")
@@ -234,7 +232,9 @@ def _line(node: yaml.Node, path: str) -> int:
 
 
 def merged(target: Any, patch: Any) -> Any:
-    """Apply a JSON merge patch (RFC 7396): null removes a key, a map is merged, and any other value replaces."""
+    """Apply a JSON merge patch (RFC 7396): null removes a key, a map is merged into the old map, and any other value
+    replaces the old value.
+    """
     if not isinstance(patch, dict):
         return patch
     result = dict(target) if isinstance(target, dict) else {}
@@ -247,8 +247,8 @@ def merged(target: Any, patch: Any) -> Any:
 
 
 def difference(before: Any, after: Any) -> list[dict[str, Any]]:
-    """List the fields that differ, at most MAX_DIFFERENCES: `path` with `before` and `after`; a side without the field
-    is left out.
+    """List the fields that differ, at most MAX_DIFFERENCES. Each entry has `path`, `before` and `after`; a side without
+    the field is left out.
     """
     changes: list[dict[str, Any]] = []
     for change in _differences(before, after, "$"):

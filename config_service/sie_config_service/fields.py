@@ -1,4 +1,4 @@
-"""Permitted values of fields, for messages that say how to correct a document.
+"""Permitted values of fields, for messages that explain how to correct a document.
 
 type of a document, path of a field ──► the type of the field ──► "expected one of …", "did you mean …"
 """
@@ -19,10 +19,10 @@ _MAX_NAMES = 30
 
 
 def described(kind: type, loc: str, message: str) -> tuple[str, str]:
-    """Return the path and the message of a fault in a document of `kind`, both made clearer.
+    """Return the path and the message of a fault in a document of `kind`, both in a clearer form.
 
     The name of an unknown field is added to the path. The message of an unknown field suggests a known name. The
-    message of an invalid value lists the values that are expected.
+    message of an invalid value lists the permitted values.
     """
     node = _node(_type_of(kind), loc.removeprefix("$"))
     names = _names(node)
@@ -37,8 +37,8 @@ def described(kind: type, loc: str, message: str) -> tuple[str, str]:
 
 
 def _instead(kind: type, name: str, names: list[str]) -> str:
-    """Suggest a replacement of a name that is not among `names`: a similar name, the same name elsewhere, or
-    all names.
+    """Suggest a replacement for a name that is not in `names`: a similar name, the same name in another part of the
+    document, or all names.
     """
     if like := difflib.get_close_matches(name, names, 1, 0.6):
         return f"did you mean `{like[0]}`?"
@@ -56,7 +56,7 @@ def _type_of(kind: type) -> inspect.Type:
 
 @functools.cache
 def _places(kind: type) -> tuple[str, ...]:
-    """Return the paths of all fields of a document; NAME stands for any key of a map."""
+    """Return the paths of all fields of a document; NAME is a placeholder for any key of a map."""
     return tuple(_walk(_type_of(kind), "", 4))
 
 
@@ -72,7 +72,7 @@ def _walk(node: inspect.Type, path: str, depth: int) -> Iterator[str]:
 
 
 def _parts(node: Any) -> tuple[Any, ...]:
-    """Return the types of a union, or the type itself if it is not a union; nothing for None."""
+    """Return the types of a union without None, or the type itself if it is not a union."""
     return node.types if isinstance(node, inspect.UnionType) else () if node is None else (node,)
 
 
@@ -81,7 +81,7 @@ def _names(node: inspect.Type | None) -> list[str]:
 
 
 def _node(node: Any, path: str) -> inspect.Type | None:
-    """Return the type at a path. A key of a map may have dots, so each place where it may end is tried."""
+    """Return the type at a path. A key of a map may contain dots, so each possible end of the key is tried."""
     if not path:
         current: inspect.Type | None = node
         return current

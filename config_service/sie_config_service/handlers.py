@@ -123,7 +123,7 @@ async def bundle(service: ConfigService, request: Request) -> Response:
 
 
 async def resolve(service: ConfigService, request: Request) -> Response:
-    """Return the model and profile that a name stands for, and the bundles that can serve it."""
+    """Return the model and profile of a name, and the bundles that can serve it."""
     body = await _body(request)
     return json_response(configs.resolution(await service.require().catalogue(), body))
 
@@ -152,7 +152,7 @@ async def create(service: ConfigService, request: Request) -> Response:
 
 
 async def rollback(service: ConfigService, request: Request) -> Response:
-    """Make a former revision the newest again."""
+    """Write the content of an earlier revision as the newest revision."""
     model = request.path_params["id"]
     parameters, body = await _read(request)
     return await _write(service, request, "rollback", model, (await service.edits()).rollback(model, parameters), body)
@@ -190,7 +190,7 @@ async def _write(
     profiles: Collection[str] | None = None,
     warnings: tuple[str, ...] = (),
 ) -> Response:
-    """Do one write and reply to it."""
+    """Execute one write and send its reply."""
     dry_run, force = _flags(request, "dry_run", "force")
     answered = await service.require_writer().write(
         WriteRequest(
@@ -213,7 +213,7 @@ async def _write(
 
 async def _read(request: Request) -> tuple[ParsedDocument, bytes]:
     body = await _body(request)
-    # in a thread, because large YAML takes long
+    # runs in a thread, because parsing large YAML takes long
     return await asyncio.to_thread(read, body, request.headers.get("content-type", "")), body
 
 
@@ -247,7 +247,7 @@ def _if_match(request: Request) -> int | None:
     header = request.headers.get("if-match")
     if header is None:
         return None
-    # a proxy that compresses a reply makes its ETag weak
+    # a proxy that compresses a reply makes its ETag weak (W/)
     text = header.strip().removeprefix("W/").removeprefix('"').removesuffix('"')
     if not (text.isascii() and text.isdigit() and len(text) < 19):
         message = f"If-Match: expected the number of a revision, as the ETag of the model gives it, got {header[:60]!r}"
@@ -256,8 +256,8 @@ def _if_match(request: Request) -> int | None:
 
 
 def _flags(request: Request, *names: str) -> list[bool]:
-    """Read the flags in the query of a write. Any other parameter is refused: a write with a misspelt `dry_run` would
-    be done.
+    """Read the flags in the query of a write. Any other parameter is refused: otherwise a write with a misspelt
+    `dry_run` would be executed.
     """
     for name in request.query_params:
         if name not in names:

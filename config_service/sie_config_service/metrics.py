@@ -34,7 +34,7 @@ class ConfigMetrics(Collector):
         self.registry.register(self)
 
     def count_refused(self, reason: str) -> None:
-        """Count a request that no route saw; `reason` is one of REFUSED."""
+        """Count a request that was refused before it reached a route; `reason` is one of REFUSED."""
         self.refused.labels(reason).inc()
 
     def answered(self, route: str, method: str, status: int, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""A replica's copy of the bucket. It reads the whole bucket once, then only later writes, so that a read of ten
+"""Copy of the bucket in a replica. The whole bucket is read once, then only later writes, so that a read of ten
 thousand models costs no more than a read of one.
 
     bucket ── all models, at first ──► Mirror ◄── later writes, in order ── bucket
@@ -9,8 +9,8 @@ This is not a `sie_broker.record.Record`, which watches a bucket and may be behi
 config service after a write must contain that write. So each read asks the leader of the bucket for its last revision
 and then for the writes up to that revision, and applies all of them or none.
 
-The epoch is the time when the bucket was made, and the number of the last write of the catalogue in it. The write of a
-stored reply does not change the epoch.
+The epoch is the time when the bucket was created, and the number of the last write of the catalogue in it. The write of
+a stored reply does not change the epoch.
 
 A mirror belongs to one bucket. If the broker loses the bucket (memory storage, or somebody deletes it), it gets a new
 bucket, which is empty at first. The mirror then refuses to read the new bucket and stays `is_lost`.
@@ -35,8 +35,8 @@ from sie_contracts.models.bundles import DEFAULT, BundleEntry, serving
 from sie_contracts.wire import configs, topology
 from sie_contracts.wire.configs import ConfigEpoch
 
-REPLIES = "replies"  # first part of the keys of stored replies, which are not part of the catalogue
-BEHIND_S = 2.0  # time for which a replica of the broker may lack writes that its leader has
+REPLIES = "replies"  # first part of the keys of stored replies, which are not models
+BEHIND_S = 2.0  # seconds for which a replica of the broker may lack writes that its leader has
 _PAUSE_S = 0.02
 _logger = logging.getLogger("sie.config")
 _Record = TypeVar("_Record")
@@ -53,13 +53,13 @@ class StoredModel(msgspec.Struct, frozen=True):
     operation: str = ""
     created_at: str = ""
     model: str = ""
-    author: str = ""  # name of the token that wrote it; empty if it was seeded or an older version wrote it
+    author: str = ""  # name of the token of the write; empty for a seeded record, or a record of an older version
     note: str = ""  # reason of a write that no person decided
 
 
 @dataclass(frozen=True, slots=True)
 class HeldModel:
-    """A model as the bucket has it, and the bucket's revision for compare-and-set. `stored` is None if the model never
+    """A model in the bucket, and the bucket's revision for compare-and-set. `stored` is None if the model never
     existed.
     """
 
@@ -77,8 +77,8 @@ class HeldModel:
 
     @property
     def written(self) -> int:
-        """Return the number of the model's last write in epochs. It is that of the record in the history, which follows
-        the model in the bucket.
+        """Return the number of the model's last write in epochs. It is the number of the record in the history, which
+        the bucket stores after the model.
         """
         return self.sequence + 1
 
@@ -89,8 +89,8 @@ _bundle = msgspec.json.Decoder(BundleEntry)
 
 @dataclass(frozen=True)
 class CatalogueSnapshot:
-    """Models of the catalogue at one epoch, also removed ones. `concerned`: the number of the last known write that
-    concerned each bundle. `unknown`: any write up to this number may have concerned any bundle.
+    """Models of the catalogue at one epoch, including removed ones. `concerned`: the number of the last known write
+    that affected each bundle. `unknown`: any write up to this number may have affected any bundle.
     """
 
     epoch: str = ""
@@ -113,7 +113,7 @@ class CatalogueSnapshot:
         return self.epoch.rpartition(":")[0]
 
     def since(self, bundle: str) -> str:
-        """Return the epoch of the last write that concerned a bundle."""
+        """Return the epoch of the last write that changed models of a bundle."""
         return f"{self.created}:{max(self.unknown, self.concerned.get(bundle, 0))}"
 
     def revisions(self, bundle: str) -> dict[str, int]:
@@ -130,7 +130,7 @@ class CatalogueSnapshot:
 
     @cached_property
     def catalogue_epoch(self) -> ConfigEpoch:
-        """Return the epoch and the hashes that followers compare with their own."""
+        """Return the epoch and the hashes that readers of the catalogue compare with their own."""
         hashes = {bundle: configs.bundle_hash(revisions) for bundle, revisions in self._revisions.items()}
         return ConfigEpoch(
             self.epoch,
@@ -145,12 +145,12 @@ def bundle_key(bundle: str) -> str:
 
 
 def bundles_of(bundles: Mapping[str, BundleEntry], entry: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the bundles that can serve a stored entry, the preferred one first; an alias has none."""
+    """Return the bundles that can serve a stored entry, the preferred bundle first; an alias has none."""
     return () if is_alias(entry) else serving(bundles, str(entry.get("family", "")), str(entry.get("bundle", "")))
 
 
 def concerns(bundles: Mapping[str, BundleEntry], *entries: dict[str, Any] | None) -> set[str]:
-    """Return the bundles that a change concerns: those that could serve the model before or can serve it now. If there
+    """Return the bundles that a change affects: bundles that could serve the model before or can serve it now. If there
     is none, the default bundle is returned, so that gateways get a delta for each change.
     """
     return {bundle for entry in entries if entry is not None for bundle in bundles_of(bundles, entry)} or {DEFAULT}
@@ -171,28 +171,28 @@ def decoded(decoder: msgspec.json.Decoder[_Record], entry: Entry) -> _Record:
 
 
 class Mirror:
-    """Reads the new writes of the bucket at each call. If they cannot be read, the last snapshot stays."""
+    """Reads the new writes of the bucket at each call. If they cannot be read, the last snapshot is returned."""
 
     def __init__(self, bucket: RecordBucket) -> None:
         self._bucket = bucket
         self._lock = asyncio.Lock()
         self._now = CatalogueSnapshot()
-        self._read = 0  # the bucket's revision up to which it was read
-        self._created = ""  # time when the bucket was made; empty until the bucket was read
+        self._read = 0  # the bucket's revision of the last read
+        self._created = ""  # time when the bucket was created; empty before the first read
         self.is_lost = False  # the broker has another bucket now
         self.suspect = asyncio.Event()  # set if the bucket may be lost; `check` finds out
-        self.before = CatalogueSnapshot()  # the last snapshot before `invalidate`
+        self.before = CatalogueSnapshot()  # last snapshot before `invalidate`
 
     @property
     def last(self) -> CatalogueSnapshot | None:
-        """Return the last snapshot without asking the broker; None before the first read and while a whole read is
-        due.
+        """Return the last snapshot without asking the broker; None before the first read, and if the next read must
+        read the whole catalogue.
         """
         return self._now if self._now.epoch else None
 
     async def snapshot(self) -> CatalogueSnapshot:
-        """Return all models as the broker's leader has them now. Raises BrokerError; NotReady, also if the bucket is
-        lost.
+        """Return all models at the last revision of the broker's leader. Raises BrokerError; NotReady, also if the
+        bucket is lost.
         """
         async with self._lock:
             try:
@@ -237,10 +237,10 @@ class Mirror:
         )
 
     async def write(self, writes: Sequence[Write]) -> tuple[CatalogueSnapshot | None, int]:
-        """Write a batch. Returns the snapshot just before the batch, None if it is not known, and the bucket's last
+        """Write a batch. Returns the snapshot just before the batch, None if it is unknown, and the bucket's last
         revision.
 
-        Raises WrongRevision if nothing was stored, and BrokerError if it is not known whether anything was stored.
+        Raises WrongRevision if no write was stored, and BrokerError if it is unknown whether the batch was stored.
         """
         async with self._lock:
             last = await self._bucket.write(list(writes))
@@ -255,7 +255,7 @@ class Mirror:
             return before if before.epoch else None, last
 
     async def _begin(self, created: str, last: int) -> None:
-        """Read all models and all bundles. It is not known which bundles the writes up to `last` concerned."""
+        """Read all models and all bundles. It is unknown which bundles the writes up to `last` changed."""
         models = await self._bucket.use(lambda bucket: bucket.entries("model"))
         entries = await self._bucket.use(lambda bucket: bucket.entries("bundle"))
         bundles = [decoded(_bundle, entry) for entry in entries]
@@ -270,7 +270,7 @@ class Mirror:
         )
 
     async def _since(self, last: int) -> list[Entry]:
-        """Read the writes since the last read, at least up to revision `last`. If the bucket has lost that write,
+        """Read the writes after the last read, at least up to revision `last`. If the bucket has lost that write,
         return the writes that it still has. Raises BrokerUnavailable.
         """
         entries: list[Entry] = []
@@ -278,7 +278,8 @@ class Mirror:
             entries = await self._bucket.use(lambda bucket: bucket.since(self._read))
             if entries and entries[-1].revision >= last:
                 return entries
-            await asyncio.sleep(_PAUSE_S)  # until another replica of the broker answers, or this one has caught up
+            # wait until another replica of the broker answers, or until this replica has caught up
+            await asyncio.sleep(_PAUSE_S)
         if await self._bucket.use(lambda bucket: bucket.reaches(last)):
             raise BrokerUnavailable(f"the catalogue's bucket does not show its write {last}")
         _logger.warning(
@@ -302,9 +303,9 @@ class Mirror:
                 stored = decoded(_stored, entry)
                 before = held.get(stored.model, HeldModel())
                 if stored.revision <= before.revision:
-                    continue  # an earlier revision, restored from a backup
+                    continue  # the revision is lower than before, so it was restored from a backup
                 if stored.revision > before.revision + 1:
-                    unknown = read  # revisions between them are not in the bucket any more
+                    unknown = read  # the revisions between `before` and `stored` are no longer in the bucket
                 for bundle in concerns(bundles, stored.entry, before.entry):
                     concerned[bundle] = read
                 held[stored.model] = HeldModel(stored, read - 1)
@@ -316,5 +317,5 @@ class Mirror:
                     bundles[bundle_now.id] = bundle_now
         self._read = read
         epoch = f"{self._now.created}:{number}"
-        if epoch != self._now.epoch:  # else the snapshot and its cached properties stay
+        if epoch != self._now.epoch:  # else: the snapshot and its cached properties stay valid
             self._now = CatalogueSnapshot(epoch, held, bundles, concerned, unknown)

@@ -1,4 +1,4 @@
-"""Files of models that this machine has: a write is checked against them."""
+"""Files of models on this machine: a write is checked against them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ _logger = logging.getLogger("sie.config")
 
 
 class ModelFiles:
-    """Finds the files as a worker with the same settings would, and fetches nothing."""
+    """Finder of the files of a model. It finds the same files as a worker with the same settings, and downloads
+    none.
+    """
 
     def __init__(self, settings: Settings) -> None:
         self._sources = WeightSources(settings.cache_folder, may_download=False)

@@ -1,12 +1,12 @@
-"""The packaged catalogue and an operator's folder, whose entries replace packaged ones. Both are read at start, and the
-folder again when it changes.
+"""Packaged catalogue and an operator's folder. Entries of the folder replace packaged ones. Both are read at the start,
+and the folder again when it changes.
 
     packaged models, bundles ──┐
     SIE_MODELS_DIR/**/*.yaml ──┴──► documents, checked ──► SIE_MODEL_FILTER ──► Folders
 
-Files below `bundles/` of the folder are bundles; all other files are models and aliases. All files are read or none:
-the error for a broken file names its field and line. Hidden files and folders are skipped, and links to folders are not
-followed (a mounted ConfigMap has both).
+Files below `bundles/` of the folder are bundles; all other files are models and aliases. If one file is invalid, all
+files are refused; the error names the field and line. Hidden files and folders are skipped, and links to folders are
+not followed (a mounted ConfigMap has both).
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Overlay:
         self._bucket = BucketFolder(self.name, SUFFIXES) if self.is_remote else None
         self._packaged: dict[str, tuple[ModelEntry | Alias, str]] = {}
         self._cached: dict[str, tuple[tuple[int, int, int], Any]] = {}
-        self.last: Folders | None = None  # the last folders that could be read
+        self.last: Folders | None = None  # last folders that could be read
 
     def describe(self) -> str:
         """Describe the folder in use, for the log of a start. Logs a warning if another user may write to it. Raises
@@ -83,8 +83,8 @@ class Overlay:
         )
 
     def trust(self) -> Trust:
-        """Return the trust for entries that are written over HTTP, from the package and the folder as they were last
-        read.
+        """Return the trust for entries that are written over HTTP. It is based on the last read of the package and the
+        folder.
         """
         return Trust(self._allowed, read_bundles(packaged_folder() / "bundles").values(), self._entries)
 
@@ -122,7 +122,7 @@ class Overlay:
         return signature
 
     def folders(self) -> Folders:
-        """Read and check everything. Raises SettingError, OSError, ValidationFailed with file, field and line."""
+        """Read and check all files. Raises SettingError, OSError, ValidationFailed with file, field and line."""
         if not self._packaged:  # the package does not change
             self._packaged = {
                 model: (entry, "packaged") for model, entry in read_folder(packaged_folder() / "models").items()
@@ -163,7 +163,7 @@ class Overlay:
         return {path: document for path, (_, document) in self._cached.items()}
 
     def _bodies(self, paths: Collection[str]) -> dict[str, bytes]:
-        """Read these files. Of a file in a bucket that is too large, one byte more than the limit is read."""
+        """Read these files. If a file in a bucket is too large, only one byte more than the limit is read."""
         if self._bucket is not None:
             return self._bucket.read(paths, MAX_FILE_BYTES + 1)
         root = Path(self.name).expanduser()
@@ -187,8 +187,8 @@ def _in_file(error: ValidationFailed, path: str) -> ValidationFailed:
 
 
 def _with_plug_ins(bundle: BundleEntry) -> BundleEntry:
-    """Add the families of distributions that are installed beside this process to the packaged bundle: on one machine
-    its workers run in the same environment.
+    """Add the families of other installed distributions to the packaged bundle: on one machine, its workers run in the
+    same environment as this process.
     """
     plugged_in = {point.name for point in metadata.entry_points(group=PLUG_INS)} - set(bundle.families)
     return (

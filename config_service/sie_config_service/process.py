@@ -33,7 +33,7 @@ _logger = logging.getLogger("sie.config")
 
 @dataclass(frozen=True)
 class PreparedCatalogue:
-    """The seeded catalogue, and the folder with its state when the catalogue was seeded."""
+    """Seeded catalogue, and the folder with its state at the time of seeding."""
 
     store: CatalogueStore
     overlay: Overlay
@@ -41,8 +41,8 @@ class PreparedCatalogue:
 
 
 async def prepare(settings: Settings, broker: Broker, cached_overlay: Overlay | None = None) -> PreparedCatalogue:
-    """Open the store and seed it with the contents of the folders. `cached_overlay`: the folders as they were read
-    before, which are used if they cannot be read now. Raises SettingError, BrokerError, NotReady.
+    """Open the store and seed it with the contents of the folders. `cached_overlay`: the result of an earlier read of
+    the folders, which is used if they cannot be read now. Raises SettingError, BrokerError, NotReady.
     """
     overlay = cached_overlay or Overlay(settings)
     signature: Signature = {}
@@ -58,7 +58,7 @@ async def prepare(settings: Settings, broker: Broker, cached_overlay: Overlay | 
         _logger.error("the models are seeded as they were read last: %s: %s", overlay.name, error)
         folders = overlay.last
     store = await open_store(broker, settings)
-    await store.snapshot()  # from now on the store accepts this bucket and no later one
+    await store.snapshot()  # from now on the store accepts only this bucket, and no bucket that is created later
     if lost := await retry_conflicts(store.recover):
         names = ", ".join(lost[:MAX_TOLD]) + (", ..." if len(lost) > MAX_TOLD else "")
         _logger.warning(
@@ -73,16 +73,17 @@ async def prepare(settings: Settings, broker: Broker, cached_overlay: Overlay | 
     read = await store.snapshot()
     warn_of_others(folders, read)
     log_broken(read, await store.alias_index(), changes)
-    _logger.info("the catalogue holds %d models, seeding changed %d", len(folders.models), len(changes))
+    _logger.info("the catalogue has %d models, seeding changed %d of them", len(folders.models), len(changes))
     return PreparedCatalogue(store, overlay, signature)
 
 
 async def keep(
     service: ConfigService, settings: Settings, broker: Broker, prepared: PreparedCatalogue, stop: Stop
 ) -> None:
-    """Serve the catalogue and follow the folder of models. If the broker loses the catalogue, seed it again.
+    """Serve the catalogue and watch the folder of models. If the broker loses the catalogue, seed it again.
 
-    Each replica does so, and compare-and-set decides between them. Models that are written over the API meanwhile stay.
+    Each replica runs this function, and compare-and-set decides between them. Models that are written over the API in
+    the meantime remain.
     """
     while True:
         service.begin(prepared.store, prepared.overlay.trust())
@@ -103,15 +104,15 @@ async def keep(
         recovered = set(again.store.written_over_api())
         if lost := [name for name in prepared.store.written_over_api() if name not in recovered]:
             listed = ", ".join(lost[:MAX_TOLD]) + (", ..." if len(lost) > MAX_TOLD else "")
-            _logger.warning("%d changes over the API were lost with it, make them again: %s", len(lost), listed)
+            _logger.warning("%d changes over the API were lost with the catalogue, repeat them: %s", len(lost), listed)
         prepared = again
 
 
 async def seeded(
     service: ConfigService, settings: Settings, broker: Broker, stop: Stop, overlay: Overlay | None = None
 ) -> PreparedCatalogue | None:
-    """Repeat `prepare` until it succeeds and return its result; None at the stop. Until then /readyz says why the
-    service is not ready. Raises SettingError.
+    """Repeat `prepare` until it succeeds and return its result; return None if `stop` is set. Before that, /readyz has
+    the reason why the service is not ready. Raises SettingError.
     """
 
     async def attempt() -> PreparedCatalogue:
@@ -132,7 +133,7 @@ async def seeded(
 
 
 async def _make_streams(settings: Settings, stop: Stop) -> None:
-    """Make streams and buckets for all processes until `stop`, over a separate connection."""
+    """Create streams and buckets on request of all processes until `stop`, over a separate connection."""
     password = settings.nats_streams_password
     async with connected(settings.nats_url, "sie-streams", stop, password=password, user="streams") as broker:
         if broker is not None:
@@ -149,7 +150,9 @@ async def run(
     lame_duck_s: float = 0.0,
     on_listening: Callable[[int], None] | None = None,
 ) -> int:
-    """Serve until `stop` and for `lame_duck_s` more, then finish the requests that were begun. Raises SettingError."""
+    """Serve until `stop`, then for another `lame_duck_s` seconds, then finish the running requests. Raises
+    SettingError.
+    """
     tracer = tracing.start(settings.tracing, "config")
     service = ConfigService(settings)
     service.tracer = tracer
@@ -167,7 +170,7 @@ async def run(
     if on_listening is not None:
         on_listening(server.port)
     tasks = Tasks(_logger, stop.request)
-    served = Stop()  # tasks beside requests do not stop with `stop`: they are cancelled after the last request
+    served = Stop()  # background tasks do not end with `stop`: they are cancelled after the last request
     try:
         if settings.nats_streams_password is not None:
             tasks.start(_make_streams(settings, served), "streams")

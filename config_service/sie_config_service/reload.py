@@ -1,10 +1,10 @@
 """Changes of SIE_MODELS_DIR become writes of source `overlay`, without a restart.
 
-    look ──changed, and the same at the next look──► all files read and checked ──► seeded ──► read back, told
-      ▲            └ one is broken: nothing changes, the log names file, field and line                 │
-      └── until workers have it, or WATCHED_S have passed: told too ◄───────────────────────────────────┘
+    look ──changed, and equal at the next look──► all files read and checked ──► seeded ──► read back, logged
+      ▲            └ one is invalid: no change, the log names file, field and line                 │
+      └── until workers have it, or WATCHED_S have passed: logged ◄───────────────────────────────────┘
 
-Names, sizes and times are compared, which also works on file systems that send no events. The looks take at most a
+Names, sizes and times are compared, which also works on file systems that send no events. The looks use at most a
 hundredth of the time.
 """
 
@@ -36,7 +36,7 @@ _logger = logging.getLogger("sie.config")
 
 
 def warn_of_others(folders: Folders, read: CatalogueSnapshot) -> None:
-    """Log which files are not applied because somebody wrote their models over the API."""
+    """Log the files that are not applied because a person wrote their models over the API."""
     for model, path in folders.files.items():
         stored, packaged = read.held.get(model, HeldModel()).stored, folders.models.get(model)
         if (
@@ -50,8 +50,8 @@ def warn_of_others(folders: Folders, read: CatalogueSnapshot) -> None:
 
 
 def log_broken(read: CatalogueSnapshot, index: AliasIndex, done: Iterable[CatalogueChange]) -> None:
-    """Log which aliases are not valid after these changes. A change of the folder is not refused because of an alias
-    that was written over the API.
+    """Log the aliases that are not valid after these changes. A change of the folder is accepted even if it makes an
+    alias invalid that was written over the API.
     """
     for alias, why in broken_by(read, index, (change.model for change in done)).items():
         _logger.error("the alias %s is not valid with the models of the folder: %s", alias, why)
@@ -59,7 +59,7 @@ def log_broken(read: CatalogueSnapshot, index: AliasIndex, done: Iterable[Catalo
 
 @dataclass
 class _Watched:
-    """A stored change, kept until the workers of its bundles have its epoch."""
+    """A stored change that is watched until the workers of its bundles have its epoch."""
 
     outcome: str
     epoch: str
@@ -69,9 +69,9 @@ class _Watched:
 
 @dataclass
 class Reload:
-    """Follows the folder from its state when the catalogue was seeded. `workers`: None if it is not reported which of
-    them have a change. `check` raises ValidationFailed for an entry that no worker could load; None: only the load
-    decides.
+    """Watch of the folder, beginning with its state at the time of seeding. `workers`: None if there are no reports
+    about workers that have a change. `check` raises ValidationFailed for an entry that no worker could load; None: only
+    the load decides.
     """
 
     store: CatalogueStore
@@ -79,7 +79,7 @@ class Reload:
     signature: Signature
     workers: CatalogueReaders | None = None
     check: Callable[[dict[str, Any]], Awaitable[None]] | None = None
-    _refused: Signature | None = None  # a state that was refused; the reason is logged once
+    _refused: Signature | None = None  # a refused state of the folder; its reason is logged only once
     _trouble: Trouble = field(default_factory=lambda: Trouble(_logger, "a change of the folder of models waits"))
     _watched: list[_Watched] = field(default_factory=list)
 
@@ -99,8 +99,8 @@ class Reload:
                 continue
             pause_s = max(look_s, (time.monotonic() - begun_s) / IDLE_SHARE)
             if now != last:
-                self._trouble.passed()  # an earlier failure was that of an earlier change
-            elif now not in (self.signature, self._refused):  # two looks are equal, so nobody is writing any more
+                self._trouble.passed()  # an earlier failure belongs to an earlier change
+            elif now not in (self.signature, self._refused):  # two looks are equal, so no process is still writing
                 await self._apply(now)
             last = now
             self._report()
@@ -109,7 +109,7 @@ class Reload:
         try:
             folders = await asyncio.to_thread(self.overlay.folders)
             if await asyncio.to_thread(self.overlay.read_signature) != now:
-                return  # the folder was changed meanwhile
+                return  # the folder has changed again
             await self._check_files(folders)
             bundles = await self.store.seed_bundles(folders.bundles)
             done = await self.store.seed(folders.models)
@@ -117,7 +117,7 @@ class Reload:
         except (BrokerError, SIEError, SettingError, OSError) as error:
             if (
                 not isinstance(error, SIEError) or error.retryable
-            ):  # it may pass without a change of a file: the next look tries again
+            ):  # the error may disappear without a change of a file: the next look tries again
                 self._trouble.met(error)
                 return
             _logger.error("%s was changed, and the models stay as they were: %s", self.overlay.name, error)
@@ -130,7 +130,9 @@ class Reload:
             _logger.info("%s was changed: %s", self.overlay.name, outcome)
 
     async def _check_files(self, folders: Folders) -> None:
-        """Raise ValidationFailed for an entry that no worker could load: workers then keep the former entry."""
+        """Raise ValidationFailed for an entry that no worker could load: then workers continue with the former
+        entry.
+        """
         if self.check is None:
             return
         for change in await self.store.to_seed(folders.models):

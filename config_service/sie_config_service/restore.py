@@ -1,9 +1,9 @@
-"""Restore of models: if workers cannot load a revision, the revision that they had loaded before replaces it.
+"""Restore of models: if workers cannot load a revision, it is replaced by the revision that they had loaded before.
 
-    heartbeat: failed for good ──► the newest revision? ──► loaded nowhere? ──► an earlier one was? ──► written again
+    heartbeat: permanent failure ──► newest revision? ──► loaded on no worker? ──► earlier one loaded? ──► written again
 
-The write is a new revision, with the reason as its note: history, list and `sie doctor` show it. It keeps the source of
-the model, so that the next change of its file in SIE_MODELS_DIR is applied.
+The write is a new revision, with the reason as its note: history, list and `sie doctor` show it. The new revision has
+the same source as the model, so that the next change of its file in SIE_MODELS_DIR is applied.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Unloadable:
 
 
 def unloadable(statuses: Iterable[ModelStatus]) -> list[Unloadable]:
-    """Return the models whose load failed for good at a revision that no worker has loaded, if an earlier revision was
-    loaded.
+    """Return the models with a permanent load failure at a revision that no worker has loaded, if an earlier revision
+    was loaded.
     """
     statuses = list(statuses)
     loaded = {(status.model, status.revision) for status in statuses if status.state == "loaded"}

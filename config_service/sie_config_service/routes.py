@@ -1,4 +1,4 @@
-"""Routes of the config service: those of the catalogue with its handlers, and the pages that describe them."""
+"""Routes of the config service: the catalogue's routes with their handlers, and the pages that describe them."""
 
 from __future__ import annotations
 
@@ -26,5 +26,5 @@ TABLE = Table(ROUTES)
 
 
 def openapi_document(about: Mapping[str, Any]) -> dict[str, Any]:
-    """Build the OpenAPI document of the config service. `about` is its head."""
+    """Build the OpenAPI document of the config service. `about`: its title and version."""
     return openapi.document(ROUTES, config_routes.PLACEHOLDERS, lambda _: openapi.statuses(config_shape), about=about)

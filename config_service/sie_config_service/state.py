@@ -19,17 +19,17 @@ from sie_runtime.connection import because
 if TYPE_CHECKING:
     from sie_runtime.spans import Tracer
 
-WORKER_TIMEOUT_S = 15.0  # time without a heartbeat after which a worker no longer counts
+WORKER_TIMEOUT_S = 15.0  # seconds without a heartbeat after which a worker no longer counts
 
 
 class ConfigService:
-    """State that the routes share. `store` is None until the broker is connected and the catalogue is seeded, and again
-    after the broker has lost the catalogue.
+    """State for all routes. `store` is None until the broker is connected and the catalogue is seeded, and again after
+    the broker has lost the catalogue.
     """
 
     def __init__(self, settings: Settings) -> None:
-        self.trouble = ""  # why the catalogue could not be built the last time
-        self.leaving = False  # True: /readyz refuses, so that no new connections come; requests are still answered
+        self.trouble = ""  # reason why the last attempt to build the catalogue failed
+        self.leaving = False  # true: /readyz refuses, so that no new connections arrive; requests are still answered
         self.broker: Broker | None = None
         self.store: CatalogueStore | None = None
         self.writer: CatalogueWriter | None = None
@@ -41,18 +41,18 @@ class ConfigService:
         self.metrics = ConfigMetrics(lambda: self.store.last_read if self.store is not None else None)
 
     def begin(self, store: CatalogueStore, trust: Trust) -> None:
-        """Serve the catalogue of `store`. `trust` decides which code and paths an entry that is written over HTTP may
-        use.
+        """Serve the catalogue of `store`. `trust` decides which code and paths are allowed in an entry that is written
+        over HTTP.
         """
         self.store, self.writer, self.trust = store, CatalogueWriter(store, self.files.check), trust
         self.trouble = ""
 
     def end(self) -> None:
-        """Stop serving the catalogue: requests are refused, as before it was seeded."""
+        """Stop serving the catalogue: requests are refused until it is seeded again."""
         self.store = self.writer = None
 
     async def reconnected(self) -> None:
-        """Tell the store that the connection to the broker was lost and restored."""
+        """Inform the store that the connection to the broker was lost and restored."""
         if self.store is not None:
             await self.store.reconnected()
 

@@ -1,5 +1,5 @@
-"""The catalogue in a key-value bucket. A replica keeps no other state, so any number of replicas may run;
-compare-and-set decides between them.
+"""Catalogue in a key-value bucket. A replica has no other state, so any number of replicas may run; compare-and-set
+decides between them.
 
     packaged folder + SIE_MODELS_DIR ──seed──► bucket ──► export, epoch
                      an operator ──── write ──►   └──► one delta for each write of a model, with the epoch before it
@@ -9,14 +9,14 @@ compare-and-set decides between them.
     history.<id>.<number>  each of its last REVISIONS_KEPT revisions, in one batch with the model; the newest replaces
                            the oldest
     replies.<number>       replies to writes that had an Idempotency-Key, by a hash of the key, in the same batch too
-    aliases                the targets of each alias; an alias itself is stored as a model is
+    aliases                the targets of each alias; an alias itself is stored like a model
 
 Files of the broker can be damaged. Seeded models are still in the folders. Models that were written over the API are
 also in a second bucket, the copy, under the same key `model.<id>`. The copy is written after the bucket, so the bucket
-must have everything that the copy has: `recover` writes again what is missing.
+must have everything that the copy has: `recover` writes missing models again.
 
-A removed model stays as a record without an entry, so that its revisions are counted further. Seeding never changes a
-model that an operator wrote or removed over the API, whatever the folders say.
+A removed model remains as a record without an entry, so that the count of its revisions continues. Seeding never
+changes a model that an operator wrote or removed over the API, whatever the folders say.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ from sie_runtime.process import Stop, retry
 
 PRODUCER = "sie-config"
 SEED_ATTEMPTS = 5
-SEED_BATCH = 200  # models; a batch of the broker has at most 1,000 messages
+SEED_BATCH = 200  # models of one batch; a batch of the broker has at most 1,000 messages
 REVISIONS_KEPT = 100
 REPLY_SLOTS = 256
 REPLIES_PER_SLOT = 64
@@ -70,7 +70,7 @@ _logger = logging.getLogger("sie.config")
 
 @dataclass(frozen=True)
 class CatalogueChange:
-    """Write of a model: the new entry, or None for a removal. `held` is the stored model that it replaces."""
+    """Write of a model: the new entry, or None for a removal. `held` is the stored model that the change replaces."""
 
     model: str
     held: HeldModel
@@ -81,7 +81,7 @@ class CatalogueChange:
     note: str = ""
 
     def bundles(self, bundles: Mapping[str, BundleEntry]) -> set[str]:
-        """Return the bundles that the change concerns."""
+        """Return the bundles that the change affects."""
         return concerns(bundles, self.entry, self.held.entry)
 
 
@@ -96,7 +96,7 @@ class RecordedReply(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class ReplySlot:
-    """Replies that share a key of the bucket."""
+    """Replies that are stored under one key of the bucket."""
 
     number: int
     replies: tuple[RecordedReply, ...]
@@ -132,7 +132,7 @@ def _slot_key(number: int) -> str:
 
 
 def normalised(entry: ModelEntry | Alias) -> dict[str, Any]:
-    """Return an entry as it is stored, exported and shown: equal entries are equal maps."""
+    """Return an entry in the form in which it is stored, exported and shown: equal entries have equal maps."""
     document: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(entry))
     return document
 
@@ -152,11 +152,11 @@ class CatalogueStore:
         return (await self.snapshot()).epoch
 
     async def catalogue_epoch(self) -> ConfigEpoch:
-        """Return the epoch of the catalogue, for followers."""
+        """Return the epoch of the catalogue, for the processes that read the catalogue."""
         return (await self.snapshot()).catalogue_epoch
 
     async def snapshot(self) -> CatalogueSnapshot:
-        """Return all models at one epoch, as the broker's leader has them now. Raises BrokerError, NotReady."""
+        """Return all models at the last epoch of the broker's leader. Raises BrokerError, NotReady."""
         return await self._mirror.snapshot()
 
     @property
@@ -166,14 +166,14 @@ class CatalogueStore:
 
     async def reconnected(self) -> None:
         """Make the next read begin from the start: the connection to the broker was lost, and the broker may now have
-        an older copy, or nothing.
+        an older copy, or none.
         """
         await self._mirror.invalidate()
 
     async def lost(self, stop: Stop) -> bool:
         """Wait until the broker has lost the bucket, then return True; return False at `stop`.
 
-        The broker is asked only after a reconnect and after a read that failed.
+        The check runs only after a reconnect and after a failed read.
         """
         while not await stop.wait_woken(self._mirror.suspect):
             action = "looking whether the broker still has the catalogue"
@@ -182,7 +182,7 @@ class CatalogueStore:
         return False
 
     def written_over_api(self) -> list[str]:
-        """Return the models and aliases that were written or removed over the API, as they were last read. No file has
+        """Return the models and aliases that were written or removed over the API, from the last read. No file has
         them.
         """
         held = (self._mirror.last or self._mirror.before).held
@@ -199,8 +199,8 @@ class CatalogueStore:
         return _export(await self.snapshot())
 
     async def exported(self) -> bytes:
-        """Return the export in JSON. It is made once for each epoch, because all gateways and workers ask for it at the
-        same time.
+        """Return the export in JSON. It is built once for each epoch, because all gateways and workers request it at
+        the same time.
         """
         read = await self.snapshot()
         if self._exported[0] is not read:
@@ -208,8 +208,8 @@ class CatalogueStore:
         return self._exported[1]
 
     async def catalogue(self) -> Catalogue:
-        """Return the catalogue in the form by which gateways resolve names. Raises ValidationFailed for a stored entry
-        that is not valid any more.
+        """Return the catalogue in the form in which gateways resolve names. Raises ValidationFailed for a stored entry
+        that is no longer valid.
         """
         read = await self.snapshot()
         if self._parsed[0] is not read:
@@ -217,7 +217,7 @@ class CatalogueStore:
         return self._parsed[1]
 
     async def held(self, model: str) -> HeldModel:
-        """Return one model as the broker's leader has it now."""
+        """Return one model at the last revision of the broker's leader."""
         entry = await self._bucket.get(model_key(model))
         return (
             HeldModel()
@@ -252,7 +252,7 @@ class CatalogueStore:
 
     async def revisions_at(self, model: str) -> Callable[[str], int | None]:
         """Return a function from an epoch to the model's revision at that epoch: 0 before the first revision, None if
-        the history does not reach back so far.
+        the epoch is older than the history.
         """
         created = (await self.snapshot()).created
         entries = await self._entries(f"history.{topology.token(model)}")
@@ -268,7 +268,7 @@ class CatalogueStore:
         return revision_at
 
     async def revision(self, model: str, revision: int) -> StoredModel | None:
-        """Return one revision of a model; None if it is not stored any more."""
+        """Return one revision of a model; None if that revision is no longer stored."""
         entry = await self._bucket.get(_history_key(model, revision))
         stored = None if entry is None or entry.value is None else _stored.decode(entry.value)
         return stored if stored is not None and stored.revision == revision else None
@@ -281,7 +281,7 @@ class CatalogueStore:
         return [stored for name in sorted(models) for stored in reversed(await self.history(name))]
 
     async def slot(self, key: str) -> ReplySlot:
-        """Return the slot of the reply to a write whose Idempotency-Key has the digest `key`. It may be empty."""
+        """Return the slot for the reply to a write whose Idempotency-Key has the digest `key`. It may be empty."""
         number = int(key[:8], 16) % REPLY_SLOTS
         entry = await self._bucket.get(_slot_key(number))
         return (
@@ -291,11 +291,11 @@ class CatalogueStore:
         )
 
     async def remember(self, reply: Write) -> None:
-        """Store the reply to a write that changed nothing. Raises WrongRevision."""
+        """Store the reply to a write that changed no model. Raises WrongRevision."""
         await self._bucket.write([reply])
 
     async def alias_index(self) -> AliasIndex:
-        """Return the index of aliases as the broker's leader has it now."""
+        """Return the index of aliases at the last revision of the broker's leader."""
         entry = await self._bucket.get(INDEX_KEY)
         return AliasIndex() if entry is None else AliasIndex.read(entry.value, entry.revision)
 
@@ -307,11 +307,12 @@ class CatalogueStore:
         *,
         tell: bool = True,
     ) -> tuple[int, int]:
-        """Write the changes, each of another model, as one atomic batch. With `tell` each change is broadcast; without
-        it readers find the changes when they poll. Returns how many deltas were sent, and how many there are.
+        """Write the changes, each of a different model, in one atomic batch. With `tell`, each change is broadcast;
+        without it, readers find the changes when they poll. Returns the number of sent deltas, and the number of all
+        deltas.
 
-        Raises WrongRevision if any model or slot, or the index of aliases, was written meanwhile; then nothing is
-        stored.
+        Raises WrongRevision if another writer has written any of the models or slots, or the index of aliases; then no
+        write is stored.
         """
         writes: list[Write] = []
         revisions: list[StoredModel] = []
@@ -345,7 +346,7 @@ class CatalogueStore:
         )
 
     async def _write_copy(self, stored: StoredModel) -> None:
-        """Write a revision into the copy, unless the copy has it or a later one."""
+        """Write a revision into the copy, unless the copy has this or a later revision."""
         key = model_key(stored.model)
 
         async def attempt() -> None:
@@ -361,11 +362,11 @@ class CatalogueStore:
             _logger.warning("%s lacks %s until the next start: %s", self._copy.name, stored.model, error)
 
     async def recover(self, backup: Sequence[StoredModel] = ()) -> list[str]:
-        """Write models of the copy or a backup into the bucket, if the bucket lacks them, and models of the bucket into
-        the copy, if the copy lacks them. Then write the index of aliases if it differs from the aliases. Returns the
-        models that the bucket had lost, or had at an earlier revision.
+        """Write models of the copy or a backup into the bucket, if they are missing there, and models of the bucket
+        into the copy, if they are missing there. Then write the index of aliases if it differs from the aliases.
+        Returns the models that the bucket had lost, or had at an earlier revision.
 
-        `backup`: revisions of models, also earlier ones. Raises WrongRevision if another replica does the same at the
+        `backup`: revisions of models, including earlier ones. Raises WrongRevision if another replica recovers at the
         same time.
         """
         entries = await self._copy.use(lambda bucket: bucket.entries())
@@ -415,8 +416,8 @@ class CatalogueStore:
         first: int,
         with_index: bool,
     ) -> tuple[int, int]:
-        """Send one delta for each change and each bundle that it concerns. If `before` is not known, the deltas make
-        each reader ask for the catalogue. Returns how many deltas were sent, and how many there are.
+        """Send one delta for each change and each affected bundle. If `before` is unknown, the deltas make each reader
+        request the catalogue. Returns the number of sent deltas, and the number of all deltas.
         """
         previous, since = (
             (before.epoch, {bundle: before.since(bundle) for bundle in before.bundles})
@@ -437,14 +438,14 @@ class CatalogueStore:
                 try:
                     await self._broker.send(topology.config_subject(bundle), messages.encode(delta))
                     sent += 1
-                except BrokerError as error:  # readers find the change when they poll
+                except BrokerError as error:  # readers will find the change when they poll
                     _logger.warning("a delta of bundle %s was not sent: %s", bundle, error)
             previous = epoch
         return sent, expected
 
     async def seed_bundles(self, packaged: Mapping[str, BundleEntry]) -> bool:
         """Make the bucket have these bundles and no others. Returns whether it was changed. Raises WrongRevision if
-        other writers kept changing it during SEED_ATTEMPTS attempts.
+        other writers changed it in each of SEED_ATTEMPTS attempts.
         """
         values = {bundle_key(name): msgspec.json.encode(bundle) for name, bundle in packaged.items()}
 
@@ -468,7 +469,7 @@ class CatalogueStore:
 
     async def seed(self, packaged: Mapping[str, tuple[ModelEntry | Alias, str]]) -> list[CatalogueChange]:
         """Make the bucket have the models of the folders; models written over the API are not changed. Returns the
-        changes. Raises WrongRevision if other writers kept changing the catalogue during SEED_ATTEMPTS attempts.
+        changes. Raises WrongRevision if other writers changed the catalogue in each of SEED_ATTEMPTS attempts.
         """
         done: list[CatalogueChange] = []
 
@@ -536,8 +537,8 @@ def _copied(entry: Entry | None) -> StoredModel | None:
 
 
 def digest_of(*parts: bytes) -> str:
-    """Return the SHA-256 of several parts, in hex. Each part is hashed with its length, so that no other parts give the
-    same bytes.
+    """Return the SHA-256 of several parts, in hex. Each part is hashed with its length, so that different parts never
+    give the same bytes.
     """
     digest = hashlib.sha256()
     for part in parts:
@@ -550,7 +551,7 @@ def reply_of(key: str, request: str, body: dict[str, Any]) -> RecordedReply:
 
 
 async def open_store(broker: Broker, settings: Settings) -> CatalogueStore:
-    """Open the store; its bucket is made if it does not exist."""
+    """Open the store; create its bucket if it does not exist."""
     bucket, copy = (
         RecordBucket(broker, name, storage=settings.stream_storage, replicas=settings.stream_replicas)
         for name in (topology.CATALOGUE_BUCKET, topology.CATALOGUE_COPY_BUCKET)

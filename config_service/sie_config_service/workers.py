@@ -1,4 +1,4 @@
-"""Live workers and gateways, and the part of the catalogue that each reports to have read."""
+"""Live workers and gateways, and the epoch and bundle in their reports."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _logger = logging.getLogger("sie.config")
 
 
 class CatalogueReaders:
-    """The last heartbeat of each worker, and the last announcement of each gateway. A process that is silent for
-    `timeout_s` is forgotten.
+    """Last heartbeat of each worker, and last announcement of each gateway. A process that is silent for `timeout_s` is
+    removed.
     """
 
     def __init__(self, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -81,7 +81,7 @@ class CatalogueReaders:
         return [status for beat in beats for status in beat.models]
 
     def of_bundle(self, bundle: str) -> list[Heartbeat]:
-        """Return the heartbeats of the workers of a bundle that take work."""
+        """Return the heartbeats of the workers of a bundle that accept work."""
         now_s = self._clock()
         return [
             beat
@@ -99,5 +99,5 @@ class CatalogueReaders:
         }
 
     def epochs(self, bundle: str) -> dict[str, str]:
-        """Return the epoch of each worker of a bundle that takes work."""
+        """Return the epoch of each worker of a bundle that accepts work."""
         return {beat.worker: beat.config_epoch for beat in self.of_bundle(bundle)}

@@ -1,10 +1,10 @@
 """Writes of an operator. Each write is one compare-and-set on the present model, and is repeated if another writer was
-quicker.
+faster.
 
-    asked ──► known Idempotency-Key? its reply ──► the model as it is ──► If-Match? ──► edited, checked ──► one batch
-    ──► deltas
-                                                        ▲                                                    │
-                                                        └────────────── another writer was quicker ◄─────────┘
+    request ──► known Idempotency-Key? its reply
+            └─► present model ──► If-Match? ──► edited, checked ──► one batch ──► deltas
+                   ▲                                                    │
+                   └────────────── another writer was faster ◄──────────┘
 
 Each attempt applies the request to the present model, so no update is lost: a patch, for example, is merged again.
 """
@@ -40,10 +40,11 @@ from sie_contracts.models.entries import ModelEntry, is_id
 from sie_contracts.models.public_models import is_public, translated
 from sie_contracts.models.trust import Trust
 
-MAX_IDS = 50_000  # models and aliases, removed ones included, whose revisions are kept
-MAX_ENTRY_BYTES = 256 << 10  # bytes of one entry; the bucket has up to 100 revisions of each
-WRITE_S = 10.0  # time limit for one write, with the wait for earlier writes of this replica
-_FROM_NOTHING = ("create", "rollback")  # operations that need no existing model; the others answer 404
+MAX_IDS = 50_000  # models and aliases whose revisions are kept, including removed ones
+MAX_ENTRY_BYTES = 256 << 10  # largest number of bytes of one entry; the bucket has up to 100 revisions of each entry
+WRITE_S = 10.0  # seconds: time limit for one write, including the wait for earlier writes of this replica
+# operations that need no existing model; for the others, a missing model is a 404
+_FROM_NOTHING = ("create", "rollback")
 _logger = logging.getLogger("sie.config")
 
 Edit = Callable[[HeldModel], Awaitable[dict[str, Any] | None]]
@@ -52,8 +53,8 @@ Edit = Callable[[HeldModel], Awaitable[dict[str, Any] | None]]
 
 @dataclass(frozen=True)
 class WriteRequest:
-    """A write. `request` is a digest that is equal for equal writes only. `if_match` is the revision that the model
-    must have.
+    """A write. `request` is a digest of the write: only equal writes have equal digests. `if_match` is the revision
+    that the model must have.
     """
 
     operation: str
@@ -63,18 +64,18 @@ class WriteRequest:
     key: str = ""
     if_match: int | None = None
     dry_run: bool = False
-    profiles: Collection[str] | None = None  # profiles that the write names; None: all profiles
-    force: bool = False  # True: write although an alias needs the model unchanged
+    profiles: Collection[str] | None = None  # profiles in the write; None: all profiles
+    force: bool = False  # true: write although an alias needs the model unchanged
     author: str = ""  # name of the caller
-    note: str = ""  # reason of a write that no person asked for
+    note: str = ""  # reason of a write that no person requested
     source: str = "api"
     warnings: tuple[str, ...] = ()  # warnings about the document
 
 
 @dataclass(frozen=True)
 class WriteReply:
-    """The reply. `created`: the write created a model or profiles. `replayed`: the reply is that of an earlier write
-    with the same Idempotency-Key.
+    """Reply to a write. `created`: the write created a model or profiles. `replayed`: the reply is the reply to an
+    earlier write with the same Idempotency-Key.
     """
 
     body: dict[str, Any]
@@ -86,7 +87,7 @@ class CatalogueWriter:
     """Does all writes of one replica, one at a time. Between replicas compare-and-set decides."""
 
     def __init__(self, store: CatalogueStore, check: Callable[[dict[str, Any]], Awaitable[None]]) -> None:
-        """Take `check`, which raises ValidationFailed for an entry that no worker could load."""
+        """Create the writer. `check` raises ValidationFailed for an entry that no worker could load."""
         self._store = store
         self._check = check
         self._lock = asyncio.Lock()
@@ -192,8 +193,8 @@ class CatalogueWriter:
         }
 
     async def _stale(self, model: str, held: HeldModel, expected: int) -> ContentConflict:
-        """Return the error for a model that does not have the revision of If-Match. `diff`: the changes since that
-        revision, if it is still stored.
+        """Return the error for a model whose revision differs from If-Match. `diff`: the changes since that revision,
+        if it is still stored.
         """
         base = await self._store.revision(model, expected)
         return ContentConflict(
@@ -213,8 +214,7 @@ def profiles_of(entry: dict[str, Any] | None) -> dict[str, Any]:
 class Edits:
     """Operations that change the stored document of a model.
 
-    Every stored document has passed `checked` and has a bundle that serves it. It uses only code and paths that are
-    allowed.
+    Every stored document has passed `checked` and has a bundle that serves it. It uses only allowed code and paths.
     """
 
     def __init__(self, store: CatalogueStore, bundles: Mapping[str, BundleEntry], trust: Trust) -> None:
@@ -240,7 +240,7 @@ class Edits:
 
     def create(self, desired: dict[str, Any]) -> Edit:
         """Return an edit that adds a model, or profiles to an existing model. The edit raises ContentConflict if the
-        model has one of these profiles with other fields.
+        model has one of these profiles with different fields.
         """
 
         async def edit(held: HeldModel) -> dict[str, Any]:

@@ -20,8 +20,8 @@ from sie_runtime.metrics import Scrape, epoch_number
 
 
 class Live(Collector):
-    """Collector of metrics whose values the parts of the gateway hold. A worker that has gone and demand that has ended
-    leave no series behind.
+    """Collector of metrics whose values are attributes of the gateway's parts. Workers and demand that have ended have
+    no series.
     """
 
     def __init__(

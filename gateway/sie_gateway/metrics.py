@@ -14,7 +14,7 @@ _VERDICTS = ("taken", "duplicate", "unknown", "undecodable", "no_room", "damaged
 
 class Metrics:
     """Counters, gauges and histograms of the gateway. A series with known labels exists from the start: an alert cannot
-    fire on a series that is absent.
+    fire on a missing series.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class Metrics:
         self.latency = make.histograms("sie_gateway_request_latency_seconds")
         self._answered: dict[
             tuple[str, int, str], tuple[Counter, Histogram]
-        ] = {}  # cached: to look up a series by labels costs more than to count
+        ] = {}  # cached: to find a series by its labels takes longer than to count
         self.rejected = make.counters("sie_gateway_rejected_requests")
         self.key_tokens = make.counters("sie_gateway_key_tokens")
         self.key_device_seconds = make.counters("sie_gateway_key_device_seconds")
@@ -65,10 +65,10 @@ class Metrics:
         self.refused.labels(reason).inc()
 
     def answered(self, endpoint: str, status: int, machine_profile: str, seconds: float | None) -> None:
-        """Count a request after its answer was sent. `endpoint` and `machine_profile` come from fixed sets, never from
-        a client.
+        """Count a request after its answer was sent. `endpoint` and `machine_profile` are values of fixed sets, never
+        texts of a client.
 
-        `seconds` is the latency. It is None for a websocket, which lasts as long as the client keeps it open.
+        `seconds` is the latency. It is None for a websocket, which stays open until the client closes it.
         """
         counted = self._answered.get((endpoint, status, machine_profile))
         if counted is None:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from sie_broker import Broker, BrokerError, TopologyMismatch
-from sie_contracts.errors import QueueUnavailable, ShuttingDown
+from sie_contracts.errors import SHUTTING_DOWN, QueueUnavailable, ShuttingDown
 from sie_contracts.settings import SettingError, Settings
 from sie_contracts.wire import topology
 from sie_gateway.admission.admission import Admission
@@ -60,8 +60,8 @@ from sie_store.payloads import open_store
 EPOCH_POLL_S = 5.0
 FULL_EXPORT_S = 300.0
 FIRST_ANSWER_S = 2.0
-_LATE_S = 1.0  # seconds to send the answer of a request whose budget has ended
-_SETTINGS = {  # the setting that the error names if a field of the stream differs
+_LATE_S = 1.0  # seconds for sending the answer of a request whose budget has ended
+_SETTINGS = {  # setting that the error names if a field of the stream differs, by field
     "storage": "SIE_STREAM_STORAGE",
     "replicas": "SIE_STREAM_REPLICAS",
     "max_bytes": "SIE_QUEUE_MAX_BYTES",
@@ -85,9 +85,9 @@ async def serve(
     network: Network = NETWORK,
     data_dir: Path | None = None,
 ) -> int:
-    """Serve until `stop`, go on for `lame_duck_s`, then finish the accepted requests for at most `drain_s` seconds (by
-    default as long as any request may take). Images at URLs are fetched over `network`. `data_dir` is the data folder
-    of the `sie serve` that this gateway is a part of.
+    """Serve until `stop`. Continue for `lame_duck_s` seconds, then complete the accepted requests for at most `drain_s`
+    seconds (by default as long as any request may take). Images at URLs are fetched over `network`. `data_dir` is the
+    data folder of the `sie serve` that this gateway is a part of.
 
     Return the exit status. Raises SettingError.
     """
@@ -195,7 +195,7 @@ async def serve(
         raise
     tasks = Tasks(_logger, stop.request)
     drained_s = 0.0
-    drained = Stop()  # ends the background tasks, which requests in progress need until the drain is over
+    drained = Stop()  # ends the background tasks; requests in progress need them until the drain has ended
     measuring: asyncio.Task[None] | None = None
     owning: asyncio.Task[None] | None = None
     await side.start()
@@ -213,8 +213,9 @@ async def serve(
             await retry(listening, errors=(BrokerError,), stop=stop, logger=_logger, task=purpose)
         own = functools.partial(_own_streams, queue, placer, settings, record, jobs.bucket)
         owning = asyncio.create_task(retry(own, errors=(BrokerError,), stop=stop, logger=_logger, task="work streams"))
-        # Connections already queue at the port. A request that meets a restart waits a moment here, instead of being
-        # refused because the gateway is not ready.
+        # Connections already queue at the port.
+        # A request that arrives during a restart waits a moment here, instead of being refused because the gateway is
+        # not ready.
         loaded = asyncio.create_task(feed.first.wait())
         await asyncio.wait({owning, loaded}, timeout=FIRST_ANSWER_S)
         loaded.cancel()
@@ -255,10 +256,10 @@ async def serve(
         readiness.leaving = True
         main.leave()
         side.leave()
-        if lame_duck_s and readiness.started:  # a gateway that was never ready gets no traffic
+        if lame_duck_s and readiness.started:  # a gateway that was never ready has no traffic
             _logger.info("gateway is a lame duck for %g s, %d requests in progress", lame_duck_s, inference.in_progress)
             await stop.lame_duck(lame_duck_s)
-            # done only after a lame duck: earlier, requests could still be on their way on these connections
+            # close the connections only after the lame-duck time: earlier, requests could still arrive on them
             await main.hang_up()
         readiness.draining = True
         inference.away.close()
@@ -269,7 +270,7 @@ async def serve(
             async with asyncio.timeout_at(drained_s):
                 await inference.idle.wait()
         if inference.in_progress:
-            inbox.fail_all(ShuttingDown("this gateway is shutting down; another one takes the request"))
+            inbox.fail_all(ShuttingDown(SHUTTING_DOWN))
     finally:
         stop.request()
         drained.request()
@@ -290,18 +291,18 @@ async def serve(
 
 
 def longest_drain_s(settings: Settings) -> float:
-    """Return the seconds after which every accepted request has had its answer."""
+    """Return the seconds after which every accepted request has its answer."""
     return settings.gateway_request_timeout + _LATE_S
 
 
 async def _own_streams(
     queue: WorkQueue, placer: Placer, settings: Settings, pools: PoolRecord, jobs: JobsBucket
 ) -> None:
-    """Create the buckets of tables, reservations and jobs, then the streams of this installation's own pools, which
-    workers wait for.
+    """Create the buckets of tables, reservations and jobs, then the streams of this installation's own pools. Workers
+    wait for these streams.
 
-    A stream that exists with other settings is refused, never changed. Raises SettingError for it, BrokerError for
-    other failures.
+    A stream that exists with other settings is refused, never changed. Raises SettingError for this stream, BrokerError
+    for other failures.
     """
     try:
         await placer.start()
@@ -331,7 +332,7 @@ async def run(
     data_dir: Path | None = None,
 ) -> int:
     """Run the gateway against NATS and return its exit status. Raises SettingError."""
-    require_tokens(settings)  # checked before the connection, so that the error comes even if NATS is down
+    require_tokens(settings)  # check before the connection, so that the error is raised even if NATS is down
     async with connected(settings.nats_url, "sie-gateway", stop, password=settings.nats_password) as broker:
         if broker is None:
             return 0

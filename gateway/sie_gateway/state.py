@@ -23,19 +23,19 @@ from sie_runtime.keys import Keys
 
 
 class GatewayReadiness:
-    """Readiness of this gateway, and the stage of its shutdown. `keys` is given only in auth mode token."""
+    """Readiness of this gateway, and the stage of its shutdown. `keys` is set only in auth mode token."""
 
     def __init__(self, broker: Connection, feed: CatalogueFeed, keys: Keys | None) -> None:
         self._broker = broker
         self._feed = feed
         self._keys = keys
         self.started = False
-        self.leaving = False  # clients are told to open no new connections here; requests are still answered
-        self.draining = False  # new work is refused
+        self.leaving = False  # true: replies tell clients to open no new connections here; requests are still answered
+        self.draining = False  # true after the start of the shutdown: new work is refused
 
     def not_ready(self) -> str | None:
-        """Return the reason why this gateway is not ready, or None if it is ready. Workers do not count: they may be
-        scaled to zero.
+        """Return the reason why this gateway is not ready, or None if it is ready. Workers make no difference: they may
+        be scaled to zero.
         """
         if self.leaving:
             return "draining"
@@ -49,7 +49,7 @@ class GatewayReadiness:
 
 
 class Services(NamedTuple):
-    """Parts of a gateway beside inference."""
+    """Parts of a gateway that are not for inference."""
 
     doctor: Doctor
     dead_letters: DeadLetterOperations

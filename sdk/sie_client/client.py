@@ -1,5 +1,5 @@
-"""The blocking client, with `jobs` and `files`. Its methods run plans in the calling thread. Requests that go out at
-the same time run in additional threads.
+"""Blocking client, with `jobs` and `files`. Its methods run plans in the calling thread. Requests that are sent at the
+same time run in additional threads.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 class Job(SeenJob):
-    """A job and the operations on it. `info` is its state when the client last read it."""
+    """A job and its operations. `info` is its state at the client's last read."""
 
     def __init__(self, info: JobInfo, driver: ThreadDriver, session: Session) -> None:
         super().__init__(info)
@@ -61,14 +61,14 @@ class Job(SeenJob):
         seconds.
 
         Raises JobFailedError if the job fails, expires or is cancelled. Raises JobTimeoutError after `timeout_s`; the
-        job then goes on.
+        job then continues.
         """
         self.info = self._driver.run(jobs.waited(self.id, timeout_s, on_progress, self._session))
         jobs.completed(self.info)
         return self
 
     def pause(self) -> Job:
-        """Pause the job: running parts finish, and no part begins."""
+        """Pause the job: running parts finish, and no new part starts."""
         self.info = self._driver.run(jobs.steered(self.id, "pause", self._session))
         return self
 
@@ -170,7 +170,7 @@ class Files:
     def save(
         self, file: str, path: str | os.PathLike[str], on_progress: Callable[[Progress], None] | None = None
     ) -> Path:
-        """Write a file to `path`, where it appears when it is complete."""
+        """Write a file to `path`. The file appears there only when it is complete."""
         return self._driver.run(files.saved(file, path, on_progress, self._session))
 
     def delete(self, file: str) -> None:
@@ -283,7 +283,7 @@ class SIEClient:
         return self._driver.run(cluster.capacity(gpu, self._session))
 
     def get_scaling(self, lane: str) -> dict[str, Any]:
-        """Return the load of a lane, `pool.machine_profile.bundle`, and how many workers it needs."""
+        """Return the load of a lane, `pool.machine_profile.bundle`, and the number of workers that it needs."""
         return self._driver.run(cluster.scaling(lane, self._session))
 
     def wait_for_capacity(self, model: str, **options: Unpack[CallOptions]) -> dict[str, Any]:
@@ -309,7 +309,7 @@ class SIEClient:
         return self._driver.run(cluster.renew_pool(name, self._session))
 
     def delete_pool(self, name: str) -> None:
-        """Delete a reservation, which gives its workers back."""
+        """Delete a reservation. Its workers become available to others."""
         self._driver.run(cluster.delete_pool(name, self._session))
 
     @contextlib.contextmanager

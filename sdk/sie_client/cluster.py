@@ -19,7 +19,7 @@ RENEW_EVERY_S = 60.0
 LEASE_S = 1200.0
 CLOSE_S = 5.0  # seconds for the deletion of a pool at the end of a reservation
 _logger = logging.getLogger("sie_client")
-_DOT = bytes.fromhex(  # an image of one pixel
+_DOT = bytes.fromhex(  # bytes of an image file with one pixel
     "89504e470d0a1a0a0000000d4948445200000001000000010802000000907753de0000000c49444154789c63606060000000040001f61738550000000049454e44"
     "ae426082"
 )
@@ -92,10 +92,10 @@ def scaling(lane: str, session: Session) -> Plan[dict[str, Any]]:
 
 
 def warmed(model: str, options: Mapping[str, Any], session: Session) -> Plan[dict[str, Any]]:
-    """Send the smallest input that the model takes, which makes a worker start and load it. Return the model's
+    """Send the smallest input that the model accepts, so that a worker starts and loads it. Return the model's
     catalogue entry afterwards.
 
-    Raises what a call raises, and InvalidInputError for a model without an input that this function can make.
+    Raises the errors of a call, and InvalidInputError for a model without an input that this function can build.
     """
     session, params = session.for_call({"wait_for_capacity": True, **options})
     info = yield from get_model(model, session)
@@ -161,8 +161,8 @@ def released(name: str, session: Session) -> Plan[None]:
 
 
 def renewed(name: str, gpus: Mapping[str, int], options: Mapping[str, Any], session: Session) -> Plan[NoReturn]:
-    """Renew a reservation until its driver stops. If the lease lapsed, reserve again. A failure becomes the cause of
-    the next pause, which is logged.
+    """Renew a reservation until the driver of this plan stops. If the lease lapsed, reserve again. A failure becomes
+    the cause of the next pause, which is logged.
     """
     session, _ = session.for_call({"wait_for_capacity": False})
     lease_s = float(options.get("ttl_seconds") or LEASE_S)

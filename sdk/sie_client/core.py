@@ -3,7 +3,7 @@
     Send ──► the driver does the HTTP ──► Received | TransportFailed
     Pause ──► the driver sleeps       BlockingWork ──► the driver runs a function that may take long or read files
     Together ──► the driver runs several plans, a limited number at a time ──► their results in order
-    HttpAnswer ──► the driver tells the user how far the call has come
+    HttpAnswer ──► the driver reports the progress of the call
 
 The sync and the async client are drivers of the same plans, so their behaviour cannot differ.
 """
@@ -27,14 +27,15 @@ from sie_client.types import Progress
 from sie_contracts import __version__
 
 CONNECTION_BUDGET_S = 120.0
-# seconds for a port of this machine that refuses and where no server has answered: a server was probably not started
+# seconds for a port of this machine that refuses connections and has never answered: the server was probably not
+# started
 NOBODY_BUDGET_S = 5.0
 CAPACITY_BUDGET_S = 900.0
 PART_TOKENS = 16_384
 CONCURRENCY = 8
 SERVER_DEADLINE_S = 120.0
 CONTROL_S = 30.0  # seconds for a call other than inference
-GRACE_S = 30.0  # seconds above the server's own deadline, so that the server's answer comes first
+GRACE_S = 30.0  # seconds that are added to the server's own deadline, so that the server's answer arrives first
 CONNECTION_PAUSE_S, MAX_CONNECTION_PAUSE_S = 1.0, 5.0
 MAX_COSTLY_PAUSE_S = 30.0
 HEDGE_SHARE, MAX_HEDGES = 0.2, 10.0
@@ -46,8 +47,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class UploadStream:
-    """Body of `size_bytes` that is never whole in memory. `pieces` starts the body again for each attempt. Each piece
-    may take long, and may raise SIEError.
+    """Body of `size_bytes` that is never completely in memory. `pieces` starts the body again for each attempt. Each
+    piece may take long, and may raise SIEError.
     """
 
     pieces: Callable[[], Generator[bytes]]
@@ -55,20 +56,22 @@ class UploadStream:
 
 
 class BodySink(Protocol):
-    """Receives the body of a successful response piece by piece. Its methods may take long, and may raise SIEError."""
+    """Receiver of the body of a successful response, piece by piece. Its methods may take long, and may raise
+    SIEError.
+    """
 
     def begin(self) -> None:
         """Start a new attempt: bytes of an earlier attempt do not count."""
 
     def write(self, piece: bytes) -> None:
-        """Take the next piece."""
+        """Receive the next piece."""
 
 
 @dataclass(frozen=True)
 class Send:
-    """HTTP request, relative to the base URL. It fails without an answer within `within_s`. A second copy may go out
-    after `hedge_after_s`. With a `sink` the body of a successful response goes there, and the body of `Received` is
-    empty.
+    """HTTP request, relative to the base URL. Without an answer it fails after `within_s`. A second copy may be sent
+    after `hedge_after_s`. With a `sink`, the sink receives the body of a successful response, and the body of
+    `Received` is empty.
     """
 
     method: str
@@ -82,7 +85,7 @@ class Send:
 
 @dataclass(frozen=True)
 class Pause:
-    """Wait for `seconds`, then continue. `cause`: the reason for a log, empty if nothing is wrong. `error`: the error
+    """Wait for `seconds`, then continue. `cause`: the reason for a log, empty if there is no fault. `error`: the error
     in words. `remaining_s`: seconds that the call will still wait.
     """
 
@@ -94,14 +97,14 @@ class Pause:
 
 @dataclass(frozen=True)
 class BlockingWork:
-    """Call a function where it does not block other calls; the reply is its result."""
+    """Request to call a function where it does not block other calls. The answer is the result of the function."""
 
     function: Callable[[], Any]
 
 
 @dataclass(frozen=True)
 class HttpAnswer:
-    """Notice that `items` more items of the call have their answer."""
+    """Notice that `items` more items of the call were answered."""
 
     items: int
 
@@ -111,7 +114,7 @@ class Together:
     """Run these plans, `concurrency` at a time; the reply is the list of their results, in order. An exception of one
     plan ends all of them.
 
-    Taking the next plan may take long or read files, as `BlockingWork` does.
+    To read the next plan may take long or read files, like `BlockingWork`.
     """
 
     plans: Iterator[Plan[Any]]
@@ -120,7 +123,7 @@ class Together:
 
 @dataclass(frozen=True)
 class Received:
-    """A response, and how long it took. Header names are in lower case."""
+    """A response, and its duration. Header names are in lower case."""
 
     status: int
     headers: Mapping[str, str]
@@ -133,8 +136,8 @@ class TransportFailed:
     """A failure without a response. The request may have run. Inference has no side effects, so the request is sent
     again, unless the failure is permanent.
 
-    `address`: the address of the server. `is_nobody`: a port of this machine refuses, and no server has answered there
-    before.
+    `address`: the address of the server. `is_nobody`: a port of this machine refuses connections, and no server has
+    answered there before.
     """
 
     cause: Exception
@@ -160,7 +163,7 @@ class Policy:
 
 
 class Patience:
-    """Policy shared by the parts of a call: an answer to any part renews the budget of the others."""
+    """Waiting policy of all parts of a call: an answer to any part renews the budget of the other parts."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
@@ -201,7 +204,7 @@ class Hedges:
             self._tokens = min(MAX_HEDGES, self._tokens + HEDGE_SHARE)
 
     def acquire(self) -> bool:
-        """Return whether a second copy may go out now, and take a token for it."""
+        """Return whether a second copy may be sent now, and remove a token for it."""
         with self._lock:
             if self._tokens < 1.0:
                 return False
@@ -211,7 +214,7 @@ class Hedges:
 
 @dataclass(frozen=True)
 class Session:
-    """State that all calls of a client share. `for_call` returns a copy with the options of one call. Raises
+    """State for all calls of a client. `for_call` returns a copy with the options of one call. Raises
     InvalidInputError.
     """
 
@@ -259,7 +262,7 @@ class Session:
         return session
 
     def for_call(self, options: Mapping[str, Any]) -> tuple[Session, dict[str, Any]]:
-        """Return the session of one call, and those of its parameters that go to the server."""
+        """Return the session of one call, and the parameters of the call that are sent to the server."""
         own = {name: value for name, value in options.items() if name in _OPTIONS and value is not None}
         return replace(self, **own) if own else self, {
             name: value for name, value in options.items() if name not in _OPTIONS
@@ -271,11 +274,11 @@ class Session:
 
     @property
     def within_s(self) -> float:
-        """Return how long an answer may take, seconds."""
+        """Return the seconds that an answer may take."""
         return max(SERVER_DEADLINE_S, self.timeout_s or 0.0) + GRACE_S
 
     def sent_headers(self) -> dict[str, str]:
-        """Return the headers of every request, without those about the format of its body."""
+        """Return the headers of every request, except the headers about the format of its body."""
         headers = {"x-sie-client-version": __version__}
         if self.api_key:
             headers["authorization"] = f"Bearer {self.api_key.strip()}"
@@ -309,7 +312,7 @@ def call(request: Send, policy: Policy, patience: Patience | None = None) -> Pla
     """
     patience = patience or Patience(policy)
     mark = patience.mark
-    # True: seconds and tries for a connection; False: for capacity
+    # key True: seconds and tries for a connection; key False: for capacity
     waited_s, tries = {True: 0.0, False: 0.0}, {True: 0, False: 0}
     previous: SIEError | None = None
     while True:
@@ -349,8 +352,8 @@ def _connection_budget_s(policy: Policy, answer: Received | TransportFailed) -> 
 
 
 _OF_PROXIES = (502, 503, 504)
-MAX_ERROR = 200  # characters of a library's error text in a line of the log
-# errors of requests that may have used the device: they are repeated with growing pauses
+MAX_ERROR = 200  # characters of a library's error text that are logged
+# errors of requests that may have used the device: these requests are repeated with growing pauses
 _COSTLY = frozenset({"GATEWAY_TIMEOUT", "RESOURCE_EXHAUSTED"})
 
 
@@ -360,13 +363,14 @@ def _judged(answer: Received | TransportFailed) -> tuple[SIEError, float, float,
     """
     if isinstance(answer, TransportFailed):
         where = f"no answer from {answer.address}: " if answer.address else ""
-        hint = "; is a server running there? `sie serve` starts one" if answer.is_nobody else ""
-        message = f"{where}{type(answer.cause).__name__}: {answer.cause}{hint}"
+        message = f"{where}{type(answer.cause).__name__}: {answer.cause}"
+        if answer.is_nobody:
+            message = f"no server at {answer.address}: the connection is refused; `sie serve` starts one"
         failure: SIEError = SIEConnectionError(message, retryable=not answer.is_permanent)
         failure.__cause__ = answer.cause
         return failure, CONNECTION_PAUSE_S, MAX_CONNECTION_PAUSE_S, True
     failure = failure_of(answer)
-    if not failure.code and answer.status in _OF_PROXIES:  # the answer of a proxy: no server runs behind it
+    if not failure.code and answer.status in _OF_PROXIES:  # the answer of a proxy: no server runs at its target
         failure.retryable = True
         return failure, CONNECTION_PAUSE_S, MAX_CONNECTION_PAUSE_S, True
     told_s = _retry_after_s(answer)
@@ -422,7 +426,7 @@ def reading(headers: Mapping[str, str]) -> Iterator[None]:
 
 
 def quoted(name: str) -> str:
-    """Return a name, for example of a model, as part of a path. Raises InvalidInputError."""
+    """Return a name, for example the name of a model, as part of a path. Raises InvalidInputError."""
     try:
         return quote(str(name), safe="/:@")
     except UnicodeEncodeError as error:
@@ -441,7 +445,9 @@ def json_call(
     headers: Mapping[str, str] | None = None,
     type: Any = Any,
 ) -> Plan[Any]:
-    """Make a call whose body, if any, and reply are JSON. Returns the reply as `type`, or raises ServerError."""
+    """Make a call with a JSON reply. Its body, if it has one, is JSON too. Returns the reply as `type`, or raises
+    ServerError.
+    """
     headers = {**session.sent_headers(), "accept": "application/json", **(headers or {})}
     sent = b""
     if body is not None:

@@ -1,6 +1,4 @@
-"""Results on images: drawings with Pillow on a copy of the image, and regions of an image in the form that models
-take.
-"""
+"""Results on images: drawings with Pillow on a copy of the image, and regions of an image in the form for models."""
 
 from __future__ import annotations
 
@@ -46,7 +44,7 @@ def draw(image: Any, result: Mapping[str, Any], *, least: float = 0.0) -> Image:
     """Return a copy of an image with a frame around each object and entity that has a box: upright, RGB.
 
     `image`: the image that was sent. `result`: the result of `extract` for it. `least`: the lowest score that is drawn.
-    Each label has one colour; of two frames in one place the one with the higher score is on top. Raises
+    Each label has one colour; if two frames overlap, the frame with the higher score is on top. Raises
     InvalidInputError for an image that Pillow cannot read, RequestError without Pillow.
     """
     try:

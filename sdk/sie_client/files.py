@@ -1,5 +1,5 @@
-"""Files as plans. No file is ever whole in memory, except with `content`: an upload is read from the disk, and a
-download written to it, piece by piece.
+"""Plans for files. No file is ever completely in memory, except with `content`: an upload is read from the disk in
+pieces, and a download is written to the disk in pieces.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def uploaded(
     location = Path(path)
     size_bytes = cast(int, (yield BlockingWork(lambda: _size_of(location))))
     boundary = secrets.token_hex(16)
-    # written as browsers write a name: characters that would end the header are escaped, the rest is UTF-8
+    # the name is written like in browsers: characters that would end the header are escaped, other characters are UTF-8
     name = location.name.replace('"', "%22").replace("\r", "%0D").replace("\n", "%0A")
     fields = {"purpose": purpose}
     if expires_after_s is not None:
@@ -129,7 +129,7 @@ def content(file: str, session: Session) -> Plan[bytes]:
 def saved(
     file: str, path: str | os.PathLike[str], on_progress: Callable[[Progress], None] | None, session: Session
 ) -> Plan[Path]:
-    """Save the content of a file to `path`, where it appears when it is complete."""
+    """Save the content of a file to `path`. The file appears there only when it is complete."""
     info = yield from get(file, session)
     target = Path(path)
     done = 0
@@ -145,7 +145,8 @@ def saved(
 
 
 class Arriving:
-    """A local file while its bytes arrive: hidden beside `path`, and renamed to it when it is complete.
+    """A local file while its bytes arrive. It is a hidden file in the same folder, and is renamed to `path` when it is
+    complete.
 
     `tell` is called with the number of new bytes; the number is negative when a failed attempt starts again.
     """
@@ -161,7 +162,7 @@ class Arriving:
         self._come = 0
 
     def begin(self) -> None:
-        """Start the file again. Raises InvalidInputError, as all methods."""
+        """Start the download again, with an empty file. Raises InvalidInputError, like all methods of this class."""
         self._close()
         self._tell(-self._come)
         self._digest, self._come = hashlib.sha256(), 0
@@ -178,8 +179,8 @@ class Arriving:
         self._tell(len(piece))
 
     def finish(self) -> None:
-        """Move the complete file to its path. Raises ServerError if the bytes differ from those that the server
-        announced.
+        """Rename the complete file to its path. Raises ServerError if the bytes differ from the digest or size that the
+        server announced.
         """
         self._close()
         is_whole = self._come == self._size_bytes and self._sha256 in ("", self._digest.hexdigest())

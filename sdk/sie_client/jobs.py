@@ -1,6 +1,6 @@
-"""Jobs as plans: submit, poll, pause or cancel, wait, and fetch their output.
+"""Plans for jobs: submit, poll, pause or cancel, wait, and fetch the output.
 
-file ──upload──► POST /v1/jobs ──► JobInfo ──again and again──► ended ──► manifest ──► parts, each checked, on disk
+file ──upload──► POST /v1/jobs ──► JobInfo ──repeated──► ended ──► manifest ──► parts, each checked, on disk
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ from sie_contracts.api.jobs import ENDED, JobDeleted, JobManifest, JobPart
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 5.0  # seconds between polls of a job
 PAGE = 100  # jobs per page
-PARTS = 4  # parts fetched at the same time
+PARTS = 4  # parts that are fetched at the same time
 MANIFEST = "manifest.json"
-INPUT_LIFE_S = 30 * 86_400  # seconds that the server keeps a file uploaded for a job: the longest time that it accepts
+# seconds that the server keeps a file uploaded for a job: the longest time that the server accepts
+INPUT_LIFE_S = 30 * 86_400
 _FILE_ID = re.compile(r"file-[0-9a-f]{32}")
 _PART_NAME = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)
 _COLUMNS = ("text", "query", "document", "image", "id", "keep")
@@ -49,7 +50,7 @@ class JobInfo(api.JobInfo, kw_only=True, frozen=True):
     request: dict[str, Any]  # type: ignore[assignment]
 
     def request_map(self, name: str) -> dict[str, Any]:
-        """Return a map of the request, such as its `output`; empty where it has none."""
+        """Return a map in the request, such as its `output`; an empty map if the request does not have this field."""
         value = self.request.get(name)
         return value if isinstance(value, dict) else {}
 
@@ -71,7 +72,7 @@ class _RowPage(msgspec.Struct):
 
 
 class SeenJob:
-    """A job as the client last read it. `info` has all of the server's fields."""
+    """A job in the state that the client read last. `info` has all of the server's fields."""
 
     def __init__(self, info: JobInfo) -> None:
         self.info = info
@@ -157,7 +158,7 @@ def _body(model: str, place: dict[str, str], chosen: Mapping[str, Any]) -> dict[
 
 
 def _post(path: str, session: Session, body: Any, key: str) -> Plan[JobInfo]:
-    """Send a POST with an idempotency key, since it may be sent twice: without the key that would make two jobs."""
+    """Send a POST with an idempotency key. It may be sent twice; without the key, this would create two jobs."""
     return cast(
         JobInfo,
         (yield from json_call("POST", path, session, body, headers={"idempotency-key": key}, type=JobInfo)),
@@ -173,7 +174,7 @@ def _abandoned(file: str, session: Session) -> Plan[None]:
         _logger.warning("file %s, which no job uses, could not be deleted: %s", file, error)
 
 
-# ---- look and steer
+# ---- read and control a job
 
 
 def _path(job: str) -> str:
@@ -193,7 +194,7 @@ def page(state: str | None, limit: int, after: str | None, session: Session) -> 
 
 
 def steered(job: str, action: Literal["pause", "resume", "cancel"], session: Session) -> Plan[JobInfo]:
-    """Send `POST /v1/jobs/{job}/{action}`. Return the job. A repeated call changes nothing."""
+    """Send `POST /v1/jobs/{job}/{action}`. Return the job. A repeated call has no effect."""
     return cast(JobInfo, (yield from json_call("POST", f"{_path(job)}/{action}", session, type=JobInfo)))
 
 
@@ -230,7 +231,7 @@ def manifest(job: str, session: Session) -> Plan[JobManifest]:
         after = document.next
 
 
-# ---- wait
+# ---- wait for a job
 
 
 def waited(
@@ -253,7 +254,7 @@ def waited(
         left_s = MAX_PAUSE_S if timeout_s is None else timeout_s - (clock() - started_s)
         if left_s <= 0:
             raise JobTimeoutError(
-                f"{info.id} has not ended within {timeout_s:g} s: it is {info.state}, and goes on",
+                f"{info.id} has not ended within {timeout_s:g} s: it is {info.state}, and continues",
                 retryable=True,
                 details={"job": info.id, "state": info.state},
             )
@@ -273,11 +274,11 @@ def completed(info: JobInfo) -> None:
     )
 
 
-# ---- fetch
+# ---- fetch the output
 
 
 class Fetching:
-    """Count of the bytes of a job's parts that are on this disk. It may be updated from any thread."""
+    """Count of the bytes of a job's parts that are on this disk. Thread-safe."""
 
     def __init__(self, total: int, on_progress: Callable[[Progress], None] | None) -> None:
         self._lock = threading.Lock()
@@ -298,7 +299,7 @@ def downloaded(
     session: Session,
 ) -> Plan[list[Path]]:
     """Write the parts of a job to a folder, in order, and then its manifest. Return the paths of the parts. A part that
-    is already there and matches is not fetched again.
+    already exists and matches is not fetched again.
 
     Raises InvalidInputError for a job whose files are at another address, and for a folder with the files of another
     job.

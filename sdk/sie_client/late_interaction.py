@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from sie_client.errors import InvalidInputError
 
-_BLOCK = 1 << 22  # products of a query token with a document token that are held at a time: 16 MiB in float32
+_BLOCK = 1 << 22  # products of a query token and a document token that are computed in one step: 16 MiB in float32
 
 
 def maxsim(query: NDArray[Any], documents: Sequence[NDArray[Any]]) -> NDArray[np.float32]:

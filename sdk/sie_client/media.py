@@ -1,8 +1,8 @@
 """Images, documents, audio and video in the form of a request: `{"data": bytes, "format"?: str}` with the bytes of the
 file. The URL of an image is sent unchanged: the gateway fetches it, or refuses it.
 
-The format comes from the content. If the content does not show it, it comes from the file name. Without either no
-format is sent, and the server detects it.
+The format is detected in the content, else in the file name. If neither shows it, no format is sent, and the server
+detects it.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from numpy.typing import NDArray
 
 from sie_client.errors import InvalidInputError
 
-# modes of PIL that PNG holds without loss; other modes become TIFF
+# modes of PIL that PNG can store without loss; images of other modes become TIFF
 _PNG_MODES = frozenset({"1", "L", "LA", "I", "I;16", "P", "RGB", "RGBA"})
-# values per pixel of a numpy array: PNG's number of the colour type
+# values per pixel of a numpy array -> number of the colour type in PNG
 _PNG_COLOURS = {1: 0, 3: 2, 4: 6}
-_PNG_LEVEL = 1  # level of zlib with the best gain for its time
-# dtype of numpy samples: WAV's format number, 1 for integers, 3 for floats
+_PNG_LEVEL = 1  # level of zlib with the best ratio of size to time
+# dtype of numpy samples -> format number in WAV: 1 for integers, 3 for floats
 _WAV_SAMPLES = {"uint8": 1, "int16": 1, "int32": 1, "float32": 3, "float64": 3}
 _MAGIC = (
     (b"\x89PNG\r\n\x1a\n", "png"),
@@ -69,7 +69,7 @@ def media(value: Any, path: str, *, urls: bool = False) -> Any:
 
 
 def sound(value: Any, path: str) -> Any:
-    """Convert a sound as `media` does; numpy samples with their `sample_rate` become a WAV file."""
+    """Convert a sound in the same way as `media`; numpy samples with their `sample_rate` become a WAV file."""
     if isinstance(value, Mapping) and isinstance(value.get("data"), np.ndarray):
         return {"data": _wav(value["data"], value.get("sample_rate"), path), "format": "wav"}
     if isinstance(value, np.ndarray):
@@ -136,7 +136,7 @@ def _png(pixels: NDArray[Any], path: str) -> bytes:
         got = f"{pixels.dtype} {list(pixels.shape)}"
         raise _refused(path, f"expected pixels as uint8 [height, width] or [height, width, 3], got {got}")
     height, width = pixels.shape[:2]
-    # each row begins with the number of its filter; 0 is no filter
+    # each row begins with the number of its filter; 0 means no filter
     rows = np.zeros((height, 1 + width * values), np.uint8)
     rows[:, 1:] = pixels.reshape(height, width * values)
     return b"".join(
@@ -154,7 +154,7 @@ def _chunk(kind: bytes, data: bytes) -> bytes:
 
 
 def _format_of(data: bytes) -> str:
-    """Return the format from the content; empty if the content does not show it, as with plain text."""
+    """Return the format of the content; empty if the content does not show it, for example plain text."""
     if data[:4] == b"RIFF":
         return _RIFF.get(data[8:12], "")
     if data[:4] == b"PK\x03\x04":

@@ -14,7 +14,7 @@ from sie_client.core import HttpAnswer, Pause, Session
 from sie_client.types import Progress
 
 LOG_EVERY_S = 60.0
-BAR_AFTER_S = 1.0  # seconds; a call that ends earlier shows no bar
+BAR_AFTER_S = 1.0  # seconds; a call that ends before this time shows no bar
 DRAW_EVERY_S = 0.1
 NOTEBOOK_STREAM = "ipykernel.iostream"  # the module of a notebook's output stream class
 # the server worked on the request and ran out of time; the client does not wait for capacity
@@ -23,8 +23,8 @@ _logger = logging.getLogger("sie_client")
 
 
 class Meter:
-    """Progress of one call of `total` items, None if the number is not known. May be updated from any thread. Use it as
-    a context manager, which ends the bar's line.
+    """Progress of one call of `total` items, None if the number is unknown. Thread-safe. Use it as a context manager,
+    which ends the bar's line.
 
     Waits are logged to `sie_client` as warnings, at most one per minute. The bar is one line of standard error, for
     calls of several items that get more than one answer.
@@ -50,7 +50,7 @@ class Meter:
         self._started_s = clock()
         self._logged_s: float | None = None
         self._drawn_s = 0.0
-        self._width = 0  # characters on the bar's line now
+        self._width = 0  # present width of the bar's line, in characters
         self._latest = Progress(0, total or 0)
 
     def __enter__(self) -> Meter:
@@ -140,5 +140,5 @@ class Meter:
         try:
             self._stream.write(text)
             self._stream.flush()
-        except (OSError, ValueError):  # the terminal is closed, or cannot show the text; the call must go on
+        except (OSError, ValueError):  # the terminal is closed, or cannot show the text; the call must continue
             self._has_bar = False

@@ -1,4 +1,4 @@
-"""Driver that runs plans in asyncio tasks: it does their HTTP, waits and concurrency, and nothing else."""
+"""Driver that runs plans in asyncio tasks. It does only their HTTP, waits and concurrency."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Answer: TypeAlias = "Received | TransportFailed"
 
 
 async def _end(*tasks: asyncio.Future[Any]) -> None:
-    """Cancel tasks that still run, and wait for them."""
+    """Cancel running tasks, and wait for their end."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
@@ -55,12 +55,12 @@ class TaskDriver:
         total: int | None = 0,
         send: Callable[[Send], Awaitable[Answer]] | None = None,
     ) -> T:
-        """Return the result of a plan about `total` items. `send`: runs a request instead of HTTP."""
+        """Return the result of a plan for `total` items. `send`: replacement for HTTP that runs a request."""
         with Meter(self._session.for_call(params or {})[0], total, address=transport.public(self.url)) as meter:
             return await self._drive(plan, meter, send or self._send)
 
     def start(self, plan: Plan[Any]) -> Callable[[float], Awaitable[None]]:
-        """Run a plan in the background. Return a function that ends it; its argument is the time that the end may take,
+        """Run a plan in the background. Return a function that ends it; its argument is the time limit of the end in
         seconds.
         """
         meter = Meter(self._session, address=transport.public(self.url))
@@ -157,7 +157,7 @@ class TaskDriver:
 
 
 async def _in_threads(pieces: Iterator[bytes]) -> AsyncGenerator[bytes]:
-    """Yield the same pieces, each made in a thread so that it does not block the event loop.
+    """Yield the same pieces. Each is computed in a thread so that it does not block the event loop.
 
     The iterator is not closed here: a thread may still use it when this task is cancelled.
     """

@@ -1,4 +1,4 @@
-"""Driver that runs plans in threads: it does their HTTP, waits and concurrency, and nothing else."""
+"""Driver that runs plans in threads. It does only their HTTP, waits and concurrency."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _spawn(function: Callable[[], T]) -> Future[T]:
 
 
 class ThreadDriver:
-    """Driver of one server, at `url`. Safe to share between threads."""
+    """Driver of one server, at `url`. Thread-safe."""
 
     def __init__(self, url: str, session: Session) -> None:
         self.url = url
@@ -59,7 +59,7 @@ class ThreadDriver:
         self._is_closed = False
 
     def close(self) -> None:
-        """Close the driver, without a wait for requests of other threads. The last of these requests closes the
+        """Close the driver, without waiting for requests of other threads. The last of these requests closes the
         connections: httpx would lose a connection that is being opened.
         """
         with self._lock:
@@ -91,12 +91,12 @@ class ThreadDriver:
         total: int | None = 0,
         send: Callable[[Send], Answer] | None = None,
     ) -> T:
-        """Return the result of a plan about `total` items. `send`: runs a request instead of HTTP."""
+        """Return the result of a plan for `total` items. `send`: replacement for HTTP that runs a request."""
         with Meter(self._session.for_call(params or {})[0], total, address=transport.public(self.url)) as meter:
             return self._drive(plan, meter, threading.Event(), send or self._send)
 
     def start(self, plan: Plan[Any]) -> Callable[[float], None]:
-        """Run a plan in the background. Return a function that ends it; its argument is the time that the end may take,
+        """Run a plan in the background. Return a function that ends it; its argument is the time limit of the end in
         seconds.
         """
         stop = threading.Event()

@@ -14,14 +14,14 @@ import httpx
 from sie_client.core import BodySink, Received, Send, Session, TransportFailed, UploadStream
 from sie_client.types import Item
 from sie_contracts import client_environment
-from sie_contracts.loopback import direct, is_local
+from sie_contracts.loopback import direct, is_local, is_refused
 
 CONNECT_S = 10.0
-PIECE_BYTES = 1 << 20  # bytes per piece of a body that goes into a sink
+PIECE_BYTES = 1 << 20  # bytes of a piece of a body for a sink
 CLOSE_S = 5.0  # seconds that the end of a reservation waits for a running renewal
 _logger = logging.getLogger("sie_client")
 
-# exceptions of httpx, and the exceptions that it lets through: for a closed client, and for an invalid URL or header
+# exceptions of httpx, and exceptions that httpx does not convert: for a closed client, and for an invalid URL or header
 FAILURES = (httpx.HTTPError, httpx.InvalidURL, RuntimeError, ValueError)
 _NEVER_SENT = (httpx.UnsupportedProtocol, httpx.LocalProtocolError, httpx.InvalidURL, RuntimeError, ValueError)
 
@@ -31,8 +31,8 @@ class Ended(Exception):
 
 
 def options(url: str, session: Session, transport: Callable[..., object]) -> dict[str, Any]:
-    """Return options of an httpx client for the server at `url`. The number of concurrent requests limits its
-    connections.
+    """Return options of an httpx client for the server at `url`. The number of its connections is limited to the number
+    of concurrent requests.
     """
     limits = httpx.Limits(
         max_connections=None, max_keepalive_connections=max(20, 2 * session.concurrency), keepalive_expiry=60.0
@@ -41,7 +41,9 @@ def options(url: str, session: Session, transport: Callable[..., object]) -> dic
 
 
 def with_key(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options of a client, with the key of the environment unless they name one, or None for no key."""
+    """Return options of a client. The key of the environment is added, unless the options have a key, or None for no
+    key.
+    """
     return {"api_key": client_environment.api_key(), **options}
 
 
@@ -55,7 +57,7 @@ def received(response: httpx.Response, started_s: float, body: bytes) -> Receive
 
 
 def sink_of(request: Send, response: httpx.Response) -> BodySink | None:
-    """Return the sink for a response's body; None for an error response, which has none."""
+    """Return the sink for a response's body; None for an error response, whose body is read into memory."""
     return request.sink if response.status_code == 200 else None
 
 
@@ -69,17 +71,17 @@ def failed(error: Exception, started_s: float, url: str, *, has_answered: bool) 
     """Return the TransportFailed for an error. Some errors are permanent: a URL or header that cannot be sent, a host
     name that does not exist, and https to a port with plain http.
 
-    If a port of this machine refuses the connection, no server runs there (`is_nobody`) unless a server has answered
-    before (`has_answered`): then it may be restarting.
+    If a port of this machine refuses the connection, no server runs there (`is_nobody`). But if a server has answered
+    before (`has_answered`), it may be restarting.
     """
     is_permanent = isinstance(error, _NEVER_SENT) or is_unknown_host(error) or _is_without_tls(error)
-    is_nobody = not has_answered and _is_refused(error) and is_local(url)
+    is_nobody = not has_answered and is_refused(error) and is_local(url)
     return TransportFailed(error, time.monotonic() - started_s, is_permanent, public(url), is_nobody)
 
 
 def address(base_url: str | None) -> str:
-    """Return the address of a server without a final slash. For None it is SIE_BASE_URL, else a server on this machine.
-    Raises ValueError if the address has no scheme.
+    """Return the address of a server without a final slash. For None, return SIE_BASE_URL, else the address of a server
+    on this machine. Raises ValueError if the address has no scheme.
     """
     url = str((client_environment.base_url() or client_environment.LOOPBACK) if base_url is None else base_url).rstrip(
         "/"
@@ -98,21 +100,8 @@ def public(url: str) -> str:
     return f"{scheme}{mark}{host.rpartition('@')[2]}{slash}{path}"
 
 
-def _is_refused(error: BaseException) -> bool:
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, ConnectionRefusedError):
-            return True
-        # one exception for each address of a host name
-        causes = [exception for exception in getattr(cause, "exceptions", ()) if isinstance(exception, BaseException)]
-        if causes and all(map(_is_refused, causes)):
-            return True
-        cause = cause.__cause__ or cause.__context__
-    return False
-
-
 def is_unknown_host(error: BaseException) -> bool:
-    """Return whether the resolver said that the name does not exist, and not that it cannot answer now."""
+    """Return whether the resolver answered that the name does not exist, and not only that it cannot answer now."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, socket.gaierror):
@@ -137,7 +126,7 @@ def is_good(answer: Received | TransportFailed) -> bool:
 
 
 def best(answers: Iterable[Received | TransportFailed]) -> Received | TransportFailed:
-    """Return a good answer if there is one, else any."""
+    """Return a successful answer if there is one, else any answer."""
     return max(answers, key=is_good)
 
 
@@ -148,24 +137,28 @@ def log_of_background(error: BaseException | None) -> None:
 
 
 def is_single(items: Item | str | Iterable[Item | str]) -> TypeGuard[Item | str]:
-    return isinstance(items, Mapping | str)
+    return isinstance(items, Mapping | str) or hasattr(items, "as_py")
 
 
 def as_list(items: Item | str | Sequence[Item | str]) -> list[Item | str]:
-    """Return the items of a call as a list. A value that is not a list becomes one item; `wire.mapped` later raises if
-    it is no item. Raises TypeError for a table, whose elements are the names of its columns.
+    """Return the items of a call as a list. A value that is not a list becomes one item; if that value is not an item,
+    `wire.mapped` raises an error later. Raises TypeError for a table, whose elements are the names of its columns.
     """
-    iterable, _ = as_iterable(items)
-    return list(iterable)
+    iterable: Iterable[Any] = as_iterable(items)[0]
+    return [item.as_py() if hasattr(item, "as_py") else item for item in iterable]
 
 
 def as_iterable(items: Item | str | Iterable[Item | str]) -> tuple[Iterable[Item | str], int | None]:
-    """Return the items of a call, and their number if it is known: as `as_list`, but without reading them."""
+    """Return the items of a call, and their number if it is known: as `as_list`, but without reading them. A column of
+    Arrow is converted to a list.
+    """
     if hasattr(items, "columns") and len(getattr(items, "shape", ())) == 2:
         column = f"df[{_column_of_texts(items)!r}]"
         raise TypeError(
             f"items: expected texts, got a {type(items).__name__}: pass one of its columns, such as {column}"
         )
+    if hasattr(items, "to_pylist"):  # a column of pyarrow or nanoarrow, whose elements are no texts but scalars
+        items = items.to_pylist()
     if not isinstance(items, Iterable) or isinstance(items, Mapping | str | bytes | bytearray):
         return [cast("Item | str", items)], 1
     return items, len(items) if isinstance(items, Sized) else None

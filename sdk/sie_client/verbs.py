@@ -1,6 +1,7 @@
-"""The three verbs as plans: a list is split into parts, each part is one request, and their replies become one answer.
+"""Plans for the three verbs: a list is split into parts, each part is one request, and their replies are joined to one
+answer.
 
-    items ──part by part: files read, sizes summed──► requests, so many at a time ──► replies ──► results in input order
+    items ──part by part: files read, sizes summed──► requests, some at a time ──► replies ──► results in input order
 
 Only the parts in progress are in memory in their encoded form.
 """
@@ -48,9 +49,9 @@ from sie_client.types import (
 
 MAX_ITEMS = 2048
 PART_BYTES = 32 << 20  # bytes of one body: an eighth of the server's limit
-ASIDE_BYTES = 1 << 20  # bytes; a body or a reply of this size and more is not converted on the event loop
+ASIDE_BYTES = 1 << 20  # bytes; a body or reply of this size or more is converted in a thread
 ASIDE_ITEMS = 256
-GROWTH = 1.25  # of an array of vectors whose number is not known
+GROWTH = 1.25  # growth factor of an array of vectors whose number is unknown
 _ALWAYS_TOLD = ("model", "timing", "usage", "fingerprint")
 _TOLD = ("muvera", "warnings", "explain")
 
@@ -64,7 +65,7 @@ class _ListPart(NamedTuple):
 
 
 class _PartReply(NamedTuple):
-    """Reply to a part. `shared`: fields that each of its results gets."""
+    """Reply to a part. `shared`: fields that are added to each of its results."""
 
     start: int
     body: dict[str, Any]
@@ -73,8 +74,8 @@ class _PartReply(NamedTuple):
 
 @dataclass(frozen=True)
 class _VerbRequest:
-    """State shared by the parts of a call. `decode` converts a reply to the fields of the verb. `answers` names the
-    field with the list of answers, one per item.
+    """State for all parts of a call. `decode` converts a reply to the fields of the verb. `answers` names the field
+    with the list of answers, one per item.
     """
 
     path: str
@@ -85,7 +86,7 @@ class _VerbRequest:
     answers: str
 
     def send(self, part: _ListPart, *, by_place: bool) -> Plan[_PartReply]:
-        """Send one part. `by_place`: its items get their positions as ids, so that results of several parts can be
+        """Send one part. `by_place`: the ids of its items are their positions, so that results of several parts can be
         joined.
         """
         count = len(part.items)
@@ -97,7 +98,7 @@ class _VerbRequest:
             ]
         body = yield from _aside(lambda: wire.encode({"items": sent, **self.fixed}, subject), part.size_bytes)
         sent = []
-        part.items.clear()  # the body has the items now: their files need not be held twice
+        part.items.clear()  # the body contains the items now, so their files need not be in memory twice
         headers = {
             **self.session.sent_headers(),
             "accept": "application/msgpack",
@@ -127,14 +128,16 @@ class _VerbRequest:
 
 
 def _aside(function: Callable[[], Any], size_bytes: int) -> Plan[Any]:
-    """Return the result of a function. A long one runs where it does not block other calls."""
+    """Return the result of a function. If `size_bytes` is large, the function runs where it does not block other
+    calls.
+    """
     if size_bytes >= ASIDE_BYTES:
         return (yield BlockingWork(function))
     return function()
 
 
 def _parts(items: Iterable[Any], session: Session, each_tokens: int) -> Iterator[_ListPart]:
-    """Yield the parts of a list, at least one. `each_tokens`: tokens added to every item."""
+    """Yield the parts of a list, at least one. `each_tokens`: tokens that are added to every item."""
     start, held, tokens, size = 0, list[Any](), 0, 0
     for index, item in enumerate(items):
         sent = wire.item(item, f"items[{index}]")
@@ -168,7 +171,7 @@ def _send_parts(
     first = yield from _aside(lambda: next(parts), ASIDE_BYTES if is_long else 0)
     if len(first.items) == len(items):
         return [(yield from request.send(first, by_place=False))]
-    # scores come sorted, and ids may occur twice: positions show which entry belongs to which item
+    # scores are sorted in the reply, and ids may occur twice: positions show which entry belongs to which item
     plans = (request.send(part, by_place=verb == "score") for part in itertools.chain([first], parts))
     replies = yield Together(plans, session.concurrency)
     with reading(replies[-1].shared["headers"]):
@@ -193,11 +196,11 @@ def _of_items(replies: Sequence[_PartReply], items: Sequence[Item | str], *, nam
 
 
 def _check_names(verb: str, params: Mapping[str, Any]) -> None:
-    """Raise TypeError for a parameter that no model takes, as Python does for arguments of functions."""
+    """Raise TypeError for a parameter that no model has, like Python for an unknown argument of a function."""
     names = _PARAMS[verb]
     if params.keys() <= names:
         return
-    # FIELDS has all parameters that some model reads, also those of a few families
+    # FIELDS has all parameters that at least one model reads, including parameters of a few families
     from sie_contracts.models.options import FIELDS
 
     for name in params:
@@ -222,8 +225,21 @@ def encode(
         return Results()
     session, params = session.for_call(params)
     _check_names("encode", params)
+    items, params = _with_chunks(items, params)
     replies = yield from _send_parts("encode", model, items, {"params": params}, session, wire.decode_vectors)
     return _of_items(replies, items, named=False)
+
+
+def _with_chunks(
+    items: Sequence[Item | str], params: Mapping[str, Any]
+) -> tuple[Sequence[Item | str], Mapping[str, Any]]:
+    """Return the items with the chunks and the context of the call, and the other parameters."""
+    own = {name: params[name] for name in ("chunks", "context") if params.get(name) is not None}
+    rest = {name: value for name, value in params.items() if name not in ("chunks", "context")}
+    if not own:
+        return items, rest
+    mapped = (wire.mapped(item, f"items[{index}]") for index, item in enumerate(items))
+    return [cast("Item", {**own, **item}) for item in mapped], rest
 
 
 def embed(
@@ -234,6 +250,8 @@ def embed(
     """
     session, params = session.for_call({"on_item_error": "fail", **params, "output_types": ["dense"]})
     _check_names("encode", params)
+    if params.get("chunks") is not None:
+        raise InvalidInputError("chunks: embed returns a vector for each text; call encode", code="INVALID_INPUT")
     path = f"/v1/encode/{quoted(model)}"
     request = _VerbRequest(path, {"params": params}, session, Patience(session.policy), wire.decode_vectors, "items")
     rows = _VectorRows(count)
@@ -243,8 +261,8 @@ def embed(
 
 
 class _VectorRows:
-    """Rows of an array that is filled part by part, from any thread. If the number of rows is not known, the array
-    grows in place by GROWTH, so that its parts are never held twice.
+    """Rows of an array that is filled part by part, from any thread. If the number of rows is unknown, the array grows
+    in place by GROWTH, so that its parts are never in memory twice.
     """
 
     def __init__(self, count: int | None) -> None:
@@ -331,7 +349,7 @@ def extract(
 
 
 def _scores(body: bytes) -> dict[str, Any]:
-    """Return a reply of score whose entries have the fields that sorting needs. Raises ValueError otherwise."""
+    """Return a reply of score whose entries have the fields for sorting. Raises ValueError otherwise."""
     reply = wire.decode(body)
     for entry in reply["scores"]:
         if not isinstance(entry["item_id"], str) or not isinstance(entry["score"], int | float | None):
@@ -353,7 +371,7 @@ def _id_of(items: Sequence[Item | str], place: int) -> str:
 
 
 def _summed(replies: Sequence[_PartReply]) -> dict[str, Any]:
-    """Return the usage of all parts of a call together."""
+    """Return the total usage of all parts of a call."""
     usages = [(reply.start, reply.body["usage"]) for reply in replies]
     usage: dict[str, Any] = {
         name: sum(usage.get(name, 0) for _, usage in usages) for name in ("prompt_tokens", "total_tokens")
@@ -366,7 +384,7 @@ _PATH = re.compile(r"\bitems\[(\d+)\]")
 
 
 def _place(error: SIEError, start: int) -> None:
-    """Change the paths and positions in an error of a part to those of the whole list."""
+    """Change the paths and positions in an error of a part to the paths and positions of the whole list."""
 
     def moved(text: Any) -> str:
         return _PATH.sub(lambda match: f"items[{start + int(match[1])}]", str(text))

@@ -1,7 +1,7 @@
 """Status frames over a websocket, with the package `websockets` (`pip install 'sie-cluster[watch]'`).
 
-A connection is opened like a request, with the same waits and attempts: its first frame is the answer. A broken
-connection is opened again; the frames in between are lost.
+A connection is opened with the same waits and attempts as a request: its first frame is the answer. A broken connection
+is opened again; the frames in between are lost.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from sie_contracts.loopback import is_local
 
 CLUSTER_STATUS = "/ws/cluster-status"
 AGAIN_AFTER_S = 1.0  # seconds between a broken connection and the next one
-SILENCE_S = 30.0  # seconds; the server sends one frame per second, so a connection without frames for this long is dead
+# seconds; the server sends one frame per second, so a connection without a frame in this time counts as broken
+SILENCE_S = 30.0
 CLOSE_S = 2.0
 MAX_FRAME_BYTES = 64 << 20
 
@@ -132,7 +133,7 @@ class AsyncStatusSocket(_Url):
     async def _recv(self) -> bytes:
         receiving = asyncio.ensure_future(self._connection.recv(decode=False))
         try:
-            # before Python 3.12 wait_for forgets a cancellation that comes together with a frame
+            # before Python 3.12, wait_for loses a cancellation that arrives together with a frame
             await asyncio.wait({receiving}, timeout=SILENCE_S)
             if not receiving.done():
                 raise OSError(f"no frame within {SILENCE_S:g} s")

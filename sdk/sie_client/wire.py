@@ -18,9 +18,11 @@ from sie_contracts.models.costs import IMAGE_TOKENS
 
 FILES = ("document", "audio", "video")
 _OUTPUTS = ("dense", "sparse", "multivector")
-_BYTES_PER_TOKEN = 4  # bytes of English UTF-8; the estimate only splits lists into parts, the server counts exactly
+# bytes of English UTF-8; the estimate is used only to split lists into parts, because the server counts exactly
+_BYTES_PER_TOKEN = 4
 _SPECIAL_TOKENS = 2
-_MAX_TOKENS = 8192  # most tokens that one text can cost: models truncate long texts, most of them earlier
+# largest number of tokens that is assumed for one text: models truncate long texts, most of them earlier
+_MAX_TOKENS = 8192
 _FILE_TOKENS = 1024
 
 
@@ -49,9 +51,13 @@ def item(value: Any, path: str) -> Any:
 
 
 def mapped(value: Any, path: str) -> dict[str, Any]:
-    """Return an item as a new map. Raises InvalidInputError for a value that is neither text nor a map."""
+    """Return an item as a new map. A scalar of pyarrow is its value. Raises InvalidInputError for a value that is
+    neither text nor a map.
+    """
     if isinstance(value, str):
         return {"text": value}
+    if hasattr(value, "as_py"):
+        return mapped(value.as_py(), path)
     if not isinstance(value, Mapping):
         message = f"{path}: expected a str or a map, got {type(value).__name__}"
         raise InvalidInputError(message, code="INVALID_INPUT", details={"param": path, "reason": "schema"})
@@ -68,6 +74,8 @@ def weight(sent: Any) -> tuple[int, int]:
         size = len(sent) if sent.isascii() else len(sent.encode("utf-8", "replace"))
         return min(_MAX_TOKENS, size // _BYTES_PER_TOKEN + _SPECIAL_TOKENS), size
     tokens, size = weight(sent["text"]) if isinstance(sent.get("text"), str) else (_SPECIAL_TOKENS, 0)
+    if sent.get("chunks") is not None:  # read to its end
+        tokens = max(tokens, size // _BYTES_PER_TOKEN)
     matrix = sent.get("multivector")
     if isinstance(matrix, np.ndarray):
         tokens, size = tokens + len(matrix), size + matrix.nbytes
@@ -79,7 +87,7 @@ def weight(sent: Any) -> tuple[int, int]:
 
 
 def _matrix(value: Any, path: str) -> NDArray[Any]:
-    """Return an array [tokens, width], float32 unless the value is float16 already."""
+    """Return an array [tokens, width], as float32 unless the value is already float16."""
     try:
         array = np.asarray(value)
         array = array if array.dtype == np.float16 else array.astype(np.float32, copy=False)
@@ -107,7 +115,7 @@ _encoder = msgspec.msgpack.Encoder(enc_hook=_hook)
 
 def encode(body: Mapping[str, Any], subject: str) -> bytes:
     """Return a request body as msgpack. Raises InvalidInputError, which begins with `subject`, for values that msgpack
-    cannot hold.
+    cannot represent.
     """
     try:
         return _encoder.encode(body)
@@ -130,12 +138,22 @@ class _OutputMap(TypedDict, total=False):
     source: str
 
 
+class _ChunkSlot(TypedDict, total=False):
+    start: int
+    end: int
+    tokens: int
+    dense: _OutputMap
+    sparse: _OutputMap
+    multivector: _OutputMap
+
+
 class _OutputSlot(TypedDict, total=False):
     id: str
     metadata: Any
     dense: _OutputMap
     sparse: _OutputMap
     multivector: _OutputMap
+    chunks: list[_ChunkSlot]
     timing: dict[str, float]
     usage: ItemUsage
     error: dict[str, Any]
@@ -171,25 +189,29 @@ def decode_vectors(body: bytes) -> dict[str, Any]:
     """
     reply = cast("dict[str, Any]", _decoder.decode(body))
     for slot in reply["items"]:
-        slot["outputs"] = {}
-        for name in _OUTPUTS:
-            if name in slot:
-                vectors = {
-                    key: _array(value) if isinstance(value, dict) else value for key, value in slot[name].items()
-                }
-                slot[name] = (
-                    {key: vectors.pop(key) for key in ("indices", "values")}
-                    if name == "sparse"
-                    else vectors.pop("values")
-                )
-                slot["outputs"][name] = vectors
+        for vectors in (slot, *slot.get("chunks", ())):
+            _read_outputs(vectors)
         if "metadata" in slot:
             slot["metadata"] = arrays.unpack(slot["metadata"])
     return reply
 
 
+def _read_outputs(slot: dict[str, Any]) -> None:
+    """Replace the outputs of an item or a chunk by their arrays, and put the descriptions of these under `outputs`."""
+    slot["outputs"] = {}
+    for name in _OUTPUTS:
+        if name in slot:
+            vectors = {key: _array(value) if isinstance(value, dict) else value for key, value in slot[name].items()}
+            slot[name] = (
+                {key: vectors.pop(key) for key in ("indices", "values")} if name == "sparse" else vectors.pop("values")
+            )
+            slot["outputs"][name] = vectors
+
+
 def _array(sent: _ArrayMap) -> NDArray[Any]:
-    """Return an array that the caller owns and may write to. The one copy gives it an aligned address for its type."""
+    """Return an array that the caller owns and may modify. It is copied once, so that its address is aligned for its
+    type.
+    """
     if bytes(sent[b"nd"]) != _TRUE or bytes(sent.get(b"kind", _EMPTY)) != _EMPTY:
         raise ValueError("array: expected nd true and no kind")
     dtype = _DTYPES[bytes(sent[b"type"])]
@@ -202,7 +224,7 @@ def _array(sent: _ArrayMap) -> NDArray[Any]:
 
 
 def decode(body: bytes) -> dict[str, Any]:
-    """Return a reply of score or extract. Raises as `decode_vectors` does."""
+    """Return a reply of score or extract. Raises the same errors as `decode_vectors`."""
     reply = arrays.unpack(arrays.decode_msgpack(body))
     if not isinstance(reply, dict):
         raise ValueError(f"expected a map, got {type(reply).__name__}")

@@ -34,6 +34,7 @@ ORACLES = {
     "zero-shot": "transformers, pipeline",
     "text-classifier": "transformers, pipeline",
     "token-classifier": "transformers, pipeline",
+    "static-embedding": "sentence-transformers, SentenceTransformer of a StaticEmbedding",
     "dual-encoder": "transformers, CLIPModel and SiglipModel with their processors; open_clip 3.3.0 by a stored file",
     "sound-encoder": "transformers, ClapModel with its feature extractor",
     "sound-reader": "transformers, WhisperForConditionalGeneration, `generate` greedily, with its feature extractor",

@@ -26,12 +26,14 @@ from parity.checkpoints import dense as dense_module
 from parity.device import new_engine
 from parity.heads_checkpoints import masked, pylate, with_markers
 from parity.score_checkpoints import build_head, build_reranker
+from safetensors.torch import save_file
 from sentence_transformers import CrossEncoder, MultiVectorEncoder, SentenceTransformer, SparseEncoder
 from sentence_transformers.base.modules import Dense, Normalize, Transformer
 from sentence_transformers.cross_encoder.modules import LogitScore
-from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
-from sentence_transformers.sentence_transformer.modules import Dropout, Pooling
+from sentence_transformers.multi_vector_encoder.modules import HierarchicalTokenPooling, MultiVectorMask
+from sentence_transformers.sentence_transformer.modules import Dropout, LayerNorm, Pooling, StaticEmbedding
 from sentence_transformers.sparse_encoder.modules import SpladePooling
+from tokenizers import Tokenizer
 from torch import nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -49,7 +51,7 @@ TEXTS = [
     "Ein Fluss fließt. " * 30,
 ]
 COSINE = 0.99999
-QUICK, LONG = 24, 500
+QUICK, LONG = 26, 500
 POOLINGS = ("cls", "mean", "lasttoken", "weightedmean", "max", "mean_sqrt_len_tokens")
 
 
@@ -79,10 +81,19 @@ def edit(path: Path, **changes: Any) -> None:
 
 def random_dense(rng: random.Random, width: int, feature: str) -> Dense:
     output = rng.choice((width, 24, 40))
-    activation = rng.choice((nn.Identity, nn.Tanh, nn.GELU, nn.ReLU, nn.Sigmoid, nn.Mish))()
+    activation = rng.choice((nn.Identity, nn.Tanh, nn.GELU, nn.ReLU, nn.Sigmoid, nn.Mish, nn.Softplus, nn.PReLU))()
     has_bias = rng.random() < 0.7
     torch.manual_seed(rng.randrange(1 << 30))
     return Dense(width, output, has_bias, activation, module_input_name=feature, use_residual=rng.random() < 0.2)
+
+
+def random_norm(rng: random.Random, width: int) -> LayerNorm:
+    torch.manual_seed(rng.randrange(1 << 30))
+    layer = LayerNorm(width)
+    with torch.no_grad():
+        layer.norm.weight.add_(0.3 * torch.randn(width))
+        layer.norm.bias.add_(0.3 * torch.randn(width))
+    return layer
 
 
 def sentence_folder(rng: random.Random, base: Path, folder: Path) -> Path:
@@ -98,9 +109,9 @@ def sentence_folder(rng: random.Random, base: Path, folder: Path) -> Path:
         layer = random_dense(rng, width, "token_embeddings") if rng.random() < 0.7 else Normalize("token_embeddings")
         width = getattr(layer, "out_features", width)
         modules.append(layer)
-    mode: Any = rng.choice(POOLINGS[:4]) if rng.random() < 0.85 else rng.choice(POOLINGS)
-    if rng.random() < 0.05:
-        mode = tuple(rng.sample(POOLINGS, 2))
+    mode: Any = rng.choice(POOLINGS)
+    if rng.random() < 0.2:
+        mode = tuple(rng.sample(POOLINGS, rng.choice((2, 3, 6))))
     pooling = Pooling(width, mode, include_prompt=rng.random() < 0.95)
     modules.append(pooling)
     width = pooling.pooling_output_dimension
@@ -111,7 +122,7 @@ def sentence_folder(rng: random.Random, base: Path, folder: Path) -> Path:
             width = layer.out_features
             modules.append(layer)
         else:
-            modules.append(Normalize() if kind < 0.9 else Dropout(0.3))
+            modules.append(Normalize() if kind < 0.8 else Dropout(0.3) if kind < 0.9 else random_norm(rng, width))
     prompts = rng.choice(({}, {}, {"query": "q: ", "document": "d: "}, {"query": "q: "}, {"retrieval": "represent: "}))
     default = "retrieval" if "retrieval" in prompts and rng.random() < 0.7 else None
     model = SentenceTransformer(
@@ -189,6 +200,49 @@ def compare_dense(rng: random.Random, base: Path, folder: Path, engine: AdapterE
         for answer, vector in zip(run(engine, entry, "encode", TEXTS, is_query=is_query), vectors, strict=True):
             assert answer["dense"].shape == vector.shape
             assert cosine(answer["dense"], vector) >= COSINE, (is_query, entry)
+    return "equal"
+
+
+def compare_static(rng: random.Random, base: Path, folder: Path, engine: AdapterEngine) -> str:
+    """A table of vectors as the library saves it, or as model2vec saves it for the library."""
+    words = Tokenizer.from_file(str(base / "tokenizer.json"))
+    torch.manual_seed(rng.randrange(1 << 30))
+    width = rng.choice((WIDTH, 40))
+    table = torch.randn(words.get_vocab_size(), width).to(rng.choice((torch.float32, torch.float32, torch.float16)))
+    modules: list[nn.Module] = [StaticEmbedding(words, embedding_weights=table.float())]
+    while rng.random() < 0.5:
+        kind = rng.random()
+        layer = (
+            random_dense(rng, width, "sentence_embedding")
+            if kind < 0.4
+            else (Normalize() if kind < 0.7 else Dropout(0.3) if kind < 0.8 else random_norm(rng, width))
+        )
+        width = getattr(layer, "out_features", width)
+        modules.append(layer)
+    prompts = rng.choice(({}, {}, {"query": "q: ", "document": "d: "}))
+    model = SentenceTransformer(
+        modules=modules, prompts=prompts, truncate_dim=rng.choice((None, None, 16)), device="cpu"
+    )
+    model.save_pretrained(str(folder), create_model_card=False)
+    if rng.random() < 0.4:  # as model2vec stores it: fewer vectors than tokens, and a weight for each token
+        rows = rng.randrange(5, len(table))
+        mapping = torch.randint(rows, (len(table),))
+        weights = {"embeddings": table[:rows].contiguous(), "mapping": mapping, "weights": torch.rand(len(table))}
+        save_file(weights if rng.random() < 0.5 else {"embeddings": table}, next(folder.rglob("model.safetensors")))
+    library = SentenceTransformer(str(folder), device="cpu")
+    expected = {
+        False: library.encode(TEXTS, prompt_name="document" if prompts else None),
+        True: library.encode_query(TEXTS),
+    }
+    try:
+        entry = inspected(folder)
+    except (ModelLoadFailed, ValidationFailed) as error:
+        return f"refused: {error}"
+    for is_query, vectors in expected.items():
+        for answer, vector in zip(run(engine, entry, "encode", TEXTS, is_query=is_query), vectors, strict=True):
+            assert answer["dense"].shape == vector.shape
+            assert cosine(answer["dense"], vector) >= COSINE, (is_query, entry)
+            assert np.linalg.norm(answer["dense"]) == pytest.approx(np.linalg.norm(vector), rel=1e-3)
     return "equal"
 
 
@@ -273,6 +327,44 @@ def compare_multivector(rng: random.Random, base: Path, folder: Path, engine: Ad
     return "equal"
 
 
+def compare_modules_of_rows(rng: random.Random, base: Path, folder: Path, engine: AdapterEngine) -> str:
+    """A stack of late interaction that is made of modules, with token pooling or without."""
+    modules: list[nn.Module] = [Transformer(str(base), query_length=32, document_length=64)]
+    width = WIDTH
+    for _ in range(rng.choice((0, 1, 2))):
+        layer = random_dense(rng, width, "token_embeddings")
+        width = layer.out_features
+        modules.append(layer)
+    tail: list[nn.Module] = [MultiVectorMask(rng.choice(([], [".", "river"])))]
+    if rng.random() < 0.8:
+        tail.append(Normalize("token_embeddings"))
+    rng.shuffle(tail)
+    if rng.random() < 0.7:
+        tasks = rng.choice((None, ["document"], ["query", "document"]))
+        pooling = HierarchicalTokenPooling(
+            rng.choice((1.0, 1.5, 2.0, 4.0)),
+            num_protected_tokens=rng.choice((0, 1, 3)),
+            normalize_embeddings=rng.random() < 0.7,
+            tasks=tasks,
+        )
+        tail.insert(len(tail) if rng.random() < 0.8 else rng.randrange(len(tail)), pooling)
+    if rng.random() < 0.2:
+        tail.append(Normalize("token_embeddings"))
+    model = MultiVectorEncoder(modules=[*modules, *tail], device="cpu")
+    model.save_pretrained(str(folder), create_model_card=False)
+    try:
+        entry = added(rng, folder)
+    except (ModelLoadFailed, ValidationFailed) as error:
+        return f"refused: {error}"
+    library = MultiVectorEncoder(str(folder), device="cpu")
+    expected = {True: library.encode_query(TEXTS), False: library.encode_document(TEXTS)}
+    for is_query, rows in expected.items():
+        for answer, vectors in zip(run(engine, entry, "encode", TEXTS, is_query=is_query), rows, strict=True):
+            assert answer["multivector"].shape == tuple(vectors.shape), (is_query, model)
+            assert np.abs(answer["multivector"] - np.asarray(vectors)).max() <= 2e-5, (is_query, model)
+    return "equal"
+
+
 CHAT = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n\n</think>\n\n{% endif %}"
@@ -316,7 +408,10 @@ def compare_chat(rng: random.Random, base: Path, folder: Path, engine: AdapterEn
     return "equal"
 
 
-COMPARISONS = (*([compare_dense] * 6), compare_sparse, compare_score, compare_chat, compare_multivector)
+COMPARISONS = (
+    *([compare_dense] * 6),
+    *(compare_static, compare_sparse, compare_score, compare_chat, compare_multivector, compare_modules_of_rows),
+)
 
 
 def compare(seed: int, base_of: Callable[[str], Path], folder: Path, engine: AdapterEngine) -> str:
@@ -357,7 +452,19 @@ def check(seeds: range, bases: Callable[[str], Path], tmp_path: Path, engine: Ad
 
 
 @pytest.mark.parametrize(
-    "module", [Transformer, Pooling, Dense, Normalize, Dropout, SpladePooling, MultiVectorMask, LogitScore]
+    "module",
+    [
+        Transformer,
+        Pooling,
+        Dense,
+        Normalize,
+        Dropout,
+        LayerNorm,
+        SpladePooling,
+        MultiVectorMask,
+        HierarchicalTokenPooling,
+        LogitScore,
+    ],
 )
 def test_each_setting_of_the_installed_library_is_read_or_refused(module: Any) -> None:
     """A setting of a newer library that is in no list fails here, so that somebody decides what it means."""

@@ -326,15 +326,39 @@ def infinity_rerank(url: str, model: str, text: str, key: str, retries: int) -> 
     return [(each.index, each.relevance_score) for each in answer.results]
 
 
-def heavy(name: str) -> Callable[..., Any]:
-    """A client that is installed apart."""
+def ollama_client(url: str, key: str) -> Any:
+    import ollama
 
+    return ollama.Client(url, headers={"authorization": f"Bearer {key}"}, timeout=30)
+
+
+def ollama_embed(url: str, model: str, text: str, key: str, retries: int, **more: Any) -> list[float]:
+    asked = f"{model}:latest"
+    truncate = more.get("truncate") != "NONE"
+    answer = ollama_client(url, key).embed(asked, [text], truncate=truncate, keep_alive="5m", dimensions=384)
+    assert answer.model == asked
+    assert answer.total_duration > 0
+    assert answer.prompt_eval_count > 2
+    return list(answer.embeddings[0])
+
+
+def heavy(name: str) -> Callable[..., Any]:
+    """A client for Python that is installed apart."""
+    return apart(name, str(HEAVY), "heavy.py")
+
+
+def node(name: str) -> Callable[..., Any]:
+    """A client for Node."""
+    return apart(name, "node", "node/call.mjs")
+
+
+def apart(name: str, program: str, script: str) -> Callable[..., Any]:
     def run(url: str, model: str, text: str, key: str, retries: int) -> Any:
         ranks = name.endswith("rerank")
         inputs = [QUERY, *DOCUMENTS] if ranks else [text]
-        script = str(Path(__file__).parents[1] / "clients/heavy.py")
         environ = {**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
-        argv = [str(HEAVY), script, name, url, key, model, str(retries), *inputs]
+        path = str(Path(__file__).parents[1] / "clients" / script)
+        argv = [program, path, name, url, key, model, str(retries), *inputs]
         done = subprocess.run(argv, capture_output=True, text=True, timeout=110, env=environ)
         assert done.returncode == 0, done.stderr
         told = json.loads(done.stdout.splitlines()[-1])
@@ -392,6 +416,11 @@ CLIENTS = [
     Client("jina rerank", jina_rerank, gives="scores", comes_back=False),
     Client("infinity", infinity_embed, comes_back=False),
     Client("infinity rerank", infinity_rerank, gives="scores", comes_back=False),
+    Client("ollama", ollama_embed, NONE, comes_back=False),
+    *(
+        Client(f"node {name}", node(name), long=True, comes_back=False)
+        for name in ("ollama", "ai-sdk", "langchain-ollama", "langchain-openai")
+    ),
     *(
         Client(f"litellm {name}", heavy(f"litellm-{name}"), long=True, comes_back=False)
         for name in ("infinity", "jina")
@@ -511,6 +540,28 @@ def test_each_client_is_told_of_overload_and_comes_back_by_itself(
 
 
 # what only some clients can ask
+
+
+def test_ollama_lists_and_shows_models_and_is_told_that_no_text_is_generated(
+    cluster: Cluster, client: httpx.Client
+) -> None:
+    import ollama
+
+    api = ollama_client(cluster.url, KEY)
+    vector = api.embeddings(MINI, TEXT).embedding
+    assert np.array_equal(np.array(vector, np.float32), native(client, TEXT, normalize=False))
+    names = [model.model for model in api.list().models]
+    assert f"{MINI}:latest" in names
+    assert CROSS not in " ".join(map(str, names))
+    shown = api.show(f"{MINI}:latest")
+    assert shown.capabilities == ["embedding"]
+    assert shown.modelinfo is not None
+    assert shown.modelinfo["text-encoder.context_length"] == 256
+    assert f"{MINI}:latest" in [model.model for model in api.ps().models]
+    for call in (api.generate, api.pull, lambda model: api.chat(model, [{"role": "user", "content": TEXT}])):
+        with pytest.raises(ollama.ResponseError, match="does not generate text") as raised:
+            call(MINI)
+        assert raised.value.status_code == 404
 
 
 def test_openai_takes_lists_token_ids_and_a_width(cluster: Cluster, client: httpx.Client) -> None:

@@ -58,7 +58,7 @@ def test_the_quickstart_and_what_others_change_for_it(tmp_path: Path) -> None:
     with Reader(tmp_path) as reader:
         reader.read(DOCS / "quickstart.md")
         reader.read(DOCS / "coming-from.md")
-        assert reader.ran == 10
+        assert reader.ran == 11
 
 
 @pytest.mark.long

@@ -217,6 +217,25 @@ def test_of_a_batch_that_pads_those_run_that_are_nearest_to_the_oldest_in_size()
     assert len(batch.entries) < 32
 
 
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(
+    ("limits", "count"),
+    [
+        (BatchLimits(cost=1000, requests=5, wait_s=0.0), 5),
+        (BatchLimits(cost=40, requests=64, wait_s=0.0), 5),
+        (BatchLimits(cost=39, requests=64, wait_s=0.0), 4),
+        (BatchLimits(cost=1000, requests=64, wait_s=0.0, media_bytes=300), 3),
+        (BatchLimits(cost=1000, requests=64, wait_s=0.0, media_bytes=299), 2),
+    ],
+)
+def test_a_batch_is_as_large_as_its_limits_and_no_larger(limits: BatchLimits, count: int, padded: bool) -> None:
+    key = KEY._replace(padded=padded)
+    entries = [BatchEntry(key, 8, 0.001 * number, number, media_bytes=100) for number in range(8)]
+    batch = next_batch(waiting(entries, None), 1.0, limits, DeviceLoad(0, 1, 1, False))
+    assert isinstance(batch, Batch)
+    assert len(batch.entries) == count
+
+
 def test_a_long_text_counts_by_the_time_that_it_takes() -> None:
     """Texts whose attention takes three times as long as everything else: a quarter of them fit."""
     short, long = (

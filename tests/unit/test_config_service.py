@@ -231,7 +231,13 @@ async def test_what_get_returns_is_accepted_by_post_in_both_languages(api: Api) 
     three = await api.call("GET", "/v1/configs/models/org/three")
     assert {**three, "id": "org/one"} == shown.json()
     listed = await api.call("GET", "/v1/configs/models")
-    assert listed["models"][0] == {"model_id": "org/one", "profiles": ["default", "plain"], "source": "api"}
+    assert listed["models"][0] == {
+        "model_id": "org/one",
+        "profiles": ["default", "plain"],
+        "source": "api",
+        "tasks": ["encode"],
+        "languages": [],
+    }
     assert [each["model_id"] for each in listed["models"]] == ["org/one", "org/three", "org/two"]
 
 

@@ -12,6 +12,7 @@ from sie_contracts.errors import InvalidInput
 from sie_contracts.jobs import RowSpan
 from sie_store.datasets import plans, rows
 from sie_store.datasets.places import Place
+from sie_store.object_stores import RetryPolicy
 
 
 @pytest.fixture(autouse=True)
@@ -111,3 +112,14 @@ async def test_a_symbolic_link_leads_nowhere_else(tmp_path: Path) -> None:
     output = Place.opened(f"{inside}/folder", (str(inside),), is_output=True)
     with pytest.raises(InvalidInput, match="symbolic link"):
         await output.check(output.folder + "part-00000.parquet")
+
+
+async def test_a_folder_lists_its_own_objects_alone(tmp_path: Path) -> None:
+    """Folders beside it, a folder whose name begins alike, and hidden files are not listed."""
+    for name in ("in/a.png", "in/sub/b.png", "in/.hidden.png", "in/rows.csv", "in2/c.png", "other/d.png", "e.png"):
+        file = tmp_path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(b"0")
+    place = Place.opened(f"{tmp_path}/in/", (str(tmp_path),))
+    listed = await plans.images(place, RetryPolicy())
+    assert [entry.source for entry in listed] == ["a.png", "sub/b.png"]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import api_page
 import click
+import models_page
 import pages
 import pytest
 import readme_tables
@@ -22,6 +23,7 @@ from pages import DOCS, README, ROOT
 from sie_cli.main import main
 from sie_contracts import client_environment
 from sie_contracts.settings import BY_NAME, ROWS
+from sie_runtime.feed import packaged_catalogue
 
 ALERTS = ROOT / "charts" / "sie-cluster" / "files" / "alerts.yaml"
 SECTIONS = ("**Means**", "**See**", "**Do**")
@@ -30,7 +32,8 @@ BLOCKS = {
     "README.md": {"install": 1, "": 4},
     "air-gap.md": {"": 1, "server": 1, "machine": 1},
     "bundles.md": {"server": 1, "": 2},
-    "coming-from.md": {"": 3},
+    "chunks.md": {"": 2},
+    "coming-from.md": {"": 4},
     "custom-adapters.md": {"file": 1, "install": 1},
     "engines.md": {"install": 1},
     "evals.md": {"install": 1, "": 6},
@@ -39,7 +42,7 @@ BLOCKS = {
     "doctor.md": {"": 2, "machine": 1},
     "documents.md": {"": 1},
     "image-search.md": {"": 4},
-    "sounds.md": {"": 2},
+    "sounds.md": {"": 3},
     "files.md": {"": 1},
     "jobs.md": {"": 4},
     "kubernetes.md": {"kubernetes": 3},
@@ -95,6 +98,14 @@ def test_the_page_of_settings_is_the_code() -> None:
     assert settings_page.page(text) == text
     for row in ROWS:
         assert f"| `{row.name}` |" in text
+
+
+def test_the_page_of_models_is_the_catalogue() -> None:
+    """Regenerate it: python tests/models_page.py."""
+    text, entries = models_page.PAGE.read_text("utf-8"), packaged_catalogue().entries
+    assert models_page.page(text) == text
+    assert f"The catalogue has {len(entries)} models" in text
+    assert all(f"\n| `{model}`" in text for model in entries)
 
 
 async def test_the_page_of_the_api_is_what_a_gateway_answers() -> None:

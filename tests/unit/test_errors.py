@@ -111,6 +111,7 @@ def test_every_family_has_what_its_clients_read_and_no_more(leaf: type[SIEError]
         "voyage": {"error": every, "detail": "message text", "code": code},
         "infinity": {"error": every, "code": code},
         "tei": {"error": "message text", "error_type": tei, "detail": every, "code": code},
+        "ollama": {"error": "message text", "detail": every, "code": code},
     }
     assert bodies.keys() == FAMILIES.keys()
     for family, expected in bodies.items():

@@ -63,6 +63,7 @@ FAMILIES = (
         "cohere", "/v2/embed", lambda model, texts: {"model": model, "input_type": "search_document", "texts": texts}
     ),
     Family("tei", "/tei/{model}/embed", lambda model, texts: {"inputs": texts}),
+    Family("ollama", "/api/embed", lambda model, texts: {"model": model, "input": texts}),
 )
 Heard = tuple[str, httpx.Response]
 
@@ -316,7 +317,7 @@ async def with_lora(place: Place) -> tuple[FakeAdapter, GatewayProcess]:
 
 
 async def ask_lora(gateway: GatewayProcess) -> list[Heard]:
-    """TEI has no word for a LoRA."""
+    """TEI and Ollama have no word for a LoRA."""
     lora = {"options": {"lora_id": "org/tuned"}}
     found = [
         (
@@ -324,7 +325,7 @@ async def ask_lora(gateway: GatewayProcess) -> list[Heard]:
             await gateway.client.post(family.path.replace("{model}", ONE), json={**family.body(ONE, [CANARY]), **lora}),
         )
         for family in FAMILIES
-        if family.name != "tei"
+        if family.name not in ("tei", "ollama")
     ]
     assert {facts(response)["lora_id"] for _, response in found} == {"org/tuned"}
     return found
@@ -535,7 +536,7 @@ def check(case: Case, family: str, response: httpx.Response) -> None:
 
 
 def facts(response: httpx.Response) -> dict[str, Any]:
-    """The map of everything that is known of an error: `error`, which is a text at TEI's routes."""
+    """The map of everything that is known of an error: `error`, which is a text at the routes of TEI and Ollama."""
     body = response.json()
     found: dict[str, Any] = body["error"] if isinstance(body["error"], dict) else body["detail"]
     return found
@@ -543,10 +544,12 @@ def facts(response: httpx.Response) -> dict[str, Any]:
 
 def expected_of(family: str, told: Mapping[str, Any], request_id: str) -> dict[str, Any]:
     """What the clients of a family read, each in its place, and nothing else."""
-    every = told["detail"] if family == "tei" else told["error"]
+    every = told["detail"] if family in ("tei", "ollama") else told["error"]
     code, message = told["code"], every["message"]
     if family == "tei":  # huggingface_hub and TEI's own clients: a text and a type; raw HTTP: the map
         return {"error": message, "error_type": told["error_type"], "detail": every, "code": code}
+    if family == "ollama":  # Ollama's clients print the text
+        return {"error": message, "detail": every, "code": code}
     if family == "openai":  # OpenAI: the map; Haystack's components for Jina: the words in `detail`
         return {"error": every, "detail": {"code": code.lower(), "message": message}, "code": code}
     if family == "cohere":

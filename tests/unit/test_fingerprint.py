@@ -102,6 +102,7 @@ UNCHANGED: dict[type, dict[str, Any]] = {
         "unproven": "no oracle",
         "description": "a model",
         "license": "MIT",
+        "languages": ["de"],
         "download_bytes": 1,
     },
     Weights: {"hub": "org/hub", "unpinned": True, "path": "/models/moved"},
@@ -119,6 +120,7 @@ NEUTRAL: dict[type, dict[str, str]] = {
         "unproven": "a text for people",
         "description": "a text for people",
         "license": "a text for people",
+        "languages": "a text for people",
         "download_bytes": "a number for people",
     },
     Weights: {

@@ -37,7 +37,6 @@ from sie_store.weights.sources import WeightSources
         ("/v1/encode", "/v1/encode/{model}"),
         ("/encode/org/model", "/v1/encode/{model}"),
         ("/v1/encdoe/org/model", "/v1/encode/{model}"),
-        ("/v1/v1/encode/org/model", "/v1/encode/{model}"),
         ("/v1/model", "/v1/models"),
         ("/embeding", "/embeddings"),
         ("/helth", "/health"),
@@ -52,6 +51,31 @@ def test_a_path_that_is_none_names_the_route_that_is_like_it(path: str, near: st
 
 
 @pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        (
+            "/v1/v1/encode/org/model",
+            "no such path: it begins with /v1 twice; did you mean /v1/encode/{model}, and a base URL without /v1?",
+        ),
+        ("/v1/v1/none", "no such path: it begins with /v1 twice; /docs lists all"),
+        (
+            "/v1/embed/org/model",
+            "no such path; did you mean /v1/encode/{model}? /v1/embed and /v1/embeddings take the model in the body",
+        ),
+        (
+            "/embeddings/org/model",
+            "no such path; did you mean /v1/encode/{model}? /v1/embed and /v1/embeddings take the model in the body",
+        ),
+        ("/v1/rerank/m", "no such path; did you mean /v1/score/{model}? /v1/rerank takes the model in the body"),
+    ],
+)
+def test_a_path_with_a_part_too_many_names_the_route_that_has_it_there(path: str, message: str) -> None:
+    with pytest.raises(NotFound) as caught:
+        Gate(load(environ={}).settings).check("POST", path, "")
+    assert caught.value.message == message
+
+
+@pytest.mark.parametrize(
     "path",
     ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/generate/org/m", "/v1/estimate", "/v1/recommend"],
 )
@@ -59,13 +83,6 @@ def test_a_route_of_language_models_names_what_this_server_does(path: str) -> No
     with pytest.raises(NotFound) as caught:
         Gate(load(environ={}).settings).check("POST", path, "")
     assert caught.value.message.startswith("this server does not generate text: use /v1/encode, /v1/score or /v1/extr")
-
-
-@pytest.mark.parametrize("path", ["/v1/audio/transcriptions", "/v1/audio/translations"])
-def test_a_route_of_transcription_names_that_of_extraction(path: str) -> None:
-    with pytest.raises(NotFound) as caught:
-        Gate(load(environ={}).settings).check("POST", path, "")
-    assert caught.value.message == "this server writes what is spoken at /v1/extract, with a model that reads sounds"
 
 
 @pytest.mark.parametrize("path", ["/v1/chat", "/none", "/v1", "/x" * 5000, "/" + "é" * 300])

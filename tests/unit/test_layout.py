@@ -94,3 +94,17 @@ def test_models_of_a_worker_that_is_lost_go_to_different_ones(count: int, number
     assert {model for model in wanted if after[model] != table[model]} == set(lost)
     given = [after[model][0] for model in lost]
     assert max(map(given.count, given), default=0) <= -(-len(lost) // count) + 1
+
+
+@pytest.mark.parametrize(
+    ("target", "slots", "moves"),
+    [(Holdings(), 0, True), (Holdings(loading=frozenset({"c"})), 0, False), (Holdings(), 1, False)],
+    ids=["idle", "loading", "full"],
+)
+def test_a_busy_worker_gives_a_model_to_a_worker_with_room_whose_loads_have_ended(
+    target: Holdings, slots: int, moves: bool
+) -> None:
+    before = {"a": ("w0",), "b": ("w0",), "d": ("w1",)}
+    workers = {"w0": Holdings(loaded=frozenset({"a", "b"})), "w1": target}
+    after = place(before, dict.fromkeys(before, 1), workers, {"a": 0.6, "b": 0.6, "d": 0.01}, {"w1": slots})
+    assert (after != before) == moves

@@ -219,10 +219,44 @@ def test_a_model_is_added_shown_changed_rolled_back_and_removed(served: Served, 
     assert re.search(r"^2 +patch +\S+ +SIE_ADMIN_TOKEN +.*max_tokens: \S+ -> 8", line), line
     done("rollback", "org/two", "1", *at)
     done("set", "org/two", "download_bytes=91234567", *at)
-    assert "org/two  default, v1.5  api     91 MB\n" in done("list", *at)
+    assert re.search(r"^org/two +encode +91 MB +default, v1.5 +api$", done("list", *at), re.MULTILINE)
     assert "revision 7 from api" in done("status", "org/two", *at)
     assert "org/two: revision" in done("status", "org/two", SIE_CONFIG_SERVICE_URL=served.url)
     done("rm", "org/two", *at)
+
+
+def test_models_are_listed_by_task_and_by_language(one: str) -> None:
+    file = '{"id": "org/%s", "weights": {"path": "/x"}, "family": "text-encoder", "outputs": {"%s": 4}, "max_tokens": 8'
+    for name, output, languages in (
+        ("german", "dense", '"languages": ["de", "en"]'),
+        ("many", "multivector", '"languages": ["multilingual"]'),
+    ):
+        done("add", "-", "--url", one, given=f"{file % (name, output)}, {languages}}}")
+
+    def ids(*options: str) -> list[str]:
+        listed = json.loads(done("list", *options, "-o", "json", "--url", one))["models"]
+        return [model["model_id"] for model in listed if model["model_id"] != "org/one"]
+
+    assert ids() == ["org/german", "org/many"]
+    assert ids("--task", "score") == ["org/many"]
+    assert ids("--language", "de") == ["org/german", "org/many"]
+    assert ids("--language", "fr") == ["org/many"]
+    grouped = done("list", "--by", "language", "--url", one)
+    assert [line for line in grouped.splitlines() if line.endswith(("model", "models"))] == [
+        "de: 1 model",
+        "en: 1 model",
+        "multilingual: 1 model",
+        "not stated: 1 model",
+    ]
+    done("set", "org/many", "download_bytes=2000000001", "--url", one)
+    by_size = done("list", "--by", "size", "--url", one)
+    assert [line for line in by_size.splitlines() if line.endswith(("model", "models"))] == [
+        "up to 8 GB: 1 model",
+        "not stated: 2 models",
+    ]
+    assert done("list", "--task", "extract", "--url", one).endswith("no models\n")
+    done("rm", "org/german", "--url", one)
+    done("rm", "org/many", "--url", one)
 
 
 def test_what_show_prints_is_added_under_another_id(one: str) -> None:
@@ -358,14 +392,14 @@ COMMANDS: dict[str, tuple[tuple[str, ...], int, tuple[str, ...]]] = {
         ("Error: run.normalize", "expected true, false or null, got a string"),
     ),
     "a wrong value": (
-        ("set", "org/one", "run.pooling=max"),
+        ("set", "org/one", "run.pooling=median"),
         1,
-        ("run.pooling:", "expected one of '', 'cls', 'last', 'mean'"),
+        ("run.pooling:", "expected one of cls, mean, last, weighted, max, sqrt", "got 'median'"),
     ),
     "a wrong value in a profile": (
         ("set", "org/one", 'profiles."v1.5".run.pooling=x'),
         1,
-        ("profiles.v1.5.run.pooling:", "'cls'"),
+        ("profiles.v1.5.run.pooling:", "expected one of cls"),
     ),
     "another id than the path's": (("set", "org/one", "id=org/two"), 1, ("id:", "expected 'org/one'")),
     "an unknown bundle": (

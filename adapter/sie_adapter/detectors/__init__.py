@@ -1,1 +1,1 @@
-"""Families that detect objects in images; a text names the objects."""
+"""Families that detect objects in images; a text names the classes of objects."""

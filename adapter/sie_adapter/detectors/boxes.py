@@ -15,8 +15,8 @@ Float32 = NDArray[np.float32]
 
 
 class Sight(NamedTuple):
-    """Detections in a batch of images. `boxes`: middle, width and height, as parts of the image that the model sees,
-    float32 [images, candidates, 4]. `scores`: the score of each label, float32 [images, candidates, labels].
+    """Detections in a batch of images. `boxes`: centre, width and height, as fractions of the image that the model
+    sees, float32 [images, candidates, 4]. `scores`: the score of each label, float32 [images, candidates, labels].
     """
 
     boxes: Tensor
@@ -24,8 +24,8 @@ class Sight(NamedTuple):
 
 
 class ImageFrame(NamedTuple):
-    """Size of an image, and the size of what the model sees, in pixels of the image. The latter is larger if the model
-    pads images.
+    """Size of an image, and size of the area that the model sees, in pixels of the image. The area is larger than the
+    image if the model pads images.
     """
 
     width: int
@@ -37,8 +37,8 @@ class ImageFrame(NamedTuple):
 def objects(
     boxes: Float32, scores: Float32, best: NDArray[np.int64], labels: Sequence[str], frame: ImageFrame, least: float
 ) -> list[dict[str, Any]]:
-    """Return the candidates of one image whose score is at least `least`, best first. `boxes`: [candidates, 4], as in
-    `Sight`. `best`: the index of the best label of each candidate. `scores` [candidates]: the score of that label.
+    """Return the candidates of one image whose score is at least `least`, best first. `boxes`: [candidates, 4], see
+    `Sight`. `best`: the index of the best label of each candidate. `scores` [candidates]: the score of this label.
 
     A box is cut at the edges of the image, then its corners are rounded. Boxes without area are left out.
     """

@@ -1,6 +1,6 @@
-"""Detection of objects in images, by the names that a request gives: Grounding DINO and OWLv2.
+"""Detection of objects in images; the request has the names of the objects. Models: Grounding DINO and OWLv2.
 
-an image and labels each ──► those with equal labels and pixels of one size ──► boxes and scores ──► objects
+inputs: an image and labels ──► groups with equal labels and pixels of one size ──► boxes and scores ──► objects
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sie_contracts.models.load_errors import load_failed
 from sie_contracts.wire.ipc import Rows
 from sie_store.folder_files import read_json
 
-# Images in one pass. A CPU gains nothing from more than one image (bench/images.py).
+# images in one pass; a CPU is not faster with more than one image (bench/images.py)
 _IMAGES_PER_PASS = {"cpu": 1}
 _IMAGES_PER_PASS_ELSEWHERE = 8
 
@@ -34,7 +34,8 @@ class _DetectorKind(Protocol):
     """Kind of detector.
 
     `thresholds`: options with a lower limit for the score of an object, with their defaults. `max_tokens`: limit for a
-    prompt or for one label, as the kind reads labels. `recipe`: how images become the pixels that `detect` takes.
+    prompt, or for one label if the kind reads each label separately. `recipe`: preparation of the pixels that `detect`
+    needs.
     """
 
     thresholds: ClassVar[Mapping[str, float]]
@@ -50,7 +51,7 @@ class _DetectorKind(Protocol):
         """Return the prompt of the labels. Raises InvalidInput for labels that cannot be used."""
 
     def misfit(self, image: Shown) -> InvalidInput | None:
-        """Return the error of an image that the model cannot read; None if it can."""
+        """Return the error of an image that the model cannot read; None if the model can read it."""
 
     def detect(self, images: Sequence[Shown], prompt: Any) -> Sight:
         """Detect objects in images whose pixels have one size."""
@@ -66,9 +67,10 @@ _THRESHOLDS = tuple(name for kind in _KINDS.values() for name in kind.thresholds
 class Detector:
     """Loaded detector. `extract` may run on several threads at once.
 
-    A result is `{"objects": [{label, score, bbox}]}`, best first. The label is as the client wrote it; bbox is x, y,
-    width and height in pixels of the submitted image, upright. The result is an InvalidInput if the input does not have
-    exactly one image, or if the labels cannot be used; it is an InferenceFailed if scores or boxes are not finite.
+    A result is `{"objects": [{label, score, bbox}]}`, best first. The label is the text of the client, unchanged; bbox
+    is x, y, width and height in pixels of the submitted image, upright. The result is an InvalidInput if the input does
+    not have exactly one image, or if the labels cannot be used; it is an InferenceFailed if scores or boxes are not
+    finite.
 
     The option `threshold` replaces all thresholds of the model. `max_tokens`: limit for all labels together (Grounding
     DINO), or for one label, which is cut there (OWLv2).
@@ -76,9 +78,10 @@ class Detector:
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
-        """Return the fault of class, shapes or tokenizer for which a load would refuse the files; an empty string if
-        there is none. Reads no values of weights and runs no code of the folder. Raises ModelLoadFailed for tensors
-        that do not fit the class.
+        """Check class, shapes and tokenizer of the files. Reads no values of weights and runs no code of the folder.
+
+        Return the fault for which a load would refuse the files; an empty string if there is none. Raises
+        ModelLoadFailed for tensors that do not fit the class.
         """
         return _kind(folder, entry).fault_of_files(folder, entry)
 
@@ -102,7 +105,7 @@ class Detector:
     def extract(
         self, texts: Sequence[str], options: Sequence[ExtractOptions], images: Sequence[Sequence[Shown]]
     ) -> list[Result]:
-        """Return the objects in the image of each input, or an error in their place. Texts are not read."""
+        """Return the objects in the image of each input, or an error instead. Texts are not read."""
         with torch.inference_mode():
             return by_options(images, options, self._detect)
 
@@ -139,8 +142,8 @@ class Detector:
         return [results[number] for number in range(len(rows))]
 
     def _least(self, options: ExtractOptions) -> float:
-        """Return the least score of an object: the highest of the thresholds, since a lower score fails one of them.
-        Raises InvalidInput for a threshold that the model does not have.
+        """Return the lowest score that an object may have: the highest of the thresholds, since a lower score fails at
+        least one of them. Raises InvalidInput for a threshold that the model does not have.
         """
         own = self._kind.thresholds
         for name in _THRESHOLDS:
@@ -152,7 +155,7 @@ class Detector:
         return max(float(options.parameters.get(name, default)) for name, default in own.items())
 
     def _passes(self, usable: Mapping[int, Shown]) -> Iterator[list[int]]:
-        """Yield passes: indices of images whose pixels have one size."""
+        """Yield the passes: each is a list of indices of images whose pixels have one size."""
         alike: dict[tuple[int, ...], list[int]] = {}
         for number, image in usable.items():
             alike.setdefault(image.pixels.shape, []).append(number)

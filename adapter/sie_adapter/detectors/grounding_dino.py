@@ -5,7 +5,7 @@
     uint8 pixels ──► normalised ──► backbone, images of equal size together ──► maps of features ────┘
     ──► boxes, the best token of each label
 
-Images of different sizes never share a pass: the padding of the smaller image would change the boxes of both.
+A pass never has images of different sizes: the padding of the smaller image would change the boxes of both.
 """
 
 from __future__ import annotations
@@ -41,23 +41,24 @@ from sie_contracts.models.load_errors import load_failed
 # The model itself separates the labels of a prompt at these ids (transformers, SPECIAL_TOKENS).
 _DELIMITERS = {"[CLS]": 101, "[SEP]": 102, ".": 1012, "?": 1029}
 _SPACES = str.maketrans(".?", "  ")
-# Its configuration calls the model an encoder-decoder, which matters only for generation. Custom kernels would be
-# downloaded from the hub.
+# The configuration declares an encoder-decoder, which affects only generation.
+# Custom kernels would be downloaded from the hub.
 _CHANGES: Mapping[str, Any] = MappingProxyType({"is_encoder_decoder": False, "disable_custom_kernels": True})
-_PLACES_PER_TOKEN = 4  # places of the narrow encoder that cost as much as one token of a text
+# number of positions in a feature map of the narrow encoder whose cost equals one token of a text
+_PLACES_PER_TOKEN = 4
 
 
 @dataclass(frozen=True)
 class _LabelPrompt:
-    """Prompt of labels. `ids`: [1, tokens]. `tokens`: the places of the tokens of each label."""
+    """Prompt of labels. `ids`: [1, tokens]. `tokens`: the indices of the tokens of each label."""
 
     ids: Tensor
     tokens: Sequence[Tensor]
 
 
 class _CachedBackbone(nn.Module):  # type: ignore[misc]  # the type checker skips torch
-    """Replacement of the model's image backbone. It returns maps that were computed before, for the pass that this
-    thread runs.
+    """Replacement of the model's image backbone. It returns feature maps that were computed before, for the pass of the
+    calling thread.
     """
 
     def __init__(self, own: Any) -> None:
@@ -67,7 +68,7 @@ class _CachedBackbone(nn.Module):  # type: ignore[misc]  # the type checker skip
 
     @contextlib.contextmanager
     def giving(self, maps: Sequence[Tensor]) -> Iterator[None]:
-        """Set the maps for a pass of this thread."""
+        """Set the feature maps for a pass of this thread."""
         self._given.maps = maps
         try:
             yield
@@ -148,8 +149,8 @@ class GroundingDino:
         )
 
     def misfit(self, image: Shown) -> InvalidInput | None:
-        """Return the error of a narrow image, which has fewer places than the model needs candidates; None for other
-        images.
+        """Return the error for a narrow image, whose feature maps have fewer positions than the model needs for its
+        candidates; None for other images.
         """
         height, width, _ = image.pixels.shape
         places = _places(height, width, self._strides)
@@ -162,7 +163,7 @@ class GroundingDino:
         )
 
     def detect(self, images: Sequence[Shown], prompt: _LabelPrompt) -> Sight:
-        """Detect objects in images whose pixels have one size. To be called under inference mode."""
+        """Detect objects in images whose pixels have one size. Call it under inference mode."""
         maps = [torch.stack(level) for level in zip(*self._outputs.for_images(images, self._read), strict=True)]
         ids = prompt.ids.expand(len(images), -1)
         height, width, _ = images[0].pixels.shape
@@ -188,15 +189,15 @@ class GroundingDino:
 
 
 def _foreign(tokenizer: Tokenizer) -> str:
-    """Return why the tokenizer does not belong to the model; an empty string if no difference is found."""
+    """Return the reason why the tokenizer does not belong to the model; an empty string if no difference is found."""
     wrong = [token for token, number in _DELIMITERS.items() if tokenizer.token_to_id(token) != number]
     listed = ", ".join(f"{token} {_DELIMITERS[token]}" for token in wrong)
     return f"its tokenizer has other ids for the separators of labels, the model expects {listed}" if wrong else ""
 
 
 def _strides(entry: ModelEntry, config: Any) -> list[int]:
-    """Return the pixels from one place to the next, for each map of features. Raises ModelLoadFailed for another
-    backbone than swin. Source: transformers, GroundingDinoModel.
+    """Return the distance in pixels between two neighbouring positions of each feature map. Raises ModelLoadFailed for
+    another backbone than swin. Source: transformers, GroundingDinoModel.
     """
     backbone = config.backbone_config
     if backbone.model_type != "swin":

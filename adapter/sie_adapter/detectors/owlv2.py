@@ -36,8 +36,9 @@ from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.models.load_errors import load_failed
 
 _MEAN, _STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-# Largest edge of a submitted image, in edges of the model's images. A larger image is scaled down before it is sent to
-# the adapter, which changes the model's pixels slightly (tests/parity/test_detector.py has the figures).
+# Largest edge of a submitted image, as a multiple of the edge of the model's images.
+# A larger image is scaled down before it is sent to the adapter, which changes the model's pixels slightly
+# (tests/parity/test_detector.py has the figures).
 _OVERSAMPLED = 3
 _TRUNCATED_AT = 4.0  # radius of the blur, in standard deviations
 _KEPT_LABELS = 4096
@@ -83,8 +84,8 @@ class Owlv2:
         self.recipe = Recipe("fit", longest=_OVERSAMPLED * self._side, multiple=1, resample="bicubic", tokens=patches)
 
     def prompt(self, labels: Sequence[str]) -> Tensor:
-        """Return the vector of each label, float32 [labels, width]. To be called under inference mode. Raises
-        InvalidInput, reason labels.
+        """Return the vector of each label, float32 [labels, width]. Call it under inference mode. Raises InvalidInput,
+        reason labels.
         """
         if not labels:
             raise labels_refused("expected at least one")
@@ -103,7 +104,9 @@ class Owlv2:
         return torch.stack([cached[label] for label in labels])
 
     def _vectors(self, labels: Sequence[str]) -> Tensor:
-        """Return the vectors [labels, width]. Each label is read at its end token, which a label that is cut keeps."""
+        """Return the vectors [labels, width]. A label's vector is the state of its end token; a label that is cut keeps
+        this token.
+        """
         encodings = self._words.encode_batch(list(labels))
         ids = to_device(np.array([encoding.ids for encoding in encodings], np.int64), self._device)
         mask = to_device(np.array([encoding.attention_mask for encoding in encodings], np.int64), self._device)
@@ -127,8 +130,8 @@ class Owlv2:
         return [(row,) for row in grid]
 
     def _square(self, image: Shown) -> Tensor:
-        """Return the image as the model's image processor scales it, float32 [3, side, side], not yet normalised. The
-        padding is black, so it adds nothing to the sums.
+        """Return the image in the scale of the model's image processor, float32 [3, side, side], not yet normalised.
+        The padding is black, so it adds nothing to the sums.
         """
         height, width, _ = image.pixels.shape
         sampling = _sampling(self._side, max(height, width), max(image.height, image.width))
@@ -158,7 +161,7 @@ def _sampling(side: int, size: int, submitted: int) -> Float32:
     behind = (places - first)[:, None]
     parts = np.pad(blur, (0, 1)) * (1 - behind) + np.pad(blur, (1, 0)) * behind
     read = first[:, None].astype(np.int64) + np.arange(-radius, radius + 2)
-    last = size - 1  # d c b | a b c d | c b a
+    last = size - 1  # mirrored edges: d c b | a b c d | c b a
     read = last - np.abs(last - read % (2 * last)) if last else np.zeros_like(read)
     matrix = np.zeros((side, size))
     np.add.at(matrix, (np.arange(side)[:, None], read), parts)
@@ -166,8 +169,8 @@ def _sampling(side: int, size: int, submitted: int) -> Float32:
 
 
 def _cutting(tokenizer: Any, limit: int) -> Any:
-    """Return a copy of the tokenizer that cuts a label at `limit` tokens, keeps its end token, and fills shorter labels
-    up.
+    """Return a copy of the tokenizer that truncates a label to `limit` tokens with its end token, and pads shorter
+    labels.
     """
     words = type(tokenizer).from_str(tokenizer.to_str())
     words.enable_truncation(limit)

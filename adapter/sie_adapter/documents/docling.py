@@ -1,4 +1,5 @@
-"""Family of Docling: the text, the Markdown and the tree of documents, by the package of that name, without a model.
+"""Family of Docling: the text, the Markdown and the tree of documents, computed by the package docling, without a
+model.
 
     files ──► processes that parse (`parsers`) ──► text, Markdown, tree ──► `data` of each input
 
@@ -30,8 +31,8 @@ from sie_contracts.wire.ipc import Rows
 
 
 class DoclingModel:
-    """Parser processes of one model, one for each core. Calls that `reading` returns may run on several threads at
-    once.
+    """Parser processes of one model, one for each core. Several threads may run the calls that `reading` returns at the
+    same time.
 
     A result is `{"data": {text, markdown, document, format, pages, is_complete}}`. The result is an InvalidInput if the
     input has no document, or if the document is refused (reason invalid_media; the message begins with the cause).
@@ -45,7 +46,7 @@ class DoclingModel:
     def __init__(self, folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> None:
         """Start the first parser process. Raises ModelLoadFailed."""
         self.max_tokens = entry.max_tokens
-        # texts are not read: the tokenizer makes one token of any text
+        # texts are not read, so the tokenizer makes one token of any text
         self.tokenizer: bytes = Tokenizer(models.WordLevel({"[UNK]": 0}, unk_token="[UNK]")).to_str().encode()  # noqa: S106
         try:
             self._parsers = Parsers(usable_cores())
@@ -59,7 +60,7 @@ class DoclingModel:
         return self._parsers.pids
 
     def reading(self, read: object, is_gone: IsGone) -> DoclingCall:
-        """Return a call for one batch. `is_gone` returns True once its client has left."""
+        """Return a call for one batch. `is_gone` returns True when the client of the batch has disconnected."""
         return DoclingCall(self._parsers, is_gone)
 
 

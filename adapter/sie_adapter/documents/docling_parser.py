@@ -1,9 +1,9 @@
 """Parsing of documents by docling, without a model. Only parser processes import this module, since docling reads files
 of clients with code in C and C++.
 
-    format by content ──► docling's backend of it ──► DoclingDocument ──► text, Markdown, tree
+    format by content ──► docling's backend for the format ──► DoclingDocument ──► text, Markdown, tree
 
-The text of a PDF is read line by line, from the text that the file has. A page that is only an image has no text.
+The text of a PDF is the text in the file, read line by line. A page that is only an image has no text.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _READ = (ConversionStatus.SUCCESS, ConversionStatus.PARTIAL_SUCCESS)
 
 
 class DoclingParser:
-    """Converter for one thread. It does not fetch anything that a document links to."""
+    """Converter for one thread. It never fetches a linked resource."""
 
     def __init__(self) -> None:
-        """Make the converter. Raises ImportError without docling."""
+        """Create the converter. Raises ImportError without docling."""
         native = NativePdfPipelineOptions(parser_threads=1, generate_page_images=False, generate_picture_images=False)
         self._converter = DocumentConverter(
             allowed_formats=list(_INPUTS.values()),
@@ -60,13 +60,14 @@ class DoclingParser:
             raise fault("undecodable", f"the {kind} document is damaged or encrypted") from error
 
     def _parsed(self, job: ParseJob, kind: str) -> Parsed:
-        # docling first looks at the name of a file; here the name comes from the format, never from the client
+        # docling reads the format from the name of a file; this name is built from the format, never from the client's
+        # text
         stream = DocumentStream(name=f"document.{kind}", stream=io.BytesIO(job.document.data))
         result = self._converter.convert(stream, raises_on_error=False, max_num_pages=MAX_PAGES)
         pages = result.input.page_count
         if pages > MAX_PAGES:
             raise fault("too_large", f"the document has {pages} pages, at most {MAX_PAGES} are read")
-        if result.status not in _READ:  # the messages of docling are not passed on: they hold paths and digests
+        if result.status not in _READ:  # the messages of docling are dropped: they contain paths and digests
             raise fault("undecodable", f"the {kind} document is damaged or encrypted")
         document = result.document
         return Parsed(

@@ -1,5 +1,5 @@
 """Format of a document: read from its content, or, for text, named by the client. Only the standard library is
-imported: this runs in the parser processes, before other code reads the file.
+imported: this module runs in the parser processes, before other code reads the file.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from sie_contracts.media.documents import DocumentFile
 from sie_contracts.media.media import fault
 
 FORMATS = ("pdf", "docx", "pptx", "xlsx", "odt", "ods", "odp", "html", "md", "csv")
-MAX_UNPACKED_BYTES = 512 << 20  # bytes of an unpacked archive, by the sizes in its directory
+MAX_UNPACKED_BYTES = 512 << 20  # bytes of an unpacked archive, computed from the sizes in its directory
 MAX_MEMBERS = 10_000
 _TEXTS = {
     "html": "html",
@@ -24,7 +24,7 @@ _TEXTS = {
     "text": "md",
     "csv": "csv",
 }
-_HEAD = 1024  # bytes in which the mark of a PDF, or the root element of an HTML page, must begin
+_HEAD = 1024  # bytes at the start of a file that must contain the mark of a PDF, or the root element of an HTML page
 _HTML = re.compile(rb"\s*(<\?xml[^>]*>\s*)?(<!--.*?-->\s*)*<(!doctype\s+html|html)\b", re.IGNORECASE | re.DOTALL)
 _UNREAD = ((b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", "Office before 2007"), (b"{\\rtf", "RTF"))
 _MARKS = (b"\xef\xbb\xbf",)
@@ -59,7 +59,7 @@ def format_of(document: DocumentFile) -> str:
             "undecodable", f"the document is said to be {_named(format_name)}, its content is not; supported: {_READ}"
         )
     text_format = _TEXTS.get(format_name, "md")
-    if text_format != "html" and not _is_text(data):  # an HTML page names its encoding itself
+    if text_format != "html" and not _is_text(data):  # the encoding is declared inside an HTML page
         raise fault("undecodable", f"the content has no supported format and is not UTF-8 text, supported: {_READ}")
     return text_format
 

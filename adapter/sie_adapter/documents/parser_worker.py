@@ -1,6 +1,6 @@
 """Parser process: parses documents, one after the other, for the adapter at the other end of its standard input.
 
-    limits ──► docling ──► Hello ──► ParseJob ──► Parsed or Unusable ──► ... the adapter is gone ──► end
+    limits ──► docling ──► Hello ──► ParseJob ──► Parsed or Unusable ──► ... the adapter has ended ──► end
 
 The process holds no secrets: the adapter starts it without its own environment. It ends when the adapter ends, for any
 reason.
@@ -40,14 +40,15 @@ def main() -> None:
 
 
 def serve(make: Callable[[], _Parser]) -> None:
-    """Answer jobs until the adapter is gone. Arguments of the process: the process id of the adapter, and its limit of
-    memory in bytes.
+    """Answer jobs until the adapter has ended. Arguments of the process: the process id of the adapter, and the memory
+    limit in bytes.
     """
     parent, memory_bytes = int(sys.argv[1]), int(sys.argv[2])
     confined.limit(memory_bytes)
     confined.die_with(parent)
     parser = make()
-    with socket.socket(fileno=0) as adapter, contextlib.suppress(EOFError, FrameError, OSError):  # the adapter is gone
+    # these exceptions mean that the adapter has ended
+    with socket.socket(fileno=0) as adapter, contextlib.suppress(EOFError, FrameError, OSError):
         _send(adapter, parser_frames.frame(Hello(os.getpid())))
         confined.silence()
         while True:

@@ -1,11 +1,11 @@
 """Pool of parser processes. They start with the load of their model, and end with it.
 
-    extract (any thread) ──► a thread of the pool ──► its process ──► Parsed, or why the document is unusable
+    extract (any thread) ──► a thread of the pool ──► its process ──► Parsed, or the reason why the document is unusable
                                    ├── the process died or took too long: the document fails, a new process starts
                                    └── no client waits any more: the process is killed, a new one starts
 
-Parsers run in processes, since they are native code that reads files of clients and obeys no time limit of Python. A
-crash costs one document. Each thread of the pool has a process of its own, and no other thread uses it.
+Parsers run in separate processes, since they are native code that reads files of clients, and Python cannot stop native
+code at a time limit. A crash fails only one document. Each thread of the pool has its own process.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from sie_contracts.wire.ipc import FrameError, receive_frame
 
 DEADLINE_S = 60.0  # seconds for one document, from the moment when a process receives it
 MEMORY_BYTES = 4 << 30  # bytes of address space of a process
-KEPT_BYTES = 1 << 30  # bytes of resident memory between two documents; a process that holds more is replaced
+KEPT_BYTES = 1 << 30  # bytes of resident memory between two documents; a process with more memory is replaced
 START_S = 120.0  # seconds for the start of a process; its imports take seconds, more on a busy machine
 LOOK_S = 0.2  # seconds between two calls of `is_gone`
-_DIED_S = 1.0  # seconds that a process may take to end after its socket ended
+_DIED_S = 1.0  # seconds that a process may need to end after its socket was closed
 _logger = logging.getLogger("sie.adapter.documents")
 
 
@@ -50,10 +50,9 @@ class ParserNotStarted(Exception):
 
 
 class Parsers:
-    """Pool of at most `most` processes. A new process starts if a document finds no free one. For any number of
-    threads.
+    """Pool of at most `most` processes. A new process starts if no process is free for a document. Thread-safe.
 
-    `module`: the module that the processes run, with the interpreter of this process. It speaks the protocol of
+    `module`: the module that the processes run, with the interpreter of this process. It uses the protocol of
     `parser_frames`.
     """
 
@@ -86,11 +85,11 @@ class Parsers:
     def parse(
         self, documents: Sequence[DocumentFile], is_gone: Callable[[], bool] = lambda: False
     ) -> list[Parsed | SIEError]:
-        """Return each parsed document, or an error. An unusable document is an InvalidInput, reason invalid_media,
-        whose message begins with the cause; other errors do not concern the document.
+        """Return each parsed document, or an error. The error of an unusable document is an InvalidInput, reason
+        invalid_media, whose message begins with the cause. Other errors are not caused by the document.
 
-        `is_gone` is called repeatedly. Once it returns True, no document of the call is parsed any further, and this
-        raises InternalFailure, reason cancelled.
+        `is_gone` is called repeatedly. When it returns True, parsing of all documents of the call stops, and this
+        method raises InternalFailure, reason cancelled.
         """
         call = _ParseCall()
         left = futures = [self._threads.submit(self._parse, document, call) for document in documents]
@@ -103,7 +102,7 @@ class Parsers:
         return [future.result() for future in futures]
 
     def close(self) -> None:
-        """End all processes, also those that parse."""
+        """End all processes, also processes that are parsing."""
         for process in list(self._processes.values()):
             process.end()
         self._threads.shutdown(cancel_futures=True)
@@ -122,8 +121,8 @@ class Parsers:
             return InternalFailure(f"parsing the document failed: {type(error).__name__}")
 
     def _started(self) -> _ParserProcess:
-        """Return the process of the calling thread. Starts one if there is none, or if it has ended. Raises
-        ParserNotStarted.
+        """Return the process of the calling thread. Start a process if the thread has none, or if its process has
+        ended. Raises ParserNotStarted.
         """
         process = self._processes.get(threading.get_ident())
         if process is not None and not process.runs:
@@ -146,7 +145,7 @@ class Parsers:
                 answer = process.run(document, self._deadline_s)
         except _Late as error:
             self._dismiss()
-            _logger.warning("the parsing process %d took longer than %g s; it is killed", process.pid, self._deadline_s)
+            _logger.warning("the parsing process %d exceeded %g s and is killed", process.pid, self._deadline_s)
             raise fault("timeout", f"parsing the document took longer than {self._deadline_s:g} s") from error
         except _ParserLost as error:
             status = process.status()
@@ -155,14 +154,16 @@ class Parsers:
                 raise cancelled() from error
             how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}: {error}"
             _logger.warning("the parsing process %d %s", process.pid, how)
-            # this pool did not kill it: the kernel needed memory, and the file may be valid
+            # this pool did not send the signal: the kernel needed memory, so the file may be valid
             if status == -signal.SIGKILL:
                 message = "the process that parsed the document was killed, as when a machine runs out of memory"
                 raise ResourceExhausted(message) from error
             raise fault("undecodable", "the parser of the document crashed") from error
-        if (held := process.resident_bytes()) > KEPT_BYTES:  # libraries keep the memory that a document took
+        if (held := process.resident_bytes()) > KEPT_BYTES:  # libraries do not free the memory that a document needed
             _logger.info(
-                "the parsing process %d holds %d MiB after a document; it is replaced", process.pid, held >> 20
+                "the parsing process %d has %d MiB of memory after a document, so it is replaced",
+                process.pid,
+                held >> 20,
             )
             self._dismiss()
         if isinstance(answer, Unusable):
@@ -189,7 +190,8 @@ class _ParseCall:
         try:
             yield
         finally:
-            with self._lock:  # `end` must not kill the process after this: it may parse a document of another caller
+            # after this block, `end` must not kill the process: it may parse a document of another caller
+            with self._lock:
                 self._processes.discard(process)
 
     def end(self) -> None:
@@ -209,10 +211,10 @@ class _Late(Exception):
 
 
 class _ParserProcess:
-    """Parser process and its socket. Only the thread that made it calls `run`."""
+    """Parser process and its socket. Only the thread that created the object calls `run`."""
 
     def __init__(self, arguments: tuple[str, ...]) -> None:
-        """Start a process with the module paths of this one, and no other part of its environment. Raises
+        """Start a process with the module paths of this process, and no other part of its environment. Raises
         ParserNotStarted.
         """
         self._number = 0
@@ -228,7 +230,7 @@ class _ParserProcess:
                     env={
                         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
                         "HF_HUB_OFFLINE": "1",
-                        # one thread: the pool runs processes in parallel, and threads take address space
+                        # one thread: the pool runs processes in parallel, and threads need address space
                         "OMP_NUM_THREADS": "1",
                         "OPENBLAS_NUM_THREADS": "1",
                     },

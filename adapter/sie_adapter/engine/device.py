@@ -1,7 +1,7 @@
-"""The device of this process: resolved once, logged, reported. `precision` chooses its precision, `attention_backend`
-its attention.
+"""Device of this process: it is resolved once, logged and reported. The modules `precision` and `attention_backend`
+choose its precision and its attention.
 
-SIE_DEVICE ──► resolve_device ──► torch.device
+SIE_DEVICE ──► names_of (one for each process) ──► resolve_device ──► torch.device
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch import Tensor
 from sie_adapter.engine.engines import NO_TEXTS, TORCH, Choice, EngineFacts
 from sie_adapter.packed.attention_backend import AttentionFacts, Backend
 from sie_adapter.packed.tower_outputs import TowerOutputs
-from sie_contracts.settings import SettingError
+from sie_contracts.settings import MAX_DEVICES, SettingError
 from sie_runtime import control_group
 
 _logger = logging.getLogger("sie.adapter")
@@ -36,17 +36,55 @@ _STATUS = Path("/proc/self/status")
 # device files of the drivers of NVIDIA, of NVIDIA under WSL, and of AMD
 _CONTROLS = (Path("/dev/nvidiactl"), Path("/dev/dxg"), Path("/dev/kfd"))
 _INSTEAD = "or set cpu, or auto for the best device here"
-_MAPPED_BYTES = 32 << 20  # allocations of this size and more get their own pages; glibc accepts no larger value
-# the same threshold while weights are loaded or data is limited, so that freed weights leave no holes in the heap
+# allocations of at least this number of bytes have separate pages; glibc accepts no larger value
+_MAPPED_BYTES = 32 << 20
+# same threshold while weights are loaded or data is limited, so that freed weights leave no holes in the heap
 _APART_BYTES = 1 << 20
-_apart, _apart_lock = 0, threading.Lock()  # number of loads in progress, and its lock, which a capture of a graph holds
-_CLAIM_BYTES = 8 << 20  # several times the bytes that oneDNN takes for one new shape, about 1 MB
+_apart, _apart_lock = 0, threading.Lock()  # number of loads in progress; a capture of a graph holds the lock
+_CLAIM_BYTES = 8 << 20  # several times the bytes that oneDNN allocates for one new shape, which are about 1 MB
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # parameters of mallopt in malloc.h
+
+
+def names_of(setting: str) -> list[str]:
+    """Return the devices that SIE_DEVICE `setting` names, each for a process of its own. Call this on the only thread,
+    before any use of CUDA.
+    """
+    if setting != "all":
+        return setting.split(",")
+    return [f"cuda:{index}" for index in range(_cuda_devices())] or ["auto"]
+
+
+def _cuda_devices() -> int:
+    """Return the number of GPUs that torch sees, at most MAX_DEVICES. A forked process counts them: one that has called
+    CUDA could not fork processes that use it.
+    """
+    if torch.version.cuda is None and torch.version.hip is None:
+        return 0
+    child = os.fork()
+    if child == 0:
+        count = 0
+        try:
+            count = torch.cuda.device_count()
+        finally:
+            os._exit(min(count, MAX_DEVICES))
+    _, status = os.waitpid(child, 0)
+    return max(0, os.waitstatus_to_exitcode(status))
+
+
+def hide_other_gpus(name: str) -> None:
+    """Let this process, which has not used CUDA yet, and the processes that it starts see `cuda:N` alone, as `cuda:0`:
+    no library can then use the GPU of another adapter. Raises SettingError if CUDA_VISIBLE_DEVICES has fewer GPUs.
+    """
+    index = int(name.removeprefix("cuda:"))
+    visible = [part.strip() for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if part.strip()]
+    if visible and index >= len(visible):
+        raise SettingError("SIE_DEVICE", f"{name} is not available here, CUDA_VISIBLE_DEVICES has {len(visible)} GPUs")
+    os.environ["CUDA_VISIBLE_DEVICES"] = visible[index] if visible else str(index)
 
 
 def require(name: str) -> None:
     """Check that a named CUDA device can exist, without a call of CUDA: a process that forks later must not use CUDA.
-    Raises SettingError, which says what is missing.
+    Raises SettingError, which names the missing part.
     """
     if not name.startswith("cuda"):
         return
@@ -65,7 +103,7 @@ def require(name: str) -> None:
 
 
 def resolve_device(name: str) -> torch.device:
-    """Return the device. `auto` takes CUDA, then MPS, then CPU. Raises SettingError for a named device that is
+    """Return the device. `auto` selects CUDA, then MPS, then CPU. Raises SettingError for a named device that is
     absent.
     """
     require(name)
@@ -87,19 +125,19 @@ def resolve_device(name: str) -> torch.device:
 
 @dataclass(frozen=True)
 class Compute:
-    """Settings that the weights and passes of one model run with on this device.
+    """Settings for the weights and passes of one model on this device.
 
-    `requested`: the precision that the model's entry asks for, else the default. `precision_reason`: why `dtype`
+    `requested`: the precision in the model's entry, else the default. `precision_reason`: the reason why `dtype`
     differs from it, else empty. `outputs`: cached outputs of image towers. `model`: the facts that the rules of engines
-    read. `engine`: the engine that these rules chose; a model that this engine does not serve falls back to torch,
+    read. `engine`: the engine that these rules chose. A model that this engine does not support falls back to torch,
     unless its entry demands the engine (`Choice.demand`). `scratch`: the folder for temporary files of a load, None for
-    the system's. `int8`: weights are kept in 8 bits.
+    the system's folder. `int8`: weights are stored in 8 bits.
     """
 
     device: torch.device
     dtype: torch.dtype
     backend: Backend
-    reason: str  # why this backend was chosen
+    reason: str  # reason why this backend was chosen
     facts: AttentionFacts
     requested: str = ""
     precision_reason: str = ""
@@ -115,8 +153,8 @@ class Compute:
 
 
 def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
-    """Copy a host array to the device; on a CPU return the array itself as a tensor. Does not wait for CUDA, which
-    stages pageable memory during the call.
+    """Copy a host array to the device; on a CPU, return the array itself as a tensor. The call does not wait for CUDA,
+    which stages pageable memory during the call.
     """
     return torch.from_numpy(array).to(device, non_blocking=device.type == "cuda")
 
@@ -139,7 +177,7 @@ def usable_cores() -> int:
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Memory of the device that models live on, in bytes, used by any process."""
+    """Memory of the device that runs the models, in bytes, as used by all processes."""
 
     used_bytes: int
     total_bytes: int
@@ -150,12 +188,12 @@ class MemoryUse:
 
 
 def memory(device: torch.device, more_bytes: int = 0) -> MemoryUse:
-    """Return the use of the device's memory with `more_bytes` more, under the tightest of the limits that bind this
-    process.
+    """Return the use of the device's memory after `more_bytes` more bytes. The limit is the lowest of the limits of
+    this process.
 
     CUDA: the card, and the fraction of it that this process may use. MPS: the size that Metal recommends. CPU: the
-    machine, the container, and the limit on this process's own data (RLIMIT_DATA, `ulimit -d`), which limits one
-    adapter among others without a container.
+    machine, the container, and the limit on this process's own data (RLIMIT_DATA, `ulimit -d`), which can limit one of
+    several adapters without a container.
     """
     return max(
         (MemoryUse(limit.used_bytes + more_bytes, limit.total_bytes) for limit in _limits(device)),
@@ -189,8 +227,8 @@ def _cuda_memory(device: torch.device) -> list[MemoryUse]:
 
 @functools.cache
 def _nvml_handle(device: torch.device) -> object | None:
-    """Return the handle of the card in NVML, by its UUID, which CUDA_VISIBLE_DEVICES does not change. None without
-    package or library.
+    """Return the handle of the card in NVML, by its UUID, because CUDA_VISIBLE_DEVICES does not change the UUID. None
+    if the package or the library is missing.
     """
     try:
         import pynvml
@@ -227,7 +265,7 @@ class UtilisationProbe:
 
     def percent(self) -> float | None:
         """Return the utilisation, %. CUDA: from NVML, if its package is installed. CPU: of the machine's cores, since
-        the last call. None if it is not known.
+        the last call. None if the utilisation is unknown.
         """
         if self._device.type == "cuda":
             return self._nvml_percent()
@@ -255,7 +293,7 @@ class UtilisationProbe:
 def _cpu_seconds() -> tuple[float, float]:
     """Return the busy seconds and the total seconds of all cores since the machine started."""
     times = psutil.cpu_times()
-    # `user` and `nice` include these two
+    # the values `user` and `nice` include these two values
     total = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
     return total - times.idle - getattr(times, "iowait", 0.0), total
 
@@ -283,12 +321,12 @@ def _own_limit() -> MemoryUse | None:
     limit = _data_limit()
     if limit is None or not _STATUS.exists():
         return None
-    # memory that is free in the allocator counts against the limit, but is reused before the limit is reached
+    # memory that is free in the allocator counts against the limit, but is used again before the limit is reached
     return MemoryUse(max(0, 1024 * _status_kib("VmData") - _free_in_allocator()), limit)
 
 
 class _MallInfo2(ctypes.Structure):
-    """The struct mallinfo2 of malloc.h: ten sizes, of which the ninth is the free space of all arenas."""
+    """Struct mallinfo2 of malloc.h: ten sizes, of which the ninth is the free space of all arenas."""
 
     _fields_ = [
         (name, ctypes.c_size_t) for name in (*(f"other_{number}" for number in range(8)), "fordblks", "keepcost")
@@ -297,19 +335,21 @@ class _MallInfo2(ctypes.Structure):
 
 def _free_in_allocator() -> int:
     libc = ctypes.CDLL(None)
-    if not hasattr(libc, "mallinfo2"):  # glibc before 2.33, musl
+    if not hasattr(libc, "mallinfo2"):  # glibc before 2.33, or musl
         return 0
     libc.mallinfo2.restype = _MallInfo2
     return int(cast(Any, libc.mallinfo2()).fordblks)
 
 
 def peak_of(device: torch.device, run: Callable[[], object]) -> int:
-    """Call `run` and return the most bytes that it needed on the device, above the bytes held before. 0 if that cannot
-    be measured.
+    """Call `run` and return the largest number of bytes that it needed on the device, in addition to the bytes in use
+    before. 0 if this cannot be measured.
 
-    Memory that other threads take meanwhile is counted too: the result is an upper bound while the device is shared.
+    Allocations of other threads during the call are counted too: the result is an upper bound while other threads use
+    the device.
     """
-    give_memory_back(device)  # `run` could reuse memory that the allocator keeps, which would not be counted
+    # without this call, `run` could use memory that the allocator keeps, which would not be counted
+    give_memory_back(device)
     if device.type == "cuda":
         held: int = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -322,8 +362,8 @@ def peak_of(device: torch.device, run: Callable[[], object]) -> int:
 
 
 def _reset_high_water() -> bool:
-    """Set the process's high-water mark to its present memory use, see proc_pid_clear_refs(5). Return whether that
-    worked.
+    """Set the process's high-water mark to its present memory use, see proc_pid_clear_refs(5). Return whether the
+    kernel accepted it.
     """
     try:
         (_STATUS.parent / "clear_refs").write_text("5")
@@ -341,10 +381,10 @@ def keep_freed_memory() -> None:
     """Let the C allocator keep freed memory, up to 512 MiB in each arena. Otherwise it returns the states of each layer
     to the kernel.
 
-    Without this, page faults take 12 to 15 % of a forward pass on a CPU (bench/engine.py). `give_memory_back` still
-    returns all of it. Under a limit on data the threshold for separate pages is 1 MiB: holes in the heap count as data,
-    and after some thousand batches no tensor of one item fitted into 150 MiB of holes. The heap then grows by 1 MiB at
-    a time: with 64 MiB a small allocation would fail although there is room for it.
+    Without this setting, page faults take 12 to 15 % of a forward pass on a CPU (bench/engine.py). `give_memory_back`
+    still returns all freed memory. Under a limit on data the threshold for separate pages is 1 MiB: holes in the heap
+    count as data, and after some thousand batches no tensor of one item fitted into 150 MiB of holes. The heap then
+    grows by 1 MiB at a time: with 64 MiB a small allocation would fail although there is room for it.
     """
     if platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)
@@ -358,15 +398,15 @@ def keep_freed_memory() -> None:
 
 
 def _mapped_bytes() -> int:
-    """Return the size from which an allocation gets its own pages, bytes."""
+    """Return the size in bytes from which an allocation gets separate pages."""
     return _APART_BYTES if _apart or is_limited() else _MAPPED_BYTES
 
 
 @contextlib.contextmanager
 def weights_apart() -> Iterator[None]:
-    """Give every allocation of 1 MiB and more its own pages inside the context, on all threads. Weights that are freed
-    later then leave no holes in the heap, which a model of other shapes could not use. No graph is captured inside the
-    context.
+    """Give every allocation of 1 MiB and more separate pages inside the context, on all threads. Then weights that are
+    freed later leave no holes in the heap. A model of other shapes could not use these holes. No graph is captured
+    inside the context.
     """
     _count_apart(1)
     try:
@@ -385,23 +425,24 @@ def _count_apart(more: int) -> None:
 
 @contextlib.contextmanager
 def without_loads() -> Iterator[bool]:
-    """Yield whether no load is in progress. Until the context ends, no load begins and no memory is given back: both
-    would wait for the whole device, which fails while a graph is captured.
+    """Yield whether no load is in progress. Until the context ends, no load begins and no memory is returned to the
+    system: both would wait for the whole device, which fails while a graph is captured.
     """
     with _apart_lock:
         yield not _apart
 
 
 def is_limited() -> bool:
-    """Return whether this process's data is limited, so that an allocation may fail."""
+    """Return whether this process's data size is limited, so that an allocation may fail."""
     return _data_limit() is not None
 
 
 def claim(nbytes: int) -> None:
-    """Raise as torch's allocator does unless `nbytes` plus _CLAIM_BYTES can be allocated now. The memory is not held:
-    another lane may still take it.
+    """Raise the error of torch's allocator unless `nbytes` plus _CLAIM_BYTES can be allocated now. The memory is freed
+    again: another lane may still allocate it.
 
-    This is for oneDNN, which does not check its own small allocations: if one fails for a new shape, the process ends.
+    The check is for oneDNN, which does not check its own small allocations: if one fails for a new shape, the process
+    ends.
     """
     torch.empty(nbytes + _CLAIM_BYTES, dtype=torch.uint8)
 

@@ -1,5 +1,5 @@
-"""Threads that run batches on the device. Each takes one job at a time and answers it itself, so no other thread stands
-between the device and the socket.
+"""Threads that run batches on the device. Each runs one job at a time and sends the answer itself, so no other thread
+is involved.
 
     submit(Job) ──► queue ──► thread: started, run, answer
 
@@ -28,8 +28,8 @@ _thread = threading.local()
 
 @dataclass(frozen=True)
 class DeviceJob:
-    """A batch and the callback for its replies. `finished` is set after the last reply. `run`: the function to run the
-    batch with, instead of `execute`. `is_started`: BatchStarted was sent already.
+    """A batch and the callback for its replies. `finished` is set after the last reply. `run`: the function that runs
+    the batch, instead of `execute`. `is_started`: BatchStarted was sent already.
     """
 
     message: RunBatch
@@ -56,14 +56,14 @@ def is_alone() -> bool:
 
 
 class DeviceThreads:
-    """Device threads, `count` of them, that run `execute`, which answers a batch and does not raise. Owns them until
-    `stop`.
+    """Device threads, `count` of them, that run `execute`. `execute` answers a batch and does not raise. The object
+    owns the threads until `stop`.
     """
 
     def __init__(self, count: int, execute: Callable[[RunBatch], Reply], *, torch_threads: int = 1) -> None:
         self.listeners: list[
             Callable[[DeviceJob, Reply, int, int], None]
-        ] = []  # called for each batch, with begin and end of its run in ns since 1970
+        ] = []  # functions called for each batch, with begin and end of its run in ns since 1970
         self._execute = execute
         self._torch_threads = torch_threads
         self._jobs: queue.SimpleQueue[DeviceJob | None] = queue.SimpleQueue()
@@ -131,9 +131,11 @@ class DeviceThreads:
             self._threads[number] = self._start(number)
         except (
             RuntimeError
-        ) as error:  # no memory for a new stack: this thread continues, slower, and tries again after the next batch
+        ) as error:  # no memory for a new stack: this slower thread continues, and tries again after the next batch
             _logger.warning(
-                "%s keeps a thread on which oneDNN runs no new shapes: %s", threading.current_thread().name, error
+                "%s continues with a thread on which oneDNN cannot run new shapes: %s",
+                threading.current_thread().name,
+                error,
             )
             return False
         return True
@@ -155,8 +157,8 @@ class DeviceThreads:
             job.answer(answer)
             ran = answer, began_ns, ended_ns
         except Exception:
-            # neither `execute` nor `answer` should raise; if they do, the thread must not end, since that would end the
-            # whole adapter
+            # neither `execute` nor `answer` should raise; if they do, the thread must not end, because the whole
+            # adapter would end
             _logger.exception("a device thread failed")
             _refuse(job)
         finally:
@@ -166,7 +168,7 @@ class DeviceThreads:
             self.notify(job, *ran)
 
     def notify(self, job: DeviceJob, reply: Reply, began_ns: int, ended_ns: int) -> None:
-        """Call the listeners for a batch that was answered, by a device thread or another thread."""
+        """Call the listeners for an answered batch. A device thread or another thread may call this."""
         for listener in self.listeners:
             try:
                 listener(job, reply, began_ns, ended_ns)
@@ -180,5 +182,5 @@ def _refuse(job: DeviceJob) -> None:
         job.answer(
             Refused(InternalFailure("a device thread of the adapter failed, see its log").info(), job.message.batch)
         )
-    except Exception:  # the connection belongs to a dead sidecar: the thread continues with the next batch
+    except Exception:  # the sidecar of the connection has died: the thread continues with the next batch
         _logger.exception("the reply to batch %s could not be sent", job.message.batch)

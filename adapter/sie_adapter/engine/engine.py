@@ -1,11 +1,11 @@
-"""The engine of one process: it connects device, loader, residency and lanes. It has no sockets, since both the server
-and the benchmark drive it. `BatchRun` runs one batch, from its bytes to its outcomes.
+"""Engine of one process: it connects device, loader, residency and lanes. It has no sockets, since both the server and
+the benchmark use it. `BatchRun` runs one batch, from its bytes to its outcomes.
 
     RunBatch ──► Items ──► fit? ──► pack ──► forward ──► heads ──► answers, per work item ──► BatchDone
 
-Each input has exactly one outcome, at its own position. A bad input gets a typed error, and the results of the other
-inputs stay correct. If memory runs out, the cache is cleared, room is made, then the batch is halved by cost until it
-fits. An input that does not fit alone gets RESOURCE_EXHAUSTED.
+Each input has exactly one outcome, at its own position. An invalid input gets a typed error, and the results of the
+other inputs stay correct. If memory runs out, the cache is cleared, models are evicted, then the batch is halved by
+cost until it fits. An input that does not fit alone gets RESOURCE_EXHAUSTED.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -33,6 +33,7 @@ from sie_adapter.engine.device import to_device
 from sie_adapter.engine.device_threads import DeviceThreads
 from sie_adapter.engine.instrumentation import Instrumentation
 from sie_adapter.engine.item_results import ClientVectors, ItemResult, ItemResults, batch_reply, check_groups
+from sie_adapter.engine.late_chunks import LateChunks, results_of
 from sie_adapter.engine.raw import extract_options, run_raw
 from sie_adapter.heads import Head, Row, States
 from sie_adapter.loading.loading import Loader, classed
@@ -58,8 +59,8 @@ from sie_store.weights.sources import named_loras
 
 _logger = logging.getLogger("sie.adapter")
 DEVICE_LOST_STATUS = 70
-# Seconds that a lane which needs the interpreter waits before it asks the running lane to release it. Python's default
-# of 5 ms slows two lanes by 2 to 4 %.
+# Seconds after which a waiting lane makes the running lane release the interpreter.
+# Python's default of 5 ms slows two lanes by 2 to 4 %.
 _SWITCH_INTERVAL_S = 0.0005
 _KEPT_PRODUCTS = "64"
 
@@ -68,18 +69,32 @@ def _end_process() -> None:
     os._exit(DEVICE_LOST_STATUS)
 
 
+class WorkerDevices(NamedTuple):
+    """Number of the devices of the worker, each with an adapter, and the name of this adapter's device among them."""
+
+    number: int
+    name: str
+
+
 class AdapterEngine:
     """One device with its models and lanes. Owns the lanes until `stop`. Raises SettingError for a device that is
     absent.
 
-    `on_device_lost` is called from a lane when the device context is lost. By default it ends the process, so that the
-    supervisor restarts it.
+    `on_device_lost` is called from a lane when the device context is lost. The default function ends the process, so
+    that the supervisor restarts it.
     """
 
-    def __init__(self, settings: Settings, on_device_lost: Callable[[], None] = _end_process) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        on_device_lost: Callable[[], None] = _end_process,
+        worker_devices: WorkerDevices | None = None,
+    ) -> None:
+        """`worker_devices`: the devices of the worker, if there are several."""
         self.device = devices.resolve_device(settings.device)
         self._on_device_lost = on_device_lost
         self._settings = settings
+        self._worker_devices = worker_devices or WorkerDevices(1, str(self.device))
         self._label = devices.label(self.device) or self.device.type
         self.outputs = TowerOutputs(devices.capacity_bytes(self.device) // SHARE)
         self.loader = Loader(self.device, weight_sources(settings), settings, self.outputs)
@@ -116,17 +131,17 @@ class AdapterEngine:
         self._log_choices(settings)
 
     def _shed(self) -> bool:
-        """Drop cached outputs and graphs, because memory is short. Return whether anything was dropped."""
+        """Drop cached outputs and graphs, because memory is short. Return whether an output was dropped."""
         return any([self.outputs.clear(), drop_graphs()])
 
     def _load(self, resolved: Resolved) -> Any:
-        # the thread that loads may run out of memory too
+        # the loading thread may run out of memory too
         with self._ending_if_lost(), classed(resolved.entry), devices.weights_apart():
             return on_new_thread(self.loader.load, resolved)
 
     def _warm_up(self, resolved: Resolved, weights: Any) -> int:
         """Run one tiny pass, so that the first request does not wait for the warm-up. Return the peak of its
-        activations, bytes. Raises ModelLoadFailed, as a load does.
+        activations in bytes. Raises ModelLoadFailed like a load.
         """
 
         def once() -> None:
@@ -147,15 +162,15 @@ class AdapterEngine:
             raise
 
     def _end_if_lost(self, error: Exception) -> None:
-        """End the process if the device is lost: on a dead context later batches would fail or give wrong results."""
+        """End the process if the device is lost: on a dead context later batches would fail or return wrong results."""
         if is_device_fatal(error):
             _logger.critical("the device is lost, the process ends: %s", error)
             self._on_device_lost()
 
     def prepare(self, message: RunBatch, permission: Permission) -> Callable[[RunBatch], Reply] | None:
-        """Tokenise the texts for a family that has its own tokenisation, on the calling thread and off the device lane,
-        at most SIE_PREPROCESSOR_WORKERS at once. Return the function that a lane then calls to run the batch, or None
-        if there is nothing to prepare. Never raises: an error here occurs again on the lane, which answers it.
+        """Tokenise the texts for a family with its own tokenisation, on the calling thread and off the device lane. At
+        most SIE_PREPROCESSOR_WORKERS calls run at once. Return the function that a lane then calls to run the batch, or
+        None if the batch needs no preparation. Never raises: an error here occurs again on the lane, which answers it.
         """
         try:
             with self.residency.use(message.model, message.fingerprint) as resident:
@@ -172,7 +187,9 @@ class AdapterEngine:
             return None
 
     def writes(self, message: RunBatch) -> bool:
-        """Return whether the batch generates text beside the lanes. If so, the caller runs `execute` on its thread."""
+        """Return whether the batch generates text outside of the lanes. If so, the caller runs `execute` on its
+        thread.
+        """
         try:
             with self.residency.use(message.model, message.fingerprint) as resident:
                 rows = resident.weights.rows.get(message.operation)
@@ -188,7 +205,7 @@ class AdapterEngine:
         is_gone: Callable[[], bool] = lambda: False,
     ) -> Reply:
         """Run a batch on the calling thread, under inference mode. Return BatchDone or Refused, with the models that
-        were unloaded for it. Relieve memory afterwards if it is above the threshold. Never raises.
+        were unloaded for it. If memory is above the threshold after the batch, evict models. Never raises.
 
         `preparation`: the result of the family's `prepare` for these texts. `permission`: created when the batch
         arrived. `is_gone`: returns True if no client waits for the batch any more; a model that generates text then
@@ -209,7 +226,7 @@ class AdapterEngine:
         """Run a batch and return the reply, without relieving memory. Never raises."""
         try:
             with self.residency.use(message.model, message.fingerprint) as resident:
-                weights: Any = resident.weights  # one of two protocols: TextModel, or VerbModel of `raw`
+                weights: Any = resident.weights  # implements one of two protocols: TextModel, or VerbModel of `raw`
                 count_remedy = functools.partial(self.oom_counters.count, message.model)
                 rows = weights.rows.get(message.operation)
                 if rows is not None and rows.writes:
@@ -251,8 +268,8 @@ class AdapterEngine:
                 raise
             except Exception as error:
                 self._end_if_lost(error)
-                # no message of the exception in the log: the name of the LoRA may come from a client, and the message
-                # may hold it
+                # The log leaves out the message of the exception: it may contain the name of the LoRA, which may be
+                # text of a client.
                 trace = "".join(traceback.format_tb(error.__traceback__))
                 _logger.error("loading a LoRA of %s failed: %s\n%s", model, type(error).__qualname__, trace)
                 cause = (
@@ -284,7 +301,7 @@ class AdapterEngine:
         return ipc.Description(
             protocol=ipc.PROTOCOL,
             pid=os.getpid(),
-            device=str(self.device),
+            device=self._worker_devices.name,
             version=importlib.metadata.version("sie-cluster"),
             lanes=len(self.device_threads),
             gpu=devices.label(self.device),
@@ -296,6 +313,7 @@ class AdapterEngine:
             shortages=self.oom_counters.all(),
             towers=self.outputs.use(),
             batches=self._instrumentation.batches() if self._instrumentation else None,
+            devices=self._worker_devices.number,
         )
 
     def stop(self, timeout_s: float) -> bool:
@@ -315,11 +333,12 @@ def prepare_process() -> None:
     torch.set_num_interop_threads(1)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     devices.keep_freed_memory()
-    # oneDNN, and torch in each thread, cache what they prepared for a product of any size: by default 1,024 entries of
-    # half a megabyte each (bench/results/memory.md)
+    # oneDNN, and torch in each thread, cache data for products of each size: by default 1,024 entries of half a
+    # megabyte each (bench/results/memory.md)
     for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         os.putenv(name, _KEPT_PRODUCTS)
-    # without these, onnxruntime (which gliner imports) and openvino store and send telemetry from their import on
+    # without these variables, onnxruntime (which gliner imports) and openvino store and send telemetry from their
+    # import on
     os.putenv("ORT_DISABLE_TELEMETRY", "1")
     sys.modules["openvino_telemetry"] = None  # type: ignore[assignment]
 
@@ -343,7 +362,7 @@ class TextModel(Protocol):
         """
 
     def without_pass(self, head: str, ids: Int64, *, is_query: bool) -> Row | None:
-        """Return the output of a head for these ids if that needs no forward pass, else None."""
+        """Return the output of a head for these ids if it needs no forward pass, else None."""
 
     def pack(self, batch: Items, chosen: Int64) -> PackedBatch: ...
 
@@ -363,7 +382,7 @@ class TextModel(Protocol):
 
 
 class BatchRun:
-    """The forward pass and the epilogues of one batch, on the thread that calls `run`, under inference mode."""
+    """Forward pass and epilogues of one batch, on the thread that calls `run`, under inference mode."""
 
     def __init__(
         self,
@@ -376,8 +395,9 @@ class BatchRun:
         count_remedy: Callable[[Remedy], None] = lambda remedy: None,
         pass_records: PassRecords | None = None,
     ) -> None:
-        """`batch_limits` has the limit of `key`. `make_room` gives memory back and returns the remedy, None if there is
-        none. `count_remedy` is called for each remedy. `pass_records` records each pass for the next process.
+        """Prepare the run of a batch. `batch_limits` has the limit of `key`. `make_room` frees memory and returns the
+        remedy, None if there is none. `count_remedy` is called for each remedy. `pass_records` records each pass for
+        the next process.
 
         Raises InvalidInput or InternalFailure for a batch that cannot run.
         """
@@ -388,6 +408,8 @@ class BatchRun:
             image_files = images(message.images, message.pixels, rows.images, message.image_keys)
             sound_files = sounds(message.sounds, message.features, rows.sounds)
             self._items = items(message.lengths, message.ids, message.types, image_files, sound_files)
+            chunked = any(group.chunked for group in message.groups)
+            self._late = LateChunks(message.groups, self._items.lengths) if chunked else None
         except MalformedBatch as error:
             raise InternalFailure(str(error), reason="malformed_batch") from error
         count = len(self._items.lengths)
@@ -435,7 +457,7 @@ class BatchRun:
                 self._errors.update(dict.fromkeys(client_rows, error))
 
     def run(self) -> BatchDone:
-        """Run the batch and return an outcome for every input. Raises what the device raises, other than running out of
+        """Run the batch and return an outcome for every input. Errors of the device are raised, except a lack of
         memory.
         """
         started = time.perf_counter()
@@ -451,8 +473,11 @@ class BatchRun:
                 self._learn(part, True)
             else:
                 self._recover(part, is_tried=is_tried)
+        if self._late is not None:
+            for head, rows in self._late.joined(self._model.heads, self._message.pooling).items():
+                self._rows[head] += rows
         if self._device.type == "cuda":
-            # not the whole device: another thread may be capturing a graph
+            # synchronize only this stream, not the whole device: another thread may be capturing a graph
             torch.cuda.current_stream(self._device).synchronize()
         forwarded = time.perf_counter()
         results = (result for group in self._message.groups for result in self._answers(group))
@@ -466,7 +491,7 @@ class BatchRun:
         )
 
     def _without_pass(self) -> Int64:
-        """Fill the rows that need no pass. Return the rows that need one."""
+        """Fill the rows that need no pass. Return the indices of the other rows."""
         needing = np.zeros(len(self._items.lengths), bool)
         for row, vectors in self._client_vectors.items():
             if not np.isfinite(vectors).all():
@@ -491,7 +516,7 @@ class BatchRun:
         return np.flatnonzero(needing)
 
     def _recover(self, chosen: Int64, *, is_tried: bool) -> None:
-        """Run items whose pass ran out of memory, or whose thread cannot run new shapes any more."""
+        """Run items again whose pass ran out of memory, or whose thread can no longer run new shapes."""
 
         def refuse(item: int) -> None:
             self._errors[item] = oom.exhausted()
@@ -507,7 +532,9 @@ class BatchRun:
             tell(self._key, int(self._prepared.costs[chosen].sum()))
 
     def _recorded(self, chosen: Int64) -> None:
-        """Run a pass, and record it while it runs, so that the next process learns of it if this process dies."""
+        """Run a pass, with a record on the disk while it runs: if this process dies, the next process reads the
+        record.
+        """
         if self._pass_records is None or self._batch_limits is None:
             self._pass(chosen)
             return
@@ -535,11 +562,18 @@ class BatchRun:
             self._errors.update(dict.fromkeys(doubtful, error))
 
     def _reduce(self, states: States) -> set[int]:
-        """Keep the rows that the heads compute from a pass. Return the rows with values that are not finite."""
+        """Store the rows that the heads compute from a pass. Return the indices of rows with values that are not
+        finite.
+        """
         packed = states.packed
         doubtful: set[int] = set()
         for head, mask in self._masks.items():
             sequences = np.flatnonzero(mask[packed.order])
+            if self._late is not None:
+                is_window = self._late.windows[packed.order[sequences]]
+                windows, sequences = packed.order[sequences[is_window]], sequences[~is_window]
+                if len(windows):
+                    doubtful |= self._late.reduce(head, self._model.heads[head], states, windows)
             if not len(sequences):
                 continue
             reduced = self._model.heads[head].reduce(states, sequences)
@@ -557,6 +591,8 @@ class BatchRun:
         """Return the results of a group, with the tokens that ran for each. The tokens of a shared query count for the
         first input.
         """
+        if self._late is not None and group.chunked:
+            return self._chunk_answers(group, self._late)
         shared = [group.start] if self._layout == "sides" and group.stop > group.start else []
         first = group.start + len(shared)
         due = group.due - len(shared) if group.inputs < 0 else group.due
@@ -572,6 +608,20 @@ class BatchRun:
             tokens = int(self._items.lengths[unit].sum()) + (int(self._items.lengths[shared].sum()) if not index else 0)
             results.append((fault if fault is not None else next(answers), tokens))
         return results
+
+    def _chunk_answers(self, group: Group, late: LateChunks) -> list[tuple[ItemResult | SIEError, int]]:
+        """Return the results of a group in which texts have chunks, with the tokens that ran for each."""
+        units = late.units(group)
+        faults = [next((self._errors[row] for row in own if row in self._errors), None) for own, _ in units]
+        good = [[row] for (_, rows), fault in zip(units, faults, strict=True) if fault is None for row in rows]
+        answers = iter(self._group_results(group, [], good))
+        results: ItemResults = [
+            fault if fault is not None else next(answers)
+            for (_, rows), fault in zip(units, faults, strict=True)
+            for _ in rows
+        ]
+        tokens = [int(self._items.lengths[own].sum()) for own, _ in units]
+        return list(zip(results_of(group, results), tokens, strict=True))
 
     def _group_results(self, group: Group, shared: list[int], units: list[list[int]]) -> ItemResults:
         """Return the answers of the inputs. `units` has the rows of each input."""
@@ -599,7 +649,7 @@ class BatchRun:
         except Exception as error:
             if is_device_fatal(error):
                 raise
-            # the options of this group are at fault, so the other groups still get answers
+            # the options of this group caused the error, so the other groups still get answers
             _logger.exception("the outputs of a group failed")
             return [InternalFailure("its outputs could not be made, see the log of the adapter")] * len(units)
         for got, expected in counts:
@@ -609,7 +659,7 @@ class BatchRun:
 
 
 def _client_vectors(message: RunBatch, batch: Items, width: int) -> dict[int, np.ndarray]:
-    """Return the vectors that clients sent instead of texts, by row, float32 [vectors, width] each. Raises
+    """Return the vectors that clients sent instead of texts, by row, each float32 [vectors, width]. Raises
     InternalFailure if the vectors do not match the rows.
     """
     if not message.given:
@@ -648,8 +698,8 @@ def _unfit(batch: Items, model: TextModel) -> dict[int, SIEError]:
         if length > model.max_tokens:
             errors[item] = InvalidInput(f"expected at most {model.max_tokens} tokens, got {length}", reason="too_long")
         else:
-            # not the client's fault: the sidecar refuses ids that the tokenizer does not have, and it is verified that
-            # the tokenizer's ids fit this table
+            # The client did not cause the error: the sidecar refuses ids that the tokenizer does not have, and a load
+            # checks that the tokenizer's ids fit this table.
             cause = f"a token id is not within the table of {model.vocabulary} embeddings"
             errors[item] = InternalFailure(cause, reason="token_out_of_range")
     return errors
@@ -657,8 +707,8 @@ def _unfit(batch: Items, model: TextModel) -> dict[int, SIEError]:
 
 def _fits(work: Callable[[Int64], None], items: Int64) -> bool:
     """Run `work` on all the items. Return whether memory sufficed."""
-    # A separate function: after it returns, nothing holds the tensors of a failed pass. The traceback of an error that
-    # is being handled would hold them.
+    # This is a separate function: after it returns, no frame refers to the tensors of a failed pass.
+    # Inside an `except` block, the traceback would still refer to these tensors.
     try:
         work(items)
     except (RuntimeError, MemoryError) as error:
@@ -669,8 +719,8 @@ def _fits(work: Callable[[Int64], None], items: Int64) -> bool:
 
 
 def _halves(chosen: Int64, lengths: Int64) -> tuple[Int64, Int64]:
-    """Split the items into two parts of about equal tokens, each of at least one item, with the long items apart from
-    the short ones.
+    """Split the items into two parts of about equal tokens, each with at least one item. One part has the longer items,
+    the other part the shorter items.
     """
     ordered = chosen[np.argsort(lengths[chosen], kind="stable")]
     costs = np.cumsum(lengths[ordered])

@@ -1,5 +1,5 @@
-"""Choice of the engine that computes the hidden states of a model. Rules decide when the model is loaded, and no timing
-does: the same model on the same kind of machine always gives the same bits.
+"""Choice of the engine that computes the hidden states of a model. The choice is made by rules when the model is
+loaded, and never by a measured time: so a model on the same kind of machine always returns the same bits.
 
 family, device, precision, LoRAs, what is installed ──► RULES, in order: the first that names no obstacle ──► Choice
 
@@ -28,13 +28,13 @@ from sie_contracts.wire.ipc import RunBatch
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """Facts that the rules read. `device`: the type of the device. `reads_text`: the model reads ids of texts and
-    nothing else. `lora`: the LoRA that the model's entry sets for every request. `is_limited`: the data of this process
-    is limited. `attention`: the attention backend in force. `sglang`: the Python of an environment with SGLang, empty
-    if none is named. `int8`: the entry asks for weights in 8 bits.
+    """Facts that the rules read. `device`: the type of the device. `reads_text`: the inputs of the model are only ids
+    of texts. `lora`: the LoRA that the model's entry sets for every request. `is_limited`: the data size of this
+    process is limited. `attention`: the attention backend in use. `sglang`: the Python of an environment with SGLang,
+    empty if no setting names one. `int8`: the entry requests weights in 8 bits.
 
-    Facts from the model's files: `hides_tokens`: some tokens of queries are not attended to, and some layers attend
-    only to a window. `beyond_sglang`: the reason why SGLang cannot compute the vectors of this model, empty if it can.
+    Facts from the model's files: `hides_tokens`: some tokens of queries are masked, and some layers attend only to a
+    window. `beyond_sglang`: the reason why SGLang cannot compute the vectors of this model, empty if it can.
     """
 
     device: str
@@ -57,8 +57,8 @@ class EngineFacts:
         return cls(device, reads_text, entry.run.lora or "", is_limited, attention, sglang, int8)
 
 
-# Bytes of float32 weights up to which a graph is compiled twice. For a larger model the second copy takes more memory
-# than a faster answer to a single request is worth.
+# Bytes of float32 weights up to which a graph is compiled twice.
+# For a larger model, a faster answer to a single request does not justify the memory of the second copy.
 TWICE_BYTES = 256 << 20
 _INT8 = "load.precision is int8"
 NO_TEXTS = EngineFacts("cpu", reads_text=False)
@@ -66,8 +66,8 @@ NO_TEXTS = EngineFacts("cpu", reads_text=False)
 
 @dataclass(frozen=True)
 class Choice:
-    """The chosen engine. `reason`: why this engine was chosen, and what the engines before it in RULES lack. `demand`:
-    the field of the entry that demands this engine, empty if none does.
+    """Chosen engine. `reason`: the reason for the choice, and the obstacles of the engines before it in RULES.
+    `demand`: the field of the entry that demands this engine, empty if no field does.
     """
 
     engine: Engine
@@ -79,15 +79,17 @@ TORCH = Choice("torch", "the model reads more than texts")
 
 
 class Unserved(Exception):
-    """An engine does not serve a model whose weights torch has already freed. The caller loads the model again."""
+    """Raised if an engine does not support a model whose torch weights are already freed. The caller loads the model
+    again.
+    """
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Conditions of one engine. `why`: what the measurement says. `package`: the package that must be installed; the
-    extra has the same name. `obstacle`: returns why the engine cannot serve a model, empty if it can. `unasked`:
-    returns why the engine is not chosen unless the entry asks for it, empty if it may be chosen. `held_bytes`: returns
-    the most bytes held while a model with weights of this size is loaded.
+    """Conditions of one engine. `why`: the measured result. `package`: the package that must be installed; the extra
+    has the same name. `obstacle`: returns the reason why the engine cannot run a model, empty if it can. `unasked`:
+    returns the reason why the engine is not chosen unless the entry demands it, empty if it may be chosen.
+    `held_bytes`: returns the largest number of bytes in memory while a model with weights of this size is loaded.
     """
 
     why: str
@@ -102,7 +104,7 @@ def _reads_more(facts: EngineFacts) -> str:
 
 
 def is_compiled_twice(weight_bytes: int) -> bool:
-    """Return whether a graph with `weight_bytes` of float32 weights is compiled a second time, for a lane that is
+    """Return whether a graph with `weight_bytes` of float32 weights is compiled a second time, for a lane that runs
     alone.
     """
     return weight_bytes <= TWICE_BYTES
@@ -180,7 +182,7 @@ def choose(requested: Engine | None, facts: EngineFacts, missing: Callable[[str]
 
 
 def of_batch(choice: Choice, batch: RunBatch) -> Engine:
-    """Return the engine of a batch. A LoRA that requests name runs on torch only. SGLang returns only normalised
+    """Return the engine of a batch. A LoRA that a request selects runs on torch only. SGLang returns only normalised
     vectors of the last token, so all other batches run on torch.
     """
     if batch.lora:

@@ -2,9 +2,9 @@
 
 stock transformers model ──TorchScript──► OpenVINO's front end for PyTorch ──► compiled once, a stream for each lane
 
-The weights lie in the blocked order that the kernels read, and no part of a pass runs in Python. One text of 8 tokens
-takes little more than half of the time that torch's packed path takes. A batch runs in groups of texts of similar
-length (bench/results/engine.md).
+The weights have the blocked order that the kernels read, and no part of a pass runs in Python. One text of 8 tokens
+takes little more than half of the time of torch's packed path. A batch runs in groups of texts of similar length
+(bench/results/engine.md).
 """
 
 from __future__ import annotations
@@ -32,29 +32,29 @@ from sie_adapter.loading.checkpoint import construction
 from sie_adapter.memory.device_errors import is_out_of_memory
 from sie_adapter.packed.packing import Int64, PackedBatch, Padded, missing, padded
 
-# Tokens of a group. A larger group takes as long for each token, and the memory of a pass grows with it.
+# tokens of a group; a larger group is not faster per token, and the memory of a pass grows with it
 GROUP_TOKENS = 1024
 PASS_TOKENS = 64  # a pass reads all weights, which takes as long as this number of additional tokens
-# (length in tokens, step): lengths up to this one are padded to a multiple of the step
+# (length in tokens, step): lengths up to this length are padded to a multiple of the step
 _STEPS = ((32, 8), (64, 16), (512, 32), (2048, 128))
-# Entries of the cache that each lane keeps for the shapes that it ran. OpenVINO's default is 5,000, and memory grows
-# for hours. With 100 a mix of lengths is as fast as with 300, with 50 it is 5 % slower (bench/results/memory.md).
+# Shapes whose kernels each lane caches. OpenVINO's default is 5,000, with which memory grows for hours.
+# With 100 a mix of lengths is as fast as with 300, with 50 it is 5 % slower (bench/results/memory.md).
 _KEPT_KERNELS = 100
-# Threads for a short batch on a lane that is alone: two threads nearly halve the time of one short text. Beside another
-# lane the batch would wait for the slower of its threads (bench/results/engine.md).
+# Threads for a short batch on a lane that runs alone: two threads nearly halve the time of one short text.
+# While another lane runs, the batch would wait for the slower of its threads (bench/results/engine.md).
 _THREADS_ALONE = 2
 _TOKENS_ALONE = 256
-_EXAMPLE_TOKENS = 300  # past the local window of ModernBERT, which makes its masks only for longer texts
+_EXAMPLE_TOKENS = 300  # longer than the local window of ModernBERT, which creates its masks only for longer texts
 _TYPES = "token_type_ids"
 _PRECISIONS = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
 
 class NoGraph(Exception):
-    """OpenVINO cannot convert or run this model."""
+    """Raised if OpenVINO cannot convert or run this model."""
 
 
 class _PositionalModel(nn.Module):  # type: ignore[misc]  # the type checker skips torch
-    """A model that takes its inputs by position, as a trace needs them."""
+    """A model with positional inputs, which a trace requires."""
 
     def __init__(self, model: PreTrainedModel, names: tuple[str, ...]) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class _PositionalModel(nn.Module):  # type: ignore[misc]  # the type checker ski
 
 
 class Graph:
-    """States of a model's last layer. `run` may be called on several threads at once.
+    """States of a model's last layer. Several threads may call `run` at once.
 
     `memory_bytes`: bytes of the weights in the order of the kernels, in all copies.
     """
@@ -73,7 +73,7 @@ class Graph:
     attention = "sdpa"
 
     def __init__(self, model: PreTrainedModel, compute: Compute, lanes: int, filler: int, max_tokens: int) -> None:
-        """Compile `model`, which is on the CPU and is unchanged afterwards. `filler`: the token id that pads a text.
+        """Compile `model`, which is on the CPU and is not changed. `filler`: the token id that pads a text.
         `max_tokens`: the length of the longest text that will run. Raises NoGraph.
         """
         self._dtype = dtype = compute.dtype
@@ -89,8 +89,9 @@ class Graph:
         }
         is_twice = lanes >= _THREADS_ALONE and is_compiled_twice(4 * weights)
         try:
-            # The graph is mapped from a temporary file. The runtime keeps the float32 weights beside those in the order
-            # of its kernels, and the kernel can reclaim pages of a file when memory is needed.
+            # The graph is mapped from a temporary file.
+            # The runtime keeps the float32 weights in addition to the weights in the order of its kernels.
+            # The operating system can reclaim pages of a file when memory is needed.
             with tempfile.TemporaryDirectory(prefix="sie-graph-", dir=compute.scratch) as folder:
                 path = Path(folder) / "graph.xml"
                 with _traceable(model):
@@ -106,7 +107,7 @@ class Graph:
         self.memory_bytes: int = copy_bytes * (2 if is_twice else 1)
 
     def places(self, packed: PackedBatch) -> slice:
-        """Return the places of the tokens whose states `run` returns: all tokens."""
+        """Return the positions of the tokens whose states `run` returns: all tokens."""
         return slice(None)
 
     def close(self) -> None:
@@ -143,7 +144,7 @@ class Graph:
 
 
 class _Compiled:
-    """A graph compiled for `streams` streams that share `threads` threads. `infer` may be called on `streams` threads
+    """A graph compiled for `streams` streams, with `threads` threads in total. Up to `streams` threads may call `infer`
     at once.
     """
 
@@ -159,7 +160,7 @@ class _Compiled:
         request = getattr(self._of_thread, "request", None)
         if request is None:
             request = self._of_thread.request = self._compiled.create_infer_request()
-        for place, array in enumerate(inputs):  # this loop runs less Python than `infer` with inputs
+        for place, array in enumerate(inputs):  # this loop runs less Python than a call of `infer` with inputs
             request.set_input_tensor(place, self._tensor(array, shared_memory=True))
         request.infer()
         return cast("NDArray[Any]", request.get_output_tensor(0).data)
@@ -175,18 +176,18 @@ class RowGroup(NamedTuple):
 
 
 def groups(lengths: Int64, max_tokens: int, max_filling: int = sys.maxsize) -> list[RowGroup]:
-    """Cut sequences, shortest first, into groups that take the least time in total. The time of a group grows with rows
+    """Split sequences, shortest first, into groups with the shortest total time. The time of a group grows with rows
     times columns, plus PASS_TOKENS for the pass.
 
-    The number of rows is a power of two and columns take few values, so OpenVINO's cache of shapes stays bounded. Rows
-    without a sequence hold padding. No sequence is padded beyond `max_tokens`, for which the model may have no
-    position, or by more than `max_filling` tokens.
+    The number of rows is a power of two and the number of columns is one of few values, so OpenVINO's cache of shapes
+    stays bounded. Rows without a sequence have padding. No sequence is padded beyond `max_tokens`, for which the model
+    may have no position, or by more than `max_filling` tokens.
     """
     own = lengths.tolist()
     columns = [filled_length(length, max_tokens, max_filling) for length in own]
-    least = [0]  # least time of the first n sequences, by n
-    starts: list[int] = []  # start of the last group of the first n sequences, by n - 1
-    first = 0  # first sequence that may run in a group with the sequence `stop - 1`
+    least = [0]  # shortest time of the first n sequences, at index n
+    starts: list[int] = []  # start of the last group of the first n sequences, at index n - 1
+    first = 0  # first sequence that may be in one group with the sequence `stop - 1`
     for stop, width in enumerate(columns, 1):
         while width - own[first] > max_filling:
             first += 1
@@ -209,8 +210,8 @@ def groups(lengths: Int64, max_tokens: int, max_filling: int = sys.maxsize) -> l
 
 
 def filled_length(length: int, max_tokens: int, max_filling: int = sys.maxsize) -> int:
-    """Return the length that a text is padded to. Few different lengths mean few shapes, for each of which OpenVINO
-    keeps kernels (bench/results/engine.md).
+    """Return the length to which a text is padded. With few different lengths there are few shapes. OpenVINO caches
+    kernels for each shape (bench/results/engine.md).
     """
     filled = min(length + missing(length, _STEPS), max_tokens)
     return max(length, filled) if filled - length <= max_filling else length
@@ -223,13 +224,13 @@ def has_windows(config: PretrainedConfig) -> bool:
 
 
 def most_filling(config: PretrainedConfig) -> int:
-    """Return how many padding tokens a text may get. In a layer that attends to a window, each padding token must see a
-    token of the text: a token that sees nothing becomes NaN, which spoils the text.
+    """Return the largest number of padding tokens that a text may get. In a layer that attends to a window, each
+    padding token must attend to a token of the text: otherwise the padding token becomes NaN, which corrupts the text.
     """
     if not has_windows(config):
         return sys.maxsize
     window = int(getattr(config, "sliding_window", None) or 0)
-    return max(0, window // 2 - 1)  # some model classes count half a window on either side, others a whole one
+    return max(0, window // 2 - 1)  # some model classes count only half of the window per side, others the whole window
 
 
 def _names_of(model: PreTrainedModel) -> tuple[str, ...]:
@@ -242,7 +243,7 @@ def _names_of(model: PreTrainedModel) -> tuple[str, ...]:
 
 
 def _runtime() -> Any:
-    # the import of openvino sends a usage event to its maker, unless openvino_telemetry cannot be imported (see
+    # the import of openvino sends a usage event to its vendor, unless openvino_telemetry cannot be imported (see
     # `prepare_process`)
     sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
     import openvino
@@ -252,8 +253,8 @@ def _runtime() -> Any:
 
 @contextmanager
 def _traceable(model: PreTrainedModel) -> Iterator[None]:
-    """Prepare the model for a trace: float32 weights and an empty loss function. The front end makes a wrong graph of
-    16-bit weights. A trace reads every attribute, and transformers warns of a model without a loss function.
+    """Prepare the model for a trace: float32 weights and an empty loss function. The front end builds a wrong graph
+    from 16-bit weights. A trace reads every attribute, and transformers warns of a model without a loss function.
     """
     before = {name: tensor.dtype for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     model.float()
@@ -270,8 +271,8 @@ def compress(graph: Any) -> int:
     """Compress the weights of the graph's linear layers to 8 bits, with a scale for each output. Return the number of
     compressed weights.
 
-    Activations keep their precision: with activations in calibrated 8 bits too, vectors of MiniLM had a cosine of 0.985
-    (bench/results/engine.md).
+    Activations keep their precision: with activations in calibrated 8 bits too, vectors of MiniLM had a cosine of only
+    0.985 (bench/results/engine.md).
     """
     from openvino import opset13
 
@@ -302,10 +303,10 @@ def _converted(states: _PositionalModel, tokens: int) -> Any:
     example = tuple(torch.zeros_like(ids) if name == _TYPES else ids for name in states.names)
     failures = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, runtime.frontend.OpConversionFailure)
     try:
-        # a trace keeps a map of modules that is global to the process, and the filters of warnings are global too
+        # a trace keeps a map of modules that is global to the process; the filters of warnings are global too
         with construction(), warnings.catch_warnings(), torch.inference_mode(False):
-            warnings.simplefilter("ignore")  # warnings of the trace: the trial of the backbone checks the result
-            # no second trace to compare: the trial of the backbone checks the result
+            warnings.simplefilter("ignore")  # hides warnings of the trace: the trial of the backbone checks the result
+            # no second trace for a comparison: the trial of the backbone checks the result
             decoder = TorchScriptPythonDecoder(states, example_input=example, trace_kwargs={"check_trace": False})
             end = FrontEndManager().load_by_framework("pytorch")
             converted = end.convert(end.load(decoder))
@@ -316,7 +317,7 @@ def _converted(states: _PositionalModel, tokens: int) -> Any:
 
 
 def _no_graph(cause: str, error: Exception) -> Exception:
-    """Return the exception to raise: `error` itself if memory ran out, which is no fault of the model, else a
+    """Return the exception to raise: `error` itself if memory ran out, because the model did not cause it, else a
     NoGraph.
     """
     if is_out_of_memory(error):

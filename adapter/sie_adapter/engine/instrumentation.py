@@ -2,7 +2,7 @@
 
     lane ran a batch ──► Instrumentation.ran ──► ring ──► Description ──► `/ws/status` of the worker
 
-The records hold sizes and times, and nothing of an input.
+The records have sizes and times, and no part of an input.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Instrumentation:
         nanoseconds since 1970.
         """
         message = job.message
-        # a malformed batch was refused, and is recorded too: its bytes need not be a multiple of 4
+        # malformed batches, which were refused, are recorded too: their bytes need not be a multiple of 4
         lengths = np.frombuffer(message.lengths, "<i4", len(message.lengths) // 4).astype(np.int64)
         due = sum(group.due for group in message.groups)
         done = reply if isinstance(reply, BatchDone) else None

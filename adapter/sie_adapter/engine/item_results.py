@@ -1,5 +1,5 @@
-"""Results of inputs, made from the rows of the heads as the client asked. Output options act here, per work item: they
-never split a batch.
+"""Results of inputs, computed from the rows of the heads with the options of the request. Output options are applied
+here, per work item: they never split a batch.
 
 rows of a work item ──► cut, normalise, MUVERA, dtype ──► arrays          encode
                     ──► one row against the others ──► scores              sides
@@ -72,8 +72,8 @@ def batch_reply(
     padding: int = 0,
     engine: Engine = "torch",
 ) -> BatchDone:
-    """Return the reply to a batch, from the answer of each input and the tokens that ran for it. `started_s` is the
-    time when the epilogues began.
+    """Return the reply to a batch, from the answer of each input and the number of tokens that ran for it. `started_s`
+    is the time when the epilogues began.
     """
     outcomes: list[Outcome] = []
     blocks: list[bytes] = []
@@ -94,7 +94,7 @@ def batch_reply(
 
 
 def not_finite() -> InferenceFailed:
-    """Return the error for a vector or score that is not finite or is zero, which must not reach the client."""
+    """Return the error for a vector or score that is zero or not finite. Such values must not reach the client."""
     return InferenceFailed("the model gave a vector that is not finite, or zero", reason="non_finite")
 
 
@@ -116,7 +116,7 @@ def vectors(options: RunOptions, rows: Rows) -> ItemResults:
 
 
 def _for_muvera(options: RunOptions, rows: Sequence[Row]) -> Sequence[Tensor]:
-    """Return the vectors cut and normalised. Vectors from the client stay unchanged unless the request asks for fewer
+    """Return the vectors shortened and normalised. Vectors of the client stay unchanged unless the request has fewer
     dimensions.
     """
     cut = _cut(torch.cat(_tensors(rows)), options, keep_scale=False).split([len(row) for row in rows])
@@ -206,10 +206,10 @@ def _add_sparse(options: RunOptions, rows: Sequence[Row], results: ItemResults) 
 
 
 def side_scores(options: RunOptions, query: Mapping[str, Row], documents: Rows, *, per_row: bool) -> ItemResults:
-    """Return the score of each document against the query: the scores of the outputs, weighted if there are several.
+    """Return the score of each document for the query: the scores of the outputs, weighted if there are several.
 
-    dense: cosine. sparse: the sum over shared ids. multivector: the sum over query rows of the best document row
-    (MaxSim), divided by the number of query rows if `per_row`, as BGE-M3 does.
+    dense: cosine. sparse: the sum over common ids. multivector: the sum over query rows of the best document row
+    (MaxSim), divided by the number of query rows if `per_row`, like BGE-M3.
     """
     requested_weights = options.parameters.get("score_weights") or {"dense": 0.4, "sparse": 0.2, "colbert": 0.4}
     weights = {
@@ -237,8 +237,8 @@ def side_scores(options: RunOptions, query: Mapping[str, Row], documents: Rows, 
 
 
 def is_relevance(options: RunOptions) -> bool:
-    """Return whether the client asked for a score from 0 to 1 that grows with relevance, as rerankers of other vendors
-    return it.
+    """Return whether the client requested a score from 0 to 1 that grows with relevance, like the scores of other
+    vendors' rerankers.
     """
     return bool(options.parameters.get("relevance"))
 
@@ -249,7 +249,7 @@ def _dense_scores(query: Tensor, documents: Sequence[Row]) -> Tensor:
 
 def _sparse_scores(query: Row, documents: Sequence[Row]) -> Tensor:
     device = documents[0][0].device
-    ids, weights = (part.to(device) for part in query)  # a query that needed no pass may be on the host
+    ids, weights = (part.to(device) for part in query)  # a query without a pass may be on the host
     counts = torch.tensor([len(names) for names, _ in documents], device=device)
     names, values = torch.cat([names for names, _ in documents]), torch.cat([values for _, values in documents])
     if not len(ids):
@@ -269,10 +269,10 @@ def _late_scores(query: Row, documents: Sequence[Row]) -> Tensor:
     unit = _unit_rows(query)
     if not len(unit):
         return unit.new_zeros(len(documents))
-    if unit.device.type == "cuda":  # a kernel per document would take longer to start than to run
+    if unit.device.type == "cuda":  # a separate kernel for each document would take longer to start than to run
         return _late_scores_at_once(unit, documents)
     scores = []
-    # one document at a time, since a padded product would be as large as the longest document for each
+    # one document at a time, since a padded product would need the memory of the longest document for each document
     for document in documents:
         best = unit @ _unit_rows(document).T
         scores.append(best.amax(1).sum() if best.shape[1] else best.new_zeros(()))
@@ -317,8 +317,8 @@ def class_scores(options: RunOptions, logits: Sequence[Row], activation: str) ->
 
 
 def classes(options: RunOptions, logits: Sequence[Row], names: Sequence[str], activation: str) -> ItemResults:
-    """Return the classes of each text, best first, from float32 logits [classes]: all classes, or only those in the
-    labels of the request.
+    """Return the classes of each text, best first, from float32 logits [classes]: all classes, or only the labels of
+    the request.
 
     With `raw_scores` a score is the logit. Source: transformers' text classification pipeline.
     """
@@ -355,7 +355,7 @@ def answer_scores(options: RunOptions, logits: Sequence[Row], *, difference: boo
     """Return scores from float32 logits [no, yes]: P(yes) of the softmax of both, or yes - no if `difference` or
     `raw_scores` is set.
     """
-    stacked = torch.stack(list(logits)).double()  # float64 for the reason in class_scores
+    stacked = torch.stack(list(logits)).double()  # float64 for the same reason as in class_scores
     gaps = stacked[:, 1] - stacked[:, 0]
     is_raw = options.parameters.get("raw_scores") or (difference and not is_relevance(options))
     return _scores(gaps if is_raw else torch.sigmoid(gaps))
@@ -365,9 +365,9 @@ def zero_shot(options: RunOptions, logits: Sequence[Row], entailment: int, contr
     """Return the probability of each label of each text, best first, from the logits [classes] of (text, hypothesis of
     the label).
 
-    If one of several labels applies: softmax of the entailment logits over the labels. If several labels may apply, or
-    there is only one: softmax of contradiction and entailment, for each label separately. Source: transformers'
-    zero-shot classification pipeline.
+    If exactly one of several labels applies, the score is the softmax of the entailment logits over the labels. If
+    several labels may apply, or there is only one label, the score is the softmax of contradiction and entailment, for
+    each label separately. Source: transformers' zero-shot classification pipeline.
     """
     labels = options.labels
     stacked = torch.stack(list(logits)).unflatten(0, (-1, len(labels)))

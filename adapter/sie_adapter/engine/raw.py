@@ -1,6 +1,6 @@
 """Models that read texts, images, sounds and documents themselves: extraction models, and adapters from other packages.
 
-RunBatch with texts and files ──► encode | score | extract of the model, a list in and a list of the same length out
+RunBatch with texts and files ──► encode | score | extract of the model: a list of inputs, a list of results
 ──► BatchDone
 """
 
@@ -32,12 +32,12 @@ class VerbModel(Protocol):
 
     `encode(texts, options)` returns for each text a map of outputs, float32 arrays: `dense` [width], `multivector`
     [tokens, width], `sparse` a pair (ids, weights). `score(query, texts, options)` returns a number for each text.
-    `extract(texts, options)` returns for each text the map that the client gets. A typed error may stand in the place
-    of any result.
+    `extract(texts, options)` returns for each text the map that the client gets. Any result may be a typed error
+    instead.
 
-    If the `rows` of extract take images, the call is `extract(texts, options, images)` with a list of `Shown` for each
-    text. If they take sounds, it is a list of `Heard` for each text. If they take documents, it is the document of each
-    text, or None.
+    If the `rows` of extract accept images, the call is `extract(texts, options, images)` with a list of `Shown` for
+    each text. For sounds, the third argument has a list of `Heard` for each text. For documents, it has the document of
+    each text, or None.
 
     A model that tokenises its texts itself may have `prepare(texts, options)`, which runs off the device lane and
     returns a Preparation. `extract` then gets this Preparation as an argument too.
@@ -67,8 +67,8 @@ def run_raw(
     remedied: Callable[[Remedy], None] = lambda remedy: None,
     preparation: Preparation | None = None,
 ) -> BatchDone:
-    """Run a batch of texts and return its reply. Raises what the model raises, and InternalFailure for a list of
-    another length.
+    """Run a batch of texts and return its reply. Raises the errors of the model, and InternalFailure if the model
+    returns a list of another length.
 
     OomRecovery handles a lack of memory. `preparation`: the result of the model's own `prepare` for this batch; without
     it, a model that has `prepare` tokenises here.
@@ -125,7 +125,7 @@ Fitting = Callable[[Call, int], list[Any]]
 
 
 def _files(model: Any, message: RunBatch) -> Sequence[Any] | None:
-    """Return the images of each text, its sounds or its document; None for a model that takes no files. Raises
+    """Return the images, the sounds or the document of each text; None for a model that accepts no files. Raises
     InternalFailure.
     """
     rows = getattr(model, "rows", {}).get(message.operation)
@@ -193,7 +193,7 @@ def _run(run: Any, message: RunBatch, group: Group, fitting: Fitting) -> ItemRes
     def score_texts(some: Sequence[int]) -> Sequence[Any]:
         try:
             return run(*query, tuple(texts[number] for number in some), group.options)  # type: ignore[no-any-return]
-        except SIEError as error:  # the options of this group are at fault, so the other groups still run
+        except SIEError as error:  # the options of this group caused the error, so the other groups still run
             return [error] * len(some)
 
     results = fitting(score_texts, len(texts))

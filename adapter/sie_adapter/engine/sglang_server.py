@@ -1,10 +1,10 @@
-"""An SGLang server for one model: a separate process on loopback that ends with its model.
+"""SGLang server for one model: a separate process on loopback that ends with its model.
 
     load ──► a process in the environment of SIE_SGLANG_PYTHON ──► ready ──► ids of texts ──► last states, normalised
-                                         └──► it ended, or hangs: a new one replaces it, once for each batch
+                                         └──► it ended, or hangs: a new server replaces it, once for each batch
 
 SGLang runs in a separate process for two reasons. It needs its own versions of torch and transformers. Some inputs end
-its process, for example ids beyond the table of embeddings; such ids are refused before they get here.
+its process, for example ids beyond the table of embeddings; these ids are refused before they reach this module.
 Source: the server's HTTP interface, version 0.5.23 (`/v1/embeddings`, `/ready`).
 """
 
@@ -37,7 +37,7 @@ from torch import Tensor
 from sie_adapter.packed.packing import Float32, Int64, PackedBatch
 from sie_contracts.errors import InferenceFailed
 
-# architectures whose vector SGLang takes from the state of the last token
+# architectures for which SGLang returns the state of the last token as the vector
 ARCHITECTURES = (
     "Qwen3ForCausalLM",
     "Qwen3Model",
@@ -46,7 +46,7 @@ ARCHITECTURES = (
     "MistralForCausalLM",
     "MistralModel",
 )
-START_S = 300.0  # the imports and the weights take minutes on a busy machine
+START_S = 300.0  # seconds: the imports and the weights take minutes on a busy machine
 RUN_S = 120.0  # seconds for one batch; the client of the adapter has its own timeout
 _LOOK_S = 0.1  # seconds between two checks whether the server is ready
 _POOL_TOKENS = 16_384  # tokens of keys and values in the server's cache; a text that does not fit waits
@@ -62,7 +62,7 @@ _KEPT = (
     "CUDA_HOME",
     "NVIDIA_VISIBLE_DEVICES",
 )
-# Program that asks the kernel to kill the process when the thread that started it ends, also after exec: prctl(2).
+# Program that makes the kernel kill the process when the thread that started it ends, also after exec: prctl(2).
 _BOOT = (
     "import ctypes, os, signal, sys; ctypes.CDLL(None).prctl(1, signal.SIGKILL);"
     " os.getppid() == int(sys.argv[1]) or os._exit(1); os.execv(sys.argv[2], sys.argv[2:])"
@@ -75,7 +75,7 @@ class SglangNotStarted(Exception):
 
 
 class _SglangLost(Exception):
-    """The server does not answer, or its answer is not valid."""
+    """Raised if the server does not answer, or if its answer is not valid."""
 
 
 class _SglangVector(msgspec.Struct):
@@ -89,8 +89,8 @@ class _SglangVectors(msgspec.Struct):
 
 @dataclass(frozen=True)
 class Launch:
-    """Launch arguments of a server. `python`: the interpreter of an environment that has SGLang. `threads`: used on a
-    CPU only.
+    """Launch arguments of a server. `python`: the interpreter of an environment that has SGLang. `threads`: number of
+    threads, used only on a CPU.
     """
 
     python: str
@@ -111,7 +111,7 @@ class Launch:
             "--dtype": str(self.dtype).removeprefix("torch."),
             "--host": "127.0.0.1",
             "--port": str(port),
-            "--context-length": str(self.max_tokens + 1),  # SGLang takes only texts that are shorter than this
+            "--context-length": str(self.max_tokens + 1),  # SGLang accepts only texts that are shorter than this length
             "--max-total-tokens": str(max(_POOL_TOKENS, 2 * self.max_tokens)),
             "--log-level": "error",
         }
@@ -132,9 +132,9 @@ class Launch:
 
 
 class SGLang:
-    """States of the last tokens of texts, normalised. `run` may be called on several threads at once.
+    """States of the last tokens of texts, normalised. Several threads may call `run` at once.
 
-    `memory_bytes`: bytes of the memory that models share which the server's processes took when they were ready.
+    `memory_bytes`: bytes of device memory that the server's processes had when they were ready.
     """
 
     attention = "sglang"
@@ -146,7 +146,7 @@ class SGLang:
         self._width = 0
         # The process ends with the thread that started it, so this thread must stay alive.
         self._thread = ThreadPoolExecutor(1, "sglang")
-        # the server in use, in a list so that the finalizer can end it after this object is gone
+        # server in use, in a list so that the finalizer can end it after this object is gone
         self._servers: list[_SglangProcess] = []
         self._end = weakref.finalize(self, _end, self._servers, self._thread)
         self._start()
@@ -158,8 +158,8 @@ class SGLang:
         return self._servers[0].pid
 
     def places(self, packed: PackedBatch) -> Int64:
-        """Return the places of the tokens whose states `run` computes, [sequences]. The states of all other tokens are
-        zero.
+        """Return the positions of the tokens whose states `run` computes, [sequences]. The states of all other tokens
+        are zero.
         """
         return packed.bounds[1:].astype(np.int64) - 1
 
@@ -168,8 +168,8 @@ class SGLang:
         self._end()
 
     def run(self, packed: PackedBatch) -> Tensor:
-        """Return states, float32 [tokens, width], in packed order. If two servers ended on the batch, its states are
-        NaN: the caller then runs each text alone, to find the one at fault. Raises InferenceFailed.
+        """Return states, float32 [tokens, width], in packed order. If two servers ended during the batch, its states
+        are NaN: the caller then runs each text alone, to find the text that ends the server. Raises InferenceFailed.
         """
         texts = [packed.ids[start:stop].tolist() for start, stop in itertools.pairwise(packed.bounds.tolist())]
         vectors = self._embedded(texts)
@@ -195,9 +195,7 @@ class SGLang:
             return np.full((len(texts), self._width), np.nan, np.float32)
 
     def _successor(self, lost: _SglangProcess) -> _SglangProcess:
-        """Return the server that replaces `lost`. The first thread that misses it starts it. Raises
-        SglangNotStarted.
-        """
+        """Return the server that replaces `lost`. The first thread that needs it starts it. Raises SglangNotStarted."""
         with self._lock:
             if self._servers[0] is lost:
                 lost.end()
@@ -265,7 +263,7 @@ class _SglangProcess:
         body = msgspec.json.encode({"model": "model", "input": texts, "encoding_format": "base64"})
         try:
             answer = self._client.post("/v1/embeddings", content=body, headers={"content-type": "application/json"})
-        except (httpx.HTTPError, RuntimeError) as error:  # RuntimeError: another thread ended it
+        except (httpx.HTTPError, RuntimeError) as error:  # RuntimeError: another thread has closed the client
             raise _SglangLost(f"{type(error).__name__} during a batch") from error
         if answer.status_code != 200:
             raise _SglangLost(f"it answered with status {answer.status_code}")
@@ -282,7 +280,7 @@ class _SglangProcess:
         return vectors
 
     def memory_bytes(self) -> int:
-        """Return the bytes that the server's processes hold on the device that it computes on."""
+        """Return the bytes of the server's processes on the device that they compute on."""
         if not self._is_cpu:
             return max(0, _used_bytes(self._device) - self._before)
         used_bytes = 0
@@ -293,8 +291,8 @@ class _SglangProcess:
         return used_bytes
 
     def end(self) -> None:
-        """Kill the processes of the session; they hold nothing that would be lost. Does so only once: later the number
-        of the session may belong to another process.
+        """Kill the processes of the session; they have no data that would be lost. This runs only once: later, another
+        process may have the number of the session.
         """
         if self._is_over:
             return

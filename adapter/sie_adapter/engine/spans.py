@@ -1,4 +1,4 @@
-"""Spans of the device: the forward pass of a batch, and for each work item in it the two stages on the device.
+"""Spans of the device: one for the forward pass of a batch, and two stages for each work item in it.
 
 The spans are recorded after a batch is answered, so that no answer waits for them.
 """
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 def ran(tracer: Tracer, job: DeviceJob, reply: Reply, began_ns: int, ended_ns: int) -> None:
-    """Record the spans of a batch that was at the device from `began_ns` to `ended_ns`, nanoseconds since 1970. Record
-    nothing for a batch without a trace.
+    """Record the spans of a batch that was at the device from `began_ns` to `ended_ns`, nanoseconds since 1970. A batch
+    without a trace gets no span.
     """
     batch = job.message
     if not batch.traceparent:

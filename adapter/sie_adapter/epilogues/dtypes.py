@@ -21,9 +21,9 @@ def convert(vectors: Tensor, dtype: str) -> Converted:
     """Convert finite `vectors` [.., width] to `dtype`. Returns the values, and `scale` and `offset`, float32 [..], for
     the dtypes that have them.
 
-    x is about values * scale + offset; `int8` has a scale, `uint8` has both. The bits of `binary` and `ubinary` are x >
-    0, eight to a byte of uint8, the first value in the highest bit, zeros after the last value. Raises ValueError for
-    another dtype.
+    A number x is about values * scale + offset; `int8` has a scale, `uint8` has both. The bits of `binary` and
+    `ubinary` are x > 0, eight in a byte of uint8, the first value in the highest bit, zeros after the last value.
+    Raises ValueError for another dtype.
     """
     if dtype not in _CONVERSIONS:
         raise ValueError(f"dtype {dtype!r} is not one of {', '.join(_CONVERSIONS)}")
@@ -56,7 +56,7 @@ def _bits(vectors: Tensor) -> Converted:
 
 
 def _nonzero(divisor: Tensor) -> Tensor:
-    return divisor.where(divisor > 0, 1.0)  # where the divisor is zero, the dividend is zero too
+    return divisor.where(divisor > 0, 1.0)  # if the divisor is zero, the dividend is zero too
 
 
 def _per_row(values: Tensor) -> Array:

@@ -24,9 +24,9 @@ from torch import Tensor
 
 from sie_contracts.models.muvera import Muvera
 
-BLOCK_BYTES = 32 << 20  # bytes of one intermediate result; twice that in float64
-# bytes of one intermediate result on a CPU, which fit its cache: 16 MiB took 1.4 times as long on an AMD EPYC
-# (bench/muvera.py --block-mib)
+BLOCK_BYTES = 32 << 20  # bytes of one intermediate result; in float64, twice this number
+# bytes of one intermediate result on a CPU, which fits the cache of the CPU: 16 MiB took 1.4 times as long on an AMD
+# EPYC (bench/muvera.py --block-mib)
 CPU_BLOCK_BYTES = 2 << 20
 _MATRICES_BYTES, _MATRICES_COUNT = 256 << 20, 64
 
@@ -35,8 +35,8 @@ def encode(rows: Sequence[Tensor], parameters: Muvera, *, is_query: bool) -> Ten
     """Return one encoding per item, float32 [items, parameters.width(dim)], on the device of the rows.
 
     `rows`: at least one float tensor [tokens, dim], with any number of tokens; the encoding of an item without tokens
-    is zeros. The values of an item do not depend on its batch mates. On CUDA the order of additions is not fixed, so
-    the last bits may differ. Raises InvalidInput if the result is too wide.
+    is zeros. The values of an item do not depend on the other items of its batch. On CUDA the order of additions is not
+    fixed, so the last bits may differ. Raises InvalidInput if the result is too wide.
     """
     dim, device = rows[0].shape[1], rows[0].device
     width = parameters.width(dim)
@@ -49,15 +49,15 @@ def encode(rows: Sequence[Tensor], parameters: Muvera, *, is_query: bool) -> Ten
 
 
 def _token_bytes(dim: int, parameters: Muvera) -> int:
-    """Return the bytes per token of the largest intermediate result: one that has a row per token for one repetition,
-    or an index per token for each repetition.
+    """Return the bytes per token of the largest intermediate result. It has a row per token for one repetition, or an
+    index per token for each repetition.
     """
     return max(4 * dim, 4 * (parameters.projection_dim or 0), 8 * parameters.num_repetitions, 32)
 
 
 def _item_blocks(lengths: list[int], dim: int, parameters: Muvera, budget: int) -> Iterator[tuple[int, int]]:
-    """Yield runs of items whose tokens, and whose partitions of one repetition, fit the budget. An item that does not
-    fit is a run by itself.
+    """Yield ranges of items whose tokens, and whose partitions of one repetition, fit the budget. An item that does not
+    fit is a range alone.
     """
     item_bytes = 4 * parameters.partitions * (parameters.projection_dim or dim)
     token_bytes = _token_bytes(dim, parameters)
@@ -76,11 +76,11 @@ def _encode_block(
     """Add the encodings of `rows` to `result` [items, width], which is zeros."""
     device, items, partitions = result.device, len(rows), parameters.partitions
     lengths = torch.tensor([len(item) for item in rows])
-    item_of = torch.repeat_interleave(torch.arange(items), lengths).to(device)  # [tokens]
-    tokens = (rows[0] if items == 1 else torch.cat(list(rows))).float()  # [tokens, dim]
+    item_of = torch.repeat_interleave(torch.arange(items), lengths).to(device)  # shape [tokens]
+    tokens = (rows[0] if items == 1 else torch.cat(list(rows))).float()  # shape [tokens, dim]
     if not len(tokens):
         return
-    part_of = _partitions_of(tokens, parameters, matrices.planes, budget)  # [tokens, repetitions]
+    part_of = _partitions_of(tokens, parameters, matrices.planes, budget)  # shape [tokens, repetitions]
     inner = matrices.inner
     dim = tokens.shape[1]
     cell = parameters.projection_dim or dim
@@ -91,7 +91,7 @@ def _encode_block(
         bag_of = (item_of[:, None] * count + torch.arange(count, device=device)) * partitions + part_of[:, first:last]
         vectors = tokens
         if inner:
-            vectors = inner.projected(tokens, first, last).view(-1, cell)  # [tokens * count, cell]
+            vectors = inner.projected(tokens, first, last).view(-1, cell)  # shape [tokens * count, cell]
         sums = _aggregate(
             vectors, bag_of.flatten(), items * count * partitions, 1 if inner else count, parameters, is_query=is_query
         )
@@ -107,8 +107,8 @@ def _partitions_of(tokens: Tensor, parameters: Muvera, planes: Tensor, budget: i
     """Return the partition of each token in each repetition, int64 [tokens, repetitions].
 
     Signs come from a product in float64. In float32 the shape of a batch selects the kernel, and the rounding of the
-    kernel can move a token to the other side of a plane: a batch mate could change the partition of a token. MPS has no
-    float64.
+    kernel can move a token to the other side of a plane: another item of the batch could change the partition of a
+    token. MPS has no float64.
     """
     repetitions, projections = parameters.num_repetitions, parameters.num_simhash_projections
     encoded = []
@@ -124,10 +124,10 @@ def _partitions_of(tokens: Tensor, parameters: Muvera, planes: Tensor, budget: i
 def _aggregate(
     vectors: Tensor, bag_of: Tensor, bags: int, repeats: int, parameters: Muvera, *, is_query: bool
 ) -> Tensor:
-    """Return the sum or mean per bag, [bags, cell]. A bag is a partition in a repetition of an item.
+    """Return the sum or mean per bag, [bags, cell]. A bag is one partition of an item in one repetition.
 
-    `bag_of` [entries]: the bag of entry e, whose vector is row e // `repeats`. The entries of an item are in the order
-    of its tokens.
+    `bag_of` [entries]: the bag of each entry. The vector of entry e is row e // `repeats`. The entries of an item are
+    in the order of its tokens.
     """
     order = bag_of.sort(stable=True)[1]
     counts = torch.zeros(bags, dtype=torch.int64, device=bag_of.device).index_add_(0, bag_of, torch.ones_like(bag_of))
@@ -142,11 +142,11 @@ def _aggregate(
 
 
 def _nearest(order: Tensor, counts: Tensor, bounds: Tensor, projections: int) -> Tensor:
-    """Return the entry nearest to each bag, int64 [bags]: the entry of its item with the least Hamming distance of the
-    bits, the first of several; -1 if the item has no entry.
+    """Return the entry nearest to each bag, int64 [bags]: the entry of its item with the smallest Hamming distance of
+    the bits, the first of equal ones; -1 if the item has no entry.
 
-    A Hamming distance is a sum over bits, so the minimum is found one bit at a time, without comparing each token with
-    each partition.
+    A Hamming distance is a sum over bits, so the minimum is found one bit at a time, without a comparison of each token
+    with each partition.
     """
     entries = len(order)
     far = (projections + 1) * entries
@@ -164,7 +164,9 @@ def _nearest(order: Tensor, counts: Tensor, bounds: Tensor, projections: int) ->
 
 @dataclass(frozen=True, slots=True)
 class _Sketch:
-    """Count sketch: input i is added to column `columns[i]` with sign `signs[i]`. int64 and float32 [inputs]."""
+    """Count sketch: input i is added to column `columns[i]` with sign `signs[i]`. `columns` is int64 [inputs], `signs`
+    float32 [inputs].
+    """
 
     columns: Tensor
     signs: Tensor
@@ -197,8 +199,8 @@ class _Inner:
 
 @dataclass(frozen=True, slots=True)
 class _Matrices:
-    """Matrices that are drawn from the seeds, for one set of parameters and one token width. `planes`: [dim,
-    projections * repetitions]; the repetition changes fastest.
+    """Matrices drawn from the seeds, for one set of parameters and one token width. `planes`: [dim, projections *
+    repetitions]; the index of the repetition changes fastest.
     """
 
     planes: Tensor
@@ -214,8 +216,8 @@ class _Matrices:
 
 
 def _draw(parameters: Muvera, dim: int, device: torch.device) -> _Matrices:
-    """Draw the matrices. The order of draws is part of the format of an index: each matrix begins a random stream of
-    its own.
+    """Draw the matrices. The order of draws is part of the format of an index: each matrix is drawn from a new random
+    stream.
     """
     seeds = range(parameters.seed, parameters.seed + parameters.num_repetitions)
     shape = (dim, parameters.num_simhash_projections)
@@ -239,8 +241,8 @@ def _sketch(seed: int, inputs: int, buckets: int) -> tuple[np.ndarray, np.ndarra
 
 
 class _ProjectionCache:
-    """Cache of matrices, by the parameters that they are drawn from. The longest unused matrices are dropped first. For
-    any number of threads.
+    """Cache of matrices, by the parameters that they are drawn from. The longest unused matrices are dropped first.
+    Thread-safe.
     """
 
     def __init__(self, limit_bytes: int, limit: int) -> None:
@@ -256,7 +258,7 @@ class _ProjectionCache:
             if held is not None:
                 self._held.move_to_end(key)
                 return held
-        # outside the lock: two threads may draw the same matrices, but no other thread waits for them
+        # outside of the lock: two threads may draw the same matrices, but no other thread waits for the draw
         drawn = _draw(parameters, dim, device)
         with self._lock:
             self._held[key] = drawn

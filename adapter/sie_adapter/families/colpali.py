@@ -21,11 +21,11 @@ from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.wire.ipc import Rows
 
 _PAGE_PROMPT = "<bos>Describe the image.\n"  # follows the image. Source: transformers, ColPaliProcessor
-_PATCHES_PER_TOKEN = 4  # patches of the tower that take about as long as one token of the language model
+_PATCHES_PER_TOKEN = 4  # number of patches of the tower that take about as long as one token of the language model
 
 
 class ColPali:
-    """ColPali, a `vision_language.VisionLanguageKind` that gives token vectors."""
+    """ColPali, a `vision_language.VisionLanguageKind` with token vectors."""
 
     output = "multivector"
 
@@ -72,7 +72,9 @@ class ColPali:
 
 
 def late_rows(width: int, images: Recipe, tokens: ImageTokens) -> dict[str, Rows]:
-    """Return how the inputs of a model with token vectors become ids. Scores are computed from the vectors too."""
+    """Return the conversion of inputs to ids for a model with token vectors. Scores are computed from the vectors
+    too.
+    """
     return {
         "encode": Rows("text", vectors=width, images=images, image_tokens=tokens),
         "score": Rows("sides", vectors=width, images=images, image_tokens=tokens),
@@ -80,8 +82,8 @@ def late_rows(width: int, images: Recipe, tokens: ImageTokens) -> dict[str, Rows
 
 
 def _attend_both_ways(language: Any) -> None:
-    """Make attention bidirectional: each token of a prompt attends to all others, as the processor's token
-    types say.
+    """Make attention bidirectional: each token of a prompt attends to all others, which the token types of the
+    processor require.
     """
     language.config.is_causal = False
     for module in language.modules():

@@ -43,8 +43,8 @@ from sie_contracts.models.load_errors import load_failed
 from sie_contracts.wire.ipc import Rows, Side
 from sie_store.folder_files import read_json
 
-_METASPACE = "▁"  # the sign that sentencepiece writes for a space
-# id of the end token in old configurations: their texts are read at the largest id instead (transformers,
+_METASPACE = "▁"  # character that sentencepiece writes instead of a space
+# id of the end token in old configurations: for these, the state at the largest id is read instead (transformers,
 # CLIPTextModel)
 _ARGMAX_EOS = 2
 
@@ -52,7 +52,7 @@ _ARGMAX_EOS = 2
 @dataclass
 class _DualPass(PackedBatch):
     """Pass over rows of texts, and rows of images or sounds; each row has one state. `texts`: the rows of token ids,
-    packed; they come first. `files`: the images or sounds of each row after them.
+    packed; they are first. `files`: the images or sounds of each later row.
     """
 
     texts: PackedBatch | None = None
@@ -62,8 +62,8 @@ class _DualPass(PackedBatch):
 class TextTower(Protocol):
     """Text tower of a dual encoder.
 
-    `filled`: the number of tokens to which each text is filled up with the id `filler`; 0: texts are not filled up.
-    `width`: width of a vector.
+    `filled`: the number of tokens to which each text is padded with the id `filler`; 0: texts are not padded. `width`:
+    width of a vector.
     """
 
     filled: int
@@ -84,7 +84,7 @@ class _ImageTextTowers(TextTower, Protocol):
 
 
 class _Clip:
-    """CLIP, which reads a text at its end token. Source: transformers, CLIPModel."""
+    """CLIP, whose text vector is the state of the end token. Source: transformers, CLIPModel."""
 
     filled = filler = 0
 
@@ -100,8 +100,8 @@ class _Clip:
         return self._of_text(hidden[ends].float())
 
     def _ends(self, packed: PackedBatch) -> Int64:
-        """Return the place at which each sequence is read, [sequences]: its first end token, or its first token if it
-        has no end token.
+        """Return the position of the token whose state is read, [sequences]: the first end token of a sequence, or its
+        first token if it has no end token.
         """
         starts = packed.bounds[: len(packed.order)].astype(np.int64)
         lengths = packed.lengths[: len(packed.order)]
@@ -119,7 +119,7 @@ class _Clip:
 
 
 class _Siglip:
-    """SigLIP, which fills texts up to the length that it was trained with and reads their last token. Source:
+    """SigLIP, which pads texts to the length of its training; its text vector is the state of the last token. Source:
     transformers, SiglipModel.
     """
 
@@ -146,8 +146,8 @@ MODEL_TYPES = frozenset(_TOWERS)
 
 
 class VectorHead:
-    """Head that returns the vector of each row of a pass. A certificate compares passes of the text tower alone; for
-    these the head computes the vectors from the hidden states.
+    """Head that returns the vector of each row of a pass. A certificate compares passes of the text tower alone. For
+    these, the head computes the vectors from the hidden states.
     """
 
     def __init__(self, towers: TextTower) -> None:
@@ -168,8 +168,8 @@ class VectorHead:
 
 
 class _TextEmbeddings(nn.Module):  # type: ignore[misc]  # the type checker skips torch
-    """Embeddings of a text tower without its limit on the tokens of a pass. The packed texts of a pass are longer
-    together than the limit of a single text.
+    """Embeddings of a text tower without its limit on the tokens of a pass. The packed texts of a pass may be longer in
+    total than the limit of a single text.
     """
 
     def __init__(self, source: Any) -> None:
@@ -185,7 +185,7 @@ class _TextEmbeddings(nn.Module):  # type: ignore[misc]  # the type checker skip
 
 
 class TwoTowers(PackedModel, ABC):
-    """Base of models with two towers: `backbone` reads rows of texts, the other tower reads rows of files. Each row
+    """Base of models with two towers: `backbone` encodes rows of texts, the other tower encodes rows of files. Each row
     gets one vector.
     """
 
@@ -199,7 +199,7 @@ class TwoTowers(PackedModel, ABC):
             )
 
     def prepare(self, batch: Items, queries: np.ndarray) -> Items:
-        """Fill texts up to the length that the model was trained with."""
+        """Pad texts to the length that the model was trained with."""
         if not self._towers.filled:
             return batch
         lengths = np.where(batch.lengths > 0, self._towers.filled, 0)
@@ -223,7 +223,7 @@ class TwoTowers(PackedModel, ABC):
         )
 
     def forward(self, packed: PackedBatch) -> Tensor:
-        """Return the vector of each row, float32 [rows, width]. To be called under inference mode."""
+        """Return the vector of each row, float32 [rows, width]. Call it under inference mode."""
         assert isinstance(packed, _DualPass)
         vectors = []
         if packed.texts is not None:
@@ -236,7 +236,7 @@ class TwoTowers(PackedModel, ABC):
     @staticmethod
     @abstractmethod
     def _files(batch: Items) -> BatchFiles[Any] | None:
-        """Return the files of the rows that have files instead of ids; None if the batch has none."""
+        """Return the files of the rows that have files instead of ids; None if the batch has no files."""
 
     @abstractmethod
     def _of_files(self, rows: Sequence[Sequence[Any]]) -> Tensor:
@@ -248,9 +248,10 @@ class DualEncoder(TwoTowers):
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
-        """Return the fault of class, shapes or tokenizer for which a load would refuse the files; an empty string if
-        there is none. Reads no values of weights and runs no code of the folder. Raises ModelLoadFailed for tensors
-        that do not fit the class.
+        """Check class, shapes and tokenizer of the files. Reads no values of weights and runs no code of the folder.
+
+        Return the fault for which a load would refuse the files; an empty string if there is none. Raises
+        ModelLoadFailed for tensors that do not fit the class.
         """
         _model_type(folder, entry)
         _processor(folder, entry)
@@ -318,8 +319,9 @@ def _tokenizer(folder: Path, load: LoadOptions) -> Tokenizer:
     """Return the tokenizer of `folder`, which normalises texts as in the training of the model. Raises ModelLoadFailed.
 
     SigLIP was trained on texts in lower case. The texts of its first version also had no punctuation and no two spaces
-    in a row; transformers applies that only in a slow tokenizer. open_clip does the same, and replaces an underscore by
-    a space. Sources: transformers, SiglipTokenizer and Siglip2Tokenizer; open_clip, canonicalize_text.
+    in a row; transformers applies this normalisation only in a slow tokenizer. open_clip applies it too, and also
+    replaces an underscore by a space. Sources: transformers, SiglipTokenizer and Siglip2Tokenizer; open_clip,
+    canonicalize_text.
     """
     is_open_clip = open_clip.is_open_clip(folder)
     if not is_open_clip and read_json(folder / "config.json").get("model_type") != "siglip":

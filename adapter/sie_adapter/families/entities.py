@@ -13,18 +13,20 @@ from sie_adapter.heads import Row
 from sie_contracts.wire.ipc import Group, RunBatch
 
 _OUTSIDE = "O"
-# prefix of a tag -> True if its token begins an entity, whatever the tag before it. Prefixes of BIO, BIOES and BILOU
+# prefix of a tag -> True if its token begins an entity, whatever the tag before it is.
+# The prefixes are from BIO, BIOES and BILOU
 _BEGINS = {"B-": True, "S-": True, "U-": True, "I-": False, "E-": False, "L-": False}
 
 
 def entities(
     message: RunBatch, group: Group, logits: Sequence[Row], places: list[int], names: Sequence[str]
 ) -> ItemResults:
-    """Return the entities of each text, in order of place, from float32 logits [tokens, labels] of the rows `places`.
+    """Return the entities of each text, in the order of their offsets, from float32 logits [tokens, labels] of the rows
+    `places`.
 
     Neighbouring tokens with one label are one entity, unless the tag of the second token begins another entity. The
     score of an entity is the mean of its tokens' probabilities. Offsets are code points. Source: aggregation "simple"
-    of transformers' token-classification pipeline, which knows B- and I- only.
+    of transformers' token-classification pipeline, which supports only B- and I-.
     """
     ends = np.cumsum(np.frombuffer(message.lengths, "<i4"))
     offsets = np.frombuffer(message.offsets, "<i4").reshape(-1, 2)
@@ -44,7 +46,7 @@ def entities(
 def _merge(text: str, spans: list[list[int]], kinds: list[str], scores: list[float]) -> list[dict[str, Any]]:
     runs: list[tuple[str, list[int]]] = []
     for token, ((start, _), kind) in enumerate(zip(spans, kinds, strict=True)):
-        if start < 0:  # a special token
+        if start < 0:  # the token is a special token
             continue
         label = kind[2:] if kind[:2] in _BEGINS else kind
         if runs and runs[-1][0] == label and not _BEGINS.get(kind[:2], False):

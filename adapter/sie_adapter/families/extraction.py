@@ -1,6 +1,6 @@
 """Base of the extraction families: options, preparation, windows of words, padded passes, weights from files.
 
-texts, options ──► sets with equal options ──► make: words, ids, padded passes ──► run, on the device ──► results
+texts, options ──► groups with equal options ──► make: words, ids, padded passes ──► run, on the device ──► results
                                                └─ off the device thread, in a Preparation ─┘
 """
 
@@ -41,18 +41,18 @@ Result = dict[str, Any] | SIEError
 
 _HARMLESS = ("pooler.", "position_ids")
 _WASTE = 1.25  # largest ratio of padded positions to tokens in a pass
-_MIN_ROOM = 8  # labels leave at least one eighth of the tokens of a pass to the text
+_MIN_ROOM = 8  # divisor: labels leave at least one eighth of the tokens of a pass to the text
 _WORDS_PER_COUNT = 8192
-_OVERLAP = 8  # a window shares one eighth of its words with the next
+_OVERLAP = 8  # divisor: windows overlap by one eighth of their words
 
 
 @dataclass(frozen=True)
 class ExtractOptions:
-    """Options of the request for one text. `labels` keep the client's order and case. A `threshold` of None stands for
-    the default of the entry or the model.
+    """Options of the request for one text. `labels` keep the client's order and case. A `threshold` of None means the
+    default of the entry or the model.
 
-    `parameters`: options of the family, merged with those of the entry; their types are checked. `mentions`: places of
-    the text that the client names. `instruction`: the prompt of a reader.
+    `parameters`: options of the family, merged with the options of the entry; their types are checked. `mentions`:
+    ranges of the text that the client names. `instruction`: the prompt of a reader.
     """
 
     labels: tuple[str, ...]
@@ -62,7 +62,9 @@ class ExtractOptions:
     instruction: str = ""
 
     def threshold_or(self, default: float) -> float:
-        """Return the least score of a result: the threshold of the request, else of the entry, else `default`."""
+        """Return the lowest allowed score of a result: the threshold of the request, else of the entry, else
+        `default`.
+        """
         least: float = self.parameters.get("threshold", default) if self.threshold is None else self.threshold
         return float(least)
 
@@ -73,7 +75,7 @@ class ExtractOptions:
 
 
 class PreparedTexts(Protocol):
-    """Texts with equal options, in the form that the device reads. `padding`: positions of their passes that hold no
+    """Texts with equal options, in the form that the device reads. `padding`: positions of their passes without a
     token.
     """
 
@@ -98,7 +100,7 @@ class Preparation:
         self._prepared: dict[tuple[bytes, tuple[str, ...]], Any] = {}
 
     def make(self, texts: Sequence[str], options: Sequence[ExtractOptions], make: Make[Any]) -> None:
-        """Prepare the texts. Errors are dropped: `run_alike` prepares the text again, meets the same error and assigns
+        """Prepare the texts. Errors are dropped: `run_alike` prepares the text again, gets the same error and assigns
         it to the text.
         """
         for option, chosen in _alike(options):
@@ -127,8 +129,8 @@ class Preparation:
 
 
 class Extractor(ABC, Generic[M]):
-    """Base of families that tokenise and collate by themselves. `_make` runs on the host and `_extract` on the device,
-    each with texts that have equal options. `max_tokens`: tokens of one pass, labels included.
+    """Base of families that tokenise and collate without the sidecar. `_make` runs on the host and `_extract` on the
+    device, each with texts that have equal options. `max_tokens`: tokens of one pass, labels included.
     """
 
     max_tokens: int
@@ -144,12 +146,12 @@ class Extractor(ABC, Generic[M]):
         self.attention = f"{encoder.config._attn_implementation} padded"
 
     def _check_room(self, tokens: int) -> None:
-        """Raise InvalidInput if labels of `tokens` tokens leave too little room for the text."""
+        """Raise InvalidInput if labels with `tokens` tokens leave too little room for the text."""
         if self.max_tokens - tokens < self.max_tokens // _MIN_ROOM:
             raise labels_refused(f"they take {tokens} of {self.max_tokens} tokens, too little is left for the text")
 
     def prepare(self, texts: Sequence[str], options: Sequence[ExtractOptions]) -> Preparation:
-        """Prepare these texts for `extract`. May be called off the device thread, by several threads at once."""
+        """Prepare these texts for `extract`. Several threads may call it at once, off the device thread."""
         preparation = Preparation()
         preparation.make(texts, options, self._make)
         return preparation
@@ -157,7 +159,7 @@ class Extractor(ABC, Generic[M]):
     def extract(
         self, texts: Sequence[str], options: Sequence[ExtractOptions], preparation: Preparation | None = None
     ) -> list[Result]:
-        """Return a result for each text, or an error in its place."""
+        """Return a result for each text, or an error instead."""
         with torch.inference_mode():
             return run_alike(texts, options, self._make, self._extract, preparation)
 
@@ -175,7 +177,7 @@ def run_alike(
     run: Run[M],
     preparation: Preparation | None = None,
 ) -> list[Result]:
-    """Call `run` once for each set of texts with equal options, as `by_options` does. Returns results in the order of
+    """Call `run` once for each group of texts with equal options, like `by_options`. Returns results in the order of
     the texts.
 
     Raises only errors of the whole device: out of memory, or a lost device.
@@ -187,9 +189,9 @@ def run_alike(
 def by_options(
     inputs: Sequence[T], options: Sequence[ExtractOptions], run: Callable[[Sequence[T], ExtractOptions], list[Result]]
 ) -> list[Result]:
-    """Call `run` once for each set of inputs with equal options. A SIEError becomes the result of each input of the
-    set; after another error the inputs of the set run one by one. Returns results in the order of the inputs. Raises
-    the errors that `run_alike` raises.
+    """Call `run` once for each group of inputs with equal options. A SIEError becomes the result of each input of the
+    group; after another error, the inputs of the group run one by one. Returns results in the order of the inputs.
+    Raises the same errors as `run_alike`.
     """
     results: dict[int, Result] = {}
     for option, chosen in _alike(options):
@@ -222,7 +224,7 @@ def _attempt(
 
 
 def padding_of(lengths: Sequence[int], chosen: Iterable[Sequence[int]]) -> int:
-    """Return the number of padded positions that hold no token. Each part of `chosen` is a pass, which is padded to its
+    """Return the number of padded positions without a token. Each element of `chosen` is a pass, which is padded to its
     longest sequence.
     """
     return sum(
@@ -234,7 +236,7 @@ def passes(lengths: Sequence[int], budget: int) -> Iterator[list[int]]:
     """Yield passes, shortest sequences first. A pass is a list of indices of sequences that are padded to one length
     and run together.
 
-    A pass has at most `budget` padded positions, and at most _WASTE times as many as tokens, or it has a single
+    A pass has at most `budget` padded positions, and at most _WASTE padded positions per token, or it has a single
     sequence.
     """
     chosen: list[int] = []
@@ -251,9 +253,9 @@ def passes(lengths: Sequence[int], budget: int) -> Iterator[list[int]]:
 
 
 def windows(sizes: Sequence[int], room: int, max_words: int, min_shared: int) -> Iterator[tuple[int, int]]:
-    """Yield the first word, and the last word + 1, of each window over words of `sizes` tokens. A window has at most
-    `max_words` words that fit `room` tokens, but at least one word. It shares an eighth of its words with the next
-    window, at least `min_shared` words, but no more than half.
+    """Yield the first word, and the last word + 1, of each window over words with `sizes` tokens. A window has at most
+    `max_words` words that fit `room` tokens, but at least one word. An eighth of its words, at least `min_shared` but
+    at most half of them, are also in the next window.
     """
     start, stop, tokens = 0, 0, 0
     while start < len(sizes):
@@ -278,9 +280,9 @@ class TextWindow:
 
 
 def own_ranges(spans: Sequence[TextWindow]) -> list[tuple[int, int]]:
-    """Return a range of words, begin and end, for each window of a text. A span of a window counts if its first word
-    lies in the range of the window. Windows overlap; the ranges of two windows meet in the middle of their overlap, so
-    each span counts in the window that has more words around it.
+    """Return a range of words, begin and end, for each window of a text. A span of a window counts if its first word is
+    in the range of this window. Windows overlap; the ranges of two windows meet in the middle of their overlap, so each
+    span counts in the window with more words around it.
     """
     middles = [(following.start + window.stop) // 2 for window, following in pairwise(spans)]
     return list(zip([0, *middles], [*middles, spans[-1].stop], strict=True)) if spans else []
@@ -290,7 +292,7 @@ def words_with_tokens(
     tokenizer: Tokenizer, split: Sequence[tuple[str, int, int]], longest: int
 ) -> tuple[NDArray[np.int32], NDArray[np.int64], list[tuple[str, int, int]]]:
     """Return the ids of the words, the number of tokens of each word, and the rows of `split` (word, start, end). Words
-    without tokens, such as a variation selector, are left out, since the model does not see them. Only the first
+    without tokens, such as a variation selector, are left out, since they give the model no input. Only the first
     `longest` characters of a word are tokenised.
     """
     counted = [
@@ -309,15 +311,29 @@ def tokens_of(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[NDArray[np.in
     return np.array(encoding.ids, np.int32), np.bincount(owners, minlength=len(words)).astype(np.int64)
 
 
+def classified(logits: Tensor, labels: list[str], options: ExtractOptions) -> Result:
+    """Return the classes of one text whose score reaches the threshold (default 0), best first. `logits`: float32
+    [labels], on the host. Scores are a softmax, or with `multi_label` a sigmoid for each label.
+    """
+    if not bool(torch.isfinite(logits).all()):
+        return scores_not_finite()
+    scores = torch.sigmoid(logits) if options.parameters.get("multi_label") else torch.softmax(logits, -1)
+    threshold = options.threshold_or(0.0)
+    classes = [
+        {"label": label, "score": score}
+        for label, score in zip(labels, scores.tolist(), strict=True)
+        if score >= threshold
+    ]
+    return {"classifications": sorted(classes, key=lambda row: -row["score"])}
+
+
 def scores_not_finite() -> InferenceFailed:
     """Return the error of a text whose scores are not finite."""
     return InferenceFailed("the model's scores are not finite", reason="non_finite")
 
 
 def absolute_positions(encoder: Any) -> int:
-    """Return the number of positions that the encoder's position table has for a text; 0 for an encoder without a
-    table.
-    """
+    """Return the number of positions in the encoder's position table for a text; 0 for an encoder without a table."""
     table = getattr(getattr(encoder, "embeddings", None), "position_embeddings", None)
     if table is None:
         return 0
@@ -325,18 +341,18 @@ def absolute_positions(encoder: Any) -> int:
 
 
 def bound_length(tokenizer: Any, encoder: Any, otherwise: int) -> int:
-    """Set the length at which a transformers tokenizer cuts, and return it, in tokens with special tokens.
+    """Set the length at which a transformers tokenizer truncates, and return it, in tokens with special tokens.
 
-    The length is the smaller of the tokenizer's own limit and the encoder's number of absolute positions. `otherwise`
-    takes the place of the latter for encoders without a table of positions.
+    The length is the smaller of the tokenizer's own limit and the encoder's number of absolute positions. For encoders
+    without a table of positions, `otherwise` replaces this number.
     """
     tokenizer.model_max_length = min(tokenizer.model_max_length, absolute_positions(encoder) or otherwise)
     return int(tokenizer.model_max_length)
 
 
 def without_remote_code(config: dict[str, Any] | None, *, trusted: bool) -> None:
-    """Remove `auto_map` from the configuration of a backbone, unless `trusted`: the packages would import the code that
-    it names.
+    """Remove `auto_map` from the configuration of a backbone, unless `trusted`: the packages would import the code in
+    it.
     """
     if config is not None and not trusted:
         config.pop("auto_map", None)
@@ -344,12 +360,12 @@ def without_remote_code(config: dict[str, Any] | None, *, trusted: bool) -> None
 
 def describe_backbone(raw: dict[str, Any], name: str, part: str, folder: Path, entry: ModelEntry) -> None:
     """Replace the backbone name `raw[name]` by the path of its local folder, below the model's folder or else in the
-    hub cache. Fill in its configuration, `raw[part]`, if that is missing. Raises ModelLoadFailed NOT_FOUND if there is
-    no such folder.
+    hub cache. Fill in its configuration `raw[part]` if it is missing. Raises ModelLoadFailed NOT_FOUND if the folder
+    does not exist.
     """
     backbone = folder / raw[name]
     if not backbone.is_dir():
-        # search the hub cache in which the model itself lies, if it lies in one
+        # search the hub cache that contains the model itself, if the model is in one
         cache = folder.parents[2] if folder.parent.name == "snapshots" else None
         try:
             backbone = Path(snapshot_download(raw[name], cache_dir=cache, local_files_only=True))
@@ -376,7 +392,7 @@ def check_encoder(config: dict[str, Any] | None, entry: ModelEntry, load: LoadOp
 
 
 def read_weights(folder: Path, entry: ModelEntry) -> dict[str, Tensor]:
-    """Return the tensors of model.safetensors, else of pytorch_model.bin, which may hold only tensors. Raises
+    """Return the tensors of model.safetensors, else of pytorch_model.bin, which may contain only tensors. Raises
     ModelLoadFailed INCOMPATIBLE.
     """
     if (file := folder / "model.safetensors").is_file():
@@ -410,7 +426,7 @@ def compare(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], entry: Mod
 
 
 def refuse_misfits(entry: ModelEntry, misfit: str, names: Iterable[str]) -> None:
-    """Raise ModelLoadFailed INCOMPATIBLE if any keys of the weights are `misfit`. Keys of a pooler, which never runs,
+    """Raise ModelLoadFailed INCOMPATIBLE if some keys of the weights are `misfit`. Keys of a pooler, which never runs,
     and of position ids do not count.
     """
     if misfits := sorted(name for name in names if not any(part in name for part in _HARMLESS)):
@@ -420,7 +436,9 @@ def refuse_misfits(entry: ModelEntry, misfit: str, names: Iterable[str]) -> None
 
 
 def tokenizer_fault(tokenizer: Tokenizer, encoder: Any) -> str:
-    """Return why the tokenizer's ids do not fit the encoder's table of embeddings; an empty string if they fit."""
+    """Return the reason why the tokenizer's ids do not fit the encoder's table of embeddings; an empty string if they
+    fit.
+    """
     return fault(tokenizer, encoder.get_input_embeddings().num_embeddings)
 
 

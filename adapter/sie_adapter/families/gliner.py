@@ -1,5 +1,5 @@
 """GLiNER, by the package `gliner`: entities of the types that a request names. Models score spans or tokens, and have
-one encoder or two.
+one or two encoders.
 
     text ──► words that have tokens ──► windows of at most max_len words that overlap ──► passes of equal length
          ──► the package's collator, model and decoder ──► spans of words ──► joined over the windows ──► character
@@ -7,7 +7,7 @@ one encoder or two.
 
 The package's own `inference` is not called. It cuts long texts. It counts a word without tokens as a word, which shifts
 all offsets after it. It finds entities in the padding of a token-level batch, and encodes the labels of a bi-encoder
-again for each batch. For texts where none of this occurs, the results are equal.
+again for each batch. For texts in which these cases do not occur, the results are equal.
 """
 
 from __future__ import annotations
@@ -45,15 +45,16 @@ from sie_contracts.errors import SIEError
 from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.models.load_errors import load_failed
 
-# padded tokens of a pass, labels included: the states of all its spans take about 0.2 MB per word at a width of 512
+# padded tokens of a pass, labels included: the states of all its spans need about 0.2 MB per word at a width of 512
 _TOKENS_PER_PASS = {"cpu": 2048}
 _TOKENS_PER_PASS_ELSEWHERE = 8192
 # characters per token of a word; a longer word is cut, since the model reads its first token
 _CHARACTERS_PER_TOKEN = 16
-# most candidates of a window that are decoded, best first: the decoder compares each candidate with all that it keeps,
-# or all starts with all ends
+# Most candidates of a window that are decoded, best first: the decoder compares each candidate with all that are
+# selected, or all starts with all ends.
 _CANDIDATES = 2048
-_FLAT_CANDIDATES = 8192  # for flat entities with one label each, of which the decoder keeps few
+# most candidates for flat entities with one label each, because the decoder selects few of them
+_FLAT_CANDIDATES = 8192
 _TOKEN_CANDIDATES = 1024
 _LABELS_KEPT = 4096
 _LABELS_PER_PASS = 64
@@ -63,8 +64,8 @@ Span = tuple[int, int, str, float]  # first word, last word, label, score
 
 @dataclass(frozen=True)
 class _GlinerWords:
-    """Words of one text that have tokens. `sizes`: the number of tokens of each word. `starts` and `ends`: its offsets
-    in the text, in characters.
+    """Words of one text that have tokens. `sizes`: the number of tokens of each word. `starts` and `ends`: the offsets
+    of each word in the text, in characters.
     """
 
     strings: list[str]
@@ -108,8 +109,10 @@ class GlinerModel(Extractor[GlinerTexts]):
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
-        """Return the fault of class, shapes or tokenizer for which a load would refuse the files; an empty string if
-        there is none. Runs no code of the folder. Raises ModelLoadFailed for tensors that do not fit the class.
+        """Check class, shapes and tokenizer of the files. Runs no code of the folder.
+
+        Return the fault for which a load would refuse the files; an empty string if there is none. Raises
+        ModelLoadFailed for tensors that do not fit the class.
         """
         model = empty_gliner(folder, entry, entry.load)
         layers, processor = model.model.token_rep_layer, model.data_processor
@@ -201,8 +204,8 @@ class GlinerModel(Extractor[GlinerTexts]):
         )
 
     def _prompt_tokens(self, labels: list[str]) -> int:
-        """Return the number of tokens of a window without the text. Raises InvalidInput for labels that
-        cannot be used.
+        """Return the number of tokens of a window without the text. Raises InvalidInput for labels that cannot be
+        used.
         """
         prompt = [] if self._label_vectors else self._processor.prepare_inputs([[]], labels)[0][0]
         encoding = self._counter.encode(prompt, is_pretokenized=True)
@@ -214,7 +217,7 @@ class GlinerModel(Extractor[GlinerTexts]):
         return len(encoding.ids)
 
     def _words(self, text: str) -> _GlinerWords:
-        """Split a text into words as the package does."""
+        """Split a text into words in the same way as the package."""
         longest = _CHARACTERS_PER_TOKEN * self.max_tokens
         _, sizes, words = words_with_tokens(self._counter, list(self._processor.words_splitter(text)), longest)
         return _GlinerWords(
@@ -286,8 +289,8 @@ class GlinerModel(Extractor[GlinerTexts]):
         return {"entities": entities}
 
     def _joined(self, by_window: list[tuple[TextWindow, list[Span]]], request: _GlinerRequest) -> list[Span]:
-        """Return the spans of the whole text from those of its windows. The decoder chooses among spans
-        that overlap.
+        """Return the spans of the whole text from the spans of its windows. The decoder selects among overlapping
+        spans.
         """
         joined: list[Span] = []
         last: list[Span] = []
@@ -306,7 +309,7 @@ class GlinerModel(Extractor[GlinerTexts]):
 
 
 class _LabelVectors:
-    """Cache of the vectors that the label encoder of a bi-encoder gives to labels. It keeps the most recently used
+    """Cache of the label vectors that the label encoder of a bi-encoder computes. It keeps the most recently used
     labels.
     """
 
@@ -342,7 +345,7 @@ class _LabelVectors:
         vectors: Tensor = self._layers.encode_labels(
             tokens["input_ids"].to(self._device), tokens["attention_mask"].to(self._device)
         )
-        # each vector is cached alone: without the copy it would keep the memory of the whole batch
+        # each vector is cached separately: without the copy it would keep the memory of the whole batch in use
         return [vector.clone() for vector in vectors]
 
 

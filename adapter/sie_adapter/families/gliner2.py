@@ -1,12 +1,16 @@
-"""GLiNER2, by the package `gliner2`: entities of the types that a request names, for models that score spans of words.
+"""GLiNER2, by the package `gliner2`: entities of the types that a request names, for models that score spans of words,
+or scores for its classes where the entry gives classifications.
 
-    text ──► words that have tokens ──► windows that overlap, each behind the prompt of all labels ──► passes of equal
+    text ──► words that have tokens ──► windows that overlap, each after the prompt with all labels ──► passes of equal
          length ──► the package's model ──► scores [labels, words, widths] ──► the best spans of each label, over all
          windows ──► character offsets
 
 The package's own `batch_extract` is not called. It reads a text of any length at once. It finds entities in the full
 stop that it adds to a text. For a word without tokens it reads the token that follows, and it keeps the words of texts
 in memory. For texts where none of this occurs, the results are equal.
+
+Classes share a prompt that begins with the name of their task (parameter `task`). A text is then one window: the rest
+of a longer text is not read.
 """
 
 from __future__ import annotations
@@ -30,6 +34,7 @@ from sie_adapter.families.extraction import (
     TextWindow,
     absolute_positions,
     check_encoder,
+    classified,
     compare,
     fill,
     labels_refused,
@@ -50,13 +55,14 @@ from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.models.load_errors import load_failed
 from sie_store.folder_files import read_json
 
-# padded tokens of a pass, labels included: the states of all its spans take about 0.1 MB per word at a width of 768
+# padded tokens of a pass, labels included: the states of all its spans need about 0.1 MB per word at a width of 768
 _TOKENS_PER_PASS = {"cpu": 2048}
 _TOKENS_PER_PASS_ELSEWHERE = 16384
 _CHARACTERS_PER_TOKEN = 16  # characters per token of a word; a longer word is cut
-_CANDIDATES = 16384  # most spans of a window that are kept, best first
-_ENDS = (".", "!", "?")  # the package adds a full stop to a text that ends with none of these
+_CANDIDATES = 16384  # largest number of spans of a window that are kept, best first
+_ENDS = (".", "!", "?")  # if a text ends with none of these characters, the package adds a full stop
 _COUNTING = ("count_lstm", "count_lstm_moe", "count_lstm_v2")
+_TASK = "category"  # name of the task of classes, if neither request nor entry has one
 
 
 @dataclass(frozen=True)
@@ -76,19 +82,19 @@ class _Gliner2Words:
 
 @dataclass(frozen=True)
 class _Gliner2Prompt:
-    """Tokens before each text. `marks`: the places of the tokens whose states stand for the task and the labels.
-    `words`: the words of the prompt as the package names them. `owners`: the index of the word of each token.
+    """Tokens before each text. `marks`: the positions of the tokens whose states represent the task and the labels.
+    `words`: the words of the prompt in the form of the package. `owners`: the index of the word of each token.
     """
 
     ids: list[int]
     marks: list[int]
     words: list[str]
-    owners: list[int]  # index of the word that each token belongs to
+    owners: list[int]  # index of the word of each token
 
 
 @dataclass(frozen=True)
 class _Spans:
-    """First words, last words, labels and scores of spans, in order of label and place."""
+    """First words, last words, labels and scores of spans, ordered by label and position."""
 
     firsts: NDArray[np.int64]
     lasts: NDArray[np.int64]
@@ -99,7 +105,7 @@ class _Spans:
 @dataclass(frozen=True)
 class Gliner2Texts:
     """Texts in the form that the device reads. `passes`: the windows of each pass with the package's batch, on the
-    host. `errors`: errors of texts that are not read, by index.
+    host. `errors`: errors of texts that are not run, by index.
     """
 
     labels: list[str]
@@ -115,16 +121,19 @@ class Gliner2Model(Extractor[Gliner2Texts]):
     A result is `{"entities": [{text, label, score, start, end}]}` in order of start and end. Offsets are code points of
     the text, `end` is exclusive. Entities of one label do not overlap; entities of two labels may. A text without words
     has no entities. The result is an InvalidInput if the labels cannot be used, or if the text holds a token that the
-    model reserves; it is an InferenceFailed if a state or score is not finite.
+    model reserves; it is an InferenceFailed if a state or score is not finite. With the output `classifications`, a
+    result is that of GliclassModel.
 
-    `tokenizer`: tokenizer.json of the backbone. `max_tokens`: limit of one window, with labels; longer texts take
-    several windows.
+    `tokenizer`: tokenizer.json of the backbone. `max_tokens`: limit of one window, with labels; longer texts are read
+    in several windows.
     """
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
-        """Return the fault of class, shapes or tokenizer for which a load would refuse the files; an empty string if
-        there is none. Runs no code of the folder. Raises ModelLoadFailed for tensors that do not fit the class.
+        """Check class, shapes and tokenizer of the files. Runs no code of the folder.
+
+        Return the fault for which a load would refuse the files; an empty string if there is none. Raises
+        ModelLoadFailed for tensors that do not fit the class.
         """
         weights = read_weights(folder, entry)
         with torch.device("meta"):
@@ -139,6 +148,9 @@ class Gliner2Model(Extractor[Gliner2Texts]):
         fill(self._model, weights, entry)
         _cast(self._model, compute.dtype)
         self._model.eval().requires_grad_(False).to(compute.device)
+        self._classifies = "classifications" in entry.outputs
+        if self._classifies and "entities" in entry.outputs:
+            raise load_failed("INCOMPATIBLE", f"{entry.id}: outputs has entities and classifications, expected one")
         self._device = compute.device
         self.precision = compute.precision
         self._processor = self._model.processor
@@ -151,7 +163,7 @@ class Gliner2Model(Extractor[Gliner2Texts]):
 
     def _make(self, texts: Sequence[str], options: ExtractOptions) -> Gliner2Texts:
         labels = list(dict.fromkeys(options.labels))
-        prompt = self._prompt(labels)
+        prompt = self._prompt(labels, str(options.parameters.get("task", _TASK)))
         words = [self._words(text) for text in texts]
         errors: dict[int, SIEError] = {
             index: InvalidInput("text: it holds a token that the model reserves", reason="reserved_token")
@@ -163,7 +175,10 @@ class Gliner2Model(Extractor[Gliner2Texts]):
             TextWindow(index, *bounds)
             for index, own in enumerate(words)
             if index not in errors
-            for bounds in windows(np.diff(own.places).tolist(), room, room, 2 * self._model.max_width)
+            for number, bounds in enumerate(
+                windows(np.diff(own.places).tolist(), room, room, 2 * self._model.max_width)
+            )
+            if number == 0 or not self._classifies
         ]
         records = [self._record(prompt, words[at.text], at, room) for at in read]
         lengths = [len(record.input_ids) for record in records]
@@ -175,6 +190,8 @@ class Gliner2Model(Extractor[Gliner2Texts]):
         return Gliner2Texts(labels, words, errors, batches, padding_of(lengths, chosen))
 
     def _extract(self, texts: Sequence[str], options: ExtractOptions, prepared: Gliner2Texts) -> list[Result]:
+        if self._classifies:
+            return self._classes(texts, options, prepared)
         threshold = options.threshold_or(0.5)
         errors = dict(prepared.errors)
         by_text: list[dict[TextWindow, _Spans]] = [{} for _ in texts]
@@ -189,20 +206,34 @@ class Gliner2Model(Extractor[Gliner2Texts]):
             for index, (text, words, spans) in enumerate(zip(texts, prepared.words, by_text, strict=True))
         ]
 
-    def _prompt(self, labels: list[str]) -> _Gliner2Prompt:
+    def _classes(self, texts: Sequence[str], options: ExtractOptions, prepared: Gliner2Texts) -> list[Result]:
+        results: list[Result] = [prepared.errors.get(index, {"classifications": []}) for index in range(len(texts))]
+        for read, batch in prepared.passes:
+            batch = batch.to(self._device)
+            states = self._model.encode_tokens(batch)
+            _, marks = self._processor.extract_embeddings_from_batch(states, batch.input_ids, batch)
+            for at, own in zip(read, marks, strict=True):
+                logits = self._model.classifier(torch.stack(list(own[0][1:]))).squeeze(-1)
+                results[at.text] = classified(logits.float().cpu(), prepared.labels, options)
+        return results
+
+    def _prompt(self, labels: list[str], task: str) -> _Gliner2Prompt:
         """Return the prompt of these labels. Raises InvalidInput for labels that cannot be used."""
         if not labels:
             raise labels_refused("expected at least one")
         processor = self._processor
-        words = processor._transform_schema("entities", labels, processor.E_TOKEN, example_mode="none")
+        name, mark = (task, processor.L_TOKEN) if self._classifies else ("entities", processor.E_TOKEN)
+        words = processor._transform_schema(name, labels, mark, example_mode="none")
         parts = self._ids([*words, processor.SEP_TEXT])
         places = np.concatenate([[0], np.cumsum([len(part) for part in parts])]).tolist()
-        # ( [P] entities ( [E] label [E] label .. ) )
+        # ( [P] entities ( [E] label [E] label .. ) ), or ( [P] task ( [L] label [L] label .. ) )
         marks, named = [1, *range(4, len(words) - 2, 2)], range(5, len(words) - 2, 2)
         if not all(len(parts[place]) for place in named):
             raise labels_refused("one of them has no token")
         if any(np.isin(parts[place], self._reserved).any() for place in named):
             raise labels_refused("one of them holds a token that the model reserves")
+        if not len(parts[2]) or np.isin(parts[2], self._reserved).any():
+            raise InvalidInput("task: it has no token, or one that the model reserves", reason="schema", param="task")
         self._check_room(places[-1])
         return _Gliner2Prompt(
             np.concatenate(parts).tolist(),
@@ -212,15 +243,16 @@ class Gliner2Model(Extractor[Gliner2Texts]):
         )
 
     def _ids(self, words: Sequence[str]) -> list[NDArray[np.int32]]:
-        """Return the tokens of each word, tokenised alone."""
+        """Return the tokens of each word. Each word is tokenised separately."""
         ids, sizes = tokens_of(self._counter, words)
         return np.split(ids, np.cumsum(sizes)[:-1])
 
     def _words(self, text: str) -> _Gliner2Words:
-        """Split a text into words as the package does, in lower case."""
+        """Split a text into words in the same way as the package, in lower case."""
         longest = _CHARACTERS_PER_TOKEN * self.max_tokens
         split = list(self._processor.word_splitter(self._processor._normalize_text(text), lower=True))
-        # the splitter counts the added full stop to a URL at the end; after any other word it is a word of its own
+        # after a URL at the end of a text, the splitter counts the added full stop as part of the URL; otherwise it is
+        # a separate word
         inside = [(word, start, min(end, len(text))) for word, start, end in split if start < len(text)]
         ids, sizes, words = words_with_tokens(self._counter, inside, longest)
         return _Gliner2Words(
@@ -233,7 +265,7 @@ class Gliner2Model(Extractor[Gliner2Texts]):
         )
 
     def _record(self, prompt: _Gliner2Prompt, words: _Gliner2Words, at: TextWindow, room: int) -> Any:
-        """Return the package's record of one window. A single word that is too long for the model is cut."""
+        """Return the package's record of one window. If a single word is too long for the model, its end is cut off."""
         from gliner2.processor import TransformedRecord
 
         first = words.places[at.start]
@@ -255,7 +287,7 @@ class Gliner2Model(Extractor[Gliner2Texts]):
             schema_tokens_list=[prompt.words],
             text_tokens=[],
             structure_labels=[[1, []]],
-            task_types=["entities"],
+            task_types=["classifications" if self._classifies else "entities"],
             start_token_idx=[],
             end_token_idx=[],
             text="",
@@ -279,7 +311,7 @@ class Gliner2Model(Extractor[Gliner2Texts]):
 
 def _above(logits: Tensor | None, at: TextWindow, threshold: float) -> _Spans | SIEError:
     """Return the spans whose score reaches the threshold. `logits`: [1, labels, words, widths], -inf for spans beyond
-    the last word; None if the model counts no entity. `logits` may have one word more than the window: the added full
+    the last word; None if the model predicts no entity. `logits` may have one word more than the window: the added full
     stop.
     """
     if logits is None:
@@ -329,10 +361,11 @@ def _entities(
 
 
 def _built(folder: Path, entry: ModelEntry, load: LoadOptions, weights: dict[str, Tensor], *, eager: bool) -> Any:
-    """Build the package's model from its configurations, with random weights and as many embeddings as `weights` have.
+    """Build the package's model from its configurations, with random weights. The number of embeddings is the number in
+    `weights`.
 
-    The package itself would import code that the encoder's configuration names, and would give random embeddings to
-    tokens that the weights lack.
+    The package itself would import code in the encoder's configuration, and would create random embeddings for tokens
+    that are missing in the weights.
     """
     from gliner2.configuration import ExtractorConfig
     from gliner2.inference.engine import SpanExtractor
@@ -353,12 +386,13 @@ def _built(folder: Path, entry: ModelEntry, load: LoadOptions, weights: dict[str
         {**encoder, "vocab_size": len(tokenizer)}
     )
     config = ExtractorConfig.from_dict(raw)
-    config.attn_implementation = "eager" if eager else "sdpa"  # set, because the package would fall back to eager
+    # set explicitly, because the package would fall back to eager
+    config.attn_implementation = "eager" if eager else "sdpa"
     with construction():
         model = SpanExtractor(config, encoder_config=described, tokenizer=tokenizer, use_flashdeberta=False)
     table = model.encoder.get_input_embeddings()
     [name] = [name for name, parameter in model.named_parameters() if parameter is table.weight]
-    # rows of the table beyond the tokens belong to no token; too few rows are a fault that the tokenizer check reports
+    # additional rows of the table belong to no token; the tokenizer check reports a table with too few rows
     if name in weights and len(weights[name]) != len(table.weight):
         rows = nn.Embedding(len(weights[name]), table.embedding_dim, padding_idx=table.padding_idx)
         model.encoder.set_input_embeddings(rows)
@@ -366,8 +400,8 @@ def _built(folder: Path, entry: ModelEntry, load: LoadOptions, weights: dict[str
 
 
 def _tokenizer(folder: Path) -> Any:
-    """Read the tokenizer of `folder`. Older folders list their extra tokens, but transformers expects a map of names:
-    such a list is replaced by an empty map.
+    """Read the tokenizer of `folder`. Older folders have a list of extra tokens where transformers expects a map of
+    names. Such a list is replaced by an empty map.
     """
     listed = isinstance(read_json(folder / "tokenizer_config.json").get("extra_special_tokens"), list)
     options: dict[str, Any] = {"extra_special_tokens": {}} if listed else {}

@@ -1,4 +1,4 @@
-"""Loading of a GLiNER folder as the package's model: offline, from configurations of the folder alone, with exactly its
+"""Loading of a GLiNER folder as the package's model: offline, only from configurations of the folder, with exactly its
 weights.
 
     gliner_config.json (+ config.json and tokenizer of the backbones) ──► package class ──► strict weights ──►
@@ -32,7 +32,7 @@ from sie_contracts.models.load_errors import load_failed
 
 def load_gliner(folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> Any:
     """Load a `gliner.model.BaseEncoderGLiNER` for inference. `max_len` of the entry's parameters, in words, replaces
-    that of the folder.
+    the value of the folder.
 
     Raises ModelLoadFailed: INCOMPATIBLE for weights or kinds of model that do not fit, NOT_FOUND for a backbone that is
     not on this machine.
@@ -48,8 +48,8 @@ def load_gliner(folder: Path, entry: ModelEntry, load: LoadOptions, compute: Com
 
 
 def empty_gliner(folder: Path, entry: ModelEntry, load: LoadOptions) -> Any:
-    """Build the model on the device `meta`, without weights. Names and shapes of the weights are compared as in a load,
-    with the same errors.
+    """Build the model on the device `meta`, without weights. Names and shapes of the weights are compared in the same
+    way as in a load, with the same errors.
     """
     with torch.device("meta"):
         model = _built(folder, entry, load, eager=False)
@@ -82,6 +82,6 @@ def _built(folder: Path, entry: ModelEntry, load: LoadOptions, *, eager: bool) -
     with construction():
         kind = GLiNER._get_gliner_class(GLiNERConfig(**raw))
         model = kind(kind.config_class(**raw), tokenizer=tokenizer, backbone_from_pretrained=False)
-        if not issubclass(kind, BaseBiEncoderGLiNER):  # a bi-encoder has no label tokens among the words
+        if not issubclass(kind, BaseBiEncoderGLiNER):  # a bi-encoder has no label tokens between the words
             kind._resize_token_embeddings(model, model.config, tokenizer)
     return model

@@ -1,11 +1,11 @@
-"""GLiREL, by the package `glirel`: relations between the entities that an item names.
+"""GLiREL, by the package `glirel`: relations between the entities in an item.
 
     text ──► words ──► the words of each entity ──► the package's collator and model ──► scores [pairs, labels] ──► the
     best labels of each pair
 
-A score depends on all labels and their order. The package's own `predict_relations` is not called. It takes words
-instead of a text, cuts off the words that it does not read, accepts entities that are not in the text, and fails
-without entities.
+A score depends on all labels and their order. The package's own `predict_relations` is not called. Its input is words
+instead of a text. It drops the words beyond its limit, accepts entities that are not in the text, and fails without
+entities.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from sie_contracts.wire.messages import Mention
 _WORDS = re.compile(r"\w+(?:[-_]\w+)*|\S")  # the package splits a text by this pattern
 _THRESHOLD, _TOP_K = 0.3, 10
 
-Span = tuple[int, int]  # first word, last word
+Span = tuple[int, int]  # index of the first word, index of the last word
 
 
 @dataclass(frozen=True)
@@ -65,18 +65,20 @@ class GlirelModel(Extractor[GlirelTexts]):
     """Loaded GLiREL. `extract` may run on several threads at once; the model itself runs for one thread at a time.
 
     A result is `{"entities": [{text, label, score, start, end}], "relations": [{head, tail, relation, score}]}`. The
-    entities are those of the request, with a score of 1. For each pair of entities, relations are the `top_k` best
-    labels whose score is above the threshold; all relations are sorted, best first. Fewer than two entities have no
-    relation. The result is an InvalidInput if labels or entities cannot be used, or if an entity ends behind the words
-    that the model reads; it is an InferenceFailed if the scores are not finite.
+    entities are copied from the request, with a score of 1. For each pair of entities, the relations are the `top_k`
+    best labels with a score above the threshold; all relations are sorted, best first. Fewer than two entities have no
+    relation. The result is an InvalidInput if labels or entities cannot be used, or if an entity ends after the last
+    word that the model reads; it is an InferenceFailed if the scores are not finite.
 
     `tokenizer`: tokenizer.json of the backbone. `max_tokens`: limit of tokens, with labels and special tokens.
     """
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
-        """Return the fault of class, shapes or tokenizer for which a load would refuse the files; an empty string if
-        there is none. Runs no code of the folder. Raises ModelLoadFailed for tensors that do not fit the class.
+        """Check class, shapes and tokenizer of the files. Runs no code of the folder.
+
+        Return the fault for which a load would refuse the files; an empty string if there is none. Raises
+        ModelLoadFailed for tensors that do not fit the class.
         """
         model = _built(folder, entry, entry.load, torch.device("cpu"))
         compare(model.state_dict(), read_weights(folder, entry), entry)
@@ -97,7 +99,7 @@ class GlirelModel(Extractor[GlirelTexts]):
         self._around = len(self._counter.encode("").ids)
         self.max_tokens = entry.max_tokens
         self._max_words: int = self._model.base_config.max_len
-        self._running = threading.Lock()  # the pass of the model calls its tokenizer, which serves one thread at a time
+        self._running = threading.Lock()  # the pass of the model calls its tokenizer, which is not thread-safe
 
     def _make(self, texts: Sequence[str], options: ExtractOptions) -> GlirelTexts:
         labels = list(dict.fromkeys(options.labels))
@@ -138,8 +140,8 @@ class GlirelModel(Extractor[GlirelTexts]):
         return tokens
 
     def _read(self, text: str, mentions: Sequence[Mention], prompt: int) -> tuple[list[str], list[Span]] | InvalidInput:
-        """Return the words that the model reads, as many as fit, and the span of each entity. Returns an InvalidInput
-        if an entity has no word or ends behind these words.
+        """Return the words that the model reads, up to its limit, and the span of each entity. The result is an
+        InvalidInput if an entity contains no word, or ends after the last word that the model reads.
         """
         split = [(match.group(), match.start(), match.end()) for match in _WORDS.finditer(text)]
         longest = self.max_tokens * 16
@@ -162,8 +164,8 @@ class GlirelModel(Extractor[GlirelTexts]):
         return words, spans
 
     def _scores(self, words: list[str], spans: list[Span], labels: list[str]) -> Tensor:
-        """Return scores [pairs, labels], float32 on the host. Pairs are each entity with each other entity, in the
-        order of the entities.
+        """Return scores [pairs, labels], float32 on the host. A pair is an ordered pair of two different entities;
+        pairs are in the order of the entities.
         """
         entities = [[first, last, "", ""] for first, last in spans]
         with self._running:
@@ -188,7 +190,7 @@ def _entities(text: str, mentions: Sequence[Mention]) -> list[dict[str, Any]]:
 def _relations(
     scores: Tensor, labels: list[str], names: list[str], threshold: float, most: int
 ) -> list[dict[str, Any]]:
-    """Return the relations, best first; equal scores stand in the order of the pairs and of the labels."""
+    """Return the relations, best first; relations with equal scores are in the order of the pairs and of the labels."""
     pairs = [(head, tail) for head in range(len(names)) for tail in range(len(names)) if head != tail]
     relations = []
     for (head, tail), row in zip(pairs, scores.tolist(), strict=True):

@@ -1,6 +1,8 @@
-"""Qwen3-VL models that embed and that score, for `vision_language`: images stand in the prompt of a text.
+"""Qwen3-VL models for `vision_language`, one kind for embeddings and one for scores. The images are part of the prompt
+of a text.
 
-Both kinds read the last token of a conversation. Its last turn belongs to the model and is empty.
+Both kinds read the state of the last token of a conversation. The last turn of the conversation is the model's empty
+answer.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from sie_contracts.models.load_errors import load_failed
 from sie_contracts.wire.ipc import Rows
 
 _IMAGE = ("<|vision_start|>", "<|vision_end|>")
-_TURN = "<|im_end|>\n<|im_start|>assistant\n"  # follows every text of an encoder; a long text is cut before it
+# tokens after every text of an encoder; a long text is truncated before them
+_TURN = "<|im_end|>\n<|im_start|>assistant\n"
 _NOTHING = "NULL"  # text for an input without text and images, as in the training of the model
 
 
@@ -51,7 +54,9 @@ class Qwen3Encoder(_Qwen3):
         self.heads: dict[str, Head] = {"dense": DenseHead("last", None, compute.device)}
 
     def framed(self, tokenizer: Tokenizer) -> Tokenizer:
-        """Return the tokenizer that adds the end of the turn to every text. A long text is cut before it."""
+        """Return the tokenizer with a post-processor that adds the end of the turn to every text. A long text is
+        truncated before it is added.
+        """
         ids = tokenizer.encode(_TURN, add_special_tokens=False).ids
         tokens = [tokenizer.id_to_token(number) for number in ids]
         tokenizer.post_processor = processors.TemplateProcessing(
@@ -103,7 +108,9 @@ class Qwen3Reranker(_Qwen3):
         return rows
 
     def framed(self, tokenizer: Tokenizer) -> Tokenizer:
-        """Return the tokenizer without special tokens around a text: the pieces of the template have them."""
+        """Return the tokenizer without special tokens around a text: the pieces of the template contain these
+        tokens.
+        """
         tokenizer.post_processor = processors.TemplateProcessing(single="$A", pair="$A $B", special_tokens=[])
         return tokenizer
 
@@ -112,7 +119,9 @@ class Qwen3Reranker(_Qwen3):
 
 
 def _stored_rows(folder: Path, name: str, ids: list[int]) -> list[Tensor]:
-    """Return some rows of one matrix, float32; an empty list if no file has the matrix. Other rows are not read."""
+    """Return some rows of one matrix, float32; an empty list if no file has the matrix. Only these rows are read from
+    the file.
+    """
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
             if name in file.keys():  # noqa: SIM118  not a mapping

@@ -1,7 +1,7 @@
-"""Models that are based on Qwen2.5-VL and Qwen3-VL, for `vision_language`: images of any size, positions on three axes.
+"""Models based on Qwen2.5-VL and Qwen3-VL, for `vision_language`: images of any size, positions on three axes.
 
-images ──► patches of all of them ──► tower ──► features of each block ──► in the places of the image token
-                                                                    └──► `axes_of`: positions of images and texts
+images ──► patches of all images ──► tower ──► features of each block ──► replace the image tokens
+                                                      └──► `axes_of`: positions of images and texts
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _BEFORE_PAGE, _AFTER_PAGE = (
     "<|vision_end|>Describe the image.<|im_end|><|endoftext|>",
 )
 _PROJECTION = "custom_text_proj"
-LANGUAGE_HEAD = "lm_head.weight"  # only a few of its rows are read
+LANGUAGE_HEAD = "lm_head.weight"  # only a few rows of this weight are read
 _BLOCK_TOKENS = 1  # cost of a block, in tokens: its four patches take about as long as one token of the language model
 
 
 class QwenVL:
-    """Common part of each `VisionLanguageKind` of Qwen."""
+    """Common base of the `VisionLanguageKind` classes for Qwen."""
 
     consumed: tuple[str, ...] = (LANGUAGE_HEAD,)
 
@@ -84,7 +84,7 @@ class QwenVL:
 
 
 class ColQwen(QwenVL):
-    """A `vision_language.VisionLanguageKind` that gives token vectors of Qwen2.5-VL."""
+    """A `vision_language.VisionLanguageKind` with token vectors, based on Qwen2.5-VL."""
 
     output = "multivector"
     consumed = (LANGUAGE_HEAD, f"{_PROJECTION}.weight", f"{_PROJECTION}.bias")
@@ -117,8 +117,8 @@ class ColQwen(QwenVL):
 
 
 class _Projected(nn.Module):  # type: ignore[misc]  # the type checker skips torch
-    """Module that holds the layers to which a LoRA of ColQwen applies, under the names that the LoRA has for them. Its
-    forward pass is the projection.
+    """Module with the layers that a LoRA of ColQwen changes, under the names in the LoRA. Its forward pass is the
+    projection.
     """
 
     def __init__(self, language: Any, projection: nn.Linear) -> None:
@@ -135,9 +135,9 @@ def axes_of(packed: PackedBatch, token: int, grids: Sequence[Sequence[tuple[int,
     """Return the positions of each token in time, height and width, [3, tokens]. `grids`: rows and columns of blocks of
     the images of each sequence, in packed order.
 
-    An image begins where the text before it ends. The text behind it begins at the end of its longer side. Source:
-    transformers, Qwen2_5_VLModel.get_rope_index. Raises InternalFailure if the ids do not have a token for each block
-    of the images.
+    An image begins at the position where the text before it ends. The text after it begins at the end of its longer
+    side. Source: transformers, Qwen2_5_VLModel.get_rope_index. Raises InternalFailure if the ids do not have a token
+    for each block of the images.
     """
     axes = np.tile(packed.positions, (3, 1))
     for sequence, images in enumerate(grids):

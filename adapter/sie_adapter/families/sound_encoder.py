@@ -1,4 +1,4 @@
-"""Dual encoders of sounds: texts and sounds become vectors of one space. CLAP (arXiv 2211.06687).
+"""Dual encoders of sounds: the vectors of texts and sounds are in one space. CLAP (arXiv 2211.06687).
 
     token ids ──► packed text tower ──► pooler of the first token ──► projection ──┐
                                                                                    ├──► one vector for each row
@@ -36,7 +36,7 @@ from sie_contracts.wire.ipc import Rows
 from sie_store.folder_files import read_json
 
 MODEL_TYPE = "clap"
-# settings that CLAP's text tower has in common with RoBERTa
+# settings that the text tower of CLAP shares with RoBERTa
 _OF_ROBERTA = (
     "vocab_size",
     "hidden_size",
@@ -52,7 +52,7 @@ _OF_ROBERTA = (
 
 
 class _Clap:
-    """CLAP, which reads a text at its first token. Source: transformers, ClapModel."""
+    """CLAP, whose text vector is computed from the first token. Source: transformers, ClapModel."""
 
     filled = filler = 0
 
@@ -77,7 +77,7 @@ class _Clap:
         """Return the vector of each sound, float32 [sounds, width], from features [sounds, views, frames, bins],
         float32.
 
-        A model with fusion fuses the views of every sound, as transformers does for a single sound. In a batch,
+        A model with fusion fuses the views of every sound, like transformers for a single sound. In a batch,
         transformers fuses only long sounds, or one random sound if no sound is long.
         """
         more = {}
@@ -103,7 +103,7 @@ def _roberta(source: Any) -> Any:
 
 
 class _Float32(nn.Module):  # type: ignore[misc]  # the type checker skips torch
-    """Layer that runs in float32 in a model of another precision: 16 bits have too few digits for levels in
+    """Layer that runs in float32 in a model of another precision: 16 bits are not precise enough for levels in
     decibels.
     """
 
@@ -122,9 +122,10 @@ class SoundEncoder(TwoTowers):
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
-        """Return the fault of class, shapes or tokenizer for which a load would refuse the files; an empty string if
-        there is none. Reads no values of weights and runs no code of the folder. Raises ModelLoadFailed for tensors
-        that do not fit the class.
+        """Check class, shapes and tokenizer of the files. Reads no values of weights and runs no code of the folder.
+
+        Return the fault for which a load would refuse the files; an empty string if there is none. Raises
+        ModelLoadFailed for tensors that do not fit the class.
         """
         _recipe(folder, entry)
         model: Any = empty_model(AutoModel, folder, entry.load)
@@ -171,8 +172,8 @@ class SoundEncoder(TwoTowers):
 
 
 def _recipe(folder: Path, entry: ModelEntry) -> SoundRecipe:
-    """Return the recipe by which the files turn sounds into features. Raises ModelLoadFailed for a recipe that cannot
-    be reproduced, or that does not fit the sound tower.
+    """Return the recipe that turns sounds into features, from the files. Raises ModelLoadFailed for a recipe that
+    cannot be reproduced, or that does not fit the sound tower.
     """
     raw = read_json(folder / "config.json")
     if raw.get("model_type") != MODEL_TYPE:
@@ -184,7 +185,7 @@ def _recipe(folder: Path, entry: ModelEntry) -> SoundRecipe:
             "NOT_FOUND", f"{entry.id}: {folder} has no {PROCESSOR}, which says how sounds become features"
         )
     audio = ClapConfig.from_pretrained(folder, local_files_only=True).audio_config
-    # side of the grid of positions of the last stage, whose states are the widest
+    # edge of the position grid of the last stage, whose states are the widest
     edge = audio.spec_size // audio.patch_stride[0] >> (len(audio.depths) - 1)
     try:
         recipe = from_extractor(config, positions=edge * edge)

@@ -1,5 +1,5 @@
-"""Every family that runs on the packed engine: encoders and decoders of text with their heads, and `PackedModel`, the
-base of those that read images as well.
+"""Families on the packed engine: encoders and decoders of text with their heads. `PackedModel` is also the base of
+families that read images.
 
 items ──► prepare ──► pack ──► forward ──► heads (`heads_for`) ──► answer
 
@@ -44,18 +44,18 @@ from sie_contracts.models.options import TOKEN_STATES
 from sie_contracts.wire.ipc import Group, Rows, RunBatch
 from sie_contracts.wire.messages import Operation, RunOptions
 
-# Short sequences that the trial of the packed path has in addition, for a model that ranks or has int8 weights: its
-# scores are also compared by rank, which needs many sequences.
+# number of additional short sequences in the trial of the packed path, for a model that ranks or has int8 weights.
+# Its scores are also compared by rank, which needs many sequences.
 _RANKED_SAMPLES = 45
 
 
 class PackedModel:
-    """Loaded model on the packed engine. `forward` may run on several threads at once.
+    """Loaded model on the packed engine. Several threads may call `forward` at once.
 
     `tokenizer`: tokenizer.json without truncation and padding. `needs`: the special tokens that the heads need. `rows`:
-    how the inputs of each operation become ids. `vocabulary`: all ids are below this number. `width`: the width of a
-    hidden state, or of the vectors of a model that has images. `attention`: the backend in use; `padded` follows its
-    name if the model runs on padded batches. `backbone`: the text model.
+    the conversion of inputs to ids for each operation. `vocabulary`: all ids are below this number. `width`: the width
+    of a hidden state, or of the vectors of a model that has images. `attention`: the backend in use; `padded` follows
+    its name if the model runs on padded batches. `backbone`: the text model.
     """
 
     heads: dict[str, Head]
@@ -63,14 +63,14 @@ class PackedModel:
     needs = TokenNeeds()
     width: int
     memory_bytes: int
-    per_row = False  # argument of `item_results.side_scores`
+    per_row = False  # value of the argument `per_row` of `item_results.side_scores`
 
     def __init__(self, entry: ModelEntry, compute: Compute) -> None:
         self.max_tokens = entry.max_tokens
         self.precision = compute.precision
 
     def _run_on(self, backbone: Backbone, model: Any, compute: Compute) -> None:
-        """Use `backbone`, which runs the text model `model`."""
+        """Use `backbone`, which runs the text model in `model`."""
         self.backbone = backbone
         self.vocabulary, self.attention, self.engine_choice = backbone.vocabulary, backbone.attention, backbone.engine
         self.loras = self._loras(model, compute)
@@ -89,11 +89,11 @@ class PackedModel:
             )
 
     def prepare(self, batch: Items, queries: np.ndarray) -> Items:
-        """Return the batch in the form that goes to the device. `queries`: bool [items]."""
+        """Return the batch in the form that the device reads. `queries`: bool [items]."""
         return batch
 
     def without_pass(self, head: str, ids: Int64, *, is_query: bool) -> Row | None:
-        """Return the row of an input that needs no forward pass; None for all other inputs."""
+        """Return the row of an input that needs no forward pass; None for an input that needs one."""
         return None
 
     def pack(self, batch: Items, chosen: Int64) -> PackedBatch:
@@ -101,13 +101,13 @@ class PackedModel:
         return self.backbone.pack(batch, chosen)
 
     def forward(self, packed: PackedBatch) -> Tensor:
-        """Return hidden states of the last layer, [tokens, width], in the precision of the weights, in packed order. To
-        be called under inference mode.
+        """Return hidden states of the last layer, [tokens, width], in the precision of the weights, in packed order.
+        Call it under inference mode.
         """
         return self.backbone.forward(packed)
 
     def heads_for(self, operation: Operation, options: RunOptions) -> tuple[str, ...]:
-        """Return the heads whose rows become the answers."""
+        """Return the names of the heads whose rows `answer` needs."""
         if options.muvera is not None:
             return tuple(dict.fromkeys("multivector" if name == "dense" else name for name in options.outputs))
         return options.outputs or tuple(self.heads)[:1]
@@ -120,8 +120,8 @@ class PackedModel:
         rows: Mapping[str, Sequence[Row]],
         places: list[int],
     ) -> ItemResults:
-        """Return one answer per input of `group`. `query`: the rows of the query to which documents are compared, by
-        head. `rows`: the rows of the inputs, by head. `places`: the numbers of these rows in the batch.
+        """Return one answer per input of `group`. `query`: for each head, the rows of the query to which documents are
+        compared. `rows`: for each head, the rows of the inputs. `places`: the positions of these rows in the batch.
         """
         if message.operation == "score":
             return item_results.side_scores(group.options, query, rows, per_row=self.per_row)
@@ -129,13 +129,13 @@ class PackedModel:
 
 
 def samples_of(family: str, compute: Compute) -> int:
-    """Return the number of additional sequences in the trial of `Backbone`, its `more_samples`."""
+    """Return the number of additional sequences in the trial of `Backbone`: its argument `more_samples`."""
     return 0 if families.row(family).gives_vectors and not compute.int8 else _RANKED_SAMPLES
 
 
 def fault_of_tokenizer(tokenizer: Tokenizer, table: int) -> str:
-    """Return the fault of the tokenizer of a model that reads images or sounds, whose text model has embeddings for
-    `table` ids; an empty string if there is none.
+    """Check the tokenizer of a model that reads images or sounds. The text model has embeddings for `table` ids. Return
+    the fault; an empty string if there is none.
     """
     return fault(fitted(tokenizer, table)[0], table, TokenNeeds())
 
@@ -148,9 +148,10 @@ class TextEncoder(PackedModel):
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
-        """Return the fault of class, shapes or tokenizer for which a load would refuse the files; an empty string if
-        there is none. Reads no values of weights and runs no code of the folder. Raises ModelLoadFailed for tensors
-        that do not fit the class.
+        """Check class, shapes and tokenizer of the files. Reads no values of weights and runs no code of the folder.
+
+        Return the fault for which a load would refuse the files; an empty string if there is none. Raises
+        ModelLoadFailed for tensors that do not fit the class.
         """
         modules = read_modules(folder)
         tokenizer = load_tokenizer(modules.folder, entry.load, modules.transformer)
@@ -205,7 +206,9 @@ class TextEncoder(PackedModel):
         self._check_limits(entry)
 
     def _beyond_sglang(self, builder: Builder) -> str:
-        """Return why SGLang cannot serve this model, for `EngineFacts.beyond_sglang`; an empty string if it can."""
+        """Return the reason why SGLang cannot run this model, for `EngineFacts.beyond_sglang`; an empty string if it
+        can.
+        """
         dense = self._parts.heads.get("dense")
         extra_heads = self._parts.heads.keys() - {"dense", TOKEN_STATES}
         if extra_heads or not isinstance(dense, DenseHead) or not dense.is_last_state:
@@ -235,19 +238,19 @@ class TextEncoder(PackedModel):
         return self.backbone.forward(packed)
 
     def prepare(self, batch: Items, queries: np.ndarray) -> Items:
-        """Fill queries of late interaction up to their length with mask tokens. `queries`: bool [items]."""
+        """Pad queries of late interaction to their fixed length with mask tokens. `queries`: bool [items]."""
         filling = self._parts.filling
         return filling.expand(batch, queries) if filling else batch
 
     def without_pass(self, head: str, ids: Int64, *, is_query: bool) -> Row | None:
-        """Return the row of an inference-free query, which is looked up in a table; None for inputs that need a forward
+        """Return the row of an inference-free query, from a table of weights; None for an input that needs a forward
         pass.
         """
         table = self._parts.query_weights
         return table.row(ids) if table and is_query and head == "sparse" else None
 
     def heads_for(self, operation: Operation, options: RunOptions) -> tuple[str, ...]:
-        """Return the heads whose rows become the answers."""
+        """Return the names of the heads whose rows `answer` needs."""
         own = self._parts.reads.get(operation) if options.muvera is None else None
         return own or super().heads_for(operation, options)
 

@@ -1,5 +1,5 @@
-"""Loading of text models: from the files of a folder to backbone, tokenizer, heads, and the functions that turn rows
-into answers.
+"""Loading of text models: backbone, tokenizer, heads, and the functions that turn rows into answers are built from the
+files of a folder.
 
     folder + entry ──► the transformers class that the outputs need ──► Builder ──► Parts
 
@@ -37,15 +37,16 @@ from sie_adapter.heads.keep import KeepHead
 from sie_adapter.heads.multivector import MultivectorHead
 from sie_adapter.heads.pooling import DenseHead
 from sie_adapter.heads.sparse import MaskedLanguageHead, TokenTable, TokenWeightHead
+from sie_adapter.heads.token_pooling import MAX_ROWS
 from sie_adapter.heads.tokens import TokenStatesHead
 from sie_adapter.heads.transformers_head import TransformersHead
 from sie_adapter.loading import checkpoint
 from sie_adapter.loading.late_interaction import Filling, late_interaction
-from sie_adapter.loading.modules import Modules, output_width
+from sie_adapter.loading.modules import Modules, output_width, pooled_width
 from sie_adapter.loading.tokenizer import fitted, special_ids
 from sie_adapter.packed.pruning import pruned
 from sie_contracts.models import families
-from sie_contracts.models.entries import POOLINGS, LoadOptions, ModelEntry
+from sie_contracts.models.entries import POOLINGS, LoadOptions, ModelEntry, poolings
 from sie_contracts.models.load_errors import load_failed
 from sie_contracts.models.options import TOKEN_STATES
 from sie_contracts.wire.ipc import Group, Rows, RunBatch, Side
@@ -61,11 +62,11 @@ Finish = Callable[[RunBatch, Group, item_results.Rows, list[int]], ItemResults]
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """Heads of one model. `rows`: how the inputs of each operation become rows of ids.
+    """Heads of one model. `rows`: conversion of the inputs to rows of ids, for each operation.
 
     A model of vectors has a head for each output; `per_row` is the argument of `item_results.side_scores`. Any other
-    model has `finish`, which makes results from rows of heads. `reads` names these heads for an operation; for an
-    operation that it does not name, the first head is read.
+    model has `finish`, which computes results from rows of heads. `reads` lists the names of these heads for an
+    operation; for an operation that is not in it, the first head is used.
     """
 
     heads: dict[str, Head]
@@ -92,7 +93,7 @@ def consumed_by(entry: ModelEntry) -> tuple[str, ...]:
 
 
 class Builder:
-    """Loader of the model of one entry, which also makes its heads."""
+    """Loader of the model of one entry, which also builds its heads."""
 
     def __init__(
         self, modules: Modules, entry: ModelEntry, load: LoadOptions, compute: Compute, tokenizer: Tokenizer
@@ -139,7 +140,7 @@ class Builder:
             "pruner": self._pruner,
         }[self.entry.family]()
 
-    # text-encoder
+    # heads of the models of family text-encoder
 
     def _text_encoder(self) -> Parts:
         outputs = self.entry.outputs
@@ -157,22 +158,24 @@ class Builder:
         if "multivector" in outputs:
             heads["multivector"], query, document, filling = self._multivector()
         width = outputs.get("multivector", 0)
-        rows = {"encode": Rows("text", query, document, tokens=True, vectors=width)}
+        dense = heads.get("dense")
+        pooling = dense.pooling if isinstance(dense, DenseHead) else ""
+        rows = {"encode": Rows("text", query, document, tokens=True, vectors=width, chunks=True, pooling=pooling)}
         if "score" in self.entry.tasks:
             rows["score"] = Rows("sides", query, document, vectors=width)
         return Parts(heads=heads, rows=rows, per_row="score" in outputs, filling=filling, query_weights=query_weights)
 
     def _dense(self) -> DenseHead:
         pooling = self.entry.run.pooling or self.modules.pooling or "mean"
-        if pooling not in POOLINGS:
+        if poolings(pooling) is None:
             raise load_failed(
                 "INCOMPATIBLE", f"{self.entry.id}: pooling is {pooling}, expected one of {', '.join(POOLINGS)}"
             )
-        # layers without a pooling before them belong to late interaction
+        # layers without a pooling layer before them are layers of late interaction
         layers = (
             self.modules.layers if "multivector" not in self.entry.outputs or "Pooling" in self.modules.kinds else ()
         )
-        self._expect_width("dense", output_width((*self.modules.token_layers, *layers), self.config.hidden_size))
+        self._expect_width("dense", pooled_width(self.modules.token_layers, pooling, layers, self.config.hidden_size))
         return DenseHead(pooling, _sequence(layers), self.compute.device, _sequence(self.modules.token_layers))
 
     def _expect_width(self, output: str, width: int) -> None:
@@ -203,10 +206,11 @@ class Builder:
             twice=twice,
             dropped=dropped,
             max_entries=self.modules.max_entries,
+            sums=pooling.get("pooling_strategy") == "sum",
         )
 
     def _query_weights(self) -> TokenTable | None:
-        """Return the weights of inference-free queries if the entry asks for them, or if the model's files route
+        """Return the weights of inference-free queries if the entry requests them, or if the model's files route
         queries to such a table; else None.
         """
         stored = self.modules.query_weights
@@ -229,7 +233,7 @@ class Builder:
             for token, weight in weights.items():
                 if (number := self.tokenizer.token_to_id(token)) is not None:
                     table[number] = float(weight)
-        return TokenTable(table)
+        return TokenTable(table, self.modules.max_entries)
 
     def _multivector(self) -> tuple[MultivectorHead, Side, Side, Filling | None]:
         is_stanford = self.linear is not None and not self.modules.kinds
@@ -240,7 +244,14 @@ class Builder:
             layers = [_saved_layer(self.folder / "colbert_linear.pt")]
         self._expect_width("multivector", output_width(layers, self.config.hidden_size))
         skipped = self._known_ids(options.skipped)
-        head = MultivectorHead(_sequence(layers), self.compute.device, skipped=skipped, drop_first=is_m3)
+        pooling = self.modules.token_pooling
+        if pooling is not None and self.entry.max_tokens > MAX_ROWS:
+            raise load_failed(
+                "INCOMPATIBLE", f"{self.entry.id}: max_tokens is more than {MAX_ROWS}, the most rows that are pooled"
+            )
+        head = MultivectorHead(
+            _sequence(layers), self.compute.device, skipped=skipped, drop_first=is_m3, pooling=pooling
+        )
         length, filling = options.expanded, None
         if length:
             if length > self.entry.max_tokens:
@@ -262,7 +273,7 @@ class Builder:
         )
 
     def _marker(self, token: str) -> int:
-        """Return the id of a marker, -1 for none. PyLate writes a marker with a space after it."""
+        """Return the id of a marker; -1 if the marker is empty. PyLate stores a marker with a space after it."""
         if not token:
             return -1
         candidates = (name for name in (token, *token.split()[:1]) if self.tokenizer.token_to_id(name) is not None)
@@ -277,15 +288,15 @@ class Builder:
         return int(number)
 
     def _known_ids(self, words: Iterable[str]) -> frozenset[int]:
-        """Return the ids of the words that are one token. The id of the unknown token counts only if a word
-        names it.
+        """Return the ids of the words that are exactly one token. The id of the unknown token counts only if one of the
+        words is that token.
         """
         unknown = _special(self.modules.folder, "unk_token")
         ids = {word: self.tokenizer.token_to_id(word) for word in words}
         outside = None if unknown in ids else self.tokenizer.token_to_id(unknown)
         return frozenset(number for number in ids.values() if number is not None and number != outside)
 
-    # heads over a whole sequence, or over its tokens
+    # heads that read a whole sequence, or each of its tokens
 
     def _cross_encoder(self) -> Parts:
         assert self.head is not None
@@ -314,8 +325,8 @@ class Builder:
         )
 
     def _keep_answers(self, model: PreTrainedModel) -> None:
-        """Cut the output layer down to the rows of the answers no and yes. Later changes that the model makes to its
-        logits remain.
+        """Cut the output layer down to the rows of the answers no and yes. Later changes of the logits by the model
+        remain.
         """
         options = self.entry.head
         if not (self.entry.pair and options.yes_token and options.no_token):
@@ -325,7 +336,7 @@ class Builder:
         ids = [self._one_id("answer", token) for token in (options.no_token, options.yes_token)]
         layer = model.get_output_embeddings()
         bias = getattr(layer, "bias", None)
-        # a copy in float32: the layer may be tied to the input embedding, which keeps its precision
+        # a copy in float32: the layer may be tied to the input embedding, which must keep its precision
         model.set_output_embeddings(checkpoint.linear(layer.weight[ids], None if bias is None else bias[ids]))
 
     def _decoder_reranker(self) -> Parts:
@@ -380,8 +391,8 @@ class Builder:
         )
 
     def _pruner(self) -> Parts:
-        """Return the parts of a cross-encoder that has one more head, which scores for each token of the text whether
-        to keep it.
+        """Return the parts of a cross-encoder with one more head, which scores each token of the text: the higher the
+        score, the more the token should be kept.
         """
         scores = self._cross_encoder()
         keep = KeepHead.load(self.folder / "best.pt", self.config.hidden_size, self.compute.device, self.entry.id)
@@ -406,7 +417,7 @@ def _sequence(layers: Sequence[nn.Module]) -> nn.Module | None:
 
 
 def _saved_layer(path: Path) -> nn.Linear:
-    """Read a linear layer that torch.save wrote. Only tensors are read; no code in the file runs."""
+    """Read a linear layer in a file of torch.save. Only tensors are read; no code in the file runs."""
     state = torch.load(path, map_location="cpu", weights_only=True)
     if set(state) - {"bias"} != {"weight"}:
         raise load_failed("INCOMPATIBLE", f"{path.name} holds {', '.join(sorted(state))}, expected weight and bias")
@@ -414,8 +425,8 @@ def _saved_layer(path: Path) -> nn.Linear:
 
 
 def _special(folder: Path, name: str) -> str:
-    """Return the special token of a role, as tokenizer_config.json or special_tokens_map.json names it; an empty string
-    if neither does.
+    """Return the special token for a role, from tokenizer_config.json or special_tokens_map.json; an empty string if
+    neither has it.
     """
     for file in ("tokenizer_config.json", "special_tokens_map.json"):
         token = read_json(folder / file).get(name)
@@ -442,9 +453,9 @@ def check_pair_prompt(folder: Path) -> None:
 
 
 def stored_activation(folder: Path, config: Any) -> str:
-    """Return the activation by the rules of sentence-transformers. config_sentence_transformers.json comes first, then
-    config.json, else it is sigmoid. Raises ModelLoadFailed INCOMPATIBLE for another activation than sigmoid or
-    identity.
+    """Return the activation by the rules of sentence-transformers. It is read from config_sentence_transformers.json,
+    else from config.json, else it is sigmoid. Raises ModelLoadFailed INCOMPATIBLE for another activation than sigmoid
+    or identity.
     """
     named = read_json(folder / "config_sentence_transformers.json").get("activation_fn")
     named = named or (getattr(config, "sentence_transformers", None) or {}).get("activation_fn")

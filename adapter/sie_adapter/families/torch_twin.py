@@ -1,5 +1,5 @@
-"""Copy of a model's weights on torch, beside the graph that serves the model. It is loaded with the first LoRA, since a
-graph cannot apply a LoRA to a single pass.
+"""Copy of a model's weights in torch, in addition to the graph that runs the model. It is loaded with the first LoRA,
+since a graph cannot apply a LoRA to a single pass.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from sie_adapter.packed.packing import PackedBatch
 
 
 class TorchTwin:
-    """Torch copy of a model. `build_model` loads the weights again, and `add_bytes` is called with the number of bytes
-    that they take. Every method may be called from any thread.
+    """Torch copy of a model. `build_model` loads the weights again. `add_bytes` is called with their number of bytes.
+    Thread-safe.
     """
 
     def __init__(

@@ -45,11 +45,11 @@ Seen = Sequence[Sequence[Shown]]  # images of each sequence of a pass, in packed
 
 
 class VisionLanguageKind(Protocol):
-    """Kind of vision-language model. It is made from a folder, and loads the weights.
+    """Kind of vision-language model. It is created from a folder, and loads the weights.
 
-    `model`: the whole model. `language`: its text model. `adapted`: the module that LoRAs apply to. `towers`: the
-    modules that read images. `output`, `width`: the name and width of its output in an entry; a width of 0 stands for
-    an output without a width.
+    `model`: the whole model. `language`: its text model. `adapted`: the module that LoRAs change. `towers`: the modules
+    that read images. `output`, `width`: the name and width of its output in an entry; a width of 0 means an output
+    without a width.
     """
 
     model: Any
@@ -66,24 +66,24 @@ class VisionLanguageKind(Protocol):
 
     @staticmethod
     def table_of_files(folder: Path, entry: ModelEntry) -> int:
-        """Return the number of rows of the table of embeddings, from the files alone. Raises ModelLoadFailed for
+        """Return the number of rows of the table of embeddings, without loading weights. Raises ModelLoadFailed for
         tensors that do not fit the class.
         """
 
     def framed(self, tokenizer: Tokenizer) -> Tokenizer:
-        """Return the tokenizer with the ids that stand around every text."""
+        """Return the tokenizer with the special ids before and after every text."""
 
     def tokens(self, tokenizer: Tokenizer, recipe: Recipe) -> ImageTokens:
-        """Return the tokens that stand for an image."""
+        """Return the tokens of an image in the prompt."""
 
     def priced(self, recipe: Recipe) -> Recipe:
         """Return the recipe with the cost of an image."""
 
     def rows(self, images: Recipe, tokens: ImageTokens) -> dict[str, Rows]:
-        """Return how the inputs of each operation become ids."""
+        """Return the conversion of inputs to ids, for each operation."""
 
     def see(self, packed: PackedBatch, images: Seen) -> None:
-        """Compute the features of the images of a pass, and set them in `packed`."""
+        """Compute the features of the images of a pass, and store them in `packed`."""
 
 
 _READERS: Mapping[tuple[str, str], type[VisionLanguageKind]] = {
@@ -106,9 +106,10 @@ class VisionLanguage(PackedModel):
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
-        """Return the fault of class, shapes or tokenizer for which a load would refuse the files; an empty string if
-        there is none. Reads no values of weights and runs no code of the folder. Raises ModelLoadFailed for tensors
-        that do not fit the class.
+        """Check class, shapes and tokenizer of the files. Reads no values of weights and runs no code of the folder.
+
+        Return the fault for which a load would refuse the files; an empty string if there is none. Raises
+        ModelLoadFailed for tensors that do not fit the class.
         """
         reader = _reader(folder, entry)
         processor_of(folder, entry)
@@ -154,9 +155,7 @@ class VisionLanguage(PackedModel):
         return _ImagePass(**{part.name: getattr(packed, part.name) for part in fields(PackedBatch)}, shown=shown)
 
     def forward(self, packed: PackedBatch) -> Tensor:
-        """Return hidden states of the last layer, [tokens, width], in packed order. To be called under
-        inference mode.
-        """
+        """Return hidden states of the last layer, [tokens, width], in packed order. Call it under inference mode."""
         if isinstance(packed, _ImagePass) and any(packed.shown):
             self._reader.see(packed, packed.shown)
         return self.backbone.forward(packed)

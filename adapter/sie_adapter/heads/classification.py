@@ -18,8 +18,8 @@ class SequenceHead:
     """Head of any `ForSequenceClassification`: float32 logits [labels] of each sequence. `width`: width of a hidden
     state.
 
-    Most such heads read only the first token, which a trial shows. They are called once for sequences of all lengths;
-    other heads once for each length.
+    Most of these heads read only the first token, which a trial detects. They are called once for sequences of all
+    lengths; other heads are called once for each length.
     """
 
     def __init__(self, head: TransformersHead, width: int, device: torch.device) -> None:
@@ -39,7 +39,7 @@ class SequenceHead:
 
 class TokenHead:
     """Head of any `ForTokenClassification`: float32 logits [tokens, labels] of each sequence. It is called once for all
-    sequences if it does not mix tokens, which a trial shows.
+    sequences if it does not mix tokens, which a trial detects.
     """
 
     def __init__(self, head: TransformersHead, width: int, device: torch.device) -> None:
@@ -64,10 +64,10 @@ def _trial_states(width: int, device: torch.device) -> Tensor:
 
 
 class LastTokenHead:
-    """Head of a decoder at the last token of each sequence: float32 logits [labels]. With `pad` the last token is the
-    last one that has another id.
+    """Head of a decoder at the last token of each sequence: float32 logits [labels]. With `pad`, the last token is the
+    last one with another id than `pad`.
 
-    Sources: transformers' GenericForSequenceClassification, which recognises padding by the id alone; model cards of
+    Sources: transformers' GenericForSequenceClassification, which detects padding only by the id; model cards of
     Qwen3-Reranker and mxbai-rerank-v2, whose labels are the answers no and yes.
     """
 

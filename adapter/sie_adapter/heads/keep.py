@@ -1,6 +1,6 @@
 """Head that chooses the tokens of a passage to keep: a small network over the state of each token.
 
-best.pt ──► two layers, by the shapes of its tensors alone ──► float32 logits [tokens] of each sequence
+best.pt ──► two layers, detected by the shapes of its tensors ──► float32 logits [tokens] of each sequence
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from sie_contracts.models.load_errors import load_failed
 
 
 class KeepHead:
-    """Head that scores each token for keeping it. `layers`: from states [tokens, width] to logits [tokens,
-    1], float32.
+    """Head that computes for each token a score for keeping it. `layers`: from states [tokens, width] to logits
+    [tokens, 1], float32.
     """
 
     def __init__(self, layers: nn.Module, device: torch.device) -> None:
@@ -28,9 +28,9 @@ class KeepHead:
 
     @classmethod
     def load(cls, path: Path, width: int, device: torch.device, model: str) -> KeepHead:
-        """Load the two layers of `path`: from `width` to any width, GELU, and from that width to 1. No file describes
-        them. Raises ModelLoadFailed: NOT_FOUND without the file, INCOMPATIBLE if its tensors are not those of such
-        layers.
+        """Load the two layers in `path`: from `width` to any width, GELU, and from this width to 1. No other file
+        describes them. Raises ModelLoadFailed: NOT_FOUND if the file is missing, INCOMPATIBLE if its tensors do not
+        form these layers.
         """
         if not path.is_file():
             cause = f"{model}: {path} is missing: copy the head, best.pt, beside the weights of the reranker"
@@ -61,7 +61,7 @@ class KeepHead:
 
 
 def _layers(tensors: object, width: int) -> tuple[nn.Linear, nn.Linear] | None:
-    """Return the two layers, the wider one first; None if the tensors are not those of two layers that fit."""
+    """Return the two layers, the wider one first; None if the tensors do not form two fitting layers."""
     if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
         return None
     names = [str(name).removesuffix(".weight") for name in tensors if str(name).endswith(".weight")]

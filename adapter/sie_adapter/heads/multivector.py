@@ -1,15 +1,18 @@
-"""Head of late interaction: one vector per token. It chooses the tokens that count, then projects them. Source:
-ColBERTv2 (arXiv 2112.01488).
+"""Head of late interaction: one vector per token. It selects the tokens whose vectors are scored, then projects them.
+Source: ColBERTv2 (arXiv 2112.01488).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from sie_adapter.engine.device import to_device
 from sie_adapter.heads import Reduced, States, all_finite
+from sie_adapter.heads.token_pooling import TokenPooling
 from sie_adapter.packed.packing import Int64
 
 _STATE_BYTES = 32 << 20  # bytes of the float32 states of one block of tokens
@@ -17,7 +20,7 @@ _STATE_BYTES = 32 << 20  # bytes of the float32 states of one block of tokens
 
 class MultivectorHead:
     """Head that applies `layers` (float32) to the tokens. Tokens of documents with an id in `skipped` are left out;
-    with `drop_first` also the first token of each row.
+    with `drop_first`, the first token of each row is left out too. `pooling` merges rows that are near to each other.
     """
 
     def __init__(
@@ -27,21 +30,31 @@ class MultivectorHead:
         *,
         skipped: frozenset[int] = frozenset(),
         drop_first: bool = False,
+        pooling: TokenPooling | None = None,
     ) -> None:
         self._layers = nn.Identity() if layers is None else layers.to(device)
         self._skipped = np.array(sorted(skipped), np.int64)
         self._drop_first = drop_first
+        self._pooling = pooling
 
     def reduce(self, states: States, sequences: Int64) -> Reduced:
-        """Return rows, float32 [kept tokens, width] each, not normalised. All sequences take one index and
-        one gather.
+        """Return one float32 matrix [kept tokens, width] per sequence, not normalised."""
+        reduced = self.parts(states, sequences)
+        if self._pooling is None:
+            return reduced
+        return Reduced(self._pooled(reduced.rows, states, sequences, reduced.usable), reduced.usable)
+
+    def parts(self, states: States, sequences: Int64) -> Reduced:
+        """Return the matrix of each sequence before rows are merged. All sequences need only one index and one
+        gather.
         """
         packed, hidden = states.packed, states.hidden
         count = len(packed.order)
         owners = np.repeat(np.arange(count), packed.lengths)
         mask = np.isin(owners, sequences) if len(sequences) < count else np.ones(len(owners), bool)
         if self._drop_first:
-            mask[packed.bounds[:-1]] = False
+            firsts = packed.bounds[:-1]
+            mask[firsts if states.inner is None else firsts[~states.inner]] = False
         if len(self._skipped):
             mask &= states.queries[owners] | ~np.isin(packed.ids, self._skipped)
         owners = owners[mask]
@@ -50,4 +63,17 @@ class MultivectorHead:
         step = max(1, _STATE_BYTES // (4 * hidden.shape[1]))
         vectors = torch.cat([self._layers(part.float()) for part in hidden.split(step)])
         rows = vectors.split(np.bincount(owners, minlength=count)[sequences].tolist())
-        return Reduced(rows, all_finite(vectors, owners, count)[to_device(sequences, hidden.device)])
+        usable = all_finite(vectors, owners, count)[to_device(sequences, hidden.device)]
+        return Reduced(rows, usable)
+
+    def join(self, parts: Sequence[Sequence[Tensor]], lengths: Sequence[Int64], pooling: str) -> Sequence[Tensor]:
+        """Return the vectors of each chunk: those of its parts, in order, merged as those of a document."""
+        rows = [own[0] if len(own) == 1 else torch.cat(list(own)) for own in parts]
+        is_pooled = self._pooling is not None and self._pooling.documents
+        return [self._pooling(own) for own in rows] if is_pooled and self._pooling is not None else rows
+
+    def _pooled(self, rows: Sequence[Tensor], states: States, sequences: Int64, usable: Tensor) -> list[Tensor]:
+        assert self._pooling is not None
+        sides = np.where(states.queries[sequences], self._pooling.queries, self._pooling.documents)
+        chosen = sides & usable.cpu().numpy()
+        return [self._pooling(own) if own_chosen else own for own, own_chosen in zip(rows, chosen, strict=True)]

@@ -5,8 +5,10 @@ hidden [tokens, width] ──► token layers ──► pool ──► [sequence
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import assert_never
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -14,43 +16,48 @@ from sie_adapter.engine.device import to_device
 from sie_adapter.heads import Reduced, States
 from sie_adapter.packed.packing import Int64, PackedBatch
 from sie_contracts.errors import InvalidInput
-from sie_contracts.models.entries import POOLINGS, Pooling
+from sie_contracts.models.entries import JOINABLE_POOLINGS, POOLINGS, Pooling, is_joinable, poolings
 
 
 def pool(hidden: Tensor, packed: PackedBatch, pooling: Pooling) -> Tensor:
     """Return one float32 vector per sequence, in packed order.
 
-    `mean` counts special tokens. `last` is the last token of a sequence. `weighted` is the mean with the weights 1, 2,
-    3, ... (SGPT, arXiv 2202.08904). `hidden`: [tokens, width] of any float type.
+    `mean` includes special tokens. `last` is the last token of a sequence. `weighted` is the mean with the weights 1,
+    2, 3, ... (SGPT, arXiv 2202.08904). `sqrt` is the sum divided by the square root of the length. `hidden`: [tokens,
+    width] of any float type.
     """
     if pooling == "cls":
         return hidden[to_device(packed.bounds[:-1], hidden.device).long()].float()
     if pooling == "last":
         return hidden[to_device(packed.bounds[1:], hidden.device).long() - 1].float()
     if (
-        pooling == "mean" and hidden.device.type == "cuda"
-    ):  # one kernel for all sequences; other devices do not have it, or are faster with a view per length
-        return torch.segment_reduce(hidden.float(), "mean", offsets=to_device(packed.bounds, hidden.device).long())
-    means = []
+        pooling in ("mean", "max") and hidden.device.type == "cuda"
+    ):  # one kernel for all sequences; other devices lack this kernel, or are faster with a view per length
+        return torch.segment_reduce(hidden.float(), pooling, offsets=to_device(packed.bounds, hidden.device).long())
+    pooled = []
     for first, sequences, length, *_ in packed.groups.tolist():
         group = hidden[first : first + sequences * length].view(sequences, length, hidden.shape[1])
         if pooling == "mean":
-            means.append(group.mean(1, dtype=torch.float32))
+            pooled.append(group.mean(1, dtype=torch.float32))
         elif pooling == "weighted":
             weights = torch.arange(1, length + 1, dtype=torch.float32, device=hidden.device)
-            means.append(torch.einsum("slw,l->sw", group.float(), weights / weights.sum()))
+            pooled.append(torch.einsum("slw,l->sw", group.float(), weights / weights.sum()))
+        elif pooling == "max":
+            pooled.append(group.float().amax(1))
+        elif pooling == "sqrt":
+            pooled.append(group.sum(1, dtype=torch.float32) / length**0.5)
         else:
             assert_never(pooling)
-    return means[0] if len(means) == 1 else torch.cat(means)
+    return pooled[0] if len(pooled) == 1 else torch.cat(pooled)
 
 
 class DenseHead:
     """Head that pools the hidden states, or the outputs of `token_layers` for them, then applies `layers`. Layers are
-    float32.
+    float32. `pooling`: a pooling, or several joined by `+`.
     """
 
     def __init__(
-        self, pooling: Pooling, layers: nn.Module | None, device: torch.device, token_layers: nn.Module | None = None
+        self, pooling: str, layers: nn.Module | None, device: torch.device, token_layers: nn.Module | None = None
     ) -> None:
         self.pooling = pooling
         self._layers = None if layers is None else layers.to(device)
@@ -62,13 +69,58 @@ class DenseHead:
         return self.pooling == "last" and self._layers is None and self._token_layers is None
 
     def reduce(self, states: States, sequences: Int64) -> Reduced:
-        """Return vectors, float32 [width] each. Raises InvalidInput for an unknown pooling of the batch."""
+        """Return vectors, float32 [width] each. Raises InvalidInput for an unknown pooling of the batch, and for one of
+        another width.
+        """
+        return self._finished(self._pooled(states, sequences))
+
+    def parts(self, states: States, sequences: Int64) -> Reduced:
+        """Return the pooled states of each segment, float32, before the layers. Raises InvalidInput for a pooling that
+        cannot be joined.
+        """
         pooling = states.pooling or self.pooling
-        if pooling not in POOLINGS:
+        if not is_joinable(pooling):
+            message = f"chunks: the pooling is {pooling}, with context it must be {' or '.join(JOINABLE_POOLINGS)}"
+            raise InvalidInput(message, reason="unsupported_pooling", param="chunks")
+        pooled = self._pooled(states, sequences)
+        return Reduced(pooled.unbind(0), torch.isfinite(pooled).all(1))
+
+    def join(self, parts: Sequence[Sequence[Tensor]], lengths: Sequence[Int64], pooling: str) -> Sequence[Tensor]:
+        """Return the vector of each chunk: the pooling over the tokens of all its parts, after the layers."""
+        name = pooling or self.pooling
+        pooled = [_joined(own, counts, name) for own, counts in zip(parts, lengths, strict=True)]
+        return self._finished(torch.stack(pooled)).rows
+
+    def _pooled(self, states: States, sequences: Int64) -> Tensor:
+        parts = poolings(states.pooling or self.pooling)
+        if parts is None:
             raise InvalidInput(f"pooling: expected one of {', '.join(POOLINGS)}", reason="schema", param="pooling")
+        if len(parts) != len(self.pooling.split("+")):
+            raise InvalidInput(
+                f"pooling: the model's own is {self.pooling}, whose vectors have another width",
+                reason="schema",
+                param="pooling",
+            )
         hidden = states.hidden if self._token_layers is None else self._token_layers(states.hidden.float())
-        pooled = pool(hidden, states.packed, pooling)
+        vectors = [pool(hidden, states.packed, part) for part in parts]
+        pooled = vectors[0] if len(vectors) == 1 else torch.cat(vectors, 1)
         if len(sequences) < len(pooled):
             pooled = pooled[to_device(sequences, hidden.device)]
-        vectors = pooled if self._layers is None else self._layers(pooled)
-        return Reduced(vectors.unbind(0), torch.isfinite(vectors).all(1))
+        return pooled
+
+    def _finished(self, pooled: Tensor) -> Reduced:
+        pooled = pooled if self._layers is None else self._layers(pooled)
+        return Reduced(pooled.unbind(0), torch.isfinite(pooled).all(1))
+
+
+def _joined(parts: Sequence[Tensor], lengths: Int64, pooling: str) -> Tensor:
+    """Return the pooled states of a chunk from those of its parts."""
+    if len(parts) == 1:
+        return parts[0]
+    weights = to_device(lengths.astype(np.float32), parts[0].device)
+    weights = (weights / weights.sum())[:, None]
+    names = pooling.split("+")
+    columns = torch.stack(list(parts)).chunk(len(names), 1)
+    return torch.cat(
+        [(part * weights).sum(0) if name == "mean" else part.amax(0) for name, part in zip(names, columns, strict=True)]
+    )

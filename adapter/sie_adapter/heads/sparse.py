@@ -1,4 +1,4 @@
-"""Learned sparse vectors: one weight for each id of the vocabulary that a sequence activates.
+"""Learned sparse vectors: one weight for each vocabulary id with a positive weight.
 
     masked-LM logits ──► max over tokens ──► activation     (SPLADE, arXiv 2109.10086)
     one weight per token ──► relu ──► max per id            (BGE-M3, arXiv 2402.03216)
@@ -9,7 +9,7 @@ A row is (ids, weights): ascending unique int32 ids, strictly positive float32 w
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -25,8 +25,8 @@ BLOCK_BYTES = 30_000_000
 
 
 class MaskedLanguageHead:
-    """Head of SPLADE: `w[v] = activation(max over tokens of logit[v])`. Both activations grow with the logit, so the
-    maximum is taken first.
+    """Head of SPLADE: `w[v] = activation(max over tokens of logit[v])`. Both activations increase with the logit, so
+    the maximum is computed first. With `sums`: `w[v] = sum over tokens of activation(logit[v])` (SPLADE v1).
     """
 
     def __init__(
@@ -38,11 +38,13 @@ class MaskedLanguageHead:
         twice: bool,
         dropped: frozenset[int],
         max_entries: int = 0,
+        sums: bool = False,
     ) -> None:
-        """Make the head. `twice` applies log1p twice. `dropped` ids get no weight. A row keeps its `max_entries`
-        largest weights; 0 keeps all.
+        """Create the head. `twice` applies log1p twice. `dropped` ids get no weight. Only the `max_entries` largest
+        weights of a row are returned; 0 means all.
         """
         self._head, self._vocabulary, self._twice, self._max_entries = head, vocabulary, twice, max_entries
+        self._sums = sums
         self._dropped = torch.tensor(sorted(dropped), dtype=torch.int64, device=device)
 
     def reduce(self, states: States, sequences: Int64) -> Reduced:
@@ -68,27 +70,42 @@ class MaskedLanguageHead:
             rows += self._activated(torch.cat(waiting))
         return Reduced(rows, torch.cat(usable))
 
+    parts = reduce
+
+    def join(self, parts: Sequence[Sequence[Row]], lengths: Sequence[Int64], pooling: str) -> Sequence[Row]:
+        """Return the largest weight of each id in the parts of each chunk, at most `max_entries` of them."""
+        return [_largest(own, self._max_entries) for own in parts]
+
     def _short(self, states: States, chosen: Int64) -> Tensor:
         spans = [states.span(int(sequence)) for sequence in chosen]
         logits = self._head(torch.cat([states.hidden[span] for span in spans])[None])[0].float()
+        if self._sums:
+            logits = self._activated_logits(logits)
         lengths = [span.stop - span.start for span in spans]
         if logits.device.type == "cuda":  # one kernel for all sequences
             offsets = to_device(np.cumsum([0, *lengths]), logits.device)
-            return torch.segment_reduce(logits, "max", offsets=offsets)
+            return torch.segment_reduce(logits, "sum" if self._sums else "max", offsets=offsets)
         parts = logits.split(lengths)
-        return torch.stack([part.amax(0) for part in parts])
+        return torch.stack([part.sum(0) if self._sums else part.amax(0) for part in parts])
 
     def _long(self, states: States, sequence: int, block: int) -> Tensor:
         hidden = states.hidden[states.span(sequence)]
-        peaks = torch.full((1, self._vocabulary), -torch.inf, device=hidden.device)
+        peaks = torch.full((1, self._vocabulary), 0.0 if self._sums else -torch.inf, device=hidden.device)
         for piece in hidden.split(block):
-            peaks = torch.maximum(peaks, self._head(piece[None])[0].float().amax(0, keepdim=True))
+            logits = self._head(piece[None])[0].float()
+            if self._sums:
+                peaks += self._activated_logits(logits).sum(0, keepdim=True)
+            else:
+                peaks = torch.maximum(peaks, logits.amax(0, keepdim=True))
         return peaks
 
+    def _activated_logits(self, logits: Tensor) -> Tensor:
+        weights = logits.relu_().log1p_()
+        return weights.log1p_() if self._twice else weights
+
     def _activated(self, peaks: Tensor) -> list[Row]:
-        weights = peaks.relu_().log1p_()
-        if self._twice:
-            weights.log1p_()
+        """Return the rows of peaks [sequences, vocabulary]: the largest logits, or the sums of weights."""
+        weights = peaks if self._sums else self._activated_logits(peaks)
         weights.index_fill_(1, self._dropped, 0.0)
         if 0 < self._max_entries < self._vocabulary:
             largest = weights.topk(self._max_entries, dim=1)
@@ -97,8 +114,8 @@ class MaskedLanguageHead:
 
 
 def _rows_at_once(vocabulary: int) -> int:
-    """Return the number of rows whose entries are found at once. The place of an entry takes 16 bytes, four times the
-    bytes of the entry.
+    """Return the number of rows whose nonzero entries are searched in one call. The position of an entry has 16 bytes,
+    four times the bytes of the entry.
     """
     return max(1, 2 * BLOCK_BYTES // (16 * vocabulary))
 
@@ -111,7 +128,7 @@ def _rows(weights: Tensor) -> list[Row]:
 
 
 def _blocks(lengths: Int64, tokens: int) -> Iterator[slice]:
-    """Yield runs of sequences with at most `tokens` tokens together. A longer sequence is a run by itself."""
+    """Yield consecutive sequences with at most `tokens` tokens in total. A longer sequence is yielded alone."""
     start, total = 0, 0
     for index, length in enumerate(lengths.tolist()):
         if index > start and total + length > tokens:
@@ -148,19 +165,43 @@ class TokenWeightHead:
         usable = all_finite(weights, owners, count)[to_device(sequences, device)]
         return Reduced([rows[sequence] for sequence in sequences], usable)
 
+    parts = reduce
+
+    def join(self, parts: Sequence[Sequence[Row]], lengths: Sequence[Int64], pooling: str) -> Sequence[Row]:
+        """Return the largest weight of each id in the parts of each chunk."""
+        return [_largest(own, 0) for own in parts]
+
+
+def _largest(rows: Sequence[Row], max_entries: int) -> Row:
+    """Return the largest weight of each id of several rows; with `max_entries` only the largest of them."""
+    if len(rows) == 1:
+        return rows[0]
+    ids, place = torch.cat([ids for ids, _ in rows]).unique(return_inverse=True)
+    joined = torch.cat([weights for _, weights in rows])
+    weights = torch.zeros(len(ids), device=joined.device).scatter_reduce_(0, place, joined, "amax")
+    if 0 < max_entries < len(ids):
+        chosen = weights.topk(max_entries).indices.sort().values
+        ids, weights = ids[chosen], weights[chosen]
+    return ids, weights
+
 
 class TokenTable:
-    """Table of the weights of an inference-free query: it gets those of its distinct ids. The table is on the host,
-    where the ids of a query are.
+    """Table with the weights of inference-free queries: a query gets the weights of its distinct ids. The table is on
+    the host, like the ids of a query.
     """
 
-    def __init__(self, weights: Tensor) -> None:
-        """Keep `weights`, float32 [vocabulary], on the host."""
-        self._weights = weights
+    def __init__(self, weights: Tensor, max_entries: int = 0) -> None:
+        """Store `weights`, float32 [vocabulary], in the memory of the host. Only the `max_entries` largest weights of a
+        row are returned; 0 means all.
+        """
+        self._weights, self._max_entries = weights, max_entries
 
     def row(self, ids: Int64) -> Row:
         """Return (ids, weights) of a query's token ids."""
         distinct = torch.from_numpy(np.unique(ids))
         weights = self._weights[distinct]
+        if 0 < self._max_entries < len(weights):
+            places = weights.topk(self._max_entries).indices.sort().values
+            distinct, weights = distinct[places], weights[places]
         mask = weights > 0
         return distinct[mask].int(), weights[mask]

@@ -10,8 +10,8 @@ from sie_adapter.packed.packing import Int64
 
 
 class TokenStatesHead:
-    """Head that returns the states of the tokens of any backbone: special tokens included, not normalised, without
-    later layers of the model.
+    """Head that returns the states of the tokens of any backbone. Special tokens are included. The states are not
+    normalised, and later layers of the model are not applied.
     """
 
     def reduce(self, states: States, sequences: Int64) -> Reduced:

@@ -33,28 +33,28 @@ class TransformersHead:
     """Layers of `model` after its backbone."""
 
     def __init__(self, model: PreTrainedModel, *, in_float32: bool) -> None:
-        """Take the backbone out of `model`, which is then only the head. `self.backbone` is the backbone without its
+        """Remove the backbone from `model`, which is then only the head. `self.backbone` is the backbone without its
         pooler.
         """
         self.backbone: PreTrainedModel = model.base_model
         pooler = getattr(self.backbone, "pooler", None)
-        if pooler is not None:  # the pooler belongs to the head: it has the head's precision and runs once
+        if pooler is not None:  # the pooler is part of the head: it has the head's precision and runs once
             self.backbone.pooler = None
         setattr(model, model.base_model_prefix, _BackbonePlaceholder(pooler))
         self.is_decoder = isinstance(model, GenericForSequenceClassification)
         self.pad: int | None = model.config.pad_token_id
         if (
             self.is_decoder and self.pad is None
-        ):  # without a pad id the model refuses more than one sequence, since it cannot recognise padding
+        ):  # without a pad id the model cannot recognise padding, so it refuses a batch of several sequences
             model.config.pad_token_id = 0
         self._model = model.float() if in_float32 else model
         self._in_float32 = in_float32
-        # tensors that the head has in common with the backbone, often the embedding
+        # tensors that the head shares with the backbone, often the embedding
         self._shared = {parameter.data_ptr() for parameter in self.backbone.parameters()}
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of the layers beside the backbone."""
+        """Bytes of the layers that are not part of the backbone."""
         own = [
             int(parameter.nbytes) for parameter in self._model.parameters() if parameter.data_ptr() not in self._shared
         ]
@@ -63,8 +63,8 @@ class TransformersHead:
         )
 
     def block(self) -> None:
-        """Replace the linear layers by blocked ones, on a CPU: see `linear`. This pays if the head is as large as that
-        of a language model. The weight of a tied decoder is copied.
+        """Replace the linear layers by blocked ones, on a CPU: see `linear`. This is faster if the head is as large as
+        the head of a language model. The weight of a tied decoder is copied.
         """
         block_linears(self._model)
 
@@ -79,7 +79,7 @@ class TransformersHead:
 
 def per_group(head: TransformersHead, hidden: Tensor, groups: list[list[int]]) -> Tensor:
     """Return the logits of all sequences in packed order, float32 [sequences, ..]. They are computed group by group, so
-    a head never gets padding.
+    the input of a head never has padding.
     """
     parts = [
         head(hidden[first : first + count * length].unflatten(0, (count, length)))

@@ -1,12 +1,12 @@
-"""Proof that a loaded model computes correct numbers, made before it serves. A model that misses a bound does not
+"""Checks that a loaded model computes correct numbers, before it serves requests. If a model fails a check, it does not
 become ready.
 
     digests   SHA-256 of its files against the catalogue entry
-    files     what the entry says of pooling and prompts against what the model's own files say
-    tokenizer that of these weights: its ids within their table, its special tokens there, sentences of several scripts
-              not all unknown
+    files     pooling and prompts of the entry against the model's own files
+    tokenizer its ids are within the table of the weights, it has its special tokens, and it knows tokens of sentences
+              in several scripts
     packed    the packed path against the reference path, output by output
-    golden    vectors of the public oracle, where the entry names a file of them and load.accept_unproven is not set
+    golden    vectors of the public oracle, if the entry names a file of them and load.accept_unproven is not set
 
 Bounds: cosine 0.9999 in float32, 0.999 in 16 bit; for scores also Kendall's tau 0.98. With weights in 8 bits: cosine
 0.99, and Kendall's tau 0.95 over the similarities of all pairs of vectors, or over scores.
@@ -56,8 +56,8 @@ class LoadCertificate(msgspec.Struct, frozen=True):
 
 
 def certify(model: Any, folder: Path, resolved: Resolved, compute: Compute) -> LoadCertificate:
-    """Check a model that was just loaded. Raises ModelLoadFailed CERTIFICATE that names the failed check and its
-    place.
+    """Check a model that was just loaded. Raises ModelLoadFailed CERTIFICATE that names the failed check and the
+    differing value.
     """
     started = time.perf_counter()
     entry = resolved.entry
@@ -117,7 +117,7 @@ def _check_tokenizer(model: Any, entry: ModelEntry) -> None:
 
 def _check_direction(model: Any, resolved: Resolved) -> None:
     """Refuse a model whose attention direction depends on padding. Some classes read is_causal only if no text is
-    padded: the result of a text would then depend on the other texts of its batch.
+    padded: then the result of a text would depend on the other texts of its batch.
     """
     if not hasattr(model, "backbone"):
         return
@@ -134,8 +134,8 @@ def _check_direction(model: Any, resolved: Resolved) -> None:
 
 
 def _check_packed(model: Any, entry: ModelEntry, compute: Compute) -> dict[str, float]:
-    """Run the trial sequences on the packed path, and compare each output with that of the stock, padded path, whose
-    states were computed at load. Return the lowest cosine of each output.
+    """Run the trial sequences on the packed path, and compare each output with the output of the stock, padded path,
+    whose states were computed at load. Return the lowest cosine of each output.
     """
     packed, reference = model.backbone.take_trial()
     states = model.backbone.forward(packed)
@@ -212,7 +212,7 @@ def _similarities(rows: Sequence[Row]) -> Tensor:
 
 
 def _tau(left: Tensor, right: Tensor, dtype: torch.dtype) -> float:
-    """Return Kendall's tau over the pairs whose difference is larger than the resolution of the precision."""
+    """Return Kendall's tau over the pairs whose difference exceeds the resolution of the precision."""
     left_gaps, right_gaps = left[:, None] - left[None], right[:, None] - right[None]
     resolution = float(left.abs().max()) * torch.finfo(dtype).eps * 4
     counted = left_gaps.abs() > resolution
@@ -255,8 +255,8 @@ def _check_golden(model: Any, entry: ModelEntry, compute: Compute) -> float:
 
 
 def _prompted(entry: ModelEntry, case: dict[str, Any]) -> str:
-    """Return the text of a golden case as it is tokenised: with the prompt of its side if it says `is_query`, else
-    without one.
+    """Return the text of a golden case in the form that is tokenised: with the prompt of its side if it has `is_query`,
+    else without a prompt.
     """
     if "is_query" not in case:
         return str(case["text"])
@@ -267,7 +267,7 @@ def _prompted(entry: ModelEntry, case: dict[str, Any]) -> str:
 
 
 def _encoded(model: Any, entry: ModelEntry, texts: Sequence[str]) -> np.ndarray:
-    """Return the dense vectors of texts, tokenised here in the same way as by the sidecar."""
+    """Return the dense vectors of texts, tokenised in the same way as in the sidecar."""
     tokenizer = Tokenizer.from_buffer(model.tokenizer)
     tokenizer.enable_truncation(entry.max_tokens)
     ids = [np.array(encoding.ids, np.int32) for encoding in tokenizer.encode_batch_fast(list(texts))]

@@ -1,6 +1,7 @@
-"""The chat template of a reranker as the pieces of an entry's `pair`: the texts around the query and the document.
+"""Conversion of a reranker's chat template to the pieces of an entry's `pair`: the texts around the query and the
+document.
 
-    chat template, rendered with {query} and {document} ──► cut at added tokens ──► before, the part with both, after
+    chat template, rendered with {query} and {document} ──► cut at added tokens ──► text before, middle, text after
 
 A tokenizer splits a text at its added tokens first, so the ids of the pieces together are the ids of the whole text.
 """
@@ -17,7 +18,8 @@ _ROLES = ("query", "document")
 
 
 def pair_pieces(tokenizer: Any, options: Mapping[str, Any], *, instructed: bool) -> tuple[str, ...]:
-    """Return the pieces of a pair, with {instruction} where the template shows the system message if `instructed`.
+    """Return the pieces of a pair. If `instructed`, {instruction} is inserted where the template has the system
+    message.
 
     `tokenizer`: a transformers tokenizer. `options`: arguments of apply_chat_template. Raises ModelLoadFailed
     INCOMPATIBLE for a template that leaves out or changes the query or the document.
@@ -42,7 +44,7 @@ def pair_pieces(tokenizer: Any, options: Mapping[str, Any], *, instructed: bool)
 
 
 def _rendered(tokenizer: Any, options: Mapping[str, Any], instructed: bool, structured: bool) -> str:
-    """Return the text of a pair; empty unless query and document each occur in it once and unchanged."""
+    """Return the text of a pair. It is empty if query or document do not occur exactly once and unchanged."""
     sides = {role: f" {field} " for role, field in zip(_ROLES, _FIELDS, strict=True)}
     try:
         spaced = _render(tokenizer, sides, options, instructed, structured)

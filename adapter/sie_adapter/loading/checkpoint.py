@@ -1,5 +1,5 @@
-"""Load of a transformers model from its folder. `tokenizer` reads its tokenizer; `modules` reads the modules that
-sentence-transformers lists after it.
+"""Load of a transformers model from its folder. The module `tokenizer` reads its tokenizer; the module `modules` reads
+later modules of sentence-transformers.
 
 The load is strict: it refuses weights that are missing, unexpected, of another shape or newly initialised, since a
 model with a random part still returns plausible answers.
@@ -23,12 +23,12 @@ from sie_adapter.engine.device import Compute
 from sie_contracts.models.entries import LoadOptions
 from sie_contracts.models.load_errors import load_failed
 
-# While transformers constructs a model, it changes torch for the whole process. It changes the default dtype, which
-# would change the results of the lanes unless it is float32 already. It also replaces functions of torch, which two
-# concurrent loads would restore in the wrong order.
+# While transformers constructs a model, it changes torch for the whole process.
+# Transformers changes the default dtype, which would change the results of the lanes if it is not float32.
+# Transformers also replaces functions of torch, which two concurrent loads would restore in the wrong order.
 _CONSTRUCTION = threading.Lock()
 _POOLER = "pooler."
-_COUNTED = "position_ids"  # computed by the class, not stored in the file
+_COUNTED = "position_ids"  # the class computes these values, so files do not have them
 # top-level names of language-model heads: a checkpoint trained with such a head may be used without it
 _LANGUAGE_HEADS = frozenset(
     {
@@ -50,7 +50,7 @@ _PRETRAINED = ("ForMaskedLM", "ForCausalLM", "ForPreTraining")
 
 @contextmanager
 def construction() -> Iterator[None]:
-    """Hold the lock that lets one thread at a time construct a model in this process."""
+    """Acquire the lock under which one thread at a time constructs a model in this process."""
     with _CONSTRUCTION:
         yield
 
@@ -67,7 +67,7 @@ def load_model(
     decodes: bool = False,
 ) -> PreTrainedModel:
     """Return the model of `folder` as `auto_class`, on the device, for inference. `consumed`: names of weights that the
-    caller reads itself. `changes`: settings that replace those of its configuration. `decodes`: the caller runs the
+    caller reads itself. `changes`: settings that replace settings of its configuration. `decodes`: the caller runs the
     decoder of a model with encoder and decoder.
 
     With `float32_head` only the backbone is in the precision of `compute`; all later parts, the pooler included, are
@@ -91,8 +91,8 @@ def empty_model(
     changes: Mapping[str, Any] = MappingProxyType({}),
     decodes: bool = False,
 ) -> PreTrainedModel:
-    """Return the same model on the device `meta`, without the weights: their names and shapes are compared as a load
-    compares them. Raises as `load_model` does.
+    """Return the same model on the device `meta`, without the weights. Names and shapes are compared in the same way as
+    in a load. Raises the same errors as `load_model`.
     """
     return _from_files(auto_class, folder, load, consumed, {"device_map": "meta"}, changes, decodes=decodes)
 
@@ -132,7 +132,7 @@ def _from_files(
     foreign_head = is_bare and any(name.endswith(_PRETRAINED) for name in config.architectures or ())
     for fault in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
         names = sorted(str(name) for name in report[fault] if _COUNTED not in str(name))
-        if is_bare or fault == "unexpected_keys":  # a pooler that is never run, or that the class does not have
+        if is_bare or fault == "unexpected_keys":  # a pooler that never runs, or that the class does not have
             names = [name for name in names if _POOLER not in name]
         if fault == "unexpected_keys":
             names = [
@@ -172,11 +172,12 @@ def placed(model: PreTrainedModel, compute: Compute) -> PreTrainedModel:
 
 
 def _cast(model: PreTrainedModel, dtype: torch.dtype, *, float32_head: bool = False) -> None:
-    """Convert weights to `dtype`, other than those the architecture keeps in float32. Buffers keep their dtype: a
-    rotary base in 16 bit would change the results. The weights of a batch normalisation keep it too, since torch
-    accepts them in 16 bit only together with 16-bit statistics, which are buffers.
+    """Convert weights to `dtype`, except weights that the architecture keeps in float32. Buffers keep their dtype: a
+    rotary base in 16 bit would change the results. The weights of a batch normalisation keep their dtype too, since
+    torch accepts them in 16 bit only together with 16-bit statistics, which are buffers.
     """
-    names = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")  # also for a model inside of this model
+    # the setting may also belong to a model inside of this model
+    names = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
     float32_names = {
         pattern for module in model.modules() for name in names for pattern in getattr(module, name, None) or ()
     }

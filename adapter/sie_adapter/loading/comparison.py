@@ -1,8 +1,8 @@
 """Checks of a model's files without a load of its weights: the files are complete, they fit the class, and the
 tokenizer fits the weights.
 
-weight files ──► read once: whole, no NaN
-class of the entry, on the device `meta` ──► names and shapes of tensors ──► its table of embeddings ──► its tokenizer
+    weight files ──► read once: complete, no NaN
+    class of the entry, on the device `meta` ──► names and shapes of tensors ──► table of embeddings ──► tokenizer
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from sie_contracts.models.load_errors import load_failed
 
 
 def compare_files(folder: Path, entry: ModelEntry) -> list[str]:
-    """Raise ModelLoadFailed for faults that a load of `entry` from `folder` would refuse. Return the parts that could
-    not be compared, and why.
+    """Raise ModelLoadFailed for faults because of which a load of `entry` from `folder` would be refused. Return the
+    parts that could not be compared, each with the reason.
 
     No code of the folder is run, whatever the entry allows.
     """

@@ -21,7 +21,7 @@ _logger = logging.getLogger("sie.adapter")
 
 
 def check(settings: Settings) -> None:
-    """Check that the installed packages are those that SIE_BUNDLE requires. Raises SettingError that names each
+    """Check the installed packages against the requirements of SIE_BUNDLE. Raises SettingError that names each
     distribution that is missing or has another version.
 
     A bundle is described by a file in the package, or in `bundles/` of a local SIE_MODELS_DIR. A bundle without a
@@ -37,7 +37,7 @@ def check(settings: Settings) -> None:
 
 
 def lacking(bundle: BundleEntry) -> list[str]:
-    """Return a sentence for each package that is not installed as the bundle requires."""
+    """Return a sentence for each package whose installed version does not meet the bundle's requirement."""
     faults = []
     for text in bundle.requires:
         try:

@@ -10,15 +10,15 @@ from sie_store.folder_files import read_json
 
 UNLIMITED = 1 << 24  # tokens; transformers writes 10^30 if a tokenizer has no limit
 _GLINER_WORDS = 384
-# tokens assumed per word of the longest window if the encoder has no limit. The package has none, and counts a Chinese
-# clause as one word.
+# tokens per word that are assumed for the longest window if the encoder has no limit.
+# The package has no limit either, and counts a Chinese clause as one word.
 TOKENS_PER_WORD = 8
 _WINDOW = 512  # tokens of a window if the model's files have no limit
 
 
 @dataclass(frozen=True)
 class Described:
-    """Part of an entry. `findings`: the facts from which it was made. `assumed`: values that no file gives."""
+    """Part of an entry. `findings`: the facts on which it is based. `assumed`: values that are in no file."""
 
     entry: dict[str, Any]
     findings: list[str]
@@ -26,7 +26,7 @@ class Described:
 
 
 def described_by_package(folder: Path, raw: dict[str, Any]) -> Described | None:
-    """Return the description of `folder`, whose config.json is `raw`, if it belongs to one of the packages; else
+    """Return the description of `folder`, whose config.json is `raw`, if it is a folder of one of the packages; else
     None.
     """
     if (folder / "gliner_config.json").is_file():
@@ -39,7 +39,7 @@ def described_by_package(folder: Path, raw: dict[str, Any]) -> Described | None:
 
 
 def tokenizer_limit(folder: Path) -> int | None:
-    """Return the limit of the tokenizer in tokens, None if its configuration has none."""
+    """Return the limit of the tokenizer in tokens; None if its configuration has none."""
     limit = read_json(folder / "tokenizer_config.json").get("model_max_length")
     return int(limit) if limit and limit < UNLIMITED else None
 
@@ -75,7 +75,7 @@ def _gliner2(folder: Path, raw: dict[str, Any]) -> Described:
 
 
 def _table(encoder: dict[str, Any]) -> int | None:
-    """Return the number of positions of an encoder, None for DeBERTa, which has no table of them."""
+    """Return the number of positions of an encoder; None for DeBERTa, which has no table of positions."""
     kind = encoder.get("model_type", "deberta-v2")
     return None if kind == "deberta-v2" else encoder.get("max_position_embeddings")
 

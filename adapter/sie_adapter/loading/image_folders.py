@@ -15,7 +15,7 @@ from sie_adapter.loading.published_florence import is_published, published_confi
 from sie_adapter.loading.tokenizer import read_tokenizer
 
 _QUESTION = "<bos>Question: {text}" + "<pad>" * 10 + "\n"  # transformers, ColPaliProcessor
-_QWEN_QUESTION = "{text}" + "<|endoftext|>" * 10  # colpali-engine 0.3.18, ColQwen2_5_Processor
+_QWEN_QUESTION = "{text}" + "<|endoftext|>" * 10  # source: colpali-engine 0.3.18, ColQwen2_5_Processor
 _QWEN_PAGE_PIXELS = 768 * 28**2  # the value in colpali-engine's class
 _QWEN_TURNS = "<|im_start|>system\n{instruction}<|im_end|>\n<|im_start|>user\n{text}"
 # smallest and largest number of blocks of an image, from the vendor's code of Qwen3-VL-Embedding
@@ -129,7 +129,7 @@ def _qwen_pages(config: Any, folder: Path) -> dict[str, Any] | None:
 
 
 def _qwen_vectors(config: Any, folder: Path) -> dict[str, Any]:
-    """Return the entry of Qwen3-VL-Embedding. The files of its reranker look the same."""
+    """Return the entry of Qwen3-VL-Embedding. The files of its reranker have the same form."""
     return {
         "description": "Texts, images and both together, Qwen3-VL.",
         "family": "multimodal-encoder",
@@ -191,7 +191,7 @@ def _transcriber(config: Any, folder: Path) -> dict[str, Any]:
 
 
 def _tasks(folder: Path) -> list[str]:
-    """Return the tokens of Donut that begin an output: those without a closing token."""
+    """Return the tokens of Donut that begin an output: tokens without a closing token."""
     names = read_tokenizer(folder).get_added_vocab()
     opened = (name for name in names if name.startswith("<s_") and f"</{name[1:]}" not in names)
     return sorted(opened, key=names.__getitem__)

@@ -1,10 +1,9 @@
-"""Catalogue entry made from the files of a model folder. Weights and tokenizer are compared with the entry, and not
+"""Catalogue entry built from the files of a model folder. Weights and tokenizer are compared with the entry, but not
 loaded.
 
-    files of the folder ──► family ──► outputs, limits, head, prompts ──► Inspection: entry, what was found, what was
-    assumed
+    files of the folder ──► family ──► outputs, limits, head, prompts ──► Inspection: entry, findings, assumptions
 
-The entry holds the digests of every file that influences results, so the load that follows serves the inspected files.
+The entry has the digests of all files that influence results, so a later load uses the inspected files.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ import yaml
 from transformers import AutoConfig, AutoModel, PretrainedConfig
 from transformers.quantizers import AutoHfQuantizer
 
+from sie_adapter.families.static_embedding import MAX_TOKENS, read_table
 from sie_adapter.families.text_model import check_pair_prompt, stored_activation
 from sie_adapter.loading.chat_pairs import pair_pieces
 from sie_adapter.loading.checkpoint import construction, stored_rows
@@ -29,7 +29,7 @@ from sie_adapter.loading.comparison import compare_files, quiet
 from sie_adapter.loading.extraction_folders import UNLIMITED, described_by_package, tokenizer_limit
 from sie_adapter.loading.image_folders import described_by_image_model
 from sie_adapter.loading.late_interaction import late_interaction
-from sie_adapter.loading.modules import Modules, conversion, read_modules
+from sie_adapter.loading.modules import STATIC, Modules, conversion, is_model2vec, read_modules
 from sie_adapter.loading.tokenizer import read_tokenizer
 from sie_contracts.models.entries import HeadOptions, ModelEntry, parse_entry
 from sie_contracts.models.load_errors import load_failed
@@ -38,22 +38,22 @@ from sie_store.folder_files import line_of, read_json, read_value, reading
 from sie_store.weights.manifest import MANIFEST
 from sie_store.weights.selection import FILES, PICKLED
 
-# file patterns of a download, without the model card
+# patterns of the files that a load downloads, without the model card
 _DECIDING = tuple(pattern for pattern in FILES if pattern != "README.md")
 _PARTS = ("text_config", "vlm_config")  # sections of a configuration that may have their own dtype
 # prefixes of the model_type of Gemma models. Source: the model card of EmbeddingGemma; the language model of ColPali is
 # a Gemma.
 _OVERFLOWING = ("gemma", "colpali")
 _INSTRUCTION = re.compile(r"(Instruct: )([^{}]+)(\nQuery: ?)")
-# in configurations of models with encoder and decoder, such as T5
+# fields in configurations of models with encoder and decoder, such as T5
 _DECODER_LAYERS = ("num_decoder_layers", "decoder_layers")
 _ENTAILS, _OPPOSES = ("entail",), ("contra", "not_entail")
 
 
 @dataclass
 class Inspection:
-    """Result of an inspection. `entry`: the input of `parse_entry`. `findings`: facts with the file that holds them.
-    `assumed`: values that no file gives.
+    """Result of an inspection. `entry`: the input of `parse_entry`. `findings`: facts with the file that contains them.
+    `assumed`: values that are in no file.
     """
 
     entry: dict[str, Any]
@@ -62,12 +62,12 @@ class Inspection:
 
 
 def inspect(folder: Path, model: str, weights: Mapping[str, Any], current: ModelEntry | None = None) -> Inspection:
-    """Return the entry of `model`, whose files lie in `folder`. `weights` says where a load finds them.
+    """Return the entry of `model`, whose files are in `folder`. `weights` is the source from which a load reads them.
 
-    With `current`, an entry of the catalogue for the same model, its options stay and only the weights are new. Raises
-    ModelLoadFailed that names the fault: NOT_FOUND for a folder without a model; INCOMPATIBLE for a model that no
-    family here runs, or whose weights are truncated, hold NaN or lack tensors; CERTIFICATE for a tokenizer that does
-    not fit the weights.
+    With `current`, an entry of the catalogue for the same model, its options are kept and only the weights are new.
+    Raises ModelLoadFailed that names the fault: NOT_FOUND for a folder without a model; INCOMPATIBLE for a model that
+    no family here runs, or whose weights are truncated, contain NaN or lack tensors; CERTIFICATE for a tokenizer that
+    does not fit the weights.
     """
     if not folder.is_dir():
         raise load_failed("NOT_FOUND", f"there is no folder {folder}")
@@ -92,7 +92,9 @@ def inspect(folder: Path, model: str, weights: Mapping[str, Any], current: Model
 def _describe(folder: Path, report: Inspection) -> None:
     raw = read_json(folder / "config.json")
     described = described_by_package(folder, raw) or described_by_image_model(folder, raw)
-    if described is not None:
+    if is_model2vec(folder) or _begins_with_a_table(folder):
+        _static(folder, report)
+    elif described is not None:
         report.entry.update(described.entry)
         report.findings.extend(described.findings)
         report.assumed.extend(described.assumed)
@@ -104,7 +106,9 @@ def _describe(folder: Path, report: Inspection) -> None:
 
 
 def _needs_bfloat16(raw: Mapping[str, Any]) -> str:
-    """Return why a GPU must not compute this config.json in float16, its default; empty if it may."""
+    """Return the reason why a GPU must not compute a model with this config.json in float16, its default; empty if it
+    may.
+    """
     if str(raw.get("model_type")).startswith(_OVERFLOWING):
         return "states of Gemma are too large for float16"
     parts = [raw, *(raw[name] for name in _PARTS if isinstance(raw.get(name), dict))]
@@ -137,6 +141,30 @@ def _choices(current: ModelEntry, weights: Mapping[str, Any]) -> dict[str, Any]:
     fields: dict[str, Any] = msgspec.to_builtins(current)
     dropped = {"id", "weights", *(("golden",) if weights.get("revision") != current.weights.revision else ())}
     return {name: value for name, value in fields.items() if name not in dropped}
+
+
+def _begins_with_a_table(folder: Path) -> bool:
+    modules = read_value(folder / "modules.json")
+    return bool(modules) and modules[0]["type"].rpartition(".")[2] == STATIC
+
+
+def _static(folder: Path, report: Inspection) -> None:
+    modules = read_modules(folder)
+    width = modules.width(read_table(modules.folder).shape[1])
+    kinds = f"modules.json lists {', '.join(modules.kinds)}" if modules.kinds else "model2vec, says config.json"
+    report.findings.append(f"family static-embedding: {kinds}")
+    report.findings.append(f"dense, {width} wide, {'normalised' if modules.normalizes else 'not normalised'}")
+    report.entry |= {
+        "description": "Static embeddings: the mean of stored vectors of tokens.",
+        "family": "static-embedding",
+        "outputs": {"dense": width},
+        "max_tokens": MAX_TOKENS,
+        "run": {"normalize": modules.normalizes},
+    }
+    if not modules.kinds and (limit := read_json(folder / "config.json").get("max_length", 512)) is not None:
+        report.entry["max_tokens"] = int(limit)
+        report.findings.append(f"max_tokens {limit}: config.json, or the default of model2vec")
+    _prompts(folder, report)
 
 
 # functions for transformers models
@@ -173,6 +201,11 @@ def _transformer(folder: Path, report: Inspection) -> None:
         entry["load"] = load
     if "dense" in entry["outputs"]:
         _pooling(modules, report, is_masked=named.endswith("ForMaskedLM"))
+    if {"MultiVectorMask", "HierarchicalTokenPooling"} & set(modules.kinds):  # older formats imply a Normalize
+        entry["run"] = {"normalize": modules.normalizes}
+        report.findings.append(
+            f"rows {'normalised' if modules.normalizes else 'as the modules leave them'}: modules.json"
+        )
     if family == "text-encoder":
         _prompts(folder, report)
     side = modules.transformer.tokenizer.get("truncation_side") or read_json(
@@ -241,7 +274,7 @@ def _config(folder: Path) -> PretrainedConfig:
 
 
 def _check_quantisation(config: PretrainedConfig) -> None:
-    """Refuse quantised weights that need a package or a device that is not here."""
+    """Refuse quantised weights that need a package or a device that this machine does not have."""
     if (quantised := getattr(config, "quantization_config", None)) is None:
         return
     try:
@@ -253,7 +286,9 @@ def _check_quantisation(config: PretrainedConfig) -> None:
 
 
 def _empty_backbone(config: PretrainedConfig) -> Any:
-    """Return the architecture without storage, so that the sizes of its tables can be read as a load would."""
+    """Return the architecture without storage, so that the sizes of its tables can be read in the same way as in a
+    load.
+    """
     try:
         with construction(), torch.device("meta"):
             return AutoModel.from_config(config)
@@ -301,7 +336,8 @@ def _outputs(
     if not modules.kinds and (width := stored_rows(modules.folder, "linear.weight")):
         report.findings.append(f"multivector, {width} wide: linear.weight beside the transformer (Stanford's format)")
         return {"multivector": width}
-    if "Pooling" not in modules.kinds and ("Dense" in modules.kinds or "MultiVectorMask" in modules.kinds):
+    late = {"Dense", "MultiVectorMask", "HierarchicalTokenPooling"}
+    if "Pooling" not in modules.kinds and late & set(modules.kinds):
         width = modules.width(config.hidden_size)
         report.findings.append(f"multivector, {width} wide: modules.json has no Pooling")
         return {"multivector": width}
@@ -317,7 +353,7 @@ def _max_tokens(modules: Modules, config: PretrainedConfig, report: Inspection) 
         name: getattr(config, name, None) for name in ("model_type", "max_position_embeddings", "pad_token_id")
     }  # by attribute, since some model types store the length under their own name
     limits: dict[str, int | None] = {"max_position_embeddings of config.json": positions(stored)}
-    if modules.transformer.max_tokens:  # this value replaces the limit of the tokenizer, also if it is lower
+    if modules.transformer.max_tokens:  # this value replaces the tokenizer's limit, even if that is lower
         limits[f"max_seq_length of {modules.transformer.file}"] = modules.transformer.max_tokens
     else:
         limits["model_max_length of tokenizer_config.json"] = tokenizer_limit(modules.folder)
@@ -356,9 +392,11 @@ def _head(
 
 
 def _chat_pair(folder: Path, modules: Modules, entry: dict[str, Any], report: Inspection) -> None:
-    """Set the pair of a reranker that puts its texts into a chat template. Refuse any other model that uses one."""
+    """Set the pair of a reranker that inserts its texts into a chat template. Refuse any other model that uses a chat
+    template.
+    """
     tokenizer = read_tokenizer(modules.folder, **modules.transformer.tokenizer)
-    # for such a model the library uses the template that the tokenizer has
+    # for these models, the library uses the template of the tokenizer
     is_bare = not modules.kinds and entry["family"] == "cross-encoder"
     if not (modules.transformer.messages or is_bare) or not getattr(tokenizer, "chat_template", None):
         return
@@ -375,7 +413,7 @@ def _chat_pair(folder: Path, modules: Modules, entry: dict[str, Any], report: In
 
 
 def _answer_head(folder: Path, config: PretrainedConfig, modules: Modules) -> dict[str, Any]:
-    """Return the tokens whose logits make the score, from the LogitScore module."""
+    """Return the tokens whose logits form the score, from the LogitScore module."""
     tokenizer = read_tokenizer(modules.folder, **modules.transformer.tokenizer)
     ids = modules.settings["LogitScore"]
     if ids.get("true_token_id") is None or ids.get("false_token_id") is None:
@@ -386,8 +424,8 @@ def _answer_head(folder: Path, config: PretrainedConfig, modules: Modules) -> di
 
 
 def _late_head(modules: Modules, report: Inspection) -> dict[str, Any]:
-    """Return the options of late interaction as fields of an entry if they mean the same as the model's own files, else
-    an empty map: the files then decide.
+    """Return the options of late interaction as fields of an entry if they are equivalent to the model's own files,
+    else an empty map: then the files decide.
     """
     is_stanford = not modules.kinds
     own = late_interaction(modules, HeadOptions(), is_stanford=is_stanford)
@@ -476,7 +514,7 @@ def _prompts(folder: Path, report: Inspection) -> None:
 
 
 def _licence(folder: Path) -> str:
-    """Return the licence from the front matter of the model card, empty if it has none."""
+    """Return the licence from the front matter of the model card; empty if the card has none."""
     card = folder / "README.md"
     parts = card.read_text("utf-8", "replace").split("---\n", 2) if card.is_file() else []
     if len(parts) < 3 or parts[0].strip():

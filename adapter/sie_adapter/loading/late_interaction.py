@@ -3,7 +3,8 @@
     artifact.metadata (Stanford) < config_sentence_transformers.json (PyLate) < modules (sentence-transformers) <
     catalogue entry
 
-Follows sentence_transformers.MultiVectorEncoder (6.2), including its defaults for the two older formats.
+The rules are the rules of sentence_transformers.MultiVectorEncoder (6.2), including its defaults for the two older
+formats.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from sie_contracts.models.entries import HeadOptions
 from sie_contracts.models.load_errors import load_failed
 from sie_store.folder_files import read_json
 
-_EXPANDED = 32  # tokens of an expanded query if no file gives the number
+_EXPANDED = 32  # tokens of an expanded query if no file has the number
 _PUNCTUATION = tuple(string.punctuation)
 _PYLATE = (
     "query_prefix",
@@ -38,12 +39,12 @@ _PYLATE = (
 
 @dataclass(frozen=True)
 class LateInteraction:
-    """Settings of late interaction. Markers are tokens, empty for none. Lengths are the most tokens of a row, special
-    tokens included; 0 means the model's own limit.
+    """Settings of late interaction. Markers are tokens; an empty marker means none. Lengths are the largest number of
+    tokens of a row, special tokens included; 0 means the model's own limit.
 
     `expanded`: the number of tokens that queries are padded to with the token `filler` (empty: the mask token); 0 means
-    no padding. `attends`: the query's tokens attend to the padding. Tokens of documents that are among the words
-    `skipped` give no vector.
+    no padding. `attends`: the query's tokens attend to the padding. Tokens of documents that are in `skipped` get no
+    vector.
     """
 
     query_marker: str
@@ -66,15 +67,15 @@ class Filling(NamedTuple):
     attended: bool
 
     def expand(self, batch: Items, queries: np.ndarray) -> Items:
-        """Return `batch` with the items padded that `queries` (bool [items]) marks."""
+        """Return `batch` in which the items marked in `queries` (bool [items]) are padded."""
         if not queries.any():
             return batch
         return expanded(batch, np.where(queries, self.length, 0), self.filler, attended=self.attended)
 
 
 def late_interaction(modules: Modules, head: HeadOptions, *, is_stanford: bool) -> LateInteraction:
-    """Return the settings of a model. `is_stanford`: the files have Stanford's format, whose projection lies beside the
-    transformer's weights.
+    """Return the settings of a model. `is_stanford`: the files have Stanford's format, in which the projection is
+    stored with the transformer's weights.
 
     Raises ModelLoadFailed INCOMPATIBLE for a scoring mask that this adapter does not compute.
     """
@@ -107,8 +108,8 @@ def late_interaction(modules: Modules, head: HeadOptions, *, is_stanford: bool) 
 
 
 def _expansion(settings: dict[str, Any], head: HeadOptions) -> dict[str, Any]:
-    """Return an empty map, or one with the fields of sentence-transformers' QueryExpansionConfig: length, and
-    optionally strategy, attend, token.
+    """Return the fields of sentence-transformers' QueryExpansionConfig: length, and optionally strategy, attend, token.
+    Return an empty map if there is no query expansion.
     """
     expansion = dict(settings.get("expansion") or {})
     if head.query_expansion is False:

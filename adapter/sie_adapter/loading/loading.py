@@ -55,8 +55,8 @@ def _facts(files: Iterable[Path]) -> list[str]:
 
 
 def family_of(name: str) -> Any:
-    """Return the class of a family. Raises ModelLoadFailed INCOMPATIBLE if there is none, ImportError if its library is
-    missing.
+    """Return the class of a family. Raises ModelLoadFailed INCOMPATIBLE if no such family exists, ImportError if its
+    library is missing.
     """
     if name in FAMILIES:
         module, _, attribute = FAMILIES[name].implementation.partition(":")
@@ -108,16 +108,17 @@ class Loader:
     settings: Settings
     outputs: TowerOutputs = field(default_factory=TowerOutputs)
     certificates: dict[tuple[str, ...], LoadCertificate] = field(default_factory=dict)
-    _checked: set[tuple[str, ...]] = field(default_factory=set)  # weight files already checked, with sizes and times
+    # weight files that were already checked, with sizes and times
+    _checked: set[tuple[str, ...]] = field(default_factory=set)
     _reported: set[tuple[str, str]] = field(
         default_factory=set
-    )  # (model, reason) pairs already logged: the model is served in another precision than it asks for
+    )  # (model, reason) pairs that were already logged: the model has another precision than requested
     # locks on the files of models whose load has begun, by residency
     _leases: dict[str, Lock] = field(default_factory=dict)
 
     def compute(self, precision: Precision | None) -> Compute:
-        """Return precision and attention of a model on this device. `precision`: what its entry asks for, None for the
-        default.
+        """Return precision and attention of a model on this device. `precision`: the precision in its entry, None for
+        the default.
         """
         default = cast(Precision, self.settings.default_compute_precision)
         lacks = bfloat16_lacks() if self.device.type == "cpu" else ""
@@ -140,14 +141,14 @@ class Loader:
             int8=resolved.load.precision == "int8",
         )
         choice = engines.choose(resolved.load.engine, facts)
-        # weights fit into this folder: if /tmp of a pod outgrows its limit, the pod is evicted
+        # weights fit into this folder: if /tmp of a pod exceeds its limit, the pod is evicted
         cache = self.settings.cache_folder
         scratch = cache if os.access(cache, os.W_OK) else None
         return dataclasses.replace(compute, model=facts, engine=choice, scratch=scratch, int8=facts.int8)
 
     def needed_bytes(self, resolved: Resolved) -> int:
-        """Return the bytes that the weights take during the load: a CPU loads in float32, and a graph takes several
-        copies. Fetches the files if necessary. Raises as `load` does.
+        """Return the bytes of the weights during the load: a CPU loads in float32, and a graph needs several copies.
+        Fetches the files if necessary. Raises the same errors as `load`.
         """
         with classed(resolved.entry):
             _family(resolved)  # first, so that a model that will be refused is not downloaded
@@ -162,7 +163,7 @@ class Loader:
         return located
 
     def ended(self, resolved: Resolved) -> None:
-        """Release the lock of a load that is over. A loaded model holds its own lock on its files, which ends with the
+        """Release the lock of a load that has ended. A loaded model has a lock on its files, which ends with the
         model.
         """
         self._leases.pop(resolved.residency, None)
@@ -177,13 +178,13 @@ class Loader:
             model = self._certified_model(family, located.folder, resolved, compute)
             model.lease = located.lease
             self._note_precision(model, resolved, compute)
-            # families that split long texts themselves have no backbone
+            # families that split long texts without the sidecar have no backbone
             model.crossover_tokens = model.backbone.crossover_tokens if hasattr(model, "backbone") else 0
             return model
 
     def _certified_model(self, family: Any, folder: Path, resolved: Resolved, compute: Compute) -> Any:
-        """Return the model on the engine of the rules. If that engine does not serve it or its certificate fails,
-        return it on torch.
+        """Return the model on the engine that the rules select. If that engine does not support the model, or the
+        certificate of the model fails, return the model on torch.
         """
         try:
             model = family(folder, resolved.entry, resolved.load, compute)
@@ -196,11 +197,11 @@ class Loader:
             if choice.engine == TORCH.engine or choice.demand:
                 raise
             cause = f"{choice.engine}: {error.message}"
-        del model  # free it before its weights are read again
+        del model  # free the model before its weights are read again
         return self._on_torch(family, folder, resolved, compute, cause)
 
     def _on_torch(self, family: Any, folder: Path, resolved: Resolved, compute: Compute, cause: str) -> Any:
-        """Load the model on torch. `cause`: the engine that it does not run on, and why."""
+        """Load the model on torch. `cause`: the engine that cannot run it, and the reason."""
         _logger.warning("%s runs on torch, not on %s", resolved.residency, cause)
         model = family(folder, resolved.entry, replace(resolved.load, engine=TORCH.engine), compute)
         return self._with_certificate(model, Choice(TORCH.engine, f"not {cause}"), folder, resolved, compute)
@@ -222,8 +223,8 @@ class Loader:
             self._checked.add(facts)
 
     def _note_precision(self, model: Any, resolved: Resolved, compute: Compute) -> None:
-        """Store with the model the precision that was asked for. Log a warning once if its entry or profile asks for
-        another precision than is served.
+        """Store the requested precision with the model. Log a warning once if its entry or profile requests another
+        precision than the one in use.
         """
         reason = compute.precision_reason
         if model.precision != compute.precision:
@@ -233,7 +234,11 @@ class Loader:
         if reason and resolved.load.precision and notice not in self._reported:
             self._reported.add(notice)
             _logger.warning(
-                "%s asks for %s and is served in %s: %s", resolved.residency, compute.requested, model.precision, reason
+                "%s requests the precision %s and is served in %s: %s",
+                resolved.residency,
+                compute.requested,
+                model.precision,
+                reason,
             )
 
     def _certified(self, model: Any, folder: Path, resolved: Resolved, compute: Compute) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
     modules.json ──► stock classes, in order ──► settings of each file ──► Modules
 
-Every setting is either obeyed or refused by name. `FIELDS` lists the settings that are read; any other setting is
-refused, so a folder of a newer library is never served without a setting that it needs.
+Every setting is either applied or refused by name. `FIELDS` lists the settings that are read. Any other setting is
+refused, so a setting of a newer library is never silently ignored.
 
 Source: sentence-transformers 6.2 (base/model.py, base/modules, sentence_transformer/modules, sparse_encoder/modules).
 """
@@ -18,13 +18,14 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional
 
+from sie_adapter.heads.token_pooling import TokenPooling, token_pooling_of
 from sie_adapter.loading.checkpoint import linear, tensor
-from sie_contracts.models.entries import POOLINGS
+from sie_contracts.models.entries import MAX_POOLINGS, POOLINGS, poolings
 from sie_contracts.models.load_errors import load_failed
 from sie_store.entry_faults import MODEL_FILE, POOLING_NAMES, pooling_name
 from sie_store.folder_files import TRANSFORMER_FILES, read_json, read_value, reading
 
-# settings by module: those listed are obeyed, or do not change the results
+# settings by module: the listed settings are applied, or do not change the results
 FIELDS: Mapping[str, frozenset[str]] = {
     "Transformer": frozenset(
         {
@@ -61,6 +62,8 @@ FIELDS: Mapping[str, frozenset[str]] = {
     ),
     "Normalize": frozenset({"module_input_name", "module_output_name"}),
     "Dropout": frozenset({"dropout"}),
+    "LayerNorm": frozenset({"dimension"}),
+    "HierarchicalTokenPooling": frozenset({"pool_factor", "num_protected_tokens", "normalize_embeddings", "tasks"}),
     "SpladePooling": frozenset(
         {"pooling_strategy", "activation_function", "embedding_dimension", "word_embedding_dimension", "chunk_size"}
     ),
@@ -69,25 +72,36 @@ FIELDS: Mapping[str, frozenset[str]] = {
 }
 _STOCK = ("sentence_transformers.", "pylate.")
 _BACKBONES = ("MLMTransformer", "Transformer")
+STATIC = "StaticEmbedding"
+_OF_TOKENS = frozenset({"Pooling", "SpladePooling", "MultiVectorMask", "HierarchicalTokenPooling", "LogitScore"})
 # arguments of from_pretrained that change speed or place, not the results
 _PLACING = frozenset(
     {"attn_implementation", "device_map", "dtype", "low_cpu_mem_usage", "torch_dtype", "use_safetensors"}
 )
 _NOT_READ = frozenset({"use_cache", "use_fast", "trust_remote_code"})
-_OUTPUTS = {  # by the task of a Transformer: the name of the model's output, and the feature that it becomes
+_OUTPUTS = {  # task of a Transformer module -> the name of the model's output, and the feature that it becomes
     "feature-extraction": ("last_hidden_state", "token_embeddings"),
     "fill-mask": ("logits", "token_embeddings"),
     "sequence-classification": ("logits", "scores"),
     "text-generation": ("logits", "causal_logits"),
 }
-_ACTIVATIONS = {"Identity": nn.Identity, "Tanh": nn.Tanh, "GELU": nn.GELU, "ReLU": nn.ReLU, "Sigmoid": nn.Sigmoid}
+# activations of torch that have no weights and read one number at a time
+_ACTIVATIONS: Mapping[str, type[nn.Module]] = {
+    kind.__name__: kind
+    for kind in (
+        *(nn.CELU, nn.ELU, nn.GELU, nn.Hardshrink, nn.Hardsigmoid, nn.Hardswish, nn.Hardtanh, nn.Identity),
+        *(nn.LeakyReLU, nn.LogSigmoid, nn.Mish, nn.ReLU, nn.ReLU6, nn.SELU, nn.SiLU, nn.Sigmoid, nn.Softplus),
+        *(nn.Softshrink, nn.Softsign, nn.Tanh, nn.Tanhshrink),
+    )
+}
 _TOKENS, _VECTOR = "token_embeddings", "sentence_embedding"
 
 
 @dataclass(frozen=True)
 class TransformerSettings:
     """Settings of a Transformer module. `max_tokens`: the limit in its files, 0 if they have none. `tokenizer`:
-    arguments of from_pretrained. `messages`: texts are put into the chat template of the folder, with `chat_options`.
+    arguments of from_pretrained. `messages`: texts are inserted into the chat template of the folder, with
+    `chat_options`.
     """
 
     file: str = ""
@@ -102,7 +116,7 @@ class TransformerSettings:
 
 @dataclass(frozen=True)
 class Modules:
-    """Modules that modules.json adds to a transformer. `layers` are applied in order to pooled vectors, or to the
+    """Modules in modules.json in addition to a transformer. `layers` are applied in order to pooled vectors, or to the
     states of late interaction. `token_layers` are applied to states before pooling.
 
     `root`: the folder of modules.json. `folder`: the folder of the transformer and its tokenizer. `query_weights`:
@@ -118,14 +132,15 @@ class Modules:
     layers: tuple[nn.Module, ...] = ()
     token_layers: tuple[nn.Module, ...] = ()
     normalizes: bool = False
-    max_entries: int = 0  # most entries of a sparse vector; 0: no limit
+    max_entries: int = 0  # largest number of entries of a sparse vector; 0: no limit
     transformer: TransformerSettings = TransformerSettings()
-    # config.json of each module other than the transformer, by kind
+    # config.json of each module except the transformer, by kind
     settings: dict[str, dict[str, Any]] = field(default_factory=dict)
+    token_pooling: TokenPooling | None = None  # pooling of the rows of a document for late interaction
 
     def width(self, hidden: int) -> int:
-        """Return the width of a vector of a model whose states have `hidden` numbers."""
-        return output_width((*self.token_layers, *self.layers), hidden)
+        """Return the width of a vector of a model with hidden states of `hidden` numbers."""
+        return pooled_width(self.token_layers, self.pooling, self.layers, hidden)
 
 
 def output_width(layers: Iterable[nn.Module], hidden: int) -> int:
@@ -136,6 +151,13 @@ def output_width(layers: Iterable[nn.Module], hidden: int) -> int:
         elif isinstance(layer, Projection | nn.Linear):
             hidden = layer.out_features
     return int(hidden)
+
+
+def pooled_width(token_layers: Iterable[nn.Module], pooling: str, layers: Iterable[nn.Module], hidden: int) -> int:
+    """Return the width of the vectors that `pooling`, between two groups of layers, computes from states with `hidden`
+    numbers. Empty: no pooling.
+    """
+    return output_width(layers, output_width(token_layers, hidden) * len(pooling.split("+")))
 
 
 class Projection(nn.Module):  # type: ignore[misc]  # the type checker skips torch
@@ -182,12 +204,15 @@ class Truncation(nn.Module):  # type: ignore[misc]  # the type checker skips tor
 
 
 def read_modules(folder: Path) -> Modules:
-    """Return the modules that the folder lists; none without modules.json.
+    """Return the modules that the folder lists; an empty Modules without modules.json.
 
-    Raises ModelLoadFailed INCOMPATIBLE for a class, an order or a setting that this adapter cannot follow, NOT_FOUND
+    Raises ModelLoadFailed INCOMPATIBLE for a class, an order or a setting that this adapter does not support, NOT_FOUND
     for a module whose files are missing.
     """
     entries = read_value(folder / "modules.json")
+    if entries is None and is_model2vec(folder):
+        normalizes = bool(read_json(folder / "config.json").get("normalize"))
+        return Modules(folder, folder, normalizes=normalizes)
     if entries is None:
         return Modules(folder, folder, transformer=read_transformer(folder))
     listed = _listed(folder, entries)
@@ -195,16 +220,21 @@ def read_modules(folder: Path) -> Modules:
     if [kind for kind, _ in listed] == ["Router"]:
         listed, query_weights = _routes(listed[0][1])
     kinds = tuple(kind for kind, _ in listed)
-    if not kinds or kinds[0] not in _BACKBONES:
-        raise _refused(f"modules.json begins with {kinds[0] if kinds else 'nothing'}, expected a Transformer")
+    if not kinds or kinds[0] not in (*_BACKBONES, STATIC):
+        raise _refused(
+            f"modules.json begins with {kinds[0] if kinds else 'nothing'}, expected a Transformer or a {STATIC}"
+        )
     folder_of_transformer = listed[0][1]
-    transformer = read_transformer(folder_of_transformer)
+    is_static = kinds[0] == STATIC  # a static model returns one vector for each text
+    transformer = TransformerSettings() if is_static else read_transformer(folder_of_transformer)
     settings: dict[str, dict[str, Any]] = {}
     steps: list[tuple[str, str, nn.Module]] = []  # kind, the feature that it changes, the layer
-    pooled_at: int | None = None
+    pooled_at: int | None = 0 if is_static else None
+    clustered_at: int | None = None
     pooling = ""
+    token_pooling: TokenPooling | None = None
     for kind, place in listed[1:]:
-        if kind not in FIELDS or kind in _BACKBONES:
+        if kind not in FIELDS or kind in _BACKBONES or (is_static and kind in _OF_TOKENS):
             raise _refused(f"modules.json lists a {kind}, which this adapter does not run")
         if kind in settings and kind not in ("Dense", "Normalize", "Dropout"):
             raise _refused(f"modules.json lists {kind} twice")
@@ -215,6 +245,14 @@ def read_modules(folder: Path) -> Modules:
         elif kind == "Dense":
             with reading(place / "config.json"):
                 steps.append((kind, _feature(kind, place, config, pooled=pooled_at is not None), _dense(place, config)))
+        elif kind == "LayerNorm":
+            with reading(place / "config.json"):
+                steps.append((kind, _VECTOR, _layer_norm(place, config)))
+        elif kind == "HierarchicalTokenPooling":
+            with reading(place / "config.json"):
+                token_pooling, clustered_at = token_pooling_of(config), len(steps)
+        elif kind == "MultiVectorMask" and clustered_at is not None:
+            raise _refused("modules.json lists a MultiVectorMask after the HierarchicalTokenPooling")
         elif kind == "Normalize":
             steps.append((kind, _feature(kind, place, config, pooled=pooled_at is not None), Normalization()))
         elif kind == "SpladePooling":
@@ -225,17 +263,19 @@ def read_modules(folder: Path) -> Modules:
                 )
         elif kind == "LogitScore" and config.get("module_input_name", "causal_logits") != "causal_logits":
             raise _refused(f"LogitScore reads {config['module_input_name']}, expected causal_logits")
-    _check_steps(steps, pooled_at)
+    _check_steps(steps, pooled_at, clustered_at)
     model = read_json(folder / MODEL_FILE)
     if (width := model.get("truncate_dim")) and pooled_at is not None:
         steps.append(("Truncation", _VECTOR, Truncation(width)))
     max_entries = model.get("max_active_dims") or 0
-    if max_entries and query_weights is not None:
-        raise _refused(f"{MODEL_FILE} has max_active_dims, which this adapter does not apply to looked-up queries")
     normalizes = bool(steps) and steps[-1][0] == "Normalize" and pooled_at != len(steps)
     first = 0 if pooled_at is None else pooled_at
     modules = [module for _, _, module in steps]
-    layers = modules[first : len(modules) - normalizes]
+    if clustered_at is not None:  # a Normalize after the token pooling scales the pooled rows
+        normalizes = clustered_at < len(steps)
+        layers = modules[:clustered_at]
+    else:
+        layers = modules[first : len(modules) - normalizes]
     return Modules(
         folder,
         folder_of_transformer,
@@ -248,7 +288,15 @@ def read_modules(folder: Path) -> Modules:
         max_entries,
         transformer,
         settings,
+        token_pooling,
     )
+
+
+def is_model2vec(folder: Path) -> bool:
+    """Return whether the folder is of the package model2vec, without modules.json."""
+    config = read_json(folder / "config.json")
+    is_named = config.get("model_type") == "model2vec" or "StaticModel" in (config.get("architectures") or ())
+    return is_named and not (folder / "modules.json").is_file()
 
 
 def _listed(folder: Path, entries: list[dict[str, str]]) -> list[tuple[str, Path]]:
@@ -287,7 +335,7 @@ def _module_config(kind: str, place: Path) -> dict[str, Any]:
 
 
 def _feature(kind: str, place: Path, config: Mapping[str, Any], *, pooled: bool) -> str:
-    """Return the feature that a Dense or a Normalize changes."""
+    """Return the feature that a Dense or a Normalize module changes."""
     default = _VECTOR if pooled else _TOKENS
     name = config.get("module_input_name") or default
     result = config.get("module_output_name") or name
@@ -296,9 +344,15 @@ def _feature(kind: str, place: Path, config: Mapping[str, Any], *, pooled: bool)
     return str(name)
 
 
-def _check_steps(steps: list[tuple[str, str, nn.Module]], pooled_at: int | None) -> None:
+def _check_steps(steps: list[tuple[str, str, nn.Module]], pooled_at: int | None, clustered_at: int | None) -> None:
     """Refuse layers whose result the library would not use for the vector, or could not compute."""
+    if clustered_at is not None and (
+        pooled_at is not None or any(kind != "Normalize" for kind, _, _ in steps[clustered_at:])
+    ):
+        raise _refused("modules.json has another module than Normalize after the HierarchicalTokenPooling")
     if pooled_at is None:
+        if "LayerNorm" in [kind for kind, _, _ in steps]:
+            raise _refused("modules.json has a LayerNorm without a Pooling before it")
         return
     for number, (kind, feature, _) in enumerate(steps):
         if feature != (_TOKENS if number < pooled_at else _VECTOR):
@@ -310,8 +364,8 @@ def _check_steps(steps: list[tuple[str, str, nn.Module]], pooled_at: int | None)
 
 
 def read_transformer(folder: Path) -> TransformerSettings:
-    """Return the settings of the Transformer whose files lie in `folder`. Raises ModelLoadFailed INCOMPATIBLE for a
-    setting that this adapter does not obey.
+    """Return the settings of the Transformer module whose files are in `folder`. Raises ModelLoadFailed INCOMPATIBLE
+    for a setting that this adapter does not apply.
     """
     name, raw = next(((name, raw) for name in TRANSFORMER_FILES if (raw := read_json(folder / name))), ("", {}))
     if unknown := sorted(raw.keys() - FIELDS["Transformer"]):
@@ -348,8 +402,8 @@ def read_transformer(folder: Path) -> TransformerSettings:
 
 
 def _reads_messages(name: str, task: str, raw: Mapping[str, Any]) -> bool:
-    """Return whether texts are put into the chat template. Raises ModelLoadFailed for outputs that this adapter does
-    not read.
+    """Return whether texts are inserted into the chat template. Raises ModelLoadFailed for outputs that this adapter
+    does not read.
     """
     config = raw.get("modality_config")
     if not config:
@@ -365,11 +419,11 @@ def _reads_messages(name: str, task: str, raw: Mapping[str, Any]) -> bool:
     return "message" in config
 
 
-# functions for the other modules
+# Readers of the other modules
 
 
 def _routes(folder: Path) -> tuple[list[tuple[str, Path]], Tensor | None]:
-    """Return the modules of documents and the weights of queries for a Router whose queries are looked up. Any other
+    """Return the modules for documents and the weights for queries, for a Router whose queries need no pass. Any other
     Router is refused.
     """
     router = read_json(folder / "router_config.json")
@@ -390,9 +444,10 @@ def _routes(folder: Path) -> tuple[list[tuple[str, Path]], Tensor | None]:
 
 def _pooling(place: Path, config: Mapping[str, Any]) -> str:
     pooling = pooling_name(config)
-    if pooling not in POOLINGS:
+    if poolings(pooling) is None:
         raise _refused(
-            f"{place.name}/config.json: the pooling of the model is {pooling}, expected one of {', '.join(POOLINGS)}"
+            f"{place.name}/config.json: the pooling of the model is {pooling}, expected one of {', '.join(POOLINGS)}, "
+            f"or at most {MAX_POOLINGS} of them joined"
         )
     if config.get("include_prompt") is False:
         raise _refused(
@@ -401,9 +456,18 @@ def _pooling(place: Path, config: Mapping[str, Any]) -> str:
     return pooling
 
 
+def _layer_norm(folder: Path, config: Mapping[str, Any]) -> nn.LayerNorm:
+    weight, bias = tensor(folder, "norm.weight"), tensor(folder, "norm.bias")
+    if weight is None or bias is None or not weight.shape == bias.shape == (config.get("dimension"),):
+        raise _refused(f"{folder.name}: its weights are missing or do not have the shape in its config.json")
+    layer = nn.LayerNorm(len(weight))
+    layer.load_state_dict({"weight": weight.float(), "bias": bias.float()})
+    return layer.requires_grad_(False)
+
+
 def _check_splade(config: Mapping[str, Any]) -> None:
-    if (strategy := config.get("pooling_strategy", "max")) != "max":
-        raise _refused(f"SpladePooling has the strategy {strategy}, expected max")
+    if (strategy := config.get("pooling_strategy", "max")) not in ("max", "sum"):
+        raise _refused(f"SpladePooling has the strategy {strategy}, expected max or sum")
     if (activation := config.get("activation_function", "relu")) not in ("relu", "log1p_relu"):
         raise _refused(f"SpladePooling has the activation {activation}, expected relu or log1p_relu")
 
@@ -436,7 +500,7 @@ def _dense(folder: Path, config: Mapping[str, Any]) -> Projection:
 
 
 def conversion(folder: Path) -> str:
-    """Return the command that converts pickled weights to safetensors without running code from the pickle."""
+    """Return the command that converts pickled weights to safetensors without running code of the pickle."""
     return (
         'convert it with python -c "import torch; from safetensors.torch import save_file; '
         "w = torch.load('pytorch_model.bin', map_location='cpu', weights_only=True); "

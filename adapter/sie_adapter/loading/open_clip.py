@@ -1,8 +1,8 @@
 """Conversion of a SigLIP that open_clip wrote to a SiglipModel of transformers: tensors get other names, and some are
 split or joined. open_clip itself is not needed.
 
-    open_clip_config.json ──► SiglipConfig, and how images become pixels
-    open_clip_model.safetensors ──► renamed ──► SiglipModel, each tensor of both in its place
+    open_clip_config.json ──► SiglipConfig, and the preparation of images
+    open_clip_model.safetensors ──► renamed ──► SiglipModel, with a target for each tensor, and a tensor for each target
 
 Sources: open_clip 3.3, CustomTextCLIP and TimmModel; timm 1.0, VisionTransformer.
 """
@@ -29,7 +29,7 @@ from sie_store.folder_files import read_json
 
 CONFIG, WEIGHTS = "open_clip_config.json", "open_clip_model.safetensors"
 _TOWER = re.compile(r"vit_(base|large)_patch\d+_siglip_\d+")  # towers whose MLPs use an exact GELU
-_HEAD_WIDTH = 64  # width of an attention head in these towers; neither a tensor nor a setting holds it
+_HEAD_WIDTH = 64  # width of an attention head in these towers; no tensor and no setting has this value
 _EPS = 1e-6  # epsilon of the layer norms of these towers
 _FILTERS: Mapping[str, Filter] = {"bicubic": "bicubic", "bilinear": "bilinear"}
 _BLOCK = re.compile(r"(text\.transformer\.resblocks|visual\.trunk\.blocks)\.(\d+)\.(.+)[._](weight|bias)")
@@ -46,7 +46,7 @@ _LAYERS = {
     "mlp.c_proj": "mlp.fc2",
     "mlp.fc2": "mlp.fc2",
 }
-_SPLIT = ("attn.in_proj", "attn.qkv")  # tensors that are split into query, key and value
+_SPLIT = ("attn.in_proj", "attn.qkv")  # tensors whose parts are query, key and value
 _PLACES = {
     "text.token_embedding": "text_model.embeddings.token_embedding",
     "text.ln_final": "text_model.final_layer_norm",
@@ -83,7 +83,9 @@ def load_open_clip(folder: Path, entry: ModelEntry, compute: Compute, tokenizer:
 
 
 def empty_open_clip(folder: Path, entry: ModelEntry, tokenizer: Tokenizer) -> PreTrainedModel:
-    """Return the same model on the device `meta`, without reading values. Raises as `load_open_clip` does."""
+    """Return the same model on the device `meta`, without reading values. Raises the same errors as
+    `load_open_clip`.
+    """
     pad = _pad(folder, entry, tokenizer)
     with safe_open(folder / WEIGHTS, "pt") as file, torch.device("meta"):
         names = list(file.keys())
@@ -91,8 +93,8 @@ def empty_open_clip(folder: Path, entry: ModelEntry, tokenizer: Tokenizer) -> Pr
 
 
 def processor_of_open_clip(folder: Path, entry: ModelEntry) -> tuple[Recipe, Normalisation]:
-    """Return how images become numbers. Raises ModelLoadFailed INCOMPATIBLE for preprocessing that this adapter cannot
-    reproduce.
+    """Return the recipe and the normalisation of images. Raises ModelLoadFailed INCOMPATIBLE for preprocessing that
+    this adapter cannot reproduce.
     """
     preprocessing, size = (
         read_json(folder / CONFIG).get("preprocess_cfg", {}),
@@ -208,7 +210,7 @@ def _renamed(stored: Mapping[str, Tensor], entry: ModelEntry) -> dict[str, Tenso
 
 
 def _at_least_one(tensor: Tensor) -> Tensor:
-    """Return the tensor with at least one dimension: open_clip may store the scale without one, transformers has
-    one.
+    """Return the tensor with at least one dimension: open_clip may store the scale without dimensions, but transformers
+    has one.
     """
     return tensor if tensor.ndim else tensor[None]

@@ -1,10 +1,11 @@
-"""The precision that a model computes in: what its entry asks for, what this device supports, and why the two differ.
+"""Precision of a model: the precision in its entry, the precision that this device supports, and the reason for a
+difference.
 
 precision of the entry, else SIE_DEFAULT_COMPUTE_PRECISION ──► resolve_precision ──► dtype and the reason for another
 one
 
-Limits set for the libraries count like limits of the CPU: with ATEN_CPU_CAPABILITY=avx2 (torch) or
-ONEDNN_MAX_CPU_ISA=AVX2 (oneDNN) a machine serves like a machine with AVX2.
+A limit for a library counts like a limit of the CPU: with ATEN_CPU_CAPABILITY=avx2 (torch) or ONEDNN_MAX_CPU_ISA=AVX2
+(oneDNN) a machine counts as a machine with AVX2.
 """
 
 from __future__ import annotations
@@ -26,18 +27,19 @@ _DTYPES: dict[Precision, torch.dtype] = {
 }
 # limits in oneDNN's documentation ("CPU Dispatcher Control") that exclude AVX512-BF16; oneDNN ignores an unknown name
 _ONEDNN_BELOW = frozenset({"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI"})
-_ONEDNN_NAMES = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")  # oneDNN reads the first of these that is set
+# environment variables of oneDNN, which reads the first variable that is set
+_ONEDNN_NAMES = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
 _ATEN_BELOW = frozenset({"DEFAULT", "AVX2"})
 
 
 def resolve_precision(
     own: Precision | None, default: Precision, device_type: str, *, lacks: str
 ) -> tuple[torch.dtype, str]:
-    """Return the precision that is served, and why it differs from the entry's precision or the default; the reason is
-    empty if it does not differ.
+    """Return the precision that is used, and the reason why it differs from the entry's precision or the default; the
+    reason is empty if it does not differ.
 
-    A CPU computes 16-bit models in bfloat16 if it can, else in float32. `lacks`: why this CPU does not compute in
-    bfloat16, empty if it does; other devices ignore it.
+    A CPU computes 16-bit models in bfloat16 if it supports bfloat16, else in float32. `lacks`: the reason why this CPU
+    does not compute in bfloat16, empty if it does; other devices ignore it.
     """
     dtype = _DTYPES[own or default]
     if device_type != "cpu" or dtype is torch.float32:
@@ -49,13 +51,16 @@ def resolve_precision(
 
 @functools.cache
 def bfloat16_lacks() -> str:
-    """Return why this process does not multiply bfloat16 matrices in hardware on its CPU; empty if it does."""
+    """Return the reason why this process does not multiply bfloat16 matrices in hardware on its CPU; empty if it
+    does.
+    """
     return cpu_lacks_bfloat16(torch.cpu.get_capabilities(), torch.backends.cpu.get_cpu_capability(), os.environ)
 
 
 def cpu_lacks_bfloat16(instructions: Mapping[str, bool], capability: str, environ: Mapping[str, str]) -> str:
-    """Return why a CPU does not multiply bfloat16 matrices in hardware; empty if it does. `instructions`: the CPU's
-    instructions. `capability`: the instructions that torch uses. `environ`: environment variables with the limits.
+    """Return the reason why a CPU does not multiply bfloat16 matrices in hardware; empty if it does. `instructions`:
+    the CPU's instructions. `capability`: the instructions that torch uses. `environ`: environment variables with the
+    limits.
     """
     if not (instructions.get("avx512_bf16") or instructions.get("amx_bf16")):
         return "this CPU has neither AVX512-BF16 nor AMX instructions"

@@ -1,8 +1,9 @@
-"""Conversion of a Florence-2 in the format of its authors to the class of transformers: settings and tensors get other
-names, and one matrix is transposed. The code in its folder is not run.
+"""Conversion of a Florence-2 folder in the format of its authors to the class of transformers: settings and tensors get
+other names, and one matrix is transposed. The code in its folder is not run.
 
     config.json ──► Florence2Config
-    *.safetensors ──► renamed ──► Florence2ForConditionalGeneration, each tensor of both in its place
+    *.safetensors ──► renamed ──► Florence2ForConditionalGeneration, with a target for each tensor and a
+                          tensor for each target
     tokenizer.json ──► with the tokens that the authors' processor adds to it
 
 Sources: transformers, convert_florence2_original_to_hf; microsoft/Florence-2-base, processing_florence2.
@@ -50,7 +51,7 @@ _VISION = (
     *("patch_size", "patch_stride", "patch_padding", "patch_prenorm"),
 )
 _VISION_IF_SAID = {"in_chans": "in_channels", "mlp_ratio": "mlp_ratio", "qkv_bias": "qkv_bias"}
-# values that the class of transformers supports, where the authors' code has a choice
+# the only values that the class of transformers supports, while the authors' code has a choice
 _FIXED = {"image_feature_source": ["spatial_avg_pool", "temporal_avg_pool"], "conv_at_attn": True, "conv_at_ffn": True}
 _POSITIONS = {"image_pos_embed": "learned_abs_2d", "visual_temporal_embedding": "COSINE"}
 _FIXED_TEXT = {"normalize_before": False, "add_final_layer_norm": False}
@@ -73,7 +74,7 @@ _LAYERS = (
 )
 _TURNED = "image_projection"
 _BIAS = "language_model.final_logits_bias"
-# names of the one table of embeddings, which the files hold once or several times
+# names of the one table of embeddings, which the files contain once or several times
 _TABLES = (
     "model.language_model.shared.weight",
     "model.language_model.encoder.embed_tokens.weight",
@@ -106,7 +107,9 @@ def load_published(folder: Path, entry: ModelEntry, compute: Compute) -> PreTrai
 
 
 def empty_published(folder: Path, entry: ModelEntry) -> PreTrainedModel:
-    """Return the same model on the device `meta`, without reading values. Raises as `load_published` does."""
+    """Return the same model on the device `meta`, without reading values. Raises the same errors as
+    `load_published`.
+    """
     stored: dict[str, Tensor] = {}
     with torch.device("meta"):
         for path in _files(folder, entry):
@@ -183,7 +186,7 @@ def _filled(folder: Path, entry: ModelEntry, weights: Mapping[str, Tensor]) -> P
 
 
 def _renamed(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return each tensor under its name in transformers. A tensor with an unknown name keeps it."""
+    """Return each tensor under its name in transformers. A tensor with an unknown name is not renamed."""
     renamed: dict[str, Tensor] = {}
     for name, tensor in stored.items():
         if name == _TURNED:

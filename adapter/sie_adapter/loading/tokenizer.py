@@ -1,10 +1,10 @@
-"""The tokenizer of a model: read from its folder, and compared with what its weights and heads need.
+"""Tokenizer of a model: it is read from the model's folder, and compared with the needs of weights and heads.
 
-    folder ──► files are there ──► transformers' tokenizer ──► bare ──► fitted to the table of embeddings ──► fault: why
-    it cannot be right
+    folder ──► check that files exist ──► transformers' tokenizer ──► bare tokenizer ──► fitted to the table of
+    embeddings ──► fault: reason why it cannot be right
 
-A model with a wrong tokenizer, or with none, still returns plausible answers. transformers creates an empty tokenizer
-if a folder has no tokenizer files, and gives new ids to special tokens that the files lack.
+A model with a wrong tokenizer, or without one, still returns plausible answers. transformers creates an empty tokenizer
+if a folder has no tokenizer files, and assigns new ids to special tokens that are missing in the files.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sie_contracts.models import families
 from sie_contracts.models.entries import LoadOptions
 from sie_contracts.models.load_errors import load_failed
 
-# files that hold a vocabulary in published model folders
+# files with a vocabulary in published model folders
 _FILES = (
     "tokenizer.json",
     "vocab.txt",
@@ -30,9 +30,10 @@ _FILES = (
     "*.model",
 )
 _REMEDY = "copy tokenizer.json and tokenizer_config.json from the repository that the weights come from"
-_KNOWN = 0.5  # share of a sentence's characters; if more of them become known tokens, the tokenizer reads the sentence
-_UNKNOWN_SIGN = "\U00010600"  # a Linear A sign, which is in no vocabulary
-# one sentence in each script that models are made for, and notations of models that do not read a language
+# part of a sentence's characters: if more of them become known tokens, the tokenizer supports the sentence
+_KNOWN = 0.5
+_UNKNOWN_SIGN = "\U00010600"  # a Linear A character, which is in no vocabulary
+# one sentence in each script that models are trained for, and notations of models that do not read a language
 SAMPLES = {
     "Latin": "the river runs past the old town and into the sea",
     "Vietnamese": "dòng sông chảy qua thành phố cổ",
@@ -60,8 +61,8 @@ SAMPLES = {
 
 
 class TokenNeeds(NamedTuple):
-    """Tokens that a model needs around its texts. `begins`: a special token before each text, since the model is read
-    at its first token. `separates`: a special token between the texts of a pair.
+    """Tokens that a model needs before and between its texts. `begins`: a special token before each text, since the
+    model reads the state of its first token. `separates`: a special token between the texts of a pair.
     """
 
     begins: bool = False
@@ -74,7 +75,7 @@ class TokenNeeds(NamedTuple):
         """
         row = families.row(family)
         return cls(
-            begins=pooling == "cls" or (row.reads_first_token and not is_decoder),
+            begins="cls" in pooling.split("+") or (row.reads_first_token and not is_decoder),
             separates=row.separates_pairs and not is_decoder,
         )
 
@@ -92,7 +93,7 @@ def require_tokenizer(folder: Path) -> None:
 
 def read_tokenizer(folder: Path, *, trust_remote_code: bool = False, **options: Any) -> Any:
     """Return the transformers tokenizer of `folder`; `options` replace settings of its files. Raises ModelLoadFailed:
-    NOT_FOUND if there is none, INCOMPATIBLE if it cannot be read.
+    NOT_FOUND if the folder has no tokenizer, INCOMPATIBLE if it cannot be read.
     """
     require_tokenizer(folder)
     try:
@@ -118,11 +119,11 @@ def bare_tokenizer(tokenizer: Any) -> Tokenizer:
 
 
 def load_tokenizer(folder: Path, load: LoadOptions, settings: TransformerSettings = _NO_SETTINGS) -> Tokenizer:
-    """Return the fast tokenizer of `folder`, without truncation and padding, with the changes that the `settings` of
-    sentence-transformers ask for.
+    """Return the fast tokenizer of `folder`, without truncation and padding, changed according to the `settings` of
+    sentence-transformers.
 
-    Raises ModelLoadFailed: NOT_FOUND and INCOMPATIBLE if there is none, CERTIFICATE if it puts tokens around texts that
-    its files lack.
+    Raises ModelLoadFailed: NOT_FOUND and INCOMPATIBLE if there is no usable tokenizer, CERTIFICATE if it adds tokens to
+    texts that its files do not have.
     """
     tokenizer = read_tokenizer(folder, trust_remote_code=load.trust_remote_code, **settings.tokenizer)
     bare = bare_tokenizer(tokenizer)
@@ -160,7 +161,7 @@ def _refuse_invented(folder: Path, tokenizer: Tokenizer) -> None:
 
 
 def _stored_tokens(folder: Path) -> set[str] | None:
-    """Return all tokens that the files name; None if only a sentencepiece file names them."""
+    """Return all tokens in the files; None if only a sentencepiece file has them."""
     tokens: set[str] = set()
     if (file := folder / "tokenizer.json").is_file():
         tokens.update(Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True))
@@ -179,7 +180,7 @@ def _stored_tokens(folder: Path) -> set[str] | None:
 
 
 def _around(tokenizer: Tokenizer) -> list[int]:
-    """Return the ids that the tokenizer puts around a text and around a pair."""
+    """Return the ids that the tokenizer adds to a text and to a pair."""
     encodings = (tokenizer.encode(""), tokenizer.encode("", ""))
     return [
         number
@@ -234,7 +235,7 @@ def fitted(tokenizer: Tokenizer, table: int) -> tuple[Tokenizer, list[str]]:
     """Return the tokenizer without the special tokens that have no row in a table of `table` embeddings, and the list
     of these tokens.
 
-    Published models have such tokens, for example for images. If a text holds one, it is read as plain characters.
+    Published models have such tokens, for example for images. If a text contains one, it is read as plain characters.
     """
     around = set(_around(tokenizer))
     beyond = {
@@ -255,7 +256,7 @@ def fitted(tokenizer: Tokenizer, table: int) -> tuple[Tokenizer, list[str]]:
 
 
 def fault(tokenizer: Tokenizer, table: int, needs: TokenNeeds = _NO_NEEDS) -> str:
-    """Return why a tokenizer cannot belong to a model with `table` embeddings, and how to fix that; empty if no check
+    """Return the reason why a tokenizer cannot belong to a model with `table` embeddings, with a fix; empty if no check
     fails.
     """
     largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
@@ -290,7 +291,7 @@ def _separated(pair: Encoding) -> bool:
 
 
 def _share(tokenizer: Tokenizer, text: str) -> float:
-    """Return the share of the characters of `text` that become tokens other than the unknown one."""
+    """Return the fraction of the characters of `text` that become other tokens than the unknown token."""
     encoding = tokenizer.encode(text, add_special_tokens=False)
     unread = _unread_ids(tokenizer)
     read = {
@@ -304,7 +305,7 @@ def _share(tokenizer: Tokenizer, text: str) -> float:
 
 
 def _unread_ids(tokenizer: Tokenizer) -> set[int]:
-    """Return the ids of special tokens and of the unknown token, which a sentencepiece model does not name."""
+    """Return the ids of special tokens and of the unknown token, which a sentencepiece model does not list."""
     unread = {number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special}
     unknown = getattr(tokenizer.model, "unk_token", None)
     if unknown is not None and (number := tokenizer.token_to_id(unknown)) is not None:

@@ -1,8 +1,8 @@
-"""Checks of the weight files of a model folder: they are complete, without NaN, and quantised as config.json says.
-`checkpoint` checks which tensors a class lacks.
+"""Checks of the weight files of a model folder: they are complete, without NaN, and quantised as config.json says. The
+module `checkpoint` checks that no tensor of the class is missing.
 
-A file that a full disk or a broken copy truncated, or that a diverged training wrote, is reported by name before it is
-used.
+If a full disk or a broken copy truncated a file, or if a diverged training wrote it, the file is reported by name
+before it is used.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from torch import Tensor
 from sie_contracts.models.load_errors import load_failed
 from sie_store.folder_files import read_json
 
-_OTHER_FORMATS = ("onnx", "openvino")  # folders in published models whose formats no family reads
+_OTHER_FORMATS = ("onnx", "openvino")  # folders in published models whose formats are not read by any family
 _PICKLES = ("pytorch_model.bin", "sparse_linear.pt", "colbert_linear.pt")
 _QUANTISED = (torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2)
 MATRIX = 2  # dimensions of a matrix; attention masks are uint8 too, and have more dimensions
-_CHUNK = 1 << 22  # numbers checked in one step
+_CHUNK = 1 << 22  # number of values that are checked in one step
 _HEADER_BYTES = 8
 _INDEX = "model.safetensors.index.json"
 
 
 def check_weights(folder: Path) -> None:
-    """Raise ModelLoadFailed INCOMPATIBLE for a file of weights that is truncated, is missing beside its other parts,
-    holds NaN, or holds quantised numbers whose scale config.json does not give.
+    """Raise ModelLoadFailed INCOMPATIBLE for a file of weights with one of these faults: it is truncated, one of its
+    other parts is missing, it contains NaN, or it contains quantised numbers whose scale is not in config.json.
 
     Reads all weights once, through the page cache and not into memory of this process.
     """
@@ -101,7 +101,7 @@ def _broken(file: Path, why: str) -> Exception:
 
 
 def _check_parts(folder: Path) -> None:
-    """Check that all parts that the index names exist, if a load reads the index."""
+    """Check that all parts in the index exist, if a load reads the index."""
     if not (folder / _INDEX).is_file() or (folder / "model.safetensors").is_file():
         return
     named = set(json.loads((folder / _INDEX).read_text())["weight_map"].values())
@@ -113,7 +113,7 @@ def _check_parts(folder: Path) -> None:
 
 
 def _pickled(file: Path) -> Iterable[tuple[str, Tensor]]:
-    """Return the tensors of a file of torch.save. Other contents are left out: the family that reads the file refuses
+    """Return the tensors in a file of torch.save. Other contents are left out: the family that reads the file refuses
     them.
     """
     try:
@@ -130,7 +130,7 @@ def _pickled(file: Path) -> Iterable[tuple[str, Tensor]]:
 
 
 def holds_nan(tensor: Tensor) -> bool:
-    """Return whether a tensor of any precision holds NaN; infinities are allowed."""
+    """Return whether a tensor of any precision contains NaN; infinities are allowed."""
     if not tensor.is_floating_point() or tensor.itemsize < 2:
         return False
     return any(bool(torch.isnan(part).any()) for part in tensor.reshape(-1).split(_CHUNK))

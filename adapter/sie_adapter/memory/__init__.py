@@ -1,1 +1,1 @@
-"""Device memory: which models stay loaded, the limits learnt for batches, and the remedies when memory runs out."""
+"""Device memory: residency of models, learnt limits of batches, and remedies when memory runs out."""

@@ -1,15 +1,15 @@
-"""Limits of the tokens of one pass: learnt from passes that fitted and passes that ran out of memory, for each model on
-each device.
+"""Limits of the tokens of one pass, for each model on each device. They are learnt from passes that fitted and passes
+that ran out of memory.
 
-    before a pass: limit(key) ──► split_off(chosen, lengths, limit) ──► a pass that is known to fit, and the rest
-    after a pass:  fits(key, tokens) | failed(key, tokens) ──► the edge moves, and is kept on disk
+    before a pass: limit(key) ──► split_off(chosen, lengths, limit) ──► a pass that is known to fit, and the other items
+    after a pass:  fits(key, tokens) | failed(key, tokens) ──► the edge changes, and is stored on the disk
 
 The rule. A failure of n tokens sets the edge to n. The limit becomes the largest pass below it that fitted, at least n
-/ 2. If n had fitted before, less memory is free now, and the limit is n / 2. Old failures do not hold for ever, since
-another process may have taken the memory: for every WAIT_S without a new result the limit rises by the factor RAISE. If
-a pass of the raised size fails, the wait doubles, up to MAX_WAIT_S, so a device that is too small is tried more and
-more rarely. If it fits, the wait begins anew from that size. A failure that killed the process also cost its models and
-its other batches: half of its tokens count as failed as well, and the wait begins at KILLED_WAIT_S.
+/ 2. If n had fitted before, less memory is free now, and the limit is n / 2. Old failures are not valid for ever, since
+another process may have used the memory at that time: for every WAIT_S without a new result, the limit rises by the
+factor RAISE. If a pass of the raised size fails, the wait doubles, up to MAX_WAIT_S, so a device that is too small gets
+fewer and fewer attempts. If the pass fits, the wait begins again from that size. A failure that killed the process also
+cost its models and its other batches: half of its tokens count as failed as well, and the wait begins at KILLED_WAIT_S.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _logger = logging.getLogger("sie.adapter")
 class BatchLimit(msgspec.Struct):
     """Results of one key. `fit_tokens`: tokens of the largest pass that fitted. `fail_tokens`: tokens of the smallest
     pass that failed, 0 if none did. `since_s`: time of the last result that changed the limit. `wait_s`: seconds until
-    the limit rises; it begins at `first_wait_s`.
+    the limit rises; its first value is `first_wait_s`.
     """
 
     fit_tokens: int = 0
@@ -68,13 +68,13 @@ def limits_key(fingerprint: str, precision: str, device: str) -> str:
 
 
 def learnt_folder(settings: Settings) -> Path:
-    """Return the folder of the files that the adapters of a machine share."""
+    """Return the folder of the files that all adapters of a machine use."""
     return settings.cache_folder / "sie"
 
 
 def split_off(chosen: Int64, lengths: Int64, limit: int | None) -> tuple[Int64, Int64]:
-    """Return the next part of the `chosen` items, of at most `limit` tokens and at least one item, and the rest. Short
-    items go first.
+    """Return the next part of the `chosen` items, with at most `limit` tokens and at least one item, and the other
+    items. Short items are first.
     """
     if limit is None or lengths[chosen].sum() <= limit:
         return chosen, chosen[:0]
@@ -88,8 +88,7 @@ def _believed(edge: BatchLimit) -> int:
 
 
 class DeviceLimits:
-    """The limits of this device, at most MAX_KEYS, kept in the file at `path`. Every method may be called from any
-    thread. No method raises.
+    """Limits of this device, at most MAX_KEYS, stored in the file at `path`. Thread-safe. No method raises.
 
     The file is read at the first use, since a spare process may have started long before. `clock` is wall time, which
     stays valid after a restart.
@@ -106,17 +105,19 @@ class DeviceLimits:
 
     @classmethod
     def for_machine(cls, settings: Settings) -> DeviceLimits:
-        """Return the limits of this machine, which all of its adapters share."""
+        """Return the limits of this machine, which all of its adapters use."""
         return cls(learnt_folder(settings) / "frontier.json")
 
     def limit(self, key: str) -> int | None:
-        """Return the most tokens that a pass should have now, at least 1; None while no pass is known to fail."""
+        """Return the largest number of tokens that a pass should have now, at least 1; None while no pass has
+        failed.
+        """
         with self._lock:
             edge = self._edge(key)
             return self._limit(edge) if edge and edge.fail_tokens else None
 
     def fitted(self, key: str) -> int:
-        """Return the tokens of the largest pass that fitted; 0 while none did."""
+        """Return the number of tokens of the largest pass that fitted; 0 while no pass has fitted."""
         with self._lock:
             edge = self._edge(key)
             return edge.fit_tokens if edge else 0
@@ -147,7 +148,7 @@ class DeviceLimits:
                 tokens = max(1, tokens // 2)
             if edge.fail_tokens:
                 if tokens > self._limit(edge):
-                    # a single item above the limit, or a pass that another lane began earlier: it teaches nothing new
+                    # a single item above the limit, or a pass that another lane began earlier: no new information
                     return
                 edge.wait_s = min(2 * edge.wait_s, MAX_WAIT_S) if tokens > _believed(edge) else edge.first_wait_s
             if killed:
@@ -195,7 +196,7 @@ class DeviceLimits:
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             aside = self._path.with_suffix(".corrupt")
             _logger.warning(
-                "the batch limits at %s are corrupt, so they are learnt anew and the file is moved to %s: %s",
+                "the batch limits at %s are corrupt, so they are learnt again, and the file is moved to %s: %s",
                 self._path,
                 aside.name,
                 error,
@@ -207,7 +208,7 @@ class DeviceLimits:
             return {}
 
     def _save(self) -> None:
-        # keeps the limits that another process of this machine learnt for other models
+        # include the limits that another process of this machine learnt for other models
         edges = self._stored() | self._edges
         learnt = {key: edge for key, edge in edges.items() if edge.fail_tokens and self._steps(edge) < FORGET_STEPS}
         latest = sorted(learnt, key=lambda key: learnt[key].since_s)[-MAX_KEYS:]
@@ -221,9 +222,9 @@ class DeviceLimits:
             _logger.warning("the batch limits cannot be written to %s: %s", self._path, error)
 
 
-SLOTS = 64  # passes recorded at once; there are fewer lanes
+SLOTS = 64  # number of passes that can be recorded at the same time; there are fewer lanes
 DOUBTED_TOKENS = 1024  # tokens below which lack of memory is not the likely reason of an unexplained death
-# tokens of the pass, 0 if the slot is free; tokens of the largest pass that had fitted; bytes of the key
+# tokens of the pass, 0 if the slot is free; tokens of the largest earlier pass that fitted; bytes of the key
 _HEAD = struct.Struct("<III")
 _SLOT_BYTES = 512
 _FREE = bytes(_HEAD.size)
@@ -231,8 +232,8 @@ _FREE = bytes(_HEAD.size)
 
 @dataclass(frozen=True)
 class PassRecord:
-    """A pass that had begun and not ended. `fitted_tokens`: tokens of the largest pass of the model that had fitted
-    before.
+    """A pass that had started and not ended. `fitted_tokens`: tokens of the largest earlier pass of the model that
+    fitted.
     """
 
     key: str
@@ -241,8 +242,8 @@ class PassRecord:
 
 
 class PassRecords:
-    """The records of one adapter's running passes. `during` may be called from any thread. No method raises: without
-    its file an adapter serves as well, and learns less.
+    """Records of one adapter's running passes. `during` may be called from any thread. No method raises: without its
+    file an adapter works too, but learns less.
     """
 
     def __init__(self, path: Path) -> None:
@@ -259,7 +260,7 @@ class PassRecords:
 
     @contextlib.contextmanager
     def during(self, key: str, tokens: int, fitted_tokens: int) -> Iterator[None]:
-        """Keep a record of a pass while it runs."""
+        """Store a record of a pass while it runs."""
         name = key.encode()
         with self._lock:
             slot = self._free.pop() if self._free and len(name) <= _SLOT_BYTES - _HEAD.size else None
@@ -275,7 +276,7 @@ class PassRecords:
                 self._free.append(slot)
 
     def left(self) -> list[PassRecord]:
-        """Return the records that a dead process left, and remove them."""
+        """Return and remove the records that a dead process left."""
         try:
             content = self._path.read_bytes()
             self._path.unlink()
@@ -302,7 +303,7 @@ class PassRecords:
 
 
 def _record(slot: bytes) -> PassRecord | None:
-    """Return the record in a slot. None for a slot that is free, or was not written to its end."""
+    """Return the record in a slot; None if the slot is free, or was not written completely."""
     if len(slot) < _HEAD.size:
         return None
     tokens, fitted_tokens, size = _HEAD.unpack_from(slot)
@@ -313,12 +314,12 @@ def _record(slot: bytes) -> PassRecord | None:
 
 
 class CrashRecord:
-    """Lowers the batch limits after passes that a process did not survive. Belongs to the process that starts the next
+    """Reducer of batch limits after passes that killed their process. It runs in the process that starts the next
     adapter.
     """
 
     def __init__(self, pass_records: PassRecords, batch_limits: Callable[[], DeviceLimits]) -> None:
-        """`batch_limits` reads the limits from the file that the dead process wrote."""
+        """Create the reducer. `batch_limits` reads the limits from the file that the dead process wrote."""
         self._pass_records = pass_records
         self._read_limits = batch_limits
         self._kills = control_group.oom_kills()
@@ -333,7 +334,7 @@ class CrashRecord:
             if is_known or (record.tokens > record.fitted_tokens and record.tokens >= DOUBTED_TOKENS):
                 batch_limits.failed(record.key, record.tokens, killed=True)
                 _logger.warning(
-                    "the adapter's process %s in a pass of %d tokens of %s: passes of this model hold at most %s now",
+                    "the adapter's process %s in a pass of %d tokens of %s: passes of this model have at most %s now",
                     how,
                     record.tokens,
                     record.key,

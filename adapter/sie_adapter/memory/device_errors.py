@@ -7,9 +7,10 @@ import re
 
 from sie_contracts.errors import InternalFailure
 
-# Messages for a failed allocation: of torch's allocator, the mapping of a file, oneDNN, C++ and a thread that finds no
-# room for its stack on a CPU. All of them are a bare RuntimeError, so the text decides. On CUDA the libraries and the
-# driver allocate too, for a handle or for the code of a kernel: the context survives such a failure.
+# Messages for a failed allocation: of torch's allocator, the mapping of a file, oneDNN, C++, and a thread without room
+# for its stack on a CPU. All of them are a plain RuntimeError, so only the text identifies them.
+# On CUDA, the libraries and the driver allocate too, for a handle or for the code of a kernel: the context survives
+# such a failure.
 _ALLOCATION = (
     "DefaultCPUAllocator",
     "Cannot allocate memory",
@@ -22,8 +23,8 @@ _ALLOCATION = (
 )
 
 
-# oneDNN gives no reason. If it could make the primitive's descriptor, only memory for its code is missing. If it could
-# not, oneDNN lacks the operation, for example a product of two precisions.
+# oneDNN gives no reason. If the primitive's descriptor could be created, only memory for its code is missing. If it
+# could not, oneDNN lacks the operation, for example a product of two precisions.
 _NO_PRIMITIVE = re.compile("could not create a primitive(?! descriptor)")
 
 
@@ -38,7 +39,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    if isinstance(error, OSError):  # the kernel had no memory, not even to list a folder
+    if isinstance(error, OSError):  # the kernel had no memory, for example to list a folder
         return error.errno == errno.ENOMEM
     if type(error) not in (RuntimeError, torch.AcceleratorError):
         return False
@@ -50,8 +51,8 @@ def is_primitive_refused(error: BaseException) -> bool:
     return _NO_PRIMITIVE.search(str(error)) is not None
 
 
-# CUDA refused to start a kernel, for example one from a package built for another card: no kernel ran, and the context
-# is intact.
+# CUDA could not start a kernel, for example a kernel of a package built for another card: no kernel ran, and the
+# context is intact.
 _NOT_STARTED = (
     "no kernel image is available",
     "invalid device function",

@@ -1,6 +1,6 @@
 """Recovery from a lack of device memory, and its counters. The sidecar exports them, since this process has no port.
 
-work ──► out of memory ──► clear the cache ──► make room ──► halve the batch ──► refuse what does not fit alone
+work ──► out of memory ──► clear the cache ──► evict models ──► halve the batch ──► refuse items that do not fit alone
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ Remedy = Literal[
     "evictions_triggered",
     "batch_splits",
 ]
-# means that freed memory after a failed allocation; the end of a load is not counted, because nothing was dropped
+# remedies that freed memory after a failed allocation; the end of a load is not counted, because no model or output was
+# dropped
 Relief = Literal["cache_clears", "evictions_triggered", "load_ended"]
 
 
@@ -54,8 +55,8 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 
-# oneDNN up to 3.13 keeps the error of its code generator per thread and never clears it (its pull request 5907 does).
-# After one failed allocation every primitive of a new shape fails on that thread, however much memory is free.
+# oneDNN up to 3.13 stores the error of its code generator per thread and never clears it (its pull request 5907 clears
+# it). After one failed allocation, every primitive of a new shape fails on that thread, even with free memory.
 class ThreadState(threading.local):
     """State of the calling thread. `is_unusable`: oneDNN refused a primitive on this thread."""
 
@@ -68,7 +69,7 @@ thread_state = ThreadState()
 def on_usable_thread(
     work: Callable[Arguments, Result], *arguments: Arguments.args, **named: Arguments.kwargs
 ) -> Result:
-    """Call `work` on this thread, or on a new thread if this one is unusable. Raises what `work` raises."""
+    """Call `work` on this thread, or on a new thread if this one is unusable. Raises the errors of `work`."""
     if thread_state.is_unusable:
         return on_new_thread(work, *arguments, **named)
     try:
@@ -79,7 +80,7 @@ def on_usable_thread(
 
 
 def ran_out(error: RuntimeError | MemoryError) -> bool:
-    """Return whether this error of a pass on this thread says that memory ran out. Record whether the thread stays
+    """Return whether this error of a pass on this thread means that memory ran out. Record whether the thread remains
     usable.
     """
     thread_state.is_unusable = is_primitive_refused(error)
@@ -87,8 +88,8 @@ def ran_out(error: RuntimeError | MemoryError) -> bool:
 
 
 def on_new_thread(work: Callable[Arguments, Result], *arguments: Arguments.args, **named: Arguments.kwargs) -> Result:
-    """Call `work` on a new thread, with this thread's inference mode and number of torch threads. Raises what `work`
-    raises. If there is no room for the thread, raises a RuntimeError for which `is_out_of_memory` is true.
+    """Call `work` on a new thread, with this thread's inference mode and number of torch threads. Raises the errors of
+    `work`. If there is no memory for the thread, raises a RuntimeError for which `is_out_of_memory` is true.
     """
     results: list[Result] = []
     errors: list[BaseException] = []
@@ -106,7 +107,8 @@ def on_new_thread(work: Callable[Arguments, Result], *arguments: Arguments.args,
     thread.start()
     thread.join()
     if errors:
-        raise errors.pop()  # pop, so that nothing holds the error here: its frames hold the tensors of a failed pass
+        # pop removes the reference to the error: the frames of the error refer to the tensors of a failed pass
+        raise errors.pop()
     return results.pop()
 
 
@@ -120,13 +122,13 @@ def halved(items: Items) -> tuple[Items, Items]:
 
 
 def exhausted() -> ResourceExhausted:
-    """Return the error of an item that does not fit alone."""
+    """Return the error of an item that does not fit into memory, even without other items."""
     return ResourceExhausted("the device has too little memory for this item alone", reason="out_of_memory")
 
 
 @dataclass(frozen=True)
 class OomRecovery:
-    """Remedies of one device. `make_room` frees memory and returns the means, None if there is none. `count` is called
+    """Remedies of one device. `make_room` frees memory and returns the remedy, None if there is none. `count` is called
     for each remedy.
     """
 
@@ -148,7 +150,7 @@ class OomRecovery:
         that does not fit alone.
 
         `learn` is called for each part, with whether it fitted. `is_tried`: the caller already ran the work on all
-        items, and memory ran out. Raises what `work` raises, other than running out of memory.
+        items, and memory ran out. Raises the errors of `work`, except a lack of memory.
         """
         refused = 0
 
@@ -173,7 +175,7 @@ class OomRecovery:
         *,
         is_tried: bool = False,
     ) -> bool:
-        """Do the work of `run`. Return whether memory ran out meanwhile."""
+        """Do the work of `run`. Return whether memory ran out in it."""
         if not len(items):
             return False
         tries = 0
@@ -203,8 +205,8 @@ class OomRecovery:
 
     @staticmethod
     def _fits(work: Callable[[Items], None], items: Items) -> bool:
-        # A separate function: after it returns, nothing holds the tensors of a failed pass. The traceback of an error
-        # that is being handled would hold them.
+        # This is a separate function: after it returns, no frame refers to the tensors of a failed pass.
+        # Inside an `except` block, the traceback would still refer to these tensors.
         try:
             on_usable_thread(work, items)
         except (RuntimeError, MemoryError) as error:

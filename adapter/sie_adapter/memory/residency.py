@@ -1,14 +1,14 @@
-"""The loaded models of this process, and how memory is freed for others.
+"""Loaded models of this process, and eviction of models to free memory for others.
 
-    EnsureReady ──► loaded already? ──► one load per model, however many ask ──► warm-up ──► resident
+    EnsureReady ──► loaded already? ──► one load per model, for any number of callers ──► warm-up ──► resident
                                           └─ before it: evict models while memory would be above the threshold
     after a batch, and at a Ping that permits it ──► evict models while memory is above the threshold
     out of memory in a batch ──► make_room: evict one model, whatever the threshold says, or wait for a load to end
-    out of memory in a load ──► once more, alone ──► evict one model, and again
+    out of memory in a load ──► load alone ──► evict one model, and load again
     before any model is evicted: drop cached outputs that can be computed again (`tower_outputs`)
 
 The sidecar decides which models may be evicted. Each request carries its own permission, an ordered list of models, and
-its reply names the evicted models. Nothing is kept between requests.
+its reply names the evicted models. The adapter stores no permission between requests.
 
 `ResidentModels` owns the state and guards it with one lock, which is never held during a load or a forward pass.
 """
@@ -40,7 +40,7 @@ _logger = logging.getLogger("sie.adapter")
 
 
 class LoadedWeights(Protocol):
-    """Attributes of a loaded family that the process reads, besides its passes."""
+    """Attributes of a loaded family that the process reads, in addition to the methods for passes."""
 
     tokenizer: bytes
     memory_bytes: int
@@ -71,7 +71,7 @@ class Resident:
 
     @property
     def fingerprint(self) -> str:
-        """Return the fingerprint of the entry that is served now. It is cached, since every batch reads it."""
+        """Return the fingerprint of the entry in use. It is cached, since every batch reads it."""
         if self._fingerprinted is not self.resolved:
             entry, load = self.resolved.entry, self.resolved.load
             self._fingerprint = fingerprint(entry, load, self.weights.precision, self.weights.engine_choice.engine)
@@ -79,7 +79,7 @@ class Resident:
         return self._fingerprint
 
     def describe(self, now_s: float) -> LoadedModel:
-        """Return the model as a message of the wire."""
+        """Return the model in the form of its wire message."""
         entry, weights = self.resolved.entry, self.weights
         return LoadedModel(
             self.model,
@@ -100,11 +100,11 @@ class Resident:
 
 
 def same_weights(old: Resolved, new: Resolved) -> bool:
-    """Return whether the weights loaded for `old` serve `new` as well."""
+    """Return whether the weights loaded for `old` can be used for `new` as well."""
 
     def facts(resolved: Resolved) -> bytes:
         entry = resolved.entry
-        # a family also keeps the values of these fields: its heads, how rows are made, and its own limits
+        # a family also stores values from these fields: its heads, its rows, and its own limits
         retained = [entry.head, entry.pair, entry.run.pooling, entry.run.parameters]
         return msgspec.json.encode(
             [entry.id, entry.weights, entry.family, entry.max_tokens, entry.outputs, resolved.load, *retained],
@@ -116,11 +116,11 @@ def same_weights(old: Resolved, new: Resolved) -> bool:
 
 @dataclass
 class Permission:
-    """Models that may be evicted for one request: those of `may_drop`, in that order. Created at the start of the
-    request: a model that was used after that stays.
+    """Models that may be evicted for one request: the models in `may_drop`, in that order. It is created at the start
+    of the request: a model that was used after that time is not evicted.
 
-    `dropped`: the models evicted for the request so far. `has_shed`: cached outputs were dropped for it; this happens
-    only once, since the request computes some of them again.
+    `dropped`: the models evicted for the request so far. `has_shed`: cached outputs were dropped for the request. This
+    happens only once, since the request computes some of them again.
     """
 
     may_drop: tuple[str, ...]
@@ -135,9 +135,9 @@ class Permission:
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Memory that the models share. `held(n)` returns the use of the device's memory with n bytes more. `give_back`
-    returns memory that the allocator only keeps to the device. Models are evicted while more than `threshold_percent`
-    is held. `shed` drops cached outputs that can be computed again, and returns whether there were any.
+    """Memory of all models. `held(n)` returns the use of the device's memory with n bytes more. `give_back` returns
+    free memory of the allocator to the device. Models are evicted while more than `threshold_percent` is in use. `shed`
+    drops cached outputs that can be computed again, and returns whether there were any.
     """
 
     held: Callable[[int], MemoryUse]
@@ -150,9 +150,9 @@ class DeviceMemory:
         return self.held(more_bytes).percent > self.threshold_percent
 
     def fits(self, more_bytes: int) -> bool:
-        """Return whether a cache may take `more_bytes` bytes more: up to the middle between the threshold, which the
-        loaded models may reach, and all of the memory. Cached outputs, and memory that the allocator only keeps, are
-        freed first.
+        """Return whether a cache may use `more_bytes` bytes more. The limit is the middle between the threshold, which
+        the loaded models may reach, and all of the memory. Cached outputs, and free memory of the allocator, are freed
+        first.
         """
         limit_percent = (self.threshold_percent + 100.0) / 2
         if self.held(more_bytes).percent > limit_percent:
@@ -162,13 +162,12 @@ class DeviceMemory:
 
 
 class ResidentModels:
-    """The loaded models of this process. Every method may be called from any thread.
+    """Loaded models of this process. Thread-safe.
 
-    `load` turns a resolved entry into weights and raises ModelLoadFailed. `needed_bytes` returns beforehand the bytes
-    that the weights will take, and fetches their files if necessary. `warm_up` runs the weights once, returns the peak
-    of the activations in bytes, and raises as `load` does.
-    A model is evicted only while memory is above the threshold, or to end a shortage; only by a request that permits
-    it; and only while no batch runs on it.
+    `load` turns a resolved entry into weights and raises ModelLoadFailed. `needed_bytes` returns the bytes of the
+    weights before a load, and fetches their files if necessary. `warm_up` runs the weights once, returns the peak of
+    the activations in bytes, and raises the same errors as `load`. A model is evicted under three conditions: memory is
+    above the threshold or has run out, the request permits it, and no batch runs on the model.
     """
 
     def __init__(
@@ -182,8 +181,8 @@ class ResidentModels:
         ended: Callable[[Resolved], None] = lambda _: None,
         count: Callable[[str, Remedy], None] = lambda model, remedy: None,
     ) -> None:
-        """`count` is called, by model, for each remedy of a load that ran out of memory. `ended` is called at the end
-        of each load, successful or not.
+        """Create the object without models. `count` is called, by model, for each remedy of a load that ran out of
+        memory. `ended` is called at the end of each load, successful or not.
         """
         self._load = load
         self._memory = memory
@@ -196,20 +195,21 @@ class ResidentModels:
         self._loading = SharedLock()
         self._residents: dict[str, Resident] = {}
         self._loads: dict[str, Future[None]] = {}
-        self._arriving: dict[str, int] = {}  # bytes of weights of loads that have begun, by model
+        self._arriving: dict[str, int] = {}  # bytes of weights of running loads, by model
         self._relieve_due_s = 0.0
 
     def permission(self, may_drop: tuple[str, ...] = ()) -> Permission:
-        """Return the permission of a request that begins now."""
+        """Return the permission to evict of a request that begins now."""
         return Permission(may_drop, self._clock())
 
     def ensure(
         self, model: str, entry: ModelEntry, profile: str = "default", permission: Permission | None = None
     ) -> Resident:
-        """Return the resident `model`; load it if it is not there or needs other weights. `permission` records the
-        models that were unloaded for it, also if this raises.
+        """Return the resident `model`; load it if it is not loaded or needs other weights. `permission` records the
+        models that were unloaded for it, even if this method raises.
 
-        Raises ModelLoadFailed: class OOM and reason no_room if it cannot fit beside the models that have work.
+        Raises ModelLoadFailed: class OOM and reason no_room if the model does not fit in addition to the models that
+        have work.
         """
         permission = permission or self.permission()
         resolved = Catalogue.resolve_profile(entry, profile, model)
@@ -218,7 +218,7 @@ class ResidentModels:
                 resident = self._residents.get(model)
                 if resident is not None and same_weights(resident.resolved, resolved):
                     resident.resolved = resolved
-                    # so that an older permission does not evict a model that is asked for now
+                    # with this time, an older permission does not evict a model that is requested now
                     resident.last_used_s = self._clock()
                     return resident
                 pending = self._loads.get(model)
@@ -270,10 +270,10 @@ class ResidentModels:
             self._collect()
 
     def relieve(self, permission: Permission) -> None:
-        """Drop models while memory is above the threshold. Checks at most once a second for all callers.
+        """Drop models while memory is above the threshold. The check runs at most once per second for all callers.
 
-        The bytes of a running load are not added: that load made its own room, and the bytes that it has taken already
-        count as held. Adding them again would evict other models for nothing.
+        The bytes of a running load are not added: this load freed its own memory, and its allocated bytes already count
+        as used. If they were added again, other models would be evicted without need.
         """
         with self._lock:
             now_s = self._clock()
@@ -283,18 +283,18 @@ class ResidentModels:
         self._evict_above_threshold(0, permission)
 
     def make_room(self, permission: Permission) -> Relief | None:
-        """Free memory after a failed allocation: drop cached outputs, else evict the next model that may go, else wait
-        for the end of a load that takes memory meanwhile. Return the means, None if there is none.
+        """Free memory after a failed allocation: drop cached outputs, else evict the next permitted model, else wait
+        for the end of a running load. Return the remedy, None if there is none.
         """
         if self._shed(permission):
             return "cache_clears"
         if self._evict_next(permission, "an allocation failed"):
             return "evictions_triggered"
         with self._lock:
-            # only loads with known bytes: a load that still fetches its files holds no memory, and may take minutes
+            # only loads with known bytes: a load that still fetches its files uses no memory, and may take minutes
             pending = next((self._loads[model] for model in self._arriving), None)
         if pending is not None:
-            pending.exception()  # only wait; the requests that asked for the load handle its failure
+            pending.exception()  # only wait; the requests for this load handle its failure
         return "load_ended" if pending is not None else None
 
     def describe(self) -> tuple[LoadedModel, ...]:
@@ -319,9 +319,9 @@ class ResidentModels:
             )
 
     def _loaded_in_any_room(self, model: str, resolved: Resolved, permission: Permission) -> Resident:
-        """Load a model, with remedies if memory runs out. While it loads, a model takes more than it holds afterwards:
-        for a mapped file, the copy too. A load that ran out of memory beside other loads is tried again alone before
-        any model is evicted for it. Otherwise loads could evict each other's models for ever.
+        """Load a model, with remedies if memory runs out. During a load, a model needs more memory than afterwards: for
+        a mapped file, it needs the copy too. If a load ran out of memory while other loads ran, it is tried again
+        alone, before any model is evicted for it. Otherwise loads could evict each other's models for ever.
         """
         with self._loading.shared() as share:
             loaded = self._loaded_or_oom(model, resolved)
@@ -350,7 +350,7 @@ class ResidentModels:
         except ModelLoadFailed as error:
             if error.extras.get("error_class") != "OOM":
                 raise
-            # a copy, since the frames of the original error hold the tensors that did not fit
+            # a copy, since the frames of the original error refer to the tensors that did not fit
             return SIEError.from_info(error.info())
 
     def _loaded(self, model: str, resolved: Resolved) -> Resident:
@@ -374,8 +374,8 @@ class ResidentModels:
     def _evict_above_threshold(self, more_bytes: int, permission: Permission) -> None:
         if not self._memory.is_short(more_bytes):
             return
-        # free first the memory that needs no unload of another model: cached outputs, memory that the allocator only
-        # keeps, and a model that was released while a batch ran on it
+        # first free memory for which no other model must be unloaded: cached outputs, free memory of the allocator, and
+        # a model that was released while a batch ran on it
         self._memory.shed()
         self._collect()
         why = f"device memory is above {self._memory.threshold_percent:g} %"
@@ -383,7 +383,7 @@ class ResidentModels:
             pass
 
     def _evict_next(self, permission: Permission, why: str) -> bool:
-        """Evict the first model of the permission that no batch uses. Return False if there is none."""
+        """Evict the first model of the permission that no batch uses. Return False if there is no such model."""
         with self._lock:
             victim = next((name for name in permission.may_drop if self._is_evictable(name, permission)), None)
             if victim is None:

@@ -8,14 +8,14 @@ from collections.abc import Iterator
 
 
 class Share:
-    """A shared hold of the lock. `was_alone`: the lock had no second holder during the hold; set at its end."""
+    """A shared hold of the lock. `was_alone`: there was no second holder during the hold; set when the hold ends."""
 
     was_alone = True
 
 
 class SharedLock:
-    """Lock that many shared holders or one exclusive holder may hold. May be used from any thread. A waiting exclusive
-    holder goes before later holders.
+    """Lock with many shared holders or one exclusive holder. Thread-safe. A waiting exclusive holder has priority over
+    later holders.
     """
 
     def __init__(self) -> None:

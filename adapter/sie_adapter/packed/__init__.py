@@ -1,1 +1,1 @@
-"""Transformers on packed sequences: no padding, attention by sequence lengths, and the layers that families share."""
+"""Transformers on packed sequences: no padding, attention by sequence lengths, and layers that several families use."""

@@ -1,12 +1,12 @@
 """Attention over packed sequences, registered with transformers' attention interface.
 
-    model(..., sie_bounds=, sie_layout=) ──► packed_attention, once a layer ──► one opaque op ──► a kernel per group of
-    sequences
+    model(..., sie_bounds=, sie_layout=) ──► packed_attention, once per layer ──► one opaque op ──► a kernel per group
+    of sequences
 
-The bounds of the sequences are tensor keyword arguments of `model(...)`. So threads share nothing, and a compiled graph
-sees one op. The registered mask function builds no mask: it passes the model's request on to the attention function. In
-a trial pass (`sie_trial`) the attention function compares the requested mask with the pattern that it computes. A mask
-that is not causal, bidirectional or a window of these does not run packed.
+The bounds of the sequences are tensor keyword arguments of `model(...)`. So threads have no common state, and a
+compiled graph has one op. The registered mask function builds no mask: it passes the model's request to the attention
+function. In a trial pass (`sie_trial`) the attention function compares the requested mask with the pattern that it
+computes. A mask that is not causal, bidirectional or a window of these does not run packed.
 """
 
 from __future__ import annotations
@@ -25,13 +25,12 @@ from torch import Tensor
 from sie_adapter.packed.packing import Int64, PackedBatch
 
 IMPLEMENTATION = "sie_packed"
-FAR = 1 << 30  # stands for a window side without a limit
-# Scores of one block on a CPU: they fit the second-level cache. With more of them, each pass over the scores waits for
-# memory.
+FAR = 1 << 30  # value for a side of a window without a limit
+# scores of one block on a CPU: they fit the second-level cache. With more scores, each pass over them waits for memory.
 _BLOCK_SCORES = 1 << 18
 _BLOCK_SCORES_ELSEWHERE = 1 << 25  # scores of one block on a GPU, which computes them all at once; 128 MB in float32
-# Least length of a row of scores: one vector register. Softmax sums a shorter row number by number, which took eight
-# times as long.
+# smallest length of a row of scores: one vector register.
+# Softmax sums a shorter row number by number, which took eight times as long.
 _SOFTMAX_ROW = 16
 
 
@@ -40,13 +39,13 @@ class Kernel(IntEnum):
 
     SDPA = 0  # torch's fused kernel, sequences of equal length
     BLOCKS = 2  # matrix products over blocks of queries, sequences of equal length, any window
-    REFERENCE = 3  # one sequence after the other, by the definition of attention
+    REFERENCE = 3  # computes one sequence after the other, by the definition of attention
     VARLEN = 4  # torch's variable-length kernel, all sequences at once, CUDA
     FLASH = 5  # flash_attn_varlen_func, all sequences at once, CUDA
 
 
 class AttentionUnsupported(Exception):
-    """Error of a model that needs an attention which the packed path does not compute. It must run padded."""
+    """Raised for a model with an attention that the packed path cannot compute. The model must run padded."""
 
 
 @dataclass(frozen=True)
@@ -59,13 +58,13 @@ class MaskPattern:
 
 @dataclass(frozen=True)
 class MaskRequest:
-    """Request to the mask interface. It reaches the attention function in the place of a mask."""
+    """Request to the mask interface. The attention function gets it instead of a mask."""
 
     allows: Callable[..., Any]  # transformers' mask_function: (batch, head, query, key) -> bool
     local_size: int | None
 
     def pattern(self) -> MaskPattern:
-        """Evaluate the mask function and return its pattern. Raises AttentionUnsupported for a mask without such a
+        """Evaluate the mask function and return its pattern. Raises AttentionUnsupported for a mask without a supported
         pattern.
         """
         size = min(4 * (self.local_size or 0) + 256, 16384)
@@ -96,7 +95,9 @@ class Trial:
         self.calls += 1
 
     def edge(self) -> int:
-        """Return the `sie_edge` for every pass of this model. Raises AttentionUnsupported if its layers differ."""
+        """Return the `sie_edge` for every pass of this model. Raises AttentionUnsupported if its layers have different
+        edges.
+        """
         if len(self.edges) > 1:
             raise AttentionUnsupported(f"windows whose masks show {sorted(self.edges)} keys more than the layers say")
         return next(iter(self.edges), 0)
@@ -135,9 +136,9 @@ def packed_attention(
     width].
 
     Returns [1, tokens, heads, width]. Raises AttentionUnsupported for an unknown keyword that is not None, since it
-    would change the numbers. Windows are those of transformers' flash attention path: `sliding_window` counts the token
-    itself, and reaches to both sides if the attention is not causal. The mask decides in the end, as in stock eager and
-    sdpa: `sie_edge` is the number of keys on a side that the mask shows beyond `sliding_window`.
+    would change the numbers. Windows are defined as in transformers' flash attention path: `sliding_window` counts the
+    token itself, and extends to both sides if the attention is not causal. If the mask differs, the mask is right, as
+    in stock eager and sdpa: `sie_edge` is the number of keys on a side that the mask shows beyond `sliding_window`.
     """
     unsupported = [name for name, value in options.items() if value is not None]
     if unsupported or dropout:
@@ -154,7 +155,8 @@ def packed_attention(
         elif shown != pattern:
             raise AttentionUnsupported(f"a layer computes {pattern} and its mask says {shown}")
         sie_trial.called()
-    # torch's dispatch of an operator written in Python is host time of every layer: only a compiler needs the operator
+    # torch's dispatch of an operator written in Python costs host time in every layer, so the operator is used only
+    # while compiling
     attend = torch.ops.sie.packed_attention if torch.compiler.is_compiling() else _attend
     output = attend(
         query[0].transpose(0, 1),
@@ -234,12 +236,12 @@ def _attend_in_blocks(
     for start in range(0, length, block):
         stop = min(length, start + block)
         low, high = max(0, start - pattern.left), min(visible, stop + pattern.right)
-        if low >= high:  # no visible key lies within the window
+        if low >= high:  # the window contains no visible key
             output[:, :, start:stop] = 0
             continue
         scores = torch.baddbmm(empty, query[:, start:stop], key[:, low:high].transpose(1, 2), beta=0, alpha=scale)
-        # float32 is also faster: the bfloat16 softmax of a CPU takes five times as long unless 32 divides the length of
-        # a row
+        # float32 is also faster: the bfloat16 softmax of a CPU takes five times as long if the length of a row is not a
+        # multiple of 32
         scores = scores.float()
         if high - low < _SOFTMAX_ROW:
             scores = F.pad(scores, (0, _SOFTMAX_ROW - high + low), value=-math.inf)
@@ -251,14 +253,14 @@ def _attend_in_blocks(
 
 
 def _shares(scores: Tensor, *, may_be_blind: bool) -> Tensor:
-    """Return the softmax. A query that sees no key gets zeros, as in torch's own kernels."""
+    """Return the softmax. A query without visible keys gets zeros, like in torch's own kernels."""
     shares = torch.softmax(scores, -1)
     return shares.nan_to_num(0.0) if may_be_blind else shares
 
 
 def _hidden(start: int, stop: int, low: int, high: int, pattern: MaskPattern, device: torch.device) -> Tensor | None:
-    """Return which of the keys from `low` to `high` the queries from `start` to `stop` do not see, bool [queries,
-    keys]; None if they see all keys.
+    """Return which of the keys from `low` to `high` the queries from `start` to `stop` must not attend to, bool
+    [queries, keys]; None if they attend to all keys.
     """
     if stop - 1 - low <= pattern.left and high - 1 - start <= pattern.right:
         return None
@@ -332,7 +334,7 @@ _VARLEN: dict[int, Callable[[Tensor, Tensor, Tensor, Tensor, int, float, MaskPat
 
 
 def layout_of(kernel: Kernel, packed: PackedBatch) -> Int64:
-    """Return the layout that the attention op reads, int64 [groups, 5]: first token, sequences, (longest) length,
+    """Return the layout for the attention op, int64 [groups, 5]: first token, number of sequences, (longest) length,
     visible tokens, kernel.
     """
     if kernel >= Kernel.VARLEN:
@@ -346,7 +348,7 @@ def layout_of(kernel: Kernel, packed: PackedBatch) -> Int64:
 
 
 def register() -> None:
-    """Register the implementation with transformers. A second call changes nothing."""
+    """Register the implementation with transformers. A second call has no effect."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 

@@ -18,8 +18,8 @@ Backend = Literal["flash_attention_2", "sdpa", "eager"]
 
 @dataclass(frozen=True)
 class AttentionFacts:
-    """Facts that decide the attention backend. `capability`: the compute capability of CUDA, (0, 0) without CUDA.
-    `flash_lacks`: why the package flash-attn cannot be used; an empty string if it can.
+    """Facts that determine the attention backend. `capability`: the compute capability of CUDA, (0, 0) without CUDA.
+    `flash_lacks`: the reason why the package flash-attn cannot be used; an empty string if it can.
     """
 
     device_type: str
@@ -35,8 +35,8 @@ def attention_facts(device: torch.device, dtype: torch.dtype) -> AttentionFacts:
     return AttentionFacts(
         device_type=device.type,
         capability=capability,
-        # flash-attn is imported, since a package that was built for another torch is installed but unusable; without
-        # CUDA nothing would use the package
+        # flash-attn is imported as a test, since a package that was built for another torch is installed but unusable;
+        # without CUDA, no code would use the package
         flash_lacks=flash_import() if device.type == "cuda" else "the device is no GPU of NVIDIA",
         varlen_present=importlib.util.find_spec("torch.nn.attention.varlen") is not None,
         is_16_bit=dtype.itemsize == 2,
@@ -44,8 +44,8 @@ def attention_facts(device: torch.device, dtype: torch.dtype) -> AttentionFacts:
 
 
 def resolve_attention(requested: str, facts: AttentionFacts) -> tuple[Backend, str]:
-    """Return the backend, and the reason. `auto` means flash_attention_2 if the machine has all that it needs, else
-    sdpa. A request that the machine cannot fulfil becomes sdpa.
+    """Return the backend, and the reason. `auto` means flash_attention_2 if the machine meets all its requirements,
+    else sdpa. A request that the machine cannot fulfil becomes sdpa.
     """
     lacks = _flash_lacks(facts)
     if requested == "eager":
@@ -71,14 +71,14 @@ def _flash_lacks(facts: AttentionFacts) -> str:
 
 @functools.cache
 def flash_import() -> str:
-    """Return why flash-attn cannot be imported; an empty string if it can."""
+    """Return the reason why flash-attn cannot be imported; an empty string if it can."""
     try:
         importlib.import_module("flash_attn")
     except ModuleNotFoundError as error:
         if error.name == "flash_attn":
             return "the package flash-attn is not installed"
         return f"the package flash-attn is installed and needs {error.name}"
-    # an extension that was built for another torch raises these
+    # an extension built for another torch raises these errors
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
         text = " ".join(str(error).split())
         return f"the package flash-attn is installed and cannot be imported: {type(error).__name__}: {text[:200]}"

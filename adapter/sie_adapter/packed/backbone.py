@@ -1,7 +1,7 @@
 """Packed engine: runs one transformers model, from token ids to one hidden state per token.
 
 A trial decides whether a model runs packed. The model must call the attention interface with a plain mask, and its
-packed states must equal its padded states. Otherwise it runs padded on its stock attention, which is logged.
+packed states must equal its padded states. Otherwise it runs padded on its stock attention, and this is logged.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _logger = logging.getLogger("sie.adapter")
 # tokens of each sequence of a trial; the longest exceeds the local window of ModernBERT
 _TRIAL_LENGTHS = (3, 17, 40, 40, 140)
 _LORA_LENGTHS = (8, 24)
-_TRIAL_COSINE = {torch.float32: 0.9999}  # least cosine of a token's states; for 16 bits _TRIAL_COSINE_16
+_TRIAL_COSINE = {torch.float32: 0.9999}  # smallest cosine of a token's states; for 16 bits, see _TRIAL_COSINE_16
 _TRIAL_COSINE_16 = 0.99
 _TRIAL_COSINE_INT8 = 0.95
 _BACKENDS = {Kernel.FLASH: "flash_attention_2", Kernel.REFERENCE: "eager"}
@@ -46,10 +46,9 @@ _PADDED_WASTE = 1.25  # largest ratio of padded positions to tokens
 
 
 class StateRunner(Protocol):
-    """Engine other than torch, with the weights of one model. `run` may be called on several threads at once.
+    """Engine other than torch, with the weights of one model. Several threads may call `run` at once.
 
-    `attention`: the name of its attention, for reports. `memory_bytes`: bytes that it takes of the memory that models
-    share.
+    `attention`: the name of its attention, for reports. `memory_bytes`: bytes of device memory in use.
     """
 
     attention: str
@@ -59,19 +58,21 @@ class StateRunner(Protocol):
         """Return the states of the last layer, [tokens, width], in packed order."""
 
     def places(self, packed: PackedBatch) -> slice | Int64:
-        """Return the tokens for which `run` gives states."""
+        """Return the positions of the tokens whose states `run` returns."""
 
     def close(self) -> None:
-        """End the engine. Must not be called during a pass. An engine without references ends by itself."""
+        """End the engine. Must not be called during a pass. An engine without references also ends when it is
+        garbage-collected.
+        """
 
 
 class Backbone:
-    """Transformers model without its head. `forward` may run on several threads at once, under inference mode.
+    """Transformers model without its head. Several threads may call `forward` at once, under inference mode.
 
     `vocabulary`: all ids are below this number. `width`: the width of a hidden state. `crossover_tokens`: the length of
     a sequence at which attention takes as long as all other layers, by the model's configuration (`costs`).
-    `positions`: the length of the longest sequence, None without a limit. `attention`: the backend in use; `padded`
-    follows its name if the model runs on padded batches.
+    `positions`: the length of the longest sequence, None if there is no limit. `attention`: the backend in use;
+    `padded` follows its name if the model runs on padded batches.
     """
 
     def __init__(
@@ -82,25 +83,27 @@ class Backbone:
         more_samples: int = 0,
         server: Callable[[], StateRunner] | None = None,
     ) -> None:
-        """Take the model over: its attention is replaced, and on a CPU its linear layers.
+        """Prepare the model: its attention is replaced, and on a CPU also its linear layers.
 
-        `more_samples`: number of short sequences that the trial of the packed path has in addition. `server` starts the
-        engine sglang, and raises SglangNotStarted. Raises Unserved if sglang does not serve the model, or
-        ModelLoadFailed if the entry demands sglang.
+        `more_samples`: number of additional short sequences in the trial of the packed path. `server` starts the engine
+        sglang, and raises SglangNotStarted. Raises Unserved if sglang cannot run the model, or ModelLoadFailed if the
+        entry demands sglang.
         """
         attention.register()
-        model.config.use_cache = False  # set here, since the part of a larger model has a configuration of its own
+        # set on this configuration, since a part of a larger model has a separate configuration
+        model.config.use_cache = False
         self._model = model
         self._compute = compute
         self._max_tokens = max_tokens
         self._lengths = (*_TRIAL_LENGTHS, *(12 + number % 13 for number in range(more_samples)))
         self._pad = model.config.pad_token_id or 0
-        self._stock = model.config._attn_implementation  # the implementation that was loaded; not every class has sdpa
+        # attention implementation of the loaded model; not every class supports sdpa
+        self._stock = model.config._attn_implementation
         self._edge = 0
         _check_rotary(model, max_tokens)
         self._numbering = _numbering(model)
         self._runner: StateRunner | None = None
-        self._is_causal: bool | None = None  # measured before another engine took over; None without a measurement
+        self._is_causal: bool | None = None  # result before another engine replaced torch; None if it was not measured
         self._trial: tuple[PackedBatch, Tensor] | None = None
         self._kernel: Kernel | None = None
         self._graphs: PassGraphs | None = None
@@ -121,7 +124,7 @@ class Backbone:
                 self._settle_on_torch()
 
     def run_padded(self) -> None:
-        """Run on the model's own attention and padded batches from now on. This is for a model whose packed states are
+        """Use the model's own attention and padded batches from now on. This is for a model whose packed states are
         wrong. Must not be called during a pass.
         """
         self._kernel = None
@@ -157,8 +160,8 @@ class Backbone:
         return self._run(tokens, bounds, layout, position_ids=places, sie_trial=trial, **inputs)[:real]
 
     def _run(self, tokens: Tensor, bounds: Tensor, layout: Int64, **inputs: Any) -> Tensor:
-        """Return the states for `tokens`: ids, positions and, if there are any, token types, [rows, tokens]. `inputs`
-        stand in for those of the same name.
+        """Return the states for `tokens` [rows, tokens]: ids, positions and, if there are any, token types. Arguments
+        in `inputs` replace the arguments of the same name.
         """
         own = {} if "inputs_embeds" in inputs else {"input_ids": tokens[:1]}
         own |= {"position_ids": tokens[1:2]} | ({"token_type_ids": tokens[2:]} if len(tokens) > 2 else {})
@@ -187,12 +190,12 @@ class Backbone:
         features = _of_part(packed.features, packed.ids, part.tokens)
         inputs = self._inputs(to_device(part.ids, device), part.ids, features)
         hidden = self._model(**inputs, attention_mask=mask, **more)[0]
-        # index by places: with a mask, the host would wait for the device to count it
+        # index by positions: with a mask, the host would wait until the device has counted it
         return hidden.flatten(0, 1)[to_device(np.flatnonzero(part.real), device)]
 
     def _inputs(self, ids: Tensor, on_host: Int64, features: PlacedFeatures | None) -> dict[str, Any]:
-        """Return the inputs of the model: ids [.., tokens], or their embeddings with features in the places of the
-        image token.
+        """Return the inputs of the model: ids [.., tokens], or their embeddings with features instead of the image
+        tokens.
         """
         if features is None:
             return {"input_ids": ids}
@@ -210,8 +213,8 @@ class Backbone:
         }
 
     def _compile(self) -> None:
-        """Run as a graph from now on, without the weights of torch, if the graph's states equal those of the stock
-        path. Raises ModelLoadFailed if they do not and the entry demands the engine.
+        """Run as a graph from now on, without the weights of torch, if the graph's states equal the states of the stock
+        path. If they do not and the entry demands the engine, raises ModelLoadFailed.
         """
         sample = self.sample(self._lengths)
         reference = self.forward_padded(sample)
@@ -229,9 +232,9 @@ class Backbone:
         self._model.to("meta")
 
     def _hand_over(self, server: Callable[[], StateRunner]) -> None:
-        """Run on a server from now on, if its states equal those of the stock path. The weights of torch are dropped
-        before the server starts, since a GPU may not hold both copies. Raises Unserved if the server does not serve the
-        model, or ModelLoadFailed if the entry demands the engine.
+        """Run on a server from now on, if its states equal the states of the stock path. The weights of torch are
+        dropped before the server starts, since a GPU may not have memory for both copies. Raises Unserved if the server
+        cannot run the model, or ModelLoadFailed if the entry demands the engine.
         """
         sample = self.sample(self._lengths)
         reference = self.forward_padded(sample)
@@ -270,8 +273,8 @@ class Backbone:
                 self.use_graphs(cuda_recorder(self._compute.device))
 
     def use_graphs(self, recorder: Recorder | None) -> None:
-        """Replay small passes as graphs from now on, which `recorder` captures; None: run all passes eagerly. Must not
-        be called during a pass.
+        """Replay small passes as graphs from now on; `recorder` captures these graphs. None: run all passes eagerly.
+        Must not be called during a pass.
         """
         name, kernel, first = type(self._model).__name__, self._kernel, self._numbering.first
         self._graphs = None
@@ -335,8 +338,8 @@ class Backbone:
         return trial
 
     def is_causal(self) -> bool | None:
-        """Return whether the first token of a text ignores its last token. This is measured with the text alone and
-        beside a longer text; None if the two results differ.
+        """Return whether the first token of a text ignores its last token. The test runs the text alone and together
+        with a longer text; None if the two results differ.
         """
         if self._is_causal is not None:
             return self._is_causal
@@ -352,14 +355,14 @@ class Backbone:
         return bool(torch.equal(before, after))
 
     def sample(self, lengths: tuple[int, ...]) -> PackedBatch:
-        """Return packed sequences of random ids. None of them is the pad id, which stock code takes for padding."""
+        """Return packed sequences of random ids. No id is the pad id, because stock code treats it as padding."""
         counts = np.minimum(lengths, self._max_tokens).astype(np.int64)
         ids = np.random.default_rng(0).integers(0, self.vocabulary, int(counts.sum()), dtype=np.int32)
         ids[ids == self._pad] = (self._pad + 1) % self.vocabulary
         return self.pack(Items(counts, ids), np.arange(len(counts)))
 
     def sampled(self) -> Tensor:
-        """Return the states of two short sequences. They are the same each time, unless a LoRA acts."""
+        """Return the states of two short sequences. They are equal in each call, unless a LoRA is active."""
         return self._forward_eager(self.sample(_LORA_LENGTHS))
 
     @property
@@ -386,7 +389,7 @@ def _of_part(features: PlacedFeatures | None, ids: Int64, tokens: slice) -> Plac
 
 def _check_rotary(model: PreTrainedModel, max_tokens: int) -> None:
     """Raise ModelLoadFailed for rotary tables that stock code changes with the longest text of a pass: the states of a
-    text would depend on its batch mates and on other threads.
+    text would depend on other texts of its batch and on other threads.
     """
     parameters = getattr(model.config, "rope_parameters", None) or {}
     for module in model.modules():
@@ -410,8 +413,8 @@ def _crossover_tokens(config: PretrainedConfig) -> int:
 
 
 def _numbering(model: PreTrainedModel) -> Positions:
-    """Return how the model numbers positions. Models of RoBERTa's kind count from the pad id on; they are recognised by
-    the method that does so.
+    """Return the numbering of positions in the model. Models of RoBERTa's kind count from the pad id on; they are
+    recognised by the method for this numbering.
     """
     for module in model.modules():
         if hasattr(module, "create_position_ids_from_input_ids"):
@@ -420,7 +423,7 @@ def _numbering(model: PreTrainedModel) -> Positions:
 
 
 def evenly_long(lengths: Int64) -> Iterator[tuple[int, int]]:
-    """Yield runs of sequences, shortest first, whose padding stays within _PADDED_WASTE."""
+    """Yield ranges of sequences, shortest first, whose padding stays within _PADDED_WASTE."""
     start, real = 0, 0
     for stop, length in enumerate(lengths.tolist(), 1):
         if (stop - start) * length > _PADDED_WASTE * (real + length):

@@ -3,8 +3,8 @@
 Shown, of equal sizes ──► Tower: [images, 3, height, width], float ──► run
 Shown, of any sizes ──► GridTower: [patches, values], float, with the grid of each image ──► run
 
-Outputs of a tower are kept (`tower_outputs`) if an image may be read again with another text. On a CPU an image whose
-output is kept has a pass of its own, so that its bits do not depend on other images of the batch.
+Outputs of a tower are cached (`tower_outputs`) if an image may be read again with another text. On a CPU, an image
+whose output is cached has a separate pass, so that its bits do not depend on other images of the batch.
 """
 
 from __future__ import annotations
@@ -27,25 +27,26 @@ from sie_contracts.models.load_errors import load_failed
 from sie_store.folder_files import read_json
 
 PROCESSOR = "preprocessor_config.json"
-# Images or sounds in one pass of a tower. A CPU gains nothing from more; powers of two keep the number of sizes small.
+# images or sounds in one pass of a tower.
+# A CPU is not faster with more images per pass; powers of two keep the number of different sizes small.
 _PER_PASS = {"cpu": 8}
 _PER_PASS_ELSEWHERE = 64
-# Blocks of patches in one pass of a tower that takes any size. A larger image has a pass of its own; on a CPU each
-# image has one.
+# blocks of patches in one pass of a tower for images of any size.
+# A larger image has a separate pass; on a CPU, each image has one.
 _BLOCKS_PER_PASS = 16384
 
 
 def read_processor(folder: Path, part: str) -> dict[str, Any]:
     """Return the configuration of the `image_processor` or `feature_extractor` of a folder. It is a part of
-    processor_config.json, where transformers 5 writes it, else preprocessor_config.json; empty without either file.
+    processor_config.json, written by transformers 5, else preprocessor_config.json; empty if neither file exists.
     Source: transformers 5.23.
     """
     return read_json(folder / "processor_config.json").get(part) or read_json(folder / PROCESSOR)
 
 
 def processor_of(folder: Path, entry: ModelEntry, load: LoadOptions | None = None) -> tuple[Recipe, Normalisation]:
-    """Return the recipe and the normalisation of images, as the files define them, within the pixel bounds of `load`;
-    None stands for those of the entry. Raises ModelLoadFailed: NOT_FOUND without a configuration, INCOMPATIBLE for one
+    """Return the recipe and the normalisation of images from the files, within the pixel bounds of `load`; None means
+    the bounds of the entry. Raises ModelLoadFailed: NOT_FOUND without a configuration, INCOMPATIBLE for a configuration
     that cannot be reproduced.
     """
     config = read_processor(folder, "image_processor")
@@ -77,8 +78,8 @@ class _Levels:
 
 
 class Tower:
-    """Tower for images of one size. It reads them in passes through `run`, [images, 3, height, width] -> [images, ..],
-    in the precision of `compute`. `keeps`: whether outputs are kept.
+    """Tower for images of one size. It computes them in passes through `run`, [images, 3, height, width] -> [images,
+    ..], in the precision of `compute`. `keeps`: whether outputs are cached.
     """
 
     def __init__(
@@ -108,12 +109,12 @@ class Tower:
 
 
 def per_pass(compute: Compute) -> int:
-    """Return the number of images or sounds that a tower reads at once."""
+    """Return the number of images or sounds in one pass of a tower."""
     return _PER_PASS.get(compute.device.type, _PER_PASS_ELSEWHERE)
 
 
 def passes(images: int, most: int) -> Iterator[tuple[int, int]]:
-    """Yield the bounds of passes over images or sounds. Each pass has a power of two of them, at most `most`: a CPU
+    """Yield the bounds of passes over images or sounds. Their number in a pass is a power of two, at most `most`: a CPU
     keeps memory for each size that a pass has had.
     """
     start = 0
@@ -139,9 +140,9 @@ class Patches(NamedTuple):
 
 
 class GridTower:
-    """Tower for images of any size. It reads them in passes through `run`, which takes patches [patches, values] and
-    the grid of each image, int64 [images, 3]: frames, rows and columns of patches. `run` returns tensors [blocks,
-    width]. Patches are in the order of the image processors of Qwen2-VL: block by block. Outputs are kept.
+    """Tower for images of any size. It computes them in passes through `run`. Its arguments are patches [patches,
+    values] and the grid of each image, int64 [images, 3]: frames, rows and columns of patches. Its result is tensors
+    [blocks, width]. Patches are in the order of the image processors of Qwen2-VL: block by block. Outputs are cached.
     """
 
     def __init__(
@@ -163,7 +164,7 @@ class GridTower:
         return image.pixels.shape[0] // unit, image.pixels.shape[1] // unit
 
     def forward(self, images: Sequence[Shown]) -> list[Tensor]:
-        """Return the outputs of `run` for all blocks, in order, each tensor in one piece."""
+        """Return the outputs of `run` for all blocks, in order; each tensor is contiguous."""
         outputs = self._outputs.for_images(images, self._read)
         return [torch.cat(parts) for parts in zip(*outputs, strict=True)]
 
@@ -192,7 +193,8 @@ class GridTower:
         grids = [self.grid(image) for image in images]
         patches = [self._cut(image, *grid) for image, grid in zip(images, grids, strict=True)]
         blocks = sum(rows * columns for rows, columns in grids)
-        # a CPU keeps memory for each number of rows that a pass has had: an additional image keeps these numbers few
+        # a CPU keeps memory for each number of rows that a pass has had: an additional image reduces the number of
+        # different sizes
         more = missing(blocks) if self._compute.device.type == "cpu" else 0
         if more:
             grids.append((1, more))

@@ -1,11 +1,10 @@
 """Linear layers of a CPU with weights in the blocked order of oneDNN.
 
 Stock torch passes a float32 product to MKL, which is slow on CPUs of other vendors than Intel, and reorders a bfloat16
-weight on every call. With a weight that is reordered once, 64 rows from 384 to 1,536 took 287 us instead of 677 in
+weight on every call. If a weight is reordered only once, 64 rows from 384 to 1,536 took 287 us instead of 677 in
 float32, and 8 rows 34 us instead of 54 in bfloat16 (AMD EPYC with AVX512-BF16, one thread, torch 2.13). On an Intel
-Xeon with AMX the time was 0.9 to 1.1 of the stock time in float32, and 0.5 to 1.0 in bfloat16. Every layer that allows
-it is blocked. A choice by measured time could differ from one start to the next, and change the last bits of every
-vector.
+Xeon with AMX the time was 0.9 to 1.1 of the stock time in float32, and 0.5 to 1.0 in bfloat16. Every suitable layer is
+blocked. A choice by measured time could differ between two starts, and change the last bits of every vector.
 """
 
 from __future__ import annotations
@@ -42,9 +41,9 @@ class BlockedLinear(nn.Module):  # type: ignore[misc]  # the type checker skips 
         return torch.ops.mkldnn._linear_pointwise(states, self._blocked, self.bias, "none", [], "")
 
     def _in_few_sizes(self, states: Tensor) -> Tensor:
-        """Return the product, computed in parts of at most _CHUNK rows, each filled up to a power of two. oneDNN keeps
-        0.5 to 1 MB for every number of rows that a product had, 1 GB after 1,200 of them, which a limit on the
-        process's memory does not allow.
+        """Return the product, computed in parts of at most _CHUNK rows, each padded to a power of two. oneDNN keeps 0.5
+        to 1 MB for every number of rows that a product had: 1 GB after 1,200 different numbers, which is too much under
+        a limit on the process's memory.
         """
         rows = states.reshape(-1, self.in_features)
         output = rows.new_empty((len(rows), self.out_features))
@@ -59,7 +58,7 @@ def block_linears(model: nn.Module) -> int:
     """Replace the linear layers of `model` by blocked ones if these are exact enough. Returns the number of replaced
     layers.
 
-    No other references to the layers may exist. A layer whose weight is tied to an embedding is left alone.
+    No other references to the layers may exist. A layer whose weight is tied to an embedding is not replaced.
     """
     tied = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     layers = [
@@ -88,7 +87,7 @@ def _is_exact(layer: nn.Linear) -> bool:
         RuntimeError,
         AttributeError,
         TypeError,
-    ):  # these operators are no public API of torch: without them the stock layer is used
+    ):  # these operators are no public API of torch: if they do not exist, the stock layer is used
         return False
     error = (got - expected).abs().max() / expected.abs().max().clamp_min(1e-30)
     return bool(error <= _RELATIVE_ERROR[layer.weight.dtype])

@@ -1,8 +1,8 @@
-"""LoRAs of a loaded model: W x + (alpha / r) B A x on the layers that they name (arXiv 2106.09685). The weights of the
-base model never change.
+"""LoRAs of a loaded model: the layers that a LoRA names compute W x + (alpha / r) B A x (arXiv 2106.09685). The weights
+of the base model never change.
 
-    PEFT folder ──► pairs of matrices per layer ──► a trial: does it change the output? ──► kept; least recently used
-    is dropped first
+    PEFT folder ──► pairs of matrices per layer ──► a trial: does it change the output? ──► stored; the least
+    recently used LoRA is dropped first
 
 The active LoRA is a property of the computing thread, for one pass. So loading or dropping a LoRA does not affect a
 running pass.
@@ -31,8 +31,8 @@ from sie_store.folder_files import read_json
 Pairs = Mapping[str, tuple[Tensor, Tensor]]  # path of a layer -> A [r, in], scaled B [out, r]
 _PREFIX = "base_model.model."
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-# Fields of adapter_config.json that are supported, or that only describe the training. Any other field that is set
-# changes the numbers in a way that the two matrices do not.
+# fields of adapter_config.json that are supported, or that only describe the training.
+# Any other field changes the numbers in a way that the two matrices do not contain.
 _UNDERSTOOD = frozenset(
     {
         "task_type",
@@ -71,7 +71,7 @@ _ACTIVE = _Active()
 
 
 def lora_acts() -> bool:
-    """Return whether passes of this thread run with a LoRA."""
+    """Return whether passes of this thread use a LoRA."""
     return _ACTIVE.pairs is not None
 
 
@@ -95,10 +95,10 @@ class LoraLinear(nn.Module):  # type: ignore[misc]  # the type checker skips tor
 
 
 class ModelLoras:
-    """LoRAs of one model. Every method may be called from any thread.
+    """LoRAs of one model. Thread-safe.
 
-    `adapted` returns the model that they apply to. `run` makes a pass of it over a sample, the same each time; a LoRA
-    that does not change the output is refused.
+    `adapted` returns the model that they change. `run` runs a pass of this model over a sample, which is equal each
+    time; a LoRA that does not change the output is refused.
     """
 
     def __init__(self, adapted: Callable[[], nn.Module], compute: Compute, run: Callable[[], Tensor]) -> None:
@@ -108,10 +108,10 @@ class ModelLoras:
         self.leases: dict[str, Any] = {}  # leases on the files of loaded LoRAs, so that the files stay on the disk
 
     def load(self, name: str, folder: Path, most: int) -> str:
-        """Read and try a LoRA, unless it is loaded. `most`: the number of LoRAs that are kept. Returns the SHA-256 of
+        """Read and try a LoRA, unless it is loaded. `most`: the largest number of loaded LoRAs. Returns the SHA-256 of
         its files, in hex.
 
-        Raises LoraLoadFailed, which names what does not fit.
+        Raises LoraLoadFailed, which names the fault.
         """
         with self._lock:
             if name in self._kept:
@@ -171,8 +171,8 @@ class ModelLoras:
         return {path: self._scaled(name, path, layers[path], matrices, config) for path, matrices in halves.items()}
 
     def _resolved(self, path: str, layers: Mapping[str, Any]) -> str:
-        """Return the path of a layer in this model; an empty string if there is none. A LoRA may name the path in the
-        model that it was trained on, without the prefix of this model.
+        """Return the path of a layer in this model; an empty string if there is no such layer. A LoRA may have the path
+        in the model that it was trained on, without the prefix of this model.
         """
         prefix = f"{getattr(self._adapted(), 'base_model_prefix', '')}."
         bare = path.removeprefix("model.")
@@ -225,7 +225,7 @@ def _digest(folder: Path) -> str:
 
 
 def _check_config(name: str, config: Mapping[str, Any]) -> None:
-    """Raise LoraLoadFailed for a configuration that changes more numbers than the two matrices of each layer do."""
+    """Raise LoraLoadFailed for a configuration that changes weights other than the two matrices of each layer."""
     unsupported = sorted(
         key for key, value in config.items() if value and key not in {*_UNDERSTOOD, "bias", "init_lora_weights"}
     )

@@ -2,11 +2,11 @@
 
     lengths, ids (int32 bytes, item order) ──► Items ──► pack ──► PackedBatch (sequences by length, no padding,
     positions, bounds)
-    images, pixels ──► BatchFiles, those of each item
-    sounds, features ──► BatchFiles, the same
+    images, pixels ──► BatchFiles, the images of each item
+    sounds, features ──► BatchFiles, the sounds of each item
 
-Sequences are ordered by length, so that those of equal length lie side by side: a group of them is one view, without a
-copy. Numpy only.
+Sequences are ordered by length, so that sequences of equal length are adjacent: a group of them is one view, without a
+copy. The module uses only numpy.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from sie_contracts.media.sounds import Shape, SoundRecipe
 from sie_contracts.models.entries import Engine
 from sie_contracts.wire.ipc import IMAGE_KEY_BYTES
 
-# pairs (limit, step): a number up to the limit becomes a multiple of the step; the last step also applies above its
-# limit
+# pairs (limit, step): a number up to the limit is rounded up to a multiple of the step; the last step is also used
+# above its limit
 Steps = Sequence[tuple[int, int]]
-# Up to 64 tokens are not filled up: the added sequence took 1 ms of the 4.5 ms of a short text.
+# Up to 64 tokens, no sequence is added: it took 1 ms of the 4.5 ms of a short text.
 _STEPS: Steps = ((64, 1), (256, 16), (1024, 32), (2048, 64))
 UInt8 = NDArray[np.uint8]
 Float32 = NDArray[np.float32]
@@ -36,7 +36,7 @@ Int64 = NDArray[np.int64]
 
 
 class MalformedBatch(Exception):
-    """Error of a batch whose parts, such as its lengths and ids, do not belong together."""
+    """Error of a batch whose parts, such as its lengths and ids, contradict each other."""
 
 
 class Shown(NamedTuple):
@@ -57,7 +57,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class BatchFiles(Generic[T]):
-    """Images or sounds of a batch; those of one item lie side by side. `rows`: the item of each file, [files],
+    """Images or sounds of a batch; the files of one item are adjacent. `rows`: the item of each file, [files],
     ascending. `shown`: the files. `tokens`: the cost of each file in tokens, [files].
     """
 
@@ -80,7 +80,8 @@ class Items:
     """Token ids of a batch in item order. `lengths`: [items], `ids`: [sum of lengths].
 
     `types`: token types, [sum of lengths], None if all are 0. `visible`: the number of tokens of each item that are
-    attended to, counted from its first token, [items]; None if all are. `images`, `sounds`: None if no item has any.
+    attended to, counted from its first token, [items]; None if all tokens are. `images`, `sounds`: None if no item has
+    any.
     """
 
     lengths: Int64
@@ -137,8 +138,8 @@ def items(
 
 
 def images(places: bytes, pixels: bytes, recipe: Recipe | None, keys: bytes = b"") -> BatchFiles[Shown] | None:
-    """Decode the images of a batch, made by `recipe`, with their keys (`ipc.RunBatch.image_keys`). Returns None if the
-    batch has no images. Raises MalformedBatch.
+    """Decode the images of a batch, prepared by `recipe`, with their keys (`ipc.RunBatch.image_keys`). Returns None if
+    the batch has no images. Raises MalformedBatch.
     """
     if len(places) % 20:
         raise MalformedBatch("the places of images are int32 [images, 5], their bytes do not divide by 20")
@@ -167,7 +168,7 @@ def images(places: bytes, pixels: bytes, recipe: Recipe | None, keys: bytes = b"
 
 
 def sounds(places: bytes, features: bytes, recipe: SoundRecipe | None) -> BatchFiles[Heard] | None:
-    """Decode the sounds of a batch, made by `recipe`. Returns None if the batch has no sounds. Raises
+    """Decode the sounds of a batch, prepared by `recipe`. Returns None if the batch has no sounds. Raises
     MalformedBatch.
     """
     if len(places) % 16 or len(features) % 4:
@@ -188,10 +189,10 @@ def sounds(places: bytes, features: bytes, recipe: SoundRecipe | None) -> BatchF
 
 
 def expanded(batch: Items, minimums: Int64, filler: int, *, attended: bool) -> Items:
-    """Fill items up with `filler` ids to at least `minimums` tokens, [items]. The added tokens attend to the others;
-    with `attended` the others attend to them too.
+    """Pad items with `filler` ids to at least `minimums` tokens, [items]. The added tokens attend to the other tokens;
+    with `attended`, the other tokens attend to the added ones too.
 
-    If no item is filled up, `visible` stays None, since the kernels for all sequences at once do not support it.
+    If no item is padded, `visible` stays None, since the kernels for all sequences at once do not support it.
     """
     lengths = np.maximum(batch.lengths, minimums)
     ids = np.full(int(lengths.sum()), filler, np.int32)
@@ -203,7 +204,7 @@ def expanded(batch: Items, minimums: Int64, filler: int, *, attended: bool) -> I
 
 @dataclass(frozen=True)
 class Positions:
-    """Numbering of positions by an architecture: from `first` on. Models of RoBERTa's kind give an id equal to `pad`
+    """Numbering of positions in an architecture: from `first` on. Models of RoBERTa's kind give an id equal to `pad`
     the position `first - 1`.
 
     Source: transformers, RobertaEmbeddings.create_position_ids_from_input_ids.
@@ -214,8 +215,9 @@ class Positions:
 
 
 class PlacedFeatures(NamedTuple):
-    """Features in the place of each id `token`, in packed order. `values` [places, width] is a tensor on the device.
-    `deeper`: features that the first layers of the model add there, one tensor of the same shape for each layer.
+    """Features that replace each id `token`, in packed order. `values` [places, width] is a tensor on the device.
+    `deeper`: features that the first layers of the model add at these positions, one tensor of the same shape for each
+    layer.
     """
 
     token: int
@@ -227,21 +229,21 @@ class PlacedFeatures(NamedTuple):
 class PackedBatch:
     """Sequences side by side, shortest first. `order[i]` is the item of packed sequence i.
 
-    `padding`: positions without a token that the pass computed. `features`: features of images, for the places of their
-    tokens. `axes`: positions in time, height and width, for models that have three axes; None: each axis has
-    `positions`. `engine`: the engine that runs the pass; None: that of the model.
+    `padding`: computed positions without a token. `features`: features of images, for the positions of their tokens.
+    `axes`: positions in time, height and width, for models that have three axes; None: each axis has `positions`.
+    `engine`: the engine that runs the pass; None: the engine of the model.
     """
 
-    ids: Int64  # [tokens]
-    positions: Int64  # [tokens]
+    ids: Int64  # shape [tokens]
+    positions: Int64  # shape [tokens]
     bounds: Int32  # [sequences + 1], index of the first token of each sequence, then the end
     groups: Int64  # [groups, 4]: index of the first token, sequences, length, visible tokens
-    order: Int64  # [sequences]
-    types: UInt8 | None = None  # [tokens]
+    order: Int64  # shape [sequences]
+    types: UInt8 | None = None  # shape [tokens]
     visible: Int64 | None = None  # [sequences], None if every token is attended to
     padding: int = 0
     features: PlacedFeatures | None = None
-    axes: Int64 | None = None  # [3, tokens]
+    axes: Int64 | None = None  # shape [3, tokens]
     engine: Engine | None = None
 
     @cached_property
@@ -249,7 +251,7 @@ class PackedBatch:
         return np.diff(self.bounds).astype(np.int64)
 
     def filled(self, positions: int) -> None:
-        """Add positions to the count of padding: a pass computed them, but they hold no token."""
+        """Add positions to the count of padding: a pass computed them, but they contain no token."""
         self.padding += positions
 
 
@@ -281,7 +283,7 @@ def pack(batch: Items, chosen: Int64, numbering: Positions) -> PackedBatch:
 
 
 def _packed_alone(batch: Items, chosen: Int64, numbering: Positions) -> PackedBatch:
-    """Lay out a single item, with less Python than `pack`. That saves a twentieth of the time of one short text, such
+    """Lay out a single item, with less Python than `pack`. This saves a twentieth of the time of one short text, such
     as the query of a search box.
     """
     item = int(chosen[0])
@@ -306,9 +308,10 @@ def _packed_alone(batch: Items, chosen: Int64, numbering: Positions) -> PackedBa
 
 def filled_up(packed: PackedBatch, filler: int, numbering: Positions) -> PackedBatch:
     """Add a sequence of `filler` ids to the batch, so that its number of tokens is one of few possible numbers. `order`
-    does not name the sequence.
+    does not contain the sequence.
 
-    oneDNN keeps about a megabyte for every number of rows that a product ever had. The steps add about 2 % of rows.
+    oneDNN keeps about a megabyte for every number of rows that a product ever had. The added sequences are about 2 % of
+    all rows.
     """
     tokens = len(packed.ids)
     more = missing(tokens)
@@ -328,7 +331,7 @@ def filled_up(packed: PackedBatch, filler: int, numbering: Positions) -> PackedB
 
 
 def missing(count: int, steps: Steps = _STEPS) -> int:
-    """Return the number that `count` lacks to the next number that `steps` allow. The default steps are those for the
+    """Return the difference from `count` to the next number that `steps` allow. The default steps are the steps for the
     tokens of a pass.
     """
     step = next((step for limit, step in steps if count <= limit), steps[-1][1])
@@ -337,8 +340,8 @@ def missing(count: int, steps: Steps = _STEPS) -> int:
 
 class Padded(NamedTuple):
     """Some sequences of a batch as a rectangle [sequences, columns]; each sequence begins at the left of its row.
-    `tokens`: the range of their tokens in the batch. `real`: the positions that hold these tokens. `attended`: the
-    positions that are attended to. `types`: None if all are 0.
+    `tokens`: the range of their tokens in the batch. `real`: the positions with these tokens. `attended`: the positions
+    that are attended to. `types`: None if all are 0.
     """
 
     tokens: slice
@@ -349,8 +352,8 @@ class Padded(NamedTuple):
 
 
 def padded(packed: PackedBatch, start: int, stop: int, columns: int, filler: int, rows: int = 0) -> Padded:
-    """Return the sequences from `start` to before `stop`, filled up with `filler` ids to `columns` tokens, and to
-    `rows` rows. Rows without a sequence are attended to. Adds to the padding of the pass.
+    """Return the sequences from `start` to before `stop`, padded with `filler` ids to `columns` tokens, and to `rows`
+    rows. Rows without a sequence are attended to. The padding of the pass is increased.
     """
     places = np.arange(columns)[None, :]
     real = _with_rows(places < packed.lengths[start:stop, None], rows, False)
@@ -368,7 +371,7 @@ def padded(packed: PackedBatch, start: int, stop: int, columns: int, filler: int
 
 
 def _with_rows(mask: NDArray[np.bool_], rows: int, filling: bool) -> NDArray[np.bool_]:
-    """Return the mask with at least `rows` rows; added rows hold `filling`."""
+    """Return the mask with at least `rows` rows; the value of added rows is `filling`."""
     more = rows - len(mask)
     return mask if more <= 0 else np.concatenate([mask, np.full((more, mask.shape[1]), filling)])
 

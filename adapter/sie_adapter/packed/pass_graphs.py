@@ -4,9 +4,9 @@
                        ├─► second use: eager pass, capture, one replay that must equal the eager pass
                        └─► later: inputs copied to their fixed addresses, one replay, states copied out
 
-A graph computes one bucket: a number of tokens, a number of sequences and a longest sequence. A batch is filled up to
-its bucket by sequences of their own, whose states are cut off. On an H200 with a slow host the 345 launches of a pass
-of BERT large took 28 ms, and a replay of the same kernels 1.5 ms.
+A graph computes one bucket: a number of tokens, a number of sequences and the length of the longest sequence.
+Additional sequences fill a batch up to its bucket; their states are dropped. On an H200 with a slow host the 345
+launches of a pass of BERT large took 28 ms, and a replay of the same kernels 1.5 ms.
 """
 
 from __future__ import annotations
@@ -33,21 +33,24 @@ from sie_adapter.packed.packing import Int64, PackedBatch
 
 _logger = logging.getLogger("sie.adapter")
 
-# Steps of at most a half: a pass of BERT large of 128 tokens takes as long as one of 16, since both wait for weights.
+# Each step is at most a half larger than the one before: a pass of BERT large with 128 tokens takes as long as a pass
+# with 16, since both wait for weights.
 # From 1,024 tokens on, the kernels of large models take as long as their launches on a fast host.
 _TOKENS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
 _SEQUENCES = (8, 32)
 _BLOCK = 128  # rows of a block of the attention kernel, and the longest sequence of padding
-# Graphs of a model. Their activations share memory; the driver keeps about a kilobyte for each kernel of a graph.
+# largest number of graphs of a model.
+# Their activations use common memory; the driver keeps about a kilobyte for each kernel of a graph.
 _MOST_GRAPHS = 16
 _LEAST_COSINE = 0.999  # of a token's states, eager and replayed, in 16 bits
 _PAUSE_S = 60.0  # without captures after memory was short
 _WARM_UPS = 2
-_MOST_FAILED = 64  # captures that failed; after them this process captures no more, since each stays in memory
+# failed captures after which this process captures no more graphs, since each failed capture stays in memory
+_MOST_FAILED = 64
 
 
 class Bucket(NamedTuple):
-    """Shape that a graph computes. `longest`: the tokens of its longest sequence."""
+    """Shape that a graph computes. `longest`: the number of tokens of its longest sequence."""
 
     tokens: int
     sequences: int
@@ -55,7 +58,9 @@ class Bucket(NamedTuple):
 
 
 def bucket_of(packed: PackedBatch) -> Bucket | None:
-    """Return the smallest bucket that holds a batch; None for a batch of other inputs than texts, or a large one."""
+    """Return the smallest bucket that a batch fits; None for a large batch, or for a batch with other inputs than
+    texts.
+    """
     if packed.visible is not None or packed.features is not None or packed.axes is not None:
         return None
     count, sequences = len(packed.ids), len(packed.order)
@@ -68,11 +73,11 @@ def bucket_of(packed: PackedBatch) -> Bucket | None:
 
 class StaticInputs:
     """Inputs of a bucket at fixed addresses, filled by one copy. `tokens`: ids, positions and, if `has_types`, token
-    types, int64 [rows, tokens]; `bounds`: int32 [sequences + 1], with those of padding.
+    types, int64 [rows, tokens]; `bounds`: int32 [sequences + 1], including the bounds of padding.
     """
 
     def __init__(self, bucket: Bucket, device: torch.device, filler: int, first: int, *, has_types: bool) -> None:
-        """`filler`, `first`: id and position of padding."""
+        """Allocate the inputs. `filler`, `first`: id and position of padding."""
         rows = 3 if has_types else 2
         ends = 1 + bucket.sequences + -(-bucket.tokens // _BLOCK)
         at = 8 * rows * bucket.tokens
@@ -85,8 +90,8 @@ class StaticInputs:
         self.bounds = self._buffer[at:].view(torch.int32)
 
     def fill(self, packed: PackedBatch | None) -> None:
-        """Copy a batch to the device, filled up to the bucket; None: padding alone. The host waits at most until the
-        driver has read its memory.
+        """Copy a batch to the device, padded to the bucket; None: only padding. The host waits at most until the driver
+        has read its memory.
         """
         rows, ends = self._rows, self._ends
         bounds = np.zeros(1, np.int32) if packed is None else packed.bounds
@@ -108,7 +113,7 @@ class StaticInputs:
 
 
 class CapturedPass(Protocol):
-    """Captured pass. `output`: the tensor that each replay fills."""
+    """Captured pass. `output`: the tensor that each replay overwrites."""
 
     output: Tensor
 
@@ -116,20 +121,22 @@ class CapturedPass(Protocol):
 
 
 class Recorder(Protocol):
-    """Captures passes of a device. `lock` is held during a capture and from the inputs of a replay to its output."""
+    """Recorder of passes of a device. `lock` is held during a capture, and during a replay from its inputs to its
+    output.
+    """
 
     lock: threading.Lock
 
     def record(self, run: Callable[[], Tensor], pool: Any) -> CapturedPass | None:
-        """Capture `run`, which reads and writes fixed addresses; None if that is not possible now. Raises what `run`
-        raises.
+        """Capture `run`, which reads and writes fixed addresses; None if a capture is not possible now. Raises the
+        errors of `run`.
         """
 
     def pool(self) -> Any:
-        """Return a new pool for the memory of graphs that never run at once."""
+        """Return a new pool for the memory of graphs that never run at the same time."""
 
     def join(self) -> None:
-        """Order the current stream behind the last replay. To be called under the lock."""
+        """Make the current stream wait for the last replay. Call it under the lock."""
 
 
 @dataclass
@@ -142,8 +149,8 @@ class _CudaPass:
 
 
 class CudaRecorder:
-    """Recorder of a CUDA device. All graphs share the workspace of the libraries, which belongs to the stream of the
-    captures, so two replays never run at once.
+    """Recorder of a CUDA device. All graphs use one workspace of the libraries, which belongs to the stream of the
+    captures, so two replays never run at the same time.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -151,7 +158,7 @@ class CudaRecorder:
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._last: Any = None
-        # torch's allocator of pinned memory goes on asking a graph whose capture failed for its number
+        # after a failed capture, torch's allocator of pinned memory still asks this graph for its number
         self._failed: list[Any] = []
 
     def pool(self) -> Any:
@@ -167,7 +174,7 @@ class CudaRecorder:
         before = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(before)
         with torch.cuda.stream(self._stream):
-            for _ in range(_WARM_UPS):  # libraries choose their kernels and allocate their workspaces
+            for _ in range(_WARM_UPS):  # in these runs, libraries choose their kernels and allocate their workspaces
                 run()
             self._stream.synchronize()
             with without_loads() as is_free:
@@ -177,7 +184,7 @@ class CudaRecorder:
 
     def _capture(self, run: Callable[[], Tensor], pool: Any) -> CapturedPass:
         graph = torch.cuda.CUDAGraph()
-        # other threads may allocate meanwhile, such as one that generates text
+        # other threads may allocate memory during the capture, for example a thread that generates text
         graph.capture_begin(pool, capture_error_mode="thread_local")
         try:
             output = run()
@@ -189,21 +196,21 @@ class CudaRecorder:
         return _CudaPass(graph, output)
 
     def _end_capture(self, graph: Any, pool: Any) -> None:
-        """End a capture that failed. torch leaves its allocator within the pool if CUDA gives no graph, and then
-        refuses to return memory.
+        """End a capture that failed. If CUDA returns no graph, torch leaves its allocator in the pool, and then refuses
+        to return memory.
         """
         try:
             graph.capture_end()
         except RuntimeError:
             index = torch.cuda.current_device() if self._device.index is None else self._device.index
-            with contextlib.suppress(RuntimeError):  # the error came after torch had ended it
+            with contextlib.suppress(RuntimeError):  # the error was raised after torch had ended the capture
                 torch._C._cuda_endAllocateToPool(index, pool)
                 torch._C._cuda_releasePool(index, pool)
 
 
 @functools.cache
 def cuda_recorder(device: torch.device) -> CudaRecorder:
-    """Return the recorder of a device, one in a process."""
+    """Return the recorder of a device; a process has one."""
     return CudaRecorder(device)
 
 
@@ -212,7 +219,7 @@ class _ReadyPass(NamedTuple):
     recording: CapturedPass
 
     def replay(self, packed: PackedBatch) -> Tensor:
-        """Return the states of a batch, in memory of their own."""
+        """Return the states of a batch, in separate memory."""
         self.inputs.fill(packed)
         self.recording.replay()
         return self.recording.output[: len(packed.ids)].clone()
@@ -238,14 +245,16 @@ class PassGraphs:
         first: int,
         has_types: bool,
     ) -> None:
-        """`model`: its name in the log. `kernel`: of attention. `filler`, `first`: id and position of padding."""
+        """Create the graphs of a model. `model`: its name in the log. `kernel`: of attention. `filler`, `first`: id and
+        position of padding.
+        """
         self._model, self._recorder, self._kernel = model, recorder, kernel
         self._inputs = functools.partial(StaticInputs, device=device, filler=filler, first=first, has_types=has_types)
         self._pool: Any = None
         self._uses: Counter[Bucket] = Counter()
         self._captured: OrderedDict[Bucket, _ReadyPass] = OrderedDict()
         self._paused_until_s = 0.0
-        self.is_eager = False  # the model cannot be captured
+        self.is_eager = False  # true if the model cannot be captured
         with _all_lock:
             _all.add(self)
 
@@ -254,8 +263,8 @@ class PassGraphs:
         return len(self._captured)
 
     def states(self, packed: PackedBatch, eager: Eager, run: RunStatic) -> Tensor:
-        """Return the states of a batch: by a graph if there is one for it, else by `eager`. `run` is the pass that is
-        captured. Raises what `eager` raises. A pass beside another one of this device is eager.
+        """Return the states of a batch, from a graph if there is one for it, else from `eager`. `run` is the pass that
+        is captured. Raises the errors of `eager`. While another pass of this device runs, a pass is eager.
         """
         bucket = None if self.is_eager else bucket_of(packed)
         if bucket is None or not self._recorder.lock.acquire(blocking=False):
@@ -276,7 +285,9 @@ class PassGraphs:
             self._recorder.lock.release()
 
     def drop_all(self) -> bool:
-        """Drop all graphs, and capture none for a while, since memory is short. Returns whether there were any."""
+        """Drop all graphs, and capture none for a while, since memory is short. Returns whether there were any
+        graphs.
+        """
         with self._recorder.lock:
             self._paused_until_s = time.monotonic() + _PAUSE_S
             had = bool(self._captured)
@@ -285,12 +296,12 @@ class PassGraphs:
         return had
 
     def _try(self, bucket: Bucket, packed: PackedBatch, expected: Tensor, run: RunStatic) -> None:
-        """Capture a bucket. A model whose capture fails, or whose replay is wrong, is eager from now on."""
+        """Capture a bucket. If the capture fails or its replay is wrong, the model is eager from now on."""
         try:
             captured = self._capture(bucket, run)
             if captured is None:
                 return
-            # captured with padding alone, so a value that does not follow the inputs shows now
+            # the graph was captured with padding only, so a value that does not depend on the inputs is detected here
             cosine = float(F.cosine_similarity(captured.replay(packed).float(), expected.float(), dim=1).min())
         except Exception as error:  # noqa: BLE001  model code, kernels and CUDA may raise anything
             expected.sum().item()  # raises if the device is lost

@@ -2,10 +2,11 @@
 
     images ─┬─► kept ─────────────────────────────────────────────────────────────┐
             ├─► another thread reads it now ──► wait ─────────────────────────────┼──► an output for each image
-            └─► each distinct one is read once ──► kept; the longest unused is dropped ┘
+            └─► each distinct one is read once ──► cached; the longest unused is dropped ┘
 
 Images with equal keys (`packing.Shown`) have equal outputs. All towers of a process share one limit in bytes. Outputs
-stay on the device and count as used memory. They are dropped with their tower, and all are dropped if memory is short.
+stay on the device and count as used memory. They are dropped together with their tower; all outputs are dropped if
+memory is short.
 """
 
 from __future__ import annotations
@@ -25,11 +26,10 @@ from torch import Tensor
 from sie_adapter.packed.packing import Shown
 from sie_contracts.wire.device_reports import TowerUse
 
-# The cache may take one part in SHARE of the device's memory. A sixty-fourth of 80 GB holds twenty pages of Qwen3-VL
-# 8B, each of 60 MB.
+# The cache may use the fraction 1 / SHARE of the device's memory.
+# A sixty-fourth of 80 GB fits twenty pages of Qwen3-VL 8B, each of 60 MB.
 SHARE = 64
-# Seconds without caching after memory was short: outputs that are cached at once would be dropped again, after another
-# failed pass.
+# Seconds without caching after memory was short: new cached outputs would be dropped again, after another failed pass.
 PAUSE_S = 60.0
 
 Output = tuple[Tensor, ...]  # outputs of a tower for one image
@@ -37,8 +37,8 @@ Read = Callable[[Sequence[Shown]], Sequence[Output]]
 
 
 class _CachedOutput(NamedTuple):
-    """Cached output of an image. `is_finite`: bool [], on the device; it is read at the next use, since the host would
-    wait for the tower now. `use`: the number of its last use.
+    """Cached output of an image. `is_finite`: bool [], on the device; it is read at the next use, since reading it now
+    would make the host wait for the tower. `use`: the number of its last use.
     """
 
     output: Output
@@ -47,11 +47,10 @@ class _CachedOutput(NamedTuple):
 
 
 class TowerOutputs:
-    """Outputs of all towers of a process, at most `max_bytes`; 0 keeps none. Every method may be called from any
-    thread.
+    """Outputs of all towers of a process, at most `max_bytes`; 0 disables the cache. Thread-safe.
 
-    `hits`: images that were not read, since their output was cached or another thread made it. `misses`: images that
-    were read. One lock guards all state. It is never held while a tower runs.
+    `hits`: images that were not read, since their output was cached or another thread computed it. `misses`: images
+    that were read. One lock guards all state. It is never held while a tower runs.
     """
 
     def __init__(self, max_bytes: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
@@ -80,7 +79,9 @@ class TowerOutputs:
             return TowerUse(self.hits, self.misses, self._held_bytes())
 
     def clear(self) -> bool:
-        """Drop all outputs because memory is short, and keep none for PAUSE_S. Returns whether there were any."""
+        """Drop all outputs because memory is short, and cache none for PAUSE_S seconds. Returns whether there were any
+        outputs.
+        """
         with self._lock:
             self._paused_until_s = self._clock() + PAUSE_S
             towers = [tower for tower in self._towers if tower.nbytes]
@@ -89,17 +90,17 @@ class TowerOutputs:
             return bool(towers)
 
     def keeps(self, nbytes: int) -> bool:
-        """Return whether an output of `nbytes` would be kept now."""
+        """Return whether an output of `nbytes` would be cached now."""
         return nbytes <= self.max_bytes and self._clock() >= self._paused_until_s
 
-    # `OutputsOfTower` calls the methods below, and holds the lock
+    # `OutputsOfTower` calls the methods below while it holds the lock
 
     def number(self) -> int:
         """Return the number of a new use."""
         return next(self._uses)
 
     def fit(self) -> None:
-        """Drop the longest unused outputs until the rest fits `max_bytes`."""
+        """Drop the longest unused outputs until the remaining ones fit `max_bytes`."""
         while self._held_bytes() > self.max_bytes:
             min((tower for tower in self._towers if tower.nbytes), key=OutputsOfTower.oldest_use).drop_oldest()
 
@@ -112,19 +113,19 @@ class TowerOutputs:
 
 
 class OutputsOfTower:
-    """Cached outputs of one tower. The owner of the tower owns this object, so outputs are dropped with the tower.
-    `nbytes`: bytes that the outputs take.
+    """Cached outputs of one tower. The owner of the tower owns this object, so outputs are dropped together with the
+    tower. `nbytes`: bytes of the outputs.
     """
 
     def __init__(self, shared: TowerOutputs, lock: threading.Lock) -> None:
         self.nbytes = 0
         self._shared = shared
         self._lock = lock
-        self._cached: OrderedDict[Hashable, _CachedOutput] = OrderedDict()  # least recently used first
+        self._cached: OrderedDict[Hashable, _CachedOutput] = OrderedDict()  # the least recently used output is first
         self._reading: dict[Hashable, Future[Output | None]] = {}
 
     def for_images(self, images: Sequence[Shown], read: Read) -> list[Output]:
-        """Return the output of each image; callers must not write to it. `read` is called for distinct images that are
+        """Return the output of each image; callers must not modify it. `read` is called for distinct images that are
         not cached. Raises the errors of `read`.
         """
         names = [_name(image, place) for place, image in enumerate(images)]
@@ -136,7 +137,7 @@ class OutputsOfTower:
             for name, entry in cached.items():
                 if bool(entry.is_finite):
                     outputs[name] = entry.output
-                else:  # the overflow may come from another image of that pass: the image is read again
+                else:  # another image of that pass may have caused the overflow, so the image is read again
                     self._discard(name, entry)
             misses += len(own)
             outputs.update(self._read_missing({name: images_by_name[name] for name in own}, read))
@@ -171,7 +172,7 @@ class OutputsOfTower:
         return cached, elsewhere, own
 
     def _read_missing(self, images: Mapping[Hashable, Shown], read: Read) -> dict[Hashable, Output]:
-        """Read images and cache their outputs if there is room. Waiting threads are woken, also if reading fails: then
+        """Read images and cache their outputs if there is room. Waiting threads are woken, even if reading fails: then
         they read the images themselves.
         """
         outputs: dict[Hashable, Output] = {}
@@ -189,7 +190,7 @@ class OutputsOfTower:
     def _keep(self, name: Hashable, output: Output) -> Output:
         if not self._shared.keeps(_bytes_of(output)):
             return output
-        # a view of a larger tensor would keep the whole tensor in memory
+        # copies, because a view of a larger tensor would keep the whole tensor in memory
         own = tuple(
             tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone() for tensor in output
         )
@@ -210,7 +211,7 @@ class OutputsOfTower:
     # `TowerOutputs` calls the methods below, under the lock
 
     def oldest_use(self) -> int:
-        """Return the number of the least recent use. There must be an output."""
+        """Return the number of the least recent use. The tower must have an output."""
         return next(iter(self._cached.values())).use
 
     def drop_oldest(self) -> None:
@@ -223,8 +224,8 @@ class OutputsOfTower:
 
 
 def _name(image: Shown, place: int) -> Hashable:
-    """Return the identity of an image: its key, with the other fields that a tower may read; without a key,
-    its place.
+    """Return the identity of an image: its key, with the other fields that a tower may read. For an image without a
+    key, return its position.
     """
     return (image.key, image.height, image.width) if image.key else place
 

@@ -26,8 +26,8 @@ from sie_store.folder_files import read_json
 
 
 class PageReader(ReaderKind[PagePrompt, Shown], Protocol):
-    """Reader of documents. `max_tokens`: limit for a prompt and the text that is written after it. `recipe`: how images
-    become the pixels that the model reads.
+    """Reader of documents. `max_tokens`: limit for a prompt and the text that is written after it. `recipe`: conversion
+    of images to the pixels that the model reads.
     """
 
     precision: str
@@ -51,18 +51,19 @@ class DocumentReader:
     """Loaded reader of documents. `reading(..).extract` may run on several threads at once.
 
     A result has entities, objects or both, and `data` with `finish_reason` and `completion_tokens`. The reason is
-    `stop` if the model ended by itself, `length` if it reached its limit, `repetition` if it repeated the same tokens.
-    The result is an InvalidInput if the input does not have exactly one image, or if the model does not have the task;
-    it is an InferenceFailed if the scores are not finite.
+    `stop` if the model wrote an end token, `length` if it reached its limit, `repetition` if it repeated the same
+    tokens. The result is an InvalidInput if the input does not have exactly one image, or if the model does not have
+    the task; it is an InferenceFailed if the scores are not finite.
 
     `max_tokens`: limit for the prompt and the text that is written after it.
     """
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
-        """Return the fault of class, shapes or tokenizer for which a load would refuse the files; an empty string if
-        there is none. Reads no values of weights and runs no code of the folder. Raises ModelLoadFailed for tensors
-        that do not fit the class.
+        """Check class, shapes and tokenizer of the files. Reads no values of weights and runs no code of the folder.
+
+        Return the fault for which a load would refuse the files; an empty string if there is none. Raises
+        ModelLoadFailed for tensors that do not fit the class.
         """
         return _kind(folder, entry).fault_of_files(folder, entry)
 
@@ -77,7 +78,7 @@ class DocumentReader:
         self.memory_bytes = self._kind.memory_bytes
 
     def reading(self, read: Read[PagePrompt], is_gone: IsGone) -> ReaderCall[PagePrompt, Shown]:
-        """Return the call that answers one batch. `read` writes the text of its rows."""
+        """Return the call that answers one batch. `read` writes the text of the batch's rows."""
         return ReaderCall(self._kind, self.rows, read, is_gone, "images")
 
 

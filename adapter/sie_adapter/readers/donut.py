@@ -1,8 +1,8 @@
 """Donut (arXiv 2111.15664): a Swin encoder turns a page into states. The decoder of MBart writes the content of the
-page as tags and words, which form a tree.
+page as tags and words. Together they form a tree.
 
     uint8 page ──► encoder ──► states ──┐
-                                        ├──► decoder, a token a step ──► <s_menu><s_nm>.. ──► tree, entities
+                                        ├──► decoder, a token per step ──► <s_menu><s_nm>.. ──► tree, entities
     task, question ──► prompt ──────────┘
 """
 
@@ -43,11 +43,11 @@ from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.models.load_errors import load_failed
 
 _QUESTION, _CLASSES = "<s_docvqa>", "<s_rvlcdip>"
-_CLASS_TOKENS = 8  # limit of tokens for the name of a class; a class takes three or four
+_CLASS_TOKENS = 8  # largest number of tokens for the name of a class; a class needs three or four
 _LABELS = {"class": "document_class", "text_sequence": "text"}
 _TAG = re.compile(r"<s_[^<>]+>")
 _STATES_PER_TOKEN = 4
-# pages in one pass of the encoder; a CPU gains nothing from more than one page
+# pages in one pass of the encoder; a CPU is not faster with more than one page
 _PAGES_PER_PASS = {"cpu": 1}
 _PAGES_PER_PASS_ELSEWHERE = 4
 
@@ -128,7 +128,7 @@ class Donut:
 
 
 def _encoded(model: Any, pixels: Tensor) -> Tensor:
-    """Return states of the encoder, [pages, places, width of the decoder]."""
+    """Return states of the encoder, [pages, positions, width of the decoder]."""
     states: Tensor = model.encoder(pixels).last_hidden_state
     projection = getattr(model, "enc_to_dec_proj", None)
     return states if projection is None else projection(states)

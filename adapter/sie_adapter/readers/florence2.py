@@ -1,8 +1,8 @@
 """Florence-2 (arXiv 2311.06242): BART's encoder turns a page and an English sentence into states. BART's decoder writes
-a text in which the tokens `<loc_0>` to `<loc_999>` stand for places on the page.
+a text in which the tokens `<loc_0>` to `<loc_999>` are coordinates on the page.
 
     uint8 page ──► DaViT ──► features ────────────┐
-                                                  ├──► encoder ──► states ──► decoder, a token a step ──► text, places
+                                                  ├──► encoder ──► states ──► decoder, a token per step ──► text, places
     task, phrase or region ──► sentence ──► ids ──┘
 """
 
@@ -46,14 +46,14 @@ from sie_contracts.models.entries import LoadOptions, ModelEntry
 
 _PHRASE, _REGION = "{}", "{region}"
 _BINS = 1000
-# pages in one pass of the tower; a CPU gains nothing from more than one page
+# pages in one pass of the tower; a CPU is not faster with more than one page
 _PAGES_PER_PASS = {"cpu": 1}
 _PAGES_PER_PASS_ELSEWHERE = 8
 
 
 class _Task(NamedTuple):
-    """Task of Florence-2. `sentence`: the text that the model reads; the client's phrase replaces {}, or a region
-    replaces {region}. `label`: label of the entity that is written; empty for tasks that find objects.
+    """Task of Florence-2. `sentence`: the text for the model; the client's phrase replaces {}, or a region replaces
+    {region}. `label`: label of the entity that is written; empty for tasks that find objects.
     """
 
     sentence: str
@@ -107,7 +107,7 @@ class Florence2:
         else:
             model = load_model(Florence2ForConditionalGeneration, folder, load, compute, decodes=True)
         recipe, normalisation = checked_processor(folder, entry, model, _positions(model))
-        # its buffers are added to features, so they need the same dtype
+        # the buffers of this module are added to features, so both need the same dtype
         model.model.multi_modal_projector.to(compute.dtype)
         self.max_tokens = entry.max_tokens
         self.precision, self.memory_bytes = compute.precision, bytes_of(model)
@@ -193,7 +193,7 @@ class Florence2:
             places = placed(text, 8, shown.width, shown.height)
             return {"entities": [text_entity(name, label, box) for name, box in places]}
         if label:
-            # the answer about a region may contain its place again
+            # the answer about a region may contain the coordinates of the region again
             words = (_PLACE.sub("", text) if prompt.box else text).strip()
             return {"entities": [text_entity(words, label, prompt.box)] if words else []}
         if prompt.task in _OUTLINES or "<poly>" in text:
@@ -204,13 +204,13 @@ class Florence2:
 
 
 def _positions(model: Any) -> int:
-    """Return the number of positions of the decoder, which the encoder has too."""
+    """Return the number of positions of the decoder. The encoder has the same number."""
     limit: int = model.config.text_config.max_position_embeddings
     return limit
 
 
 def _features(model: Any, recipe: Recipe) -> int:
-    """Return the number of features that a page has for the encoder: those of the last grid of the tower, and their
+    """Return the number of features of a page at the encoder: the features of the last grid of the tower, and their
     mean.
     """
     stride = math.prod(model.config.vision_config.patch_stride)
@@ -219,11 +219,11 @@ def _features(model: Any, recipe: Recipe) -> int:
 
 
 def placed(text: str, numbers: int, width: int, height: int) -> Iterator[tuple[str, list[int]]]:
-    """Yield each label with each of its places, as x, y, width and height in pixels of the image. A place is written as
-    `numbers` bins, x and y in turn: two corners, or the four corners of a quadrangle, for which the rectangle around it
-    is returned.
+    """Yield each label with each of its boxes, as x, y, width and height in pixels of the image. A box is written as
+    `numbers` bins, alternately x and y: two corners, or the four corners of a quadrangle. For a quadrangle, the
+    rectangle around it is returned.
 
-    A bin stands for its middle, rounded down to pixels. Source: transformers, Florence2PostProcessor.
+    The coordinate of a bin is its middle, rounded down to pixels. Source: transformers, Florence2PostProcessor.
     """
     for name, run in _PLACED.findall(text):
         bins = [min(int(number), _BINS - 1) for number in _PLACE.findall(run)]
@@ -236,7 +236,7 @@ def placed(text: str, numbers: int, width: int, height: int) -> Iterator[tuple[s
 
 
 def outlined(text: str, width: int, height: int) -> Iterator[tuple[str, list[list[int]]]]:
-    """Yield each label with the polygons around an object. A polygon is a list of x and y in turn, in pixels of the
+    """Yield each label with the polygons around an object. A polygon is a list of alternating x and y, in pixels of the
     image.
 
     Source: transformers, Florence2PostProcessor.

@@ -1,8 +1,8 @@
-"""Greedy choice of tokens: the next token of a row is the likeliest one, under the rules of the model's
+"""Greedy choice of tokens: the next token of a row is the most likely token, under the rules of the model's
 generation_config.json.
 
-The output equals that of transformers' `generate(num_beams=1, do_sample=False)`: the processors of transformers change
-the scores.
+The output equals the output of transformers' `generate(num_beams=1, do_sample=False)`, because the same processors of
+transformers change the scores.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sie_contracts.errors import InferenceFailed
 
 Finish = Literal["stop", "length", "repetition"]
 
-_REPEATED, _TIMES = 64, 3  # a block of 64 tokens that is repeated 3 times in a row is a loop
+_REPEATED, _TIMES = 64, 3  # a block of this many tokens that occurs this many times in a row is a loop
 # options that change greedy scores and that this module does not support
 _REFUSED = (
     "sequence_bias",
@@ -43,7 +43,7 @@ def unknown_rule(config: GenerationConfig) -> str:
 
 
 def ends_of(config: GenerationConfig) -> frozenset[int]:
-    """Return the ids that end a text; a model may have several."""
+    """Return the ids of tokens that end a text; a model may have several."""
     ends = config.eos_token_id
     return frozenset(ends if isinstance(ends, list | tuple) else () if ends is None else (ends,))
 
@@ -58,7 +58,7 @@ class Rules:
     most: int
     ends: frozenset[int]
     processors: Any = ()
-    forced_end: bool = False  # at the limit the last token is an end, whatever the scores are
+    forced_end: bool = False  # at the limit, the last token is an end token, whatever the scores are
     stops_loops: bool = False
 
     def chosen(self, written: Sequence[int], scores: Tensor) -> Tensor:
@@ -70,7 +70,7 @@ class Rules:
         return changed
 
     def finish(self, written: Sequence[int]) -> Finish | None:
-        """Return why the row ends after these tokens; None if it goes on."""
+        """Return the reason why the row ends after these tokens; None if it continues."""
         if written and written[-1] in self.ends and not (self.forced_end and len(written) == self.most):
             return "stop"
         if len(written) >= self.most:
@@ -85,7 +85,7 @@ class Rules:
 
 @dataclass(frozen=True)
 class Greedy:
-    """Rules of one model. `ends`: the ids that end a text. `bad`: ids that are never written."""
+    """Rules of one model. `ends`: the ids of tokens that end a text. `bad`: ids that are never written."""
 
     config: GenerationConfig
     device: torch.device
@@ -99,7 +99,7 @@ class Greedy:
 
     def rules(self, prompt: Sequence[int], most: int, own: Sequence[Any] = ()) -> Rules:
         """Return the rules of a row with this prompt and a limit of `most` tokens. `own`: processors of the model
-        itself, which act after those of its configuration.
+        itself, which run after the processors of its configuration.
         """
         processors = library.LogitsProcessorList([*self._processors(len(prompt), most), *own])
         forced = self.config.forced_eos_token_id is not None
@@ -141,7 +141,7 @@ class Greedy:
 
 
 def best(scores: Tensor) -> list[int]:
-    """Return the likeliest token of each row of `scores` [rows, vocabulary]; -1 for a row whose best score is not
+    """Return the most likely token of each row of `scores` [rows, vocabulary]; -1 for a row whose best score is not
     finite.
     """
     best = scores.max(-1)

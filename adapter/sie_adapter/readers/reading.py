@@ -1,15 +1,17 @@
-"""Loop of the models that write text. One thread makes the steps of all rows; rows join and leave between two steps.
+"""Loop of the models that write text. One thread runs the steps of all rows; rows are added and removed between two
+steps.
 
     read (any thread) ──► rows wait ──► begin: image and prompt ──► slots ──► step, step, ... ──► GeneratedText, per row
 
-In a turn the thread does the following for each model that has rows. It removes rows for which no client waits any
-more, begins some of the waiting rows, then adds one token to each row. So a short answer does not wait for a long one
-beside it, and a client that left costs one step. The text of a row does not depend on the other rows. A row that has
-ended may go on with another prompt, such as the next window of a sound: it then waits behind the rows that have not
-begun.
+In each iteration, the thread does the following for each model that has rows. It removes rows for which no client waits
+any more, begins some of the waiting rows, then adds one token to each row. So a short answer does not wait for a long
+one that runs at the same time, and a disconnected client costs one step. The text of a row does not depend on the other
+rows. A row that has ended may continue with another prompt, such as the next window of a sound: it then waits until the
+rows that have not begun have started.
 
 The loop does not occupy the lanes of the device: passes of other models run between the steps. On a CPU the thread has
-a lower priority than the lanes. It takes the time that the lanes leave, and a share of the cores if they leave none.
+a lower priority than the lanes. It uses the idle time of the lanes, and a part of the cores if the lanes are never
+idle.
 """
 
 from __future__ import annotations
@@ -37,11 +39,11 @@ from sie_contracts.errors import ShuttingDown, SIEError
 _logger = logging.getLogger("sie.adapter")
 
 MAX_ROWS = 16  # rows of one model that run at a time
-# Niceness of the thread, which halves its weight in the scheduler of Linux. On two cores with both lanes busy it gets a
-# third of a core, or a quarter if gateway, sidecar and broker are busy too. A niceness of 5, a third of the weight,
-# gives a quarter and a sixth.
+# niceness of the thread, which halves its weight in the scheduler of Linux.
+# On two cores with both lanes busy, the thread gets a third of a core, or a quarter if gateway, sidecar and broker are
+# busy too. A niceness of 5, with a third of the weight, gives a quarter and a sixth.
 _NICENESS = 3
-_CLOSED_S = 1.0  # seconds in which no row begins after a row had no room, unless a row leaves earlier
+_CLOSED_S = 1.0  # seconds in which no row begins after there was no room for a row, unless a row leaves earlier
 
 P_contra = TypeVar("P_contra", bound="GenerationPrompt", contravariant=True)
 
@@ -67,7 +69,7 @@ class GenerationModel(Protocol[P_contra]):
         """Read images and prompts."""
 
     def step(self, ids: Tensor, slots: DecoderSlots) -> Tensor:
-        """Return the scores of the token after `ids` [rows, 1], float32 [rows, vocabulary]."""
+        """Return the scores of the next token after `ids` [rows, 1], float32 [rows, vocabulary]."""
 
 
 class GeneratedText(NamedTuple):
@@ -123,7 +125,7 @@ class _GenerationRow:
 
     @property
     def waits(self) -> bool:
-        """True for a row that has left its slot and goes on with another prompt."""
+        """True for a row that has left its slot and continues with another prompt."""
         return self.finish is None and not self.call.done.is_set()
 
 
@@ -146,7 +148,7 @@ class _Loop:
         self._beginning: list[_GenerationRow] = []
         self._slots = DecoderSlots(fits)
         self._most = MAX_ROWS
-        self._ended = 0  # rows that ended since `_most` was changed
+        self._ended = 0  # number of rows that ended after the last change of `_most`
         self._closed_until_s = 0.0
 
     @property
@@ -168,8 +170,8 @@ class _Loop:
             self._slots = DecoderSlots(self._fits)
 
     def _failure(self) -> Exception | None:
-        """Make the turn, and return its error, None if it succeeded. The error has no traceback, so that nothing holds
-        the tensors of a failed pass.
+        """Run one iteration, and return its error, None if it succeeded. The error has no traceback, so that it does
+        not refer to the tensors of a failed pass.
         """
         try:
             self._leave()
@@ -241,7 +243,7 @@ class _Loop:
         self._beginning = [self.waiting.popleft() for _ in range(places)]
         try:
             begun = self.model.begin([row.prompt for row in self._beginning])
-        except SIEError as error:  # the error concerns only these rows; the rows in slots go on
+        except SIEError as error:  # the error concerns only these rows; the rows in slots continue
             for row in self._beginning:
                 row.call.fail(error)
             begun = []
@@ -293,15 +295,15 @@ class _Loop:
                 self._close()
 
     def _widen(self, ended: int) -> None:
-        """Allow one more row at a time once as many rows have ended as may run at a time."""
+        """Raise the limit `_most` of rows at a time by one, after `_most` rows have ended."""
         self._ended += ended
         if self._ended >= self._most:
             self._most, self._ended = min(MAX_ROWS, self._most + 1), 0
 
 
 class Readings:
-    """Thread of one device that makes the steps of all models that write text. It runs from the first `read` to `stop`.
-    `shed` is called when memory is short, and drops what can be computed again.
+    """Thread of one device that runs the steps of all models that write text. It runs from the first `read` to `stop`.
+    `shed` is called when memory is short, and drops data that can be computed again.
     """
 
     def __init__(
@@ -312,14 +314,14 @@ class Readings:
         torch_threads: int = 1,
         shed: Callable[[], object] = lambda: None,
     ) -> None:
-        """Make the readings of one device. `fits` returns whether rows that run together may take a number of bytes
-        more.
+        """Create the readings of one device. `fits` returns whether rows that run together may use a number of
+        additional bytes.
         """
         self._device = device
         self._fits = fits
         self._shed = shed
         self._torch_threads = torch_threads
-        self._loops: dict[int, _Loop] = {}  # used by the thread alone
+        self._loops: dict[int, _Loop] = {}  # only the thread uses this map
         self._joining: list[tuple[GenerationModel[Any], list[_GenerationRow]]] = []
         self._news = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -329,11 +331,11 @@ class Readings:
     def read(
         self, model: GenerationModel[P_contra], prompts: Sequence[P_contra], is_gone: Callable[[], bool] = lambda: False
     ) -> list[GeneratedText]:
-        """Return the generated tokens for each prompt, in order. `is_gone` is called between two steps; it returns True
-        once no client waits for the answer, and then no row of the call runs any more.
+        """Return the generated tokens for each prompt, in order. `is_gone` is called between two steps. When it returns
+        True, no client waits for the answer, and the rows of the call stop.
 
         Raises the error of any row: an error of the model, out of memory with a single row, InferenceFailed for scores
-        that are not finite, InternalFailure for a client that left, ShuttingDown.
+        that are not finite, InternalFailure for a disconnected client, ShuttingDown.
         """
         call = _GenerationCall(is_gone, len(prompts))
         rows = [_GenerationRow(call, prompt) for prompt in prompts]
@@ -353,13 +355,13 @@ class Readings:
         return [GeneratedText(row.ids, row.finish) for row in rows if row.finish is not None]
 
     def busy_s(self) -> float:
-        """Return the age of the present turn in seconds, 0 if the thread is idle. Never waits."""
+        """Return the age of the present iteration in seconds, 0 if the thread is idle. Never waits."""
         since_s = self._turn_since_s
         return time.monotonic() - since_s if since_s else 0.0
 
     def stop(self, timeout_s: float) -> bool:
-        """Finish the rows that have begun or wait, within the time limit, then fail the rest. Refuses new rows at once.
-        Returns whether all rows were finished in time.
+        """Complete the rows that have begun or wait, within the time limit, then fail the other rows. New rows are
+        refused at once. Returns whether all rows were completed in time.
         """
         with self._news:
             self._stopping = True
@@ -402,7 +404,7 @@ class Readings:
 
 
 def _step_back() -> None:
-    """Lower the priority of this thread in the kernel. Only Linux has a priority per thread; elsewhere this does
+    """Lower the priority of this thread in the kernel. Only Linux has a priority per thread; on other systems this does
     nothing.
     """
     if not sys.platform.startswith("linux"):
@@ -411,4 +413,4 @@ def _step_back() -> None:
     try:
         os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _NICENESS)
     except OSError as error:
-        _logger.info("the thread of readers keeps the priority of the lanes: %s", error)
+        _logger.info("the priority of the thread of readers could not be lowered: %s", error)

@@ -1,16 +1,16 @@
-"""KV cache of the sequences that a model generates together. Each sequence is a row and has a slot, so that rows join
-and leave between two steps.
+"""KV cache of the sequences that a model generates together. Each sequence is a row and has a slot, so that rows can be
+added and removed between two steps.
 
-    a row's own states, of its prompt ──► add ──► [slots, heads, positions, width], of each layer
+    states of a row's prompt ──► add ──► [slots, heads, positions, width], of each layer
     a step ──► cache: the states of all rows as views ──► each row's new state at its own end ──► advance
     a row that leaves ──► remove: the last row moves into its slot
 
-The first `len` slots hold rows, so a step does not copy earlier states. The positions of each row begin at 0 and
-do not depend on the other rows. Positions behind the end of a row are masked.
+The first `len` slots have rows, so a step does not copy earlier states. The positions of each row begin at 0 and do not
+depend on the other rows. Positions after the end of a row are masked.
 
-Each of the rows that run together needs memory for the longest of them. Together they get no more than `fits` allows:
-on a CPU no allocator refuses memory, and the kernel would end the process. A single row always gets the memory that it
-needs.
+Each row needs memory for the length of the longest row that runs at the same time. Together, the rows use at most the
+memory that `fits` allows: on a CPU no allocator refuses memory, and the kernel would end the process. A single row
+always gets the memory that it needs.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, EncoderDecoderCache
 
-_STEP = 64  # positions are allocated and masked in multiples of this number
+_STEP = 64  # number of positions: allocations and masks are multiples of it
 _GROWTH = 1.5
 
 States = Sequence[tuple[Tensor, Tensor]]  # keys and values of each layer, [1, heads, positions, width]
-Fits = Callable[[int], bool]  # returns whether the device may hold this number of bytes more
+Fits = Callable[[int], bool]  # returns whether the device may use this number of additional bytes
 
 
 class SlotsFull(MemoryError):
-    """Error of rows that do not fit together. Nothing has changed."""
+    """Error of rows that do not fit together. The slots are unchanged."""
 
 
 def unbounded(more_bytes: int) -> bool:
@@ -40,7 +40,7 @@ def unbounded(more_bytes: int) -> bool:
 
 class RowStart(NamedTuple):
     """Row whose prompt was read. `own`: states of the prompt. `encoder_states`: states of the encoder, for a model that
-    has one. `logits` [vocabulary] of the first token. `shift`: the position of a token minus its place in the row.
+    has one. `logits` [vocabulary] of the first token. `shift`: the position of a token minus its index in the row.
     """
 
     own: States
@@ -50,8 +50,8 @@ class RowStart(NamedTuple):
 
 
 def prompted(caches: Cache) -> tuple[States, States]:
-    """Return the states of a row after a pass over its prompt, from the caches of transformers: states of the decoder,
-    then of the encoder.
+    """Return the states of a row after a pass over its prompt, from the caches of transformers: first the states of the
+    decoder, then of the encoder.
     """
     if isinstance(caches, EncoderDecoderCache):
         return _states(caches.self_attention_cache), _states(caches.cross_attention_cache)
@@ -72,7 +72,7 @@ def _whole(positions: int) -> int:
 
 
 class _Layer(CacheLayerMixin):  # type: ignore[misc]  # the type checker skips transformers
-    """Cache of one layer, as the attention of transformers calls it during a step."""
+    """Cache of one layer, in the form that the attention of transformers calls during a step."""
 
     is_sliding = False
 
@@ -116,21 +116,21 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]  # the type checker skips t
 
 
 class _SlotStates:
-    """States of one kind, those of the decoder or of the encoder: [slots, heads, positions, width] for each layer."""
+    """States of one kind, from the decoder or from the encoder: [slots, heads, positions, width] for each layer."""
 
     def __init__(self, fits: Fits) -> None:
         self.lengths: list[int] = []
         self._fits = fits
         self._layers: list[tuple[Tensor, Tensor]] = []
-        self._ends: Tensor | None = None  # length of each row, [rows] on the device, for a step
+        self._ends: Tensor | None = None  # length of each row, [rows] on the device, valid for one step
         self.width = 0
 
     def make_room(self, states: States) -> None:
-        """Make room for one more row with these states. Raises SlotsFull."""
+        """Allocate memory for one more row with these states. Raises SlotsFull."""
         self._reserve(states, len(self.lengths) + 1, max(states[0][0].shape[2] + 1, *self.lengths, 1))
 
     def add(self, states: States) -> None:
-        """Add a row. There must be room for it."""
+        """Add a row. The memory for the row must be allocated before this call."""
         length, slot = states[0][0].shape[2], len(self.lengths)
         for (keys, values), (own_keys, own_values) in zip(self._layers, states, strict=True):
             keys[slot, :, :length] = own_keys[0]
@@ -152,7 +152,7 @@ class _SlotStates:
             self._layers = []
 
     def needed_bytes(self, rows: int, length: int) -> int:
-        """Return the bytes that `rows` more rows need, none of them longer than `length` or than the present rows."""
+        """Return the bytes for `rows` additional rows, with lengths of at most `length` or the longest present row."""
         if not self._layers:
             return 0
         slots, positions = len(self.lengths) + rows, max(length, *self.lengths, 0) + 1
@@ -175,8 +175,8 @@ class _SlotStates:
         return slots * positions * position_bytes - held + held // len(states)
 
     def _reserve(self, states: States, slots: int, positions: int) -> None:
-        """Allocate at least this number of slots and positions. Raises SlotsFull. Old values remain in a slot: finite
-        numbers, which are masked.
+        """Allocate at least this number of slots and positions. Raises SlotsFull. Old values may remain in a slot: they
+        are finite and masked.
         """
         has_slots, has_positions = self._sizes()
         if slots <= has_slots and positions <= has_positions:
@@ -207,13 +207,13 @@ class _SlotStates:
             before[number] = (None, None)  # frees the old layer: only one layer at a time has two copies
 
     def ready(self) -> None:
-        """Begin a step: make room for one more position in each row."""
+        """Begin a step: allocate memory for one more position in each row."""
         self._reserve(self._layers, len(self.lengths), max(self.lengths) + 1)
         self.open(max(self.lengths) + 1)
 
     def open(self, needed: int) -> None:
-        """Show the first `needed` positions. If the rows have different lengths, show more positions, up to a multiple
-        of _STEP: these rows need a mask in any case.
+        """Make the first `needed` positions of the cache visible to the model. If the rows have different lengths, make
+        more positions visible, up to a multiple of _STEP: these rows need a mask in any case.
         """
         keys = self._layers[0][0]
         is_even = min(self.lengths) == needed
@@ -242,8 +242,8 @@ class _SlotStates:
         self._ends = self.ends + 1
 
     def mask(self, *, with_next: bool) -> Tensor:
-        """Return the positions that each row attends to, bool [rows, 1, 1, width]. `with_next`: the new token of the
-        step is one of them.
+        """Return the positions that each row attends to, bool [rows, 1, 1, width]. `with_next`: include the new token
+        of the step.
         """
         places = torch.arange(self.width, device=self.ends.device)
         ends = self.ends[:, None]
@@ -255,7 +255,7 @@ class _SlotStates:
 
 class DecoderSlots:
     """Slots of the rows of one model, for one thread. A step is `ready`, a pass of the model with `cache`, `positions`
-    and the masks, then `advance`. A step that failed before `advance` has changed nothing.
+    and the masks, then `advance`. If a step fails before `advance`, the slots are unchanged.
     """
 
     def __init__(self, fits: Fits = unbounded) -> None:
@@ -267,7 +267,7 @@ class DecoderSlots:
         return len(self._shifts)
 
     def has_room(self, rows: int, length: int) -> bool:
-        """Return whether `rows` more rows fit, whose prompts have at most `length` tokens."""
+        """Return whether `rows` additional rows fit whose prompts have at most `length` tokens."""
         needed_bytes = self._own.needed_bytes(rows, length) + self._encoder_states.needed_bytes(rows, 0)
         return not needed_bytes or self._fits(needed_bytes)
 
@@ -316,7 +316,7 @@ class DecoderSlots:
 
     @property
     def mask(self) -> Tensor:
-        """Mask of each row over its own states, bool [rows, 1, 1, positions]."""
+        """Mask that limits each row to its own states, bool [rows, 1, 1, positions]."""
         return self._own.mask(with_next=True)
 
     @property

@@ -1,4 +1,4 @@
-"""Readers of sounds (Whisper): they write the speech of a recording, one token at a time, with the times of its
+"""Readers of sounds (Whisper): they write the speech in a recording as text, one token at a time, with the times of its
 segments.
 
 features ──► a window of 30 s ──► encoder ──► states ──┐
@@ -52,18 +52,17 @@ from sie_store.folder_files import read_json
 MODEL_TYPE = "whisper"
 _BEFORE = "<|startofprev|>"
 _LABELS = {"transcribe": "transcript", "translate": "translation"}
-# options of generation_config.json that are refused: they make later windows depend on earlier ones, or leave windows
-# out
+# refused options of generation_config.json: they make later windows depend on earlier ones, or skip windows
 _REFUSED = ("condition_on_prev_tokens", "no_speech_threshold")
-# windows in one pass of the encoder; a CPU gains nothing from more than one window
+# windows in one pass of the encoder; a CPU is not faster with more than one window
 _WINDOWS_PER_PASS = {"cpu": 1}
 _WINDOWS_PER_PASS_ELSEWHERE = 8
 
 
 @dataclass(eq=False)
 class SoundTranscription:
-    """Transcription of a sound, which is read window by window. `ids`: the prompt of each window. `place`: the index in
-    `ids` of a language that is recognised in the first window; -1 if the language is known.
+    """Transcription of a sound, window by window. `ids`: the prompt of each window. `place`: the index in `ids` of a
+    language that is recognised in the first window; -1 if the language is known.
     """
 
     features: Heard
@@ -101,7 +100,7 @@ class SoundWindow:
     def following(self, written: GeneratedText) -> SoundWindow | None:
         """Add the segments of this window to the sound, and return the next window; None after the last window."""
         sound = self.sound
-        if not self.seek:  # reset, since a batch that failed as a whole is read again
+        if not self.seek:  # reset the reading, since a batch that failed as a whole is read again
             sound.segments, sound.tokens, sound.finish = [], 0, "stop"
         ids = written.ids[:-1] if written.ids[-1] in self.rules.ends else written.ids
         new_segments, used = segments(ids, sound.prompt_tokens.times, self.seek, self.frames)
@@ -125,9 +124,10 @@ class SoundReader:
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
-        """Return the fault of class, shapes or tokenizer for which a load would refuse the files; an empty string if
-        there is none. Reads no values of weights and runs no code of the folder. Raises ModelLoadFailed for tensors
-        that do not fit the class.
+        """Check class, shapes and tokenizer of the files. Reads no values of weights and runs no code of the folder.
+
+        Return the fault for which a load would refuse the files; an empty string if there is none. Raises
+        ModelLoadFailed for tensors that do not fit the class.
         """
         _check_type(folder, entry)
         model: Any = empty_model(WhisperForConditionalGeneration, folder, entry.load, decodes=True)
@@ -160,7 +160,7 @@ class SoundReader:
         self._greedy = Greedy(self._config, compute.device, ends_of(self._config))
 
     def reading(self, read: Read[SoundWindow], is_gone: IsGone) -> ReaderCall[SoundWindow, Heard]:
-        """Return the call that answers one batch. `read` writes the text of its rows."""
+        """Return the call that answers one batch. `read` writes the text of the batch's rows."""
         return ReaderCall(self, self.rows, read, is_gone, "audio")
 
     def prompt(self, features: Heard, options: ExtractOptions) -> SoundWindow:
@@ -182,12 +182,14 @@ class SoundReader:
         )
 
     def _words_before(self, text: str) -> list[int]:
-        """Return the ids of a text before the sound. It shows the model how names and words are to be written."""
+        """Return the ids of a text that the prompt has before the sound. This text shows the model the spelling of
+        names and words.
+        """
         if not text:
             return []
         ids: list[int] = self._words.encode(f" {text}", add_special_tokens=False).ids
         if self._before is None:
-            raise InvalidInput("instruction: the model takes none", reason="schema", param="instruction")
+            raise InvalidInput("instruction: the model has no instruction", reason="schema", param="instruction")
         if not self._added.keys().isdisjoint(ids):
             raise reserved("instruction")
         return [self._before, *ids]
@@ -247,7 +249,7 @@ class SoundReader:
         ).float()
 
     def result(self, prompt: SoundWindow, written: GeneratedText) -> dict[str, Any]:
-        """Return the result of a sound of which all windows were read."""
+        """Return the result of a sound after all its windows were read."""
         sound = prompt.sound
         entities = [
             {**text_entity(text, sound.label), "seconds": [round(segment.start_s, 2), round(segment.end_s, 2)]}
@@ -275,8 +277,8 @@ def _check_type(folder: Path, entry: ModelEntry) -> None:
 
 def _check(folder: Path, entry: ModelEntry, model: Any) -> tuple[PromptTokens, SoundRecipe]:
     """Return the tokens of the model's prompts, and the recipe of its sounds. Raises ModelLoadFailed: INCOMPATIBLE for
-    rules of writing that cannot be followed, for features that the model does not read, or for an entry with more
-    tokens than the decoder has positions; NOT_FOUND if the folder has no configuration of features.
+    unsupported generation rules, for features that the model does not read, or for an entry with more tokens than the
+    decoder has positions; NOT_FOUND if the folder has no configuration of features.
     """
     config, rules = model.config, model.generation_config
     extractor = read_processor(folder, "feature_extractor")

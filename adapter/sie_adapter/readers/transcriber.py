@@ -47,7 +47,7 @@ OCR = "ocr"
 
 
 class _TranscriberKind(NamedTuple):
-    """Kind of transcriber. `model`: its class. `tasks`: the instruction for each task. `see`: returns the features of
+    """Kind of transcriber. `model`: its class. `tasks`: the instruction for each task. `see`: computes the features of
     an image, [tokens, width], from the model, float pixels [3, height, width] and the numbers of rows and columns of
     patches. `is_placed`: tokens have positions on three axes. `refused`: a precision in which the model overflows.
     """
@@ -66,7 +66,7 @@ def _see_whole(model: Any, pixels: Tensor, grid: tuple[int, int]) -> Tensor:
 
 
 def _see_merged(model: Any, pixels: Tensor, grid: tuple[int, int]) -> Tensor:
-    """Return the features of an image. Patches that are merged lie side by side, and each patch has two equal frames.
+    """Return the features of an image. Patches that will be merged are adjacent, and each patch has two equal frames.
     Source: transformers, Glm46VImageProcessorPil.patchify.
     """
     vision = model.config.vision_config
@@ -78,7 +78,7 @@ def _see_merged(model: Any, pixels: Tensor, grid: tuple[int, int]) -> Tensor:
 
 
 def _see_rows(model: Any, pixels: Tensor, grid: tuple[int, int]) -> Tensor:
-    """Return the features of an image. Patches lie in rows. Source: transformers,
+    """Return the features of an image. Patches are in the order of rows. Source: transformers,
     PaddleOCRVLImageProcessorPil.patchify.
     """
     patch = model.config.vision_config.patch_size
@@ -120,7 +120,7 @@ MODEL_TYPES = tuple(_KINDS)
 class Transcriber:
     """A `document_reader.PageReader`: tower and language model, in the precision of `compute`."""
 
-    together = 1  # pages in one pass of the tower: one page has hundreds of tokens, which fill a device
+    together = 1  # pages in one pass of the tower: one page has hundreds of tokens, which use the device fully
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:

@@ -1,8 +1,8 @@
-"""Token ids of Whisper (arXiv 2212.04356): its prompt, the segments of a window, and the begin of the next window. No
-I/O.
+"""Token ids of Whisper (arXiv 2212.04356): its prompt, the segments of a window, and the begin of the next window. The
+module does no I/O.
 
     language, task ──► PromptStart: <|startoftranscript|><|en|><|transcribe|> ──► a window of 30 s is written
-    <|0.00|> words <|2.40|><|2.40|> words <|4.80|><|4.80|> .. ──► segments, and the number of frames that they cover
+    <|0.00|> words <|2.40|><|2.40|> words <|4.80|><|4.80|> .. ──► segments, and their number of frames
 
 Times are in steps of 20 ms, frames are 10 ms long. Source: transformers, WhisperGenerationMixin.
 """
@@ -26,8 +26,8 @@ TASKS = ("transcribe", "translate")
 
 
 class PromptStart(NamedTuple):
-    """Start of a prompt. `ids`: its tokens. `place`: the index of a language that the model has yet to recognise; -1 if
-    there is none.
+    """Start of a prompt. `ids`: its tokens. `place`: the index of a language that the model must still recognise; -1 if
+    the language is known.
     """
 
     ids: list[int]
@@ -37,8 +37,8 @@ class PromptStart(NamedTuple):
 @dataclass(frozen=True)
 class PromptTokens:
     """Tokens of prompts by the rules of a checkpoint. `languages`, `tasks`: names with the ids of their tokens.
-    `forced`: the ids after the first token if the request names neither language nor task; None stands for the
-    language.
+    `forced`: the ids after the first token if the request names neither language nor task; None is replaced by the
+    recognised language.
     """
 
     first: int
@@ -52,8 +52,8 @@ class PromptTokens:
 
     @classmethod
     def from_config(cls, config: GenerationConfig, model: Any) -> PromptTokens:
-        """Read the tokens from a generation configuration. `model`: the configuration of the model, in which older
-        checkpoints keep a part of the rules. Raises AttributeError for a checkpoint without a token for time stamps.
+        """Read the tokens from a generation configuration. `model`: the configuration of the model, which contains a
+        part of the rules in older checkpoints. Raises AttributeError for a checkpoint without a token for time stamps.
         """
         forced = getattr(config, "forced_decoder_ids", None) or getattr(model, "forced_decoder_ids", None) or ()
         in_turn = tuple(number for place, (at, number) in enumerate(forced, 1) if at == place)
@@ -74,7 +74,7 @@ class PromptTokens:
         return self.without_times + 1
 
     def start(self, language: str, task: str) -> PromptStart:
-        """Return the prompt of a sound. An empty language or task stands for the default of the checkpoint. Raises
+        """Return the prompt of a sound. An empty language or task means the default of the checkpoint. Raises
         InvalidInput.
         """
         if not self.is_multilingual and (language or task):
@@ -129,8 +129,8 @@ def segments(written: Sequence[int], times: int, seek: int, frames: int) -> tupl
     at frame `seek` of a sound and has `frames` frames. `written`: its tokens without the end token. `times`: the id of
     0.00.
 
-    Two time stamps side by side end a segment and begin the next one. The window has cut off the words after the last
-    pair: they are dropped and heard again in the next window, unless a single time stamp ends them.
+    Two consecutive time stamps end a segment and begin the next one. The window may cut the words after the last pair:
+    these words are dropped and read again in the next window, unless a single time stamp ends them.
     """
     is_time = [number >= times for number in written]
     ends = [place + 1 for place in range(len(written) - 1) if is_time[place] and is_time[place + 1]]
@@ -149,15 +149,16 @@ def segments(written: Sequence[int], times: int, seek: int, frames: int) -> tupl
     if is_whole:
         return complete, frames
     *earlier, last = complete
-    stamp = written[first]  # the time stamp that begins the words that were cut off
+    stamp = written[first]  # time stamp at the begin of the words that were cut
     return [*earlier, last._replace(ids=[*last.ids, stamp])], (written[first - 1] - times) * FRAMES_PER_STEP
 
 
 def _last(written: Sequence[int], times: int, frames: int) -> float:
-    """Return the end of a window without a pair of time stamps, in steps: at its last time stamp, or else at the end of
-    the window.
+    """Return the end of a window without two consecutive time stamps, in steps: at its last time stamp, or else at the
+    end of the window.
     """
     stamps = [number for number in written if number >= times]
     if stamps and stamps[-1] != times:
         return stamps[-1] - times
-    return int(np.float32(frames) * np.float32(_FRAME_S) / np.float32(STEP_S))  # rounded as transformers rounds it
+    # rounded in the same way as in transformers
+    return int(np.float32(frames) * np.float32(_FRAME_S) / np.float32(STEP_S))

@@ -36,14 +36,14 @@ class ReaderKind(GenerationModel[P], Protocol[P, F_contra]):
     """Kind of reader."""
 
     def prompt(self, file: F_contra, options: ExtractOptions) -> P:
-        """Return the prompt of a row. Raises InvalidInput for options that the model cannot follow."""
+        """Return the prompt of a row. Raises InvalidInput for options that the model does not support."""
 
     def result(self, prompt: P, written: GeneratedText) -> dict[str, Any]:
-        """Return the result of a row for the client, without finish reason and number of tokens."""
+        """Return the result of a row in the form for the client, without finish reason and number of tokens."""
 
 
 class ReaderCall(Generic[P, F_contra]):
-    """Call of a reader for one batch. `field`: the field of an input that has its files."""
+    """Call of a reader for one batch. `field`: the name of the input field with its files."""
 
     def __init__(
         self, kind: ReaderKind[P, F_contra], rows: Mapping[str, Rows], read: Read[P], is_gone: IsGone, field: str
@@ -57,7 +57,7 @@ class ReaderCall(Generic[P, F_contra]):
     def extract(
         self, texts: Sequence[str], options: Sequence[ExtractOptions], files: Sequence[Sequence[F_contra]]
     ) -> list[Result]:
-        """Return the content of the file of each input, or an error in its place. Texts are not read."""
+        """Return the content of the file of each input, or an error instead. Texts are not read."""
         numbers = list(range(len(texts)))
         results: dict[int, Result] = {}
         prompts: dict[int, P] = {}
@@ -98,9 +98,8 @@ def _miscounted(field: str, files: int) -> InvalidInput:
 
 @dataclass(frozen=True)
 class PagePrompt:
-    """Prompt for a page. `ids` [tokens]: the tokens that the decoder reads first. `task`: the name of the task.
-    `encoder_ids`: the tokens that an encoder reads beside the page. `box`: the region that the task is about, in pixels
-    of the page.
+    """Prompt for a page. `ids` [tokens]: the first tokens for the decoder. `task`: the name of the task. `encoder_ids`:
+    the tokens for an encoder, in addition to the page. `box`: the region of the page that the task concerns, in pixels.
     """
 
     shown: Shown
@@ -116,15 +115,15 @@ class PagePrompt:
 
 def checked_processor(folder: Path, entry: ModelEntry, model: Any, positions: int) -> tuple[Recipe, Normalisation]:
     """Return the recipe and the normalisation of pages for `model`, whose decoder has `positions`. Raises the errors of
-    `check_rules`, and ModelLoadFailed for an image processor that cannot be reproduced.
+    `check_rules`, and ModelLoadFailed for an unsupported image processor.
     """
     check_rules(entry, model, positions)
     return processor_of(folder, entry)
 
 
 def check_rules(entry: ModelEntry, model: Any, positions: int, refused: Iterable[str] = ()) -> None:
-    """Raise ModelLoadFailed INCOMPATIBLE for rules of writing that cannot be reproduced, those in `refused` among them,
-    and for an entry with more tokens than the decoder has `positions`.
+    """Raise ModelLoadFailed INCOMPATIBLE for unsupported generation rules, including the options in `refused`, and for
+    an entry with more tokens than the decoder has `positions`.
     """
     rules = model.generation_config
     if rule := unknown_rule(rules) or next((name for name in refused if getattr(rules, name, None)), ""):
@@ -136,14 +135,14 @@ def check_rules(entry: ModelEntry, model: Any, positions: int, refused: Iterable
 
 
 def text_entity(text: str, label: str, bbox: Sequence[int] | None = None) -> dict[str, Any]:
-    """Return the text of a reader as an entity. It has no place in a text, and a score of 1."""
+    """Return the text of a reader as an entity, with a score of 1 and without offsets."""
     box = None if bbox is None else list(bbox)
     return {"text": text, "label": label, "score": 1.0, "start": None, "end": None, "bbox": box}
 
 
 def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the dotted path and the text of each leaf of a tree of maps and lists, in order. Lists add nothing to a
-    path.
+    """Yield the dotted path and the text of each leaf of a tree of maps and lists, in order. A list adds no segment to
+    a path.
     """
     if isinstance(tree, dict):
         for name, below in tree.items():
@@ -158,7 +157,7 @@ def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, str]]:
 def task_of(
     options: ExtractOptions, is_task: Callable[[str], bool], listed: Sequence[str], *, otherwise: str = ""
 ) -> str:
-    """Return the task of the request, else of its entry, else `otherwise`. Raises InvalidInput if there is none, or if
+    """Return the task of the request, else of its entry, else `otherwise`. Raises InvalidInput if no task is set, or if
     the model does not have it.
     """
     task = options.parameters.get("task") or otherwise
@@ -170,14 +169,14 @@ def task_of(
 
 
 def tokens_left(options: ExtractOptions, prompt: int, limit: int, otherwise: int = 0) -> int:
-    """Return the number of tokens that may be written after a prompt of `prompt` tokens: `max_new_tokens` of the
-    request, else `otherwise` if that is not 0, but no more than `limit` leaves. Raises InvalidInput if the prompt
-    leaves no token.
+    """Return the number of tokens that may be written after a prompt of `prompt` tokens. It is `max_new_tokens` of the
+    request, else `otherwise` if that is not 0, but never more than the remaining tokens of `limit`. Raises InvalidInput
+    if the prompt leaves no token.
     """
     left = limit - prompt
     if left < 1:
         raise InvalidInput(
-            f"instruction: with it the prompt has {prompt} tokens, the model takes {limit} with its answer",
+            f"instruction: with it the prompt has {prompt} tokens, the model reads {limit}, its answer included",
             reason="input_too_long",
             param="instruction",
             extras={"tokens": prompt, "limit": limit},
@@ -186,13 +185,13 @@ def tokens_left(options: ExtractOptions, prompt: int, limit: int, otherwise: int
 
 
 def reserved(field: str) -> InvalidInput:
-    """Return the error of a client's text that holds a token of the prompt."""
+    """Return the error for a client's text that contains a token of the prompt."""
     return InvalidInput(f"{field}: it holds a token that the model reserves", reason="reserved_token", param=field)
 
 
 def attended(mask: Tensor, dtype: torch.dtype, *, is_eager: bool) -> Tensor:
-    """Return a mask in the form that the attention of transformers takes: eager attention adds the mask to
-    the scores.
+    """Return a mask in the form that the attention of transformers expects: eager attention adds the mask to the
+    scores.
     """
     if not is_eager:
         return mask
@@ -201,7 +200,7 @@ def attended(mask: Tensor, dtype: torch.dtype, *, is_eager: bool) -> Tensor:
 
 class RowPositions(nn.Module):  # type: ignore[misc]  # the type checker skips torch
     """Learned positions of a decoder of BART's kind, with separate positions for each row. The decoder itself numbers
-    all rows alike. `given` [rows, 1]: the positions of a step; None while a prompt is read.
+    all rows equally. `given` [rows, 1]: the positions of a step; None while a prompt is read.
     """
 
     def __init__(self, own: Any) -> None:
@@ -210,23 +209,23 @@ class RowPositions(nn.Module):  # type: ignore[misc]  # the type checker skips t
         self.given: Tensor | None = None
 
     def give(self, positions: Tensor | None) -> None:
-        """Set the positions for the passes that follow. To be called by one thread only."""
+        """Set the positions for the next passes. Only one thread may call it."""
         self.given = positions
 
     def forward(self, input_ids: Tensor, past: int = 0, position_ids: Tensor | None = None) -> Tensor:
-        """Return the vectors of positions, which are added to those of the tokens."""
+        """Return the vectors of positions, which are added to the vectors of the tokens."""
         if self.given is None:
             positions: Tensor = self.own(input_ids, past, position_ids=position_ids)
             return positions
         return F.embedding(self.given + self.own.offset, self.own.weight)
 
 
-# takes ids and the arguments of a transformers decoder; returns scores [rows, tokens, vocabulary]
+# arguments: ids, and the arguments of a transformers decoder; result: scores [rows, tokens, vocabulary]
 Decode = Callable[..., Tensor]
 
 
 class BartDecoder:
-    """Decoder of BART's kind, which attends to the states of an encoder. For one thread only."""
+    """Decoder of BART's kind, which attends to the states of an encoder. Not thread-safe."""
 
     def __init__(self, stack: Any, decode: Decode) -> None:
         """Wrap a decoder. `stack` is the module with its layers, which `decode` calls."""
@@ -239,7 +238,7 @@ class BartDecoder:
         self._device, self._dtype = weight.device, weight.dtype
 
     def begin(self, encoded: Tensor, ids: Sequence[int]) -> RowStart:
-        """Read a prompt. `encoded`: states of the encoder, [1, places, width]."""
+        """Read a prompt. `encoded`: states of the encoder, [1, positions, width]."""
         cache = empty(has_encoder=True)
         self._positions.give(None)
         scores = self._decode(

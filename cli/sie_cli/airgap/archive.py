@@ -1,13 +1,12 @@
-"""The air-gap archive: one tar file whose index comes first. It can be written to and read from a pipe as well as a
-disk.
+"""Air-gap archive: one tar file that begins with its index. It can be written to and read from a pipe or a disk.
 
     airgap.json   Index: size and SHA-256 of every file, the entries of the catalogue
-    SHA256SUMS    the same digests and that of airgap.json, as `sha256sum -c` takes them
-    ..            the files, in the order of their names, those of the models last
+    SHA256SUMS    the same digests and the digest of airgap.json, in the format of `sha256sum -c`
+    ..            the files, in the order of their names, the files of models last
 
-It holds plain files only, with ustar headers of one owner, mode and date: equal contents are equal bytes, and any tar
+It has only plain files, with ustar headers of one owner, mode and date: equal contents are equal bytes, and any tar
 program can read it. The reader does not trust the headers: it accepts exactly the files of the index, in that order,
-and refuses the archive at anything else.
+and refuses every other archive.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from sie_store.weights.manifest import FileFact, is_safe
 
 INDEX, SUMS, BILL = "airgap.json", "SHA256SUMS", "sbom.cdx.json"
 VERSION = 1
-# first parts of paths in an archive; the files that `load` itself creates lie elsewhere
+# first parts of paths in an archive; the files that `load` itself creates have other paths
 FOLDERS = ("cache", "golden", "licences", BILL, "weights")
 MAX_INDEX_BYTES = 64 << 20
 PIECE_BYTES = 1 << 20
@@ -60,7 +59,7 @@ class ArchiveIndex(msgspec.Struct, frozen=True):
 
 
 def encode(index: ArchiveIndex) -> bytes:
-    """Return the index as JSON, equal for equal contents."""
+    """Return the index as JSON. Equal contents give equal JSON."""
     return msgspec.json.format(msgspec.json.encode(index, order="sorted"), indent=1) + b"\n"
 
 
@@ -72,7 +71,8 @@ def decode(data: bytes) -> ArchiveIndex:
         raise CommandRefused(f"{INDEX} is not the index of an air-gap archive: {error}") from error
     if head.version != VERSION:
         raise CommandRefused(
-            f"{INDEX} has version {head.version}, this sie reads {VERSION}: load it with the sie version that made it"
+            f"{INDEX} has version {head.version}, this sie reads {VERSION}: load it with the sie version that created "
+            "it"
         )
     try:
         index = msgspec.json.decode(data, type=ArchiveIndex)
@@ -99,7 +99,7 @@ def digest(data: bytes) -> str:
 
 
 def sums(raw: bytes, index: ArchiveIndex) -> bytes:
-    """Return SHA256SUMS of an index and of the bytes `raw` that it came from."""
+    """Return SHA256SUMS of an index and of its bytes `raw`."""
     lines = [f"{digest(raw)}  {INDEX}", *(f"{index.files[name].sha256}  {name}" for name in sorted(index.files))]
     return "\n".join((*lines, "")).encode()
 
@@ -113,11 +113,11 @@ def write(
     """Write an archive. Return the digest of its index, which identifies the whole archive. `progress` is called with
     the number of bytes of each piece of a file.
 
-    Raises CommandRefused for a file that differs from the index (it changed meanwhile, or is damaged) or whose name is
-    too long; OSError.
+    Raises CommandRefused for a file that differs from the index (it has changed, or is damaged) or whose name is too
+    long; OSError.
     """
     raw = encode(index)
-    decode(raw)  # an index that no reader would accept must not be written
+    decode(raw)  # check: an index that no reader would accept must not be written
     for name, data in ((INDEX, raw), (SUMS, sums(raw, index))):
         out.write(_header(name, len(data)) + data + bytes(-len(data) % _BLOCK))
     for name in sorted(index.files):
@@ -190,7 +190,7 @@ class ArchiveReader:
             actual = digest.hexdigest()
             if actual != fact.sha256:
                 raise CommandRefused(
-                    f"{name} has the SHA-256 {actual[:16]}.., the index says {fact.sha256[:16]}..: {_DAMAGED}"
+                    f"{name} has the SHA-256 {actual[:16]}.., the index has {fact.sha256[:16]}..: {_DAMAGED}"
                 )
         if self._exactly(2 * _BLOCK) != bytes(2 * _BLOCK):
             raise CommandRefused(f"something follows the last file of its index: {_DAMAGED}")
@@ -203,7 +203,7 @@ class ArchiveReader:
         return b"".join(self._pieces(self._expect(name)))
 
     def _expect(self, name: str, size: int | None = None) -> int:
-        """Return the size of the next member, which must be the plain file `name`, of `size` bytes if that is known.
+        """Return the size of the next member. It must be the plain file `name`, with `size` bytes if the size is known.
         Raises CommandRefused.
         """
         try:
@@ -221,7 +221,7 @@ class ArchiveReader:
         return member.size
 
     def _pieces(self, size: int) -> Iterator[bytes]:
-        """Yield the contents of a member, and skip the rest of its last block."""
+        """Yield the contents of a member, and skip the padding of its last block."""
         left = size
         while left:
             piece = self._exactly(min(PIECE_BYTES, left))

@@ -77,7 +77,7 @@ def create(names: tuple[str, ...], profiles: tuple[str, ...], output: Path, forc
         models = [part.strip() for text in names for part in text.split(",") if part.strip()]
         chosen = choose(Overlay(settings).folders(), models)
         entries = with_profiles(chosen.entries, profiles) if profiles else chosen.entries
-        told_by = logging.getLogger("sie.store")  # this logger reports downloads, every few seconds
+        told_by = logging.getLogger("sie.store")  # this logger reports the progress of downloads, every few seconds
         told_by.setLevel(logging.INFO)
         told_by.addHandler(logging.StreamHandler())
         gathering = FileGathering(weight_sources(settings), settings.models_dir)
@@ -165,14 +165,13 @@ def load_command(file: Path, folder: Path, at: Path | None, expected: str | None
 
 
 def _again(reader: ArchiveReader, folder: Path, at: Path) -> None:
-    """Accept a folder that exists already if this very archive was loaded into it. Raises CommandRefused otherwise."""
+    """Accept an existing folder if this same archive was loaded into it. Raises CommandRefused otherwise."""
     if not (folder / INDEX).is_file():
-        raise CommandRefused(f"{folder} holds something else: name another --folder")
+        raise CommandRefused(f"{folder} has other contents: name another --folder")
     index, raw = placing.loaded(folder)
     if raw != reader.raw:
         raise CommandRefused(
-            f"{folder} holds another archive, index {digest(raw)[:16]}..: give this one another --folder, then serve "
-            "that"
+            f"{folder} has another archive, with index {digest(raw)[:16]}..: name another --folder for this archive"
         )
     if wrong := placing.wrong(folder, index, digests=False):
         raise CommandRefused(
@@ -242,12 +241,12 @@ def serve_command(folder: Path, arguments: tuple[str, ...]) -> None:
 
 def _check_index(actual: str, expected: str | None) -> None:
     if expected is not None and expected.strip().lower() != actual:
-        raise CommandRefused(f"its index has the SHA-256 {actual}, --index says {expected[:64]}: it is another archive")
+        raise CommandRefused(f"its index has the SHA-256 {actual}, --index is {expected[:64]}: this is another archive")
 
 
 @contextmanager
 def _refusing() -> Iterator[None]:
-    """End the command with one line and status 1 on a fault of a model, a file or a setting."""
+    """Convert a fault of a model, a file or a setting to one line and status 1, and end the command."""
     try:
         with refusing():
             yield
@@ -266,7 +265,7 @@ def _opened(file: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def _written(output: Path, size: int) -> Iterator[BinaryIO]:
-    """Yield the archive's file while it is written. The archive takes a little more than `size` bytes, and is renamed
+    """Yield the archive's file while it is written. The archive needs a little more than `size` bytes, and is renamed
     to `output` when it is complete. Raises CommandRefused, OSError.
     """
     if str(output) == "-":
@@ -280,7 +279,7 @@ def _written(output: Path, size: int) -> Iterator[BinaryIO]:
     if (free := shutil.disk_usage(output.parent).free) < size:
         need = display.size(size)
         raise CommandRefused(
-            f"{output.parent} has {display.size(free)} free, the archive takes {need}: make room, or name another FILE"
+            f"{output.parent} has {display.size(free)} free, the archive needs {need}: free space, or name another FILE"
         )
     growing = output.with_name(f".{output.name}.part")
     with open(os.open(growing, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "wb") as file:

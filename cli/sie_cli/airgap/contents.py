@@ -1,11 +1,12 @@
 """Contents of an air-gap archive: models in the form that a load reads, and the files that their entries refer to.
 
-    entry ─► WeightSources ─► weights/TOKEN/..   its files, and the configurations of backbones that they name
-          ─► LoRAs of the hub ─► cache/hub/..    as the local cache has them
+    entry ─► WeightSources ─► weights/TOKEN/..   its files, and the configurations of its backbones
+          ─► LoRAs of the hub ─► cache/hub/..    in the same form as in the local cache
           ─► golden vectors ─► golden/..
-          ─► the entry itself, with weights.path and golden in the archive and else unchanged
+          ─► the entry itself, unchanged except for weights.path and golden
 
-An entry keeps its hub, revision and package. So its fingerprint does not change, and indexes made elsewhere stay valid.
+The hub, revision and package of an entry do not change. So its fingerprint does not change, and indexes made elsewhere
+stay valid.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from sie_store.weights.manifest import digest as digest_of_file
 from sie_store.weights.selection import LORA_FILES, wanted_by
 from sie_store.weights.sources import WeightSources
 
-_BACKBONE_FILES = ("*.json", "*.model", "*.txt")  # a configuration and a tokenizer
+_BACKBONE_FILES = ("*.json", "*.model", "*.txt")  # patterns of a configuration and a tokenizer
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class FileGathering:
 
     def __init__(self, sources: WeightSources, models_dir: str | None) -> None:
         self.files: dict[str, Path | bytes] = {}
-        self._known: dict[str, FileFact] = {}  # facts from manifests: these files are not read twice
+        self._known: dict[str, FileFact] = {}  # facts from manifests: the files of these entries are not read twice
         self._leases: list[Lock] = []  # locks that keep other processes from removing the files to free space
         self._sources = sources
         self._models_dir = models_dir
@@ -82,7 +83,7 @@ class FileGathering:
 
     @property
     def unread_bytes(self) -> int:
-        """Return the number of bytes that `facts` will read."""
+        """Return the number of bytes that `facts` has to read."""
         return sum(
             source.stat().st_size
             for name, source in self.files.items()
@@ -127,7 +128,9 @@ class FileGathering:
         )
 
     def _backbones(self, folder: Path, place: str, entry: ModelEntry) -> None:
-        """Place the backbones that a GLiNER names by repository below its folder, where a load looks first."""
+        """Copy the backbones that a GLiNER names by repository to a place below its folder, where a load searches
+        first.
+        """
         raw = json.loads((folder / families.row(entry.family).config_file).read_text("utf-8"))
         is_described = raw.get("encoder_config") is not None and (folder / "tokenizer_config.json").is_file()
         for name in ([] if is_described else [raw["model_name"]]) + [
@@ -139,7 +142,7 @@ class FileGathering:
                     "not have"
                 )
             if (folder / name).is_dir():
-                continue  # the backbone lies in the model's folder, so its files are already listed
+                continue  # the backbone is in the model's folder, so its files are already listed
             backbone = self._backbone(name, folder, entry)
             for path in sorted(name for pattern in _BACKBONE_FILES for name in backbone.glob(pattern)):
                 self.files[f"{place}/{name}/{path.name}"] = path
@@ -164,8 +167,8 @@ class FileGathering:
         raise CommandRefused(f"{entry.id}: its backbone {name} is neither in the hub cache nor below its folder; {fix}")
 
     def _lora(self, name: str, entry: ModelEntry) -> None:
-        """Add a LoRA of the hub to the archive's own cache. A LoRA with a path is refused: its name is a part of the
-        fingerprint, so the path must not change.
+        """Add a LoRA of the hub to the archive's own cache. A LoRA with a path is refused: the path is a part of the
+        fingerprint, so it must not change.
         """
         if Path(name).is_absolute() or name.startswith((".", "~")):
             fix = "select other profiles with --profile, or take the LoRA from the hub"
@@ -203,8 +206,8 @@ class FileGathering:
 def contents(
     chosen: ArchiveSelection, gathering: FileGathering, made_by: str, progress: ByteProgress
 ) -> ArchiveContents:
-    """Return the contents of an archive with the `chosen` models. Their entries are those that `gathering` returned.
-    Reads every file.
+    """Return the contents of an archive with the `chosen` models. Their entries are the results of `gathering`. Reads
+    every file.
 
     Raises CommandRefused for a file that differs from its digest in the entry, OSError.
     """
@@ -239,7 +242,7 @@ def contents(
 
 
 def choose(folders: Folders, names: Iterable[str]) -> ArchiveSelection:
-    """Return the named models, the models that named aliases stand for, and the operator's bundles that can serve them.
+    """Return the named models, the targets of named aliases, and the operator's bundles that can serve them.
 
     Raises click.BadParameter, ValidationFailed.
     """
@@ -276,7 +279,7 @@ def _is_packaged(bundle: BundleEntry) -> bool:
 
 
 def with_profiles(entries: Sequence[ModelEntry], names: Sequence[str]) -> list[ModelEntry]:
-    """Return the entries with only these profiles, and the profiles that these extend. Raises click.BadParameter for a
+    """Return the entries with only these profiles, and the profiles that they extend. Raises click.BadParameter for a
     profile that no entry has.
     """
     there = {name for entry in entries for name in entry.profiles}
@@ -301,7 +304,7 @@ def _fact(source: Path | bytes, progress: ByteProgress) -> FileFact:
 
 
 def _manifest(folder: Path) -> Mapping[str, FileFact]:
-    """Return the facts of files from the manifest of a snapshot; empty if it has none."""
+    """Return the facts of files from the manifest of a snapshot; empty if the snapshot has no manifest."""
     try:
         return decode((folder / MANIFEST).read_bytes()).files
     except (FileNotFoundError, ManifestError):
@@ -309,7 +312,7 @@ def _manifest(folder: Path) -> Mapping[str, FileFact]:
 
 
 def _stated_licence(folder: Path) -> str:
-    """Return the licence from the front matter of the model card; empty if it states none."""
+    """Return the licence from the front matter of the model card; empty if the card has none."""
     import yaml
     from huggingface_hub.repocard import metadata_load
 

@@ -1,10 +1,10 @@
-"""Placement of an archive in a folder that serves it: either the whole archive or nothing.
+"""Placement of an archive in a folder that serves it: the folder has the whole archive, or is not created.
 
     archive ─► .NAME.loading beside FOLDER: every file, compared with the index and synced ─► models/, serve.env ─►
     FOLDER
 
-The archive is unpacked beside its place and renamed to FOLDER last. An interrupted load leaves no FOLDER. The next load
-removes the incomplete files and begins again.
+The archive is unpacked in a hidden folder next to FOLDER, which is renamed to FOLDER last. An interrupted load leaves
+no FOLDER. The next load removes the incomplete files and begins again.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ def entries(index: ArchiveIndex) -> list[ModelEntry]:
             entry = parse_entry(raw)
         except SIEError as error:
             raise CommandRefused(
-                f"{INDEX}: {error.message}; sie {index.made_by} made it, and this version of sie cannot read the entry"
+                f"{INDEX}: {error.message}; it was created by sie {index.made_by}, and this version of sie cannot read "
+                "the entry"
             ) from error
         path, own = entry.weights.path, f"weights/{token(entry.id)}"
         if path != own or not any(name.startswith(f"{path}/") for name in index.files):
@@ -61,7 +62,7 @@ def aliases(index: ArchiveIndex) -> list[Alias]:
         documents = [parse_document(raw) for raw in index.aliases]
     except SIEError as error:
         raise CommandRefused(
-            f"{INDEX} has an alias that sie {index.made_by} made and this one cannot read: {error}"
+            f"{INDEX} has an alias that was created by sie {index.made_by} and that this version cannot read: {error}"
         ) from error
     alias_documents = [document for document in documents if isinstance(document, Alias)]
     if len(alias_documents) < len(documents):
@@ -70,13 +71,13 @@ def aliases(index: ArchiveIndex) -> list[Alias]:
 
 
 def check(index: ArchiveIndex) -> None:
-    """Raise CommandRefused unless the contents of the index can be served here."""
+    """Raise CommandRefused unless this version can serve the contents of the index."""
     entries(index)
     aliases(index)
 
 
 def settings(index: ArchiveIndex, at: Path) -> dict[str, str]:
-    """Return the settings that make `sie serve` serve only the models of an archive, from the folder `at`, without a
+    """Return settings with which `sie serve` serves only the models of an archive, from the folder `at`, without a
     download.
     """
     names = [*(entry.id for entry in entries(index)), *(alias.id for alias in aliases(index))]
@@ -89,7 +90,7 @@ def settings(index: ArchiveIndex, at: Path) -> dict[str, str]:
 
 
 def load(reader: ArchiveReader, folder: Path, at: Path, progress: ByteProgress) -> None:
-    """Unpack an archive to `folder`, which workers will see at `at`. Raises CommandRefused, OSError; `folder` then does
+    """Unpack an archive to `folder`, whose path for workers is `at`. Raises CommandRefused, OSError; then `folder` does
     not exist.
     """
     check(reader.index)
@@ -98,7 +99,7 @@ def load(reader: ArchiveReader, folder: Path, at: Path, progress: ByteProgress) 
         if have < reader.index.bytes:
             need = display.size(reader.index.bytes)
             raise CommandRefused(
-                f"{folder.parent} has {display.size(have)} free, the archive needs {need}: make room, or name another "
+                f"{folder.parent} has {display.size(have)} free, the archive needs {need}: free space, or name another "
                 "--folder"
             )
 
@@ -122,7 +123,7 @@ def load(reader: ArchiveReader, folder: Path, at: Path, progress: ByteProgress) 
 
 
 def place(folder: Path, index: ArchiveIndex, at: Path) -> None:
-    """Write the files that hold the folder's own path, if they differ: entries, settings. Raises CommandRefused,
+    """Write the files that contain the folder's own path, if they differ: entries, settings. Raises CommandRefused,
     OSError.
     """
 
@@ -155,7 +156,7 @@ def loaded(folder: Path) -> tuple[ArchiveIndex, bytes]:
             raise CommandRefused(f"{folder}: {SUMS} and {INDEX} do not agree: load the archive again")
     except (FileNotFoundError, NotADirectoryError) as error:
         lacking = Path(str(error.filename)).name
-        raise CommandRefused(f"{folder} is no folder that `sie airgap load` made: it has no {lacking}") from error
+        raise CommandRefused(f"{folder} was not created by `sie airgap load`: it has no {lacking}") from error
     return index, raw
 
 
@@ -168,7 +169,7 @@ def wrong(
 
 @contextmanager
 def _loading(folder: Path) -> Iterator[Path]:
-    """Yield an empty, locked folder beside `folder`. It is removed afterwards unless it was renamed. Raises
+    """Yield an empty, locked folder next to `folder`. It is removed afterwards unless it was renamed. Raises
     CommandRefused, OSError.
     """
     partial = folder.with_name(f".{folder.name}.loading")
@@ -198,7 +199,7 @@ def claim(path: Path, descriptor: int) -> None:
     held = os.fstat(descriptor)
     if not path.exists() or not os.path.samestat(
         held, path.stat()
-    ):  # another process renamed it between our open and our lock
+    ):  # another process renamed the file after this process opened it and before it locked it
         raise CommandRefused(f"another `sie airgap` has just written {path}: check its result")
     if held.st_uid != os.geteuid():
         raise CommandRefused(f"{path} belongs to another user: remove it, or write elsewhere")

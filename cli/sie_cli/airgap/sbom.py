@@ -1,12 +1,12 @@
-"""The bill of materials of an air-gap archive or of the software alone, CycloneDX 1.6 in JSON, and the licence texts of
-an archive.
+"""Bill of materials of an air-gap archive or of the software alone, CycloneDX 1.6 in JSON, and licence texts of an
+archive.
 
     models ─► components of type machine-learning-model, each with its files and their digests
-    the software ─► the distributions that `sie serve` needs of those installed here, and what needs what
+    the software ─► the installed distributions that `sie serve` needs, with their requirements
 
-The document is written here, since the standard's Python library has no model cards. Equal contents make equal bytes,
-so there is no date. Source: CycloneDX 1.6 JSON schema; purl types pypi and huggingface of the package-url
-specification; SPDX licence list, by `packaging`.
+The document is written here, since the standard's Python library has no model cards. Equal contents result in equal
+bytes, so the document has no date. Source: CycloneDX 1.6 JSON schema; purl types pypi and huggingface of the
+package-url specification; SPDX licence list, by `packaging`.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _MAX_NAME = 100  # characters; a longer licence field of a distribution is the l
 
 @dataclass(frozen=True)
 class Package:
-    """A distribution that is installed here. `needs`: the names of the distributions that it needs.
+    """An installed distribution. `needs`: the names of the distributions that it requires.
 
-    `licence`: the licence in its metadata, as an SPDX expression if possible; empty if they state none.
+    `licence`: the licence in its metadata, as an SPDX expression if possible; empty if the metadata have none.
     """
 
     distribution: Distribution
@@ -89,7 +89,7 @@ def is_licence(name: str) -> bool:
 
 
 def spdx(licence: str) -> str:
-    """Return a licence as the SPDX list writes it, or unchanged if the list does not have it."""
+    """Return the SPDX identifier of a licence, or the licence unchanged if the SPDX list does not have it."""
     from packaging.licenses import InvalidLicenseExpression, canonicalize_license_expression
 
     try:
@@ -99,8 +99,8 @@ def spdx(licence: str) -> str:
 
 
 def software(*requirements: str) -> dict[str, Package]:
-    """Return the installed distributions that these requirements need, by name, including the required ones. A
-    distribution that is not installed is left out.
+    """Return the installed distributions that these requirements need, by name. The result includes the required ones
+    themselves. A distribution that is not installed is left out.
     """
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name

@@ -1,4 +1,4 @@
-"""`sie doctor`: finds faults of a cluster and names the remedies."""
+"""Command `sie doctor`: it finds faults of a cluster and names the remedies."""
 
 from sie_cli.doctor.command import doctor
 

@@ -70,7 +70,7 @@ async def gateway(probe: ClusterProbe) -> CheckResult:
                     f"{reply.url}/health answers {reply.status}", "read the gateway's log: this route always answers"
                 )
             )
-        elif probe.cluster.local() is None:  # otherwise the check of ports finds it
+        elif probe.cluster.local() is None:  # otherwise the check of ports finds this fault
             ready = await probe.get(reply.url, "/readyz")
             if ready.status == 503:
                 why = ready.body.decode(errors="replace")[:300]
@@ -106,7 +106,9 @@ async def broker_options(probe: ClusterProbe) -> str:
 
 
 def _of_check(check: str, views: Mapping[str, ClusterView]) -> list[Finding]:
-    """Return the gateways' findings of a check. Findings about workers that several gateways report are listed once."""
+    """Return the gateways' findings of a check. If several gateways report the same finding about workers, it is listed
+    once.
+    """
     return list(
         dict.fromkeys(
             Finding(finding.wrong, finding.fix)
@@ -125,7 +127,7 @@ async def loads(probe: ClusterProbe) -> CheckResult:
 
 
 async def refusals(probe: ClusterProbe) -> CheckResult:
-    """List requests that gateways refused in the last minutes, for too much work or a fault of the cluster."""
+    """List requests that gateways refused in the last minutes, because of too much work or a fault of the cluster."""
     views = await probe.views()
     findings = [
         Finding(f"gateway {url}: {finding.wrong}" if len(views) > 1 else finding.wrong, finding.fix)
@@ -140,12 +142,12 @@ LAG_S = 7.0  # seconds until a new gateway knows the length of the queue
 
 
 async def queue(probe: ClusterProbe) -> CheckResult:
-    """List queues whose oldest work has waited long, or that grow."""
+    """List queues whose oldest work has waited for a long time, or that grow."""
     views, end_s = await probe.views(), time.monotonic() + LAG_S
     while not (waiting := [_messages(view.queues) for view in views.values() if view.queues is not None]):
         if time.monotonic() > end_s:
             raise CheckSkipped("no gateway knows the length of the queue")
-        await asyncio.sleep(1.0)  # a new gateway has not read the queue yet
+        await asyncio.sleep(1.0)  # a new gateway may not have read the queue yet
         views = await probe.ask_views()
     return f"{counted(max(waiting), 'message')}, none of them old", _of_check("queue", views)
 
@@ -158,7 +160,7 @@ MIN_BROKER = (2, 12)
 
 
 async def broker(probe: ClusterProbe) -> CheckResult:
-    """Check that the broker can be reached with these credentials, is new enough and has JetStream."""
+    """Check that the broker is reachable with these credentials, is new enough and has JetStream."""
     url = public_url(await probe.broker_url())
     try:
         connection = await probe.broker()
@@ -209,7 +211,7 @@ def _no_jetstream(url: str) -> Finding:
 
 
 async def streams(probe: ClusterProbe) -> CheckResult:
-    """Compare streams and consumers with those that `sie topology check` expects."""
+    """Compare streams and consumers with the expected ones, like `sie topology check`."""
     connection = await probe.stream_broker()
     where = await broker_options(probe)
     try:
@@ -254,7 +256,7 @@ KEYS, KEYS_COPY, CATALOGUE, CATALOGUE_COPY, JOBS, SHARDS = (
 
 
 async def damage(probe: ClusterProbe) -> CheckResult:
-    """Check that streams can be read, and that keys, catalogue and jobs agree with their copies and shards."""
+    """Check that streams can be read, and that keys, catalogue and jobs are consistent with their copies and shards."""
     from sie_broker.nats import operator
 
     broker = await probe.stream_broker()
@@ -328,7 +330,7 @@ async def _catalogue(broker: NatsBroker) -> dict[str, str]:
 
 
 async def _jobs(broker: NatsBroker) -> dict[str, str]:
-    """Find shards whose job is missing: a job is removed after its shards."""
+    """Find shards whose job is missing. This is a fault, because the shards of a job are removed before the job."""
     jobs = {subject.rpartition(".")[2] for subject in await broker.subject_counts(JOBS, "$KV.*.job.>")}
     shards = {subject.split(".")[2] for subject in await broker.subject_counts(SHARDS, ">")}
     lost = sorted(shards - jobs)
@@ -397,7 +399,7 @@ async def config(probe: ClusterProbe) -> CheckResult:
 
 
 async def restored(probe: ClusterProbe, url: str) -> list[Finding]:
-    """List models whose newest revision could not be loaded: the revision before it serves again."""
+    """List models whose newest revision could not be loaded, so that the previous revision was restored."""
     answer = await probe.get(url, "/v1/configs/models", probe.config_token)
     fix = "correct the entry and write it again (sie models history ID, sie models set ID)"
     models = msgspec.convert(answer.json().get("models", []), list[dict[str, Any]]) if answer.status == 200 else []
@@ -407,11 +409,11 @@ async def restored(probe: ClusterProbe, url: str) -> list[Finding]:
 def drift(
     epoch: ConfigEpoch | None, gateways: Mapping[str, str], workers: Mapping[str, tuple[str, str]]
 ) -> list[Finding]:
-    """List the gateways and workers that are behind the catalogue: gateways by name with their epoch, workers with
-    their bundle and epoch.
+    """List the gateways and workers that are behind the catalogue. `gateways`: their epochs by name. `workers`: their
+    bundles and epochs.
 
     A worker is behind if it lacks a write of its bundle. Without the config service's `epoch`, gateways are compared
-    with each other, and workers with the bucket alone: then it is not known which writes concern a bundle.
+    with one another, and workers only by their bucket: then it is unknown which writes affect a bundle.
     """
     latest = epoch.epoch if epoch else max(gateways.values(), key=_writes, default="")
     findings = [
@@ -460,7 +462,7 @@ async def models(probe: ClusterProbe) -> CheckResult:
     return f"{counted(len(folders.files), 'model')} in {folder}", []
 
 
-CLOCK_S = 2.0  # seconds; wall clocks decide when keys end and stamp logs and request ids
+CLOCK_S = 2.0  # seconds; wall clocks decide when keys expire, and are used in logs and request ids
 
 
 async def clock(probe: ClusterProbe) -> CheckResult:
@@ -513,7 +515,7 @@ def _off(whose: str, ahead_s: float) -> Finding:
 
 
 async def versions(probe: ClusterProbe) -> CheckResult:
-    """Check that all members have one version, except during an upgrade."""
+    """Check that all members have the same version, except during an upgrade."""
     by_version: dict[str, list[str]] = defaultdict(list)
     by_version[sie_contracts.__version__].append("this `sie`")
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -555,7 +557,7 @@ async def versions(probe: ClusterProbe) -> CheckResult:
 
 
 def skew(by_version: Mapping[str, list[str]]) -> list[Finding]:
-    """List the members with another version than the newest one."""
+    """List the members whose version is older than the newest version of a member."""
     newest = max(by_version, key=lambda version: [int(part) for part in re.findall(r"\d+", version)])
     return [
         Finding(

@@ -40,7 +40,7 @@ from sie_contracts.settings import BY_NAME, Mode, SettingError, load
 def faults_of(
     flags: Mapping[str, str], environ: Mapping[str, str]
 ) -> tuple[list[Finding], dict[str, str], dict[str, str]]:
-    """Return the faults of single settings, then flags and environment without the values that cannot be read."""
+    """Return the faults of single settings. Also return flags and environment without the invalid values."""
     findings: list[Finding] = []
     readable: tuple[dict[str, str], dict[str, str]] = ({}, {})
     for values, left in zip((flags, environ), readable, strict=True):
@@ -70,7 +70,7 @@ def faults_of(
 
 
 def _contradiction(flags: Mapping[str, str], environ: Mapping[str, str]) -> str:
-    """Return the contradiction of two valid settings; empty if there is none."""
+    """Return the contradiction between two valid settings; empty if there is none."""
     try:
         load(flags=flags, environ=environ)
     except SettingError as error:
@@ -99,8 +99,9 @@ def check_settings(faults: list[Finding], flags: Mapping[str, str], environ: Map
     return check
 
 
-# All checks by name. A check returns a line for success and its findings; it raises NotApplicable where this cluster or
-# machine has nothing of its subject, CheckSkipped where it could not look. No check changes anything.
+# All checks by name. A check returns a line for success and its findings.
+# It raises NotApplicable if this cluster or machine has no part to check, CheckSkipped if the check is not possible.
+# No check changes anything.
 CHECKS: dict[str, Check] = {
     "ports": ports,
     "gateway": gateway,
@@ -132,8 +133,8 @@ _SHOWN: Mapping[State, tuple[str, str]] = {
 
 
 class CheckReport(msgspec.Struct, frozen=True):
-    """Report of one check. `state`: fine, wrong, absent (nothing to check) or blind (the check was not possible).
-    `says`: the text beside it.
+    """Report of one check. `state`: fine, wrong, absent (no part to check) or blind (the check was not possible).
+    `says`: the text of the report.
     """
 
     check: str
@@ -161,7 +162,8 @@ def doctor(data_dir: Path | None, as_json: bool, **values: Any) -> None:
 
     Status 0: nothing is wrong. 1: something is. 2: nothing was found, but not all could be looked at.
     """
-    logging.getLogger("sie.broker").addHandler(logging.NullHandler())  # its important messages become findings
+    # important messages become findings, so no log line is printed
+    logging.getLogger("sie.broker").addHandler(logging.NullHandler())
     values.pop("failpoints", None)
     try:
         reports = asyncio.run(examined(flags_of(values), os.environ, data_dir))
@@ -180,7 +182,7 @@ def doctor(data_dir: Path | None, as_json: bool, **values: Any) -> None:
 
 
 async def examined(flags: Mapping[str, str], environ: Mapping[str, str], named: Path | None) -> list[CheckReport]:
-    """Return the reports of all checks, in their order. `named`: the data directory that the user named. Raises
+    """Run all checks and return their reports, in order. `named`: the data directory that the user named. Raises
     SettingError if it is invalid.
     """
     faults, good_flags, good_environ = faults_of(flags, environ)

@@ -77,7 +77,7 @@ def _disks(probe: ClusterProbe) -> CheckResult:
 
 
 def _filled(folder: Path, data_dir: Path) -> str:
-    """Return the file system of a folder, and the share of it that `sie serve` uses."""
+    """Return the file system of a folder, and the part of it that `sie serve` uses."""
     place = folder.absolute()
     while not os.path.ismount(place):
         place = place.parent
@@ -97,8 +97,8 @@ def _payload_folder(probe: ClusterProbe) -> Path | None:
 
 
 async def ports(probe: ClusterProbe) -> CheckResult:
-    """Check that SIE answers at its ports of probes and metrics, and is ready. The ports come from settings or from the
-    running `sie serve`.
+    """Check that SIE answers at its ports of probes and metrics, and is ready. The ports are read from settings or from
+    the running `sie serve`.
 
     The documented defaults are not checked: another program may use them.
     """
@@ -178,8 +178,8 @@ async def gpu(probe: ClusterProbe) -> CheckResult:
     driver, trouble = _driver()
     has_device = driver is not None or await asyncio.to_thread(_CONTROL.exists)
     is_requested = device.startswith("cuda")
-    if device == "cpu":
-        return "SIE_DEVICE=cpu asks for none", []
+    if device.startswith("cpu"):
+        return f"SIE_DEVICE={device} asks for none", []
     if not is_requested and not has_device:
         if importlib.util.find_spec("torch") is None or not await asyncio.to_thread(has_nvidia_card, _PCI):
             return f"none is here, and SIE_DEVICE={device} asks for none", []
@@ -224,7 +224,7 @@ class TorchBuild(msgspec.Struct, frozen=True):
 
 
 def gpu_faults(device: str, torch: TorchBuild, driver: GpuDriver | None, trouble: str) -> list[Finding]:
-    """List the faults of the GPU for SIE_DEVICE `device`. `trouble`: the reason why there is no driver."""
+    """List the faults of the GPU for SIE_DEVICE `device`. `trouble`: the reason why no driver was found."""
     instead = "or set SIE_DEVICE=cpu" if device.startswith("cuda") else "or set SIE_DEVICE=cpu if that is meant"
     if not torch.cuda:
         number = torch.version.partition("+")[0]
@@ -253,15 +253,15 @@ def gpu_faults(device: str, torch: TorchBuild, driver: GpuDriver | None, trouble
             return [Finding(f"CUDA_VISIBLE_DEVICES={hidden} leaves no GPU", fix)]
         fix = f"`nvidia-smi` and the adapter's log say more, {instead}"
         return [Finding(f"torch {torch.version} cannot use the GPU of driver {driver}", fix)]
-    place = int(device.partition(":")[2] or 0)
-    if place >= torch.count:
+    places = [int(name.partition(":")[2] or 0) for name in device.split(",")]
+    if max(places) >= torch.count:
         names = ", ".join(f"cuda:{number}" for number in range(torch.count))
         return [Finding(f"SIE_DEVICE={device}, but there is {names} alone", f"set SIE_DEVICE to {names}")]
     return []
 
 
 def _driver() -> tuple[GpuDriver | None, str]:
-    """Return the driver, or the reason why there is none."""
+    """Return the driver, or the reason why no driver was found."""
     try:
         import pynvml
     except ImportError:
@@ -280,7 +280,7 @@ def _driver() -> tuple[GpuDriver | None, str]:
 
 
 async def _torch() -> TorchBuild:
-    """Describe torch in a separate process, which frees its memory at its end. Raises CheckSkipped."""
+    """Describe torch in a separate process, which frees its memory when it ends. Raises CheckSkipped."""
     child = await asyncio.create_subprocess_exec(
         sys.executable, "-c", _TORCH, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )

@@ -1,10 +1,11 @@
-"""Probe a cluster for the checks: gateways, the broker, heartbeats, the config service, sockets, each read once however
-many checks need it.
+"""Probe of a cluster for the checks: gateways, the broker, heartbeats, the config service and sockets are each read
+once, for any number of checks.
 
     check ──► ClusterProbe.gateways() ┐
-    check ──► ClusterProbe.gateways() ┴──► one task, whose outcome both get
+    check ──► ClusterProbe.gateways() ┴──► one task, whose result both get
 
-A check that is out of time gives up its wait, not the task. Tokens go only where settings say that they belong.
+When the time of a check has ended, it stops waiting, but the task continues. A token is sent only to the addresses that
+it belongs to by the settings.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from sie_broker import BrokerUnavailable, CoreMessage
 from sie_cli.cluster import CONFIG_URL, SOURCE, Cluster
 from sie_cli.data_dir import sockets_folder
 from sie_contracts.api.views import ClusterView
-from sie_contracts.settings import Secret, public_url
+from sie_contracts.settings import MAX_DEVICES, Secret, public_url
 from sie_contracts.wire import heartbeats, ipc, topology
 from sie_contracts.wire.configs import ConfigEpoch
 from sie_contracts.wire.heartbeats import GatewayBeat, Heartbeat
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 CALL_S = 3.0  # seconds; time limit of a request over HTTP or a socket
 BEAT_MARGIN_S = 1.0  # seconds; permitted delay of a heartbeat
-GATEWAYS_S = 1.5  # seconds within which every gateway announces itself
+GATEWAYS_S = 1.5  # seconds within which every gateway sends an announcement
 T = TypeVar("T")
 
 
@@ -47,13 +48,13 @@ class CheckSkipped(Exception):
 
 
 class NotApplicable(Exception):
-    """Reason why this cluster or machine has nothing for a check to look at."""
+    """Reason why this cluster or machine has no part to check."""
 
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """Answer over HTTP. `trouble`: the reason if there is none. `ahead_s`: the server's wall clock minus ours, from the
-    id of the request, correct to `margin_s`; None without an id.
+    """Answer over HTTP. `trouble`: the reason if there is no answer. `ahead_s`: the server's wall clock minus ours,
+    from the id of the request, correct to `margin_s`; None if the reply has no id.
     """
 
     url: str
@@ -78,11 +79,11 @@ class ProbeResult:
 
 @dataclass
 class Heartbeats:
-    """Workers and gateways that announced themselves at the broker so far, by name. The subscription stays open."""
+    """Workers and gateways whose announcements arrived at the broker so far, by name. The subscription stays open."""
 
     workers: dict[str, Heartbeat] = field(default_factory=dict)
     gateways: dict[str, GatewayBeat] = field(default_factory=dict)
-    unreadable: set[str] = field(default_factory=set)  # subjects with messages that this version cannot read
+    unreadable: set[str] = field(default_factory=set)  # subjects with messages that this version cannot decode
     came: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def on_worker(self, message: CoreMessage) -> None:
@@ -115,11 +116,11 @@ class AdapterSocket:
     wrong: str = ""
     fix: str = ""
     description: ipc.Description | None = None
-    is_unseen: bool = False  # this user may not look
+    is_unseen: bool = False  # true if this user has no permission to read the socket's folder
 
 
 def once(read: Callable[[ClusterProbe], Coroutine[Any, Any, T]]) -> Callable[[ClusterProbe], Coroutine[Any, Any, T]]:
-    """Read a value in one task, whose result all checks get."""
+    """Return a function that reads a value in one task. All checks get the result of this task."""
 
     @functools.wraps(read)
     async def outcome(probe: ClusterProbe) -> T:
@@ -132,7 +133,7 @@ def once(read: Callable[[ClusterProbe], Coroutine[Any, Any, T]]) -> Callable[[Cl
 
 
 class ClusterProbe:
-    """Observations of a cluster in one run of doctor. Use `open_probe` to make one."""
+    """Observations of a cluster in one run of doctor. Use `open_probe` to create one."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
@@ -158,7 +159,7 @@ class ClusterProbe:
     # ---- HTTP
 
     async def get(self, url: str, path: str, token: Secret | None = None) -> ProbeResult:
-        """Send a GET. A missing or faulty server never raises."""
+        """Send a GET. If a server is missing or faulty, the result has the reason; the method never raises."""
         headers = {"authorization": f"Bearer {token.reveal()}"} if token else {}
         asked_s = time.time()
         try:
@@ -190,15 +191,15 @@ class ClusterProbe:
         return list(await asyncio.gather(*requests))
 
     async def health(self) -> dict[str, Any]:
-        """Return the health of the first gateway that answers; empty if none answers."""
+        """Return the health of the first gateway that answers; empty if no gateway answers."""
         for reply in await self.gateways():
             if reply.status == 200 and reply.is_sie:
                 return reply.json()
         return {}
 
     async def ask_views(self) -> dict[str, ClusterView]:
-        """Request `/v1/cluster` of each gateway that answers, by its URL, without the cached result of `views`. Raises
-        CheckSkipped if there is none.
+        """Request `/v1/cluster` from each gateway that answers, by its URL, without the cached result of `views`.
+        Raises CheckSkipped if no gateway answers.
         """
         cluster = self.cluster
         up = {reply.url for reply in await self.gateways() if reply.status == 200 and reply.is_sie}
@@ -206,7 +207,7 @@ class ClusterProbe:
         replies = await asyncio.gather(*(self.get(url, "/v1/cluster", cluster.gateway_token) for url in urls))
         views = {}
         for reply in replies:
-            with contextlib.suppress(msgspec.DecodeError):  # of a gateway of an older version
+            with contextlib.suppress(msgspec.DecodeError):  # the answer of a gateway of an older version
                 views[reply.url] = msgspec.json.decode(reply.body, type=ClusterView)
         if not views:
             raise CheckSkipped(
@@ -239,7 +240,7 @@ class ClusterProbe:
 
     @property
     def config_token(self) -> Secret | None:
-        """Token for the config service; None if its address comes from the command line or from a gateway."""
+        """Token for the config service; None if its address was read from the command line or from a gateway."""
         is_known = self.cluster.sources.get(CONFIG_URL) in ("environment", SOURCE)
         return self.cluster.config_token(writes=False) if is_known else None
 
@@ -250,7 +251,7 @@ class ClusterProbe:
         except msgspec.DecodeError:
             return None
 
-    # ---- the broker
+    # ---- broker
 
     async def broker_url(self) -> str:
         """Return the broker's address. Raises NotApplicable, CheckSkipped."""
@@ -270,7 +271,7 @@ class ClusterProbe:
         return self._open
 
     async def connected_broker(self) -> NatsBroker:
-        """Return the connection for a check that does not report faults of the broker itself. Raises NotApplicable,
+        """Return the connection, for a check that does not report faults of the broker itself. Raises NotApplicable,
         CheckSkipped.
         """
         try:
@@ -296,7 +297,7 @@ class ClusterProbe:
         await broker.subscribe(f"{topology.GATEWAY_SUBJECT}.*", beats.on_gateway)
         begun_s = time.monotonic()
         expected = {info["name"] for info in (await self.health()).get("workers", ())}
-        await asyncio.sleep(GATEWAYS_S)  # the full time, because the number of gateways is not known
+        await asyncio.sleep(GATEWAYS_S)  # wait the full time, because the number of gateways is unknown
         end_s = begun_s + self.settings.health_publish_interval_ms / 1000 + BEAT_MARGIN_S
         while not (expected and expected <= beats.workers.keys() and beats.gateways) and time.monotonic() < end_s:
             beats.came.clear()
@@ -326,7 +327,13 @@ class ClusterProbe:
         if run.exists() and not os.access(run, os.R_OK | os.X_OK):
             raise CheckSkipped(f"{run} belongs to another user: run as the one of `sie serve`")
         paths = [named] if self.cluster.is_given("SIE_IPC_SOCKET_PATH") or named.exists() else []
-        return paths + sorted(run.glob("worker-*.sock"))
+        return [path for first in (*paths, *sorted(run.glob("worker-*.sock"))) for path in _sockets_of_devices(first)]
+
+
+def _sockets_of_devices(first: Path) -> list[Path]:
+    """Return the socket of a worker's first device, and those of its other devices that are there."""
+    further = (Path(ipc.device_socket(str(first), number)) for number in range(1, MAX_DEVICES))
+    return [first, *(path for path in further if path.exists())]
 
 
 async def probe_socket(path: Path) -> AdapterSocket:
@@ -350,11 +357,11 @@ async def probe_socket(path: Path) -> AdapterSocket:
         wrong = f"{path} may be opened by other users (mode {stat.S_IMODE(status.st_mode):04o}, expected 0600)"
         return AdapterSocket(path, wrong, f"chmod 600 {path}, and find out who changed it: the adapter makes it so")
     if status.st_uid != os.geteuid():
-        return AdapterSocket(path, is_unseen=True)  # an adapter answers only its own user
+        return AdapterSocket(path, is_unseen=True)  # an adapter answers only processes of the same user
     try:
         async with asyncio.timeout(CALL_S):
             answer = await _describe(path)
-    except TimeoutError:  # an OSError too
+    except TimeoutError:  # TimeoutError is also a subclass of OSError
         return AdapterSocket(
             path,
             f"{path}: the adapter takes connections, but no answer comes within {CALL_S:g} s",

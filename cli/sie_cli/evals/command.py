@@ -1,4 +1,4 @@
-"""`sie eval`: the commands.
+"""Commands of `sie eval`.
 
 arguments ──► EvalSpec ──► evaluation ──► table, pages, exit code
 """

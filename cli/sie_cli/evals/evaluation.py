@@ -29,13 +29,13 @@ from sie_client.errors import SIEConnectionError, SIEError
 from sie_contracts.loopback import is_local
 
 UNFINISHED = "unfinished"  # folder inside the folder of results
-HERE = "local"  # machine name in results that measure no cluster
+HERE = "local"  # machine name in results that were not measured in a cluster
 
 
 @dataclass(frozen=True)
 class EvalSpec:
     """Options of an evaluation. `sources`: names of the sources. `targets_file`: None for the file of the catalogue.
-    `rerankers`: models of the cluster that order the nearest documents again.
+    `rerankers`: models of the cluster that sort the nearest documents again.
     """
 
     model: str
@@ -51,8 +51,8 @@ class EvalSpec:
 
 @dataclass(frozen=True)
 class EvalOutcome:
-    """Outcome of an evaluation. `about`: the stored result's description of the place of measurement. `targets`:
-    targets made from the results of the first source, by the task's name in a file of targets.
+    """Outcome of an evaluation. `about`: the stored result's description of machine and software. `targets`: targets
+    computed from the results of the first source, by the task's name in a file of targets.
     """
 
     report: EvalReport
@@ -62,7 +62,7 @@ class EvalOutcome:
 
 @dataclass(frozen=True)
 class _EvalContext:
-    """Facts that are known before an evaluation measures. `about`: the description for the stored result."""
+    """Facts that are known before the measurement. `about`: the description for the stored result."""
 
     spec: EvalSpec
     task: Task
@@ -203,8 +203,8 @@ def _speed(context: _EvalContext) -> EvalOutcome:
 
 
 def _expected(context: _EvalContext, name: str, level: str, *, is_speed: bool) -> tuple[Targets, str]:
-    """Return the targets of this name if the sources include targets, and a note about their origin: the named file,
-    the file of the catalogue, or the last measured result. Raises CommandRefused if there are none.
+    """Return the targets of this name if the sources include targets, with a note about their origin: the named file,
+    the file of the catalogue, or the last measured result. Raises CommandRefused if there are no targets.
     """
     spec = context.spec
     if "targets" not in spec.sources:

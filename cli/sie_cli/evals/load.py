@@ -1,11 +1,11 @@
-"""Load on a source. Closed: each client waits for its answer before it sends again. Open: requests are sent at a rate,
-whether or not earlier ones were answered.
+"""Load on a source. In a closed loop, each client waits for its answer before it sends again. In an open loop, requests
+are sent at a fixed rate, whether or not earlier requests were answered.
 
 requests ──► closed: N clients, or open: arrivals of a Poisson process ──► send ──► SentRequest
 
 A closed loop slows down with the source: during a stall no client sends, so at most N requests see it. The latency of
-an open loop counts from the time at which a request was due, so every request that was due during the stall sees it
-(Tene 2013, "How NOT to Measure Latency": coordinated omission).
+an open loop counts from the time at which a request was due, so the latency of every request that was due during the
+stall includes it (Tene 2013, "How NOT to Measure Latency": coordinated omission).
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from sie_client.errors import SIEError
 from sie_contracts.settings import Secret
 
 PATIENCE_S = 60.0  # seconds to wait for an answer
-MAX_IN_FLIGHT = 4096  # requests of an open loop; a request that is due above this number is counted and not sent
+# requests of an open loop in flight; while this limit is reached, a due request is counted and not sent
+MAX_IN_FLIGHT = 4096
 AFTER_FAILURE_S = 0.05  # seconds until a client of a closed loop sends again after a failure
-NOBODY = "CONNECTION"  # code of a request that found no server
+NOBODY = "CONNECTION"  # code of a request that reached no server
 NO_ANSWER = "NO_ANSWER"
 NOT_SENT = "NOT_SENT"
 
@@ -41,7 +42,7 @@ class LoadRequest:
 
 @dataclass(frozen=True)
 class LoadReply:
-    """An answer. `tokens`: the source's own count, None if it returns none. `stages`: milliseconds by stage."""
+    """An answer. `tokens`: the source's own count, None if the answer has none. `stages`: milliseconds by stage."""
 
     tokens: int | None = None
     stages: Mapping[str, float] = field(default_factory=dict)
@@ -60,7 +61,9 @@ Send = Callable[[LoadRequest], Awaitable[LoadReply]]
 
 @dataclass(frozen=True)
 class SentRequest:
-    """A request that was sent. Times are seconds of `time.perf_counter`. `code` is empty if it was answered."""
+    """A request that was sent. Times are seconds of `time.perf_counter`. `code` is empty if the request was
+    answered.
+    """
 
     due_s: float
     ended_s: float
@@ -75,7 +78,7 @@ class SentRequest:
 
 @dataclass(frozen=True)
 class LoadLevel:
-    """Amount of load: a number of clients, or requests per second."""
+    """Level of load: a number of clients, or requests per second."""
 
     clients: int = 0
     rate: float = 0.0
@@ -84,8 +87,8 @@ class LoadLevel:
         return f"clients={self.clients}" if self.clients else f"rate={self.rate:g}"
 
     async def run(self, send: Send, requests: Iterator[LoadRequest], end_s: float) -> list[SentRequest]:
-        """Send requests until `end_s`, then wait for those in flight. Requests are taken from `requests` in order.
-        Their times at a fixed rate are random, but the same in each run.
+        """Send requests until `end_s`, then wait for the requests in flight. Requests are sent in the order of
+        `requests`. Their times at a fixed rate are random, but equal in each run.
         """
         if self.clients:
             return await _closed(send, requests, self.clients, end_s)
@@ -148,8 +151,8 @@ FRAME_S = 5.0  # seconds to wait for a frame
 
 @dataclass(frozen=True)
 class DeviceUsage:
-    """Means over the window for a worker's devices; None if they are not known. `busy_percent`: on a GPU the figure of
-    NVML, on a CPU the use of all its cores by any process. `joules`: energy of the GPUs of this machine.
+    """Mean values over the window for a worker's devices; None if unknown. `busy_percent`: on a GPU the value of NVML,
+    on a CPU the use of all its cores by any process. `joules`: energy of the GPUs of this machine.
     """
 
     name: str = ""
@@ -177,13 +180,13 @@ class WorkerWatch:
         token = self._token.reveal() if self._token else None
         async with SIEAsyncClient(self._url, api_key=token, wait_for_capacity=False) as client:
             while (now_s := time.perf_counter()) < end_s:
-                # a new connection for each frame: five frames a second with all models of a catalogue would themselves
-                # be load
+                # a new connection for each frame: an open connection would get five frames per second with all models
+                # of a catalogue, which is itself load
                 try:
                     async with asyncio.timeout(FRAME_S), contextlib.aclosing(client.watch("/ws/status")) as messages:
                         frames.append(await anext(messages))
                 except (SIEError, TimeoutError):
-                    break  # this gateway shows no worker, so nothing is known
+                    break  # this gateway shows no worker, so the usage is unknown
                 await asyncio.sleep(max(0.0, min(now_s + EVERY_S, end_s) - time.perf_counter()))
         await asyncio.sleep(max(0.0, end_s - time.perf_counter()))
         after = energy.joules() if energy else None
@@ -201,12 +204,14 @@ class Energy:
         except ImportError:
             return
         self._nvml = pynvml
-        with contextlib.suppress(pynvml.NVMLError):  # no driver is loaded
+        with contextlib.suppress(pynvml.NVMLError):  # the driver is not loaded
             pynvml.nvmlInit()
             self._handles = [pynvml.nvmlDeviceGetHandleByIndex(number) for number in range(pynvml.nvmlDeviceGetCount())]
 
     def joules(self) -> float | None:
-        """Return the energy in joules; None if no GPU counts its energy, as before the generation Volta."""
+        """Return the energy in joules; None if no GPU counts its energy. GPUs before the generation Volta do not count
+        it.
+        """
         try:
             counted = [self._nvml.nvmlDeviceGetTotalEnergyConsumption(handle) for handle in self._handles]
         except self._nvml.NVMLError:

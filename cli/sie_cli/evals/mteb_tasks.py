@@ -42,7 +42,7 @@ class Mteb:
 
 
 def find(name: str) -> Mteb:
-    """Load a task of mteb. Without the hub, its datasets come from the cache of huggingface_hub.
+    """Load a task of mteb. Without the hub, its datasets are read from the cache of huggingface_hub.
 
     Raises CommandRefused for a name that the library does not have, and NoHub.
     """
@@ -54,7 +54,8 @@ def find(name: str) -> Mteb:
         try:
             httpx.head(constants.ENDPOINT, timeout=CONNECT_S)
         except httpx.TransportError:
-            constants.HF_HUB_OFFLINE = True  # otherwise every file would be requested again and again for half a minute
+            # without this, each file would be requested again and again for half a minute
+            constants.HF_HUB_OFFLINE = True
         import mteb
         from datasets.exceptions import DatasetsError
     except ImportError as error:
@@ -118,7 +119,9 @@ class _Encoder(_MtebModel):
 
 
 class _CrossEncoder(_MtebModel):
-    """mteb.CrossEncoderProtocol over a source. Consecutive pairs with the same query become one request."""
+    """Implementation of mteb.CrossEncoderProtocol with a source. Consecutive pairs with the same query become one
+    request.
+    """
 
     def predict(self, inputs1: Any, inputs2: Any, **_: Any) -> Any:
         scores: list[float] = []

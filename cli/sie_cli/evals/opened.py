@@ -1,4 +1,4 @@
-"""The sources that a command names, opened.
+"""Opening of the sources in a command.
 
 sie, sie:URL, st, openai:URL, infinity:URL, tei:URL ──► EvalSource
 """
@@ -28,8 +28,8 @@ from sie_client.errors import SIEConnectionError, SIEError
 from sie_contracts.loopback import direct
 from sie_contracts.settings import Secret, public_url
 
-CONNECT_S = 10.0  # seconds to reach a gateway that the user named, and to reach it again after it went away
-LOAD_S = 900.0  # seconds for the load of a model that no worker has yet
+CONNECT_S = 10.0  # seconds to reach a gateway that the user named, and to reach it again after a lost connection
+LOAD_S = 900.0  # seconds for the load of a model that no worker has loaded yet
 PLAIN = ("sie", "st", "targets")
 
 
@@ -49,7 +49,7 @@ def names(sources: str) -> list[str]:
 
 
 class EvalGateway:
-    """Gateway of the command's cluster. If the cluster is not named and none runs, one is started, which `held` ends.
+    """Gateway of the command's cluster. If no cluster is named and none runs, one is started; `held` ends it.
     `patience_s`: seconds to reach it.
     """
 
@@ -62,7 +62,7 @@ class EvalGateway:
         return START_S if self._own else CONNECT_S
 
     def address(self) -> tuple[str, Secret | None]:
-        """Return its address and the token for it. Raises CommandRefused."""
+        """Return the address of the gateway and the token for it. Raises CommandRefused."""
         cluster = self._cluster
         if self._own is None and not (
             cluster.is_named or cluster.is_given(GATEWAY_URL) or _answers(cluster.gateway_urls[0])
@@ -71,9 +71,9 @@ class EvalGateway:
             self._own = started.gateway_url, Secret(started.admin_token) if started.admin_token else None
         return self._own or (cluster.gateway_urls[0], cluster.gateway_token)
 
-    def advice(self) -> str:
-        """Return advice for the case that no gateway answers."""
-        return self._cluster.without_gateway()
+    def refusal(self, url: str, error: BaseException) -> str:
+        """Return the message of a command that got `error` instead of an answer of the gateway at `url`."""
+        return self._cluster.without_gateway(url, error)
 
 
 class OpenSources:
@@ -103,7 +103,7 @@ class OpenSources:
         """Open a model of the cluster at `url`, or of the command's own gateway, and wait until it is loaded. Raises
         CommandRefused.
         """
-        # the token of this cluster must not be sent to another one
+        # the token of this cluster must not be sent to another cluster
         where, token = (url, None) if url else self._gateway.address()
         patience_s = CONNECT_S if url else self._gateway.patience_s
         key = token.reveal() if token else None
@@ -112,8 +112,7 @@ class OpenSources:
             info = client.wait_for_capacity(model, capacity_budget_s=LOAD_S)
             source = Sie(name, client, model, where, token, info)
         except SIEConnectionError as error:
-            advice = self._gateway.advice()
-            raise CommandRefused(f"{error}\nno gateway answers at {public_url(where)}: {advice}") from error
+            raise CommandRefused(self._gateway.refusal(where, error)) from error
         except SIEError as error:
             settings = "`sie models list` shows what there is"
             raise CommandRefused(f"{error}\nasked the gateway at {public_url(where)}: {settings}") from error
@@ -121,7 +120,7 @@ class OpenSources:
 
     def _scores_pairs(self) -> bool:
         """Return whether the model scores pairs: by the first source, or by the catalogue of this installation. A model
-        that the catalogue does not have gives vectors.
+        that is not in the catalogue counts as a model with vectors.
         """
         if self.sources:
             return self.sources[0].scores_pairs
@@ -134,7 +133,7 @@ def first_cluster(sources: Sequence[EvalSource]) -> Sie | None:
 
 
 def _answers(url: str) -> bool:
-    """Return whether a server answers at `url`. A `sie serve` that was killed leaves its address behind."""
+    """Return whether a server answers at `url`. The file of a killed `sie serve` still has its address."""
     try:
         with httpx.Client(transport=direct(url, httpx.HTTPTransport), timeout=CONNECT_S) as client:
             client.get(f"{url}/healthz")
@@ -144,7 +143,7 @@ def _answers(url: str) -> bool:
 
 
 START_S = 120.0
-END_S = 60.0  # seconds; `sie serve` itself drains in less time
+END_S = 60.0  # seconds to wait for the end; `sie serve` itself drains in less time
 POLL_S = 0.1
 LAST_LINES = 5
 

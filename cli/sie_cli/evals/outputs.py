@@ -23,8 +23,9 @@ RESCORED = 400
 
 @dataclass(frozen=True)
 class VectorOutput:
-    """One kind of vectors. `documents`, `queries`: parameters of `encode`. `slot`: the field of a result that holds the
-    vector. `similar`: returns the similarities of queries and documents, [queries, documents]; more is nearer.
+    """One kind of vectors. `documents`, `queries`: parameters of `encode`. `slot`: the field of a result with the
+    vector. `similar`: returns the similarities of queries and documents, [queries, documents]; a higher number is
+    nearer.
     """
 
     name: str
@@ -63,7 +64,9 @@ def _products(queries: Sequence[Any], documents: Sequence[Any]) -> Matrix:
 
 
 def _hamming(queries: Sequence[Any], documents: Sequence[Any]) -> Matrix:
-    """Return the number of equal bits minus the number of different bits: the product of vectors of -1 and 1."""
+    """Return the number of equal bits minus the number of different bits. It equals the product of vectors of -1 and
+    1.
+    """
     return _signs(queries) @ _signs(documents).T
 
 

@@ -22,13 +22,13 @@ from sie_cli.evals.tasks import Retrieval, Similarity, Task, Texts
 from sie_cli.refusal import CommandRefused
 
 PERCENTILES = (50, 90, 99)
-CLIENT_LIMIT = 0.8  # share of a core; above it the client itself may be the limit
+CLIENT_LIMIT = 0.8  # share of a core; with a higher use, the client itself may limit the throughput
 
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """Load on each source: levels one after the other, each for `warm_up_s` and then `seconds`, with `batch` texts per
-    request.
+    """Load on each source: levels one after the other, each for `warm_up_s` and then `seconds` seconds, with `batch`
+    texts per request.
     """
 
     levels: Sequence[LoadLevel]
@@ -40,8 +40,8 @@ class LoadPlan:
 @dataclass(frozen=True)
 class LoadPoint:
     """Result of one source at one level of load over `seconds`. `latencies_ms`: latencies of the answered requests,
-    ascending. `items`: items answered within the window. `client_cores`: processor time of this process per second, 1
-    is a whole core; None if the source itself computes in this process.
+    ascending. `items`: items answered within the window. `client_cores`: processor seconds of this process per second,
+    1 is a whole core; None if the source itself computes in this process.
     """
 
     source: str
@@ -57,7 +57,7 @@ class LoadPoint:
 
     @property
     def scores(self) -> dict[str, float]:
-        """Return figures by metric; latencies are NaN without an answer."""
+        """Return the metrics by name; latencies are NaN if no request was answered."""
         metrics = {"items_per_s": self.items / self.seconds}
         if self.tokens is not None:
             metrics["tokens_per_s"] = self.tokens / self.seconds
@@ -74,9 +74,7 @@ class LoadPoint:
 
 
 def texts_of(task: Task) -> list[str]:
-    """Return all texts of the task, in a random order that is the same in each run and does not depend on their
-    lengths.
-    """
+    """Return all texts of the task, in a random order that is equal in each run and independent of the lengths."""
     match task:
         case Similarity():
             texts = [*task.left, *task.right]
@@ -90,7 +88,7 @@ def texts_of(task: Task) -> list[str]:
 
 
 def requests_of(task: Task, batch: int) -> Iterator[LoadRequest]:
-    """Yield requests without an end. Each request has another text as its query."""
+    """Yield requests forever. Each request has a different text as its query."""
     texts = itertools.cycle(texts_of(task))
     while True:
         query = next(texts)
@@ -104,10 +102,10 @@ def measure(
     watches: Mapping[str, UsageWatch],
     advance: Callable[[], None],
 ) -> Iterator[list[LoadPoint]]:
-    """Yield the points of each level, one per source. `watches`: watches of the devices behind a source, by its name.
+    """Yield the points of each level, one per source. `watches`: watches of the devices of a source, by its name.
     `advance`: called after each point.
 
-    If a source finds no server, the measurement ends after that level.
+    If a source finds no server, the measurement ends after this level.
     """
     with asyncio.Runner() as runner:
         stack = AsyncExitStack()
@@ -140,7 +138,7 @@ async def _point(
     used = asyncio.create_task(_used_cores(start_s, end_s))
     try:
         calls = await level.run(send, requests, end_s)
-    except ExceptionGroup as group:  # raised in tasks: errors of requests that the source refuses to send
+    except ExceptionGroup as group:  # errors in tasks: requests that the source refuses to send
         raise group.exceptions[0] from group
     client_cores = await used
     device = await watching if watching else DeviceUsage()
@@ -164,8 +162,8 @@ def _summed(
     client_cores: float | None,
     device: DeviceUsage,
 ) -> LoadPoint:
-    """Make a point from calls. Throughput counts the answers within the window. Latencies and errors count the requests
-    that were due in it, so a stall at its end is included.
+    """Compute a point from calls. Throughput counts the answers within the window. Latencies and errors count the
+    requests that were due in it, so a stall at the end of the window is included.
     """
     start_s, end_s = window
     due = [call for call in calls if start_s <= call.due_s < end_s]

@@ -1,6 +1,6 @@
-"""Quality of vectors and scores against people's judgements: one number for each query or pair, and their mean.
+"""Quality of vectors and scores compared with human judgements: one number for each query or pair, and their mean.
 
-task, EvalStep ──► rankings or similarities ──► metrics ──► Measurement ──► difference of two, with an interval
+task, EvalStep ──► rankings or similarities ──► metrics ──► Measurement ──► difference of two, with interval
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sie_cli.evals.steps import EvalStep, EvalWork
 from sie_cli.evals.tasks import Judged, Retrieval, Similarity
 
 DEPTH = 100  # most documents of a ranking
-FIRST_STAGE = 30  # documents of a ranking that a reranker scores
+FIRST_STAGE = 30  # number of documents per query that a reranker scores
 RESAMPLES = 1000
 CONFIDENCE = 0.95
 # common names of the metrics, and their names in trec_eval
@@ -31,8 +31,8 @@ METRICS: Mapping[str, str] = {
     "recall@10": "recall_10",
     "recall@100": "recall_100",
 }
-AT_ONCE = 256  # queries whose similarities to all documents are in memory at once
-Run = dict[str, dict[str, float]]  # score of each document, by query
+AT_ONCE = 256  # queries whose similarities to all documents are in memory at the same time
+Run = dict[str, dict[str, float]]  # query -> document -> score
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Difference:
 
 
 def count(task: Judged, step: EvalStep) -> int | None:
-    """Return the number of texts that a source gets; None if it is not known."""
+    """Return the number of texts that a source gets; None if unknown."""
     if isinstance(task, Mteb):
         return None
     if isinstance(task, Similarity):
@@ -96,7 +96,7 @@ def has_interval(score: Measurement) -> bool:
 
 
 def difference(score: Measurement, reference: Measurement, metric: str) -> Difference:
-    """Compute the difference by a paired bootstrap over queries or pairs, always with the same draws.
+    """Compute the difference by a paired bootstrap over queries or pairs, with the same draws in every run.
 
     Source: Efron and Tibshirani 1993, "An Introduction to the Bootstrap", chapter 13 (percentile interval).
     """
@@ -118,7 +118,7 @@ def _similarity(task: Similarity, step: EvalStep, work: EvalWork) -> Measurement
     texts = list(dict.fromkeys([*task.left, *task.right]))
     rows = dict(zip(texts, work.vectors(step, texts, is_query=False), strict=True))
     asking = rows
-    # no side is a question, but one side must have the form of a query
+    # in a pair, neither text is a question, but one of them must have the form of a query
     if step.output.queries != step.output.documents:
         form = replace(step.output, name=f"{step.output.name} of a query", documents=step.output.queries)
         asking = dict(zip(texts, work.vectors(replace(step, output=form), texts, is_query=False), strict=True))
@@ -142,8 +142,8 @@ def _retrieval(task: Retrieval, step: EvalStep, work: EvalWork) -> Measurement:
 
 
 def _scored(task: Retrieval, source: EvalSource, work: EvalWork) -> Run:
-    """Score FIRST_STAGE documents of each query with a reranker: the judged documents, plus others in the order of the
-    corpus, so that no other model influences the choice.
+    """Score FIRST_STAGE documents of each query with a reranker: the judged documents, plus other documents in the
+    order of the corpus, so that no other model influences the choice.
     """
     keys, by_query = list(task.corpus), {}
     for query, text in task.queries.items():
@@ -168,8 +168,8 @@ def _nearest(task: Retrieval, step: EvalStep, work: EvalWork) -> tuple[Run, floa
 
 
 def _reranked(task: Retrieval, source: EvalSource, run: Run, work: EvalWork) -> Run:
-    """Order the first FIRST_STAGE documents of each ranking by the source's scores; the other documents stay behind
-    them.
+    """Sort the first FIRST_STAGE documents of each ranking by the source's scores; the other documents follow in the
+    old order.
     """
     rankings = {}
     for query, ranking in run.items():

@@ -54,8 +54,9 @@ tr + tr { border-top: 1px solid #ddd } .missed { color: #b3261e } svg { max-widt
 
 @dataclass(frozen=True)
 class EvalReport:
-    """Report of one model on one task. `about`: what was measured, in one line. `table`: its first row is the header.
-    `rows`: the same data for programs. `missed`: a line for each target that the first source missed. `pictures`: SVG.
+    """Report of one model on one task. `about`: description of the measurement, in one line. `table`: its first row is
+    the header. `rows`: the same data for programs. `missed`: a line for each target that the first source missed.
+    `pictures`: SVG.
     """
 
     model: str
@@ -109,8 +110,8 @@ def of_quality(
     missed: Sequence[str],
     queries: Mapping[str, str],
 ) -> EvalReport:
-    """Make a report of quality. `scores`: a row for each source and output, in the order of the measurement. `queries`:
-    text of each query by its id, in the order of the values; empty if the task has pairs.
+    """Build a report of quality. `scores`: a row for each source and output, in the order of the measurement.
+    `queries`: text of each query by its id, in the order of the values; empty if the task has pairs.
     """
     metrics = list(scores[0].values)
     has_bytes = any(score.bytes_per_item for score in scores)
@@ -169,7 +170,7 @@ def of_perf(
     targets: Mapping[str, Targets],
     missed: Sequence[str],
 ) -> EvalReport:
-    """Make a report of speed. `points`: level by level, and within a level source by source. `targets`: by level."""
+    """Build a report of speed. `points`: level by level, and within a level source by source. `targets`: by level."""
     metrics = list(dict.fromkeys(metric for point in points for metric in point.scores))
     headings = ("requests", "errors", "device %", "device MB", "client %")
     table = [["source", "load", *metrics, *headings]]
@@ -298,7 +299,7 @@ def cost_plot(scores: Sequence[Measurement], metric: str) -> str:
 
 
 def _label(name: str) -> str:
-    """Escape a name for matplotlib, which reads text between dollars as a formula."""
+    """Escape a name for matplotlib, because it parses text between dollar signs as a formula."""
     return name.replace("$", r"\$")
 
 

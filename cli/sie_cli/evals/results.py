@@ -1,6 +1,6 @@
 """Stored results, and the changes from one result to another.
 
-EvalReport ──► DATA_DIR/evals/MODEL/TASK/KIND/TIME-COMMIT-MACHINE.json ──► list, compare, what was measured before
+EvalReport ──► DATA_DIR/evals/MODEL/TASK/KIND/TIME-COMMIT-MACHINE.json ──► list, compare, earlier measurements
 """
 
 from __future__ import annotations
@@ -23,11 +23,13 @@ from sie_cli.evals.report import EvalReport
 from sie_cli.refusal import CommandRefused
 
 GIT_S = 5.0
-TOLD_ITEMS = 3  # number of queries or pairs listed, those whose metric fell the most
+TOLD_ITEMS = 3  # number of queries or pairs that are listed, namely those whose metric decreased most
 
 
 class StoredReport(msgspec.Struct):
-    """A stored result. `about`: the place and the software of the measurement. `figures`: the figures of its report."""
+    """A stored result. `about`: the machine and the software of the measurement. `figures`: the figures of its
+    report.
+    """
 
     time: str
     about: dict[str, Any]
@@ -35,7 +37,9 @@ class StoredReport(msgspec.Struct):
 
 
 def about(cluster: Mapping[str, Any], machine: str) -> dict[str, Any]:
-    """Describe the place of a measurement. `cluster`: the cluster's description of itself and of the model."""
+    """Describe the machine and software of a measurement. `cluster`: the cluster's description of itself and of the
+    model.
+    """
     return {
         "version": sie_contracts.__version__,
         "commit": _commit(),
@@ -89,13 +93,13 @@ def every(folder: Path) -> list[Path]:
 
 
 def last(folder: Path, model: str, task: str, kind: str, machine: str) -> StoredReport | None:
-    """Return the newest result of a model and task on machines of this profile; None without one."""
+    """Return the newest result of a model and task on machines of this profile; None if there is none."""
     files = sorted(_place(folder, model, task, kind).glob("*.json"), reverse=True)
     return next((stored for stored in map(read, files) if stored.about.get("machine") == machine), None)
 
 
 def compared(old: StoredReport, new: StoredReport) -> tuple[list[list[str]], list[str]]:
-    """Return a table of the metrics that both results have, and lines with the other differences. Raises
+    """Return a table of the metrics that are in both results, and lines with the other differences. Raises
     CommandRefused.
     """
     for name in ("task", "kind"):
@@ -147,8 +151,8 @@ def _row_compared(
 def _fallen(
     key: Sequence[str], metric: str, was: Measurement, now: Measurement, queries: Sequence[Sequence[str]]
 ) -> list[str]:
-    """List the queries whose metric fell the most, by their ids and texts. A rank correlation has no value for single
-    pairs, so it lists none.
+    """List the queries with the largest decrease of the metric, by their ids and texts. A rank correlation has no value
+    for single pairs, so for it the list is empty.
     """
     if was.gold or len(queries) != len(now.values[metric]):
         return []
@@ -181,7 +185,7 @@ def _plain(name: str) -> str:
 
 
 def _commit() -> str:
-    """Return the commit of the folder in which this process runs; empty if it is no checkout."""
+    """Return the commit of the folder in which this process runs; empty if the folder is no checkout."""
     try:
         ran = subprocess.run(
             ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, timeout=GIT_S, check=False

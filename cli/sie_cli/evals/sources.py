@@ -35,13 +35,13 @@ class ImagePath(str):
 
 
 def item(text: str) -> str | Item:
-    """Convert an input to the form that a client of a cluster takes."""
+    """Convert an input to the form for a cluster's client."""
     return {"images": [text.path]} if isinstance(text, ImagePath) else text
 
 
 def key(text: str) -> str:
-    """Return the key of an input in the cache. A text is its own key; the key of a file changes when the file is
-    written again.
+    """Return the key of an input in the cache. The key of a text is the text; the key of a file changes when the file
+    is written again.
     """
     if not isinstance(text, ImagePath):
         return text
@@ -50,15 +50,15 @@ def key(text: str) -> str:
 
 
 def only_texts(name: str, inputs: Sequence[str]) -> None:
-    """Raise CommandRefused if an input is an image, for a source that takes only texts."""
+    """Raise CommandRefused if an input is an image, for a source that accepts only texts."""
     if picture := next((text for text in inputs if isinstance(text, ImagePath)), None):
-        raise CommandRefused(f"{name} takes only texts, and the task has images, such as {picture}")
+        raise CommandRefused(f"{name} accepts only texts, and the task has images, such as {picture}")
 
 
 class EvalSource(Protocol):
     """A source of vectors or scores. `name`: its name on the command line. `is_here`: it computes in this process.
     `scores_pairs`: it scores documents and has no vectors. `main`: the vectors that are measured by default.
-    `identity`: what its answers depend on besides texts and output; empty if that is unknown. `vectors` and `scores`
+    `identity`: data that its answers depend on, other than texts and output; empty if unknown. `vectors` and `scores`
     raise CommandRefused or SIEError.
     """
 
@@ -72,10 +72,12 @@ class EvalSource(Protocol):
         """Return one vector for each text, in the form of `output`."""
 
     def scores(self, query: str, documents: Sequence[str]) -> list[float]:
-        """Return one score for each document; more is better."""
+        """Return one score for each document. A higher score is better."""
 
     def sender(self) -> AbstractAsyncContextManager[Send]:
-        """Return a context whose value sends one request. It may run several times at once, and raises LoadFailure."""
+        """Return a context whose value is a function that sends one request. Several calls of it may run at the same
+        time. It raises LoadFailure.
+        """
 
 
 class Sie:
@@ -96,7 +98,7 @@ class Sie:
         if self.scores_pairs and "score" not in self.info["tasks"]:
             names = ", ".join(self.info["outputs"])
             raise CommandRefused(f"{model} has {names}: expected a model with vectors, or one that scores")
-        # take the fingerprint from an answer: a gateway that has just started may not know the workers yet
+        # the fingerprint is read from an answer: a gateway that has just started may not know the workers yet
         answer: Any = self.info
         if "text" in self.info["inputs"]:
             answer = client.score(model, ".", ["."]) if self.scores_pairs else client.encode(model, ".")
@@ -104,7 +106,7 @@ class Sie:
         self.identity: Sequence[str] = [name, model, self.fingerprint] if self.fingerprint else []
 
     def machine(self) -> str:
-        """Return the machine profile of a worker that has the model; empty if the cluster has no workers."""
+        """Return the machine profile of a worker that has the model loaded; empty if the cluster has no workers."""
         workers = self._client.health()["workers"]
         having = [worker for worker in workers if self._model.partition(":")[0] in worker["loaded_models"]]
         return next((str(worker["gpu"]) for worker in [*having, *workers]), "")
@@ -155,7 +157,7 @@ class SentenceTransformers:
     def __init__(self, model: str, *, scores_pairs: bool) -> None:
         self.name = "st"
         self.scores_pairs = scores_pairs
-        import sentence_transformers as library  # `packages` looked for it
+        import sentence_transformers as library  # `packages` has checked that the library is installed
 
         where = _weights_of(model)
         kind = library.CrossEncoder if scores_pairs else library.SentenceTransformer
@@ -204,7 +206,7 @@ def _opened(picture: ImagePath) -> Any:
 
 
 def _stages(timing: Mapping[str, float]) -> dict[str, float]:
-    """Return milliseconds by stage, each stage once: `timing` has some of them under two names."""
+    """Return milliseconds by stage. `timing` has some stages under two names; each is returned once."""
     return {name.removesuffix("_time"): ms for name, ms in timing.items() if name.endswith("_time")}
 
 
@@ -215,7 +217,7 @@ def only_dense(name: str, output: VectorOutput) -> None:
 
 
 def catalogue_entry(model: str) -> ModelEntry | None:
-    """Return the entry of a model in the catalogue of this installation; None without one."""
+    """Return the entry of a model in the catalogue of this installation; None if there is none."""
     from sie_config_service.overlay import Overlay
 
     document = Overlay(Settings()).folders().models.get(model.partition(":")[0], (None, ""))[0]
@@ -236,7 +238,7 @@ def _weights_of(model: str) -> str:
     return str(packaged or weights.path or weights.hub)
 
 
-BATCH = 64  # texts of a request; some servers accept no more
+BATCH = 64  # texts of a request; some servers accept only this number
 MAX_ANSWER_BYTES = 64 << 20  # bytes of an answer; 64 vectors of 32,768 numbers need less
 _UNREADABLE = (ValueError, KeyError, TypeError, LookupError, AttributeError, RecursionError)
 
@@ -266,8 +268,8 @@ class _ReplyBody:
 
 @dataclass(frozen=True)
 class ServerDialect:
-    """Protocol of a server: its paths and bodies, and the place of the result in its answers. Each entry of a list of
-    results has its position in `index`.
+    """Protocol of a server: its paths and bodies, and the position of the result in its answers. Each entry of a list
+    of results has its position in `index`.
     """
 
     encode_path: str
@@ -281,7 +283,7 @@ class ServerDialect:
 
 _OPENAI = ServerDialect(
     "/embeddings",
-    # these servers refuse an empty text
+    # a space replaces an empty text, because these servers refuse it
     lambda model, texts: {"model": model, "input": [text or " " for text in texts], "encoding_format": "float"},
     lambda body: [item["embedding"] for item in sorted(body["data"], key=lambda item: item["index"])],
     lambda model, query, documents: {"model": model, "query": query, "documents": list(documents)},
@@ -311,7 +313,7 @@ class ServerSource:
     ) -> None:
         self.name = name
         self.scores_pairs = scores_pairs
-        self.identity: Sequence[str] = ()  # such a server may change its model without notice
+        self.identity: Sequence[str] = ()  # empty: such a server may change its model without notice
         self._client, self._dialect, self._model = client, dialect, model
 
     @asynccontextmanager
@@ -350,7 +352,7 @@ class ServerSource:
             part = texts[start : start + BATCH]
             body = self._post(self._dialect.encode_path, self._dialect.encode_body(self._model, part))
             with self._understood():
-                with np.errstate(over="ignore"):  # an overflow becomes infinity, which is refused below
+                with np.errstate(over="ignore"):  # an overflow becomes infinity, and infinity is refused below
                     rows = np.asarray(self._dialect.vectors(body), np.float32)
                 if rows.ndim != 2 or len(rows) != len(part):
                     raise ValueError(f"{len(part)} texts were sent, vectors of the shape {rows.shape} were returned")
@@ -393,7 +395,9 @@ class ServerSource:
         try:
             yield
         except _UNREADABLE as error:
-            raise CommandRefused(f"{self.name} does not answer in the format of such a server: {error}") from error
+            raise CommandRefused(
+                f"{self.name} does not answer in the format of this kind of server: {error}"
+            ) from error
 
 
 def _check_finite(numbers: Any) -> None:

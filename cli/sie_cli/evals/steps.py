@@ -1,9 +1,9 @@
 """Steps of a measurement, each a source with one of its outputs. Their results are cached in files, so that an
 interrupted evaluation can continue.
 
-Each file has the answers to some texts. Its name is a digest of everything that they depend on: another model,
-fingerprint, output or text makes another file. The files are removed when the evaluation has ended, and by any later
-evaluation if they are a week old.
+Each file has the answers to some texts. Its name is a digest of all data that the answers depend on, so a different
+model, fingerprint, output or text has a different file. The files are removed when the evaluation has ended. Any later
+evaluation removes files that are a week old.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ KEEP_S = 7 * 86_400
 
 
 class ResultCache:
-    """Cache of answers in files. `reused_texts`: number of texts whose answers came from an earlier evaluation."""
+    """Cache of answers in files. `reused_texts`: number of texts whose answers were computed by an earlier
+    evaluation.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -39,17 +41,17 @@ class ResultCache:
     def part(
         self, identity: Sequence[str], texts: Sequence[str], compute: Callable[[], Sequence[Any]]
     ) -> Sequence[Any]:
-        """Return one answer for each text: arrays, numbers, or maps of arrays. Raises CommandRefused, and what
-        `compute` raises.
+        """Return one answer for each text: arrays, numbers, or maps of arrays. Raises CommandRefused, and the errors of
+        `compute`.
 
-        `identity`: everything that the answers depend on besides the texts. If it is empty, it is unknown, and nothing
-        is cached.
+        `identity`: all data that the answers depend on, other than the texts. If it is empty, it is unknown, and the
+        answers are not cached.
         """
         if not identity:
             return compute()
         digest = hashlib.blake2b(msgspec.msgpack.encode([list(identity), list(texts)]), digest_size=20).hexdigest()
         file = self._folder / f"{digest}.msgpack"
-        # a file is never incomplete, since it gets its name when it is complete
+        # a file is never incomplete, since it gets its name only when it is complete
         with contextlib.suppress(FileNotFoundError, ValueError):
             earlier: Sequence[Any] = arrays.unpack(arrays.decode_msgpack(file.read_bytes()))
             if len(earlier) == len(texts):
@@ -69,8 +71,8 @@ class ResultCache:
 
     @contextlib.contextmanager
     def until_done(self) -> Iterator[None]:
-        """Remove the files of this evaluation if the context ends without an exception, and files that are too old at
-        its start.
+        """Remove the files of this evaluation if the context ends without an exception. At the start, remove files that
+        are too old.
         """
         for file in self._folder.glob("*.*"):
             with contextlib.suppress(FileNotFoundError):
@@ -95,8 +97,8 @@ PART = 1024  # texts per request to a source, and per cached file
 
 @dataclass(frozen=True)
 class EvalStep:
-    """Step of an evaluation: a source with one of its outputs. `reranker`, if there is one, orders the nearest
-    documents again.
+    """Step of an evaluation: a source with one of its outputs. `reranker`, if set, sorts the nearest documents
+    again.
     """
 
     source: EvalSource
@@ -113,7 +115,7 @@ class EvalStep:
 
 class EvalWork:
     """Requests of a measurement to sources. `cache`: answers that an interrupted evaluation had computed. `advance` is
-    called with the number of texts that are done.
+    called with the number of completed texts.
     """
 
     def __init__(self, cache: ResultCache, advance: Callable[[int], None]) -> None:

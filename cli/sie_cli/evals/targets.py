@@ -1,5 +1,5 @@
-"""Targets of models: a file by model, task and metric. Speed differs between machines, so the names of speed tasks
-contain the machine profile and the load.
+"""Targets of models: a file with targets by model, task and metric. Speed differs between machines, so the names of
+speed tasks contain the machine profile and the load.
 
 BAAI/bge-m3:
   stsb:
@@ -21,12 +21,12 @@ from sie_contracts.models.catalogue import packaged_folder
 
 FILE = "targets.yaml"
 DEFAULT_TOLERANCE = 0.005
-SPEED_TOLERANCE = 0.1  # share of the value
+SPEED_TOLERANCE = 0.1  # tolerance of a target, as a part of its value
 
 
 class ScoreTarget(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Target of one metric. It is missed if the metric is worse than `value` by more than `tolerance`. For milliseconds
-    less is better, for all other metrics more is better.
+    a lower value is better, for all other metrics a higher value.
     """
 
     value: float
@@ -39,7 +39,7 @@ class ScoreTarget(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return not value >= self.value - self.tolerance
 
 
-Targets = dict[str, ScoreTarget]  # by metric
+Targets = dict[str, ScoreTarget]  # targets by metric
 File = dict[str, dict[str, Targets]]  # targets by model and task
 
 
@@ -63,12 +63,12 @@ def read(file: Path) -> File:
 
 
 def load(file: Path, model: str, task: str) -> Targets:
-    """Return the targets of a model for a task; empty if there are none. Raises CommandRefused."""
+    """Return the targets of a model for a task; empty if the file has none. Raises CommandRefused."""
     return read(file).get(model, {}).get(task, {})
 
 
 def missed(targets: Mapping[str, ScoreTarget], scores: Mapping[str, float], subject: str) -> list[str]:
-    """Return the targets that were not reached, a line each. A metric that was not measured is missed."""
+    """Return the missed targets, one line each. A metric that was not measured counts as missed."""
     lines = []
     for metric, target in targets.items():
         value = scores.get(metric)

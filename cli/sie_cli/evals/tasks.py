@@ -42,7 +42,7 @@ class _DatasetLine(msgspec.Struct):
 
 @dataclass(frozen=True)
 class Similarity:
-    """Pairs of texts with the similarity that people judged: `gold`, on any scale; more is more similar."""
+    """Pairs of texts with human similarity scores: `gold`, on any scale; a higher score means more similar."""
 
     name: str
     left: Sequence[str]
@@ -53,7 +53,7 @@ class Similarity:
 @dataclass(frozen=True)
 class Retrieval:
     """Documents and queries by their ids: texts, or ImagePath for images. `qrels`: query -> document -> relevance, 0
-    for none. Each query has relevant documents.
+    for no relevance. Each query has relevant documents.
     """
 
     name: str
@@ -108,7 +108,7 @@ def _of_mteb(name: str) -> Task:
 
 
 def of_texts(file: Path) -> Texts:
-    """Read a text from each line of a file. Raises CommandRefused."""
+    """Read one text from each line of a file. Raises CommandRefused."""
     texts = [line for _, line in _lines(file)]
     if not texts:
         raise CommandRefused(f"{file}: expected a text in each line")
@@ -119,7 +119,7 @@ def of_folder(folder: Path) -> Retrieval:
     """Read a folder in the format of BEIR. Queries without a relevant document are left out. Raises CommandRefused,
     which names the file, the line and the field.
 
-    Source: Thakur et al. 2021, "BEIR", and the loader of its package: a title stands before the text of a document.
+    Source: Thakur et al. 2021, "BEIR", and the loader of its package: the title is put before the text of a document.
     """
     corpus = dict(_texts(folder / "corpus.jsonl"))
     queries_by_id = dict(_texts(folder / "queries.jsonl"))
@@ -187,7 +187,8 @@ def _texts(file: Path) -> Iterator[tuple[str, str]]:
             yield entry.id, f"{entry.title or ''} {entry.text}".strip()
         elif entry.image is not None and entry.text is None:
             picture = ImagePath(file.parent / entry.image)
-            # a task from another author must not name a file of this machine, which would be sent to a server
+            # a task from another author must not name a file of this machine, because its contents would be sent to a
+            # server
             if not picture.path.resolve().is_relative_to(file.parent.resolve()):
                 raise CommandRefused(f"{where}: {picture} is outside of the folder of the task")
             if not picture.path.is_file():

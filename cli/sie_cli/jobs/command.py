@@ -16,6 +16,7 @@ from sie_cli.cluster import GATEWAY_URL, Cluster, cluster_options
 from sie_cli.gateway_client import gateway_client
 from sie_cli.jobs.job import (
     OutputPlace,
+    check_columns,
     exit_status,
     failures_table,
     fetch_output,
@@ -131,6 +132,8 @@ def submit(
     job_options = submit_options(values, place)
     with gateway_client(cluster, SCOPE, is_patient=True) as client:
         try:
+            if Path(source).is_file():
+                check_columns(Path(source), job_options)
             with display.transfers() as bars:
                 job_options["on_upload"] = transfer_bar(bars, Path(source).name)
                 job = client.jobs.submit(model, source, **job_options)
@@ -239,7 +242,7 @@ def result(cluster: Cluster, name: str, folder: Path) -> None:
 
 
 def _changed(cluster: Cluster, name: str, change: Callable[[Job], Job], as_json: bool, goal: str = "") -> None:
-    """Change a job and print its state. `goal`: the state that it reaches when its parts under way have stopped."""
+    """Change a job and print its state. `goal`: the state of the job when its running parts have stopped."""
     with gateway_client(cluster, SCOPE) as client:
         job = change(client.jobs.get(name))
     is_under_way = goal and job.state in ("queued", "planning", "running", "finalizing")

@@ -1,4 +1,4 @@
-"""A job: the request that starts it, its progress until it ends, its state in words."""
+"""Functions about a job: the request that starts it, its progress until it ends, its state in words."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import msgspec
 from sie_cli import display
 from sie_cli.display import counted, printable
 from sie_cli.moments import future, local, moment, span
-from sie_cli.refusal import CommandRefused
+from sie_cli.refusal import INTERRUPTED, CommandRefused
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -39,7 +39,7 @@ def exit_status(info: JobInfo) -> int:
 
 
 def rows_text(info: JobInfo) -> str:
-    """Format the number of rows that are answered, by outcome."""
+    """Format the number of answered rows, by outcome."""
     counts = info.counts
     parts = [
         f"{counts.done:,} rows" if counts.rows is None else f"{counts.done:,} of {counts.rows:,} rows",
@@ -50,7 +50,7 @@ def rows_text(info: JobInfo) -> str:
 
 
 def percent_done(info: JobInfo) -> int | None:
-    """Compute the percentage of rows that are done; None before they are counted."""
+    """Compute the percentage of completed rows; None before the rows are counted."""
     total = info.counts.rows
     return None if total is None else 100 if not total else 100 * info.counts.done // total
 
@@ -152,7 +152,7 @@ def job_facts(info: JobInfo, now_s: float) -> dict[str, str]:
 
 
 def _flat(request: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Return the fields of a request, with the fields of input and output at the same level."""
+    """Return the fields of a request, with the fields of input and output on the same level."""
     fields: list[tuple[str, Any]] = []
     for name, value in request.items():
         if name in ("input", "output") and isinstance(value, Mapping):
@@ -185,7 +185,7 @@ def failures_table(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
 
 
 def hint_at_failures(job: JobInfo) -> None:
-    """Print how to see why rows have an error."""
+    """Print the command that shows why rows have an error."""
     if job.counts.failed:
         click.echo(f"`sie jobs show {job.id} --failed` says why rows have an error", err=True)
 
@@ -193,7 +193,7 @@ def hint_at_failures(job: JobInfo) -> None:
 @dataclass(frozen=True)
 class OutputPlace:
     """Destination of the output: an address, or a folder of this machine that is filled when the job has ended. Without
-    either, the output stays with the job. `is_made`: this command created the folder.
+    either, the output is stored with the job. `is_made`: this command created the folder.
     """
 
     url: str = ""
@@ -202,8 +202,8 @@ class OutputPlace:
 
     @classmethod
     def from_option(cls, text: str | None, *, is_new: bool = True) -> OutputPlace:
-        """Return the place for an option. Raises CommandRefused for a folder that cannot be created, and with `is_new`
-        for a folder that has the files of a job.
+        """Return the output place for the value of an option. Raises CommandRefused for a folder that cannot be
+        created, and with `is_new` for a folder with the files of a job.
         """
         if text is None:
             return cls()
@@ -220,7 +220,7 @@ class OutputPlace:
         return cls(folder=folder, is_made=is_made)
 
     def unmade(self) -> None:
-        """Remove a folder that was created for a job that does not exist. A folder with files stays."""
+        """Remove a folder that was created for a job that does not exist. A folder with files is not removed."""
         if self.folder is not None and self.is_made:
             with contextlib.suppress(OSError):
                 self.folder.rmdir()
@@ -252,7 +252,9 @@ def parse_metadata(pairs: Iterable[str]) -> dict[str, str]:
 
 
 def submit_options(values: dict[str, Any], place: OutputPlace) -> JobOptions:
-    """Convert options of the command line to options of the client; the server sets the others. Raises BadParameter."""
+    """Convert options of the command line to options of the client. Options that are not set get the server's defaults.
+    Raises BadParameter.
+    """
     if values["operation"] is None and (values["query"] or values["document"]):
         values["operation"] = "score"
     output = {"url": place.url, **{name: values.pop(name) for name in ("format", "sink", "collection")}}
@@ -267,13 +269,33 @@ def submit_options(values: dict[str, Any], place: OutputPlace) -> JobOptions:
         "deadline": future(values["deadline"]) if values["deadline"] else None,
         "windows": list(values["windows"]) or None,
     }
-    for name in ("text", "query", "document"):  # a shell has no easy way to write a line break
+    # a line break may be written as \n, because shells have no easy way to write one
+    for name in ("text", "query", "document"):
         job_options[name] = job_options[name].replace("\\n", "\n") if job_options[name] else None
     return {name: value for name, value in job_options.items() if value not in (None, False, "")}  # type: ignore[return-value]
 
 
-INTERRUPTED = 130  # the status of a shell after Ctrl-C
 BAR = 40
+
+
+def check_columns(path: Path, job_options: JobOptions) -> None:
+    """Raise CommandRefused if a file of this machine lacks a column that the job reads, before the file is sent. An
+    installation without the packages of jobs leaves this to the server.
+    """
+    from sie_contracts.api.jobs import JobInput
+    from sie_contracts.errors import InvalidInput
+
+    named: Mapping[str, Any] = job_options
+    fields = {name: named[name] for name in ("text", "query", "document", "image", "id") if name in named}
+    source = JobInput(**fields, keep=tuple(named.get("keep", ())), format=named.get("input_format"))
+    try:
+        from sie_store.datasets.plans import check_file
+
+        check_file(path, source)
+    except InvalidInput as error:
+        raise CommandRefused(error.message) from error
+    except ModuleNotFoundError:
+        return
 
 
 class _Stuck(Exception):
@@ -281,9 +303,9 @@ class _Stuck(Exception):
 
 
 def follow(job: Job, *, err: bool, as_json: bool = False, also: str = "") -> None:
-    """Follow a job until it has ended in any state, or is paused by an error, which only people can fix. `err`:
-    progress goes to standard error. Ctrl-C ends the process and prints that the job goes on. `also`: a text about other
-    work that goes on.
+    """Follow a job until it has ended in any state, or is paused by an error that only a person can fix. `err`:
+    progress goes to standard error. Ctrl-C ends the process and prints that the job continues. `also`: a text about
+    other work that continues.
     """
     from sie_client.errors import JobFailedError
 
@@ -298,7 +320,7 @@ def follow(job: Job, *, err: bool, as_json: bool = False, also: str = "") -> Non
 
             job.wait(on_progress=update)
     except (JobFailedError, _Stuck):
-        return  # the view has shown it, and the exit status reports it
+        return  # the view has shown the error, and the exit status reports it
     except KeyboardInterrupt:
         click.echo(
             f"\n{job.id} goes on: `sie jobs watch {job.id}` shows it again, `sie jobs cancel {job.id}` ends it"
@@ -368,7 +390,9 @@ def transfer_bar(bars: Bars, name: str) -> Callable[[Progress], None]:
 
 
 def fetch_output(job: Job, folder: Path) -> None:
-    """Fetch the files of a job's output, with a bar. Ctrl-C ends the process; a repeated call fetches the rest."""
+    """Fetch the files of a job's output, with a bar. Ctrl-C ends the process; a repeated call fetches the missing
+    files.
+    """
     try:
         with display.transfers() as bars:
             paths = job.download(folder, on_progress=transfer_bar(bars, str(folder)))

@@ -24,13 +24,13 @@ from sie_store.datasets.plans import Broken, inputs, plan
 from sie_store.datasets.rows import read
 from sie_store.object_stores import StoreError
 
-OBJECTS, SPANS = 8, 20  # limits of the objects and of their spans from which a sample is taken
+OBJECTS, SPANS = 8, 20  # largest numbers of objects, and of their spans, from which a sample is drawn
 SPAN_ROWS = 500
 
 
 @dataclass(frozen=True)
 class CorpusSample:
-    """Sample of a corpus. `faults`: reasons why some of the `rows` that were read have no text."""
+    """Sample of a corpus. `faults`: reasons why some of the `rows` read have no text."""
 
     texts: list[str]
     rows: int
@@ -47,7 +47,7 @@ class CorpusSample:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Corpus of a migration. `source`: its name by the user. `input`: how its rows become texts."""
+    """Corpus of a migration. `source`: its name by the user. `input`: the conversion of its rows to texts."""
 
     source: str
     input: JobInput
@@ -72,8 +72,8 @@ class Corpus:
         return "://" in self.source
 
     async def digest(self) -> str:
-        """Compute a digest: of the bytes of a local file, else of names, sizes and tags of objects. Raises
-        CommandRefused.
+        """Compute a digest. For a local file it is the digest of the bytes, else of names, sizes and tags of objects.
+        Raises CommandRefused.
         """
         if not self.is_url:
             with refusing():
@@ -118,7 +118,7 @@ class Corpus:
         return objects
 
     def _object_place(self, object: ObjectEntry) -> Place:
-        """Return the place of one object."""
+        """Return the `Place` of one object of the corpus."""
         if not self.place.is_folder:
             return self.place
         return Place(self.place.store, self.place.folder, object.source, root=self.place.root)

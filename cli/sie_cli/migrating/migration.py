@@ -1,8 +1,9 @@
-"""A migration of an alias: each step looks at the cluster, does what is missing, and tells it.
+"""Migration of an alias: each step reads the state of the cluster, does the missing work, and reports it.
 
 MigrationPlan ──► check ──► quality ──► embed ──► shadow ──► flip ──► report
 
-Until the shadow is set nothing of the alias is changed. Each write is one revision, and only of the one that was read.
+Before the shadow is set, the alias is not changed. Each write is one revision, and is refused if the alias has changed
+since it was read.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from sie_contracts.api.jobs import JobManifest
 PROBE = "A text that shows whether the model answers."
 LOOK_S = 0.5  # seconds between two reads of the gateways' measurements
 FOLLOW_S = 10.0  # seconds until every gateway has a flip
-FAILED_ROWS = 5  # that are shown
+FAILED_ROWS = 5  # number of failed rows that are shown
 _Number = Annotated[int, Meta(ge=0)]
 _Moment = Annotated[datetime, Meta(tz=True)]
 
@@ -79,7 +80,7 @@ class _ModelFields(Struct, frozen=True):
 @dataclass(frozen=True)
 class MigrationPlan:
     """Request of a user for a migration. The shadow gets a share of the requests for `shadow_s` seconds, or until it
-    got `shadow_copies` requests. `accepts`: go on with low agreement or rows without an answer.
+    has got `shadow_copies` requests. `accepts`: continue with low agreement or rows without an answer.
     """
 
     alias: str
@@ -121,7 +122,7 @@ class ModelCheck:
 
 @dataclass
 class MigrationReport:
-    """Report of the steps that were done, for a program; `say` prints it for a person."""
+    """Report of the completed steps, for a program; `say` prints it for a person."""
 
     say: Callable[[str], None]
     facts: dict[str, Any] = field(default_factory=dict)
@@ -137,7 +138,9 @@ class MigrationReport:
 
 
 class Migration:
-    """Migration. `clients`: clients of all gateways, the first at `url`. `err`: progress goes to standard error."""
+    """Migration of an alias. `clients`: clients of all gateways, the first at `url`. `err`: progress is printed to
+    standard error.
+    """
 
     def __init__(
         self,
@@ -193,10 +196,10 @@ class Migration:
         if "flip" in left and job is not None:
             self._flip(checked, job)
 
-    # check
+    # ---- step check
 
     def _check(self, alias: Present) -> ModelCheck:
-        """Check everything that may be wrong, before any change."""
+        """Check all conditions of the migration, before any change."""
         plan, report = self._plan, self._report
         report.begin("check")
         widths, prints = [], []
@@ -230,7 +233,8 @@ class Migration:
             report.report_step("the widths differ: the new vectors need another collection than the present one")
         self._aliases.flip(alias, plan.model, dry_run=True)
         digest = asyncio.run(plan.corpus.digest()) if plan.sample or not plan.corpus.is_url else ""
-        source = plan.corpus.source if plan.corpus.is_url else ""  # a local file counts by its bytes, not by its path
+        # a local file is identified by its bytes, not by its path
+        source = plan.corpus.source if plan.corpus.is_url else ""
         key = key_of(plan.alias, plan.model, digest, {**plan.options, "source": source})
         earlier = Earlier.load(self._client, key)
         check_output(earlier.other_jobs, plan.output, plan.model, prints[1])
@@ -246,7 +250,7 @@ class Migration:
             raise CommandRefused(f"{name} answered without a dense vector")
         return dense.size, printable(str(result["fingerprint"]))
 
-    # quality
+    # ---- step quality
 
     def _quality(self, checked: ModelCheck) -> None:
         plan, report = self._plan, self._report
@@ -271,12 +275,12 @@ class Migration:
         below = f"an agreement of {agreement.overlap:.3f} is below --min-agreement {plan.min_agreement:g}"
         if not plan.accepts:
             raise CommandRefused(
-                f"{below}; nothing was changed. A search over the new index gives other results: --yes goes on, and so "
-                f"does a lower bound, such as --min-agreement {int(agreement.overlap * 100) / 100:g}"
+                f"{below}; the alias was not changed. A search over the new index returns other results. To continue, "
+                f"use --yes or a lower bound, such as --min-agreement {int(agreement.overlap * 100) / 100:g}"
             )
         report.report_step(f"{below}, accepted by --yes")
 
-    # embed
+    # ---- step embed
 
     def _embed(self, checked: ModelCheck) -> Job:
         plan, report = self._plan, self._report
@@ -317,11 +321,12 @@ class Migration:
             self._report.report_step("  ".join(line))
         if not self._plan.accepts:
             raise CommandRefused(
-                f"the new index would lack {info.counts.failed:,} rows; `sie jobs show {job.id} --failed` has more of "
-                f"them, `sie jobs retry {job.id}` and then the same command tries them again, --yes goes on without"
+                f"{info.counts.failed:,} rows would be missing in the new index. `sie jobs show {job.id} --failed` "
+                f"lists more of them. To try them again, run `sie jobs retry {job.id}` and then the same command. To "
+                "continue without them, use --yes"
             )
 
-    # shadow
+    # ---- step shadow
 
     def _shadow(self, checked: ModelCheck) -> None:
         plan, report = self._plan, self._report
@@ -345,7 +350,8 @@ class Migration:
         copies = self._tell_figures()["copies"]
         if copies.get("failed") and not copies.get("done"):
             raise CommandRefused(
-                f"no copy succeeded: the gateway's log says why. {plan.alias} is as it was, but for the shadow, which "
+                f"no copy succeeded: the gateway's log has the reason. {plan.alias} is unchanged except for the "
+                "shadow, which "
                 f"`sie models alias {plan.alias} {alias.target}` removes"
             )
 
@@ -355,12 +361,12 @@ class Migration:
         return figures
 
     def _measured(self) -> dict[str, Any]:
-        """Merge the figures of the gateways that know the shadow."""
+        """Merge the figures of the gateways that have figures of the shadow."""
         aliases = [_described(client.get_model(self._plan.alias)).alias for client in self._clients]
         shadows = [alias.shadow for alias in aliases if alias is not None and alias.shadow is not None]
         return merged([msgspec.to_builtins(own.figures) for own in shadows if own.model == self._plan.model])
 
-    # flip
+    # ---- step flip
 
     def _flip(self, checked: ModelCheck, job: Job) -> None:
         plan, report = self._plan, self._report
@@ -384,11 +390,12 @@ class Migration:
         )
 
     def _unchanged(self, checked: ModelCheck) -> Present:
-        """Return the present alias. Raises CommandRefused if another user changed its target meanwhile."""
+        """Return the present alias. Raises CommandRefused if another user has changed its target."""
         alias = self._aliases.read(self._plan.alias)
         if alias.target != checked.alias.target:
             raise CommandRefused(
-                f"{alias.name} names {alias.target} now: somebody changed it meanwhile, so it is left alone"
+                f"{alias.name} names {alias.target} now: another user has changed it, so this command does not change "
+                "it"
             )
         return alias
 
@@ -448,9 +455,9 @@ STEPS: tuple[Step, ...] = ("check", "quality", "embed", "shadow", "flip")
 
 @dataclass(frozen=True)
 class MigrationState:
-    """State of a migration in the cluster. `target`, `shadow`: the models that the alias names now. `shadow_s`: time
-    when the shadow was set, seconds since 1970. `is_submitted`: the job over the corpus exists. `is_embedded`: the job
-    has ended with an answer for each row.
+    """State of a migration in the cluster. `target`, `shadow`: the present models of the alias. `shadow_s`: time when
+    the shadow was set, seconds since 1970. `is_submitted`: the job over the corpus exists. `is_embedded`: the job has
+    ended with an answer for each row.
     """
 
     target: str
@@ -461,8 +468,8 @@ class MigrationState:
 
 
 def remaining_steps(state: MigrationState, model: str, until: Step, shadow_s: float) -> tuple[Step, ...]:
-    """Return the remaining steps in their order; empty if the alias names the model already. `check` is always run,
-    because its earlier result may be out of date.
+    """Return the remaining steps in their order; empty if the alias already names the model. `check` is always run,
+    because its earlier result may be outdated.
     """
     if state.target == model:
         return ()
@@ -482,7 +489,7 @@ def key_of(alias: str, model: str, digest: str, request: dict[str, Any]) -> str:
     return hashlib.sha256(parts).hexdigest()[:32]
 
 
-KEY = "migration"  # key in the metadata of a job
+KEY = "migration"  # key in the metadata of the job over the corpus
 LOST = ("failed", "cancelled", "expired")
 
 
@@ -503,11 +510,11 @@ class Earlier:
 
     @property
     def job(self) -> Job | None:
-        """Return the newest job that is not lost, such as a retry."""
+        """Return the newest job that is not lost. It may be a retry of an earlier job."""
         return next((job for job in self.jobs if job.state not in LOST), None)
 
     def submitted(self, client: SIEClient, key: str, model: str, source: str, options: dict[str, Any]) -> Job:
-        """Submit a job under the key of the migration. If an earlier job was lost, the new one gets another key."""
+        """Submit a job under the key of the migration. If an earlier job was lost, the new job gets a different key."""
         before = self.jobs[0].id if self.jobs else ""
         return client.jobs.submit(
             model, source, **options, metadata={KEY: key}, idempotency_key=f"{KEY}-{key}-{before}".rstrip("-")
@@ -520,8 +527,8 @@ def is_answered(info: JobInfo) -> bool:
 
 
 def has_files(folder: Path, job: str) -> bool:
-    """Return whether a folder has the output of a job, by the manifest, which is written last. Raises CommandRefused if
-    it has the output of another job.
+    """Return whether a folder has the output of a job, according to the manifest, which is written last. Raises
+    CommandRefused if the folder has the output of another job.
     """
     try:
         job_id = msgspec.json.decode((folder / "manifest.json").read_bytes(), type=JobManifest).job
@@ -535,8 +542,8 @@ def has_files(folder: Path, job: str) -> bool:
 
 
 def check_output(jobs: Iterable[JobInfo], output: dict[str, str], model: str, fingerprint: str) -> None:
-    """Raise CommandRefused if a job of another model writes or has written to the same place: one index must not mix
-    vectors of two models.
+    """Raise CommandRefused if a job of another model writes or has written to the same place: one index must not
+    contain vectors of two models.
     """
     for info in jobs:
         theirs = info.request_map("output")
@@ -559,13 +566,13 @@ _TARGETS, _SHADOW = re.compile(r"\$\.alias\b"), re.compile(r"\$\.shadow\b")
 
 
 class AliasChange(Struct, frozen=True):
-    """Field that a revision changed."""
+    """Field that a revision of an alias changed."""
 
     path: str
 
 
 class AliasRevision(Struct, frozen=True):
-    """Revision of an alias, as the config service lists it."""
+    """Revision of an alias, in the form in which the config service lists it."""
 
     revision: _Number
     created_at: _Moment
@@ -645,11 +652,13 @@ class Aliases:
         return self._written(alias, "PATCH", "", {"alias": [{"model": model}], "shadow": None}, dry_run=dry_run)
 
     def back(self, alias: Present, revision: int) -> int:
-        """Make an earlier revision the newest again. Returns its new number. Raises CommandRefused."""
+        """Write the content of an earlier revision as the newest revision. Returns its new number. Raises
+        CommandRefused.
+        """
         return self._written(alias, "POST", "/rollback", {"revision": revision})
 
     def _written(self, alias: Present, method: str, suffix: str, body: dict[str, Any], *, dry_run: bool = False) -> int:
-        """Write only if the alias still has the revision that was read. Returns the new revision."""
+        """Write only if the alias still has the revision that was read before. Returns the new revision."""
         how = dataclasses.replace(self._write, if_match=alias.revision, dry_run=dry_run)
         path, data = path_of(alias.name, suffix), msgspec.json.encode(body)
         written: _WrittenRevision = self._service.write(method, path, data, how=how, body_type=_WrittenRevision).body
@@ -670,8 +679,8 @@ def _touches(revision: AliasRevision, pattern: re.Pattern[str]) -> bool:
 
 
 def shadow_since_s(history: Sequence[AliasRevision]) -> float:
-    """Return when the present shadow was set, seconds since 1970: by the newest revision that changed it, else the
-    first.
+    """Return the time when the present shadow was set, seconds since 1970. It is the time of the newest revision that
+    changed the shadow, else of the first revision.
     """
     start = next((revision for revision in history if _touches(revision, _SHADOW)), history[-1])
     return start.created_at.timestamp()
@@ -679,7 +688,7 @@ def shadow_since_s(history: Sequence[AliasRevision]) -> float:
 
 def before_flip(history: Sequence[AliasRevision]) -> int:
     """Return the revision before the last change of the target, and before the shadow of that change. Raises
-    CommandRefused if there is none, or if that change was a rollback.
+    CommandRefused if the target was never changed, or if the last change was a rollback.
     """
     flips = [place for place, revision in enumerate(history) if _touches(revision, _TARGETS)]
     if not flips:

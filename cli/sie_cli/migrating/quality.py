@@ -1,6 +1,6 @@
-"""Agreement of two encoders on a sample, and the quality of each where people judged.
+"""Agreement of two encoders on a sample, and the quality of each if there are human judgements.
 
-sample ──► `sie models compare` ──► Measured          folder with judgements ──► `sie eval` ──► NDCG of each
+sample ──► `sie models compare` ──► Measured          folder with judgements ──► `sie eval` ──► NDCG
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class QualityMeasurement:
 
     @property
     def overlap(self) -> float:
-        """Return the mean share of the nearest neighbours that both models find."""
+        """Return the mean share of the nearest neighbours that both models have in common."""
         return float(self.agreement.recall[self.neighbours - 1])
 
     @property
     def rank(self) -> float | None:
-        """Return the mean correlation of ranks; None if one of the models gives no order."""
+        """Return the mean rank correlation; None if one of the models gives every document the same score."""
         ranks = self.agreement.ranks
         return sum(ranks) / len(ranks) if ranks else None
 
@@ -98,7 +98,9 @@ class QuerySet:
 def measure(
     client: SIEClient, url: str, names: tuple[str, str], sample: Sequence[str], queries: QuerySet
 ) -> QualityMeasurement:
-    """Encode the sample by both models, the old one first. Raises CommandRefused, and the errors of the client."""
+    """Encode the sample with both models, with the old model first. Raises CommandRefused, and the errors of the
+    client.
+    """
     agreement = compare.of_vectors(client, names, sample, queries.texts)
     if queries.judged is None:
         return QualityMeasurement(agreement)

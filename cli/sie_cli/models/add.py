@@ -58,7 +58,9 @@ def add(
     """
     cluster, settings = write.cluster, write.cluster.settings
     if models_dir is not None and cluster.sources[CONFIG_URL] == "flag":
-        raise click.UsageError("--models-dir writes a file, --url asks a config service: give one of them")
+        raise click.UsageError(
+            "--models-dir writes a file, --url sends the entry to a config service: use only one of them"
+        )
     if models_dir is None and settings.config_service_url:
         _post(write, *_entry_of(settings, source, name, revision))
         return
@@ -77,8 +79,8 @@ def add(
 
 
 def who_reads(folder: Path, cluster: Cluster) -> str:
-    """Return a line that says whether the running `sie serve` serves the models of a folder, and if not which one
-    would.
+    """Return a line about whether the running `sie serve` serves the models of a folder. If not, the line names a `sie
+    serve` command that would.
     """
     running, models_dir = cluster.local(), cluster.settings.models_dir
     if running is None:
@@ -125,10 +127,10 @@ def _entry_of(settings: Settings, source: str, name: str, revision: str | None) 
 
 
 def _check_weights(entry: ModelEntry, settings: Settings) -> None:
-    """Check the files that an entry names if this machine has them, found as a load finds them, and print which were
-    not checked.
+    """Check the files of an entry that are on this machine, found in the same way as in a load, and print the files
+    that were not checked.
 
-    Downloads nothing. Raises ModelLoadFailed.
+    Downloads no files. Raises ModelLoadFailed.
     """
     from sie_adapter.loading.certificate import check_files
     from sie_adapter.loading.comparison import compare_files
@@ -173,7 +175,7 @@ def _write(write: WriteOptions, text: str, entry: ModelEntry | Alias, folder: Pa
 
 
 def write_entry(text: str, model: str, folder: Path) -> Path:
-    """Write the text of an entry to the folder that `sie serve` reads, either whole or not at all. Return its file."""
+    """Write the text of an entry to the folder that `sie serve` reads, in one atomic step. Return its file."""
     file = _file(model, folder)
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_name(f".{file.name}.partial")  # hidden, so that no process reads an incomplete file

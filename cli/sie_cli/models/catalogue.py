@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,37 +26,90 @@ from sie_cli.models.service import (
     shown,
     write_options,
 )
+from sie_contracts.models.entries import MULTILINGUAL
 from sie_contracts.settings import public_url
 
 _SEGMENT = re.compile(r'(?:"([^"]+)"|([^."=]+))(\.|$)')
 MAX_BYTES = 1 << 20
+_COLUMNS = ("MODEL", "TASKS", "LANGUAGES", "DOWNLOAD", "PROFILES", "SOURCE")
+_UNSTATED = "not stated"
+_SIZES = (
+    ("up to 100 MB", 1e8),
+    ("up to 500 MB", 5e8),
+    ("up to 2 GB", 2e9),
+    ("up to 8 GB", 8e9),
+    ("more than 8 GB", float("inf")),
+)
+# what models are grouped by -> the groups of a model
+_GROUPS: dict[str, Callable[[dict[str, Any]], Sequence[str]]] = {
+    "task": lambda model: model.get("tasks") or (_UNSTATED,),
+    "language": lambda model: model.get("languages") or (_UNSTATED,),
+    "size": lambda model: (_size(model),),
+}
 MAX_CHANGES = 4  # changes of one revision that a table shows
 
 
 @click.command("list")
+@click.option("--task", type=click.Choice(("encode", "score", "extract")), help="Only models that do this.")
+@click.option(
+    "--language", metavar="CODE", help=f"Only models for this language, such as de; {MULTILINGUAL} ones are among them."
+)
+@click.option("--by", type=click.Choice(tuple(_GROUPS)), help="Group the models.")
 @service_options
-def list_command(cluster: Cluster, output: str | None) -> None:
-    """All models of the catalogue: id, profiles, who wrote it (packaged, overlay for SIE_MODELS_DIR, or api), and
-    about how much a first load downloads.
+def list_command(
+    cluster: Cluster, *, output: str | None, task: str | None, language: str | None, by: str | None
+) -> None:
+    """All models of the catalogue: id, tasks, languages, about how much a first load downloads, profiles, and who wrote
+    it: packaged, overlay (SIE_MODELS_DIR) or api.
     """
     with service_of(cluster, writes=False) as service:
         body = service.read(MODELS).body
     click.echo(f"models of {public_url(service.url)}", err=True)
-    rows = [
-        (model["model_id"], _variants(model), model["source"], display.rounded_size(model.get("download_bytes", 0)))
+    chosen = [
+        model
         for model in body["models"]
+        if (task is None or task in model.get("tasks", ()))
+        and (language is None or {language, MULTILINGUAL} & set(model.get("languages", ())))
     ]
-    print_body(
-        body,
-        output,
-        lambda: (
-            display.table([("MODEL", "PROFILES", "SOURCE", "DOWNLOAD"), *rows]) if rows else click.echo("no models")
-        ),
+    print_body({**body, "models": chosen}, output, lambda: _show_models(chosen, by))
+
+
+def _show_models(models: Sequence[dict[str, Any]], by: str | None) -> None:
+    """Print a table of models, or with `by` a table for each group; a model may be in several."""
+    if not models:
+        click.echo("no models")
+        return
+    if by is None:
+        display.table([_COLUMNS, *map(_row, models)])
+        return
+    groups = {name for model in models for name in _GROUPS[by](model)}
+    order = [name for name, _ in _SIZES] if by == "size" else sorted(groups)
+    for name in sorted(groups, key=lambda name: (name == _UNSTATED, order.index(name) if name in order else 0)):
+        own = [model for model in models if name in _GROUPS[by](model)]
+        click.echo(f"{name}: {display.counted(len(own), 'model')}")
+        display.table([_COLUMNS, *map(_row, own)])
+        click.echo()
+
+
+def _row(model: dict[str, Any]) -> tuple[str, ...]:
+    return (
+        model["model_id"],
+        ", ".join(model.get("tasks", ())),
+        ", ".join(model.get("languages", ())),
+        display.rounded_size(model.get("download_bytes", 0)),
+        _variants(model),
+        model["source"],
     )
 
 
+def _size(model: dict[str, Any]) -> str:
+    """Return the name of the group of a model by the bytes of its first load."""
+    count = model.get("download_bytes", 0)
+    return next(name for name, most in _SIZES if count <= most) if count else _UNSTATED
+
+
 def _variants(listed: dict[str, Any]) -> str:
-    """Return the profiles of a model, or the models that an alias stands for."""
+    """Return the profiles of a model, or the targets of an alias."""
     targets = [
         f"{variant['model']}={variant['weight']}" if "weight" in variant else variant["model"]
         for variant in listed.get("alias", ())
@@ -132,7 +185,7 @@ def _show_status(body: dict[str, Any]) -> None:
     lag = [worker for bundle in body["bundles"] for worker in bundle["pending_workers"]]
     count = sum(bundle["total_eligible_workers"] for bundle in body["bundles"])
     served = f"all of {count} workers have it" if count else "no worker is up; one that starts has it"
-    if not body["bundles"]:  # an alias, which gateways resolve
+    if not body["bundles"]:  # an alias has no bundles, because gateways resolve it
         lag = [process["id"] for process in body["gateways"] if not process["acked"]]
         served = f"all of {len(body['gateways'])} gateways have it"
     state = f"waiting for {', '.join(lag)}" if lag else served
@@ -238,7 +291,7 @@ def patch_of(changes: Sequence[str]) -> dict[str, Any]:
             message = f"{path}: the value is not YAML; a text is quoted twice, as in {path}='\"text\"'"
             raise click.BadParameter(message, param_hint="FIELD=VALUE") from error
         if isinstance(value, dict) and not raw.lstrip().startswith("{"):
-            value = raw  # a text with a colon, such as the prompt `query: {text}`
+            value = raw  # the value is a text with a colon, such as the prompt `query: {text}`
         inner = patch
         for name in names[:-1]:
             inner = inner.setdefault(name, {})
@@ -251,7 +304,7 @@ def patch_of(changes: Sequence[str]) -> dict[str, Any]:
 
 
 def _names(path: str) -> list[str]:
-    """Return the parts of a path; an empty list if it is no valid path."""
+    """Return the keys of a path; an empty list if the path is invalid."""
     names, at = [], 0
     while (match := _SEGMENT.match(path, at)) is not None:
         names.append(match[1] or match[2])
@@ -262,7 +315,7 @@ def _names(path: str) -> list[str]:
 
 
 def report_write(write: WriteOptions, answer: ServiceReply, *, removed: bool = False) -> None:
-    """Print what a write changed, or would change."""
+    """Print the changes of a write, or of a dry run."""
     body = answer.body
 
     def lines() -> None:

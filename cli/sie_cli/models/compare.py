@@ -28,13 +28,12 @@ from sie_runtime.ranks import spearman
 if TYPE_CHECKING:
     from sie_client import SIEClient
 
-MAX_TEXTS = 2000  # texts of a sample; each text is compared with each other one
+MAX_TEXTS = 2000  # texts of a sample; each text is compared with every other text
 MIN_TEXTS = 3
 MAX_NEIGHBOURS = 50
 SHOWN = (1, 5, 10, 50)
 QUERIES, DOCUMENTS = 20, 50  # numbers of queries and documents that rerankers score from a sample of texts
 BINS = 40
-PATIENCE_S = 10.0  # seconds to wait for a gateway that does not answer
 Matrix = NDArray[np.float32]  # [texts, width], rows of length 1
 
 
@@ -124,12 +123,12 @@ def compare(
     from sie_client.errors import SIEConnectionError, SIEError
 
     try:
-        with SIEClient(url, api_key=token.reveal() if token else None, connection_budget_s=PATIENCE_S) as client:
+        with SIEClient(
+            url, api_key=token.reveal() if token else None, connection_budget_s=cluster.first_patience_s
+        ) as client:
             agreement = _compared(client, (first, second), sample, query_sample.texts)
     except SIEConnectionError as error:
-        raise CommandRefused(
-            f"{error}\nno gateway answers at {public_url(url)}: {cluster.without_gateway()}"
-        ) from error
+        raise CommandRefused(cluster.without_gateway(url, error)) from error
     except SIEError as error:
         where = f"asked the gateway at {public_url(url)}: `sie models list` shows what there is, --url names another"
         raise CommandRefused(f"{error}\n{where}") from error
@@ -167,7 +166,7 @@ def _add_line(line: str, where: str, texts: dict[str, None], rankings: list[tupl
     try:
         value = msgspec.json.decode(line)
     except msgspec.DecodeError:
-        texts[line] = None  # a plain text that begins with a brace
+        texts[line] = None  # the line is a plain text that begins with a brace
         return
     query, documents = value.get("query"), value.get("documents")
     if isinstance(value.get("text"), str):
@@ -188,15 +187,15 @@ def _compared(client: SIEClient, names: tuple[str, str], sample: ComparisonSampl
         return _ranks(client, names, sample)
     outputs = "; ".join(f"{name} has {', '.join(info['outputs'])}" for name, info in zip(names, infos, strict=True))
     raise CommandRefused(
-        f"there is nothing to compare: {outputs}. Expected two models with dense vectors, or two that score"
+        f"there is nothing to compare: {outputs}. Expected two models with dense vectors, or two models with scores"
     )
 
 
 def of_vectors(
     client: SIEClient, names: tuple[str, str], texts: Sequence[str], queries: Sequence[str] = ()
 ) -> Agreement:
-    """Compare two models that encode, by the neighbours of each query among the texts; without queries by the
-    neighbours of each text. Raises CommandRefused, and the errors of the client.
+    """Compare two encoding models by the neighbours of each query among the texts; without queries, by the neighbours
+    of each text. Raises CommandRefused, and the errors of the client.
     """
     if len(texts) < MIN_TEXTS:
         raise CommandRefused(
@@ -271,9 +270,9 @@ def nearest(similar: Matrix, most: int) -> NDArray[np.intp]:
 
 
 def agreement_at(first: NDArray[np.intp], second: NDArray[np.intp]) -> list[float]:
-    """Return the mean share of common neighbours among the first 1, 2, 3, ... neighbours of both models."""
+    """Return the mean share of common neighbours among the first 1, 2, 3, ... neighbours in both models."""
     most = first.shape[1]
-    # counts, by the number of neighbours at which both models have one more in common
+    # counts: index k is the number of neighbours that become common when both lists have k + 1 entries
     shares = np.zeros(most)
     for mine, theirs in zip(first.tolist(), second.tolist(), strict=True):
         places = {row: place for place, row in enumerate(theirs)}
@@ -356,8 +355,8 @@ def lines(agreement: Agreement) -> list[str]:
 
 
 def svg(agreement: Agreement) -> str:
-    """Return an SVG with two panels: a histogram of texts by cosine, or of queries by correlation; and recall by the
-    number of neighbours.
+    """Return an SVG with two panels. The first is a histogram of texts by cosine, or of queries by correlation. The
+    second is recall by the number of neighbours.
     """
     title = " and ".join(agreement.names)
     values, caption = (
@@ -380,7 +379,7 @@ def svg(agreement: Agreement) -> str:
 
 
 def _axes(title: str, x_name: str, x_ticks: Mapping[str, float], y_ticks: Mapping[str, float]) -> list[str]:
-    """Return the axes of a panel. Ticks are by their text, at places from 0 to 1."""
+    """Return the axes of a panel. Ticks map a text to a position from 0 to 1."""
     parts = [
         f'<text x="{LEFT}" y="18">{title}</text>',
         f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 10}" text-anchor="end">{x_name}</text>',

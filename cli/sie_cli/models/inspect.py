@@ -37,7 +37,7 @@ LABELS = ["person", "place"]
 
 
 def source_arguments(command: F) -> F:
-    """Add the arguments that `inspect` and `add` share."""
+    """Add the arguments that are equal for `inspect` and `add`."""
     for option in (
         click.option(
             "--revision",
@@ -79,7 +79,8 @@ def described(settings: Settings, source: str, name: str, revision: str | None) 
         model = name or model
         if not is_id(model):
             raise CommandRefused(f"{model!r} cannot be the id of a model: name one with --id")
-        from sie_adapter.loading.inspection import inspect as inspect_folder  # takes seconds: it imports torch
+        # imported here: the import takes seconds, because it imports torch
+        from sie_adapter.loading.inspection import inspect as inspect_folder
 
         packaged = read_folder(packaged_folder() / "models").get(weights.get("hub", ""))
         report = inspect_folder(folder, model, weights, packaged)
@@ -118,14 +119,14 @@ def folder_name(folder: Path) -> str:
 
 
 def _like(name: str) -> str:
-    """Return the end of a message about an unknown name: similar names of the packaged catalogue."""
+    """Return the end of a message about an unknown name: similar names in the packaged catalogue."""
     near = NameIndex(read_folder(packaged_folder() / "models")).near(name)
     return f"; did you mean {' or '.join(near)}?" if near else ""
 
 
 def _commit(settings: Settings, hub: str, revision: str | None) -> str:
-    """Return the full commit of `revision`. Without a revision: the commit in the packaged catalogue, else the only one
-    in the cache, else the current one of the main branch.
+    """Return the full commit of `revision`. Without a revision, return the commit in the packaged catalogue, else the
+    only commit in the cache, else the current commit of the main branch.
     """
     if revision and _COMMIT.fullmatch(revision):
         return revision
@@ -136,7 +137,9 @@ def _commit(settings: Settings, hub: str, revision: str | None) -> str:
     if not revision and len(cached) == 1:
         return cached[0].name
     if not settings.hf_fallback:
-        raise CommandRefused(f"which commit of {hub}? give --revision COMMIT: downloads are off (SIE_HF_FALLBACK)")
+        raise CommandRefused(
+            f"which commit of {hub}? downloads are off (SIE_HF_FALLBACK): {_without_hub(hub, revision)}{_like(hub)}"
+        )
     from sie_store.weights.hub import commit_of
     from sie_store.weights.manifest import FetchFailed
 
@@ -145,8 +148,15 @@ def _commit(settings: Settings, hub: str, revision: str | None) -> str:
     except FetchFailed as error:
         if error.error_class == "NOT_FOUND" and not revision:
             raise CommandRefused(f"{error.message}{_like(hub) or '; is the name right?'}") from error
-        instead = "give --revision the whole commit, 40 hex digits" if revision else "give --revision COMMIT"
-        raise CommandRefused(f"the commit of {hub}: {error.message}; or {instead}") from error
+        instead = f"; or {_without_hub(hub, revision)}{'' if revision else _like(hub)}"
+        raise CommandRefused(f"the commit of {hub}: {error.message}{instead}") from error
+
+
+def _without_hub(hub: str, revision: str | None) -> str:
+    """Return the advice that needs no answer of the hub about a commit."""
+    if revision:
+        return "give --revision the whole commit, 40 hex digits"
+    return f"name its commit: `sie models add {hub} --revision COMMIT`"
 
 
 @contextlib.contextmanager
@@ -171,7 +181,7 @@ def _hub(action: str, instead: str) -> Iterator[None]:
 
 
 def _repository(settings: Settings, hub: str, commit: str) -> Path:
-    """Return the snapshot of a commit: from the caches, else downloaded. The kind of the model decides which files are
+    """Return the snapshot of a commit, from the caches or downloaded. The kind of the model determines which files are
     downloaded.
     """
 
@@ -187,7 +197,7 @@ def _repository(settings: Settings, hub: str, commit: str) -> Path:
         except SIEError:
             continue
     if not settings.hf_fallback:
-        return sources("text-encoder", may_download=False)  # the error names the places that were searched
+        return sources("text-encoder", may_download=False)  # the error names the searched places
     from huggingface_hub import file_exists
 
     with _hub(f"{hub}@{commit}", "put it into SIE_LOCAL_CACHE, or name a folder that holds it"):
@@ -212,8 +222,8 @@ def weights_folder(settings: Settings, entry: ModelEntry) -> Path:
 
 
 def answers(entry: ModelEntry, settings: Settings) -> list[str]:
-    """Load `entry` on the CPU and run a sample of each of its tasks, as a worker does. Return a line for each output.
-    Raises ModelLoadFailed.
+    """Load `entry` on the CPU and run a sample of each of its tasks, in the same way as a worker. Return a line for
+    each output. Raises ModelLoadFailed.
     """
     from sie_adapter.engine.engine import AdapterEngine
     from sie_sidecar.prepare.tokens import ModelTokenizer

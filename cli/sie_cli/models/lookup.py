@@ -1,8 +1,8 @@
 """Models that a command names for use: `sie serve MODEL`, `sie pull MODEL`, `sie run MODEL`.
 
-hub id, folder or catalogue name, each with :profile or without
+hub id, folder or catalogue name, with or without :profile
     ├ the catalogue has it, with a commit ──► its entry
-    └ else ──► inspected as `sie models add` does ──► DIR/ID.yaml, and one line that says so
+    └ else ──► inspected like in `sie models add` ──► DIR/ID.yaml, and a line about it
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class NamedModel:
 
     @property
     def message(self) -> str:
-        """Return one line about an entry that was added; empty without one."""
+        """Return one line about an entry that was added; empty if none was added."""
         if self.added is None:
             return ""
         weights = self.entry.weights
@@ -39,7 +39,8 @@ class NamedModel:
 
 
 def look_up(settings: Settings, spec: str) -> NamedModel:
-    """Find a model by the user's name for it. If the catalogue lacks it, add it to the models folder.
+    """Find a model by the name that the user typed. If the catalogue does not have the model, add it to the models
+    folder.
 
     Raises CommandRefused.
     """
@@ -67,7 +68,7 @@ def look_up(settings: Settings, spec: str) -> NamedModel:
 
 
 def _catalogue(settings: Settings) -> Catalogue:
-    """Return the packaged catalogue and the models folder together, as the config service reads them."""
+    """Return the packaged catalogue and the models folder together, merged like in the config service."""
     from sie_config_service.overlay import Overlay
 
     models: dict[str, ModelEntry] = {}
@@ -81,8 +82,8 @@ def _catalogue(settings: Settings) -> Catalogue:
 
 
 def _split(catalogue: Catalogue, spec: str) -> tuple[str, str]:
-    """Return model and profile of `model[:profile]`; the profile is empty without one. A folder may have a colon in its
-    name.
+    """Return model and profile of `model[:profile]`; the profile is empty if the name has none. A folder may have a
+    colon in its name.
     """
     if catalogue.find(spec) is not None or Path(spec).expanduser().is_dir() or ":" not in spec:
         return spec, ""
@@ -91,8 +92,8 @@ def _split(catalogue: Catalogue, spec: str) -> tuple[str, str]:
 
 
 def _entry_of_folder(catalogue: Catalogue, folder: Path) -> ModelEntry | None:
-    """Return the entry that was written for a folder; None without one. Raises CommandRefused if another model has the
-    name.
+    """Return the entry that was written for a folder; None if there is none. Raises CommandRefused if another model has
+    the name.
     """
     entry = catalogue.find(folder_name(folder))
     if entry is None or (entry.weights.path and Path(entry.weights.path).expanduser().resolve() == folder.resolve()):

@@ -1,7 +1,7 @@
-"""The client of the config service for `sie models`: it repeats calls where that is safe, and explains refusals.
+"""Client of the config service for `sie models`: it repeats a call if that is safe, and explains refusals.
 
 call ──► config service ──► body
- ▲            ├ no answer, or one that asks for a retry: again, under the same Idempotency-Key, for RETRY_S
+ ▲            ├ no answer, or an answer with a retry time: again, with the same Idempotency-Key, for RETRY_S
  └────────────┤
               └ refused: the service's message, the fields with their lines, the differences, and the next step
 """
@@ -25,7 +25,7 @@ from msgspec import Struct
 from sie_cli.cluster import CONFIG_URL, GATEWAY_URL, SOURCE, Cluster, cluster_options
 from sie_cli.display import printable
 from sie_cli.refusal import CommandRefused
-from sie_contracts.loopback import direct
+from sie_contracts.loopback import cause_of, direct
 from sie_contracts.settings import public_url
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -36,12 +36,12 @@ RETRY_S = 20.0
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.2, 5.0
 _OF_DOCUMENT = frozenset({400, 409, 413, 422})  # HTTP statuses that refuse a document
 _ABOUT_TRUST = frozenset({"remote_code", "model_path"})  # reasons of a refusal by the trust settings
-MAX_LINE = 2_000  # characters of a line of a refusal, which the service wrote
+MAX_LINE = 2_000  # characters of a line of a refusal; longer lines of the service are shortened
 _ENVELOPE = "not the answer of a config service"
 
 
 class Rejected(CommandRefused):
-    """The service refuses this document. It may accept others."""
+    """Error for a document that the service refuses. Other documents may be accepted."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class ConfigServiceClient:
                 if answer.headers.get("x-should-retry") != "true":
                     return self._accepted(method, answer, body_type)
                 after = answer.headers.get("retry-after", "1")
-                # a proxy may send a date here
+                # some proxies send a date in this header
                 wait_s, trouble = (
                     float(after) if after.isdecimal() else MAX_PAUSE_S,
                     _message(answer),
@@ -138,7 +138,7 @@ class ConfigServiceClient:
             except httpx.TransportError as error:
                 wait_s, trouble = (
                     pause_s,
-                    f"no answer from {public_url(self.url)} ({str(error)[:200] or type(error).__name__})",
+                    f"no answer from {public_url(self.url)} ({cause_of(error)})",
                 )
                 pause_s = min(MAX_PAUSE_S, 2 * pause_s)
             if time.monotonic() + wait_s > end_s:
@@ -146,7 +146,7 @@ class ConfigServiceClient:
             if not is_announced and sys.stderr.isatty():
                 click.echo(f"{trouble}; trying again for {RETRY_S:g} s", err=True)
                 is_announced = True
-            time.sleep(wait_s)  # the pause before another attempt, set by the service or the back-off
+            time.sleep(wait_s)  # pause before the next attempt, set by the service or the back-off
 
     def _accepted(self, method: str, answer: httpx.Response, body_type: Any) -> ServiceReply:
         if answer.is_success:
@@ -188,13 +188,13 @@ class ConfigServiceClient:
                 else f"repeat with {only}"
             )
             lines.append(f"look at it with `sie models show`, then {again}")
-        # messages of these reasons already say what to do
+        # messages of these reasons already have a remedy
         elif code in _NEXT and error.get("reason") not in _ABOUT_TRUST:
             lines.append(_NEXT[code])
         return lines
 
     def _config_url(self) -> str | None:
-        """Return the address of the config service from the gateway's /health; None if the answer has none."""
+        """Return the address of the config service from the gateway's /health; None if the answer has no address."""
         try:
             health = msgspec.json.decode(self._client.get("/health").content)
         except (httpx.HTTPError, msgspec.DecodeError):
@@ -238,14 +238,14 @@ class _RefusalFields(Struct):
 
 
 class _RefusalBody(Struct):
-    """The form of a refusal, as far as it is read here."""
+    """Fields of a refusal that the client reads."""
 
     error: _RefusalFields
     errors: list[_FaultFields] | None = None
 
 
 def _error(answer: httpx.Response) -> dict[str, Any]:
-    """Return the error of a refusal; empty where the reply is none of a config service."""
+    """Return the error of a refusal; an empty map if the reply is not from a config service."""
     try:
         msgspec.json.decode(answer.content, type=_RefusalBody)
     except (msgspec.DecodeError, RecursionError):
@@ -255,7 +255,7 @@ def _error(answer: httpx.Response) -> dict[str, Any]:
 
 
 def _field(path: str) -> str:
-    """Return the path of a field in the form for people: without `$.`, which stands for the document."""
+    """Return the path of a field without the prefix `$.`, which means the document."""
     return path.removeprefix("$.")
 
 
@@ -280,8 +280,8 @@ def service_options(command: F, *, looks_around: bool = True) -> F:
 
 
 def write_options(force: str, *, looks_around: bool = True) -> Callable[[F], F]:
-    """Give a command its WriteOptions as the first argument, from the options of `service_options`, --if-match,
-    --dry-run and --force. `force` is the help text of --force.
+    """Return a decorator that adds WriteOptions as the first argument of a command. They are built from the options of
+    `service_options`, --if-match, --dry-run and --force. `force` is the help text of --force.
     """
     options = (
         click.option("--force", is_flag=True, help=force),
@@ -310,8 +310,8 @@ def write_options(force: str, *, looks_around: bool = True) -> Callable[[F], F]:
 
 
 def service_of(cluster: Cluster, *, writes: bool) -> ConfigServiceClient:
-    """Return the client of a cluster's config service. If a running `sie serve` has none, its gateway answers reads.
-    Without a known token, ask for it on a terminal. Raises UsageError if no address is known.
+    """Return the client of a cluster's config service. If a running `sie serve` has no config service, its gateway
+    answers reads. Without a known token, ask for one on a terminal. Raises UsageError if no address is known.
     """
     url, secret = cluster.settings.config_service_url, cluster.config_token(writes=writes)
     if url is None and not writes and cluster.sources[GATEWAY_URL] == SOURCE:

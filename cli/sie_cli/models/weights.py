@@ -246,7 +246,7 @@ def rm(names: tuple[str, ...], local: bool, yes: bool, **values: Any) -> None:
 
 @dataclass(frozen=True)
 class _WeightsSource:
-    """A folder and its manifest. While the lease is held, no process removes the folder from the local cache."""
+    """A folder and its manifest. While the lease is open, no process removes the folder from the local cache."""
 
     folder: Path
     manifest: Manifest
@@ -281,7 +281,9 @@ def _weights_source(settings: Settings, reference: str, name: str | None, revisi
 
 
 def _of_folder(folder: Path, name: str, revision: str | None) -> Manifest:
-    """Return the manifest of a user's folder. Without a revision its revision is a digest of its content."""
+    """Return the manifest of a user's folder. If the folder has no revision, a digest of its content is used as the
+    revision.
+    """
     with _bar(f"read {folder}") as progress:
         progress.expect(sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()))
         manifest = describe(folder, name, revision or "content", read=progress.add)
@@ -317,8 +319,8 @@ def _entry(settings: Settings, model: str, commit: str) -> ModelEntry:
     if not own.hub:
         where = f"the folder {own.path}" if own.path else f"the package {own.package}"
         raise CommandRefused(
-            f"the weights of {model} are in {where}, where workers take them from. To have them in the bucket: "
-            f"sie weights push FOLDER --as {model}, then give the entry the `weights` that this prints"
+            f"the weights of {model} are in {where}, from where workers read them. To copy them to the bucket, run sie "
+            f"weights push FOLDER --as {model}, then add the printed `weights` to the entry"
         )
     pinned = commit or own.revision or _only_commit(settings, own.hub)
     replaced = msgspec.structs.replace(own, path="", unpinned=False, revision=pinned)
@@ -326,7 +328,7 @@ def _entry(settings: Settings, model: str, commit: str) -> ModelEntry:
 
 
 def _only_commit(settings: Settings, hub: str) -> str:
-    """Return the only commit in this node's cache. Raises CommandRefused unless the cache has exactly one."""
+    """Return the only commit of `hub` in this node's cache. Raises CommandRefused unless the cache has exactly one."""
     check_names(hub, "any")
     commits = sorted(path.name for path in _cache(settings).place(hub, "any").parent.glob("*") if path.is_dir())
     if len(commits) != 1:
@@ -343,7 +345,7 @@ def _cache(settings: Settings) -> LocalCache:
 
 
 def _sources(settings: Settings) -> Any:
-    """Return the sources of weights to push, without the bucket that is the destination."""
+    """Return the sources of weights for a push, without the destination bucket."""
     return weight_sources(dataclasses.replace(settings, cluster_cache=None))
 
 
@@ -361,13 +363,13 @@ def _stored(settings: Settings, local: bool) -> list[CommitState]:
 
 def _stored_here(settings: Settings) -> list[CommitState]:
     """Return the snapshots of the local cache in the form of the bucket's list. A snapshot with a manifest is listed
-    with the faults of its names and sizes. The hub's own client writes no manifest: such a snapshot is listed if it is
-    complete by the hub's listing.
+    with the faults of its names and sizes. The hub's own client writes no manifest: its snapshot is listed if it is
+    complete according to the hub's listing.
     """
     cache, copies = _cache(settings), []
     for folder in sorted(cache.hub.glob("models--*/snapshots/*")):
         repository, revision = folder.parents[1].name.removeprefix("models--").replace("--", "/"), folder.name
-        with contextlib.suppress(ManifestError):  # skip a folder of another program
+        with contextlib.suppress(ManifestError):  # skips a folder of another program
             manifest = cache.manifest(repository, revision)
             if manifest is not None or cache.find(repository, revision) is not None:
                 files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
@@ -388,8 +390,8 @@ def _checked_here(settings: Settings, stored: CommitState, progress: FetchProgre
 
 
 def _named(stored: list[CommitState], names: tuple[str, ...]) -> Iterator[CommitState]:
-    """Yield the snapshots selected by repository or repository@commit, where the commit may be shortened; without names
-    yield all.
+    """Yield the snapshots selected by repository or repository@commit, where the commit may be shortened. Without
+    names, yield all snapshots.
 
     Raises CommandRefused, click.UsageError.
     """
@@ -416,7 +418,7 @@ def _named(stored: list[CommitState], names: tuple[str, ...]) -> Iterator[Commit
 
 @contextlib.contextmanager
 def _refusing(settings: Settings) -> Iterator[None]:
-    """End the command with one line on a fault: status 2 for a bad setting, 1 for any other fault."""
+    """End the command with one line after a fault: status 2 for an invalid setting, 1 for any other fault."""
     try:
         with refusing():
             yield

@@ -1,1 +1,1 @@
-"""`sie bench`: a recorded trace runs through the scheduler under virtual time."""
+"""Command `sie bench`: a recorded trace runs through the scheduler in virtual time."""

@@ -15,7 +15,7 @@ from sie_cli.replay.replay import Machine, ReplayPlan, ReplayReport, plan_of, re
 from sie_cli.replay.trace import Trace, TraceError
 
 PLAN = tuple(field.name for field in dataclasses.fields(ReplayPlan))
-DEVICE = {"base_ms": 1e3, "token_us": 1e6, "square_ns": 1e9}  # units per second, by name
+DEVICE = {"base_ms": 1e3, "token_us": 1e6, "square_ns": 1e9}  # units per second, by the name of a parameter
 HOST = {"call_us": 1e6, "read_us": 1e6, "delivery_us": 1e6}
 HOST_DEFAULT = "call_us=55,read_us=1.8,delivery_us=25"  # docs/replay.md describes the measurement
 
@@ -143,7 +143,7 @@ def _machine(trace: Trace, device: str, host: str) -> Machine:
     hosted = {**traces.numbers(HOST_DEFAULT, tuple(HOST)), **traces.numbers(host, tuple(HOST))}
     times_s = (*batch, *(hosted[name] / unit for name, unit in HOST.items()))
     if min(times_s) < 0 or not any(batch):
-        raise TraceError("times must not be negative, and a batch must take some time")
+        raise TraceError("times must not be negative, and the time of a batch must be above 0")
     return Machine(*times_s)
 
 

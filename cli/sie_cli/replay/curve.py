@@ -9,17 +9,17 @@ from collections.abc import Mapping, Sequence
 COLOURS = ("#1b6ca8", "#c8553d", "#4c8c4a", "#8b5fbf", "#b8860b", "#555555")
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 760, 420, 70, 20, 30, 50
 TICKS = (0, 50, 90, 99, 99.9)
-NINES = 3.3  # number of nines that the axis shows: 3.3 end at 99.95 %
+NINES = 3.3  # number of nines on the axis: with 3.3 the axis ends at 99.95 %
 POINTS = 400
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Return the smallest value that at least `percent` % of the values do not exceed. `values` are sorted."""
+    """Return the smallest value that is at least as large as `percent` % of the values. `values` are sorted."""
     return values[min(len(values), max(1, math.ceil(percent / 100 * len(values)))) - 1]
 
 
 def svg(latencies_s: Mapping[str, Sequence[float]]) -> str:
-    """Return an SVG with a curve for each name. On the axis of percentiles each nine has the same width."""
+    """Return an SVG with a curve for each name. On the axis of percentiles, each nine has the same width."""
     curves = {name: sorted(values) for name, values in latencies_s.items()}
     step_ms, steps = _steps(max(values[-1] for values in curves.values()) * 1e3)
 
@@ -57,7 +57,7 @@ def svg(latencies_s: Mapping[str, Sequence[float]]) -> str:
 
 
 def _steps(most: float) -> tuple[float, int]:
-    """Return a round step, and how many steps reach `most`: at most eight."""
+    """Return a round step, and the number of steps up to `most`, which is at most eight."""
     power = 10.0 ** math.floor(math.log10(most))
     step = next(power * part for part in (0.1, 0.2, 0.5, 1, 2) if most <= 8 * power * part)
     return step, max(1, math.ceil(most / step))

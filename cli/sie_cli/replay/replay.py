@@ -1,12 +1,12 @@
-"""Replay of a trace through the scheduler under virtual time. Pure and deterministic: the same trace, plan and machine
-give the same report.
+"""Replay of a trace through the scheduler in virtual time. The replay is deterministic: the same trace, plan and
+machine give the same report.
 
     request ─► chunks ─► queue of (model, priority) ─► a worker with credit ─► gathered ─► tokenised ─► batches ─►
     device ─► answered
 
 Chunks, credit, quantum and batches are the code that runs in the cluster (`chunk` of the gateway, `batch` and `sizing`
-of the sidecar). The device, the tokenizer and the wire are formulas of `Machine`. The replay does not model HTTP, loads
-of models, and failures.
+of the sidecar). The device, the tokenizer and the network are formulas of `Machine`. The replay does not model HTTP,
+loads of models, and failures.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from sie_sidecar.batching.batch import (
 )
 from sie_sidecar.batching.sizing import Quantum
 
-ACTIVE_S = 1.0  # seconds; a consumer with a delivery in this time shares the credit
+ACTIVE_S = 1.0  # seconds; a consumer with a delivery in this time gets a part of the credit
 NO_LIMIT = 1 << 60
 MAX_DEVICES = 1024
 
@@ -68,7 +68,7 @@ class ReplayPlan:
 
     @property
     def depth(self) -> int:
-        """Return how many batches may be at the adapter at once."""
+        """Return the number of batches that may be at the adapter at the same time."""
         return int(self.lanes) + int(self.pipeline_depth) - 1
 
     def check(self) -> None:
@@ -103,8 +103,8 @@ def plan_of(settings: Settings) -> ReplayPlan:
 
 @dataclass(frozen=True)
 class Machine:
-    """Durations of a machine, seconds. A batch takes `base_s` + `token_s` per token + `square_s` per squared token of
-    each length.
+    """Durations of a machine in seconds. A batch takes `base_s`, plus `token_s` per token, plus `square_s` per squared
+    token of each length.
 
     A worker tokenises on one thread, which takes `call_s` per call and `read_s` per token. It takes `delivery_s` to
     receive a delivery.
@@ -124,8 +124,8 @@ class Machine:
 @dataclass
 class ReplayReport:
     """Result of a replay. `latency_s` and `wait_s` are by request, in the order of the trace: the time until its
-    answer, and until the start of its last batch. `device_s`: device time of all lanes together. `host_s`: time spent
-    on tokenising. `end_s`: time of the last answer.
+    answer, and until the start of its last batch. `device_s`: device time of all lanes in total. `host_s`: time of
+    tokenising. `end_s`: time of the last answer.
     """
 
     latency_s: list[float]
@@ -154,7 +154,7 @@ class _ReplayItem:
 
 @dataclass
 class _ReplayConsumer:
-    """The queue of one model and priority, and the order in which workers are served from it."""
+    """Queue of one model and priority, and the order in which its messages go to workers."""
 
     items: deque[_ReplayItem] = field(default_factory=deque)
     turns: deque[_ReplayWorker] = field(default_factory=deque)
@@ -164,7 +164,7 @@ class _ReplayConsumer:
 class _Feed:
     """State of a consumer at one worker."""
 
-    credit: int = 0  # messages that the broker may still send
+    credit: int = 0  # number of messages that the broker may still send
     on_way: int = 0
     mean_cost: float = 0.0
     pending: int = 0
@@ -172,13 +172,13 @@ class _Feed:
 
     @property
     def outstanding(self) -> int:
-        """Return the number of messages that the worker requested and has not received."""
+        """Return the number of messages that the worker has requested and not received."""
         return self.credit + self.on_way
 
 
 class Replay:
-    """One run. `now_s` is the virtual time. Events are in a heap; events of the same time run in the order in which
-    they were added.
+    """One run of a replay. `now_s` is the virtual time. Events are in a heap; events with the same time run in the
+    order in which they were added.
     """
 
     def __init__(self, requests: Sequence[TraceRequest], plan: ReplayPlan, machine: Machine) -> None:
@@ -225,7 +225,7 @@ class Replay:
         self.deliver(name)
 
     def deliver(self, name: tuple[str, bool]) -> None:
-        """Send waiting messages to the workers that requested some, in turn."""
+        """Send waiting messages to the workers that requested some, one after the other."""
         consumer = self.consumers[name]
         while consumer.items:
             worker = next((worker for worker in consumer.turns if worker.feeds[name].credit), None)
@@ -264,9 +264,9 @@ class _ReplayWorker:
         self._active: dict[tuple[str, bool], _Feed] = {}  # feeds with a recent delivery
         self._arrived: list[_ReplayItem] = []
         self._waiting: Waiting[_ReplayItem] = Waiting()
-        self._lanes = [0.0] * int(plan.lanes)  # time when each lane is free
+        self._lanes = [0.0] * int(plan.lanes)  # time when each lane becomes free
         self._began_s = self._last_s = 0.0  # times of the first and the last arrival since the last gathering
-        self._wire_s = 0.0  # time when the wire is free
+        self._wire_s = 0.0  # time when the network becomes free
         self._tokenising = False
         self._held = ([0, 0], [0, 0])  # cost and work items, interactive and bulk
         self._sent = 0
@@ -279,7 +279,7 @@ class _ReplayWorker:
         self.feeds[name] = _Feed(credit=1)
 
     def _refill(self) -> None:
-        """Set the credit of every consumer with recent deliveries, as sie_sidecar.intake.pull does."""
+        """Set the credit of every consumer with recent deliveries, like sie_sidecar.intake.pull."""
         now_s, lanes = self._replay.now_s, len(self._lanes)
         (cost, items), (bulk_cost, bulk_items) = self._held
         loads = Load(cost, items, lanes), Load(cost + bulk_cost, items + bulk_items, lanes)
@@ -331,8 +331,8 @@ class _ReplayWorker:
         return any(feed.pending and feed.outstanding for feed in self._active.values())
 
     def _gather(self) -> None:
-        """Tokenise the messages that have arrived. Wait if the tokeniser's thread is busy, or if more messages are
-        coming and the quantum is not over.
+        """Tokenise the messages that have arrived. Wait if the tokeniser's thread is busy, or if more messages are in
+        transit and the quantum has not ended.
         """
         if not self._arrived or self._tokenising:
             return

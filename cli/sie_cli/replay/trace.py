@@ -1,4 +1,4 @@
-"""Traces of requests: the time of each request and the lengths of its inputs. A trace holds no text and no names of
+"""Traces of requests: the time of each request and the lengths of its inputs. A trace has no text and no names of
 clients.
 
 A trace is JSON lines, in any order:
@@ -11,7 +11,8 @@ A trace is JSON lines, in any order:
         the settings of the cluster
 
 `at` in seconds from any origin, `tokens` one number for each input, `attention` the sum of squared lengths of the
-batch."""
+batch.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ MAX_INPUTS = 10_000_000  # inputs of a generated trace
 
 
 class TraceError(ValueError):
-    """The text is no valid trace, or no valid description of one."""
+    """Raised if the text is not a valid trace, or not a valid description of a trace."""
 
 
 class TraceRequest(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -102,7 +103,9 @@ def write(requests: Iterable[TraceRequest]) -> Iterator[bytes]:
 
 
 def numbers(text: str, names: Sequence[str]) -> dict[str, float]:
-    """Parse `a=1,b=2.5` to numbers by name. Raises TraceError for an unknown name and for a value that is no number."""
+    """Parse `a=1,b=2.5` to numbers by name. Raises TraceError for an unknown name and for a value that is not a
+    number.
+    """
     values = {}
     for part in filter(None, text.split(",")):
         name, _, value = part.partition("=")
@@ -118,8 +121,8 @@ def numbers(text: str, names: Sequence[str]) -> dict[str, float]:
 
 
 def generate(spec: str) -> list[TraceRequest]:
-    """Generate requests from `poisson:rate=200,length=64,...`: the first at time 0, the others at random times. Raises
-    TraceError.
+    """Generate requests from `poisson:rate=200,length=64,...`: the first at time 0, the later ones at random times.
+    Raises TraceError.
 
     `rate`: requests per second, for `seconds` seconds. `burst`: requests that arrive together. `inputs`: inputs of each
     request. `length`: mean tokens of an input, log-normal with `spread` as its sigma (0: all equal), at most 512.
@@ -166,18 +169,18 @@ def generate(spec: str) -> list[TraceRequest]:
 
 
 def fit(ran: Sequence[Ran]) -> tuple[float, float, float]:
-    """Fit the seconds of a batch as a + b tokens + c attention with the least squared relative error and no negative
+    """Fit the seconds of a batch as a + b tokens + c attention, with the least squared relative error and no negative
     coefficient. Return a, b, c. Raises TraceError.
 
-    Every subset of the three terms is tried, and the best one without a negative coefficient is used. Other terms stay
-    0, also if the data cannot separate them.
+    Every subset of the three terms is tried, and the best subset without a negative coefficient is used. The
+    coefficients of the other terms are 0, also if the data cannot separate the terms.
     """
     if len(ran) < 3:
-        raise TraceError("fewer than three measured batches: give the device with --device")
+        raise TraceError("the trace has fewer than three measured batches: describe the device with --device")
     rows = np.array([(1.0, batch.tokens, batch.attention) for batch in ran])
     seconds = np.array([batch.seconds for batch in ran])
     if (seconds <= 0).any():
-        raise TraceError("a measured batch took no time")
+        raise TraceError("a measured batch has a time of 0")
     scaled = rows / seconds[:, None]
     best, best_error = (float(seconds.mean()), 0.0, 0.0), np.inf
     for size in (1, 2, 3):
@@ -186,7 +189,7 @@ def fit(ran: Sequence[Ran]) -> tuple[float, float, float]:
             coefficients = np.zeros(3)
             coefficients[list(chosen)] = solution
             error = float(np.sum((scaled @ coefficients - 1.0) ** 2))
-            # otherwise the fit with fewer terms is as good
+            # otherwise the fit with fewer terms is equally good
             if (coefficients >= 0).all() and error < best_error - 1e-9 * len(ran):
                 best, best_error = (float(coefficients[0]), float(coefficients[1]), float(coefficients[2])), error
     return best

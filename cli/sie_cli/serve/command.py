@@ -91,7 +91,8 @@ def serve(
     command.
 
     A MODEL is loaded before the server is ready: a model of the catalogue, an id of the Hugging Face Hub, or a folder,
-    each with :PROFILE or without. What the catalogue lacks is added to the models folder, pinned to its present commit.
+    each with :PROFILE or without. What the catalogue lacks is added to the models folder, pinned to its present
+    commit. A MODEL that cannot be loaded ends the start.
 
     \b
     sie serve                                   API on http://127.0.0.1:8080
@@ -149,8 +150,8 @@ def _with_models(plan: ServePlan, models: tuple[str, ...]) -> ServePlan:
 
 
 def _with_free_ports(loaded_settings: Loaded) -> Settings:
-    """Return the settings, with 0 (a free port) for metrics ports that the operator did not set: on a laptop the
-    documented ports are often taken.
+    """Return the settings. Metrics ports that the operator did not set become 0, which means a free port: on a laptop,
+    the documented ports are often in use.
     """
     assigned = [
         name
@@ -161,7 +162,7 @@ def _with_free_ports(loaded_settings: Loaded) -> Settings:
 
 
 def _needs(plan: ServePlan) -> MachineNeeds:
-    """Return what this run needs from the machine. Ports that the user did not set are left out, since free ones are
+    """Return the needs of this run on the machine. Ports that the user did not set are left out, since free ports are
     searched later.
     """
     settings = plan.settings

@@ -15,7 +15,7 @@ from sie_cli.data_dir import private_folder
 from sie_cli.serve.ports import free_port
 from sie_contracts.settings import SettingError
 
-# the most recent writes that a power failure can cost; it is as fast as the broker's default of two minutes
+# period of writes that a power failure can destroy; it is as fast as the broker's default of two minutes
 SYNC_INTERVAL = "100ms"
 MAX_PAYLOAD_BYTES = 8 << 20
 _USER_OF = {"gateway": "gateway", "config": "config", "sidecar": "worker"}
@@ -38,8 +38,9 @@ class EmbeddedBroker:
     def configure(data_dir: Path, store_bytes: int) -> EmbeddedBroker:
         """Write the configuration of the broker. Raises SettingError if no nats-server is installed.
 
-        `store_bytes`: the bytes that all streams together may reserve. The broker's own default is three quarters of
-        the space that is free at its start. If a queue holds much at a restart, that is less than its streams reserve.
+        `store_bytes`: the bytes that all streams may reserve in total. The broker's own default is three quarters of
+        the free space at its start. If a queue has many messages at a restart, the default is less than its streams
+        reserve.
         """
         beside = Path(sys.executable).with_name("nats-server")
         binary = str(beside) if beside.exists() else shutil.which("nats-server")
@@ -67,8 +68,8 @@ class EmbeddedBroker:
 
     @property
     def environ(self) -> dict[str, str]:
-        """Return the passwords in the form of the server's configuration: in quotes, since it would read 1e10 as a
-        number.
+        """Return the passwords in the form of the server's configuration. They are in quotes, since the server would
+        parse 1e10 as a number.
         """
         return {f"{user.upper()}_PASSWORD": f'"{password}"' for user, password in self.passwords.items()}
 
@@ -89,5 +90,7 @@ class EmbeddedBroker:
 
 
 def users() -> str:
-    """Return the permissions of users as a part of the server's configuration, the same as in the Helm chart."""
+    """Return the permissions of users as a part of the server's configuration. They are equal to the permissions in the
+    Helm chart.
+    """
     return files("sie_broker").joinpath("nats/users.conf").read_text()

@@ -13,8 +13,8 @@ _NATS_LEVELS = {"[WRN]": "WARNING", "[ERR]": "ERROR", "[FTL]": "CRITICAL"}
 
 def _matters(line: str) -> bool:
     """Return whether people should see a line of nats-server. Its banner would hide important lines. The reasons why it
-    ends connections have the level of the banner, so they are dropped too, except for slow consumers. Its warning of
-    plaintext passwords is dropped: they are random, made at this start, and in no file of the server.
+    ends connections have the same level as the banner, so they are dropped too, except for slow consumers. Its warning
+    about plaintext passwords is dropped: the passwords are random, created at this start, and in no file of the server.
     """
     return "Slow Consumer" in line or not ("[INF]" in line or "Plaintext passwords" in line)
 
@@ -36,8 +36,9 @@ class LineOutput:
         try:
             print(self._shown(name, line, level), file=sys.stderr, flush=True)  # noqa: T201  this is the program's output
         except OSError:
-            # The reader of our output is gone. The output of children must still be read, and this process must still
-            # end with its own status, which a failed flush at the end of the interpreter would replace.
+            # The reader of our output has ended.
+            # The output of children must still be read, and this process must end with its own status.
+            # A failed flush at the end of the interpreter would replace this status.
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, sys.stderr.fileno())
             os.close(nowhere)

@@ -11,12 +11,12 @@ from sie_contracts.settings import SettingError
 
 _BELOW_EPHEMERAL = range(10_000, 32_000)
 _TRIED = 200
-_descriptors: dict[int, int] = {}  # file descriptor that keeps the port, by port
+_descriptors: dict[int, int] = {}  # port -> file descriptor that reserves it
 
 
 def free_port(count: int = 1) -> int:
-    """Return the first of `count` consecutive loopback ports that are free and were returned by no other call: in this
-    process, and on Linux in any process that still runs. The process that gets a port listens on it later.
+    """Return the first of `count` consecutive free loopback ports. No other call has returned them, in this process or,
+    on Linux, in any running process. The process that gets a port listens on it later.
 
     The ports are below those that the system uses for outgoing connections. Otherwise a client that retries while its
     server is away could get the server's port as its own, connect to itself and block the server. Raises SettingError
@@ -35,8 +35,8 @@ def free_port(count: int = 1) -> int:
 def _bind(bound: socket.socket, port: int) -> None:
     """Reserve a port. Raises OSError if the port was returned before or has a listener.
 
-    On Linux a socket that is bound and does not listen blocks all other sockets except those with SO_REUSEADDR, which
-    servers set. Elsewhere it would block a server too.
+    On Linux, a socket that is bound and does not listen blocks all other sockets, except sockets with SO_REUSEADDR,
+    which servers set. On other systems it would block a server too.
     """
     if port in _descriptors:
         raise OSError(f"port {port} was returned before")

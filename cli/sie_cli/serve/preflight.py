@@ -1,7 +1,7 @@
 """Checks of this machine before `sie serve` starts a process: folders, ports, disk, open files, memory.
 
-Each fault is one line: what is there, what is needed, and what to change. Without these checks the processes would
-start, fail for a reason that only one of them shows, and be restarted for ever.
+Each fault is one line: the present state, the need, and the remedy. Without these checks the processes would start,
+fail for a reason that only one of them shows, and be restarted for ever.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from sie_runtime.descriptors import SPARE_FILES, raise_limit
 
 # bytes of the disk for the catalogue's streams, the broker's files, and the files that a start writes
 RESERVE_BYTES = 8 << 20
-# bytes of address space of the largest process, an adapter that holds torch and a small model: 1.8 GiB measured on 2
-# cores, more with more threads
+# bytes of address space of the largest process, an adapter with torch and a small model: 1.8 GiB measured on 2 cores,
+# more with more threads
 MIN_ADDRESS_BYTES = 3 << 30
-# bytes that all processes hold before a model is loaded, with torch once per adapter: 0.55 GiB measured on 2 cores
+# bytes of all processes before a model is loaded, with torch once per adapter: 0.55 GiB measured on 2 cores
 MIN_MEMORY_BYTES, WORKER_BYTES, GATEWAY_BYTES = 640 << 20, 320 << 20, 64 << 20
 
 
 @dataclass(frozen=True)
 class PortListener:
-    """Ports that one flag names: `count` ports from `port` on."""
+    """Ports of one flag: `count` ports from `port` on."""
 
     flag: str
     host: str
@@ -44,7 +44,9 @@ class PortListener:
 
 @dataclass(frozen=True)
 class MachineNeeds:
-    """Needs of one `sie serve` on the machine. `has_broker`: it starts a broker, whose streams are in `data_dir`."""
+    """Needs of one `sie serve` on the machine. `has_broker`: this `sie serve` starts a broker, whose streams are in
+    `data_dir`.
+    """
 
     listeners: tuple[PortListener, ...]
     data_dir: Path
@@ -55,8 +57,8 @@ class MachineNeeds:
 
 
 def faults(needs: MachineNeeds) -> list[str]:
-    """Return everything that this machine lacks, each in one line with the remedy. Raises the soft limit of open files
-    as far as possible.
+    """Return the faults of this machine, each in one line with the remedy. Raises the soft limit of open files to its
+    maximum.
     """
     return [*_folders(needs), *_ports(needs), *_disk(needs), *_open_files(needs), *_memory(needs)]
 
@@ -75,11 +77,11 @@ def _ports(needs: MachineNeeds) -> Iterator[str]:
 
 
 def _cannot_listen(host: str, port: int) -> OSError | None:
-    """Return the error that prevents listening there now; None without one."""
+    """Return the error that prevents listening on this address now; None if listening is possible."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family) as probe:
-            # set as the server sets it: old connections that linger do not matter
+            # the server sets this option too: old connections in TIME_WAIT make no difference
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
             probe.listen(1)
@@ -108,14 +110,14 @@ def _next_free(listener: PortListener) -> int:
 
 
 def store_bytes(data_dir: Path) -> int:
-    """Return the bytes that the broker's streams in the data directory may hold: the free space of that disk plus the
-    space that they hold already.
+    """Return the bytes that the broker's streams in the data directory may use: the free space of the disk plus the
+    space that they use already.
     """
     return max(0, shutil.disk_usage(data_dir).free + held_bytes(data_dir / "nats") - RESERVE_BYTES)
 
 
 def held_bytes(folder: Path) -> int:
-    """Return the size of all files below a folder, bytes. Files that vanish meanwhile do not count."""
+    """Return the size of all files below a folder, bytes. Files that are removed during the count are skipped."""
     total = 0
     for base, _, files in os.walk(folder):
         for name in files:
@@ -157,7 +159,7 @@ def _stream_bytes(queue_bytes: int) -> int:
 
 
 def _open_files(needs: MachineNeeds) -> Iterator[str]:
-    soft = raise_limit()  # the processes inherit it
+    soft = raise_limit()  # child processes inherit the raised limit
     requests = needs.settings.max_concurrent_requests
     needed = requests + SPARE_FILES
     if soft >= needed:

@@ -1,4 +1,4 @@
-"""The processes of `sie serve`: the processes of a cluster, on one machine. No function has a second implementation.
+"""Processes of `sie serve`: the same processes as in a cluster, on one machine, with the same code.
 
 nats-server ─► config service, gateways, sidecars, adapters ─► ready
 SIGTERM, SIGINT, SIGHUP ─► gateways drain ─► sidecars ─► adapters ─► config service ─► nats-server ─► exit 0
@@ -33,7 +33,7 @@ from sie_cli.serve.embedded import EmbeddedBroker
 from sie_cli.serve.output import LineOutput
 from sie_cli.serve.ports import free_port
 from sie_cli.serve.preflight import store_bytes
-from sie_cli.serve.readiness import Probe, lacks_workers, not_ready, unread_stream
+from sie_cli.serve.readiness import FailedLoad, Probe, failed_load, lacks_workers, not_ready, unread_stream
 from sie_cli.serve.supervisor import Child, Supervisor
 from sie_contracts.loopback import is_loopback
 from sie_contracts.models.trust import Allowed
@@ -49,7 +49,7 @@ ROOM_BYTES = 8 << 20
 EXAMPLE_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
 # seconds; the last three together are below 15 s
 _DRAIN_S, _GATEWAY_GRACE_S, _WORKER_GRACE_S, _LAST_GRACE_S = 8.0, 9.5, 3.0, 1.5
-# seconds; the gateways have ended before, so only jobs still have work here, and jobs continue later
+# seconds; the gateways have ended before, so only jobs still have work at workers, and jobs continue later
 _WORKER_DRAIN_S = 1.5
 
 
@@ -81,9 +81,11 @@ class LocalCluster:
         self._environ = dict(plan.environ)
         self._stop = asyncio.Event()
         self._readiness: dict[str, Probe] = {}
+        self._visibility: dict[str, Probe] = {}  # probes of what gateways see of processes that are ready
+        self._lacking = ""  # reason why a model of the command line cannot be served
         self._embedded: EmbeddedBroker | None = None
         self._admin_token = plan.settings.admin_token or Secret(secrets.token_urlsafe(32))
-        self._restores: deque[str] = deque(maxlen=1000)  # lines that the broker prints about streams while it starts
+        self._restores: deque[str] = deque(maxlen=1000)  # lines of the broker about streams during its start
         self._metrics: dict[str, tuple[int, int]] = {}  # first port and number of ports, by component
 
     async def run(self) -> int:
@@ -110,10 +112,12 @@ class LocalCluster:
         self._say(name, line, level)
 
     async def _supervised(self, supervisor: Supervisor, *groups: list[Child]) -> int:
-        """Start all processes in order, run until the end, stop all in order."""
+        """Start all processes in order, run until the end, stop all in order. Return the exit status."""
         broker, config, gateways, sidecars, adapters = groups
+        children = [*broker, *config, *gateways, *sidecars, *adapters]
+        self._say("serve", f"starting {', '.join(child.name for child in children)}")
         try:
-            for child in [*broker, *config, *gateways, *sidecars, *adapters]:
+            for child in children:
                 await supervisor.start(child)
             watching = [asyncio.create_task(self._until_ready(supervisor), name="readiness")]
             if broker:
@@ -130,6 +134,9 @@ class LocalCluster:
         if supervisor.fatal.done():
             self._say("serve", supervisor.fatal.result(), "ERROR")
             return 2
+        if self._lacking:
+            self._say("serve", self._lacking, "ERROR")
+            return 1
         self._say("serve", "stopped")
         return 0
 
@@ -138,13 +145,14 @@ class LocalCluster:
         set.
         """
         plan = self._plan
-        cpu = plan.settings.device == "cpu" or (
-            plan.settings.device == "auto" and not Path("/dev/nvidia0").exists() and sys.platform != "darwin"
+        device, _, _ = plan.settings.device.partition(",")  # several devices are alike
+        cpu = device == "cpu" or (
+            device in ("auto", "all") and not Path("/dev/nvidia0").exists() and sys.platform != "darwin"
         )
         if cpu and not plan.settings.machine_profile and not plan.settings.gpu_type:
             self._flags["SIE_MACHINE_PROFILE"] = "cpu"
         elif cpu and "SIE_GPU_COUNT" not in self._environ:
-            # so that a profile of the operator's own starts with the measurements for a CPU
+            # with this value, a machine profile of the operator starts with the measurements for a CPU
             self._flags["SIE_GPU_COUNT"] = "0"
         self._environ.setdefault("SIE_CONFIG_READ_TOKEN", secrets.token_urlsafe(24))
         self._environ["SIE_ADMIN_TOKEN"] = self._admin_token.reveal()
@@ -214,7 +222,7 @@ class LocalCluster:
             environ = environment.of_broker(self._environ, self._embedded.environ)
             broker = [Child(BROKER, self._embedded.argv, environ, _LAST_GRACE_S)]
         elif "SIE_NATS_URL" in self._flags:
-            # it may hold a password, which no process list should show
+            # the URL may contain a password, which must not be in a process list
             self._environ["SIE_NATS_URL"] = self._flags.pop("SIE_NATS_URL")
         config: list[Child] = []
         if settings.config_service_url is None:
@@ -245,11 +253,11 @@ class LocalCluster:
         self._readiness[name] = functools.partial(not_ready, url=f"http://{_reachable(self._plan.host)}:{port}/readyz")
 
     def _await_gateway(self, name: str, port: int) -> None:
-        """Wait for this gateway before the start counts as ready: it must answer, and see all workers as healthy."""
+        """Wait for this gateway before the start counts as ready: it must answer, and report all workers as healthy."""
         self._await_answer(name, port)
         if self._plan.settings.gateway_workers is not None:
             return  # with SIE_GATEWAY_HEALTH_MODE=ws the gateway knows only the workers of that list
-        self._readiness[f"workers, as {name} sees them"] = functools.partial(
+        self._visibility[f"workers, as {name} sees them"] = functools.partial(
             lacks_workers,
             url=f"http://{_reachable(self._plan.host)}:{port}/health",
             token=self._admin_token,
@@ -282,35 +290,50 @@ class LocalCluster:
         if self._embedded is not None:
             environ |= self._embedded.credentials(role)
         if role == "adapter" and resource.getrlimit(resource.RLIMIT_DATA)[0] != resource.RLIM_INFINITY:
-            # oneDNN reads this once at its start. By default it keeps 1,024 shapes of about 0.3 MB, too much for a
-            # process with a limit
+            # oneDNN reads this variable once at its start.
+            # By default it caches 1,024 shapes of about 0.3 MB, too much for a process with a limit
             environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")
         return Child(name, argv, environ, grace_s, self._plan.once)
 
     async def _until_ready(self, supervisor: Supervisor) -> None:
-        """Wait until all processes are ready, and print what is missing meanwhile."""
+        """Wait until all processes are ready, and print meanwhile for what. End the start if a model of the command
+        line cannot be loaded: the server would answer no request for it.
+        """
         started_s = last_reported_s = time.monotonic()
-        waiting = dict(self._readiness)
+        waiting = {**self._readiness, **self._visibility}
+        failures: dict[str, FailedLoad] = {}
+        gateway = f"http://{_reachable(self._plan.host)}:{self._plan.port}"
         async with httpx.AsyncClient(timeout=2.0, trust_env=False) as client:
-            while waiting:
-                for name, probe in list(waiting.items()):
-                    reason = await probe(client)
-                    if reason is None:
-                        del waiting[name]
-                    elif time.monotonic() - last_reported_s > TELL_EVERY_S:
-                        self._say("serve", f"waiting for {name}: {reason}")
+            while True:
+                reasons = {name: await probe(client) for name, probe in waiting.items()}
+                waiting = {name: probe for name, probe in waiting.items() if reasons[name] is not None}
+                for model in self._plan.models:
+                    failed = await failed_load(client, gateway, self._admin_token, model.name)
+                    if failed is not None and failed.is_final:
+                        self._lacking = (
+                            f"{model.name} cannot be loaded: {failed.message}. `sie serve` without it starts, and the "
+                            "first request for it tries again"
+                        )
+                        self._stop.set()
+                        return
+                    if failed is not None and failed != failures.get(model.name):
+                        failures[model.name] = failed
+                        self._say("serve", f"{model.name}: {failed}; Ctrl-C ends", "WARNING")
+                if not waiting:
+                    break
                 if time.monotonic() - last_reported_s > TELL_EVERY_S:
                     last_reported_s = time.monotonic()
+                    name = next(iter(waiting))  # the probes after it usually wait for the same process
+                    self._say("serve", f"waiting for {name}: {reasons[name]}")
                     self._tell_unread()
-                if waiting:
-                    await asyncio.sleep(READY_POLL_S)  # the pause between readiness probes
+                await asyncio.sleep(READY_POLL_S)  # the pause between readiness probes
         supervisor.is_up = True
         self._say("serve", f"ready in {time.monotonic() - started_s:.1f} s")
         self._greet()
 
     def _tell_unread(self) -> None:
-        """Print which stream's files the broker is reading: it answers only after it has read all of them, and with
-        damaged files it may never finish.
+        """Print the stream whose files the broker is reading: the broker answers only after it has read all of them,
+        and with damaged files it may never finish.
         """
         if stream := unread_stream(self._restores):
             data_dir = shlex.quote(str(self._plan.data_dir))
@@ -322,8 +345,8 @@ class LocalCluster:
             access.publish(self._plan.data_dir, msgspec.structs.replace(self._access(), unread_stream=stream))
 
     async def _watch_broker(self, supervisor: Supervisor, broker: Child) -> None:
-        """Restart the broker when its disk has space again: after a write error, usually a full disk, it refuses its
-        stream until a restart.
+        """Restart the broker when its disk has space again: after a write error, usually because the disk is full, it
+        refuses its stream until a restart.
         """
         embedded = self._embedded
         assert embedded is not None

@@ -1,15 +1,17 @@
-"""Readiness of the processes of `sie serve`: probes that say what is still missing."""
+"""Readiness of the processes of `sie serve`: probes that report what is missing."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
 
 import httpx
 
+from sie_contracts.models.load_errors import MAX_ATTEMPTS
 from sie_contracts.settings import Secret
 
-# returns why a process is not ready; None when it is ready
+# returns the reason why a process is not ready; None when it is ready
 Probe = Callable[[httpx.AsyncClient], Awaitable[str | None]]
 
 
@@ -17,8 +19,8 @@ _RESTORE = re.compile(r"(Starting restore|Restored \d+ messages) for stream '\S+
 
 
 def unread_stream(lines: Iterable[str]) -> str:
-    """Return the stream whose files a starting broker began to read and has not finished, from the lines that it
-    printed; empty if there is none.
+    """Return the stream whose files a starting broker began to read and has not finished, from its printed lines; empty
+    if there is none.
     """
     pending: dict[str, None] = {}
     for line in lines:
@@ -31,7 +33,7 @@ def unread_stream(lines: Iterable[str]) -> str:
 
 
 async def not_ready(client: httpx.AsyncClient, url: str) -> str | None:
-    """Return why the process whose /readyz is at `url` is not ready; None when it is ready."""
+    """Return the reason why the process whose /readyz is at `url` is not ready; None when it is ready."""
     try:
         answer = await client.get(url)
     except httpx.HTTPError as error:
@@ -40,9 +42,10 @@ async def not_ready(client: httpx.AsyncClient, url: str) -> str | None:
 
 
 async def lacks_workers(client: httpx.AsyncClient, url: str, token: Secret, count: int) -> str | None:
-    """Return why the gateway, by its /health, does not serve with `count` workers yet; None when it does.
+    """Return the reason why the gateway, according to its /health, does not have `count` workers yet; None when it has
+    them.
 
-    A worker is ready before the gateway sees it. The gateway would refuse requests in that time.
+    A worker is ready before the gateway has its heartbeat. In this time, the gateway would refuse requests.
     """
     try:
         answer = await client.get(url, headers={"Authorization": f"Bearer {token.reveal()}"})
@@ -55,3 +58,40 @@ async def lacks_workers(client: httpx.AsyncClient, url: str, token: Secret, coun
     except (ValueError, KeyError, TypeError):
         return f"{url} does not answer as a gateway of SIE does"
     return None if healthy >= count else f"{healthy} of {count} healthy"
+
+
+@dataclass(frozen=True)
+class FailedLoad:
+    """Load of a model that failed on all workers that tried it. `attempts`: the tries so far of the worker that was
+    most patient. `is_permanent`: no worker tries again.
+    """
+
+    message: str
+    attempts: int
+    is_permanent: bool
+
+    @property
+    def is_final(self) -> bool:
+        """Return whether a preload is not tried again."""
+        return self.is_permanent or self.attempts >= MAX_ATTEMPTS
+
+    def __str__(self) -> str:
+        return (
+            f"try {self.attempts} of {MAX_ATTEMPTS} to load it failed, the next comes within a minute: {self.message}"
+        )
+
+
+async def failed_load(client: httpx.AsyncClient, url: str, token: Secret, model: str) -> FailedLoad | None:
+    """Return the failed load of a model by the reports of a gateway's workers; None if none failed, if a worker has or
+    loads the model, or if the gateway does not answer.
+    """
+    try:
+        answer = await client.get(f"{url}/v1/models/{model}", headers={"Authorization": f"Bearer {token.reveal()}"})
+        info = answer.json() if answer.status_code == 200 else {}
+    except (httpx.HTTPError, ValueError):
+        return None  # the probe of its readiness reports it
+    errors = [host["error"] for host in info.get("hosts", ()) if host["error"] is not None]
+    if info.get("state") != "failed" or not errors:
+        return None
+    attempts = min(error["attempts"] for error in errors)
+    return FailedLoad(errors[0]["message"], attempts, all(error["permanent"] for error in errors))

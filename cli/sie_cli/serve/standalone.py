@@ -24,7 +24,7 @@ from sie_runtime.process import run as run_process
 
 
 class LocalSource:
-    """The catalogue of this process, with the interface that the feed needs."""
+    """Catalogue of this process, with the interface that the feed needs."""
 
     def __init__(self, store: CatalogueStore) -> None:
         self._store = store
@@ -36,7 +36,7 @@ class LocalSource:
         return await self._store.catalogue_epoch()
 
     async def close(self) -> None:
-        """Close nothing: there is no resource."""
+        """Do nothing: the source has no open resource."""
 
 
 @click.command(hidden=True)
@@ -85,7 +85,7 @@ async def _run(
         for number, worker in enumerate(_workers(settings, data_dir, workers))
     ]
     for task in sidecars:
-        task.add_done_callback(lambda _: stop.request())  # a worker that ends by itself ends the process
+        task.add_done_callback(lambda _: stop.request())  # if a worker ends without a request, the process ends
     tasks = Tasks(logging.getLogger("sie.config"), stop.request)
     tasks.start(Reload(store, prepared.overlay, prepared.signature).run(stop), "folder of models")
     try:

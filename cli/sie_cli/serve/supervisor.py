@@ -1,9 +1,9 @@
 """Supervisor of child processes: starts them in order, watches them, restarts them with back-off, and stops them in
 order.
 
-A child never outlives its supervisor, however that ends: the kernel kills it with its parent (only on Linux; elsewhere
-a killed supervisor leaves children behind). Each child has its own session, so Ctrl-C reaches only the supervisor,
-which decides the order of the stop.
+A child never outlives its supervisor, whatever the reason of its end: the kernel kills a child with its parent (only on
+Linux; on other systems, the children of a killed supervisor continue). Each child has its own session, so Ctrl-C
+reaches only the supervisor, which decides the order of the stop.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from typing import Protocol
 from sie_runtime.process import EXIT_BAD_SETTING
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
-MAX_FIRST_FAILURES = 5  # failures in a row of a child that was never ready: a restart will not help
+MAX_FIRST_FAILURES = 5  # failures in a row of a child that was never ready; after them, a restart does not help
 LAST_LINES_S = 2.0  # seconds to wait for the last lines of a child that ended
 MAX_LINE_BYTES = 1 << 20  # bytes of one line of output
-STEADY_S = 30.0  # a child that lived longer than this starts again without a pause
+STEADY_S = 30.0  # seconds: a child that lived longer is started again without a pause
 _PR_SET_PDEATHSIG = 1
 
 
 class ChildProcess(Protocol):
-    """The part of `asyncio.subprocess.Process` that the supervisor uses."""
+    """Methods of `asyncio.subprocess.Process` that the supervisor uses."""
 
     @property
     def returncode(self) -> int | None: ...
@@ -60,7 +60,7 @@ def _die_with_parent() -> Callable[[], None] | None:
     """Return a `preexec_fn` that makes the kernel kill the child when the thread that forked it ends."""
     if not sys.platform.startswith("linux"):
         return None
-    prctl = ctypes.CDLL(None, use_errno=True).prctl  # resolved before the fork
+    prctl = ctypes.CDLL(None, use_errno=True).prctl  # the function is resolved before the fork
 
     def arrange() -> None:
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -70,8 +70,8 @@ def _die_with_parent() -> Callable[[], None] | None:
 
 @dataclass
 class Child:
-    """One child process. `grace_s`: seconds that it may take to end after SIGTERM before it is killed. `once`:
-    arguments of the first start only.
+    """One child process. `grace_s`: seconds from SIGTERM until the child is killed. `once`: arguments of only the first
+    start.
     """
 
     name: str
@@ -84,18 +84,18 @@ class Child:
     keeper: asyncio.Task[None] | None = None
     output: set[asyncio.Task[None]] = field(default_factory=set)
     ending: bool = False
-    refusal: str = ""  # the last line in which it names a setting that it refuses
+    refusal: str = ""  # last line in which the child names a setting that it refuses
 
     def count_restart(self) -> None:
         self.restarts += 1
 
 
 class Supervisor:
-    """Owns the children. `say(child, line, level)` is called for every line that they print.
+    """Owner of the child processes. `say(child, line, level)` is called for every line that they print.
 
     `fatal` is set to the reason when no restart helps: a child refuses its settings, or it failed MAX_FIRST_FAILURES
-    times before `is_up`. The owner sets `is_up` when all processes were ready once. From then on a child is started
-    again however often it ends.
+    times before `is_up`. The owner sets `is_up` when all processes were ready once. From then on, a child is started
+    again after every end.
     """
 
     def __init__(self, say: Callable[[str, str, str], None]) -> None:
@@ -105,7 +105,7 @@ class Supervisor:
         self.fatal: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     async def start(self, child: Child) -> None:
-        """Start a child and keep it running until `stop`."""
+        """Start a child and restart it after each end until `stop`."""
         self._children.append(child)
         await self._spawn(child)
         child.keeper = asyncio.create_task(self._keep(child), name=f"keep:{child.name}")
@@ -123,7 +123,7 @@ class Supervisor:
             try:
                 line = await stream.readline()
             except ValueError:
-                continue  # a line over the limit: its rest is read as the next lines
+                continue  # a line over the limit: its remaining text is read as further lines
             if not line:
                 return
             text = line.decode("utf-8", "replace").rstrip("\n")
@@ -161,7 +161,7 @@ class Supervisor:
                 try:
                     await self._spawn(child)
                     break
-                except OSError as error:  # no process or no memory is available now
+                except OSError as error:  # the process or the memory is not available now
                     self._say(child.name, f"cannot be started: {error}", "ERROR")
                     await asyncio.sleep(LONGEST_PAUSE_S)
 
@@ -170,7 +170,9 @@ class Supervisor:
             self.fatal.set_result(reason)
 
     async def stop(self, children: Sequence[Child]) -> None:
-        """Send SIGTERM to all children, wait for the grace of each, then send SIGKILL. Return when all have ended."""
+        """Send SIGTERM to all children, wait for the grace time of each, then send SIGKILL. Wait until all of them have
+        ended.
+        """
         await asyncio.gather(*(self._stop_one(child) for child in children))
 
     async def _stop_one(self, child: Child) -> None:

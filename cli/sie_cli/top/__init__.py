@@ -1,1 +1,1 @@
-"""`sie top`: the state of a cluster as it changes, in a terminal."""
+"""Command `sie top`: a live view of the state of a cluster, in a terminal."""

@@ -1,4 +1,4 @@
-"""`sie top`: the command."""
+"""Command `sie top`."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ def top(cluster: Cluster, once: bool) -> None:
         console = Console(highlight=False, width=PIPE_WIDTH, height=PIPE_HEIGHT)
     try:
         with gateway_errors(cluster, "the scope read"), quiet_client():
-            asyncio.run(show(view, url, secret.reveal() if secret else None, console, once))
+            asyncio.run(show(view, url, secret.reveal() if secret else None, console, once, cluster.first_patience_s))
     except CommandRefused as error:
         refuse(error)
     except msgspec.ValidationError as error:
         refuse(f"{public_url(url)} tells what this version cannot read ({error}): use the `sie` of its version")
     except BrokenPipeError:
-        # the reader of the pipe has seen enough; nothing more may be written at exit
+        # the reader of the pipe has closed it: no bytes may be written at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

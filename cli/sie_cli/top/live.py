@@ -1,4 +1,5 @@
-"""The run of `sie top`: frames of a gateway become pictures, in place in a terminal, or one after another in a pipe.
+"""Run of `sie top`: frames of a gateway are drawn as pictures, in place in a terminal, or one after the other in a
+pipe.
 
 frames (SIEAsyncClient.watch) ──► View ──► picture of a width and height ──► terminal, in place; a pipe, one after the
 other
@@ -22,21 +23,25 @@ import msgspec
 from rich.console import Console
 from rich.live import Live
 
+from sie_cli.cluster import FIRST_S
 from sie_cli.top.picture import HistoryTrend, StatusFrame, View, picture
 from sie_client import SIEAsyncClient
 from sie_client.errors import RequestError, SIEConnectionError, SIEError
 from sie_contracts.loopback import direct
 
 PAST_EVERY_S = 10.0
-PAST_S = 3.0  # of a reply
-FIRST_S = 5.0  # seconds of an attempt to connect, including the first one
+PAST_S = 3.0  # seconds: time limit of a reply
 REDRAW_S = 1.0
 PIPE_WIDTH, PIPE_HEIGHT = 120, 60
 
 
-async def show(view: View, url: str, token: str | None, console: Console, once: bool) -> None:
-    """Show the frames of a gateway. Raises SIEError if no gateway answers at first, or if one refuses."""
-    frames = _frames(view, url, token)
+async def show(
+    view: View, url: str, token: str | None, console: Console, once: bool, patience_s: float = FIRST_S
+) -> None:
+    """Show the frames of a gateway. Raises SIEError if no gateway answers within `patience_s` at first, or if one
+    refuses.
+    """
+    frames = _frames(view, url, token, patience_s)
     async with contextlib.aclosing(frames):
         if once:
             view.add_frame(await anext(frames), time.monotonic())
@@ -65,9 +70,9 @@ async def show(view: View, url: str, token: str | None, console: Console, once: 
             task.result()
 
 
-async def _frames(view: View, url: str, token: str | None) -> AsyncGenerator[StatusFrame, None]:
+async def _frames(view: View, url: str, token: str | None, patience_s: float) -> AsyncGenerator[StatusFrame, None]:
     """Yield frames without end. Raises SIEError if the first connection fails, and for any refusal."""
-    async with SIEAsyncClient(url, api_key=token, connection_budget_s=FIRST_S) as client:
+    async with SIEAsyncClient(url, api_key=token, connection_budget_s=patience_s) as client:
         while True:
             try:
                 async for frame in client.watch():
@@ -78,7 +83,7 @@ async def _frames(view: View, url: str, token: str | None) -> AsyncGenerator[Sta
                 if view.frame is None:
                     raise
                 view.trouble = str(error) if isinstance(error, SIEConnectionError) else type(error).__name__
-            await asyncio.sleep(REDRAW_S)  # the pause before another attempt
+            await asyncio.sleep(REDRAW_S)  # pause before the next attempt
 
 
 async def _follow_past(view: View, url: str, token: str | None) -> None:
@@ -88,7 +93,7 @@ async def _follow_past(view: View, url: str, token: str | None) -> None:
 
 
 async def _ask_past(view: View, url: str, token: str | None) -> None:
-    """Read the last hour. The earlier values stay if the gateway does not answer or has another version."""
+    """Read the last hour. If the gateway does not answer or has another version, the earlier values are kept."""
     headers = {"authorization": f"Bearer {token}"} if token else {}
     try:
         async with httpx.AsyncClient(timeout=PAST_S, transport=direct(url, httpx.AsyncHTTPTransport)) as client:
@@ -97,7 +102,7 @@ async def _ask_past(view: View, url: str, token: str | None) -> None:
             view.past = msgspec.json.decode(answer.content, type=HistoryTrend)
             view.changed.set()
     except (httpx.HTTPError, msgspec.DecodeError):
-        return  # the frames show faults of the connection
+        return  # the frames show a fault of the connection, so this error is not shown
 
 
 async def _add_frame(frames: AsyncIterator[StatusFrame], view: View) -> None:
@@ -106,7 +111,7 @@ async def _add_frame(frames: AsyncIterator[StatusFrame], view: View) -> None:
 
 
 async def _draw(view: View, console: Console, stop: asyncio.Event) -> None:
-    """Draw in place in a terminal and restore it at the end. In a pipe, print each frame once."""
+    """Draw in place in a terminal and restore the terminal at the end. In a pipe, print each frame once."""
     if console.is_terminal:
         await _draw_in_place(view, console, stop)
     while True:
@@ -123,7 +128,7 @@ async def _draw_in_place(view: View, console: Console, stop: asyncio.Event) -> N
     """Draw until the task is cancelled. The key q sets `stop`. Ctrl-Z restores the terminal until the shell continues
     the process.
     """
-    suspension = asyncio.Event()  # set by Ctrl-Z
+    suspension = asyncio.Event()  # event that Ctrl-Z sets
 
     def request_pause() -> None:
         suspension.set()
@@ -173,7 +178,7 @@ def single_keys(on_key: Callable[[str], None]) -> Iterator[None]:
             data = os.read(descriptor, 1024)
         except BlockingIOError:
             return
-        except OSError:  # the terminal has gone
+        except OSError:  # this error means that the terminal was closed
             data = b""
         if not data:
             loop.remove_reader(descriptor)
@@ -181,20 +186,20 @@ def single_keys(on_key: Callable[[str], None]) -> Iterator[None]:
             on_key(key)
 
     before = termios.tcgetattr(descriptor)
-    # without a wait: a terminal without a reader would block its output and this process for ever
+    # TCSANOW does not wait: a terminal without a reader would block its output and this process for ever
     tty.setcbreak(descriptor, termios.TCSANOW)
     loop.add_reader(descriptor, read)
     try:
         yield
     finally:
         loop.remove_reader(descriptor)
-        with contextlib.suppress(termios.error):  # the terminal has gone
+        with contextlib.suppress(termios.error):  # this error means that the terminal was closed
             termios.tcsetattr(descriptor, termios.TCSANOW, before)
 
 
 def suspend() -> None:
-    """Stop this process as Ctrl-Z does by default; return when it continues. Without a shell that could continue the
-    process, the kernel does not stop it.
+    """Stop this process like the default action of Ctrl-Z; return when it continues. Without a shell that could
+    continue the process, the kernel does not stop it.
     """
     before = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
     try:

@@ -19,14 +19,15 @@ from rich.text import Text
 from sie_cli.display import counted, printable, size
 from sie_contracts.status import QueueInfo
 
-STALE_S = 3.0  # age of a stale frame; frames come every second
+STALE_S = 3.0  # seconds: age of a frame that counts as stale; a gateway sends one every second
 MIN_WIDTH = 30
-_WIDE, _MIDDLE = 100, 70  # widths of a terminal from which tables show more columns
+_WIDE, _MIDDLE = 100, 70  # widths of a terminal, in cells, from which tables have more columns
 _CELLS = (9, 7, 7, 7)  # least widths of the columns after the first
 _NARROW_REST, _MIDDLE_REST, _WIDE_REST = 20, 38, 70  # cells of all columns but the first
-_OLD_S, _STUCK_S = 10.0, 60.0  # ages of waiting work; the chart's alert SIEQueueStuck has the same
+# seconds: ages of waiting work with a colour; the chart's alert SIEQueueStuck has the second one
+_OLD_S, _STUCK_S = 10.0, 60.0
 _STATE_COLOURS = {"loaded": "green", "loading": "yellow", "failed": "red"}
-MAX_REASONS = 3  # most failed models with a reason in a picture
+MAX_REASONS = 3  # largest number of failed models with a reason in a picture
 
 
 class WorkerRow(msgspec.Struct, frozen=True):
@@ -62,7 +63,7 @@ class ClusterSums(msgspec.Struct, frozen=True):
 
 
 class StatusFrame(msgspec.Struct, frozen=True):
-    """Frame that a gateway sends each second. `queues` is None while they are not known."""
+    """Frame that a gateway sends each second. `queues` is None while unknown."""
 
     timestamp: float
     version: str
@@ -71,7 +72,7 @@ class StatusFrame(msgspec.Struct, frozen=True):
     models: list[ModelRow]
     queues: list[QueueInfo] | None = None
     model_queues: list[QueueInfo] | None = None
-    failures: dict[str, str] = {}  # reason of a failed load, by model
+    failures: dict[str, str] = {}  # model -> reason of its failed load
 
 
 @dataclass
@@ -90,8 +91,8 @@ class Queued:
 
 @dataclass
 class LaneRow:
-    """Lane (pool.machine profile.bundle) with its healthy workers and all workers. `queued` is None while it is not
-    known.
+    """Lane (pool.machine profile.bundle) with the numbers of its healthy workers and of all its workers. `queued` is
+    None while it is unknown.
     """
 
     name: str
@@ -107,8 +108,8 @@ class LaneRow:
 
 @dataclass
 class View:
-    """Last frame, its arrival by our monotonic clock, and the fault of the connection since. `trend`: requests per
-    second and queued work of the last frames, None if not known.
+    """Last frame, its arrival by our monotonic clock, and the fault of the connection since then. `trend`: requests per
+    second and queued work of the last frames, None if unknown.
     """
 
     url: str
@@ -126,7 +127,7 @@ class View:
         self.changed.set()
 
     def state(self, now_s: float) -> tuple[str, str]:
-        """Describe how current the picture is, in words and a colour."""
+        """Describe how old the picture is, in words, with a colour."""
         if self.frame is None:
             return "connecting", "yellow"
         age_s = now_s - self.came_s
@@ -136,7 +137,7 @@ class View:
 
 
 def picture(view: View, width: int, height: int, now_s: float) -> RenderableType:
-    """Return the last frame in `width` columns and `height` lines. The tables share the lines below the head."""
+    """Return the last frame in `width` columns and `height` lines. The tables divide the lines below the head."""
     width = max(width, MIN_WIDTH)
     state, colour = view.state(now_s)
     head = Text.assemble(("sie top", "bold"), "  ", (state, colour), f"  {view.url}", no_wrap=True, overflow="ellipsis")
@@ -157,7 +158,7 @@ def picture(view: View, width: int, height: int, now_s: float) -> RenderableType
     reasons = [_reason(model.name, frame.failures[model.name]) for model in failed[:MAX_REASONS]]
     room = max(
         6, height - 1 - len(figures) - 9 - len(reasons)
-    )  # 9: a blank line, a heading and a rest for each of three tables
+    )  # 9: a blank line, a heading and a line of remaining rows for each of three tables
     some_lanes = _fitting(len(lanes), max(1, room // 5))
     some_workers = min(len(frame.workers), max(1, (room - some_lanes) // 2), room - some_lanes)
     some_models = min(len(active), max(1, room - some_lanes - some_workers))
@@ -200,12 +201,16 @@ def _reason(model: str, why: str) -> Text:
 
 
 def _fitting(count: int, room: int) -> int:
-    """Return the number of rows to show. A single further row takes the line that would count it."""
+    """Return the number of rows to show. If only one row remains, it is shown instead of the line with the number of
+    remaining rows.
+    """
     return count if count <= room + 1 else room
 
 
 def _figures(frame: StatusFrame, lanes: list[LaneRow]) -> list[tuple[str, str]]:
-    """Return the sums of the head, each with its colour. A CPU is no GPU, even if a worker reports it as one."""
+    """Return the sums of the head, each with its colour. A CPU does not count as a GPU, even if a worker reports it as
+    one.
+    """
     sums, most = frame.cluster, len(frame.workers)
     workers = (
         counted(most, "worker") if sums.worker_count == most else f"{sums.worker_count} of {counted(most, 'worker')}"
@@ -225,12 +230,12 @@ def _figures(frame: StatusFrame, lanes: list[LaneRow]) -> list[tuple[str, str]]:
 
 
 def queued_in(frame: StatusFrame) -> int | None:
-    """Return the number of messages in all queues; None while a gateway does not know them."""
+    """Return the number of messages in all queues; None while the gateway does not know it."""
     return None if frame.queues is None else sum(queue.messages for queue in frame.queues)
 
 
 def _lines(parts: list[tuple[str, str]], width: int) -> list[Text]:
-    """Join parts with two cells between them, on as many lines as they need. No part is broken."""
+    """Join parts with two cells between them, on as many lines as needed. No part is split."""
     lines = [Text(no_wrap=True, overflow="ellipsis")]
     for text, colour in parts:
         if lines[-1].cell_len and lines[-1].cell_len + 2 + len(text) > width:
@@ -240,7 +245,7 @@ def _lines(parts: list[tuple[str, str]], width: int) -> list[Text]:
 
 
 def _with_rest(table: Table, count: int, rest: int, noun: str) -> Iterable[RenderableType]:
-    """Add the number of rows that are not shown, `rest` of `count`, below a table."""
+    """Add a line with the number of hidden rows, `rest` of `count`, below a table."""
     below = f"  {rest:,} {noun}" if rest > 0 else "" if count else "  none"
     return (table, Text(below, "bright_black")) if below else (table,)
 
@@ -266,7 +271,7 @@ def lanes_of(frame: StatusFrame) -> list[LaneRow]:
 
 
 def _queues_of_models(frame: StatusFrame) -> dict[str, Queued]:
-    """Return the queue of each model as the broker reports it, else as the workers report it."""
+    """Return the queue of each model, from the broker's report, else from the reports of workers."""
     queues: dict[str, Queued] = {}
     for row in frame.model_queues or ():
         queues.setdefault(row.model, Queued()).add(row)
@@ -286,13 +291,15 @@ def _age_colour(age_s: float) -> str:
 
 
 def _aged(queued: Queued) -> str:
-    """Return a cell with an age; empty without work."""
+    """Return a cell with an age; empty if there is no work."""
     age, colour = _age(queued.oldest_s), _age_colour(queued.oldest_s)
     return "" if not queued.oldest_s else f"[{colour}]{age}[/{colour}]" if colour else age
 
 
 def _table(first: int, *columns: tuple[str, bool]) -> Table:
-    """Return a table of columns by title, numbers or not. The first has `first` cells, so that tables align."""
+    """Return a table. `columns` maps a title to True for numbers. The first column has `first` cells, so that tables
+    align.
+    """
     table = Table(box=None, pad_edge=False, header_style="bold cyan")
     least = dict(enumerate(_CELLS, start=1))
     for number, (title, is_number) in enumerate(columns):
@@ -336,7 +343,8 @@ def _workers(workers: list[WorkerRow], most: int, width: int, first: int) -> Tab
             if width >= _WIDE
             else ["-" if share is None else f"{share:.0%}"]
         )
-        table.add_row(*row[: len(columns)], style=None if worker.healthy else "bright_black")  # what it told last
+        # last reported values of a worker
+        table.add_row(*row[: len(columns)], style=None if worker.healthy else "bright_black")
     return table
 
 
@@ -364,16 +372,16 @@ def _models(models: list[ModelRow], of_models: Mapping[str, Queued], width: int,
 
 
 def _counting(name: str) -> list[tuple[str, int]]:
-    """Return a sort key for names that end in numbers: 2 comes before 10."""
+    """Return a sort key for names that end in numbers: 2 is before 10."""
     return [(word, int(number or 0)) for word, number in re.findall(r"(\D*)(\d*)", name)]
 
 
 def _plain(text: str) -> str:
-    """Remove the markup of a terminal: names come from outside."""
+    """Remove terminal control characters: names are untrusted."""
     return escape(printable(text))
 
 
-TREND = 60  # frames, or minutes
+TREND = 60  # largest number of points in a trend: frames, or minutes of the history
 _LEAST_TREND = 10  # least cells of a trend line
 _STEPS = "▁▂▃▄▅▆▇█"
 
@@ -389,9 +397,7 @@ class TrendStep(msgspec.Struct, frozen=True):
 
 
 class HistoryTrend(msgspec.Struct, frozen=True):
-    """Traffic that a gateway answered over the last hour, as `/v1/history` reports it. Steps without requests are left
-    out.
-    """
+    """Traffic that a gateway answered over the last hour, from `/v1/history`. Steps without requests are left out."""
 
     now: float
     step_s: int
@@ -400,8 +406,8 @@ class HistoryTrend(msgspec.Struct, frozen=True):
 
 
 def of_frames(trend: Iterable[tuple[float, int | None]], width: int) -> list[Text]:
-    """Return a line with a trend line of each figure, the newest frame at the right end. None before there are two
-    frames, or if the line is too narrow.
+    """Return a line with a trend of each figure, the newest frame at the right end. Return no line with fewer than two
+    frames, or if the width is too small.
     """
     steps = list(trend)
     if len(steps) < 2:
@@ -421,8 +427,8 @@ def of_frames(trend: Iterable[tuple[float, int | None]], width: int) -> list[Tex
 
 
 def of_past(past: HistoryTrend | None, width: int) -> list[Text]:
-    """Return latency and errors of the last hour, with a trend line of latency, the newest minute at the right end. The
-    line is empty if nothing was answered.
+    """Return latency and errors of the last hour, with a trend of the latency, the newest minute at the right end.
+    Return no line if no request was answered.
     """
     if past is None:
         return []
@@ -459,7 +465,7 @@ def _ms(value: float) -> str:
 
 
 def _most(values: Iterable[float | None]) -> str:
-    """Return the largest value, which is the highest step of a trend line."""
+    """Return the largest value, which is the highest step of a trend."""
     most = max((value for value in values if value is not None), default=0)
     return f" max {most:,}" if isinstance(most, int) else f" max {most:,.1f}"
 

@@ -1,4 +1,4 @@
-"""`sie try` and `sie run`: a model's answer in the terminal.
+"""Commands `sie try` and `sie run`: a model's answer in the terminal.
 
 command  the commands
 asking   inputs of a question, the verb for a model and the options, and the answer

@@ -37,7 +37,7 @@ class QuestionInput:
 
 
 def read(arguments: Sequence[str], query: str | None) -> tuple[tuple[QuestionInput, ...], QuestionInput | None]:
-    """Read the inputs, and the query if there is one. Raises CommandRefused."""
+    """Read the inputs, and the query if one is given. Raises CommandRefused."""
     if not arguments:
         raise CommandRefused(
             'nothing to try: give a text, as in `sie try MODEL "a text"`; - reads one from standard input, @FILE names '
@@ -78,7 +78,9 @@ def _standard_input() -> str:
 
 
 def _file(name: str) -> QuestionInput:
-    """Make an input of a file, an image, a sound or a document by its ending. The client reads the file."""
+    """Build an input from a file: an image, a sound or a document, by the suffix of its name. The client reads the
+    file.
+    """
     path = Path(name)
     if not path.is_file():
         raise CommandRefused(
@@ -90,7 +92,7 @@ def _file(name: str) -> QuestionInput:
     return QuestionInput(item, file=name)
 
 
-STRONGEST = 10  # most words of a sparse vector to show
+STRONGEST = 10  # largest number of words of a sparse vector that are shown
 DECODE_S = 10.0
 # fields of a reply that belong to the request; all others belong to an item
 _OF_REQUEST = ("model", "fingerprint", "request_id", "muvera", "warnings", "explain", "timing")
@@ -110,9 +112,8 @@ class Question:
 
 @dataclass(frozen=True)
 class ModelAnswer:
-    """Answer of a model. `results`: one per input, in their order; for score ordered by score, best first. `shared`:
-    fields of the whole request. `info`: the model before the request. `words`: texts of token ids; empty if they are
-    not known.
+    """Answer of a model. `results`: one per input, in order; for score sorted by score, best first. `shared`: fields of
+    the whole request. `info`: the model before the request. `words`: texts of token ids; empty if unknown.
     """
 
     verb: str
@@ -133,20 +134,20 @@ class ModelAnswer:
 
 
 def verb_of(info: Mapping[str, Any], question: Question) -> str:
-    """Return the verb for the options, else the model's first verb. Raises CommandRefused."""
+    """Return the verb that the options require, else the model's first verb. Raises CommandRefused."""
     tasks, name = list(info["tasks"]), info["name"]
     does = f"{name} does {' and '.join(tasks)}"
     if question.query is not None and question.labels:
-        raise CommandRefused("--query ranks texts and --labels finds parts of them: give one of the two")
+        raise CommandRefused("--query ranks texts and --labels finds parts of them: use only one of the two")
     if question.query is not None:
         if "score" not in tasks:
             more = "; without --query the vectors of the texts are compared" if "encode" in tasks else ""
-            raise CommandRefused(f"--query wants a model that scores; {does}{more}")
+            raise CommandRefused(f"--query needs a model that scores; {does}{more}")
         return "score"
     if question.labels or question.threshold is not None:
         if "extract" not in tasks:
             option = "--labels" if question.labels else "--threshold"
-            raise CommandRefused(f"{option} wants a model that extracts; {does}")
+            raise CommandRefused(f"{option} needs a model that extracts; {does}")
         return "extract"
     if tasks[0] == "score":
         if "encode" in tasks:

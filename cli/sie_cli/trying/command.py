@@ -1,4 +1,4 @@
-"""`sie try` and `sie run`: the commands."""
+"""Commands `sie try` and `sie run`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ POLL_S, SERVED_S = 0.25, 30.0
 
 
 def _question_options(command: F) -> F:
-    """Add the options of a question. The command gets a function that asks a model and prints the answer."""
+    """Add the options of a question. The command is called with a function that sends the question to a model and
+    prints the answer."""
 
     @click.argument("model")
     @click.argument("texts", metavar="TEXT...", nargs=-1)
@@ -87,7 +88,7 @@ def run_model(cluster: Cluster, model: str, **question: Any) -> None:
 
 
 def _served(cluster: Cluster, model: str) -> str:
-    """Return the name by which the gateway serves a model. A missing model is added. Raises CommandRefused."""
+    """Return the name under which the gateway serves a model. A missing model is added. Raises CommandRefused."""
     from sie_cli.models.lookup import look_up
     from sie_cli.models.pull import where_served
 
@@ -95,7 +96,7 @@ def _served(cluster: Cluster, model: str) -> str:
         if not Path(model).is_dir() and _serves(client, model):
             return model
         if cluster.local() is None:
-            client.get_model(model)  # raises an error: a remote server cannot read a local folder
+            client.get_model(model)  # this call raises the error: a remote server cannot read a local folder
         named = look_up(where_served(cluster), model)
         if named.message:
             click.echo(named.message, err=True)

@@ -1,4 +1,4 @@
-"""Answer in a form for people. Text from outside is made printable."""
+"""Display of an answer for people. Control characters in untrusted text are replaced."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from sie_cli.trying.asking import ModelAnswer, strongest
 from sie_contracts.stages import STAGE_WORDS
 
 NUMBERS = 4  # numbers of a dense vector to show
-LINES = 20  # most lines of a text that a model wrote
-LONGEST = 400  # most characters of other data
-_CELL = 8  # of a heat map
+LINES = 20  # largest number of lines of a text that a model wrote
+LONGEST = 400  # largest number of characters of other data
+_CELL = 8  # width of a cell of a heat map, in characters
 _SCALES = {
     "probability": "a probability, from 0 to 1",
     "logit": "a logit: above 0 is likely",
     "cosine": "a cosine, at most 1",
     "maxsim": "a sum of similarities of tokens: compare it for one query alone",
 }
-# stages of a chunk at its worker, in their order
+# stages of a chunk at its worker, in order
 _AT_WORKER = {
     "fetch_ms": "fetch of the input",
     **{key.replace("_time", "_ms"): word for key, word in STAGE_WORDS.items()},
@@ -95,7 +95,7 @@ def _dense(rows: Sequence[tuple[int, Mapping[str, Any]]], labels: Sequence[str])
 
 
 def _cosines(vectors: Sequence[Any], numbers: Sequence[int], width: int) -> Iterator[RenderableType]:
-    """Return the cosine of each pair, as many as fit into the width."""
+    """Yield the cosine of each pair, for as many pairs as fit into the width."""
     some = max(2, min(len(vectors), (width - 4) // _CELL))
     matrix = np.stack([vector.astype(np.float64) for vector in vectors])
     lengths = np.linalg.norm(matrix, axis=1, keepdims=True)
@@ -177,7 +177,7 @@ def _extracted(answer: ModelAnswer, *, has_colours: bool) -> Iterator[Renderable
 
 
 def _tables(result: Mapping[str, Any], colour_of: Mapping[str, str]) -> Iterator[RenderableType]:
-    """Return a table for each kind of result."""
+    """Yield a table for each kind of result."""
     if result["entities"]:
         table = _table("LABEL", "TEXT", "SCORE", "PLACE")
         for row in result["entities"]:
@@ -208,7 +208,7 @@ def _tables(result: Mapping[str, Any], colour_of: Mapping[str, str]) -> Iterator
 
 
 def _place(entity: Mapping[str, Any]) -> str:
-    """Format the place of a part of a text or of an image."""
+    """Format the offsets of an entity in a text, or its box in an image."""
     if entity.get("bbox"):
         x, y, width, height = (round(edge) for edge in entity["bbox"])
         return f"x {x}, y {y}, {width} x {height}"
@@ -230,7 +230,9 @@ def _datum(name: str, value: object) -> Text:
 
 
 def _table(*titles: str) -> Table:
-    """Return a table. Numbers are on the right, bars have fixed cells, and the input's text takes the rest."""
+    """Return a table. Numbers are on the right, bars have a fixed width, and the input's text gets the remaining
+    width.
+    """
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in titles:
         is_number = title in ("#", "NORM", "TOKENS", "WEIGHT", "SCORE", "RANK", "MS")
@@ -255,7 +257,7 @@ def _errors(answer: ModelAnswer, labels: Sequence[str]) -> Iterator[RenderableTy
 
 
 def _time(answer: ModelAnswer) -> Iterator[Text]:
-    """Return a line with the time of each stage, and the notes about it below."""
+    """Yield a line with the time of each stage, and below it the notes about the line."""
     timing, usage = answer.shared["timing"], answer.shared["usage"]
     rest = timing["total_ms"] - timing["queue_ms"] - timing["inference_ms"]
     yield Text.assemble(
@@ -298,10 +300,10 @@ def _stages(stages: Sequence[tuple[str, float]], total_ms: float) -> Table:
     return table
 
 
-BAR = 24  # cells
+BAR = 24  # width of a bar in terminal cells
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 _COLOURS = ("green", "magenta", "cyan", "yellow", "blue", "red")
-_COLD, _WARM = (24, 44, 92), (250, 204, 92)  # of a heat map
+_COLD, _WARM = (24, 44, 92), (250, 204, 92)  # colours of the lowest and the highest value of a heat map
 
 
 def bar(share: float, colour: str = "cyan", cells: int = BAR) -> Text:
@@ -314,7 +316,7 @@ def bar(share: float, colour: str = "cyan", cells: int = BAR) -> Text:
 
 
 def shares(values: Sequence[float], least: float = 0.0, most: float | None = None) -> list[float]:
-    """Scale each value to 0..1 between the ends of the scale. A value beyond an end extends the scale."""
+    """Scale each value to 0..1 between the ends of the scale. If a value is beyond an end, the scale is extended."""
     low = min(least, *values) if values else least
     high = max(values, default=0.0) if most is None else max(most, *values)
     width = high - low

@@ -1,19 +1,20 @@
-"""Protocols of the message broker, as gateway, sidecar and config service use it.
+"""Protocols of the message broker for gateway, sidecar and config service.
 
     Bus              send, request, subscribe: messages that are delivered at most once
     Queue            publish, pulls, counts, delete: messages that are stored in streams
     Administration   a Queue that also creates, updates and deletes streams and consumers
     Store            buckets: replicated maps with revisions
-    Broker           all of them, over one connection
+    Broker           all four protocols, over one connection
 
-Code that uses the broker takes the narrowest protocol that it needs.
+Code that uses the broker declares the smallest protocol that it needs.
 
 Implementations: `nats` (NATS JetStream, for a cluster) and `memory` (inside one process, for `sie serve --standalone`
 and as a fake in tests that models ack wait, delays, delivery counts, limits and lost connections). One conformance
 suite, `tests/contract/broker`, runs against both.
 
-Delivery is at least once. After `ack_wait` the broker delivers a message again, to another holder. An ack of the first
-holder still removes the message. So each holder must fence itself (see the sidecar's leases).
+Delivery is at least once. After `ack_wait`, the broker delivers a message again, to another consumer process. An ack of
+the first process still removes the message. So each process must stop work on a message whose lease has ended (see the
+sidecar's leases).
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ class BrokerError(Exception):
 
 
 class BrokerUnavailable(BrokerError):
-    """Error of a connection that is lost, or of an answer that did not come in time. The operation may or may not have
-    happened.
+    """Error of a connection that was lost, or of an answer that did not arrive in time. The operation may or may not
+    have happened.
     """
 
 
 class StreamFull(BrokerError):
-    """Error of a stream that is at its limit, in total or for this subject. The broker refuses the new message and
-    keeps all stored ones.
+    """Error of a stream that has reached its limit, in total or for this subject. The broker refuses the new message
+    and keeps all stored ones.
     """
 
 
@@ -72,7 +73,7 @@ class WrongRevision(BrokerError):
 
 @dataclass(frozen=True)
 class CoreMessage:
-    """A message delivered at most once. `reply` is empty unless the sender waits for an answer."""
+    """A message that is delivered at most once. `reply` is empty unless the sender waits for an answer."""
 
     subject: str
     data: bytes
@@ -81,8 +82,8 @@ class CoreMessage:
 
 @dataclass(frozen=True)
 class Published:
-    """Answer to a publish: the broker stores the message at `sequence`. `duplicate`: it had stored the message before,
-    under the same message id.
+    """Answer to a publish: the broker stores the message at `sequence`. `duplicate`: the broker had stored the message
+    before, with the same message id.
     """
 
     sequence: int
@@ -117,7 +118,7 @@ class ConsumerState:
 
 @dataclass(frozen=True)
 class StreamMessage:
-    """A message as a stream stores it. `sent_s` is the broker's wall clock when it was stored."""
+    """A message in a stream. `sent_s` is the broker's wall clock when the message was stored."""
 
     sequence: int
     subject: str
@@ -127,8 +128,8 @@ class StreamMessage:
 
 @dataclass(frozen=True)
 class Entry:
-    """A key's value at a revision. Revisions grow over the whole bucket. `value` is None for a removed key, which only
-    `since` and `watch` show.
+    """Value of a key at a revision. Revisions increase over the whole bucket. `value` is None for a removed key; only
+    `since` and `watch` return removed keys.
     """
 
     key: str
@@ -138,10 +139,10 @@ class Entry:
 
 @dataclass(frozen=True)
 class Write:
-    """A write of an atomic batch. A `value` of None removes the key. `expected` is the revision that the key must
-    have: 0 for a key that must not exist, None for any revision.
+    """A write of an atomic batch. A `value` of None removes the key. `expected` is the revision that the key must have:
+    0 for a key that must not exist, None for any revision.
 
-    Raises ValueError for a key that cannot be part of a subject, so that every implementation refuses the same keys.
+    Raises ValueError for a key that cannot be part of a subject, so that all implementations refuse the same keys.
     """
 
     key: str
@@ -157,7 +158,7 @@ class Delivery(Protocol):
     """A leased message. `sent_s` is the broker's wall clock when the message was first stored. `pending` is the number
     of messages that the consumer has not delivered yet.
 
-    `reply` names this delivery to `Queue.release`, also after a restart of this process.
+    `reply` identifies this delivery for `Queue.release`, also after a restart of this process.
     """
 
     reply: str
@@ -195,8 +196,8 @@ class Pulls(Protocol):
     """
 
     def want(self, consumer: str, credit: int) -> None:
-        """Keep `credit` deliveries outstanding for `consumer`. Each delivery uses up one. A lower credit takes effect
-        within 5 s.
+        """Keep `credit` deliveries outstanding for `consumer`. Each delivery reduces the number by one. A lower credit
+        is effective within 5 s.
         """
 
     def outstanding(self, consumer: str) -> int:
@@ -229,7 +230,7 @@ class KeyValue(Protocol):
         """
 
     async def purge(self, within: str) -> None:
-        """Remove the keys below `within` as if they had never existed: watches and `since` do not report the
+        """Remove the keys below `within` as if they had never existed: watches and `since` do not report this
         removal.
         """
 
@@ -239,7 +240,7 @@ class KeyValue(Protocol):
         """
 
     async def reaches(self, revision: int) -> bool:
-        """Return whether the leader still has a write at `revision` or after it. The last writes of a bucket can
+        """Return whether the leader still has a write at `revision` or a later one. The last writes of a bucket can
         disappear: they expire, or a file of the broker is damaged.
         """
 
@@ -255,8 +256,8 @@ class Connection(Protocol):
 
     name: str
     max_payload: int
-    owns_streams: bool  # True: this process creates streams itself and asks no owner of streams
-    troubles: dict[str, str]  # name of a bucket or stream -> why it cannot be used at present; for readiness
+    owns_streams: bool  # true: this process creates streams itself, without an owner of streams
+    troubles: dict[str, str]  # bucket or stream -> reason why it cannot be used at present; part of the readiness
 
     @property
     def connected(self) -> bool: ...
@@ -264,14 +265,14 @@ class Connection(Protocol):
     async def close(self) -> None: ...
 
     async def flush(self, timeout_s: float = 2.0) -> None:
-        """Return when the broker has received every message that was sent."""
+        """Wait until the broker has received every message that was sent before."""
 
     def on_reconnect(self, handler: Callable[[], Awaitable[None]]) -> None:
         """Call `handler` after each re-established connection."""
 
 
 class Bus(Connection, Protocol):
-    """Messages that are delivered at most once, to the present subscribers."""
+    """Protocol for messages that are delivered at most once, to the present subscribers."""
 
     async def send(self, subject: str, data: bytes, reply: str = "") -> None: ...
 
@@ -286,11 +287,11 @@ class Bus(Connection, Protocol):
         on_dropped: Callable[[str], None] | None = None,
     ) -> Subscription:
         """Call `handler` for each message, one after the other. An exception in `handler` is logged, and the next
-        message follows.
+        message is handled.
 
         While `held_messages` messages or `held_bytes` bytes wait for `handler`, a new message is dropped, and
-        `on_dropped` is called with its subject. None stands for a limit that only a handler that blocks for long can
-        reach.
+        `on_dropped` is called with its subject. None is a default limit that only a handler that blocks for a long time
+        can reach.
         """
 
     async def request(self, subject: str, data: bytes, timeout_s: float) -> bytes:
@@ -298,7 +299,9 @@ class Bus(Connection, Protocol):
 
 
 class Queue(Connection, Protocol):
-    """Messages that are stored in streams and delivered at least once: what publishers and consumers need."""
+    """Protocol for messages that are stored in streams and delivered at least once, with the methods that publishers
+    and consumers need.
+    """
 
     async def publish(self, subject: str, data: bytes, message_id: str, timeout_s: float = 2.0) -> Published:
         """Store a message in the stream of `subject`, once per message id within the duplicate window. Raises
@@ -308,7 +311,7 @@ class Queue(Connection, Protocol):
     def pulls(self, stream: str, handler: Callable[[Delivery], None]) -> Pulls: ...
 
     async def subject_counts(self, stream: str, subject_filter: str) -> dict[str, int]:
-        """Return the number of messages per subject, waiting and leased, with or without consumers."""
+        """Return the number of messages per subject. Waiting and leased messages count, with or without consumers."""
 
     async def stream_state(self, stream: str) -> StreamState: ...
 
@@ -316,11 +319,11 @@ class Queue(Connection, Protocol):
         """Remove a message, waiting or leased. Returns False if it does not exist any more."""
 
     async def release(self, reply: str) -> None:
-        """Deliver a leased message again at once, as its `nak` would. A settled message is not affected. Raises
-        ValueError for a `reply` that names no delivery.
+        """Deliver a leased message again at once, with the same effect as `nak` of its delivery. A settled message does
+        not change. Raises ValueError for a `reply` that identifies no delivery.
 
-        This is for the leases that an earlier process of the same holder left. If the lease has passed to another
-        holder, the message is then leased twice.
+        Use it for leases that an earlier run of the same process left. If another process has the lease by now, the
+        message is then leased twice.
         """
 
     async def first_stored(self, stream: str, sequence: int = 0, subject: str = ">") -> StreamMessage | None:
@@ -343,19 +346,19 @@ class Queue(Connection, Protocol):
 
 
 class Administration(Queue, Protocol):
-    """Queue whose streams and consumers can be created, updated and deleted."""
+    """Protocol of a Queue whose streams and consumers can be created, updated and deleted."""
 
     async def ensure_stream(self, spec: StreamSpec, *, owner: bool) -> StreamState:
         """Ensure that a stream exists with these settings. The owner creates it, or updates it from an older topology
         version. Any other process only compares the settings. Raises TopologyMismatch.
 
-        A new limit per subject that is lower is refused while a subject holds more messages than half of it: an update
-        to that limit could drop messages.
+        A lower limit per subject is refused while a subject has more than half of its messages: the update could drop
+        messages.
         """
 
     async def delete_stream(self, stream: str) -> bool:
-        """Delete a stream with its messages and consumers. Returns False if there is none. Open pulls then deliver
-        nothing, and acks have no effect.
+        """Delete a stream with its messages and consumers. Returns False if it does not exist. After that, open pulls
+        deliver no messages, and acks have no effect.
         """
 
     async def ensure_consumer(self, spec: ConsumerSpec) -> None:
@@ -364,8 +367,8 @@ class Administration(Queue, Protocol):
         """
 
     async def delete_consumer(self, stream: str, name: str) -> bool:
-        """Delete a durable consumer. Returns False if there is none. Its leased messages wait for the next consumer of
-        the same subject; acks of these leases have no effect.
+        """Delete a durable consumer. Returns False if it does not exist. Its leased messages wait for the next consumer
+        of the same subject; acks of these leases have no effect.
         """
 
     async def consumer_states(self, stream: str) -> list[ConsumerState]:
@@ -387,7 +390,8 @@ class Store(Connection, Protocol):
         """Open a bucket; create it if it does not exist.
 
         `max_age_s` and `removed_age_s` apply to a new bucket. A key expires `max_age_s` after its last write (0:
-        never). The mark of a removed key expires after `removed_age_s` (0: never). Watches report neither.
+        never). The mark of a removed key expires after `removed_age_s` (0: never). Watches report neither of these
+        expiries.
         """
 
 

@@ -1,8 +1,8 @@
-"""Dead letters of a pool: work that was given up, stored whole in its own stream.
+"""Dead letters of a pool: work that was given up, stored in full in a separate stream.
 
     sidecar ──► DEAD_{pool} ──► Letters: read, find, remove
 
-A reader of a letter has the client's inputs. The reader chooses what to show of them to other people.
+A reader of a letter has access to the client's inputs. The caller decides which of them it shows to other people.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SPAN = 16  # sequences that `newest` reads together at first; at most this many 
 
 @dataclass(frozen=True)
 class DeadLetterEntry:
-    """A dead letter and its place in the stream. `item` is None for work that cannot be decoded."""
+    """A dead letter and its sequence in the stream. `item` is None for work that cannot be decoded."""
 
     sequence: int
     letter: DeadLetter
@@ -47,7 +47,7 @@ def letter_stream(pool: str) -> str:
 
 
 class Letters:
-    """The dead letters of a pool. Each letter is read from the broker when a caller asks for it. Raises BrokerError.
+    """Dead letters of a pool. Each letter is read from the broker when a caller requests it. Raises BrokerError.
 
     A letter that this version cannot decode is left out; `on_unreadable` is called with its sequence and the error.
     """
@@ -67,8 +67,8 @@ class Letters:
         return await self._queue.stream_state(self._stream)
 
     async def all(self, after: int = 0) -> AsyncGenerator[DeadLetterEntry, None]:
-        """Yield every letter above the sequence `after`, oldest first, also letters that are written during the
-        reading.
+        """Yield every letter above the sequence `after`, oldest first. Letters that are written during the iteration
+        are included.
         """
         sequence = after + 1
         while (stored := await self._queue.first_stored(self._stream, sequence)) is not None:
@@ -79,9 +79,9 @@ class Letters:
     async def newest(self, before: int = 0) -> AsyncGenerator[DeadLetterEntry, None]:
         """Yield every letter below the sequence `before`, newest first. Without `before`, yield all present letters.
 
-        A broker finds the next stored message only upwards. So a span of sequences is read upwards and yielded
-        downwards. Where letters were removed, the span is doubled until it contains a letter, and then halved again to
-        come near that letter.
+        A broker can find the next stored message only in ascending order. So a span of sequences is read in ascending
+        order and yielded in descending order. Where letters were removed, the span is doubled until it contains a
+        letter, and then halved again to limit the number of letters in it.
         """
         state = await self.state()
         high = min(state.last_sequence, before - 1) if before else state.last_sequence

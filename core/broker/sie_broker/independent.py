@@ -1,4 +1,4 @@
-"""Calls that do not depend on each other, for example for the streams of several pools."""
+"""Calls that are independent of one another, for example for the streams of several pools."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ R = TypeVar("R")
 
 
 async def independently(calls: Iterable[Callable[[], Awaitable[R]]]) -> list[R]:
-    """Make one call after another. A call that fails, for example for a stream that is lost or has no leader, does not
-    stop the calls after it. Returns the results of the calls that succeeded. If a call failed, raises the last
+    """Await the calls one after the other. If a call fails, for example because a stream is lost or has no leader, the
+    later calls are still executed. Returns the results of the calls that succeeded. If a call failed, raises the last
     BrokerError after all calls were made.
     """
     results: list[R] = []

@@ -1,11 +1,11 @@
-"""The owner of streams and buckets: the only process that a broker with users lets create and update them.
+"""Owner of streams and buckets: on a broker with users, the only process that may create and update them.
 
     gateway, worker ──StreamRequest──► sie.streams.* ──► own ──► broker
 
 NATS permissions apply to subjects. They cannot check the settings of a stream. By its settings, a stream can copy
-messages from any subject and publish them on any other subject, so a user that may create streams may do everything. So
-the owner writes these settings itself. From a request it takes the name, which it must know, and the storage, replicas
-and limits.
+messages from any subject and publish them on any other subject, so a user that may create streams has all permissions.
+So the owner writes these settings itself. From a request it uses the name, which must be a known one, and the storage,
+replicas and limits.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sie_contracts.wire.records import StreamRequest
 from sie_contracts.wire.topology import StreamSpec
 
 _logger = logging.getLogger("sie.broker")
-# Buckets in which nothing expires, whichever process requests them first. The buckets of keys are always on disk.
+# Buckets whose keys never expire, whichever process requests the bucket first. The buckets of keys are always on disk.
 _KEYS = (topology.KEYS_BUCKET, topology.KEYS_COPY_BUCKET)
 _LASTING = (*_KEYS, topology.CATALOGUE_BUCKET, topology.CATALOGUE_COPY_BUCKET)
 

@@ -1,4 +1,4 @@
-"""Replicated records in key-value buckets: follow, decode, reopen, compare-and-set, and a leader's lease.
+"""Replicated records in key-value buckets: watch, decode, reopen, compare-and-set, and a leader's lease.
 
     Bucket ──open, created if it does not exist──► KeyValue
     Record[T] ◄── read all, then watch ── bucket        owner.on_value(key, value, revision)
@@ -6,14 +6,14 @@
     LeaderLease ── a key that its holder writes again and again ──► bucket
 
 A broker that restarts loses the buckets that it kept in memory. The connection was lost, so the record is stale.
-`follow` then opens the bucket, which creates it, and sees by the epoch that it is a new bucket. It calls `on_lost`,
+`follow` then opens the bucket, which creates it, and the epoch shows that it is a new bucket. `follow` calls `on_lost`,
 reads all values and watches again. The owner keeps its last values until then.
 
-When two writers race, the later one gets WrongRevision and nothing of its batch is stored. `change` reads the value
-again and repeats, after a random pause that grows, at most MAX_ATTEMPTS times.
+If two writers compete, the later one gets WrongRevision, and the broker stores no part of its batch. `change` reads the
+value again and repeats the attempt, after a random pause that grows, at most MAX_ATTEMPTS times.
 
-When a watch falls silent, the broker client asks for the state of the bucket after two seconds and reads again the
-entries that it missed. If another process created the bucket again meanwhile, the revisions begin again at 1. So a
+If a watch receives no entries for two seconds, the broker client reads the state of the bucket, and reads the entries
+that it missed again. If another process has created the bucket again in that time, the revisions begin again at 1. So a
 revision that is not above the last one means a lost bucket, and the record becomes stale.
 """
 
@@ -33,9 +33,9 @@ from sie_broker import BrokerError, Entry, KeyValue, PayloadTooBig, Store, Subsc
 from sie_contracts.wire import messages
 from sie_contracts.wire.topology import LEASES_BUCKET
 
-MAX_ATTEMPTS = 16  # attempts at one change while other writers are first
+MAX_ATTEMPTS = 16  # largest number of attempts at one change while other writers change the same key
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.002, 0.1  # seconds: upper bounds of the random pause before the next attempt
-LEASE_S = 30.0  # seconds: three rounds of a leader that renews every ten seconds
+LEASE_S = 30.0  # seconds: three times the period of a leader that renews every ten seconds
 RELEASED_AGE_S = 60.0
 T = TypeVar("T")
 R = TypeVar("R")
@@ -81,7 +81,7 @@ class RecordBucket:
         max_age_s: float = 0.0,
         removed_age_s: float = 0.0,
     ) -> None:
-        """Store the settings of `Store.key_value`, which apply when the bucket is created."""
+        """Store the settings, which are used when the bucket is created. They are the settings of `Store.key_value`."""
         self.broker = broker
         self.name = name
         self._storage = storage
@@ -104,7 +104,9 @@ class RecordBucket:
 
     @contextlib.contextmanager
     def reporting(self) -> Iterator[None]:
-        """Note in `Connection.troubles` why the bucket cannot be used; the next operation then opens it again."""
+        """Record in `Connection.troubles` why the bucket cannot be used. The next operation then opens the bucket
+        again.
+        """
         try:
             yield
         except (WrongRevision, PayloadTooBig):
@@ -135,7 +137,7 @@ class RecordBucket:
 
 class Record(Generic[T]):
     """Reader and writer of the decoded values of a bucket. It reports present values and changes to its owner, which
-    keeps them.
+    stores them.
 
     One task calls `follow` until it has succeeded, and again whenever `is_stale` is True. Any task may call `change`.
     """
@@ -151,19 +153,19 @@ class Record(Generic[T]):
         drops_unreadable: bool = False,
         wants: Callable[[str], bool] = lambda key: True,
     ) -> None:
-        """Take the callbacks of the owner.
+        """Create the record with the callbacks of its owner.
 
-        `decode` raises ValueError for bytes that are no value, as msgspec does. Only the values of keys for which
-        `wants` returns True are decoded.
+        `decode` raises ValueError for bytes that are no value, like msgspec. Only the values of keys for which `wants`
+        returns True are decoded.
 
         `on_value(key, value, revision)` is called for each value that is read, watched or changed here; the value is
-        None for a removed key. The call for a change may come before the watch brings earlier writes. So the owner
-        ignores a revision below the one that it has for the key. `on_lost` is called before the values of a new bucket
-        come: all earlier values and revisions are void.
+        None for a removed key. The call for a change may be made before the watch delivers earlier writes. So the owner
+        ignores a revision below the one that it has for the key. `on_lost` is called before the first value of a new
+        bucket: all earlier values and revisions are void.
 
-        `read` returns the first entries, and the revision after which the watch brings the missing ones; by default it
-        returns all entries. `drops_unreadable`: an entry that cannot be decoded counts as removed. Otherwise its
-        previous value stays.
+        `read` returns the first entries, and the revision after which the watch delivers the missing ones; by default
+        it returns all entries. `drops_unreadable`: an entry that cannot be decoded counts as removed. Otherwise its
+        previous value remains.
         """
         self.bucket = bucket
         self.is_stale = True
@@ -174,16 +176,16 @@ class Record(Generic[T]):
         self._drops_unreadable = drops_unreadable
         self._wants = wants
         self._watch: Subscription | None = None
-        self._created = ""  # creation time of the bucket that is followed
-        self._last = 0  # last revision that the watch brought
+        self._created = ""  # creation time of the bucket that is watched
+        self._last = 0  # last revision that the watch delivered
         self._reconnects = 0
         self._closings = 0
 
     async def follow(self) -> bool:
-        """Read all values and watch from there on, unless the same bucket is followed already.
+        """Read all values and watch from that revision on, unless the same bucket is watched already.
 
-        Returns whether the values were read: False if the bucket was followed already, or if `close` was called
-        meanwhile. Raises BrokerError; the previous values then stay.
+        Returns whether the values were read: False if the bucket was watched already, or if `close` was called in the
+        meantime. Raises BrokerError; the previous values then remain.
         """
         with self.bucket.reporting():
             is_read = await self._follow()
@@ -204,8 +206,8 @@ class Record(Generic[T]):
         self._on_lost()
         for entry in entries:
             self.apply(entry)
-        # The revision comes from the leader, but the entries may come from a replica that is behind: the watch brings
-        # the rest.
+        # The revision is from the leader, but the entries may be from a replica that is behind: the watch delivers the
+        # missing entries.
         self._last = min(int(revision), after)
         watch = await bucket.watch(self._on_entry, self._last)
         if closings != self._closings:
@@ -216,7 +218,9 @@ class Record(Generic[T]):
         return True
 
     async def close(self) -> None:
-        """Stop the watch, also a watch that `follow` is about to open. The owner may call `follow` again later."""
+        """Stop the watch. A watch that `follow` is about to open is stopped too. The owner may call `follow` again
+        later.
+        """
         self._closings += 1
         await self._end_watch()
 
@@ -226,7 +230,7 @@ class Record(Generic[T]):
             await watch.stop()
 
     async def reconnected(self) -> None:
-        """Handle a reconnection; pass this to `Connection.on_reconnect`. A broker that restarted may have lost the
+        """Handle a reconnect; pass this method to `Connection.on_reconnect`. A broker that restarted may have lost the
         bucket.
         """
         self._reconnects += 1
@@ -262,9 +266,10 @@ class Record(Generic[T]):
             self.apply(entry)
 
     async def change(self, key: str, make: Callable[[T | None], T | None]) -> T | None:
-        """Write the value that `make` returns for the present value (None: there is none), and return the stored value.
+        """Write the value that `make` returns for the present value (None: the key has none), and return the stored
+        value.
 
-        `make` is called again when another writer was first. If it returns None or an equal value, nothing is written.
+        `make` is called again if another writer was faster. If it returns None or an equal value, no write is sent.
         Raises BrokerError, UnreadableRecord, WrongRevision after MAX_ATTEMPTS, and any exception of `make`.
         """
 
@@ -295,8 +300,8 @@ async def _read_all(bucket: KeyValue) -> tuple[Sequence[Entry], int]:
 
 
 def leases_of(broker: Store, *, storage: str, replicas: int) -> RecordBucket:
-    """Return the bucket of all leases. Each job has a lease, so the marks of released leases are removed after
-    RELEASED_AGE_S seconds. No process watches the bucket and needs them longer.
+    """Return the bucket of all leases. Each job has a lease, so the markers of released leases are removed after
+    RELEASED_AGE_S seconds. No process watches the bucket, so no process needs them longer.
     """
     return RecordBucket(broker, LEASES_BUCKET, storage=storage, replicas=replicas, removed_age_s=RELEASED_AGE_S)
 
@@ -304,11 +309,11 @@ def leases_of(broker: Store, *, storage: str, replicas: int) -> RecordBucket:
 class LeaderLease:
     """Election of a leader among several processes, by a key that the leader renews.
 
-    For short times there may be two leaders or none, so the work of a leader must stay correct then.
+    For short times there may be two leaders or none, so the work of a leader must be correct in these times too.
 
-    The clocks of two processes are never compared. A process that is not the leader watches, on its own clock, how long
-    the key stays unchanged, and takes it over by compare-and-set after `lease_s` seconds. Source: the observed-time
-    rule of client-go's leader election.
+    The clocks of two processes are never compared. A process that is not the leader measures, on its own clock, how
+    long the key stays unchanged. After `lease_s` seconds it acquires the key by compare-and-set. Source: the
+    observed-time rule of client-go's leader election.
     """
 
     def __init__(
@@ -319,10 +324,10 @@ class LeaderLease:
         self._holder = uuid.uuid4().hex.encode()
         self._lease_s = lease_s
         self._clock = clock
-        self._observed = (0, 0.0)  # revision of the key, and the time at which this process first saw it
+        self._observed = (0, 0.0)  # revision of the key, and the time at which this process first read it
 
     async def acquire(self) -> bool:
-        """Take the lease or renew it. Returns whether this process is the leader. Raises BrokerError."""
+        """Acquire the lease, or renew it. Returns whether this process is the leader. Raises BrokerError."""
         entry = await self._bucket.get(self._key)
         now_s = self._clock()
         revision = 0 if entry is None else entry.revision
@@ -337,10 +342,10 @@ class LeaderLease:
         return True
 
     async def release(self) -> None:
-        """Release the lease if this process holds it, so that another process can take it at once. Raises
+        """Release the lease if this process has it, so that another process can acquire it at once. Raises
         BrokerError.
         """
         entry = await self._bucket.get(self._key)
         if entry is not None and entry.value == self._holder:
-            with contextlib.suppress(WrongRevision):  # another process took it over
+            with contextlib.suppress(WrongRevision):  # another process has acquired the lease
                 await self._bucket.write([Write(self._key, None, entry.revision)])

@@ -22,12 +22,12 @@ from sie_contracts.wire.records import Placement, PlacementPart
 WHOLE_BYTES = 64 << 10
 PART_BYTES = 32 << 10
 MAX_PARTS = 512
-SPARE_BYTES = 4 << 10  # bytes below the broker's limit, for the headers of a message
+SPARE_BYTES = 4 << 10  # bytes of a message that are reserved for its headers, below the broker's limit
 
 
 @dataclass(frozen=True)
 class TableChange:
-    """The writes of a change, and the table after it. `sizes`: bytes of each part."""
+    """Writes of a change, and the table after it. `sizes`: bytes of each part."""
 
     writes: list[Write]
     table: Placement
@@ -52,8 +52,8 @@ def decode(entry: Entry) -> StoredPart:
 
 
 async def read_lane(bucket: KeyValue, lane_key: str) -> tuple[list[Entry], int]:
-    """Return the entries of one lane, its own key last, and a revision. A watch after that revision brings the missing
-    entries. Raises BrokerError.
+    """Return the entries of one lane, the lane's key last, and a revision. A watch after that revision delivers the
+    missing entries. Raises BrokerError.
     """
     head = await bucket.get(lane_key)
     if head is None:
@@ -64,19 +64,19 @@ async def read_lane(bucket: KeyValue, lane_key: str) -> tuple[list[Entry], int]:
         has_parts = False
     if not has_parts:
         return [head], head.revision
-    parts = await bucket.entries(lane_key)  # the answer may come from a replica that is behind
+    parts = await bucket.entries(lane_key)  # the answer may be from a replica that is behind
     return [*parts, head], min(head.revision, max((part.revision for part in parts), default=0))
 
 
 class StoredTable:
-    """The table of one lane as its bucket has it. `table` is None if the bucket has no table."""
+    """Table of one lane, as stored in its bucket. `table` is None if the bucket has no table."""
 
     def __init__(self, lane_key: str) -> None:
         self.key = lane_key
         self.clear()
 
     def clear(self) -> None:
-        """Forget the table: the contents of the bucket are unknown from now on."""
+        """Discard the table: the contents of the bucket are unknown from now on."""
         self.table: Placement | None = None
         self.revision = 0  # revision of the lane's key
         self._head: Placement | None = None
@@ -126,7 +126,7 @@ class StoredTable:
             if (part := self._parts.get(number)) is not None and part.stamp == stamp
         ]
         if len(parts) < len(head.parts):
-            # a part that the lane's key names is missing, or newer parts came before the key that names them
+            # a part that the lane's key names is missing, or newer parts arrived before the lane's key
             return False
         hosts: dict[str, tuple[str, ...]] = {}
         raised_s: dict[str, float] = {}
@@ -170,7 +170,7 @@ class StoredTable:
         return TableChange([*writes, Write(self.key, messages.encode(head), self.revision)], table, head, parts, sizes)
 
     def written(self, change: TableChange, revision: int) -> None:
-        """Adopt a change that was stored at `revision`."""
+        """Apply a change that was stored at `revision` to this object."""
         self.table, self._head, self.revision = change.table, change.head, revision
         self._parts, self._sizes = change.parts, change.sizes
 

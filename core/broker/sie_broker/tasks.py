@@ -13,7 +13,7 @@ log = logging.getLogger("sie.broker")
 
 
 class OwnedTasks:
-    """The tasks of one connection, cancelled at its end. `crashed` is True if one of them ended with an error."""
+    """Tasks of one connection, cancelled when it ends. `crashed` is True if one of them ended with an error."""
 
     def __init__(self, owner: str) -> None:
         self.crashed = False
@@ -71,9 +71,9 @@ async def guarded(work_name: str, work: Awaitable[None]) -> None:
 
 
 def log_failure(work_name: str, error: BaseException) -> None:
-    """Log the error of a callback of a user, also a cancellation that came from inside the callback. An error of the
-    broker is no fault of the callback, so it is logged in one line. Raises the error if it is a cancellation of the
-    present task.
+    """Log the error of a user's callback, including a cancellation that was raised inside the callback. A broker error
+    is no fault of the callback, so it is logged in one line. Raises the error if it is a cancellation of the present
+    task.
     """
     if isinstance(error, asyncio.CancelledError):
         task = asyncio.current_task()

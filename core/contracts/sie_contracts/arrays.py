@@ -1,8 +1,8 @@
-"""Arrays of numpy on the wire: msgpack maps of five entries with bin keys, the ext type of JavaScript clients, nested
+"""Arrays of numpy in bodies: msgpack maps of five entries with bin keys, the ext type of JavaScript clients, nested
 lists in JSON.
 
-Only the dtypes listed here pass in either direction. Object and structured arrays are refused, so that decoding can
-execute no code.
+Only the dtypes listed here are accepted in either direction. Object and structured arrays are refused, so that decoding
+cannot execute code.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ def pack(array: Array) -> dict[bytes, Any]:
     little = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
     if little.dtype.str not in EMITTED:
         raise ValueError(f"dtype {array.dtype} cannot be sent; allowed: {', '.join(sorted(EMITTED))}")
-    # the encoder copies the bytes again; for a small array a view costs more than a second copy
+    # the encoder copies the bytes again; for a small array, a view takes longer than a second copy
     data = little.tobytes() if little.nbytes < VIEW_BYTES else little.reshape(-1).view(np.uint8).data
     return {b"nd": True, b"type": little.dtype.str, b"kind": b"", b"shape": list(array.shape), b"data": data}
 
 
 def packed(dtype: str, shape: Sequence[int], data: memoryview) -> dict[bytes, Any]:
-    """Return the map of an array whose bytes exist already, in C order and little endian. Raises ValueError as `pack`
-    does.
+    """Return the map of an array whose bytes exist already, in C order and little endian. Raises ValueError like
+    `pack`.
     """
     if dtype not in EMITTED:
         raise ValueError(f"dtype {dtype} cannot be sent; allowed: {', '.join(sorted(EMITTED))}")
@@ -96,7 +96,7 @@ def _array(dtype: Any, shape: Any, data: Any, allowed: frozenset[str]) -> Array:
 
 def multivector(value: Any) -> NDArray[np.float32]:
     """Convert a client's token matrix to float32 [rows, width]. The matrix is an array, its map, or nested lists.
-    Raises ValueError that says what does not fit.
+    Raises ValueError with the expected and the received form.
     """
     array = unpack(value)
     if isinstance(array, list):

@@ -1,26 +1,27 @@
-"""Count of the values of a body, from its bytes and before they are decoded: one byte may become an object of 70 bytes.
+"""Count of the values of a body, from its bytes and before it is decoded: one byte may become an object of 70 bytes.
 
-    JSON ──marks outside of strings──► count ◄──headers of lists and maps── msgpack     └ Excess
+    JSON ──marks outside of strings──► count ◄──headers of lists and maps── msgpack
+                                         └ Excess
 
-In a body that is malformed or cut off, the values before the fault are counted. The decoder reports the fault.
+In a body that is malformed or incomplete, the values before the fault are counted. The decoder reports the fault.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-MAX_VALUES = 1_000_000  # values of a body; the decoder takes less than 0.1 s for them
+MAX_VALUES = 1_000_000  # largest number of values of a body; the decoder needs less than 0.1 s for them
 MAX_CONTAINERS = 250_000  # lists, maps and keys of maps
 MAX_NESTING = 64
 VALUE_BYTES = 80  # bytes of a decoded value in memory: upper bound of the mean
 
-_PIECE_BYTES = 256 << 10  # bytes that are counted before another thread has a turn
+_PIECE_BYTES = 256 << 10  # bytes that are counted before another thread may run
 _NO_MARK = bytes(set(range(256)) - set(b"{[,:"))
 
 
 class Excess(ValueError):
-    """Error of a body above a limit of the decoder. The message names the limit. `reason` is the reason in the client's
-    error.
+    """Raised if a body exceeds a limit of the decoder. The message names the limit. `reason` is the reason in the
+    client's error.
     """
 
     def __init__(self, message: str, reason: str) -> None:
@@ -29,19 +30,21 @@ class Excess(ValueError):
 
 
 def of_json(data: bytes) -> int:
-    """Return the number of values and keys of a JSON body. Marks inside strings may be counted as well, unless the
-    count would exceed a limit. Raises Excess.
+    """Return the number of values and keys of a JSON body. Punctuation inside strings may be counted as well, unless
+    the count would exceed a limit. Raises Excess.
     """
     pieces = (data[begin : begin + _PIECE_BYTES] for begin in range(0, len(data), _PIECE_BYTES))
     try:
-        # this also counts marks inside strings; most strings have few
+        # punctuation inside strings is counted too; most strings have little of it
         return _count(piece.translate(None, _NO_MARK) for piece in pieces)
     except Excess:
         return _count(_marks(data))
 
 
 def _count(pieces: Iterable[bytes]) -> int:
-    """Count values by marks. A comma precedes a value; every other mark belongs to a list, a map or a key."""
+    """Count values by their punctuation. A comma precedes a value; every other mark belongs to a list, a map or a
+    key.
+    """
     values = containers = 0
     for marks in pieces:
         values += len(marks)
@@ -60,7 +63,7 @@ def _check(values: int, containers: int) -> None:
 
 
 def _marks(data: bytes) -> Iterator[bytes]:
-    """Yield the marks outside of strings."""
+    """Yield the punctuation marks outside of strings."""
     in_string = False
     for piece in _pieces(data):
         # each remaining quote begins or ends a string
@@ -70,7 +73,7 @@ def _marks(data: bytes) -> Iterator[bytes]:
 
 
 def _pieces(data: bytes) -> Iterator[bytes]:
-    """Yield the data in pieces, so that no piece ends inside an escape sequence."""
+    """Yield the data in pieces. No piece ends inside an escape sequence."""
     begin = 0
     while begin < len(data):
         piece = data[begin : begin + _PIECE_BYTES]
@@ -93,7 +96,7 @@ _LENGTHS = {
 }
 _EXTENSIONS = frozenset({0xC7, 0xC8, 0xC9})
 _ONE_BYTE = bytes(byte for byte, size in enumerate(_SIZES) if size == 1)
-_ALIKE = 8  # number of values in a list from which it pays to check whether all have the same size
+_ALIKE = 8  # number of values in a list from which it saves time to check whether all have the same size
 
 
 def of_msgpack(data: bytes) -> int:
@@ -101,7 +104,7 @@ def of_msgpack(data: bytes) -> int:
     MAX_NESTING.
     """
     values = containers = at = 0
-    # values that are still to come in the innermost container, and in the containers around it
+    # remaining values of the innermost container, and of the containers around it
     left, outer = 1, list[int]()
     end = len(data)
     while True:
@@ -119,7 +122,7 @@ def of_msgpack(data: bytes) -> int:
             at += 1 + width + int.from_bytes(data[at + 1 : at + 1 + width], "big") + (first in _EXTENSIONS)
         else:
             count, begin = _children(data, first, at)
-            if count > end - begin:  # this also ends the count at a byte that begins no value
+            if count > end - begin:  # this also ends the count if a byte is not the start of a value
                 return values
             values += count + 1
             containers += 1 + (count >> 1 if _is_map(first) else 0)
@@ -136,8 +139,8 @@ def _is_map(first: int) -> bool:
 
 
 def _children(data: bytes, first: int, at: int) -> tuple[int, int]:
-    """Return the number of values, keys included, of the list or map whose header is at `at`, and the offset of the
-    first.
+    """Return the number of values, keys included, of the list or map whose header is at `at`, and the offset of its
+    first value.
     """
     if first < 0xA0:
         return (first & 15) << _is_map(first), at + 1
@@ -149,7 +152,7 @@ def _children(data: bytes, first: int, at: int) -> tuple[int, int]:
 
 
 def _behind_alike(data: bytes, begin: int, count: int) -> int:
-    """Return the end of `count` values if all of them begin with the same byte, or if each of them is one byte.
+    """Return the end of `count` values if all of them begin with the same byte, or if each of them has one byte.
     Otherwise return `begin`.
     """
     size = _SIZES[data[begin]]

@@ -1,4 +1,4 @@
-"""Environment variables of clients, which are no settings of servers: the gateway's address and its key."""
+"""Environment variables of clients, which are no settings of servers: the gateway's address and the client's key."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ NAMES = frozenset({BASE_URL, API_KEY})
 
 
 def base_url() -> str | None:
-    """Return the address of the gateway; None if none is set."""
+    """Return the address of the gateway; None if no variable has it."""
     return _value(BASE_URL)
 
 
 def api_key() -> str | None:
-    """Return the key of the client, by its name or an alias; None if none is set."""
+    """Return the key of the client, by its name or an alias; None if no variable has it."""
     return _value(API_KEY) or next(filter(None, map(_value, KEY_ALIASES)), None)
 
 

@@ -1,4 +1,4 @@
-"""The only tree of errors. HTTP bodies, SDK exceptions, metric labels and the documentation table are made from it.
+"""Errors of SIE in one class tree. HTTP bodies, SDK exceptions, metric labels and the documentation use it.
 
 SIEError
 ├── InvalidInput             400  INVALID_INPUT            the request can never succeed as written
@@ -32,8 +32,7 @@ SIEError
 ├── ShuttingDown             503  SHUTTING_DOWN
 └── GatewayTimeout           504  GATEWAY_TIMEOUT
 
-Messages name the path of the faulty field, the value that came and the value that was expected. They contain no input
-text.
+Messages name the path of the faulty field, the received value and the expected value. They contain no input text.
 """
 
 from __future__ import annotations
@@ -233,7 +232,7 @@ class AllItemsFailed(SIEError):
         super().__init__(message, **kwargs)
         if any(failure.retryable for failure in failures):
             self.retry_after_s = 5
-        # this also holds for an error that comes from its wire form, which has the time but no failures
+        # also true for an error that was decoded from its wire form, which has the time but no failures
         if self.retry_after_s:
             self.status, self.retryable = 503, True
         elif failures and not any(failure.status >= 500 for failure in failures):
@@ -307,6 +306,9 @@ class NotReady(SIEError):
     code, status, retryable, retry_after_s = "NOT_READY", 503, True, 2
 
 
+SHUTTING_DOWN = "this gateway is shutting down: send the request again, to another one or when this one is back"
+
+
 class ShuttingDown(SIEError):
     """This gateway is shutting down; send the request again, to another gateway."""
 
@@ -320,7 +322,7 @@ class GatewayTimeout(SIEError):
 
 
 def catalogue() -> list[type[SIEError]]:
-    """Return all leaves of the tree, in the order of the drawing."""
+    """Return all leaf classes of the tree, in the order of the drawing above."""
     return list(_BY_CODE.values())
 
 
@@ -377,6 +379,7 @@ FAMILIES: dict[str, tuple[Member, ...]] = {
         _RAW._replace(name="detail"),
         _CODE,
     ),
+    "ollama": (Member("error", "message", "Ollama, whose clients print it"), _RAW._replace(name="detail"), _CODE),
 }
 """The members of an error's body, by the family of its route. A fact appears twice only if two clients of one route
 read it in two places. If no route is known, for example for an unknown path, the body is native.

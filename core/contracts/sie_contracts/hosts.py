@@ -1,4 +1,4 @@
-"""The workers of a lane, and the order in which a model takes them as hosts."""
+"""Workers of a lane, and the order in which a model chooses them as hosts."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 UNLIMITED = 1 << 30
-_LOAD_STEPS = 10  # workers whose planned use differs by less than a tenth count as equal
+_LOAD_STEPS = 10  # steps of planned use: workers that differ by less than a tenth count as equal
 _NEAR = 16
 Key = tuple[bool, int, int]  # (has no room, planned use in tenths, number of models)
 
 
 @dataclass(frozen=True)
 class Holdings:
-    """The models of one live worker: loaded, loading, and refused because they did not fit."""
+    """The models of one live worker: models that are loaded, models that are loading, and models that were refused
+    because they did not fit.
+    """
 
     loaded: frozenset[str] = frozenset()
     loading: frozenset[str] = frozenset()
@@ -38,7 +40,7 @@ class HostWorker:
     holdings: Holdings
     slots: int
     models: set[str] = field(default_factory=set)
-    use: float = 0.0  # planned use in this step
+    use: float = 0.0  # planned use of a worker in this planning step
 
     @property
     def free(self) -> int:
@@ -50,13 +52,13 @@ class HostWorker:
 
 
 class Order:
-    """The workers in the order in which a model takes them if none of them has loaded it: by room, planned use and
-    number of models.
+    """Workers in the order in which a model chooses them if none of them has loaded it: by room, planned use and number
+    of models.
 
-    Workers with equal keys are placed on a ring by hash. A model considers the _NEAR workers behind its own hash
-    (consistent hashing) and takes the one with the smallest hash of worker and model (rendezvous hashing). So each
-    model has its own order, which does not change when a worker joins or leaves. The models of a lost worker are spread
-    over different workers.
+    Workers with equal keys are placed on a ring by hash. A model considers the next _NEAR workers after its own hash
+    (consistent hashing) and chooses the one with the smallest hash of worker and model (rendezvous hashing). So each
+    model has a separate order, which does not change when a worker joins or leaves. The models of a lost worker are
+    spread over different workers.
     """
 
     def __init__(self, workers: Iterable[HostWorker]) -> None:
@@ -70,7 +72,7 @@ class Order:
         self._sorted = sorted(self._rings)
 
     def moved(self, worker: HostWorker) -> None:
-        """Move the worker to its new place in the order: its key may have changed."""
+        """Move the worker to its new position in the order: its key may have changed."""
         before, key, entry = self._keys[worker.name], worker.key, (worker.lot, worker.name)
         if key == before:
             return
@@ -88,7 +90,7 @@ class Order:
 
     def first(self, lot: int, excluded: set[str], *, only_free: bool) -> tuple[Key, str] | None:
         """Return the key and the name of the first worker for a model of this hash that is not in `excluded`. Returns
-        None if there is none, with `only_free` also if no such worker has room.
+        None if there is no such worker. With `only_free`, the worker must also have room.
         """
         for key in self._sorted:
             if only_free and key[0]:

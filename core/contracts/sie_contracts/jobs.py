@@ -1,12 +1,12 @@
-"""Jobs and files as gateways keep them in key-value buckets.
+"""Records of jobs and files in the key-value buckets of gateways.
 
     sie_jobs     job.{job} ─► JobRecord      request and progress of a job; written by its leader and by its owner
                  file.{file} ─► FileRecord   facts of an uploaded file, whose bytes are in the payload store
     sie_shards   {job}.{number} ─► ShardRecord   a part of the input that was answered, or that cannot be read
 
-The output of a shard is stored whole, and then its record is written. A leader that dies between the two writes leaves
-an output without a record, which the next leader finds. A part that cannot be read has a record and no output. The
-rules of evolution are those of `messages`.
+The output of a shard is stored in one write, and then its record is written. A leader that dies between the two writes
+leaves an output without a record, which the next leader finds. A part that cannot be read has a record and no output.
+The rules of evolution in `messages` apply.
 
 Every gateway holds all records of `sie_jobs` in memory, and reads them before it is ready. So a record has at most
 MAX_RECORD_BYTES. The request of a client is checked when it is submitted. Texts that a job collects while it runs are
@@ -24,13 +24,14 @@ from sie_contracts.api.jobs import ENDED, MAX_REQUEST_BYTES, JobRequest, JobStat
 from sie_contracts.errors import ErrorInfo, InvalidInput
 
 FileState = Literal["writing", "ready", "removing"]
-MAX_CODES = 20  # error codes that are counted separately; the rest is counted as OTHER
+MAX_CODES = 20  # error codes that are counted separately; all other codes are counted as OTHER
 MAX_BROKEN = 20  # parts of the input that a record names as unreadable
 MAX_RECORD_BYTES = 64 << 10
-# bytes of an error message; bytes of the name of a broken part with its error
+# bytes of an error message; bytes of the name of an unreadable part and its error
 MAX_MESSAGE_BYTES, MAX_BROKEN_BYTES = 2048, 512
 MAX_WORD_BYTES = 128  # bytes of a code, a reason or a fingerprint
-MAX_SOURCE_BYTES = 4096  # bytes of the name of an object with its rows; the name of an object in S3 has at most 1024
+# bytes of the name of an object with its rows; in S3, the name of an object has at most 1024 bytes
+MAX_SOURCE_BYTES = 4096
 _CUT = "…".encode()
 T = TypeVar("T", bound="FileRecord | JobRecord | ShardRecord")
 
@@ -39,8 +40,9 @@ class FileRecord(msgspec.Struct, frozen=True, omit_defaults=True, tag="file/1"):
     """A file in the payload store. `owner` is the key of the credential that created it. Times are seconds since 1970.
     With `expires_s` 0 the file does not expire.
 
-    The record is written before its object and removed after it, so that no object is without a record. A file is
-    `writing` until its object is stored, and `removing` until its object is deleted. Neither is served.
+    The record is written before its object and removed after it, so that no object exists without a record. A file is
+    `writing` until its object is stored, and `removing` until its object is deleted. In these two states, requests
+    cannot read the file.
     """
 
     id: str
@@ -55,10 +57,10 @@ class FileRecord(msgspec.Struct, frozen=True, omit_defaults=True, tag="file/1"):
 
 
 class RowSpan(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A part of the input: rows `first` to `first + rows` of an object. They are at `start` to `end`: bytes of a text
-    format, row groups of Parquet. For images, `source` is the folder and `after` the name before the first image.
+    """A part of the input: rows `first` to `first + rows` of an object. `start` and `end` are byte offsets of a text
+    format, or row groups of Parquet. For images, `source` is the folder and `after` the name before the first image.
 
-    `tag` is the entity tag that the object had when the job was planned. An object with another tag is refused.
+    `tag` is the entity tag that the object had when the job was planned. If the tag has changed, the object is refused.
     """
 
     source: str
@@ -73,7 +75,7 @@ class RowSpan(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Unread(msgspec.Struct, frozen=True):
-    """An object of the input that cannot be read, with the error."""
+    """An object of the input that could not be read, with its error."""
 
     source: str
     error: ErrorInfo
@@ -82,7 +84,7 @@ class Unread(msgspec.Struct, frozen=True):
 class Again(msgspec.Struct, frozen=True):
     """Rows of a span that a retry answers again: the rows that failed in each of `parts`, the outputs of earlier jobs
     in their order. A part is (id of the job, name of its part). The name is empty if the job had no part for the span;
-    all rows of the span then count as failed. `rows`: number of rows that failed in the last part.
+    then all rows of the span count as failed. `rows`: number of rows that failed in the last part.
     """
 
     parts: tuple[tuple[str, str], ...]
@@ -90,9 +92,9 @@ class Again(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True, omit_defaults=True, tag="plan/1"):
-    """The parts of the input, by number, and the objects that cannot be read. The payload store keeps it as one object.
-    `again`: the rows of each span that a retry of another job answers. `repeated`: lines of a batch whose id an earlier
-    line has.
+    """Parts of the input, by number, and the objects that cannot be read. The payload store has the plan as one object.
+    `again`: the rows of each span that a retry of another job answers. `repeated`: lines of a batch whose id equals the
+    id of an earlier line.
     """
 
     spans: tuple[RowSpan, ...]
@@ -102,7 +104,7 @@ class Plan(msgspec.Struct, frozen=True, omit_defaults=True, tag="plan/1"):
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """Return the number of rows to answer, by part number."""
+        """Return the number of rows to answer, for each part."""
         return tuple(span.rows for span in self.again or self.spans)
 
 
@@ -183,8 +185,8 @@ class JobRecord(msgspec.Struct, frozen=True, omit_defaults=True, tag="job/1"):
 
     @property
     def output_url(self) -> str:
-        """Return the address of the output; empty if the output is kept with the job. The output of a retry lies beside
-        the parts that it answers again.
+        """Return the address of the output; empty if the output is stored with the job. The output of a retry is in the
+        same folder as the parts that it answers again.
         """
         url = self.request.output.url if self.request is not None else ""
         return f"{url.rstrip('/')}/retry-{self.id}/" if url and self.retry_of else url
@@ -198,8 +200,8 @@ encode = msgspec.msgpack.encode
 
 
 def bounded(record: T) -> T:
-    """Return the record with its texts cut to their limits: texts that a job collects while it runs. Raises ValueError
-    if the record still has more than MAX_RECORD_BYTES.
+    """Return the record with its texts shortened to their limits. These are texts that a job collects while it runs.
+    Raises ValueError if the record still has more than MAX_RECORD_BYTES.
     """
     cut = record
     if isinstance(record, JobRecord):
@@ -226,14 +228,14 @@ def bounded(record: T) -> T:
 
 
 def cut_text(text: str, most: int) -> str:
-    """Return the text, cut to at most `most` bytes of UTF-8."""
+    """Return the text, shortened to at most `most` bytes of UTF-8."""
     if len(text) * 4 <= most or len(data := text.encode()) <= most:
         return text
     return data[: most - len(_CUT)].decode(errors="ignore") + _CUT.decode()
 
 
 def _cut_error(info: ErrorInfo | None) -> ErrorInfo | None:
-    """Return an error without its extras: replies about a job do not have them."""
+    """Return an error without its extras: replies about a job have no extras."""
     if info is None:
         return None
     code, reason, param = (cut_text(word, MAX_WORD_BYTES) for word in (info.code, info.reason, info.param))
@@ -246,7 +248,7 @@ def _cut_codes(codes: dict[str, int]) -> dict[str, int]:
 
 
 def check_request(request: JobRequest | BatchRequest) -> None:
-    """Raise InvalidInput for a request that is larger than its record may hold. The error names the largest field."""
+    """Raise InvalidInput for a request that is too large for a record. The error names the largest field."""
     size = len(msgspec.msgpack.encode(request))
     if size <= MAX_REQUEST_BYTES:
         return

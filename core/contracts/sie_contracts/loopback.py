@@ -1,7 +1,7 @@
-"""Addresses of this machine. No proxy is used for them: a proxy on another machine would connect to itself.
+"""Addresses of this machine. No proxy is used for them: a proxy on another machine would connect to that machine.
 
-a client of httpx ──► direct(url, transport)    SIEClient and the commands of `sie`
-a process of `sie` ──► bypass_proxies(environ)  once, for the other libraries in it and in its child processes
+a client of httpx ──► direct(url, transport)    SIEClient and the commands of `sie` a process of `sie` ──►
+bypass_proxies(environ)  once, for the other libraries in it and in its child processes
 """
 
 from __future__ import annotations
@@ -12,18 +12,20 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 T = TypeVar("T")
+MAX_CAUSE = 200  # characters of a cause in a line
 
 # The list has no networks: httpx and the standard library accept only names and addresses.
 _HOSTS = ("localhost", "127.0.0.1", "::1")
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy", "ws_proxy", "wss_proxy", "grpc_proxy")
-_EXCEPTIONS = ("no_proxy", "NO_PROXY")  # libraries differ in which of them they read; gRPC reads only the first
+# different libraries read different ones of these names; gRPC reads only the first
+_EXCEPTIONS = ("no_proxy", "NO_PROXY")
 
 
 def is_loopback(host: str) -> bool:
     """Return whether `host`, a name or an address, is the loopback interface of this machine."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:  # `host` is a name
+    except ValueError:  # this error means that `host` is a name
         return False
 
 
@@ -31,13 +33,34 @@ def is_local(url: str) -> bool:
     """Return whether the host of a URL is the loopback interface of this machine."""
     try:
         return is_loopback(urlsplit(url).hostname or "")
-    except ValueError:  # not a URL
+    except ValueError:  # this error means that the text is not a URL
         return False
 
 
+def is_refused(error: BaseException) -> bool:
+    """Return whether the cause of a failed call is a port that refuses connections: no program listens there."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, ConnectionRefusedError):
+            return True
+        # one exception for each address of a host name
+        causes = [exception for exception in getattr(cause, "exceptions", ()) if isinstance(exception, BaseException)]
+        if causes and all(map(is_refused, causes)):
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return False
+
+
+def cause_of(error: BaseException) -> str:
+    """Return the cause of a failed call in one line, without the words of the exceptions that wrap it."""
+    while error.__cause__ is not None and not isinstance(error, OSError):
+        error = error.__cause__
+    return " ".join(str(error).split())[:MAX_CAUSE] or type(error).__name__
+
+
 def direct(url: str, transport: Callable[..., T], **options: Any) -> T | None:
-    """Return a transport of httpx, made with `options`, for a server of this machine. Return None for any other server:
-    httpx then makes its own transports, one for each proxy of the environment.
+    """Return a transport of httpx, created with `options`, for a server of this machine. Return None for any other
+    server: httpx then creates its own transports, one for each proxy of the environment.
     """
     return transport(**options) if is_local(url) else None
 

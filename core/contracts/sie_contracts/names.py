@@ -1,5 +1,5 @@
-"""Look-up of names that people type in another case or misspell. It costs as much among ten thousand ids as among a
-hundred.
+"""Search for names that people type in another case or misspell. A search takes as long among ten thousand ids as among
+a hundred.
 """
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ from collections.abc import Callable, Iterable
 from functools import cached_property
 from itertools import accumulate
 
-MAX_COMPARED = 20  # ids that a name is compared with, if there are more than ALL_COMPARED; up to 0.1 ms each
+# ids that are compared with a name, if there are more than ALL_COMPARED; a comparison takes up to 0.1 ms
+MAX_COMPARED = 20
 ALL_COMPARED = 150
-_MAX_PLACES = 2000  # places of the name's pieces that are examined in the ids, to choose the ids to compare
+# largest number of occurrences of the name's pieces in the ids that are counted, to choose the ids to compare
+_MAX_PLACES = 2000
 _PIECE = 3
 _LONG = 20
 _LONGEST = 256
-_LIKE = 0.7  # least similarity of a suggestion (1: equal): one or two letters are wrong, missing or exchanged
+_LIKE = 0.7  # smallest similarity of a suggestion (1: equal): one or two letters are wrong, missing or exchanged
 
 
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:
@@ -73,29 +75,29 @@ class NameIndex:
         return "\n".join(lines), lines, [0, *accumulate(len(line) + 1 for line in lines)]
 
     def same(self, name: str) -> str | None:
-        """Return the only id that equals `name` apart from case; None if there is not exactly one."""
+        """Return the only id that equals `name` except for case; None if there is not exactly one."""
         ids = self._folded.get(name.casefold(), ())
         return ids[0] if len(ids) == 1 else None
 
     def near(self, name: str, count: int = 3, keep: Callable[[str], bool] = lambda _: True) -> list[str]:
-        """Return the ids that are most similar to `name`, best first, among those for which `keep` returns True. `name`
-        may lack the organisation, or be a part of an id.
+        """Return the ids that are most similar to `name`, best first. Only ids for which `keep` returns True are
+        included. `name` may lack the organisation, or be a part of an id.
         """
         folded = name.casefold()[:_LONGEST]
         able = [line for line in self._alike(folded) if keep(self._folded[line][-1])]
         tails = {line.rpartition("/")[2]: line for line in able}
         hits = difflib.get_close_matches(folded, able, count, 0.5)
         hits += [tails[tail] for tail in difflib.get_close_matches(folded.rpartition("/")[2], list(tails), count, 0.6)]
-        if len(folded) >= _PIECE:  # a part of a name
+        if len(folded) >= _PIECE:  # the name may be a part of an id
             hits += sorted((line for line in able if folded in line), key=len)
         return [self._folded[hit][-1] for hit in dict.fromkeys(hits)][:count]
 
     def _alike(self, folded: str) -> list[str]:
-        """Return the ids that share the largest number of rare pieces with a name."""
+        """Return the ids that have the largest number of rare pieces in common with a name."""
         text, lines, starts = self._lines
         if len(lines) <= ALL_COMPARED:
             return lines
-        # every second piece is enough for a long name, or fewer: each piece is searched in the whole text
+        # for a long name, every second piece or fewer are enough: each piece is searched in the whole text
         step = 1 + len(folded) // _LONG
         pieces = {folded[at : at + _PIECE] for at in range(0, max(1, len(folded) - _PIECE + 1), step)}
         counts = sorted((places, piece) for piece in pieces if piece.strip() and (places := text.count(piece)))

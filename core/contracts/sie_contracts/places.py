@@ -15,7 +15,7 @@ _PATH = re.compile(r"(?<![\w.~:/…-])(?:file://|~)?/[^\s:;,'\"()\[\]{}<>|]+")
 
 
 def without_paths(text: str) -> str:
-    """Return the text with `…/NAME` in place of each absolute path."""
+    """Return the text in which `…/NAME` replaces each absolute path."""
     return _PATH.sub(lambda match: f"…/{match[0].rstrip('/').rpartition('/')[2]}", text)
 
 

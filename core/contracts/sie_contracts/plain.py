@@ -2,8 +2,8 @@
 
     bytes ──count──► values in them ──from_json, from_msgpack──► plain value      └ Malformed: what is wrong
 
-No array, timestamp or other extension type passes: an array stays a map (see `arrays`) until the field that takes
-arrays unpacks it. So code that reads a field has to expect these types only, and any value can be compared, hashed by
+Arrays, timestamps and other extension types are not decoded: an array stays a map (see `arrays`) until the code of its
+field unpacks it. So code that reads a field has to expect only these types, and any value can be compared, hashed by
 type and encoded again.
 """
 
@@ -25,7 +25,7 @@ _TEXT_KEYS = frozenset({str})
 
 
 class Malformed(ValueError):
-    """Error of bytes that are no plain value, or that hold too many values. `reason` is the reason in the client's
+    """Error of bytes that are no plain value, or that have too many values. `reason` is the reason in the client's
     error. The message repeats no part of the bytes.
     """
 
@@ -35,8 +35,8 @@ class Malformed(ValueError):
 
 
 def count(data: bytes, *, msgpack: bool) -> int:
-    """Return the number of values of the bytes, rounded up; 0 for a body that is too small to matter. Raises Malformed
-    for too many values.
+    """Return an upper bound of the number of values in the bytes; 0 for a body that is too small to matter. Raises
+    Malformed for too many values.
     """
     if len(data) <= SMALL_BYTES:
         return 0
@@ -58,8 +58,8 @@ def from_json(data: bytes, *, is_counted: bool = False) -> Any:
 
 
 def from_msgpack(data: bytes, *, is_counted: bool = False) -> Any:
-    """Decode msgpack. Keys of bytes become text, and an array becomes its map. Raises Malformed as `from_json` does,
-    and for other types.
+    """Decode msgpack. Keys of bytes become text, and an array becomes its map. Raises Malformed in the same cases as
+    `from_json`, and for other types.
     """
     if not is_counted:
         count(data, msgpack=True)
@@ -82,13 +82,13 @@ def _decoded(decode: Any, data: bytes, kind: str) -> Any:
 
 
 def _clean(error: Exception) -> str:
-    """Return the decoder's message with offsets and types. A quoted fragment, which might be input, is cut off."""
+    """Return the decoder's message with offsets and types. A quoted fragment is removed, because it might be input."""
     return str(error).split("'")[0].split('"')[0].strip()[:120]
 
 
 def _check(root: Any, *, is_json: bool) -> None:
-    """Check the nesting; for msgpack also types and keys. The types of a long list are compared in C, in a fifth of the
-    time of a test for each value.
+    """Check the nesting; for msgpack also types and keys. The types of a long list are compared in C, which takes a
+    fifth of the time of a test for each value.
     """
     level: list[Any] = [[root]]
     for _ in range(MAX_NESTING + 1):

@@ -1,9 +1,9 @@
-"""Dialects of the public SDKs of SIE: their expectations of a server, by the version that they name in
+"""Dialects of the public SDKs of SIE: their expectations of a server, by the version in their header
 `X-SIE-SDK-Version`.
 
     version ──► dialect_of ──► the first row of DIALECTS that is not newer ──► holds, item errors, statuses, codes
 
-Our own clients name theirs in another header, `X-SIE-Client-Version`, and get NATIVE, as all other clients do.
+Our own clients send their version in another header, `X-SIE-Client-Version`, and get NATIVE, like all other clients.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _MINOR = re.compile(r"([0-9]{1,6})\.([0-9]{1,6})(?:\.([0-9]{1,6}))?")
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """Dialect of a range of client versions.
+    """Expectations of a range of client versions.
 
     `holds`: whether a request waits in the gateway for a model that is not loaded. A client that repeats requests
-    itself gives its last attempt only the rest of its budget, so such a request is answered at once.
-    `on_item_error`: effect of a failed input if the request does not name one.
-    `statuses`: status of an error, by its code. `codes`: code under which an error that may be retried is sent, by its
-    own code; a client that does not know a code gives up.
+    itself gives its last attempt only the remaining budget, so a request of this client is answered at once.
+    `on_item_error`: effect of a failed input if the request does not name one. `statuses`: status of an error, by its
+    code. `codes`: code that replaces the code of an error that may be retried; a client does not retry after a code
+    that it does not know.
     """
 
     holds: bool = True
@@ -60,7 +60,8 @@ class Dialect:
 
 NATIVE = Dialect()
 _FAILED = {"MODEL_LOAD_FAILED": 502}
-_MIXED = {"ALL_ITEMS_FAILED": "RESOURCE_EXHAUSTED"}  # clients repeat it only three times: the failure may be permanent
+# clients repeat a request with this code only three times: the failure may be permanent
+_MIXED = {"ALL_ITEMS_FAILED": "RESOURCE_EXHAUSTED"}
 
 
 def _busy(code: str, *codes: str) -> dict[str, str]:

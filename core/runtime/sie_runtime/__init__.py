@@ -1,1 +1,1 @@
-"""Duties that every process of the cluster has: start, log, listen, follow the catalogue, stop."""
+"""Common functions of every process of the cluster: start, logging, ports, the catalogue, stop."""

@@ -1,10 +1,10 @@
-"""The broker's clock as this process sees it, so that ages and deadlines are the same on every machine.
+"""Estimate of the broker's clock, so that ages and deadlines are the same on every machine.
 
-    8 requests for the time ──► the one with the shortest round trip ──► offset of our monotonic clock; half the round
-    trip is its margin of error
+    8 requests for the time ──► the answer with the shortest round trip ──► offset of our monotonic clock; half the
+    round trip is its margin of error
 
-Method: Cristian, "Probabilistic clock synchronization" (1989). `now_s` does not use our own wall clock after the first
-answer of the broker.
+Method: Cristian, "Probabilistic clock synchronization" (1989). After the first answer of the broker, `now_s` no longer
+uses our own wall clock.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class ClockSample(NamedTuple):
 
 
 def estimate(samples: Iterable[ClockSample]) -> tuple[float, float]:
-    """Return the broker's time minus our clock, and the margin of error, both in seconds. They come from the sample
-    with the shortest round trip. `samples` is not empty.
+    """Return the broker's time minus our clock, and the margin of error, both in seconds. They are computed from the
+    sample with the shortest round trip. `samples` is not empty.
     """
     best = min(samples, key=lambda sample: sample.answered_s - sample.asked_s)
     return best.broker_s - (best.asked_s + best.answered_s) / 2, (best.answered_s - best.asked_s) / 2
@@ -47,8 +47,9 @@ def estimate(samples: Iterable[ClockSample]) -> tuple[float, float]:
 class BrokerClock:
     """Broker time. One task runs `run`; any task of the process may call `now_s` and `margin_s`.
 
-    `stream`: its leader is asked for the time, because the leader stamps the messages. Before the first answer `now_s`
-    is the wall clock of this machine, and `margin_s` is infinite, so that no message is dropped because of its age.
+    `stream`: the leader of this stream is asked for the time, because the leader stamps the messages. Before the first
+    answer, `now_s` is the wall clock of this machine, and `margin_s` is infinite, so that no message is dropped because
+    of its age.
     """
 
     def __init__(self, queue: Queue, stream: str, clock: Callable[[], float] = time.monotonic) -> None:
@@ -65,12 +66,14 @@ class BrokerClock:
         return self._clock() + self._offset_s
 
     def ahead_s(self) -> float | None:
-        """Return this machine's wall clock minus the broker's, within `margin_s`; None before the first answer."""
+        """Return this machine's wall clock minus the broker's clock, within `margin_s`; None before the first
+        answer.
+        """
         return None if math.isinf(self.margin_s) else time.time() - self.now_s()
 
     async def measure(self) -> None:
-        """Send up to SAMPLES requests. Raises BrokerError if none is answered; then the last measurement stays in
-        use.
+        """Send up to SAMPLES requests. Raises BrokerError if the broker answers none; then the last measurement stays
+        in use.
         """
         samples: list[ClockSample] = []
         for _ in range(SAMPLES):

@@ -1,4 +1,4 @@
-"""Confinement of a process that will read files of strangers: limits, no output, and an end when its parent ends. The
+"""Confinement of a process that will read untrusted files: limits, no output, and an end when its parent ends. The
 process calls these functions before it reads the first file. Only the standard library is used.
 """
 
@@ -37,8 +37,8 @@ def die_with(parent: int) -> None:
 
 
 def silence() -> None:
-    """Send the output of libraries to /dev/null. From now on this process reads files of clients, and a library might
-    print parts of them.
+    """Send the output of libraries to /dev/null. After this call the process reads files of clients, and a library
+    might print parts of them.
     """
     null_file = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null_file, 1)

@@ -14,7 +14,7 @@ _logger = logging.getLogger("sie.broker")
 
 
 def because(text: str, broker: Connection) -> str:
-    """Return `text`, a reason why a process is not ready, followed by the problems at the broker that cause it."""
+    """Return `text`, a reason why a process is not ready, with the problems at the broker that cause it."""
     causes = "; ".join(f"{name} cannot be used: {why}" for name, why in sorted(broker.troubles.items()))
     return f"{text}: {causes}" if causes else text
 
@@ -24,7 +24,7 @@ async def connected(
     url: str | None, name: str, stop: Stop, *, password: Secret | None, user: str = ""
 ) -> AsyncIterator[Broker | None]:
     """Connect to the broker at `url`, and close the connection at the end. Yields None if `stop` is requested before
-    the connection is made. Raises SettingError if `url` is None.
+    the connection exists. Raises SettingError if `url` is None.
     """
     from sie_broker.nats import connect
 

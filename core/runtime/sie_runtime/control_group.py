@@ -1,5 +1,5 @@
 """Control groups of this process: the memory and the cores that a container, a pod or a systemd unit may use. Supports
-both versions of the kernel's interface, and machines that use version 1 for some controllers and version 2 for others.
+both versions of the kernel's interface, and machines with version 1 for some controllers and version 2 for others.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 
 _MOUNTS = Path("/sys/fs/cgroup")
 _OWN = Path("/proc/self/cgroup")
-_NO_LIMIT_BYTES = 1 << 60  # version 1 writes this or more if there is no limit
+_NO_LIMIT_BYTES = 1 << 60  # version 1 of cgroups reports this number or a larger one if there is no limit
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ def memories() -> list[Memory]:
             if version == 2
             else ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
         )
-        with contextlib.suppress(OSError, ValueError):  # no such files, or "max", which is no limit
+        with contextlib.suppress(OSError, ValueError):  # the file does not exist, or has "max", which means no limit
             limit_bytes = int((folder / limit).read_text())
             if limit_bytes >= _NO_LIMIT_BYTES:
                 continue
@@ -50,12 +50,12 @@ def memory_limit() -> int | None:
 
 
 def oom_kills() -> int:
-    """Return how many processes of this group the kernel killed because memory ran out; 0 if the kernel does not count
-    them.
+    """Return the number of processes of this group that the kernel killed because memory ran out; 0 if the kernel does
+    not count them.
     """
     for folder, version in _groups("memory"):
         name = "memory.events" if version == 2 else "memory.oom_control"
-        with contextlib.suppress(OSError, ValueError):  # no such file
+        with contextlib.suppress(OSError, ValueError):  # this error means that the file does not exist
             counters = dict(line.split() for line in (folder / name).read_text().splitlines())
             return int(counters.get("oom_kill", 0))
     return 0
@@ -65,7 +65,7 @@ def cores() -> float | None:
     """Return the smallest CPU quota of this group and its parent groups, in cores; None if no group has a quota."""
     quotas = []
     for folder, version in _groups("cpu"):
-        with contextlib.suppress(OSError, ValueError):  # no such files, or "max", which is no limit
+        with contextlib.suppress(OSError, ValueError):  # the files do not exist, or have "max", which means no limit
             if version == 2:
                 quota, period = map(int, (folder / "cpu.max").read_text().split())
             else:
@@ -76,11 +76,13 @@ def cores() -> float | None:
 
 
 def _groups(controller: str) -> Iterator[tuple[Path, int]]:
-    """Yield the folders from the group of this process up to the root, each with the version of its interface."""
+    """Yield the folders from the group of this process up to the root, each with the version of its cgroup
+    interface.
+    """
     try:
         lines = _OWN.read_text().splitlines()
     except OSError:
-        return  # not Linux
+        return  # the system is not Linux
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers == "":

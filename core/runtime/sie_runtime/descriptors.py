@@ -1,4 +1,4 @@
-"""The limit on open files of a process, and how many of them its clients may use."""
+"""Limit on open files of a process, and the number of connections that clients may use."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import functools
 import resource
 
 MAX_FILES = 1 << 16
-SPARE_FILES = 256  # descriptors kept free for everything except connections of clients
+SPARE_FILES = 256  # number of descriptors that are reserved for uses other than connections of clients
 
 
 def raise_limit() -> float:
-    """Raise this process's soft limit on open files, to MAX_FILES at most. Returns the new limit, infinite if there is
-    none.
+    """Raise this process's soft limit on open files, to MAX_FILES at most. Returns the new limit; infinity if the
+    system has no limit.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     target = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)

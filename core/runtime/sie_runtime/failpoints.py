@@ -1,10 +1,11 @@
-"""Failpoints: named places in the code where a test can kill, stop or fail a process. Armed only by --failpoints.
+"""Failpoints: named lines of the code where a test can kill, stop or fail a process. They are active only with
+--failpoints.
 
-    --failpoints sidecar.before_ack=crash,gateway.published=error:2     crash there; fail there twice, then pass
+    --failpoints sidecar.before_ack=crash,gateway.published=error:2     crash there; fail there twice, then continue
 
-crash: exit at once with status 70, nothing is flushed. stop: SIGSTOP to the process itself. error: raise
-FailpointError. tests/armed.py lists every failpoint and what reaches it; tests/system/test_failpoints.py arms each of
-them once.
+crash: exit at once with status 70, without flushing any file. stop: SIGSTOP to the process itself. error: raise
+FailpointError. tests/armed.py lists every failpoint and the test setup that reaches it; tests/system/test_failpoints.py
+arms each of them once.
 """
 
 from __future__ import annotations
@@ -25,21 +26,22 @@ class FailpointError(Exception):
 
 
 def parse(spec: str) -> dict[str, tuple[str, int]]:
-    """Parse the action of each failpoint, and how often it acts. Raises ValueError for a spec that cannot be read."""
+    """Parse the action of each failpoint, and the number of times that it acts. Raises ValueError for a spec that
+    cannot be read.
+    """
     actions = {}
     for part in filter(None, (piece.strip() for piece in spec.split(","))):
         match = _ONE.fullmatch(part)
         if match is None:
             raise ValueError(
-                f"{part!r}: expected component.place=crash, =stop or =error, and :count behind it for more than one "
-                "pass"
+                f"{part!r}: expected component.place=crash, =stop or =error, and then :count for more than one time"
             )
         actions[match[1]] = (match[2], int(match[3] or 1))
     return actions
 
 
 def arm(spec: str) -> None:
-    """Arm the failpoints that `spec` names, and no others."""
+    """Activate the failpoints that `spec` names, and no others."""
     _ARMED.clear()
     _ARMED.update(parse(spec))
     if _ARMED:
@@ -47,7 +49,7 @@ def arm(spec: str) -> None:
 
 
 def failpoint(name: str) -> None:
-    """Pass the failpoint `name`. It costs one look-up while nothing is armed."""
+    """Act if the failpoint `name` is active. The call costs one look-up while no failpoint is active."""
     if _ARMED and name in _ARMED:
         _hit(name)
 

@@ -1,12 +1,11 @@
-"""Feed by which gateway and sidecar follow the catalogue: one full export, then deltas; polls of the epoch find missed
-deltas.
+"""Feed of the catalogue for gateway and sidecar: one full export, then deltas; polls of the epoch find missed deltas.
 
     subscribe to deltas ──► export ──► snapshot ◄── delta whose `previous` is the snapshot's epoch
                               ▲                      │ any other delta, a reconnect
                               └── epoch differs ◄────┴── poll
 
-A snapshot is replaced as a whole and never edited, so one revision serves a request from start to end. A snapshot is
-not replaced by an older one, an empty one, or one that cannot be read to the end. In these cases, and while the config
+A snapshot is replaced as a whole and never edited, so a request uses one revision from start to end. A snapshot is not
+replaced by an older one, an empty one, or one that cannot be read to the end. In these cases, and while the config
 service cannot be reached, the last good snapshot stays in use.
 """
 
@@ -34,10 +33,11 @@ from sie_contracts.wire import configs, topology
 from sie_contracts.wire.configs import ConfigDelta, ConfigEpoch, ConfigExport, ConfigModel, has_seen
 from sie_runtime.process import Stop, Trouble, retry
 
-READ_S = 30.0  # time limit for one answer of the config service
-FIRST_RETRY_S = 0.5  # pause after the first failure; it doubles up to the poll interval
-SPREAD_S = 0.2  # upper bound of the random pause before a request: all readers see the same event
-_SLICE = 50  # entries parsed in one turn of the event loop: about 1 ms
+READ_S = 30.0  # time limit for one answer of the config service, in seconds
+FIRST_RETRY_S = 0.5  # seconds before the first retry; the pause doubles up to the poll interval
+# upper bound in seconds of the random pause before a request: all readers see the same event at the same time
+SPREAD_S = 0.2
+_SLICE = 50  # entries that are parsed before other tasks of the event loop may run: about 1 ms
 _RESULTS = ("applied", "untrusted", "gap", "stale")  # results of a delta that could be decoded
 _logger = logging.getLogger("sie.feed")
 
@@ -65,7 +65,9 @@ _epoch = msgspec.json.Decoder(ConfigEpoch)
 
 
 class ConfigUnavailable(Exception):
-    """Error for a config service that cannot be reached, or whose answer may not replace the present catalogue."""
+    """Error for a config service that cannot be reached, or with an answer that may not replace the present
+    catalogue.
+    """
 
 
 class ConfigSource(Protocol):
@@ -77,7 +79,7 @@ class ConfigSource(Protocol):
 
 
 class HttpConfigSource:
-    """Source that reads the config service over HTTP, with the read token. Its methods raise ConfigUnavailable."""
+    """Reader of the config service over HTTP, with the read token. Its methods raise ConfigUnavailable."""
 
     def __init__(self, url: str, token: Secret | None) -> None:
         headers = {"authorization": f"Bearer {token.reveal()}"} if token else {}
@@ -121,11 +123,11 @@ def config_source(url: str | None, token: Secret | None) -> ConfigSource | None:
 
 
 async def snapshot(export: Export) -> Catalogue:
-    """Parse an export into a catalogue, all or nothing. Other tasks of the event loop run in between: ten thousand
-    entries take 0.2 s.
+    """Parse an export into a catalogue. If one entry is invalid, the whole export is refused. Other tasks of the event
+    loop run in between: ten thousand entries take 0.2 s.
 
-    Raises ValidationFailed, which names the model, for a model that is not valid, and msgspec.ValidationError for a
-    bundle that is not valid.
+    Raises ValidationFailed, which names the model, for an invalid model, and msgspec.ValidationError for an invalid
+    bundle.
     """
     documents: dict[str, ModelEntry | Alias] = {}
     models: Sequence[ConfigModel | RawModel] = export.models
@@ -166,7 +168,7 @@ class CatalogueFeed:
         if initial is not None:
             self.first.set()
         self.deltas = dict.fromkeys(((kind, result) for kind in ("put", "removal") for result in _RESULTS), 0)
-        self.deltas["unknown", "invalid"] = 0  # numbers of deltas by kind and result, since the start
+        self.deltas["unknown", "invalid"] = 0  # number of deltas by kind and result, since the start
         self._bus = bus
         self._source = source
         self._trusted = frozenset(trusted)
@@ -175,10 +177,10 @@ class CatalogueFeed:
         self._subject = topology.config_subject(bundle) if bundle else f"{topology.CONFIG_SUBJECT}.*"
         self._bundle = bundle
         self._listeners: list[Callable[[], None]] = []
-        self._is_rewound = False  # True: the store went back to an older epoch than this reader has
+        self._is_rewound = False  # true: the store has an older epoch than this reader
         self._refresh = asyncio.Event()
         self._soon: asyncio.TimerHandle | None = None
-        self._replaced = asyncio.Event()  # set and replaced at each new snapshot
+        self._replaced = asyncio.Event()  # each new snapshot sets this event and creates the next one
         self._subscription: Subscription | None = None
         self._trouble = Trouble(_logger, "the catalogue stays as it was")
 
@@ -192,7 +194,7 @@ class CatalogueFeed:
 
     async def renewed(self, is_enough: Callable[[Catalogue], bool], timeout_s: float) -> bool:
         """Read the catalogue again until `is_enough(catalogue)` is true, for at most `timeout_s`. Returns whether it is
-        true in the end. Nothing is read if it is true at once.
+        true in the end. If it is true at once, no request is sent.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
@@ -239,7 +241,7 @@ class CatalogueFeed:
         self._ask_soon()
 
     def _ask_soon(self) -> None:
-        """Read the epoch again soon, after a random pause, because other readers do the same at the same moment."""
+        """Read the epoch again soon. A random pause spreads the readers, which all do this at the same moment."""
         if self._soon is None or self._soon.when() <= asyncio.get_running_loop().time():
             self._soon = asyncio.get_running_loop().call_later(
                 SPREAD_S * secrets.randbelow(1000) / 1000, self._refresh.set
@@ -252,7 +254,7 @@ class CatalogueFeed:
         before = self.catalogue.epoch
         state = await source.epoch()
         self._refuse_older(state.epoch, before)
-        present = self.catalogue.epoch  # a delta may have been applied meanwhile
+        present = self.catalogue.epoch  # a delta may have been applied in the meantime
         if has_seen(present, state.epoch):
             return False
         since = state.bundles.get(self._bundle) if self._bundle else None
@@ -267,7 +269,7 @@ class CatalogueFeed:
         self._refuse_older(new.epoch, before)
         if not new.entries:
             raise ConfigUnavailable("an export without any model")
-        present = self.catalogue.epoch  # a delta may have been applied meanwhile
+        present = self.catalogue.epoch  # a delta may have been applied in the meantime
         if new.epoch == present or not has_seen(present, new.epoch):
             self._replace(new)
         self._is_rewound = False
@@ -284,7 +286,8 @@ class CatalogueFeed:
         if epoch != before and has_seen(before, epoch):
             self._is_rewound = True
             raise ConfigUnavailable(
-                f"the config service stands at {epoch}, this process at {before}: was its store restored from an older "
+                f"the config service has the epoch {epoch}, this process {before}: was its store restored from an "
+                "older "
                 "copy? Write the lost changes again, or restart this process to go back to that copy"
             )
 
@@ -306,9 +309,7 @@ class CatalogueFeed:
         self.deltas[kind, result] += 1
 
     def _apply(self, delta: ConfigDelta) -> str:
-        """Apply a delta and return its result, one of `_RESULTS`. Raises ValidationFailed for an entry that is not
-        valid.
-        """
+        """Apply a delta and return its result, one of `_RESULTS`. Raises ValidationFailed for an invalid entry."""
         if delta.producer not in self._trusted:
             _logger.warning("a config delta of an untrusted producer was ignored")
             return "untrusted"
@@ -354,7 +355,7 @@ def read_bundles(folder: Path) -> Mapping[str, BundleEntry]:
 
 
 def packaged_catalogue() -> Catalogue:
-    """Read the catalogue of the distribution, for a process that has no config service."""
+    """Read the catalogue of the distribution, for a process without a config service."""
     folder = packaged_folder()
     entries = read_folder(folder / "models")
     return Catalogue(entries, dict.fromkeys(entries, 0), read_bundles(folder / "bundles"), "packaged")

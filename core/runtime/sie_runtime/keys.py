@@ -1,12 +1,12 @@
-"""Keys of clients, stored in the broker. With SIE_AUTH_MODE=token they are accepted, as the static tokens are.
+"""Keys of clients, stored in the broker. With SIE_AUTH_MODE=token they are accepted, in addition to the static tokens.
 
     sie keys create ──► a record with its token's digest, in a bucket ──watch──► Keys in every gateway ──► `find`
     sie keys revoke ──► the same record, revoked ──────────┘                     and config service
                     └─► then the same in a second bucket, the copy ──watch──────┘
 
-If a file of the broker is damaged, keys may be lost, or the record of a revoked key may come back as it was before the
-revocation. So each record is in two buckets, and the stricter of the two records counts. A write goes to the bucket
-before the copy. A removal goes to the copy before the bucket. So a record that only the copy has was lost from the
+If a file of the broker is damaged, keys may be lost, or an older record of a revoked key may be read, from before the
+revocation. So each record is in two buckets, and the stricter of the two records counts. A write changes the bucket
+before the copy. A removal changes the copy before the bucket. So a record that only the copy has was lost from the
 bucket.
 
 A token is 256 random bits that only its holder has. Nobody can guess it from its digest. The slow salted hashes that
@@ -34,14 +34,14 @@ from sie_runtime.clock import BrokerClock
 from sie_runtime.process import Stop, Trouble
 
 TOKEN_BYTES = 32
-CHECK_S = 5.0  # seconds between two checks whether a bucket was deleted or made again
+CHECK_S = 5.0  # seconds between two checks whether a bucket was deleted or created again
 RETRY_S = 0.5
-MAX_NAMED = 10  # keys that one log line names at most
+MAX_NAMED = 10  # largest number of keys in one log line
 _logger = logging.getLogger("sie.keys")
 
 
 class KeyLimits(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Limits of one credential, in addition to the general limits. 0: only the general limits apply."""
+    """Limits of one credential, in addition to the limits of all credentials. 0: no additional limit."""
 
     body_bytes: int = 0
     items: int = 0
@@ -52,9 +52,7 @@ NO_LIMITS = KeyLimits()
 
 
 class Key(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """A key as the bucket stores it, under its id. Times are in seconds since 1970; 0 means never. `digest`: see
-    `digest_of`.
-    """
+    """A key in the bucket, under its id. Times are in seconds since 1970; 0 means never. `digest`: see `digest_of`."""
 
     id: str
     name: str
@@ -66,7 +64,7 @@ class Key(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     limits: KeyLimits = NO_LIMITS
 
     def ended(self, now_s: float) -> str:
-        """Return why the key is not valid any more, as the end of a sentence; empty while it is valid."""
+        """Return the reason why the key is no longer valid, as the end of a sentence; empty while it is valid."""
         if self.revoked_s:
             return "was revoked"
         return "has expired" if self.expires_s and self.expires_s <= now_s else ""
@@ -75,7 +73,7 @@ class Key(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
 def create(
     name: str, scopes: tuple[str, ...], *, now_s: float, expires_s: float = 0.0, limits: KeyLimits = NO_LIMITS
 ) -> tuple[Key, str]:
-    """Create a key and its token. The token is stored nowhere, and the key contains no part of it."""
+    """Create a key and its token. The token is never stored, and the key contains no part of it."""
     token = f"sie_{secrets.token_urlsafe(TOKEN_BYTES)}"
     key = Key(
         id=secrets.token_hex(6),
@@ -100,7 +98,7 @@ def encode(key: Key) -> bytes:
 
 def decode(entry: Entry) -> Key:
     """Return the key in an entry of the bucket. Raises ValueError for an entry without a value, a value that is not a
-    key, or a key with another id than the entry.
+    key, or a key whose id differs from the id of the entry.
     """
     if entry.value is None:
         raise ValueError("it was removed")
@@ -111,8 +109,8 @@ def decode(entry: Entry) -> Key:
 
 
 def readable(entries: Iterable[Entry]) -> list[tuple[Key, int]]:
-    """Return the keys in `entries`, each with its revision. Entries that are not keys are logged and left out, as in
-    gateways.
+    """Return the keys in `entries`, each with its revision. Entries that are not keys are logged and left out. Gateways
+    do the same.
     """
     keys = []
     for entry in entries:
@@ -124,7 +122,7 @@ def readable(entries: Iterable[Entry]) -> list[tuple[Key, int]]:
 
 
 def stricter(first: Key | None, second: Key | None) -> Key | None:
-    """Return the record that counts, given the record of the bucket and that of its copy. A revoked record counts,
+    """Return the record that counts: the record of the bucket or the record of its copy. A revoked record counts,
     because a revocation is never undone.
     """
     if first is None or second is None:
@@ -176,8 +174,8 @@ class KeyBuckets:
 class Keys:
     """Keys that this process has read.
 
-    `loaded` is true once the bucket was read; its copy is not needed. Before that, a token that is not found may be
-    valid. If both buckets are lost, their keys are lost too.
+    `loaded` is true once the bucket was read; its copy is not needed. Before that, a token without a key may be valid.
+    If both buckets are lost, their keys are lost too.
     """
 
     def __init__(self, broker: Store, replicas: int, clock: BrokerClock) -> None:
@@ -199,22 +197,22 @@ class Keys:
         ]
 
     def find(self, token: str) -> Key | None:
-        """Return the key of a token, also a key that is not valid any more; None for an unknown token.
+        """Return the key of a token, also if the key is no longer valid; None for an unknown token.
 
-        The duration of the look-up by digest tells an attacker nothing, because nobody can choose the bits of a digest.
-        The comparison after it takes constant time.
+        The duration of the look-up by digest reveals no secret to an attacker, because nobody can choose the bits of a
+        digest. The comparison after it takes constant time.
         """
         digest = digest_of(token)
         key = self._by_digest.get(digest)
         return key if key is not None and hmac.compare_digest(key.digest, digest) else None
 
     def of_id(self, key_id: str) -> Key | None:
-        """Return a key by its id, also a key that is not valid any more."""
+        """Return a key by its id, also if the key is no longer valid."""
         return self._by_id.get(key_id)
 
     def ended(self, key: Key) -> str:
-        """Return why a key is not valid any more, by the clock of the broker; empty while it is valid. Raises NotReady
-        for a key with an expiry while the broker's time is not known.
+        """Return the reason why a key is no longer valid, by the clock of the broker; empty while it is valid. Raises
+        NotReady for a key with an expiry while the broker's time is unknown.
         """
         if key.expires_s and math.isinf(self._clock.margin_s):
             raise NotReady("the time of the broker has not been read yet, by which keys expire")
@@ -225,7 +223,9 @@ class Keys:
         return lost_keys(*self._sides)
 
     async def run(self, stop: Stop) -> None:
-        """Follow the buckets until `stop`. Every CHECK_S this checks whether a bucket was deleted or made again."""
+        """Follow the buckets until `stop`. Every CHECK_S seconds, it checks whether a bucket was deleted or created
+        again.
+        """
         troubles = [Trouble(_logger, f"keys of {record.bucket.name} stay as they were") for record in self._records]
         damage = Trouble(_logger, f"{topology.KEYS_BUCKET} is damaged, its copy is used")
         pause_s, before = 0.0, set[str]()
@@ -241,7 +241,8 @@ class Keys:
                 # the bucket alone is enough, its copy is not needed
                 self.loaded = self.loaded or not troubles[0].lasting
                 lost = self.lost()
-                if {key.id for key in lost} & before:  # lost in two checks in a row: the two watches are not in step
+                # a key counts as lost only after two checks in a row: one watch may be behind the other
+                if {key.id for key in lost} & before:
                     damage.met(damage_of(lost))
                 elif not lost:
                     damage.passed()
@@ -275,7 +276,7 @@ def lost_keys(bucket: Mapping[str, Key], copy: Mapping[str, Key]) -> list[Key]:
 
 
 def damage_of(lost: Sequence[Key]) -> str:
-    """Describe in one line the keys that the bucket has lost."""
+    """Return a one-line description of the keys that the bucket has lost."""
     named = ", ".join(f"{key.id} {key.name}" for key in lost[:MAX_NAMED]) + (", ..." if len(lost) > MAX_NAMED else "")
     return (
         f"it lost {len(lost)} keys, which the copy {topology.KEYS_COPY_BUCKET} has ({named}): run `sie repair "

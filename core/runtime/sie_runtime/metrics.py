@@ -1,4 +1,4 @@
-"""Metrics of a process, made from `metrics_table`: bounded label sets, families collected at a scrape, exemplars.
+"""Metrics of a process, created from `metrics_table`: bounded label sets, families collected at a scrape, exemplars.
 
     MetricMaker.traffic ◄── met(name) ── each answered request
          └──► after a scrape, at most every TURN_S: the busiest names get series of their own, and the series of names
@@ -26,11 +26,11 @@ TURN_S = 60.0  # seconds between two rankings of the busiest names
 HALF_LIFE_S = 600.0
 KEEPS = 2
 _FORGOTTEN = 0.01
-disable_created_metrics()  # type: ignore[no-untyped-call]  # their additional series have no user
+disable_created_metrics()  # type: ignore[no-untyped-call]  # nobody reads the `_created` series
 
 
 class Fold:
-    """Limits the number of label sets of one metric."""
+    """Limit on the number of label sets of one metric."""
 
     def __init__(self, metric: Metric) -> None:
         self._labels = metric.labels
@@ -57,17 +57,17 @@ class Fold:
         return values
 
     def keep(self, present: Collection[Labels]) -> None:
-        """Forget all label sets except `present`, to make room."""
+        """Drop all label sets except `present`, to free room."""
         self._known.intersection_update(present)
         self._folded.clear()
 
     def remove(self, values: tuple[str, ...]) -> None:
-        """Forget one label set, to make room."""
+        """Drop one label set, to free room."""
         self._known.discard(values)
 
 
 class Traffic:
-    """Recent traffic by name. A request HALF_LIFE_S ago counts half."""
+    """Recent traffic by name. A request of HALF_LIFE_S ago counts half."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -99,15 +99,15 @@ class Labelled(Generic[Child]):
         self._each = metric.series_per_name
         self._parent: Child = parent
         self._fold = Fold(metric)
-        self._children: dict[tuple[str, ...], Child] = {}  # existing series: one look-up on the hot path
-        # number of label sets of each name (the first label) with series of its own; empty without `series_per_name`
+        self._children: dict[tuple[str, ...], Child] = {}  # existing series: the hot path needs only one look-up
+        # number of label sets with their own series, for each name (the first label); empty without `series_per_name`
         self._named: dict[str, int] = {}
-        self._waiting: set[str] = set()  # names that needed one more series since the last turn
+        self._waiting: set[str] = set()  # names that needed one more series since the last ranking
         self._room = self._most  # label sets left for names without a series
 
     def labels(self, *values: str) -> Child:
-        """Return the series of these label values, or the series in which they are counted. `values` are in the order
-        of the table.
+        """Return the series of these label values, or the series in which they are counted. The values have the order
+        of the labels in the table.
         """
         child = self._children.get(values)
         if child is None:
@@ -131,10 +131,10 @@ class Labelled(Generic[Child]):
         return values
 
     def turn(self, traffic: Traffic) -> None:
-        """Give series of their own to the busiest names, among those that have or need series. The other names lose
+        """Give the busiest names series of their own, among the names that have or need series. The other names lose
         their series.
 
-        A name that has series keeps them until another name is KEEPS times as busy.
+        A name that has series keeps them until another name is KEEPS times busier.
         """
         if not self._waiting:
             return
@@ -148,7 +148,8 @@ class Labelled(Generic[Child]):
             if room < needed:
                 break
             self._named[name] = before.get(name, 0)
-            more = self._each if name in before and name in self._waiting else 0  # for one more endpoint
+            # one more series for one more endpoint
+            more = self._each if name in before and name in self._waiting else 0
             room -= needed + min(more, room - needed)
         self._room = self._most - sum(max(sets, self._each) for sets in self._named.values())
         for values in [values for values in self._children if values[0] not in self._named and values[0] != OTHER]:
@@ -163,14 +164,14 @@ class Registry(CollectorRegistry):
 
     def __init__(self, on_scraped: Callable[[], None]) -> None:
         super().__init__()
-        self.scraped = on_scraped  # call it after each scrape, when all metrics have been read
+        self.scraped = on_scraped  # call this function after each scrape, when all metrics have been read
 
 
 class MetricMaker:
-    """Makes the metrics of one process in `registry`, each once. Raises KeyError for a name that the table does not
-    have.
+    """Creator of the metrics of one process in `registry`; each metric is created once. Raises KeyError for a name that
+    is not in the table.
 
-    `traffic` decides which names get series of their own.
+    `traffic` decides which names get their own series.
     """
 
     def __init__(self, process: Process, clock: Callable[[], float] = time.monotonic) -> None:
@@ -180,7 +181,9 @@ class MetricMaker:
         self._labelled: list[Labelled[Any]] = []
 
     def _turn(self) -> None:
-        """Rank the names. This runs right after a scrape, when the last counts of the ending series have been read."""
+        """Rank the names. This method runs directly after a scrape, so that the last counts of ending series have been
+        read.
+        """
         if self.traffic.fade():
             for labelled in self._labelled:
                 labelled.turn(self.traffic)
@@ -219,8 +222,8 @@ class MetricMaker:
 
 
 class Scrape:
-    """Metric families of values that other objects keep, collected at a scrape. It lives as long as the process, so
-    that label sets stay.
+    """Metric families whose values are attributes of other objects, collected at a scrape. The object lives as long as
+    the process, so that label sets remain.
     """
 
     def __init__(self, process: Process) -> None:
@@ -239,7 +242,7 @@ class Scrape:
         return family
 
     def counter(self, name: str, values: Mapping[Labels, float] | float) -> CounterMetricFamily:
-        """Return a counter whose values another object keeps. Label sets that were folded once stay folded, because a
+        """Return a counter whose value another object stores. Label sets that were folded once stay folded, because a
         counter never falls.
         """
         if not isinstance(values, Mapping):
@@ -260,14 +263,16 @@ def _folded(fold: Fold, values: Mapping[Labels, float]) -> dict[tuple[str, ...],
 
 
 def exemplar() -> dict[str, str] | None:
-    """Return the trace id for a latency that is observed now; None without a trace, or if it is not sampled."""
+    """Return the trace id for a latency that is observed now; None if there is no trace, or if the trace is not
+    sampled.
+    """
     trace_id = TRACE_ID.get()
     return {"trace_id": trace_id} if trace_id is not None else None
 
 
 def epoch_number(epoch: str) -> float:
-    """Return the growing part of a catalogue epoch, 0 if it has none. An epoch is the creation time of the catalogue
-    and the sequence number of its last write.
+    """Return the growing part of a catalogue epoch, 0 if the epoch is empty. An epoch is the creation time of the
+    catalogue and the sequence number of its last write.
     """
     number = epoch.rpartition(":")[2]
     return float(number) if number.isdecimal() else 0.0

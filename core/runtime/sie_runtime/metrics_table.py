@@ -1,17 +1,19 @@
-"""Table of all metrics of all processes. Each process makes its metrics from this table; dashboards, alerts and
+"""Table of all metrics of all processes. Each process creates its metrics from this table; dashboards, alerts and
 docs/metrics.md are checked against it.
 
-`most` limits the number of label sets of a metric: a process may be asked for ten thousand models. A label set for
-which there is no room has `other` in the labels that FOLDED names; `rest` label sets are kept free for this. In a
-metric with `series_per_name`, the busiest values of the first label keep their names, and `series_per_name` label sets
-are reserved for each of these values. In any other metric the label sets that came first keep their names. All series
-of a process are at most MAX_SERIES together.
+`most` limits the number of label sets of a metric: clients may name ten thousand models at one process. A label set for
+which there is no room has `other` in the labels that are listed in FOLDED; `rest` label sets are reserved for this. In
+a metric with `series_per_name`, the busiest values of the first label keep their names, and `series_per_name` label
+sets are reserved for each of these values. In any other metric, the first label sets keep their names. A process has at
+most MAX_SERIES series in total.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
+
+from sie_contracts.settings import MAX_DEVICES
 
 Kind = Literal["counter", "gauge", "histogram"]
 Process = Literal["gateway", "worker", "config"]
@@ -21,7 +23,10 @@ FOLDED = frozenset({"model", "alias", "key", "worker", "pool", "machine_profile"
 LABELS = {
     "alias": "an alias of the catalogue",
     "bundle": "the bundle of a lane",
-    "device": "where a model is, as torch names it",
+    "device": (
+        "a device of a worker, as torch names it, with a number if several have one name; empty before its adapter "
+        "is there"
+    ),
     "endpoint": (
         "a route, whatever model its path names; of workers: encode, score, extract, embeddings, tokenize, decode"
     ),
@@ -60,7 +65,7 @@ _CHUNK_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1, 5, 15, 60)
 _COUNTS = (1, 2, 4, 8, 16, 64, 256, 1024)
 _SHARES = (0.1, 0.25, 0.5, 0.75, 0.9, 1)
 _AGREEMENT = (0, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.999, 0.9999)
-_ENDPOINTS = 24  # routes of a gateway
+_ENDPOINTS = 25  # number of routes of a gateway
 _CHUNK_ENDPOINTS = 6
 _BELOW = (
     "Requests refused before any route: `host` (SIE_ALLOWED_HOSTS), `origin` (a foreign page), `malformed` (not "
@@ -92,12 +97,12 @@ class Metric:
 
     @property
     def series(self) -> int:
-        """Maximum number of series of the metric."""
+        """Largest number of series of the metric."""
         return self.most * (len(self.buckets) + 3 if self.kind == "histogram" else 1)
 
 
 _GATEWAY = (
-    # requests: rate, errors, duration
+    # Requests: rate, errors, duration
     Metric("sie_gateway_requests", "counter", "Requests answered", ("endpoint", "status", "machine_profile"), 160, 80),
     Metric(
         "sie_gateway_request_latency_seconds",
@@ -137,11 +142,11 @@ _GATEWAY = (
         48,
         series_per_name=1,
     ),
-    # jobs, the same at every gateway
+    # Jobs, with equal values at every gateway
     Metric("sie_gateway_jobs", "gauge", "Jobs and batches that are kept", ("state",), 9, 3),
     Metric("sie_gateway_job_rows_waiting", "gauge", "Rows of jobs that have not ended, not answered yet"),
     Metric("sie_gateway_jobs_in_trouble", "gauge", "Jobs that wait for a store, a broker or a worker"),
-    # the queue
+    # Queue of a lane
     Metric(
         "sie_gateway_queue_oldest_seconds",
         "gauge",
@@ -229,7 +234,7 @@ _GATEWAY = (
     ),
     Metric("sie_gateway_active_lease_gpus", "gauge", "GPUs that live reservations ask for"),
     Metric("sie_gateway_pool_events", "counter", "Events of reservations", ("event",), 12),
-    # the catalogue
+    # Catalogue of the gateway
     Metric("sie_gateway_config_epoch", "gauge", "Writes of the catalogue that this gateway has seen"),
     Metric(
         "sie_gateway_config_behind",
@@ -290,7 +295,7 @@ OOM = {
     "batch_splits": "batches split",
 }
 _WORKER = (
-    # chunks: rate, errors, duration
+    # Chunks: rate, errors, duration
     Metric("sie_requests", "counter", "Chunks answered", ("model", "endpoint", "status"), 96, 18, series_per_name=2),
     Metric(
         "sie_request_duration_seconds",
@@ -331,10 +336,10 @@ _WORKER = (
     # batches
     Metric("sie_batch_size", "histogram", "Inputs per batch", ("model",), 12, 1, _COUNTS, series_per_name=1),
     Metric("sie_batch_fill_ratio", "histogram", "Tokens of a batch divided by the maximum", (), 1, 1, _SHARES),
-    Metric("sie_batches_in_progress", "gauge", "Batches sent to the adapter"),
+    Metric("sie_batches_in_progress", "gauge", "Batches sent to the adapters"),
     Metric("sie_tokens_processed", "counter", "Tokens run", ("model",), 24, series_per_name=1),
     Metric("sie_padding_tokens", "counter", "Padding positions that were computed", ("model",), 24, series_per_name=1),
-    # the device
+    # Device of the worker
     Metric(
         "sie_device_seconds",
         "counter",
@@ -343,14 +348,34 @@ _WORKER = (
         24,
         series_per_name=1,
     ),
-    Metric("sie_device_lanes", "gauge", "Batches that the device runs at once, 0 without an adapter"),
+    Metric(
+        "sie_device_lanes",
+        "gauge",
+        "Batches that the device runs at once, 0 without an adapter",
+        ("device",),
+        MAX_DEVICES,
+    ),
     Metric(
         "sie_device_utilization_ratio",
         "gauge",
         "Utilisation of the device by all programs; absent where nothing measures it",
+        ("device",),
+        MAX_DEVICES,
     ),
-    Metric("sie_device_memory_used_bytes", "gauge", "Memory of the device in use, absent without an adapter"),
-    Metric("sie_device_memory_total_bytes", "gauge", "Memory of the device, absent without an adapter"),
+    Metric(
+        "sie_device_memory_used_bytes",
+        "gauge",
+        "Memory of the device in use, absent without an adapter",
+        ("device",),
+        MAX_DEVICES,
+    ),
+    Metric(
+        "sie_device_memory_total_bytes",
+        "gauge",
+        "Memory of the device, absent without an adapter",
+        ("device",),
+        MAX_DEVICES,
+    ),
     Metric(
         "sie_tower_outputs",
         "counter",
@@ -358,7 +383,13 @@ _WORKER = (
         ("result",),
         2,
     ),
-    Metric("sie_tower_output_bytes", "gauge", "Memory of what towers made of images, absent without an adapter"),
+    Metric(
+        "sie_tower_output_bytes",
+        "gauge",
+        "Memory of what towers made of images, absent without an adapter",
+        ("device",),
+        MAX_DEVICES,
+    ),
     *(
         Metric(f"sie_oom_{name}", "counter", f"Out of device memory: {text}", ("model",), 16)
         for name, text in OOM.items()

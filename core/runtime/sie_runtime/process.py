@@ -1,4 +1,4 @@
-"""The life of a process: configured logs, signals handled in one place, a graceful stop, a correct exit status.
+"""Start and end of a process: logs, signals, a graceful stop, the exit status.
 
 start ──► run(main) ──► main(stop) ... SIGTERM, SIGINT or SIGHUP sets stop ──► main drains and returns its status
                                       a second signal during the lame-duck time ends that time; later it ends the
@@ -29,18 +29,18 @@ from sie_runtime.current_trace import TRACE_ID
 
 EXIT_BAD_SETTING = 2
 GC_THRESHOLDS = (20_000, 20, 20)
-# The event loop waits up to this long for the interpreter lock, several times in a request, while a thread counts or
-# decodes a body. With Python's default of 5 ms this wait was most of the p99 of short requests beside large bodies.
+# seconds that the event loop waits for the interpreter lock, several times in a request, while a thread counts or
+# decodes a body. With Python's default of 5 ms, this wait was most of the p99 of short requests during large bodies.
 SWITCH_INTERVAL_S = 0.0005
-START_S = 30.0  # time that processes that start together may wait for each other
-QUIET_S = 10.0  # time for which such a wait is not logged, because every start has one
+START_S = 30.0  # seconds that processes that start at the same time may wait for each other
+QUIET_S = 10.0  # seconds of this wait that are not logged, because every start has such a wait
 _FIELDS = ("model", "request_id", "trace_id", "latency_ms", "worker", "key")
 _TOLD = ("model", "worker", "key", "request_id", "trace_id")
-# the worker that this task is a part of; tasks that it starts inherit it
+# id of the worker that this task is a part of; tasks that it starts inherit the value
 WORKER: ContextVar[str | None] = ContextVar("sie_worker", default=None)
 
 
-# exceptions whose messages may quote values of clients
+# exceptions whose messages may contain values of clients
 QUOTING = (
     LookupError,
     ValueError,
@@ -53,15 +53,15 @@ QUOTING = (
 
 def end_signals() -> tuple[signal.Signals, ...]:
     """Return the signals on which a process drains and ends: signals of supervisors, of Ctrl-C, and of a closed
-    terminal or session. SIGHUP is left alone if it is ignored, as under nohup.
+    terminal or session. SIGHUP is left out if it is ignored, for example under nohup.
     """
     hangup = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
     return (signal.SIGTERM, signal.SIGINT, *hangup)
 
 
 def traceback_of(error: BaseException | None) -> str:
-    """Format the places where an exception and its causes were raised, the last one first. Messages that may quote a
-    client are left out.
+    """Format the source lines where an exception and its causes were raised, the last one first. Messages that may
+    quote a client are left out.
     """
     parts: list[str] = []
     while error is not None and len(parts) < 10:
@@ -84,7 +84,7 @@ def _fields(record: logging.LogRecord) -> dict[str, Any]:
 
 
 class _Plain(logging.Formatter):
-    """Formatter of log lines for people. The fields of a request are printed after the message, if they are known."""
+    """Formatter of log lines for people. The fields of a request follow the message if the record has them."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         fields = _fields(record)
@@ -95,8 +95,8 @@ class _Plain(logging.Formatter):
 
 
 class _Json(_Plain):
-    """Formatter of log lines as JSON objects, one per line, with the documented keys and no others. Values come from
-    `extra={...}` of the logging call. `worker`: the worker of lines that name none.
+    """Formatter of log lines as JSON objects, one per line, with the documented keys and no others. Values are read
+    from `extra={...}` of the logging call. `worker`: the worker of lines without a worker.
     """
 
     def __init__(self, worker: str | None) -> None:
@@ -116,7 +116,7 @@ class _Json(_Plain):
         line["worker"] = line["worker"] or WORKER.get() or self._worker
         if record.exc_info:
             line["message"] += "\n" + self.formatException(record.exc_info)
-        # names of files may have bytes that are not valid text
+        # names of files may contain bytes that are not valid text
         line["message"] = line["message"].encode(errors="backslashreplace").decode()
         return msgspec.json.encode(line).decode()
 
@@ -130,13 +130,14 @@ def configure_logging(*, json: bool, worker: str | None = None) -> None:
     plain.converter = time.gmtime
     handler.setFormatter(_Json(worker) if json else plain)
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
-    for noisy in ("httpx", "httpcore", "httpx2", "httpcore2", "uvicorn"):  # HTTP clients log every URL, signed or not
+    # HTTP clients log every URL, also URLs with a signature
+    for noisy in ("httpx", "httpcore", "httpx2", "httpcore2", "uvicorn"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
 
 
 def own_stderr(*, json: bool, worker: str | None = None) -> None:
-    """Call `configure_logging`, and log what Python itself would print: warnings, and uncaught exceptions, whose
-    messages may quote a client.
+    """Call `configure_logging`. Also log the messages that Python itself would print: warnings, and uncaught
+    exceptions, whose messages may quote a client.
     """
     configure_logging(json=json, worker=worker)
     logging.captureWarnings(True)
@@ -152,7 +153,7 @@ def _uncaught(origin: str, kind: type[BaseException], error: BaseException | Non
 
 
 class Stop:
-    """Request that the process ends. Every long-lived task waits for it, or is cancelled by its owner."""
+    """Request to end the process. Every long-lived task waits for it, or is cancelled by its owner."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
@@ -172,8 +173,8 @@ class Stop:
         await self._event.wait()
 
     async def wait_for(self, seconds: float) -> bool:
-        """Wait at most `seconds`. Returns True if the end was requested meanwhile. Every periodic task uses it for its
-        pause.
+        """Wait at most `seconds`. Returns True if the end was requested in this time. Every periodic task uses it for
+        its pause.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
@@ -181,8 +182,8 @@ class Stop:
         return self._event.is_set()
 
     async def lame_duck(self, seconds: float) -> None:
-        """Wait between the request to end and the end: the process still serves while load balancers learn that it
-        leaves.
+        """Wait between the request to end and the end. In this time the process still serves, while load balancers
+        learn that it leaves.
         """
         self._lame = asyncio.Event()
         try:
@@ -193,7 +194,7 @@ class Stop:
             self._lame = None
 
     def cut_short(self) -> bool:
-        """End the lame-duck time. Returns False if there is none."""
+        """End the lame-duck time. Returns False if the process is not in its lame-duck time."""
         if self._lame is None:
             return False
         self._lame.set()
@@ -217,8 +218,8 @@ class Stop:
 def run(main: Callable[[Stop], Coroutine[Any, Any, int]]) -> int:
     """Run `main` on uvloop until it returns its exit status.
 
-    Objects of imported modules are exempt from garbage collection: with the default thresholds, scanning them again and
-    again takes a fifth of the processor time of a gateway (bench/results/queue.md).
+    Objects of imported modules are exempt from garbage collection: with the default thresholds, repeated scans take a
+    fifth of the processor time of a gateway (bench/results/queue.md).
     """
     import uvloop
 
@@ -246,10 +247,10 @@ def run(main: Callable[[Stop], Coroutine[Any, Any, int]]) -> int:
 
 
 class Trouble:
-    """Logs a repeated failure once, until it has passed.
+    """Logger of a repeated failure: it logs the failure once, until it has disappeared.
 
-    `grace_s`: for this time the cause may be another process that is still starting. In the first QUIET_S of this time
-    nothing is logged. After that the failure is logged at level info, and after `grace_s` as a warning.
+    `grace_s`: for this time, the cause may be another process that is still starting. In the first QUIET_S of this
+    time, no line is logged. After that the failure is logged at level info, and after `grace_s` as a warning.
     """
 
     def __init__(
@@ -264,7 +265,7 @@ class Trouble:
         self.lasting = False
 
     def met(self, error: Exception | str) -> None:
-        """Record a failure, perhaps a repeated one."""
+        """Record a failure, which may be a repetition of an earlier one."""
         if not self.lasting:
             self.lasting, self._is_told, self._is_warned, self._since_s = True, False, False, self._clock()
         lasts_s = self._clock() - self._since_s
@@ -281,10 +282,11 @@ class Trouble:
 
 
 class Tasks:
-    """The long-lived tasks of a component. If a task ends with an exception, this is logged, `failed` becomes true, and
+    """Long-lived tasks of a component. If a task ends with an exception, this is logged, `failed` becomes true, and
     `on_failure` is called, which ends the component.
 
-    There is no fire-and-forget: if a background task died silently, the component would look alive and do nothing.
+    Every background task must be in such a group: if a task died silently, the component would look alive and do no
+    work.
     """
 
     def __init__(self, logger: logging.Logger, on_failure: Callable[[], None]) -> None:
@@ -311,7 +313,7 @@ class Tasks:
         return len(self._tasks)
 
     async def settle(self, timeout_s: float) -> bool:
-        """Wait for all tasks to end by themselves. Returns False if some still run at the time-out."""
+        """Wait for all tasks to end without cancelling them. Returns False if some still run at the time-out."""
         if not self._tasks:
             return True
         _, pending = await asyncio.wait(self._tasks, timeout=timeout_s)
@@ -332,11 +334,11 @@ async def retry(
     logger: logging.Logger,
     task: str,
 ) -> Any:
-    """Repeat `attempt` until it succeeds, and return its result; None if the process is to stop. Pauses double from 0.1
-    s to 5 s.
+    """Repeat `attempt` until it succeeds, and return its result. Return None if the process must stop. Pauses double
+    from 0.1 s to 5 s.
 
-    A failure that lasts QUIET_S is logged once at level info, because processes that start together wait for each
-    other. A failure that lasts START_S is logged once as a warning.
+    A failure that lasts QUIET_S is logged once at level info, because processes that start at the same time wait for
+    each other. A failure that lasts START_S is logged once as a warning.
     """
     delay_s, trouble = 0.1, Trouble(logger, task, START_S)
     while not stop.requested:

@@ -1,6 +1,6 @@
 """Spans, with the OpenTelemetry SDK. This module is imported only if tracing is on.
 
-    Span.end ──► queue of 2,048, the oldest are dropped first ──► a thread of its own ──► collector, console or nowhere
+    Span.end ──► queue of 2,048, the oldest are dropped first ──► a separate thread ──► collector, console or nowhere
 
 Only `Tracer.close` waits for a collector, for at most FLUSH_S. The SDK reads further variables itself: OTEL_BSP_*,
 OTEL_EXPORTER_OTLP_HEADERS, _CERTIFICATE, _COMPRESSION and _TIMEOUT, OTEL_RESOURCE_ATTRIBUTES, the limits of spans.
@@ -31,8 +31,8 @@ from sie_contracts.wire.trace_context import NONE, Context
 from sie_runtime.current_trace import STAGE
 from sie_runtime.process import Trouble
 
-GIVE_UP_S = 0.5  # seconds to wait for an exporter that was told to stop
-FLUSH_S = 1.0  # seconds to export the last spans; `sie serve` gives a worker 3 s to end
+GIVE_UP_S = 0.5  # seconds to wait for an exporter that must stop
+FLUSH_S = 1.0  # seconds to export the last spans; `sie serve` waits 3 s for the end of a worker
 Value = str | int | float | bool
 Kind = Literal["server", "consumer", "internal"]
 
@@ -69,7 +69,7 @@ class Span:
 
     @property
     def trace_id(self) -> str | None:
-        """Trace id in 32 hex digits; None for a span that is not sampled, because no collector has its trace."""
+        """Trace id in 32 hex digits. None for a span that is not sampled, because no collector has its trace."""
         return trace.format_trace_id(self._span.get_span_context().trace_id) if self.is_recording else None
 
     def set(self, attributes: Mapping[str, Value]) -> None:
@@ -102,7 +102,7 @@ class Span:
         return end_ns
 
     def lead_to(self, span: Span) -> None:
-        """Add a link to another span: this span ran work of that span."""
+        """Add a link to another span. This span ran work of the other span."""
         self._span.add_link(span._span.get_span_context())
 
     def end(self, end_ns: int | None = None) -> None:
@@ -127,7 +127,7 @@ class Tracer:
                 "service.instance.id": f"{component}-{instance or socket.gethostname()}-{os.getpid()}",
             }
         )
-        # `close` ends it: at the interpreter's exit it would wait for a dead collector
+        # `close` ends the provider: at the interpreter's exit, it would wait for a dead collector
         self._provider = TracerProvider(_sampler(settings), resource, shutdown_on_exit=False)
         self.propagates = settings.propagates
         self._exporters = [_exporter(name, settings) for name in settings.exporters]
@@ -159,8 +159,8 @@ class Tracer:
         flushing.join(FLUSH_S)
         if flushing.is_alive():
             for exporter in self._exporters:
-                exporter.shutdown()  # stop its wait for the next attempt
-            _logger.warning("the last spans were not taken within %g s and are dropped", FLUSH_S)
+                exporter.shutdown()  # end the exporter's wait for its next attempt
+            _logger.warning("the last spans were not exported within %g s and are dropped", FLUSH_S)
             flushing.join(GIVE_UP_S)
 
 
@@ -181,7 +181,7 @@ def _exporter(name: str, settings: Tracing) -> SpanExporter:
 
 
 class _LastLog(logging.Filter):
-    """Keeps the last log message instead of writing it."""
+    """Log handler that stores the last message instead of writing it."""
 
     last = ""
 
@@ -194,8 +194,8 @@ _last_log = _LastLog()
 
 
 class _SpanCollector(SpanExporter):
-    """A collector over gRPC or HTTP. If it cannot be reached, this is logged once until it has passed; the SDK would
-    log each attempt.
+    """A collector over gRPC or HTTP. If the collector cannot be reached, this is logged once until the collector is
+    reached again; the SDK would log each attempt.
     """
 
     def __init__(self, endpoint: str, protocol: str) -> None:

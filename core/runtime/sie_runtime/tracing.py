@@ -35,7 +35,7 @@ def start(settings: Tracing, component: str, instance: str = "") -> Tracer | Non
     """Start the tracer of a component; None if tracing is off. Call it after any fork.
 
     `instance` distinguishes components of one kind; by default it is the name of the host. Raises SettingError if
-    OpenTelemetry is not installed. If the SDK refuses one of its variables, tracing stays off, with a warning.
+    OpenTelemetry is not installed. If the SDK refuses one of its variables, tracing stays off and a warning is logged.
     """
     if not settings.enabled:
         return None
@@ -54,9 +54,9 @@ def start(settings: Tracing, component: str, instance: str = "") -> Tracer | Non
 
 
 def _unset_what_means_nothing() -> None:
-    """Remove variables from the environment of this process that only state the default and that the SDK for Python
-    refuses. Source: the specification of the variables, in which an empty value counts as unset, and `none` is a
-    compression.
+    """Remove variables from the environment of this process that have only the default value and that the SDK for
+    Python refuses. Source: the specification of the variables. It defines that an empty value counts as unset, and that
+    `none` is a compression.
     """
     for name in [name for name in os.environ if name.startswith("OTEL_")]:
         value = os.environ[name].strip().lower()
@@ -70,8 +70,8 @@ def begin_request(
     """Read the trace context of the client, and begin a span below it. `headers`: by lower-case name. `received_s`: by
     perf_counter.
 
-    Return the context for work of this request, and the span, which `end_request` ends. Without a tracer the context is
-    the client's own.
+    Return the context for work of this request, and the span, which `end_request` ends. Without a tracer, the context
+    is the client's own.
     """
     context, span = NONE, None
     if "traceparent" in headers and (tracer is None or tracer.propagates):
@@ -87,8 +87,8 @@ def begin_request(
 
 
 def end_request(span: Span, operation: str, status: int, code: str = "") -> None:
-    """End the span after the response was sent. `code`: the error, if any. `operation` and `code` must not come from a
-    client.
+    """End the span after the response was sent. `code`: code of the error, if the request failed. `operation` and
+    `code` must not be texts of a client.
     """
     span.rename(f"{span.name} {operation}")
     span.set({"http.response.status_code": status})

@@ -1,10 +1,9 @@
-"""Cluster cache: the bucket of snapshots that all nodes share (SIE_CLUSTER_CACHE), with methods that block.
+"""Cluster cache: one bucket of snapshots for all nodes (SIE_CLUSTER_CACHE). The methods block.
 
     fetch: manifest ──► its files, in parts, by download.py ──► digests
     push:  files that the bucket lacks ──► manifest ──► all files listed again
 
-A store writes an object as a whole or not at all, and all pushers write the same bytes for one commit, so they need no
-lock.
+A store never writes a part of an object, and all pushers write the same bytes for one commit, so they need no lock.
 """
 
 from __future__ import annotations
@@ -75,17 +74,17 @@ class ClusterCache:
         return msgspec.structs.replace(manifest, origin="cluster")
 
     def push(self, folder: Path, manifest: Manifest, progress: FetchProgress, *, force: bool = False) -> Pushed:
-        """Write the files of `manifest`, which are in `folder`, then the manifest. Files that the bucket has already
+        """Write the files of `manifest`, which are in `folder`, then the manifest. Files that are already in the bucket
         are skipped, unless `force`.
 
-        Files of the snapshot that only the bucket has stay there. Raises PushRefused, FetchFailed, ManifestError,
+        Files of the snapshot that are only in the bucket stay there. Raises PushRefused, FetchFailed, ManifestError,
         OSError.
         """
         encode(manifest)
         return self._run(Push(self._bucket, folder, manifest, progress).all(force=force))
 
     def listed(self) -> list[CommitState]:
-        """Return all snapshots, also incomplete ones, sorted by name. Raises FetchFailed."""
+        """Return all snapshots, complete or not, sorted by name. Raises FetchFailed."""
         return self._run(self._bucket.listed())
 
     def stored(self, repository: str, revision: str) -> CommitState:
@@ -110,8 +109,8 @@ class ClusterCache:
         return self._run(self._bucket.removed(repository, revision))
 
     def _run(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Run `work` in a new event loop and return its result. A StoreError becomes FetchFailed, whose message says
-        what to do.
+        """Run `work` in a new event loop and return its result. A StoreError becomes a FetchFailed whose message has a
+        remedy.
         """
         try:
             return asyncio.run(work)

@@ -1,15 +1,15 @@
-"""Files that are complete or absent, also after a loss of power."""
+"""Files that are complete or absent, even after a loss of power."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-PART = ".part"  # suffix of a file that is not complete
+PART = ".part"  # suffix of an incomplete file
 
 
 def write(path: Path, data: bytes) -> None:
-    """Replace `path` by a file with `data`. Raises OSError."""
+    """Write `data` to a file at `path`, which replaces an existing file. Raises OSError."""
     growing = path.with_name(path.name + PART)
     with growing.open("wb") as file:
         file.write(data)

@@ -1,9 +1,9 @@
-"""Contradictions between an entry and the files of its model: the same check for the write of an entry and for its
-load.
+"""Contradictions between an entry and the files of its model. The check is the same for the write of an entry and for
+its load.
 
     folder + entry ──fault──► None, or the field with its fault and the fix
 
-Only small JSON files are read, no weights. Faults that these files do not show are left to the load.
+Only small JSON files are read, no weights. Other faults are found only by the load.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ POOLING_NAMES = {
     "pooling_mode_lasttoken": "lasttoken",
 }
 # names of entries for poolings that have another name in sentence-transformers
-ENTRY_NAMES: Mapping[str, Pooling] = {"lasttoken": "last", "weightedmean": "weighted"}
+ENTRY_NAMES: Mapping[str, Pooling] = {"lasttoken": "last", "weightedmean": "weighted", "mean_sqrt_len_tokens": "sqrt"}
 # model types whose positions are numbered from the pad id on
 _NUMBERED_FROM_PAD = frozenset(
     {
@@ -49,8 +49,8 @@ _ACCEPT = "load.accept_unproven: true has the entry serve it without proof of it
 
 @dataclass(frozen=True)
 class Fault:
-    """A contradiction. `loc`: the path of the field in the entry, as `$.run.pooling`. `message` names the field too,
-    and the fix if there is one.
+    """A contradiction. `loc`: the path of the field in the entry, such as `$.run.pooling`. `message` names the field
+    too, and the fix if there is one.
     """
 
     loc: str
@@ -59,20 +59,22 @@ class Fault:
 
 def fault(folder: Path, entry: ModelEntry, load: LoadOptions) -> Fault | None:
     """Return the fault for which a load of `entry` from `folder` with these options would be refused; None if the files
-    show no fault. Raises ModelLoadFailed for a file that cannot be read.
+    have no such fault. Raises ModelLoadFailed for a file that cannot be read.
 
-    Pooling and prompts change the vectors of a model, so with `load.accept_unproven` those of the entry count, not
-    those of the files. No option changes the number of positions: a model cannot read a longer text.
+    Pooling and prompts change the vectors of a model. With `load.accept_unproven`, the values of the entry are used,
+    and the values of the files are ignored. No option changes the number of positions: a model cannot read a longer
+    text.
     """
     overridden = None if load.accept_unproven else _prompt_fault(folder, entry) or _pooling_fault(folder, entry)
     return overridden or _length_fault(folder, entry)
 
 
 def _prompt_fault(folder: Path, entry: ModelEntry) -> Fault | None:
-    """Return the fault of the entry's prompts, or None. An entry may add prompts to those of the files, but may not
+    """Return the fault of the entry's prompts, or None. An entry may add prompts to the ones in the files, but may not
     change them.
     """
-    is_encoder = families.row(entry.family).gives_vectors  # in other families a request names a prompt
+    # in families that are not encoders, a request selects a prompt
+    is_encoder = families.row(entry.family).gives_vectors
     model = read_json(folder / MODEL_FILE) if is_encoder else {}
     stored = model.get("prompts") or {}
     sides = (("query", "query", "query_template"), ("document", "document", "doc_template"))
@@ -98,7 +100,7 @@ def _pooling_fault(folder: Path, entry: ModelEntry) -> Fault | None:
 
 def _length_fault(folder: Path, entry: ModelEntry) -> Fault | None:
     if entry.family not in FAMILIES or FAMILIES[entry.family].implementation != TEXT_ENCODER:
-        return None  # other families cut texts themselves
+        return None  # families of other implementations truncate texts themselves
     limit = positions(read_json(transformer_folder(folder) / "config.json"))
     if not limit or entry.max_tokens <= limit:
         return None
@@ -106,8 +108,8 @@ def _length_fault(folder: Path, entry: ModelEntry) -> Fault | None:
 
 
 def positions(config: Mapping[str, Any]) -> int:
-    """Return the number of tokens of the longest text, special tokens included, by config.json of a transformer; 0 if
-    the file does not say it.
+    """Return the number of tokens of the longest text, special tokens included, from the config.json of a transformer;
+    0 if the file does not have it.
     """
     limit = config.get("max_position_embeddings")
     if not isinstance(limit, int):
@@ -119,14 +121,14 @@ def positions(config: Mapping[str, Any]) -> int:
 
 
 def transformer_folder(folder: Path) -> Path:
-    """Return the folder of the first module in modules.json; `folder` itself if there is no such file."""
+    """Return the folder of the first module in modules.json; `folder` itself if this file does not exist."""
     modules = read_value(folder / "modules.json")
     return folder / modules[0]["path"] if modules else folder
 
 
 def stored_pooling(folder: Path) -> str:
-    """Return the pooling of the folder's Pooling module; empty without such a module. It has the name that entries use,
-    or the name in the module's file if entries have no such pooling.
+    """Return the pooling of the folder's Pooling module; empty if the folder has none. The result is the name that
+    entries use, or the name in the module's file if entries have no such pooling.
     """
     for module in read_value(folder / "modules.json") or []:
         if module["type"].rpartition(".")[2] == "Pooling":
@@ -135,7 +137,6 @@ def stored_pooling(folder: Path) -> str:
 
 
 def pooling_name(config: Mapping[str, Any]) -> str:
-    """Return the pooling that the config.json of a Pooling module names; several poolings are joined by `+`."""
+    """Return the pooling in the config.json of a Pooling module; several poolings are joined by `+`."""
     modes = config.get("pooling_mode") or [mode for key, mode in POOLING_NAMES.items() if config.get(key)] or ["mean"]
-    pooling = "+".join([modes] if isinstance(modes, str) else modes)
-    return ENTRY_NAMES.get(pooling, pooling)
+    return "+".join(ENTRY_NAMES.get(mode, mode) for mode in ([modes] if isinstance(modes, str) else modes))

@@ -1,9 +1,9 @@
-"""Files in the payload store: written and read in pieces, so that a file of any size takes little memory.
+"""Files in the payload store. They are written and read in pieces, so that a file of any size needs little memory.
 
-    pieces ──put──► object files/{id} ──open, range──► bytes        remove ──► no object, and nothing of a killed writer
+    pieces ──put──► object files/{id} ──open, range──► bytes        remove ──► object deleted
 
-An object is complete or absent: a store shows it when its writer has finished. Other objects of the store are never
-touched. `PayloadStore.sweep` never touches these objects, because their keys are not digests.
+An object is complete or absent: it appears in the store when its writer has finished. Other objects of the store are
+never touched. `PayloadStore.sweep` never touches these objects, because their keys are not digests.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 FOLDER = "files"
 PART_BYTES = 8 << 20  # bytes of one part of an upload to a bucket: 10,000 parts of this size are 80 GB
 PARTS_AT_ONCE = 2
-PIECE_BYTES = 1 << 20  # bytes that are read at once
+PIECE_BYTES = 1 << 20  # bytes that are read in one step
 CALL_S = 30.0  # time limit for an answer of the store, except for uploads
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
@@ -36,12 +36,13 @@ class FileObjects:
 
     async def put(self, file: str, pieces: AsyncIterator[bytes], timeout_s: float) -> None:
         """Write an object and replace an existing one. Raises the exceptions of `pieces`, and StoreFull. After an
-        exception, and if this call is cancelled, there is no new object.
+        exception or a cancellation, no new object exists.
         """
         import obstore
 
         async def checked() -> AsyncIterator[bytes]:
-            left = PARTS_AT_ONCE * PART_BYTES  # bytes still to claim: an upload has at most this many in memory
+            # bytes that are not claimed yet: an upload has at most this number in memory
+            left = PARTS_AT_ONCE * PART_BYTES
             with object_stores.room(self._store, reserves=object_stores.FILES) as claim:
                 async for piece in pieces:
                     claim(min(len(piece), left))
@@ -61,7 +62,7 @@ class FileObjects:
         return _pieces(aiter(answer.stream(PIECE_BYTES)))
 
     async def range(self, file: str, start: int, end: int) -> bytes:
-        """Read the bytes from `start` to before `end` of an object, which must have at least `end` bytes."""
+        """Read the bytes from `start` to before `end` of an object. The object must have at least `end` bytes."""
         import obstore
 
         key = _key(file)

@@ -1,5 +1,5 @@
-"""Files of a model folder, which a stranger may have written. An exception of a library becomes one line that names the
-file. Configurations must have the form and the size that models have.
+"""Files of a model folder, which may be untrusted. An exception of a library becomes one line that names the file.
+Configurations must have the form and the size of real models.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from msgspec import Meta
 from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.models.load_errors import load_failed
 
-MAX_TEXT = 300  # characters of a library's message that are kept
-MAX_COUNT = 1_000  # layers, experts or blocks: more are refused, because each of them would be created
-MAX_SIZE = 1 << 24  # rows or columns of a table: more are refused
+MAX_TEXT = 300  # characters of a library's message that are kept in an error
+MAX_COUNT = 1_000  # layers, experts or blocks: a higher number is refused, because each of them would be created
+MAX_SIZE = 1 << 24  # rows or columns of a table: a higher number is refused
 _COUNTS, _SIZES = ("_layers", "_layer", "_experts", "_blocks"), ("_size", "_dim", "_embeddings", "_heads", "_labels")
 
 TRANSFORMER_FILES = tuple(
@@ -80,8 +80,8 @@ _FORMS: dict[str, Any] = {
 
 @contextmanager
 def reading(file: Path) -> Iterator[None]:
-    """Turn every exception over `file` into ModelLoadFailed INCOMPATIBLE, which names the file: libraries raise any
-    exception over files of strangers.
+    """Convert every exception during work on `file` into ModelLoadFailed INCOMPATIBLE, which names the file: libraries
+    raise any exception for untrusted files.
     """
     try:
         yield
@@ -102,7 +102,9 @@ def line_of(error: Exception) -> str:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Read a JSON object from a file; empty if there is no such file. Raises ModelLoadFailed INCOMPATIBLE."""
+    """Read a JSON object from a file; return an empty map if the file does not exist. Raises ModelLoadFailed
+    INCOMPATIBLE.
+    """
     value = read_value(file)
     if value is None:
         return {}
@@ -112,8 +114,8 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def read_value(file: Path) -> Any:
-    """Read the value of a JSON file and check it against the form for the file's name; None if there is no such file.
-    Raises ModelLoadFailed INCOMPATIBLE.
+    """Read the value of a JSON file and check it against the form for the file's name; return None if the file does not
+    exist. Raises ModelLoadFailed INCOMPATIBLE.
     """
     if not file.is_symlink() and not file.exists():
         return None
@@ -137,8 +139,8 @@ def read_value(file: Path) -> Any:
 
 
 def _check_sizes(value: Any, path: str = "$") -> None:
-    """Raise ValueError for a number of layers or a size of a table that no model has. A model of this size would be
-    created before it is compared with the weights.
+    """Raise ValueError for a number of layers or a size of a table that no real model has. A model of this size would
+    be created before it is compared with the weights.
     """
     if not isinstance(value, dict):
         return

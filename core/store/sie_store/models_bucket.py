@@ -1,7 +1,8 @@
-"""SIE_MODELS_DIR in a bucket: the objects below s3://bucket/prefix or gs://bucket/prefix are read like a models folder.
+"""SIE_MODELS_DIR in a bucket: the objects below s3://bucket/prefix or gs://bucket/prefix are read like the files of a
+models folder.
 
-list ──► name, time, size and tag of every object that is a file of models ──► bodies of those that changed, some
-at a time
+list ──► name, time, size and tag of every object that is a file of models ──► bodies of the changed files, some at a
+time
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class BucketFolder:
 
     def list_files(self) -> dict[str, tuple[int, int, int]]:
         """List the files of models by their paths below the prefix, each as (time of the last change in ns, size in
-        bytes, hash of the tag). Raises SettingError if there is none.
+        bytes, hash of the tag). Raises SettingError if the bucket has no such file.
         """
         files = self._run(self._patience.call(self._listed))
         if not files:
@@ -44,7 +45,8 @@ class BucketFolder:
         return files
 
     def read(self, paths: Collection[str], max_bytes: int) -> dict[str, bytes]:
-        """Read the first `max_bytes` of each of these files, by path. A file that was removed meanwhile is left out."""
+        """Read the first `max_bytes` of each of these files, by path. A file that was removed in the meantime is left
+        out."""
         return self._run(self._bodies(paths, max_bytes))
 
     async def _listed(self) -> dict[str, tuple[int, int, int]]:

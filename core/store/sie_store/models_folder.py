@@ -23,8 +23,8 @@ _logger = logging.getLogger("sie.trust")
 
 
 def worker_trust(allowed: Allowed) -> Trust:
-    """Build the trust of a worker from its settings, the entries of its package and those of SIE_MODELS_DIR, which is
-    read at each check.
+    """Build the trust of a worker from three sources: its settings, the entries of its package, and the entries of
+    SIE_MODELS_DIR. SIE_MODELS_DIR is read at each check.
     """
     bundles = read_bundles(packaged_folder() / "bundles").values()
     return Trust(allowed, bundles, lambda: [*_packaged(), *own_entries(allowed)])
@@ -36,8 +36,8 @@ def _packaged() -> tuple[ModelEntry, ...]:
 
 
 def examined(allowed: Allowed) -> str:
-    """Return a warning about the models folder; empty if only the operator can write there, or if SIE_MODEL_PATHS names
-    the folder.
+    """Return a warning about the models folder. The text is empty if only the operator can write there, or if
+    SIE_MODEL_PATHS names the folder.
 
     Raises SettingError for a folder in which every user may write, and for a ./models that no setting names and that
     belongs to another user.
@@ -60,7 +60,7 @@ def examined(allowed: Allowed) -> str:
 
 
 def place_of(allowed: Allowed) -> str:
-    """Return the models folder as an absolute path, whether it exists or not, or the URL of its bucket."""
+    """Return the models folder as an absolute path, even if it does not exist, or the URL of its bucket."""
     return allowed.models if is_bucket(allowed.models) else str(Path(allowed.models).expanduser().absolute())
 
 
@@ -71,12 +71,12 @@ def in_use(allowed: Allowed) -> str:
 
 
 def own_entries(allowed: Allowed) -> Iterator[ModelEntry]:
-    """Yield the models of the folder that can be read; none if `examined` refuses the folder."""
+    """Yield the readable models of the folder; yield none if `examined` refuses the folder."""
     for path, body in _bodies(allowed).items():
         try:
             document = parse_document(_decoded(body))
         except (SIEError, ValueError) as error:
-            _logger.warning("%s cannot be read, so it permits nothing: %s", path, error)
+            _logger.warning("%s cannot be read, so its entries have no permissions: %s", path, error)
             continue
         if isinstance(document, ModelEntry):
             yield document
@@ -107,7 +107,7 @@ def _bodies(allowed: Allowed) -> Mapping[str, bytes]:
         examined(allowed)
         return {str(file.relative_to(root)): file.read_bytes() for file in _files(root)}
     except (SettingError, OSError) as error:
-        _logger.warning("the models folder cannot be read, so it permits nothing: %s", error)
+        _logger.warning("the models folder cannot be read, so its entries have no permissions: %s", error)
         return {}
 
 

@@ -1,15 +1,15 @@
-"""Object stores by URL: opened in one way, each call bounded in time, and their errors as one set of classes.
+"""Object stores by URL. Each call has a time limit, and the errors of all stores have the same classes.
 
 s3://bucket/prefix, gs://bucket/prefix, file:///path or a path ──opened──► ObjectStore ──within──► answer or error
-                                                                    └── RetryPolicy.repeated: again, if that may help
+                                                                    └── RetryPolicy.repeated: another attempt
 
-StoreError             no answer in time, or a failure that may pass
+StoreError             no answer in time, or a failure that may disappear
 ├── ObjectMissing      no such object
 ├── BucketMissing      no such bucket
-├── AccessRefused      credentials are missing, wrong, expired or not allowed to do this
+├── AccessRefused      credentials are missing, wrong, expired or without the permission
 ├── RangeMissing       the object is shorter than the requested range
-├── WrittenMeanwhile   somebody else wrote the object since it was read
-└── StoreFull          there is no room for the object
+├── WrittenMeanwhile   another writer wrote the object after it was read
+└── StoreFull          the store has no room for the object
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ _T = TypeVar("_T")
 _logger = logging.getLogger("sie.store")
 
 MAX_PAUSE_S = 30.0
-RESERVE_SHARE, MAX_RESERVE_BYTES = 0.1, 256 << 20  # share of a disk that is kept free, and its maximum
-PAYLOADS, FILES = 1, 2  # numbers of reserves that payloads and files leave free
+# share of a disk that is kept free, and the largest number of bytes of this share
+RESERVE_SHARE, MAX_RESERVE_BYTES = 0.1, 256 << 20
+PAYLOADS, FILES = 1, 2  # number of reserves that a write must leave free: of payloads, and of files
 EXIT_PAUSE_S = 0.1
 _claimed: Counter[int] = Counter()  # bytes by file system that writers of this process have claimed
 _STATUS = re.compile(r"status code: (\d{3})")
@@ -65,7 +66,7 @@ _REFUSED = frozenset(
         "TokenRefreshRequired",
     }
 )
-# hosts that are asked for credentials if no setting names any
+# hosts from which credentials are requested if no setting names any
 _INSTANCE = (
     "169.254.169.254",
     "169.254.170.2",
@@ -75,7 +76,7 @@ _INSTANCE = (
 
 class StoreError(Exception):
     """Error of a store that refused a call or did not answer in time. Another attempt may help, unless the error is of
-    a subclass. `after_s`: seconds that the store asked to wait before another attempt.
+    a subclass. `after_s`: seconds to wait before another attempt, as requested by the store.
     """
 
     def __init__(self, message: str, after_s: float = 0.0) -> None:
@@ -100,7 +101,7 @@ class RangeMissing(StoreError):
 
 
 class WrittenMeanwhile(StoreError):
-    """Error for an object that another writer has written since it was read."""
+    """Raised if another writer has changed the object since it was read."""
 
 
 class StoreFull(StoreError):
@@ -108,11 +109,12 @@ class StoreFull(StoreError):
 
 
 def opened(url: str, setting: str) -> ObjectStore:
-    """Open the store at `url`; its keys are below the path of the URL. Raises SettingError, which names `setting`.
+    """Open the store at `url`. Keys of the store are relative to the path of the URL. Raises SettingError, which names
+    `setting`.
 
-    A folder is created if it does not exist, with permissions for its owner alone. Buckets are not checked: they may be
-    created later. Credentials and endpoint come from the usual AWS_ and GOOGLE_ variables, from files that these name,
-    or from the machine.
+    A folder is created if it does not exist, with permissions only for its owner. Buckets are not checked: they may be
+    created later. Credentials and endpoint come from the usual AWS_ and GOOGLE_ variables, from files in these
+    variables, or from the machine.
     """
     from obstore.exceptions import BaseError
     from obstore.store import GCSStore, LocalStore, S3Store
@@ -147,8 +149,8 @@ def room(store: ObjectStore, *, reserves: int) -> Iterator[Callable[[int], None]
     function does nothing, because a bucket has its own quotas.
 
     The queue may use the same disk, and accepts no work when the disk is full. So payloads leave one reserve free for
-    the queue. Files and outputs of jobs, for which no client waits, leave another reserve free for payloads. The claims
-    of other writers of this process count until these writers end: their bytes may not be on the disk yet.
+    the queue. No client waits for files and outputs of jobs, so these leave another reserve free for payloads. The
+    claims of other writers of this process count until these writers end: their bytes may not be on the disk yet.
 
     The function raises StoreFull if fewer than `reserves` reserves would stay free.
     """
@@ -197,7 +199,7 @@ async def within(timeout_s: float, work: Awaitable[_T]) -> _T:
 
 async def first_bytes(store: ObjectStore, key: str, most: int) -> tuple[GetResult, bytes]:
     """Read the first bytes of an object, at most `most`. Returns the answer of the store, which has the metadata, and
-    the bytes. The rest is not read, whatever length the store states.
+    the bytes. Later bytes are not read, whatever length the store states.
     """
     import obstore
 
@@ -212,8 +214,9 @@ async def first_bytes(store: ObjectStore, key: str, most: int) -> tuple[GetResul
 @dataclass(frozen=True)
 class RetryPolicy:
     """Time limits and attempts for calls of a store. `stall_s`: time limit of one attempt. `tries`: number of attempts.
-    The pause before the second attempt is `pause_s`, and each later pause is twice as long. If the store asks for a
-    longer pause, that is used. The maximum is MAX_PAUSE_S. Pauses vary at random, because many nodes may retry at once.
+    The pause before the second attempt is `pause_s`, and each later pause is twice as long. If the store requests a
+    longer pause, the longer one is used. The maximum is MAX_PAUSE_S. Pauses vary at random, because many nodes may
+    retry at once.
     """
 
     stall_s: float = 30.0
@@ -221,14 +224,14 @@ class RetryPolicy:
     pause_s: float = 0.5
 
     async def call(self, call: Callable[[], Awaitable[_T]], timeout_s: float | None = None) -> _T:
-        """Return the result of `call`, which is repeated if that may help. Each attempt may take `timeout_s`, by
-        default `stall_s`. Raises StoreError.
+        """Return the result of `call`. The call is repeated if another attempt may help. Each attempt may take
+        `timeout_s`, by default `stall_s`. Raises StoreError.
         """
         return await self.repeated(lambda: within(timeout_s or self.stall_s, call()))
 
     async def repeated(self, call: Callable[[], Awaitable[_T]]) -> _T:
-        """Return the result of `call`, which limits its own time and raises StoreError. It is repeated if that may
-        help.
+        """Return the result of `call`, which limits its own time and raises StoreError. The call is repeated if another
+        attempt may help.
         """
         tries = 0
         while True:
@@ -239,19 +242,19 @@ class RetryPolicy:
                 await self.pause(error, tries, "a store")
 
     async def pause(self, error: StoreError, tries: int, label: str, at: int | None = None) -> None:
-        """Wait before the next attempt, which asks for `label` from byte `at` on. Raises `error` after the last
+        """Wait before the next attempt, which requests `label` from byte `at` on. Raises `error` after the last
         attempt, or if another attempt cannot help.
         """
         if type(error) is not StoreError or tries >= self.tries:
             raise error
-        _logger.info("%s is asked for again%s: %s", label, "" if at is None else f" from byte {at}", error)
+        _logger.info("%s is requested again%s: %s", label, "" if at is None else f" from byte {at}", error)
         pause_s = min(MAX_PAUSE_S, max(error.after_s, self.pause_s * 2.0 ** (tries - 1)))
         await asyncio.sleep(pause_s * random.uniform(0.75, 1.25))  # noqa: S311
 
 
 def failure(error: Exception) -> StoreError:
-    """Return the StoreError for an exception of obstore. Its message never contains a credential: it has the status and
-    code of the store's own answer.
+    """Return the StoreError for an exception of obstore. The message has the status and code of the store's answer, and
+    never a credential.
     """
     from obstore.exceptions import (
         AlreadyExistsError,
@@ -265,7 +268,7 @@ def failure(error: Exception) -> StoreError:
     status, code = _first_group(_STATUS, text), _first_group(_CODE, text)
     answer = " ".join(part for part in (status and f"status {status}", code) if part)
     if any(f"http://{host}" in text for host in _INSTANCE):
-        return AccessRefused("there are no credentials, and this machine gives none")
+        return AccessRefused("no credentials are set, and this machine has none")
     if code == "NoSuchBucket":
         return BucketMissing("there is no such bucket")
     if isinstance(error, NotFoundError | FileNotFoundError):

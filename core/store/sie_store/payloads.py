@@ -1,4 +1,4 @@
-"""Payloads: inputs that are too large for a message of the queue, in a store that gateways and workers share.
+"""Payloads: inputs that are too large for a message of the queue, in a store of all gateways and workers.
 
     gateway: encoded Payload ──put──► key ──► WorkItem.payload ──► sidecar: get ──► digest checked ──► inputs
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 TRANSFERS_AT_ONCE = 8
 LISTED_AT_ONCE = 1000
-MAX_REMOVALS = 10_000  # payloads after whose removal a sweep ends
+MAX_REMOVALS = 10_000  # number of removed payloads after which a sweep ends
 _KEY = re.compile(r"([0-9a-f]{64})\.[0-9]+")
 _T = TypeVar("_T")
 
@@ -41,7 +41,7 @@ class PayloadStore:
         self._turns = asyncio.Semaphore(TRANSFERS_AT_ONCE)
 
     async def put(self, data: bytes, *, period: int, timeout_s: float) -> str:
-        """Store `data`; if the store has it already, its age starts again. Returns its key."""
+        """Store `data`, and return its key. If the store already has the object, its age is reset to zero."""
         import obstore
 
         async def stored() -> str:
@@ -69,7 +69,7 @@ class PayloadStore:
         return await _within(timeout_s, looked_up())
 
     async def get(self, key: str, timeout_s: float) -> bytes:
-        """Read an object and check its bytes against its key. Raises PayloadMissing, StoreError."""
+        """Read an object and compare the digest of its bytes with its key. Raises PayloadMissing, StoreError."""
         import obstore
 
         digest = _digest_of(key)

@@ -8,8 +8,8 @@ share the queue by their windows (`window`).
 
 Every permit is given back once: when the result of its chunk arrives, or when its request ends.
 
-`Peers` are the gateways of this installation, known by their announcements: their number, by which they share windows,
-and the work that they put into the queue.
+`Peers` are the gateways of this installation, found by their announcements. Gateways divide the windows by their
+number, and add the work that the others put into the queue.
 
     each second, every gateway ──► sie.gateway.{id} ──► every gateway, the sender included
                                        └── while it has work in the queue and is not alone: five times a second, with
@@ -51,11 +51,11 @@ from sie_runtime.process import Stop
 EVERY_S = 1.0
 BUSY_S = 0.2  # seconds between announcements while this gateway has work in the queue
 SILENT_S = 5.0
-HALF_LIFE_S = 60.0  # half-life of the messages that the mean cost is computed from
+HALF_LIFE_S = 60.0  # seconds after which a message has half its weight in the mean cost
 RATE_S = 10.0  # time constant of the rate in tokens per second
 QPS_S = 10.0  # seconds over which answers are counted
 MAX_BEATS = round(QPS_S / BUSY_S)
-_MIN_MESSAGES = 0.01  # a lane with fewer is forgotten: some ten half-lives after its traffic ended
+_MIN_MESSAGES = 0.01  # a lane with fewer messages is dropped, about ten half-lives after its traffic ended
 _peers_logger = logging.getLogger("sie.gateway.peers")
 
 
@@ -91,9 +91,9 @@ class _LaneFlow:
 
 
 class Peers:
-    """Gateways of this installation, this one included. Three functions give the figures of this one's announcements:
-    `waiting` the tokens that wait in it by lane and priority, `epoch` the epoch of its catalogue, `queued` its work in
-    the queue.
+    """Gateways of this installation, this one included. Three functions return the figures that this gateway announces.
+    `waiting`: the tokens that wait in it, by lane and priority. `epoch`: the epoch of its catalogue. `queued`: its work
+    in the queue.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Peers:
         self._heard: dict[str, tuple[float, GatewayBeat]] = {}
         self._aged_s = clock()
         self._answered = 0
-        # number of answers, and the seconds in which they were sent
+        # number of sent answers, and the seconds in which they were sent
         self._answers: deque[tuple[int, float]] = deque(maxlen=MAX_BEATS)
         self.listeners: list[Callable[[GatewayBeat], None]] = []  # called with each announcement of another gateway
         self._is_busy = False  # true if the last announcement had work in the queue
@@ -124,7 +124,7 @@ class Peers:
         await self._bus.subscribe(f"{topology.GATEWAY_SUBJECT}.*", self._on_beat)
 
     async def run(self, stop: Stop) -> None:
-        """Announce this gateway until `stop`, then announce that it leaves."""
+        """Announce this gateway until `stop`, then announce that this gateway leaves."""
         while not await stop.wait_for(self.pause_s()):
             await self._send(self.beat())
         await self._send(GatewayBeat(self.id, leaving=True))
@@ -137,7 +137,7 @@ class Peers:
         try:
             await self._bus.send(topology.gateway_subject(self.id), messages.encode(beat))
         except BrokerError as error:
-            # only info: other parts report that the broker is away
+            # level info is enough: other modules log that the broker is unreachable
             _peers_logger.info("the announcement of this gateway was not sent: %s", error)
 
     def sent(self, lane: Lane, priority: Priority, count: int, cost: int) -> None:
@@ -158,7 +158,7 @@ class Peers:
         return sum(beat.qps for beat in self._live())
 
     def beat(self) -> GatewayBeat:
-        """Build this gateway's next announcement."""
+        """Build the next announcement of this gateway."""
         now_s = self._clock()
         seconds, self._aged_s = max(1e-3, now_s - self._aged_s), now_s
         for flow in self._flows.values():
@@ -219,14 +219,14 @@ class Peers:
         return [flow for beat in self._live() if (flow := beat.traffic.get(name)) is not None]
 
 
-# bytes of inputs that wait in this gateway; one request may always wait, whatever its size
+# bytes of inputs that wait in this gateway; a request may exceed this limit if no other request waits
 MAX_WAITING_BYTES = 256 << 20
-# chunks in the queue of a model that no worker has loaded: one makes a worker load it, the other is ready for its first
-# batch
+# chunks in the queue of a model that no worker has loaded: the first makes a worker load the model, the second is ready
+# for the worker's first batch
 COLD_CHUNKS = 2
 MAX_GONE = 4096
 SWEEP_S = 1.0
-MAX_TOLD = 256  # models and priorities in an announcement: the ones with the most work in the queue
+MAX_TOLD = 256  # models and priorities in an announcement: those with the most work in the queue
 # turns in an announcement, of 34 bytes each: the announcement fits 64 KiB, the smallest message limit of a broker
 MAX_TOLD_TURNS = 1000
 UNUSED_S = 60.0
@@ -234,7 +234,7 @@ _logger = logging.getLogger("sie.gateway.admission")
 
 
 def key_of(authorization: str) -> str:
-    """Return the name of a key in this process. It is a digest, so that no token is kept. `authorization` is a bearer
+    """Return the name of a key in this process. It is a digest, so that no token is stored. `authorization` is a bearer
     token that was let in.
     """
     token = authorization[7:] if authorization[:7].lower() == "bearer " else authorization
@@ -277,7 +277,7 @@ class Permits:
         return not self._ticket.waiting and not self._granted
 
     def pop(self) -> list[int]:
-        """Return the chunks that may be published now. Each chunk is returned once."""
+        """Return the chunks that may be published now. No chunk is returned twice."""
         granted, self._granted = self._granted, []
         return granted
 
@@ -294,7 +294,7 @@ class Permits:
             self._wake.set()
 
     def result_arrived(self, result: WorkResult) -> None:
-        """Give back the permit of a chunk whose result has arrived: the chunk has left the queue."""
+        """Release the permit of a chunk whose result has arrived: the chunk has left the queue."""
         self.place.answered(self._ticket, result, self._estimates[result.chunk], self._clock())
         if self.place.window.give_back(self._ticket, result.chunk):
             self._admission.freed(self.place, is_result=True)
@@ -305,7 +305,7 @@ class Permits:
         return sum(self._ticket.tokens[chunk] for chunk in chunks)
 
     def close(self) -> None:
-        """End the request: its permits are given back, and none of its chunks waits any more."""
+        """End the request: release its permits, and remove its waiting chunks."""
         self._admission.ended(self, self._ticket)
 
 
@@ -337,7 +337,7 @@ class Admission:
         self._shares: dict[tuple[Lane, Priority], Shares] = {}
         self._places: dict[tuple[Lane, Priority, str], ModelQueue] = {}
         self._open: dict[Ticket, Permits] = {}  # open requests, from admission to end
-        self._gone: dict[str, tuple[ModelQueue, Entered]] = {}  # requests that ended before their results came
+        self._gone: dict[str, tuple[ModelQueue, Entered]] = {}  # requests that ended before their results arrived
         self._queueing: dict[Ticket, Permits] = {}  # open requests that wait for a permit
         self._crowded: dict[ModelQueue, None] = {}  # models at which requests wait for a permit
         self._waiting_bytes = 0
@@ -349,7 +349,7 @@ class Admission:
             self.sweep()
 
     def sweep(self) -> None:
-        """Do the work that time alone causes: drop unused models, grant permits, and refuse requests that would be
+        """Do the work that depends on time only: drop unused models, grant permits, and refuse requests that would be
         late.
         """
         now_s = self._clock()
@@ -377,8 +377,8 @@ class Admission:
     ) -> None:
         """Raise QueueFull if a request of an estimated `cost` tokens would not be answered within its budget.
 
-        `squares` is the sum of the squared tokens of its rows. `client` returns the digest by which the client is
-        recognised when it comes again; it is empty if the client cannot be recognised.
+        `squares` is the sum of the squared token counts of its rows. `client` returns the digest that identifies the
+        client when it tries again; the digest is empty if the client cannot be identified.
         """
         now_s = self._clock()
         place = self._place(lane, priority, residency)
@@ -423,9 +423,9 @@ class Admission:
         return longest_s
 
     def look_again(self, place: ModelQueue) -> None:
-        """Refuse admitted requests that would now be late. They fail sooner than by their time-out, and their room goes
-        to other requests. This runs at most once in LOOK_S seconds, and not between the results of one batch, because
-        the results still to come would count as work ahead.
+        """Refuse admitted requests that would now be late. They fail before their time-out, and other requests use
+        their room. The check runs at most once in LOOK_S seconds. It does not run between the results of one batch,
+        because the results that have not arrived would count as work ahead.
         """
         now_s = self._clock()
         if now_s - place.shed_s <= LOOK_S or not place.drain.is_settled(now_s, LOOK_S):
@@ -455,8 +455,8 @@ class Admission:
         return tokens
 
     def queued(self) -> tuple[QueuedWork, ...]:
-        """Build the announcement to the other gateways: this gateway's work in the queue, and the turns of clients that
-        it refused.
+        """Build the announcement for the other gateways: the work of this gateway in the queue, and the turns of the
+        clients that this gateway refused.
         """
         now_s, left = self._clock(), MAX_TOLD_TURNS
         announced: list[QueuedWork] = []
@@ -479,7 +479,7 @@ class Admission:
 
     def chunk_cost(self, lane: Lane, priority: Priority, residency: str) -> int:
         """Return SIE_CHUNK_COST in estimated tokens. The number is lower for a model whose inputs have more tokens than
-        estimated.
+        the estimate.
         """
         place = self._places.get((lane, priority, residency))
         return max(1, int(self._settings.chunk_cost / max(1.0, place.scale if place is not None else 1.0)))
@@ -503,9 +503,9 @@ class Admission:
         request: str = "",
         squares: Sequence[int] = (),
     ) -> Permits:
-        """Return the permits of a request for chunks of these estimated tokens. It has permits for as many chunks as
-        may go now; the others follow. `request` is the id that results have. `squares` has, for each chunk, the sum of
-        the squared tokens of its rows.
+        """Return the permits of a request that has chunks of these estimated tokens. Chunks that may enter the queue
+        now get a permit at once; the other chunks get theirs later. `request` is the id in the results. `squares` has,
+        for each chunk, the sum of the squared token counts of its rows.
 
         Raises QueueFull if too many bytes wait already.
         """
@@ -543,7 +543,7 @@ class Admission:
         return permits
 
     def answered_late(self, result: WorkResult) -> None:
-        """Learn from a result that came after its request had ended: it still shows the speed of the queue."""
+        """Use a result that arrived after its request had ended: it still shows the speed of the queue."""
         entry = self._gone.get(result.request)
         if entry is not None:
             place, entered = entry
@@ -579,7 +579,7 @@ class Admission:
         )
 
     def pump(self) -> None:
-        """Grant the permits that are possible by now, at every model."""
+        """Grant the permits that are possible now, for every model."""
         for place in list(self._crowded):
             self._pump(place)
 
@@ -596,8 +596,8 @@ class Admission:
             self._crowded.pop(place, None)
 
     def freed(self, place: ModelQueue, *, is_result: bool) -> None:
-        """Grant permits after something left the queue. It may have been the share of a key that waits at another model
-        of the lane.
+        """Grant permits after work left the queue. A key that waits at another model of the lane may now have a free
+        share.
         """
         place.freed(self._clock(), is_result=is_result)
         if place in self._crowded:
@@ -609,11 +609,12 @@ class Admission:
                 self._pump(queue)
 
     def ended(self, permits: Permits, ticket: Ticket) -> None:
-        """End a request: its permits are given back, and none of its chunks waits any more."""
+        """End a request: release its permits, and remove its waiting chunks."""
         self._open.pop(ticket, None)
         entered = permits.place.ended(ticket)
         if entered is not None and entered.queued_s:
-            entered.client = bytes  # not called any more, and the function would keep the body of the request in memory
+            # the function is not called any more, and would keep the body of the request in memory
+            entered.client = bytes
             self._gone[entered.request] = permits.place, entered
             while len(self._gone) > MAX_GONE:
                 del self._gone[next(iter(self._gone))]
@@ -626,15 +627,15 @@ class Admission:
             self._crowded.pop(permits.place, None)
 
     def drop_pool(self, pool: str) -> None:
-        """Drop the shares of a pool that was deleted. Requests that still hold permits of it give them back when they
+        """Drop the shares of a deleted pool. Requests that still have permits of the pool release them when they
         end.
         """
         used = {place.window.shares for place in self._places.values() if not place.window.idle}
         self._shares = {name: shares for name, shares in self._shares.items() if name[0].pool != pool or shares in used}
 
     def occupied(self) -> tuple[int, int, int]:
-        """Return the tokens and the messages that hold permits, and the bytes that wait. All three are zero if no
-        request is open.
+        """Return the tokens and the messages with permits, and the bytes that wait. All three are zero if no request is
+        open.
         """
         windows = [place.window for place in self._places.values()]
         return sum(window.tokens for window in windows), sum(window.items for window in windows), self._waiting_bytes

@@ -1,12 +1,12 @@
-"""The grant of a credential: its name, its scopes, and its quota of tokens.
+"""Grants of credentials: name, scopes, and quota of tokens.
 
-The tokens per minute of a key are a bucket that refills continuously. The edge takes an estimate from it before the
-request runs, and corrects it by the actual usage.
+The tokens per minute of a key are a bucket that refills continuously. Before a request runs, the gateway subtracts an
+estimate. After the request, it corrects the level by the actual usage.
 
     estimate ──take──► level ──► the request runs ──► settle(actual tokens): the difference is given back, or owed
                          └ too little: RateLimited with the time until there is enough
 
-Gateways share a quota: each of n gateways has 1/n of it. So the quota holds approximately.
+Gateways share a quota: each of n gateways has 1/n of it. So the total is only approximately the quota.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from sie_contracts.errors import PayloadTooLarge, RateLimited
 from sie_runtime.keys import NO_LIMITS, KeyLimits
 
 MINUTE_S = 60.0
-WORKERS_NAME = "config-read"  # name in metrics of the token that workers hold
-_MAX_IDLE = 4096  # buckets kept; above it full ones are dropped, because a new bucket is full as well
+WORKERS_NAME = "config-read"  # name in metrics of the token that workers use to read the configuration
+# number of buckets that are kept; above it, full buckets are dropped, because a new bucket is full as well
+_MAX_IDLE = 4096
 
 
 @dataclass(frozen=True)
 class Grant:
-    """Rights of a credential. `key` identifies the credential for turns and quotas. It is empty where no credential is
-    needed.
+    """Rights of a credential. `key` identifies the credential for turns and quotas. It is empty if the installation
+    requires no credential.
 
-    `name` identifies the credential in metrics. It contains nothing of the token, and nothing by which one could guess
-    it.
+    `name` identifies the credential in metrics. The token cannot be derived from it.
     """
 
     key: str = ""
@@ -48,15 +48,15 @@ ANYBODY = Grant()
 
 @dataclass(slots=True)
 class _TokenLevel:
-    """Tokens that a key may use at this gateway now. A negative number is owed."""
+    """Tokens that a key may use at this gateway now. If the number is negative, the key owes tokens."""
 
     tokens: float
     at_s: float
 
 
 class Quotas:
-    """Token buckets of keys. `gateways` returns the number of gateways that share each quota. Only the gateway's event
-    loop uses it.
+    """Token buckets of keys. `gateways` returns the number of gateways that share each quota. Not thread-safe: only the
+    event loop of the gateway uses it.
     """
 
     def __init__(self, gateways: Callable[[], int], clock: Callable[[], float] = time.monotonic) -> None:
@@ -69,11 +69,11 @@ class Quotas:
         return Charge(self, key, limits.tokens_per_minute) if limits.tokens_per_minute else None
 
     def spend(self, key: str, per_minute: int, cost: int) -> None:
-        """Take `cost` tokens from the bucket, or raise.
+        """Subtract `cost` tokens from the bucket of `key`, or raise.
 
-        A cost above this gateway's part of the quota passes when the bucket is full, and the rest is owed: otherwise a
-        request within the quota of the installation would never pass. Raises RateLimited with the time until the next
-        try, and PayloadTooLarge if the cost is above the quota of one minute.
+        A cost above this gateway's part of the quota is accepted when the bucket is full, and the key owes the excess.
+        Without this rule, a request within the quota of the installation could never run. Raises RateLimited with the
+        time until the next try, and PayloadTooLarge if the cost is above the quota of one minute.
         """
         if cost > per_minute:
             message = (
@@ -90,7 +90,7 @@ class Quotas:
         level.tokens -= cost
 
     def settle(self, key: str, per_minute: int, difference: int) -> None:
-        """Give back the tokens that an estimate was too high by. A negative `difference` takes tokens."""
+        """Add the tokens by which an estimate was too high. A negative `difference` subtracts tokens."""
         level, part = self._level(key, per_minute)
         level.tokens = min(part, level.tokens + difference)
 
@@ -107,15 +107,15 @@ class Quotas:
         return level, part
 
     def _drop_full(self, now_s: float) -> None:
-        """Drop the buckets that were unused for so long that they are full. A bucket that owes tokens is kept."""
+        """Drop the buckets that became full because nobody used them. A bucket that owes tokens is kept."""
         self._levels = {
             key: level for key, level in self._levels.items() if level.tokens < 0 or now_s - level.at_s < MINUTE_S
         }
 
 
 class Charge:
-    """Tokens of one call. `spend` takes them before it runs, `settle` corrects them when its usage is known, and
-    `refund` gives them back if it ended without usage.
+    """Tokens of one call. `spend` subtracts an estimate before the call runs. `settle` corrects it when the usage is
+    known. `refund` adds the tokens again if the call ended without usage.
     """
 
     __slots__ = ("_key", "_per_minute", "_quotas", "_taken")
@@ -127,7 +127,7 @@ class Charge:
         self._taken = 0
 
     def spend(self, cost: int) -> None:
-        """Take `cost` tokens for the call. Raises RateLimited, PayloadTooLarge."""
+        """Subtract `cost` tokens from the quota of the key, for this call. Raises RateLimited, PayloadTooLarge."""
         self._quotas.spend(self._key, self._per_minute, cost)
         self._taken += cost
 
@@ -138,5 +138,5 @@ class Charge:
             self._taken = 0
 
     def refund(self) -> None:
-        """Give back all tokens of a call that used none."""
+        """Return all tokens of a call that used none to the bucket."""
         self.settle(0)

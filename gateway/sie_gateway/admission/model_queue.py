@@ -1,12 +1,12 @@
 """Queue of one model at one priority of a lane, as one gateway sees it. `judge` decides if one more request would be
-answered in time. Pure: no I/O.
+answered in time. This module does no I/O.
 
 Rules of `judge`, in this order:
 
 1. If no work of this model is in the queue, or no worker has it loaded, the request is let in.
-2. `drain` gives the expected wait, which is multiplied by MARGIN. With evidence of n samples it counts by
+2. `drain` gives the expected wait, which is multiplied by MARGIN. With evidence of n samples it is weighted by
    n^2 / (n^2 + DOUBT), so without evidence no request is refused.
-3. If the queue stands still for longer than the budget, the request is refused.
+3. If no result has arrived for longer than the budget, the request is refused.
 4. Refused clients have turns (`turns`). Another client is let in if its budget has room for it and for the turns that
    are due within it, or if the workers would have too little work. Where batches are formed only when the device is
    free, room is kept for the turns that are due until the batch of the request is formed.
@@ -40,29 +40,32 @@ from sie_contracts.wire.topology import Lane
 from sie_gateway.admission.retry_slots import MAX_RETRY_S, RetrySlots
 from sie_gateway.admission.window import KeyWindow, QueueBound, Ticket
 
-# the time of a batch is the mean of the last samples: as many as reach this number and this span
+# the time of a batch is the mean of the last samples: of at least this number, which span at least this many seconds
 MIN_SAMPLES, MIN_SPAN_S = 4, 1.0
 MAX_SAMPLES = 64
 EXPIRY_S, EXPIRY_BATCHES = 10.0, 8  # a sample counts for EXPIRY_S seconds and EXPIRY_BATCHES times its own time
-CHANGED = 2.0  # factor by which a batch is slower or faster than its size explains, so that the device may have changed
-# samples in a row for each lane beyond CHANGED: the device has become slower or faster, and older samples do not count
-# any more
+# factor: if a batch is this many times slower or faster than its size explains, the device may have changed
+CHANGED = 2.0
+# samples in a row for each lane beyond CHANGED: then the device has become slower or faster, and older samples are
+# discarded
 CHANGED_SAMPLES = 2
-OUTLIER = 4.0  # a sample this many times as long as any other is a stall, and does not count for the next batch
-STALL_S = 0.25  # seconds without a result after which the queue may stand still
-UNKNOWN_STALL_S = 5.0  # the same while there is no sample
+# factor: a sample this many times longer than every other sample is a stall, and is left out of the prediction
+OUTLIER = 4.0
+STALL_S = 0.25  # seconds without a result after which the queue may be stalled
+UNKNOWN_STALL_S = 5.0  # seconds without a result after which the queue may be stalled, while no batch was measured
 STALL_BATCHES = 3.0
-LOOK_S = 0.1  # seconds for which a measured batch, and a check for requests that would be late, hold
-MAX_GROWTH = 4.0  # a batch larger than this many measured ones is assumed to take no longer than this many
-SETTLED = 0.25  # share of a batch's time after its first result: by then all of its results have come
+LOOK_S = 0.1  # seconds for which a measured batch stays valid, and between two checks for requests that would be late
+# factor: a batch of more than MAX_GROWTH measured batches is assumed to take no longer than MAX_GROWTH of them
+MAX_GROWTH = 4.0
+SETTLED = 0.25  # share of a batch's time, counted from its first result, after which all of its results have arrived
 RECENT_ANSWERS = 64
-GROWING = 1.25  # the last batch is this many times as large as any before it while batches grow
+GROWING = 1.25  # factor: batches still grow while the last batch is this many times larger than every batch before it
 
 
 class ExpectedWait(NamedTuple):
     """Expected wait of a request. `min_s` is the time if the batches ahead are full and end as usual. `likely_s` adds
-    one batch, which was formed before the request came, unless batches are formed only when the device is free.
-    `stalled_s` is the time without a result if it is unusually long, else 0; the stall may last as long again.
+    one batch, which was formed before the request arrived, unless batches are formed only when the device is free.
+    `stalled_s` is the time without a result if it is unusually long, else 0; the stall may continue for the same time.
     `evidence` is the number of samples. `rate` is in tokens per second, 0 while unknown. `batch_s` is the time of one
     batch. `formed_s` is the time until the batch of this request is formed; it is infinite if that may be long before
     the batch runs.
@@ -78,13 +81,13 @@ class ExpectedWait(NamedTuple):
 
     @property
     def belief(self) -> float:
-        """Return the part of the wait that is believed, 0 to 1."""
+        """Return the weight of the expected wait, from 0 (no samples) to 1."""
         samples = self.evidence * self.evidence
         return samples / (samples + DOUBT)
 
 
 class _BatchResults:
-    """Results of one batch that came to this gateway."""
+    """Results of one batch that arrived at this gateway."""
 
     __slots__ = (
         "at_s",
@@ -113,15 +116,17 @@ class _BatchResults:
         chunks: int,
     ) -> None:
         self.name = name
-        self.missing = chunks  # results that have not come; the results of other gateways never come here
+        # results that have not arrived yet, also those of other gateways, which never arrive here
+        self.missing = chunks
         self.at_s = at_s
         self.before_s = before_s
         self.queued_s = queued_s
         self.is_crowded = is_crowded
         self.device_s = device_s
         self.is_sample = device_s < math.inf
-        self.formed_s = at_s - pipeline * device_s  # estimate: a worker may form `pipeline` batches ahead of the device
-        self.left_work = False  # true if it left work in the queue when it was formed
+        # estimate: a worker may form `pipeline` batches before the device is free
+        self.formed_s = at_s - pipeline * device_s
+        self.left_work = False  # true if work was left in the queue when this batch was formed
         self.is_counted = False
         self.tokens = 0.0
 
@@ -143,8 +148,8 @@ def _is_changed(before: _BatchResults, newest: list[_BatchResults]) -> bool:
 
 
 def _oddness(before: _BatchResults, batch: _BatchResults) -> float:
-    """Return the factor by which a batch took longer (above 1) or shorter (below 1) than possible, judged by a batch
-    before it. A batch of n times the tokens takes between once and n times as long.
+    """Return the factor by which a batch took longer (above 1) or shorter (below 1) than an earlier batch allows. A
+    batch with n times the tokens takes between 1 and n times as long.
     """
     if not math.inf > before.device_s > 0 or not math.inf > batch.device_s > 0:
         return 1.0
@@ -160,9 +165,9 @@ class _BatchSample(NamedTuple):
 
 
 class MeasuredBatch(NamedTuple):
-    """Mean batch of the last samples. `is_full`: the batch is as large as it can be: more work waited than the workers
-    take in, or most of the batches left work behind and do not grow any more, as batches do while a worker learns their
-    times. `longest_s`: the time of the longest of them.
+    """Mean of the last batches. `longest_s`: the time of the longest one. `is_full`: batches cannot become larger. This
+    is so if more work waited than the workers accept, or if most batches left work behind and no longer grow. Batches
+    grow while a worker still learns their times.
     """
 
     tokens: float
@@ -197,12 +202,12 @@ class Throughput:
         pipeline: int = 1,
         chunks: int = 1,
     ) -> None:
-        """Note a result of `tokens` tokens, which were queued at `queued_s` and ran in this batch. `is_crowded`: more
-        work waited when they were queued than the workers take in, so no batch is larger. `device_s` is the time of the
-        batch on the device. `lanes` batches run at a time, each with `pipeline` batches formed. `chunks` is the number
-        of chunks in the batch.
+        """Record a result of `tokens` tokens, which were queued at `queued_s` and ran in `batch`. `is_crowded`: when
+        they were queued, more work waited than the workers accept, so no batch can be larger. `device_s` is the time of
+        the batch on the device. `lanes` batches run at a time, each with `pipeline` batches formed. `chunks` is the
+        number of chunks in the batch.
         """
-        if not batch:  # a result without a batch: nothing ran
+        if not batch:  # a result without a batch: the device did not run it
             return
         entry = next((candidate for candidate in reversed(self._batches) if candidate.name == batch), None)
         if entry is None:
@@ -223,8 +228,8 @@ class Throughput:
             self._evidence += 1
 
     def _see_left(self, later: _BatchResults, queued_s: float) -> None:
-        """Mark the batches that left work behind. The queue is first in, first out: work that was queued before a batch
-        was formed, but ran in a later batch, was left behind by it.
+        """Mark the batches that left work behind. The queue is first in, first out. If work was queued before a batch
+        was formed, but ran in a later batch, the earlier batch left it behind.
         """
         for batch in self._batches:
             if batch.formed_s < later.formed_s and queued_s < batch.formed_s:
@@ -253,7 +258,9 @@ class Throughput:
         return samples
 
     def batch(self, now_s: float) -> MeasuredBatch | None:
-        """Return the mean of the last samples, or None without a sample. It is computed again after LOOK_S seconds."""
+        """Return the mean of the last samples, or None if there is no sample. It is computed again after LOOK_S
+        seconds.
+        """
         if now_s - self._known_s > LOOK_S:
             self._known, self._known_s = self._batch(now_s), now_s
         return self._known
@@ -270,7 +277,7 @@ class Throughput:
             samples.remove(longest)
             longest = shorter[0]
         full = [sample for sample in samples if sample.is_crowded]
-        # results of several lanes come in turns, so the times of crowded batches alone would be a wrong sample
+        # results of several lanes alternate, so the times of crowded batches alone would be a wrong sample
         counted = full if self._lanes == 1 and full else samples
         tokens = sum(sample.tokens for sample in counted) / len(counted)
         seconds = sum(sample.seconds for sample in counted) / len(counted)
@@ -280,8 +287,8 @@ class Throughput:
         return MeasuredBatch(max(tokens, 1.0), max(seconds, 1e-6), is_full, longest.seconds)
 
     def is_settled(self, now_s: float, within_s: float) -> bool:
-        """Return True if all results of the last batch are probably here, or if a batch takes at most `within_s`
-        seconds, so that one batch does not matter.
+        """Return True if all results of the last batch have probably arrived, or if a batch takes at most `within_s`
+        seconds, so that one batch makes no difference.
         """
         if self._batches and self._batches[-1].missing <= 0:
             return True
@@ -305,18 +312,18 @@ class Throughput:
         budget_s: float = math.inf,
         running: float = 0.0,
     ) -> ExpectedWait:
-        """Return the wait of a request of `cost` tokens behind `ahead` tokens, the oldest of which was queued at
+        """Return the wait of a request of `cost` tokens after `ahead` tokens, the oldest of which was queued at
         `oldest_s`.
 
-        A batch that may become larger than the measured ones takes (fixed + tokens) / (fixed + measured tokens) of
-        their time. `fixed_tokens` is the fixed time of a batch in tokens. It is infinite while unknown; then a larger
-        batch takes no longer. `share` is this gateway's part of the throughput, while `ahead` is the work of all
+        If a batch may become larger than the measured ones, its time is theirs multiplied by (fixed + tokens) / (fixed
+        + measured tokens). `fixed_tokens` is the fixed time of a batch in tokens. It is infinite while unknown; then a
+        larger batch takes no longer. `share` is this gateway's part of the throughput, while `ahead` is the work of all
         gateways.
 
         A worker forms no batch that is larger than the budgets of its requests allow. So batches that leave work behind
-        do not become larger. No batch is sealed while another one runs if it takes more than AHEAD_SHARE of the budget
-        (`budget_s`). Then `running` tokens of the work ahead are in running batches, and the rest fills the next
-        batches from the front.
+        do not become larger. If a batch takes more than AHEAD_SHARE of the budget (`budget_s`), no further batch is
+        sealed while it runs. Then `running` tokens of the work ahead are in running batches, and the remaining tokens
+        fill the next batches in order.
         """
         measured = self.batch(now_s)
         silent_s = now_s - max(oldest_s, self.last_s)
@@ -345,10 +352,10 @@ class Throughput:
 
 
 class AnswerPace:
-    """Speed at which a gateway answers, for the turns of requests that it refuses before it has read them.
+    """Speed at which a gateway answers, to compute the turns of requests that it refuses before it reads them.
 
-    Requests in progress are summed over time, in request-seconds. The request-seconds of the last answers, divided by
-    their number, are the time of one request (Little's law). So time without requests does not make the gateway look
+    Requests in progress are summed over time, in request-seconds. The time of one request is the request-seconds of the
+    last answers, divided by their number (Little's law). So time without requests does not make the gateway look
     slower.
     """
 
@@ -359,10 +366,10 @@ class AnswerPace:
         self._since_s = 0.0
         self._sum_s = 0.0  # request-seconds until `_since_s`
         self._ended: deque[float] = deque(maxlen=RECENT_ANSWERS)  # `_sum_s` at the end of each of the last requests
-        self._next_s = 0.0  # time until which turns are given
+        self._next_s = 0.0  # time of the last turn that was assigned
 
     def changed(self, now_s: float, running: int) -> None:
-        """Set the number of requests in progress: one more, or one fewer, than before."""
+        """Record that the number of requests in progress rose or fell by one, to `running`."""
         self._sum_s += self._running * (now_s - self._since_s)
         self._since_s = now_s
         if running < self._running:
@@ -370,8 +377,8 @@ class AnswerPace:
         self._running = running
 
     def retry_s(self, now_s: float) -> int:
-        """Return the Retry-After of one more refused client, in whole seconds. Turns begin when half of the requests in
-        progress have ended. They follow each other at the rate at which requests end.
+        """Return the Retry-After of one more refused client, in whole seconds. The first turn is when half of the
+        requests in progress have ended. Later turns follow at the rate at which requests end.
         """
         if len(self._ended) < 2 or not self._running:
             return 1
@@ -380,30 +387,31 @@ class AnswerPace:
         min_s = now_s + took_s / 2  # by this time half of the requests in progress have ended
         each_s = took_s / self._running
         self._next_s = max(self._next_s, min_s) + each_s
-        # not secret: it spreads clients in time
+        # the random number is no secret: it spreads clients in time
         wait_s = min(self._next_s - now_s, MAX_RETRY_S * random.uniform(0.8, 1.0))  # noqa: S311
         return max(1, int(wait_s + random.uniform(0, 1)))  # noqa: S311
 
 
 MARGIN = 1.1  # factor on the expected time of a request
-DOUBT = 1.0  # square of the number of samples with which half of an expected wait is believed
-# batches let in beside the running ones and the turns that are due at once, so that the workers have no pause
+DOUBT = 1.0  # square of the number of samples that give an expected wait half of its weight
+# batches that are admitted in addition to the running ones and to the turns that are due now, so that the workers have
+# no pause
 BUSY_BATCHES = 1.5
-# share that turns get, of the queue's throughput and of the budget that is left after a batch; clients without a turn
-# get the rest. Retry-After is in whole seconds, so all clients of one second come at once.
+# share of the queue's throughput, and of the budget that is left after a batch, that is reserved for turns; clients
+# without a turn get the remaining share. Retry-After is in whole seconds, so all clients of one second return at once.
 TURN_PACE = 0.4
-MIN_BUNCH = 0.1  # least share of a budget for clients that come together
-STALL_TURN = 4.0  # factor: a stall of t seconds may go on for STALL_TURN * t before clients come again
-# least seconds before clients come again after a stall: an adapter that ended is started and loads its model
+MIN_BUNCH = 0.1  # smallest share of a budget that is reserved for clients that return together
+STALL_TURN = 4.0  # factor: after a stall of t seconds, clients return STALL_TURN * t seconds later at the earliest
+# seconds that clients wait at least after a stall: an adapter that ended starts again and loads its model
 RESTART_S = 10.0
 
 
-OTHER_S = 2.0  # seconds for which another gateway's announcement of its work counts
+OTHER_S = 2.0  # seconds for which the announced work of another gateway counts
 
 
 class _PeerQueue(NamedTuple):
-    """Queue of another gateway, as announced by it. `own` is the cost that this gateway had in the queue at that
-    time.
+    """Queue of another gateway, from its announcement. `own` is the cost of this gateway's work in the queue at the
+    time of the announcement.
     """
 
     at_s: float
@@ -413,9 +421,9 @@ class _PeerQueue(NamedTuple):
 
 
 class WaitRefusal(NamedTuple):
-    """Refusal of a request for its wait. `wait_s` is the longest likely wait, from the believed part of the prediction
-    and the work promised to other clients. `turn_s` is the seconds until there is room for this request. `room` is the
-    cost of all turns that may be due within one second.
+    """Refusal of a request because of its wait. `wait_s` is the longest likely wait: the weighted prediction, and the
+    work promised to other clients. `turn_s` is the time in seconds until there is room for this request. `room` is the
+    largest cost of all turns that are due within one second.
     """
 
     wait_s: float
@@ -425,8 +433,9 @@ class WaitRefusal(NamedTuple):
 
 
 class Entered:
-    """Request from its admission to its end. `queued_s` has, for each chunk in the queue, the time when it was let in,
-    and True if more work was waiting then. `scale` is the scale of the queue with which the costs were counted.
+    """Request from its admission to its end. `queued_s` has two values for each chunk in the queue: the time when it
+    was admitted, and True if more work was waiting then. `scale` is the scale of the queue with which the costs were
+    counted.
     """
 
     __slots__ = ("budget_s", "client", "cost", "deadline_s", "is_decided", "queued_s", "request", "scale", "ticket")
@@ -461,7 +470,7 @@ class ModelQueue:
         self.crossover_tokens = 0  # crossover of the model (`text_cost`), 0 while unknown
         self.bound = QueueBound()
         self.hosts: list[Heartbeat] = []  # set by `hosted_by`
-        self._lanes = 1  # batches that the hosts run at a time
+        self._lanes = 1  # number of batches that the hosts run at the same time
         self._pipeline = 1
         self.version = -1
         self.until_s = self.used_s = 0.0
@@ -469,10 +478,11 @@ class ModelQueue:
         self._began_s = -math.inf  # time when a chunk was last put into an empty queue
         self.shed_s = 0.0
         self._busy_s = math.inf  # time since which the queue has had work
-        self._running = 0.0  # tokens in the queue at the last result: the oldest of them run now
+        self._running = 0.0  # tokens in the queue at the last result: the oldest ones run now
         self._gone = 0.0  # tokens of requests that ended after the last result: they may still run
-        self._taken_s: float | None = None  # chunks that were queued until this time may run; None if not looked up yet
-        # the work of a stalled queue was withdrawn: until this time new work counts as stalled too
+        # chunks that were queued before this time may be running; None if the time is not computed yet
+        self._taken_s: float | None = None
+        # the work of a stalled queue was withdrawn: before this time, new work counts as stalled too
         self._stalled_until_s = -math.inf
         self._others: dict[str, _PeerQueue] = {}  # by id of the gateway
 
@@ -497,7 +507,7 @@ class ModelQueue:
         ]
 
     def queued(self, ticket: Ticket, chunk: int, now_s: float) -> None:
-        """Note that a chunk was let into the queue."""
+        """Record that a chunk was admitted to the queue."""
         # a request may put several chunks into the queue at the same time
         if self.window.items <= 1 or self._busy_s in (math.inf, now_s):
             self._running = self.window.cost
@@ -523,7 +533,7 @@ class ModelQueue:
             self.left(entered, result, now_s)
 
     def left(self, entered: Entered, result: WorkResult, now_s: float) -> None:
-        """Note that a chunk has left the queue, before or after the end of its request."""
+        """Record that a chunk has left the queue, before or after the end of its request."""
         if result.chunk not in entered.queued_s:
             return
         name = f"{result.worker} {result.batch.id}" if result.batch.id else ""
@@ -543,9 +553,9 @@ class ModelQueue:
         )
 
     def freed(self, now_s: float, *, is_result: bool) -> None:
-        """Note that something has left the queue: with a result, or because its request has ended. If all work was
-        withdrawn from a queue that stands still, the queue counts as stalled for new work, until a result or for
-        EXPIRY_S seconds.
+        """Record that work has left the queue: with a result, or because its request has ended. If all work was
+        withdrawn from a stalled queue, the queue counts as stalled for new work, until a result arrives or EXPIRY_S
+        seconds have passed.
         """
         if is_result:
             self._running, self._gone, self._taken_s = self.window.cost, 0.0, None
@@ -584,9 +594,7 @@ class ModelQueue:
         return last_s
 
     def peer_announced(self, gateway: str, queued: QueuedWork, now_s: float) -> None:
-        """Note what another gateway announced: its work in the queue, and the turns that it booked or that were
-        claimed.
-        """
+        """Record what another gateway announced: its work in the queue, its booked turns and its claimed turns."""
         self._others = {name: peer for name, peer in self._others.items() if now_s - peer.at_s < OTHER_S}
         self._others[gateway] = _PeerQueue(now_s, queued.tokens, queued.rate, self.window.cost)
         self.turns.peer_announced(now_s, queued.turns, queued.claimed)
@@ -616,7 +624,7 @@ class ModelQueue:
     def wait(
         self, now_s: float, ahead: float, cost: float, budget_s: float = math.inf, promised: float = 0.0
     ) -> ExpectedWait:
-        """Return the expected wait of a request of `cost` tokens. Ahead of it are `ahead` tokens of this gateway, the
+        """Return the expected wait of a request of `cost` tokens. The work ahead is `ahead` tokens of this gateway, the
         work of the other gateways, and `promised` tokens of all gateways.
         """
         line = self.batches.line()
@@ -643,9 +651,9 @@ class ModelQueue:
         the cost of this gateway alone.
 
         The queue is first in, first out, so the work of all gateways is mixed in it. Work that waits in this gateway
-        enters the queue only at this gateway's share. Announcements are a moment old. So the other gateways are assumed
-        to have put in as much work since then as this one, in proportion to their rates: a burst that comes to all
-        gateways counts at once.
+        enters the queue only at this gateway's share. Announcements are not current. So the computation assumes that
+        the other gateways have added as much work since then as this one, in proportion to their rates: a burst that
+        arrives at all gateways counts at once.
         """
         rate = self.drain.rate(now_s) if self._others else 0.0
         if not rate:
@@ -663,8 +671,8 @@ class ModelQueue:
         return in_queue + (ahead - queued) / share, share
 
     def _at_workers(self, batch: MeasuredBatch, share: float) -> float:
-        """Return the tokens of this gateway that may be in the running batches: the usual number, or more while batches
-        still grow.
+        """Return the tokens of this gateway that may be in the running batches: the usual number, or a larger one while
+        batches still grow.
         """
         usual = batch.tokens * self._lanes
         if batch.is_full:
@@ -719,13 +727,14 @@ class ModelQueue:
         if wait.stalled_s:
             turn_s += max(RESTART_S, STALL_TURN * wait.stalled_s)
         if now_s - self._began_s < OTHER_S and not any(now_s - peer.at_s < OTHER_S for peer in self._others.values()):
-            share = 1 / self.gateways  # the other gateways may have as much work, and have not announced it yet
+            # the other gateways may have the same amount of work that is not announced yet
+            share = 1 / self.gateways
         room = share * wait.rate * _bunch_s(budget_s, wait.batch_s) if wait.rate else math.inf
         return WaitRefusal(longest_s, turn_s, room, bool(wait.stalled_s))
 
     def late(self, now_s: float) -> list[tuple[Entered, ExpectedWait]]:
-        """Return the requests without a result that cannot be answered in time, each with its expected wait. Their wait
-        was expected to be shorter when they were let in.
+        """Return the requests without a result that cannot be answered in time, each with its expected wait. When they
+        were admitted, the expected wait was shorter.
         """
         window = self.window
         everything = window.cost + sum(window.waiting_costs().values())
@@ -767,15 +776,15 @@ class ModelQueue:
 
     def _ends_s(self, tokens: float, entered: Entered) -> float:
         """Return the end of a batch that began at the last result and has at least `tokens` tokens, counted with the
-        scale of `entered`. Return minus infinity while the growth of batches is unknown.
+        scale of `entered`. Return minus infinity while it is not known whether batches grow.
         """
         if not self.batches.is_growth_known:
             return -math.inf
         return self.drain.last_s + self.batches.seconds(tokens / self._lanes * (self.scale or 1.0) / entered.scale)
 
     def shed(self, now_s: float) -> Iterator[tuple[Entered, WaitRefusal, float]]:
-        """Yield each of the `late` requests with its refusal, and with its cost as counted now. Each turn comes behind
-        all work that stays in the queue and all turns that were promised before.
+        """Yield each of the `late` requests with its refusal, and with its current cost. Each turn is after all work
+        that stays in the queue, and after all turns that were promised before.
         """
         late = self.late(now_s)
         for entered, _ in late:
@@ -788,7 +797,7 @@ class ModelQueue:
             yield entered, self._refusal(now_s, wait, longest_s, stays + cost, share, entered.budget_s), cost
 
     def _behind(self, waiting: dict[str, list[Entered]]) -> Iterator[tuple[Entered, float]]:
-        """Yield the requests that wait in this gateway, each with the cost ahead of it. Keys take turns by cost."""
+        """Yield the requests that wait in this gateway, each with the cost ahead of it. Keys alternate by cost."""
         sizes = sorted(self.window.waiting_costs().values())
         sums = [0.0, *itertools.accumulate(sizes)]
         for key, those in waiting.items():
@@ -802,14 +811,14 @@ class ModelQueue:
 
 
 def _bunch_s(budget_s: float, batch_s: float) -> float:
-    """Return how much work may come again within one second, in seconds of the queue's throughput. It is a part of the
+    """Return the work that may return within one second, in seconds of the queue's throughput. It is a part of the
     budget that is left after a running batch.
     """
     return max(MIN_BUNCH * budget_s, TURN_PACE * min(1.0, budget_s - batch_s))
 
 
 def _lanes(host: Heartbeat) -> int:
-    """Return the number of batches that a worker runs at a time. For each of them a worker takes in two full batches,
-    beside the batches at its adapter.
+    """Return the number of batches that a worker runs at a time. For each of them, the worker accepts two full batches,
+    in addition to the batches at its adapter.
     """
     return max(1, round((host.credit_cost / host.batch_cost - host.pipeline) / 2)) if host.batch_cost else 1

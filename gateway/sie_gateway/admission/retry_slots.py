@@ -1,13 +1,14 @@
-"""Turns of refused clients: the time when each should come again, and the room that is kept for it. Pure: no I/O.
+"""Turns of refused clients: the time when a client should try again, and the room that is reserved for it. This module
+does no I/O.
 
     refused ──book──► Retry-After: the time until the work and the turns before it are done
-                       ├─ the client comes again ──claim──► let in first
-                       └─ the client does not come: the turn lapses
+                       ├─ the client tries again ──claim──► admitted first
+                       └─ the client does not try again: the turn lapses
 
-A client is recognised by a digest of its address, key and request. If several clients have the same digest, a turn
-belongs to the first of them that comes after it is due. Gateways tell each other which turns they `book` and which are
-claimed (`news`, `peer_announced`). So a client may come again to any gateway, and each gateway knows how much is
-promised.
+A client is recognised by a digest of its address, key and request. If several clients have the same digest, the first
+of them that tries again after the due time gets the turn. Gateways announce the turns that they `book` and the turns
+that are claimed (`news`, `peer_announced`). So a client may try again at any gateway, and each gateway can compute how
+much work is promised.
 """
 
 from __future__ import annotations
@@ -20,16 +21,18 @@ from collections.abc import Sequence
 
 from sie_contracts.wire.heartbeats import Turn
 
-MAX_RETRY_S = 120  # seconds of the longest Retry-After; OpenAI clients give up if it is longer
+MAX_RETRY_S = 120  # seconds of the longest Retry-After; OpenAI clients do not retry if it is longer
 MAX_TURNS = 16_384
-MAX_NEWS = 4_096  # turns, and as many claims, that wait to be announced to the other gateways; the oldest are dropped
-GRACE_S = 2.0  # least seconds after its time at which a turn lapses
-GRACE_SHARE = 0.3  # share of its wait by which a client may come early, or late if that is more than GRACE_S
+# largest number of turns, and of claims, that wait for the next announcement; the oldest ones are dropped
+MAX_NEWS = 4_096
+GRACE_S = 2.0  # seconds after its due time before which no turn lapses
+# share of its wait by which a client may be early; also by which it may be late, if that is more than GRACE_S
+GRACE_SHARE = 0.3
 SLOT_S = 0.25  # seconds of a slot: the costs of due turns are summed by slot
-SLOTS = round(1 / SLOT_S)  # slots in a second
-OVERDUE_SLOTS = math.ceil(GRACE_SHARE * MAX_RETRY_S / SLOT_S)  # past slots that may hold turns that have not lapsed
+SLOTS = round(1 / SLOT_S)  # number of slots in a second
+OVERDUE_SLOTS = math.ceil(GRACE_SHARE * MAX_RETRY_S / SLOT_S)  # past slots that may contain turns that have not lapsed
 CRUMB = 1e-6  # tokens: a smaller sum of costs is a rounding error
-MEMORY = 0.02  # weight of the newest turn in the share of clients that come again
+MEMORY = 0.02  # weight of the newest turn in the share of clients that try again
 
 
 def _uniform(low: float, high: float) -> float:
@@ -48,7 +51,7 @@ class _RetrySlot:
 
 
 class _SlotCosts:
-    """Costs of due turns, summed by slot of SLOT_S seconds and in total."""
+    """Costs of due turns: a sum for each slot of SLOT_S seconds, and the total."""
 
     __slots__ = ("costs", "total")
 
@@ -79,9 +82,9 @@ class RetrySlots:
         self._by_client: dict[bytes, list[tuple[float, int, _RetrySlot]]] = {}
         self._lapses: list[tuple[float, int, bytes, _RetrySlot]] = []
         self._open = _SlotCosts()  # costs of the open turns of all gateways
-        self._own = _SlotCosts()  # costs of the open turns that this gateway gave
+        self._own = _SlotCosts()  # costs of the open turns that this gateway booked
         self._count = 0
-        self._shown = 1.0  # share of booked turns whose client came again
+        self._shown = 1.0  # share of booked turns whose client tried again
         # turns of this gateway that are not announced yet: client, due time, cost
         self._booked: deque[tuple[bytes, float, float]] = deque(maxlen=MAX_NEWS)
         self._claimed: deque[bytes] = deque(maxlen=MAX_NEWS)
@@ -90,7 +93,7 @@ class RetrySlots:
         return len(self._lapses)
 
     def promised(self, now_s: float) -> float:
-        """Return the tokens of clients that are expected to come again. Turns that have lapsed are removed first."""
+        """Return the tokens of clients that are expected to try again. Lapsed turns are removed first."""
         while self._lapses and (self._lapses[0][0] <= now_s or not self._lapses[0][3].is_open):
             _, _, client, turn = heapq.heappop(self._lapses)
             if turn.is_open:
@@ -106,7 +109,7 @@ class RetrySlots:
         return self._shown * (before + part * self._open.costs.get(int(last), 0.0))
 
     def book(self, now_s: float, client: bytes, cost: float, wait_s: float, room: float = math.inf) -> int:
-        """Book a turn for a client and return its Retry-After in whole seconds. The turn comes after `wait_s` seconds,
+        """Book a turn for a client and return its Retry-After in whole seconds. The turn is due after `wait_s` seconds,
         rounded up or down at random, or in the first later second that has room. `room` is the largest cost of all
         turns of this gateway that may be due within one second. A wait above MAX_RETRY_S books no turn.
         """
@@ -121,9 +124,9 @@ class RetrySlots:
         return retry_s
 
     def _with_room(self, now_s: float, retry_s: int, cost: float, room: float) -> int:
-        """Return the first second from `retry_s` on that has room for this cost beside the turns due within a second of
-        it, or that has no other turn. Turns due before `retry_s` count as well, because they may have been booked at a
-        higher rate: each later second works off `room` of them. Return more than MAX_RETRY_S if no second has room.
+        """Return the first second from `retry_s` on that has no turn, or that has room for this cost in addition to the
+        turns due within a second of it. Turns due before `retry_s` count as well, because they may have been booked at
+        a higher rate: each later second works off `room` of them. Return more than MAX_RETRY_S if no second has room.
         """
         if room == math.inf:
             return retry_s
@@ -138,7 +141,7 @@ class RetrySlots:
         return retry_s
 
     def _is_full(self, due_s: float, room: float) -> bool:
-        """Return True if turns of more than `room` are due within any second that contains `due_s`."""
+        """Return True if the turns within any second that contains `due_s` cost more than `room`."""
         slot, get = math.floor(due_s / SLOT_S), self._own.costs.get
         most = room / self._shown if self._shown else math.inf
         if get(slot, 0.0) > most:
@@ -159,8 +162,8 @@ class RetrySlots:
         return True
 
     def news(self, now_s: float, count: int) -> tuple[tuple[Turn, ...], tuple[bytes, ...]]:
-        """Take the news for the other gateways: turns that were booked here, and clients that came. It has at most
-        `count` entries, the oldest first.
+        """Remove and return the news for the other gateways: booked turns, and clients that claimed their turn. The
+        result has at most `count` entries, the oldest first.
         """
         claimed = tuple(self._claimed.popleft() for _ in range(min(count, len(self._claimed))))
         booked = [self._booked.popleft() for _ in range(min(count - len(claimed), len(self._booked)))]
@@ -179,7 +182,7 @@ class RetrySlots:
                 self._next(client)
 
     def claim(self, now_s: float, client: bytes) -> bool:
-        """Return True if it is this client's turn, and end the turn. A client may come early if its digest has only one
+        """Return True if this client has a turn now, and end the turn. A client may be early if its digest has only one
         turn.
         """
         self.promised(now_s)

@@ -10,7 +10,9 @@ from sie_contracts.errors import RateLimited, ResourceExhausted
 
 
 class KeySlots:
-    """Slots: `total` of them, at most `per_key` for one key. `work` names the work in errors, for example uploads."""
+    """`total` slots, of which one key may use `per_key`. `work` names the work in error messages, for example
+    uploads.
+    """
 
     def __init__(self, total: int, per_key: int, work: str) -> None:
         self._total, self._per_key, self._work = total, per_key, work
@@ -18,7 +20,7 @@ class KeySlots:
 
     @contextlib.contextmanager
     def hold(self, key: str) -> Iterator[None]:
-        """Hold a slot while the context lasts. Raises RateLimited if the key holds `per_key` slots already,
+        """Occupy a slot for the time of the context. Raises RateLimited if the key has `per_key` slots already,
         ResourceExhausted if no slot is free.
         """
         if self._taken[key] >= self._per_key:

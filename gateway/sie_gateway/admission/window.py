@@ -1,17 +1,17 @@
-"""Fairness between keys: the order in which keys put work into the queue. Pure: times and bounds come in, permits go
-out.
+"""Fairness between keys: the order in which keys put work into the queue. Times and bounds are arguments, permits are
+results; this module does no I/O.
 
     request ──► Ticket (its chunks) ──► KeyWindow of (lane, priority, model) ──grant──► into the queue ──give_back──►
     the next chunk
 
-Two bounds hold for the work in the queue. A key has at most its window in a lane and priority (`Shares`). All keys
-together have at most the work that the workers with the model take in (`bound`). The queue is first in, first out, so
-the next request of another key waits for everything in it, and the window of one key alone is several times what the
-adapters hold. Work above the bounds waits in the gateway, where keys take turns by cost: deficit round robin (Shreedhar
-and Varghese, 1996).
+The work in the queue has two bounds. A key has at most its window in a lane and priority (`Shares`). All keys together
+have at most the work that the workers with the model accept (`bound`). The queue is first in, first out, so the next
+request of another key waits for everything in it, and the window of one key alone is several times the work at the
+adapters. Work above the bounds waits in the gateway, where keys alternate by cost: deficit round robin (Shreedhar and
+Varghese, 1996).
 
 Within a key, the first chunks of its requests alternate with the further chunks of its oldest request. So a small
-request never waits for the whole of a large one, and large requests are finished one after the other.
+request never waits until a large one has ended, and large requests are finished one after the other.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-REMEMBERED_S = 600.0  # seconds: a lane and priority is contested if two keys were seen in this time
+REMEMBERED_S = 600.0  # seconds: a lane and priority is contested if two keys had requests within this time
 # seconds of work in the queue for devices that run batches faster than messages travel
 ALONE_S, CONTESTED_S = 0.03, 0.01
 
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """Capacity of a worker that has the model, as the worker reports it: most tokens and most messages that it takes
-    in, tokens per second, tokens of a full batch, most batches at its adapter. 0 means unknown.
+    """Capacity of a worker that has the model, from the worker's report: most tokens and most messages that it accepts,
+    tokens per second, tokens of a full batch, most batches at its adapter. 0 means unknown.
     """
 
     credit_cost: int = 0
@@ -41,7 +41,7 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class QueueBound:
-    """Most tokens and messages of one model in the queue. An empty queue takes one chunk of any size."""
+    """Largest number of tokens and messages of one model in the queue. An empty queue accepts one chunk of any size."""
 
     tokens: float = math.inf
     items: float = math.inf
@@ -58,17 +58,18 @@ def bound(
 ) -> QueueBound:
     """Return the bound of a model's work that this gateway, one of `replicas`, keeps in the queue.
 
-    With one key the bound is all that the hosts take in, which fills their pipelines. With several keys it may be less.
-    A request of another key waits for the p batches of s tokens in the queue, and runs in the next batch. It may take
-    as long as p full batches of S tokens, the most at the adapter, and twice its time alone: (p + 1)(a + b s) <= p (a +
-    b S) + 2 a, where a batch takes a seconds and a token b seconds. So the work in the queue, p s, is p / (p + 1) times
-    p S + a / b (`fixed_tokens`), and at most p S. Where the time of a batch goes by tokens, smaller batches lose
-    little. Where each batch costs much, batches stay full. The number of messages is not reduced: batches that it
-    limits are batches whose time goes by that number.
+    With one key, the bound is the amount that the hosts accept, which fills their pipelines. With several keys it may
+    be less. A request of another key waits for the p batches of s tokens in the queue, and runs in the next batch. It
+    may take as long as p full batches of S tokens, the most at the adapter, and twice its time alone: (p + 1)(a + b s)
+    <= p (a + b S) + 2 a, where a batch takes a seconds and a token b seconds. So the work in the queue, p s, is p / (p
+    + 1) times p S + a / b (`fixed_tokens`), and at most p S. If the time of a batch depends on its tokens, smaller
+    batches lose little. If each batch has a large fixed time, batches stay full. The number of messages is not reduced:
+    in batches that it limits, the time depends on the number of messages.
 
-    A fast device may run two batches before a result and the next message have made their way. So the bound is at least
-    some hundredths of a second of work. If there is no host, the bound is `cold_tokens`: work for a model that is not
-    loaded must not fill the window of its key. If a host does not report its credit, there is no bound.
+    A fast device may run two batches before a result has arrived here and the next message has arrived there. So the
+    bound is at least some hundredths of a second of work. If there is no host, the bound is `cold_tokens`: work for a
+    model that is not loaded must not fill the window of its key. If a host does not report its credit, there is no
+    bound.
     """
     hosts = list(hosts)
     if not hosts:
@@ -89,7 +90,7 @@ def _contested(host: Host, fixed_tokens: float) -> float:
 
 
 class Shares:
-    """Tokens in the queue by key, for one lane and priority, and the time when each key was last seen."""
+    """Tokens in the queue by key, for one lane and priority, and the time of each key's last request."""
 
     def __init__(self) -> None:
         self.tokens: dict[str, int] = {}
@@ -100,8 +101,8 @@ class Shares:
         self._seen_s[key] = now_s
 
     def contested(self, now_s: float) -> bool:
-        """Return True if more than one key was seen lately. Keys that were not seen lately and have nothing in the
-        queue are forgotten.
+        """Return True if more than one key had requests lately. Keys without recent requests and without work in the
+        queue are dropped.
         """
         if len(self._seen_s) > 1:
             recent_s = now_s - REMEMBERED_S
@@ -111,7 +112,7 @@ class Shares:
         return len(self._seen_s) > 1
 
     def fits(self, key: str, cost: int, limit: float) -> bool:
-        """Return True if a key may put a chunk into the queue. A key with nothing in the queue may put one chunk there,
+        """Return True if a key may put a chunk into the queue. A key without a chunk in the queue may put one there,
         whatever its size.
         """
         held = self.tokens.get(key, 0)
@@ -130,9 +131,9 @@ class Shares:
 class Ticket:
     """Chunks of one request. Chunks before `next` were granted; chunks in `held` are in the queue.
 
-    `costs` is the time of each chunk, in tokens of short texts (`models.costs` of the contracts). Keys take turns by
-    it, and waits are computed from it. `tokens` is the number that workers and the windows of keys count; it equals
-    `costs` if it is not given.
+    `costs` is the time of each chunk, in tokens of short texts (`models.costs` of the contracts). Keys alternate by
+    these costs, and waits are computed from them. `tokens` is the number of tokens that workers and the windows of keys
+    count; it equals `costs` by default.
     """
 
     key: str
@@ -157,8 +158,8 @@ class Ticket:
 
 
 class _KeyFlow:
-    """Waiting requests of a key, in order of arrival: `fresh` requests have had no permit yet, `begun` requests have
-    had some.
+    """Waiting requests of a key, in order of arrival. `fresh` requests have had no permit yet; `begun` requests have
+    had at least one.
     """
 
     __slots__ = ("begun", "cost", "deficit", "fresh", "key", "tokens", "turn")
@@ -187,7 +188,7 @@ class KeyWindow:
         self.tokens = 0
         self.items = 0
         self._quantum = quantum
-        self._passed = 0  # cost of chunks that passed the first key of the ring while it waits for room
+        self._passed = 0  # cost of chunks that overtook the first key of the ring while it waits for room
         self._flows: dict[str, _KeyFlow] = {}
         self._ring: deque[_KeyFlow] = deque()
 
@@ -212,8 +213,8 @@ class KeyWindow:
         return self.cost / self.tokens if self.tokens else 1.0
 
     def ahead(self, key: str, cost: float) -> float:
-        """Return the cost of the work that runs before the last chunk of a new request of this cost may start. Keys
-        take turns by cost, so each other key has at most as much work ahead as this key has.
+        """Return the cost of the work that runs before the last chunk of a new request of this cost can start. Keys
+        alternate by cost, so each other key has at most as much work ahead as this key has.
         """
         if not self._flows:
             return self.cost
@@ -222,7 +223,7 @@ class KeyWindow:
         return self.cost + mine + ahead_of_key
 
     def join(self, ticket: Ticket) -> None:
-        """Queue a request behind the other requests of its key."""
+        """Add a request after the other requests of its key."""
         flow = self._flows.get(ticket.key)
         if flow is None:
             flow = self._flows[ticket.key] = _KeyFlow(ticket.key, self._quantum)
@@ -232,8 +233,8 @@ class KeyWindow:
         flow.tokens += sum(ticket.tokens)
 
     def grant(self, most: QueueBound, key_limit: float) -> list[tuple[Ticket, int]]:
-        """Return permits for the next chunks, in their order. A chunk for which the queue has no room keeps its turn.
-        While it waits, smaller chunks of other keys may pass it, up to the cost of one turn in total.
+        """Return permits for the next chunks, in order. A chunk for which the queue has no room keeps its turn. While
+        it waits, smaller chunks of other keys may overtake it, up to the cost of one turn in total.
         """
         granted: list[tuple[Ticket, int]] = []
         ring, blocked = self._ring, 0
@@ -304,8 +305,8 @@ class KeyWindow:
         self.shares.add(ticket.key, ticket.tokens[chunk])
 
     def fits_now(self, ticket: Ticket, most: QueueBound, key_limit: float) -> bool:
-        """Return True if a request of one chunk may pass at once: no request waits, and there is room. Such a request
-        does not `join`.
+        """Return True if a request of one chunk may enter the queue at once: no request waits, and there is room. A
+        request that enters at once does not `join`.
         """
         tokens = ticket.tokens[0]
         if self._flows or not self._has_room(tokens, most):
@@ -313,7 +314,7 @@ class KeyWindow:
         return self.shares.fits(ticket.key, tokens, key_limit)
 
     def give_back(self, ticket: Ticket, chunk: int) -> bool:
-        """Note that a chunk has left the queue. Return False if the chunk is not in the queue."""
+        """Record that a chunk has left the queue. Return False if the chunk is not in the queue."""
         if chunk not in ticket.held:
             return False
         ticket.held.discard(chunk)
@@ -325,7 +326,7 @@ class KeyWindow:
         return True
 
     def leave(self, ticket: Ticket) -> None:
-        """Remove a request that has ended, with its chunks that wait and its chunks in the queue."""
+        """Remove a request that has ended, with its waiting chunks and its chunks in the queue."""
         for chunk in list(ticket.held):
             self.give_back(ticket, chunk)
         if not ticket.waiting:

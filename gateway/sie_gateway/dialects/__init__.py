@@ -3,5 +3,5 @@ that family.
 
     path ──routes.TABLE──► InferenceRoute ──handler──► InferRequest ──Inference.run──► RequestResult ──► EncodedReply
 
-The step in the middle is the same for all families, so every family gets the same numbers.
+The call of `Inference.run` is the same for all families, so every family gets the same numbers.
 """

@@ -1,6 +1,6 @@
-"""`POST /v2/embed` and `POST /v1/embed` in the format of Cohere. One run of the model serves all requested types.
+"""`POST /v2/embed` and `POST /v1/embed` in the format of Cohere. One run of the model computes all requested types.
 
-In the first version, the input type is optional. If no type is requested there, the reply has plain lists of numbers.
+In version 1, the input type is optional. A version 1 request without types gets plain lists of numbers.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def _answer(
 
 
 def _shown(items: Sequence[RequestItem]) -> dict[str, Any]:
-    """Return the descriptions of all images in order, from their files. The map is empty if an image has an unknown
+    """Return descriptions of all images, in order, read from their files. The map is empty if an image has an unknown
     format.
     """
     headers = [header(file) for item in items for file in item.images]

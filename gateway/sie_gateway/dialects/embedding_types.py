@@ -15,8 +15,8 @@ TYPES: tuple[str, ...] = get_args(VectorType)
 
 
 def converted(vectors: Sequence[Array], kind: str) -> tuple[list[Any], dict[str, list[float]]]:
-    """Convert vectors to the type `kind`. Return the converted vectors, which are views for `float` and `base64`, and
-    by name the scale and the offset of each vector, if the type has them.
+    """Convert vectors to the type `kind`. Return the converted vectors, which are views for `float` and `base64`. Also
+    return, by name, the scale and the offset of each vector, if the type has them.
 
     `base64` is the little-endian float32 bytes of the vector.
     """
@@ -36,8 +36,8 @@ def converted(vectors: Sequence[Array], kind: str) -> tuple[list[Any], dict[str,
 
 
 def int8(vectors: Array) -> tuple[Array, dict[str, Array]]:
-    """Quantise float32 [rows, width] to int8 codes in -127..127, rounded half to even. x is about code * scale. All
-    steps are computed in float32.
+    """Quantise float32 [rows, width] to int8 codes in -127..127, rounded half to even. A value is about code * scale.
+    All steps are computed in float32.
     """
     largest = np.abs(vectors).max(axis=1, keepdims=True)
     codes = np.rint(vectors / np.where(largest > 0, largest, np.float32(1)) * np.float32(127)).astype(np.int8)
@@ -45,8 +45,8 @@ def int8(vectors: Array) -> tuple[Array, dict[str, Array]]:
 
 
 def uint8(vectors: Array) -> tuple[Array, dict[str, Array]]:
-    """Quantise float32 [rows, width] to uint8 codes in 0..255, rounded half to even. x is about code * scale + offset.
-    All steps are computed in float32.
+    """Quantise float32 [rows, width] to uint8 codes in 0..255, rounded half to even. A value is about code * scale +
+    offset. All steps are computed in float32.
     """
     low = vectors.min(axis=1, keepdims=True)
     extent = vectors.max(axis=1, keepdims=True) - low

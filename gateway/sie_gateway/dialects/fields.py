@@ -1,7 +1,7 @@
 """Readers of the fields in bodies of other APIs. Each reader returns a value with its type, or raises InvalidInput with
 the name of the field.
 
-Null means the same as a missing field. Fields that a family does not know are ignored.
+Null means the same as a missing field. Fields that the API does not define are ignored.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sie_contracts.wire.messages import Priority
 from sie_gateway.inference import body as bodies
 from sie_gateway.inference.body import RequestItem
 
-FIRST_BULK = 500  # smallest bulk priority, on the scale of Cohere: 0 is the most urgent, 999 the least
+FIRST_BULK = 500  # smallest number of the bulk priority, on Cohere's scale: 0 is the most urgent, 999 the least urgent
 _SIDES = {"query": True, "document": False, "passage": False}
 Body = Mapping[str, Any]
 
@@ -86,14 +86,14 @@ def items(value: Any, name: str, limit: int) -> tuple[RequestItem, ...]:
 
 
 def priority(body: Body) -> Priority | None:
-    """Return the priority of a number from 0 to 999; None if the field is missing."""
+    """Return the priority for a number from 0 to 999; None if the field is missing."""
     value = whole(body, "priority", 0, 999)
     return None if value is None else "interactive" if value < FIRST_BULK else "bulk"
 
 
 def side(use: str, entry: ModelEntry) -> dict[str, Any]:
-    """Return parameters for the use of the inputs, such as `search_query`: `is_query` if the use names a side of a
-    search, and the template if the model has a prompt for exactly this use.
+    """Return the parameters for a use of the inputs, for example `search_query`. They have `is_query` if the use names
+    a side of a search. They have the template if the model has a prompt for exactly this use.
     """
     prompt = entry.prompts.get(use)
     is_query = _SIDES.get(use.removeprefix("search_").rpartition(".")[2])
@@ -116,5 +116,5 @@ def named(**names: str) -> Iterator[None]:
 
 
 def parameters(body: Body, *names: str) -> dict[str, Any]:
-    """Return the fields of a body that have the same names as our parameters."""
+    """Return the fields of a body whose names equal the names of our parameters."""
     return {name: body[name] for name in names if body.get(name) is not None}

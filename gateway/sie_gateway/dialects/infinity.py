@@ -1,4 +1,6 @@
-"""`POST /classify` of Infinity: the classes of each text. The other routes of Infinity are those of OpenAI and Jina."""
+"""`POST /classify` of Infinity: the classes of each text. Infinity's other routes are in the modules of OpenAI and
+Jina.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Inputs with images and sounds in the formats of other APIs: an object with a text or an image, or a list of parts,
-which are texts, images and at most one sound.
+"""Inputs with images and sounds in the formats of other APIs. An input is an object with a text or an image, or a list
+of parts: texts, images and at most one sound.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ def pictured(text: str | None, entries: Sequence[tuple[str, Any]], path: str) ->
 
 
 def image(value: Any, path: str) -> RequestItem:
-    """Build an input that is one image. Raises InvalidInput."""
+    """Build an input that consists of one image. Raises InvalidInput."""
     return pictured(None, [(path, value)], path)
 
 
 def sound(value: Any, path: str) -> RequestItem:
-    """Build an input that is one sound. Raises InvalidInput."""
+    """Build an input that consists of one sound. Raises InvalidInput."""
     return _with_audio(RequestItem(None), value, path)
 
 
 def _with_audio(item: RequestItem, value: Any, path: str) -> RequestItem:
-    """Add a sound to an input. `value`, `path`: the sound and its place in the body. Raises InvalidInput."""
+    """Add a sound to an input. `value` is the sound, `path` its path in the body. Raises InvalidInput."""
     file, fault = images.read_sound(value, path)
     return replace(item, modalities=(*item.modalities, "audio"), audio=file, unfit=item.unfit or fault)
 
 
 def parts(value: Any, path: str) -> RequestItem:
-    """Build one input from a list of parts. Its text has the texts of the parts as lines. Raises InvalidInput."""
+    """Build one input from a list of parts. The texts of the parts become lines of its text. Raises InvalidInput."""
     if not isinstance(value, list) or not value:
         raise fields.refused(path, value, "a list of parts")
     texts: list[str] = []
@@ -60,7 +60,7 @@ def parts(value: Any, path: str) -> RequestItem:
 
 
 def _sound(part: fields.Body, kind: str, path: str) -> tuple[Any, str]:
-    """Return the value of a part that holds the sound, and the path of the value."""
+    """Return the value of a part that contains the sound, and the path of this value."""
     source, name = part.get(kind), "data" if kind == "input_audio" else "url"
     return (source.get(name), f"{path}.{kind}.{name}") if isinstance(source, dict) else (source, f"{path}.{kind}")
 

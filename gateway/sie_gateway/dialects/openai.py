@@ -2,7 +2,7 @@
 or as base64.
 
 Jina and Voyage have the same route with more fields: inputs as objects, types of the vectors, the side of a search,
-truncation. Infinity has the field `modality` for inputs that are images or sounds.
+truncation. Infinity has the field `modality` for images and sounds.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from sie_gateway.inference.results import PlannedRequest, RequestResult
 if TYPE_CHECKING:
     from sie_gateway.inference.handler import Inference
 
-MAX_TOKENS = 300_000  # tokens of all inputs of a request, at most
-SPECIAL_TOKENS = 8  # special tokens that a tokenizer adds to a text, at most
+MAX_TOKENS = 300_000  # largest number of tokens of all inputs of a request
+SPECIAL_TOKENS = 8  # largest number of special tokens that a tokenizer adds to a text
 DEFAULT_ENCODING = "cl100k_base"  # OpenAI's clients use it for a model that they do not know
 _ENCODINGS = ("model", *vocabulary.NAMES)
 _UNNAMED = f"token_encoding: ids were read as {DEFAULT_ENCODING}, because no encoding was named; {vocabulary.OWN_IDS}"
@@ -70,7 +70,9 @@ async def embeddings(inference: Inference, call: Call, raw: bytes) -> EncodedRep
 
 
 def _encoding(body: fields.Body, entry: ModelEntry) -> str:
-    """Return the vocabulary of token ids by the request, else by the model's entry; empty if neither names one."""
+    """Return the vocabulary of the token ids: from the request, else from the model's entry; empty if neither has
+    one.
+    """
     return fields.choice(body, "token_encoding", _ENCODINGS, entry.openai_token_encoding)
 
 
@@ -81,8 +83,8 @@ def _has_ids(body: fields.Body) -> bool:
 
 
 def _parameters(body: fields.Body, entry: ModelEntry) -> dict[str, Any]:
-    """Return the parameters under our names: those of OpenAI, ours, and those that Jina and Voyage name differently.
-    Raises InvalidInput.
+    """Return the parameters under our names. The body has the names of OpenAI, of Jina and Voyage, or ours. Raises
+    InvalidInput.
     """
     parameters = fields.parameters(
         body,
@@ -140,7 +142,8 @@ async def _items(body: fields.Body, encoding: str, limit: int) -> tuple[RequestI
     """Return the inputs: texts, token ids of the model, or token ids of OpenAI, which are converted to texts. Raises
     InvalidInput.
 
-    Jina also has objects as inputs: `{"text": "a dog"}` or `{"image": "data:..."}`. Other families have lists of parts.
+    An input of Jina may also be an object: `{"text": "a dog"}` or `{"image": "data:..."}`. Other families have lists of
+    parts.
     """
     value = body.get("input")
     if isinstance(value, dict):
@@ -177,7 +180,7 @@ async def _items(body: fields.Body, encoding: str, limit: int) -> tuple[RequestI
     ids = [bodies.token_ids(entry, f"input[{index}]") for index, entry in enumerate(inputs)]
     if encoding == "model":
         return tuple(RequestItem(None, tokens=entry) for entry in ids)
-    await asyncio.to_thread(vocabulary.load, encoding)  # slow at the first call only
+    await asyncio.to_thread(vocabulary.load, encoding)  # only the first call is slow: it reads the vocabulary
     return tuple(RequestItem(vocabulary.decode(encoding, entry, f"input[{index}]")) for index, entry in enumerate(ids))
 
 
@@ -233,8 +236,8 @@ async def _check_tokens(inference: Inference, call: Call, request: PlannedReques
     texts = tuple(item for item in request.items if item.text is not None)
     if max_tokens([item.text or "" for item in texts], run) <= MAX_TOKENS:
         return
-    # With a separate id, a late answer to the count cannot be taken for an answer to the request. The count is not
-    # charged.
+    # With a separate id, a late answer to the count cannot be mistaken for an answer to the request.
+    # The count is not charged.
     counting = replace(call, id=f"{call.id}-count", charge=None)
     counted = await inference.run(
         counting, InferRequest("tokenize", request.resolved, texts, {}, run=options.counting(run))
@@ -246,12 +249,12 @@ async def _check_tokens(inference: Inference, call: Call, request: PlannedReques
 
 
 def max_tokens(texts: Sequence[str], run: RunOptions) -> int:
-    """Return an upper bound for the tokens of texts with their prompts: one for each byte of the text, or of its normal
-    form if that is longer.
+    """Return an upper bound for the tokens of texts with their prompts: one token for each byte of the text, or of its
+    normal form if that is longer.
     """
     around = _max_bytes(run.prefix) + _max_bytes(run.suffix) + SPECIAL_TOKENS
     total = sum(around + (len(text) if text.isascii() else len(text.encode())) for text in texts)
-    if total > MAX_TOKENS:  # too many already; normal forms need not be computed, which is slow
+    if total > MAX_TOKENS:  # over the limit already: skip the normal forms, which are slow to compute
         return total
     return sum(around + _max_bytes(text) for text in texts)
 
@@ -269,7 +272,7 @@ def _answer(call: Call, finished: RequestResult, kind: str, *, is_base64: bool) 
     began_s = time.perf_counter()
     rows, extras = embedding_types.converted(finished.arrays("input", "dense"), kind)
     data = [
-        # the writer makes base64 of a memoryview, and a list of an array
+        # the writer converts a memoryview to base64, and an array to a list
         {
             "object": "embedding",
             "index": index,

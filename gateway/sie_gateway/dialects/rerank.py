@@ -1,5 +1,5 @@
-"""Rerank in the formats of Jina, Cohere (v1, v2) and Voyage. All their clients can read the same reply. `/rerank` has
-the format of Infinity, or that of TEI if its body has `texts`.
+"""Rerank in the formats of Jina, Cohere (v1, v2) and Voyage. The clients of all three can read the same reply.
+`/rerank` has the format of Infinity, or the format of TEI if its body has `texts`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 DEFAULT_TOKENS_PER_DOC = 4096
 MAX_TOKENS_PER_DOC = 1 << 20
-DOCUMENTS_PER_UNIT = 100  # documents of one billed search unit
+DOCUMENTS_PER_UNIT = 100  # number of documents that are billed as one search unit
 
 
 async def either(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
@@ -48,7 +48,7 @@ v2 = functools.partial(rerank, 2)
 async def _rerank(
     inference: Inference, call: Call, body: fields.Body, *, version: int, root: bool = False
 ) -> EncodedReply:
-    """Run a rerank request. `root`: the path has no version, so the reply has documents as strings, as in Infinity."""
+    """Run a rerank request. `root`: the path has no version, so the reply has documents as strings, like Infinity's."""
     cut = voyage.truncation(call, body)
     resolved = able(inference, call, "rerank", body.get("model"))
     query = RequestItem(fields.text(body, "query"))

@@ -1,4 +1,4 @@
-"""Scores for other APIs: from 0 to 1, in the same order as the raw scores of the model."""
+"""Scores for other APIs: numbers from 0 to 1, in the same order as the raw scores of the model."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 async def scored(
     inference: Inference, call: Call, request: InferRequest, *, raw: bool, document_tokens: int = 0
 ) -> RequestResult:
-    """Run a score request. Unless `raw`, the worker maps scores to 0 to 1, because only the worker knows the meaning of
-    the checkpoint's scores.
+    """Run a score request. Unless `raw` is true, the worker maps scores to 0 to 1, because only the worker knows the
+    meaning of the checkpoint's scores.
 
-    At most `document_tokens` tokens of a document are read; with 0, as many as fit.
+    The model reads at most `document_tokens` tokens of a document. 0: as many tokens as the model accepts.
     """
     understood = inference.understand(call, request)
     run = understood.options.run

@@ -144,7 +144,7 @@ async def embed_all(inference: Inference, call: Call, raw: bytes) -> EncodedRepl
 
 
 async def embed_sparse(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
-    """Answer with sparse vectors: the index and the weight of each token of the vocabulary that has a weight."""
+    """Answer with sparse vectors: the index and the weight of each vocabulary token with a weight."""
     finished = await _embedded(inference, call, raw, "embed_sparse")
     indices, values = finished.arrays("inputs", "sparse.indices"), finished.arrays("inputs", "sparse.values")
     rows = list(zip(indices, values, strict=True))
@@ -235,7 +235,7 @@ def classes(finished: RequestResult, name: str) -> list[list[dict[str, Any]]]:
 
 
 async def tokenize(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
-    """Answer with the tokens of texts: ids, texts, and the offsets in bytes at which they begin and end."""
+    """Answer with the tokens of texts: ids, texts, and the byte offsets of their begin and end."""
     body = await decode_body(call, raw)
     value = body.get("inputs")
     items = _texts([value] if isinstance(value, str) else value, inference.max_items(call), "inputs")

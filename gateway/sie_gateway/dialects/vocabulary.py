@@ -1,5 +1,5 @@
-"""Conversion of token ids of OpenAI's models to text. The vocabularies are the data files of an installed package. Its
-code is never run.
+"""Conversion of token ids of OpenAI's models to text. The vocabularies are data files of an installed package. SIE
+never runs the package's code.
 
 A file has a line for each token: its bytes in base64, and its id. Digests and special tokens are the same as in
 tiktoken (tiktoken_ext/openai_public.py).
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from sie_contracts.errors import InvalidInput
 
-_PACKAGE = "bpe_openai"  # bpe-openai on PyPI
+_PACKAGE = "bpe_openai"  # module of the package bpe-openai on PyPI
 _DIGESTS = {
     "cl100k_base": "223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7",
     "o200k_base": "446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d",
@@ -45,8 +45,8 @@ def path(name: str) -> Path | None:
 
 @functools.cache
 def load(name: str) -> dict[int, bytes]:
-    """Read the bytes of each token by its id. It takes 0.1 s and about 20 MiB. Raises InvalidInput if the vocabulary is
-    not installed, or has the wrong digest.
+    """Read the bytes of each token by its id. Reading takes 0.1 s and about 20 MiB. Raises InvalidInput if the
+    vocabulary is not installed, or has the wrong digest.
     """
     file = path(name)
     if file is None:
@@ -64,8 +64,8 @@ def load(name: str) -> dict[int, bytes]:
 
 
 def decode(name: str, ids: Sequence[int], where: str) -> str:
-    """Return the text of `ids`. A character that is not complete becomes U+FFFD. Raises InvalidInput with the place of
-    an unknown id.
+    """Return the text of `ids`. A character that is not complete becomes U+FFFD. Raises InvalidInput with the position
+    of an unknown id.
     """
     table = load(name)
     try:

@@ -1,5 +1,5 @@
-"""Parts of Voyage's format on routes that it shares with OpenAI and Jina: the field `truncation`, and errors with a
-text as `detail`.
+"""Parts of Voyage's format on routes that it has in common with OpenAI and Jina: the field `truncation`, and errors
+with a text as `detail`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _SHAPE = family("voyage")
 
 
 def truncation(call: Call, body: fields.Body) -> dict[str, Any]:
-    """Return our parameter for `truncation`; none if the body has `truncate` too. Voyage's client always sends
+    """Return our parameter for `truncation`; no parameter if the body also has `truncate`. Voyage's client always sends
     `truncation`, so its presence also selects the error format of Voyage.
     """
     if body.get("truncation") is None:

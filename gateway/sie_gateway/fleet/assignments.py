@@ -1,7 +1,7 @@
 """Assignment of workers to reservations. Pure functions: gateways that compute from equal inputs write the same result.
 
-reservations, oldest first ──► each keeps its workers ──► a reservation with too few workers gets all that it lacks, or
-none
+reservations, oldest first ──► a reservation keeps its workers ──► a reservation with too few workers gets all missing
+workers, or none
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ DEFAULT_BUNDLE = "default"  # bundle of the workers that are requested for a res
 
 @dataclass(frozen=True)
 class AssignableWorker:
-    """A worker that may be reserved. `models`: the models that it has loaded. `busy`: tokens of work that it has taken
-    and not answered yet.
+    """A worker that may be reserved. `models`: the loaded models. `busy`: tokens of accepted work that is not answered
+    yet.
     """
 
     machine_profile: str
@@ -41,8 +41,8 @@ class AssignableWorker:
 
 
 def lacking(spec: ReservationSpec, held: Iterable[AssignableWorker]) -> tuple[dict[str, int], int]:
-    """Return what a reservation with these workers lacks: GPUs by machine profile, and workers up to its minimum. If it
-    is met, the map is empty and the number is 0.
+    """Return the resources that a reservation with these workers lacks: GPUs by machine profile, and workers up to its
+    minimum. For a complete reservation, the map is empty and the number is 0.
     """
     gpus, count = Counter[str](), 0
     for worker in held:
@@ -63,10 +63,10 @@ def assign(
 ) -> dict[str, str]:
     """Return the reservation of each reserved worker, as a map of worker id to pool. `before`: the previous map.
 
-    A reservation keeps its workers while they fit. If it lacks workers, it takes new ones only when all of them are
-    free. So no reservation holds workers that it cannot use yet, and two reservations never each hold one half of the
-    free workers. The oldest reservation is served first. One worker of each bundle stays unreserved, unless a
-    reservation may take the last one.
+    A reservation keeps its workers while they match its spec. If it lacks workers, it gets new ones only when all
+    missing ones are free. So no reservation has workers that it cannot use yet, and two reservations never each have
+    one half of the free workers. The oldest reservation is served first. One worker of each bundle stays unreserved,
+    unless a reservation may use the last one.
     """
     order = sorted(reservations, key=lambda reservation: (reservation.created_s, reservation.spec.name))
     assigned: dict[str, str] = {}
@@ -105,8 +105,8 @@ def _addition(
     *,
     takes_last: bool,
 ) -> list[str]:
-    """Return free workers that complete a reservation; none if there are too few. Workers that have its models loaded
-    come first, then idle workers.
+    """Return free workers that complete a reservation; an empty list if there are too few. Workers with loaded models
+    of the reservation are first, then idle workers.
     """
     short, count = lacking(spec, held)
     free = [name for name, worker in workers.items() if name not in assigned and worker.fits(spec)]
@@ -140,10 +140,10 @@ def _without_last(
 def requested_workers(
     spec: ReservationSpec, held: Sequence[AssignableWorker], gpus_each: Mapping[str, int]
 ) -> Counter[tuple[str, str]]:
-    """Return the number of workers that a reservation requests, by machine profile and bundle. It counts the workers
-    that it has and those that it lacks.
+    """Return the number of workers that a reservation requests, by machine profile and bundle: its present workers and
+    the missing ones.
 
-    `gpus_each`: GPUs of one worker, by machine profile; 1 for a machine profile that is missing here.
+    `gpus_each`: GPUs of one worker, by machine profile; 1 for a machine profile that is not in the map.
     """
     counts = Counter((worker.machine_profile, worker.bundle) for worker in held)
     short, count = lacking(spec, held)
@@ -159,8 +159,8 @@ def requested_workers(
 def assigned(worker: str, workers: Iterable[Heartbeat], reserved: Mapping[str, str]) -> tuple[str, ...]:
     """Return the pools of a worker: its reservation, else its own pool. `reserved`: map of worker to reservation.
 
-    Raises InvalidInput without a name. Raises PoolNotFound for a worker without a heartbeat, because its own pool is
-    not known: an empty result would mean that it serves no pool.
+    Raises InvalidInput if `worker` is empty. Raises PoolNotFound for a worker without a heartbeat, because its own pool
+    is not known: an empty result would mean that it serves no pool.
     """
     if not worker:
         raise InvalidInput("worker: a worker's id is needed", param="worker")

@@ -1,4 +1,5 @@
-"""Requests for models that no worker has loaded: their answer at the end of the hold, and the record of their demand.
+"""Requests for models that no worker has loaded: the answer after the longest wait (the hold), and the record of
+demand.
 
 held until the end of the hold ──► a worker has loaded the model: go on waiting
                                ──► a worker loads the model: MODEL_LOADING
@@ -35,20 +36,20 @@ DEMAND_LIFE_S = 60.0
 AGAIN_S = 5.0  # seconds; a record younger than this is not written again
 _RETRY_S = 1.0
 MAX_RETRY_S = 5
-USUAL_START_S = 60.0  # seconds that a worker is expected to take to start, until this gateway has seen a start
-ASKED_S = 60.0  # seconds without a request after which the start of a worker is not measured any more
+USUAL_START_S = 60.0  # seconds that the start of a worker is assumed to take, until this gateway has measured a start
+ASKED_S = 60.0  # seconds without a request after which the start of a worker is no longer measured
 _logger = logging.getLogger("sie.gateway.demand")
 
 
 def is_live(at_s: float, now_s: float) -> bool:
     """Return whether a record of the time `at_s` still counts, by the broker's clock. A record with a time in the
-    future counts.
+    future counts, too.
     """
     return now_s - at_s < DEMAND_LIFE_S
 
 
 class DemandRecords:
-    """Records of the demand of lanes. `now_s` returns the broker's time. One task calls `run`, and only it writes.
+    """Records of the demand of lanes. `now_s` returns the broker's time. Only `run` writes to the broker, in one task.
     `note` never waits.
     """
 
@@ -75,7 +76,7 @@ class DemandRecords:
                 del entries[lane]
 
     def pending(self) -> set[Lane]:
-        """Return the lanes that this gateway has noted within DEMAND_LIFE_S."""
+        """Return the lanes that this gateway recorded within DEMAND_LIFE_S."""
         now_s = self._now_s()
         return {lane for lane, at_s in {**self._written, **self._noted}.items() if is_live(at_s, now_s)}
 
@@ -100,7 +101,7 @@ class DemandRecords:
                 del self._noted[lane]
 
     async def is_wanted(self, lane: Lane) -> bool:
-        """Return whether the lane has a record of demand that still counts, by any gateway. Raises BrokerError."""
+        """Return whether the lane has a record of demand, of any gateway, that still counts. Raises BrokerError."""
         entry = await self._bucket.get(topology.lane_key(lane))
         if entry is None or entry.value is None:
             return False
@@ -121,8 +122,8 @@ class _ColdStart:
 
 
 class ColdStarts:
-    """Answers to requests for models that no worker has loaded. `pending_reason` returns why a pool lacks workers that
-    it has reserved; it is empty if the pool has them, or is no reservation.
+    """Answers to requests for models that no worker has loaded. `pending_reason` returns the reason why a reservation
+    lacks workers. It returns an empty text if no worker is missing, or if the pool is no reservation.
     """
 
     def __init__(
@@ -194,7 +195,7 @@ class ColdStarts:
         return False
 
     def start_left_s(self, lane: Lane) -> float:
-        """Return the expected seconds until a worker of the lane is ready, at least 1. They follow from the last start
+        """Return the expected seconds until a worker of the lane is ready, at least 1. The estimate uses the last start
         that this gateway has measured.
         """
         start = self._starts.get(lane)

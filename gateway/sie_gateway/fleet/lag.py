@@ -1,8 +1,8 @@
 """Lag of the queue for metrics: the number of waiting messages and the age of the oldest, by lane and priority, and by
 model.
 
-Counts come from the shared backlog. Ages and models come from the oldest messages themselves. If the broker cannot be
-asked, the lag is unknown, and never zero.
+Counts are read from the shared backlog. Ages and models are read from the oldest messages. If the broker does not
+answer, the lag is unknown, and never zero.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from sie_gateway.streams.backlog import Backlog
 from sie_runtime.process import Stop, Trouble
 
 EVERY_S = 5.0
-MAX_LANES = 16  # lanes of a pool that are reported, those with the most work first
-MAX_SUBJECTS = 24  # subjects of models of a pool that are reported, those with the most work first
+MAX_LANES = 16  # most lanes of a pool in the report: the ones with the most work
+MAX_SUBJECTS = 24  # most subjects of models of a pool in the report: the ones with the most work
 _ESCAPED = re.compile(r"(?:_[0-9a-f]{2})+")
 _logger = logging.getLogger("sie.gateway.lag")
 Labels = tuple[str, ...]
 
 
 class Lag:
-    """Lag of all lanes. One task calls `run`. A lane that has had work is reported for as long as its pool exists, so
-    that its count can become zero.
+    """Lag of all lanes. One task calls `run`. A lane that has had work is reported while its pool exists, so that its
+    count can become zero.
     """
 
     def __init__(self, queue: Queue, backlog: Backlog, pools: Iterable[str], now_s: Callable[[], float]) -> None:
         """Create the lag. `now_s` returns the broker's time."""
         self._queue = queue
         self._backlog = backlog
-        self._pools = pools  # its contents change
+        self._pools = pools  # this object is shared and changes
         self._now_s = now_s
         self._known: dict[Lane, None] = {}
         self._lanes: dict[Labels, ModelBacklog] = {}
@@ -54,7 +54,9 @@ class Lag:
         return self._models
 
     async def oldest_s(self, lane: Lane) -> float:
-        """Return the age of the oldest message of a lane, in seconds; 0 if there is none. Raises BrokerError."""
+        """Return the age of the oldest message of a lane, in seconds; 0 if the lane has no message. Raises
+        BrokerError.
+        """
         (first,) = await self._backlog.oldest(lane.pool, [topology.lane_filter(lane)])
         return 0.0 if first is None else self._age_s(first)
 
@@ -102,7 +104,7 @@ class Lag:
         ]
         questions: list[
             tuple[str, Labels | None]
-        ] = []  # a filter, with the labels of its lane and priority; None if the filter is the subject of a model
+        ] = []  # (filter, its lane and priority); lane and priority are None if the filter is the subject of a model
         for lane in list(dict.fromkeys(reported))[:MAX_LANES]:
             for priority in PRIORITIES:
                 labels = lane.pool, lane.machine_profile, lane.bundle, priority
@@ -116,7 +118,7 @@ class Lag:
         answers = await self._backlog.oldest(pool, [question for question, _ in questions])
         answered: set[str] = set()
         for (_, of_lane), first in zip(questions, answers, strict=True):
-            if first is None:  # the last message was answered meanwhile
+            if first is None:  # the last message was answered in the meantime
                 continue
             oldest_s = self._age_s(first)
             if of_lane is not None:
@@ -132,8 +134,8 @@ class Lag:
 
 
 def lane_of(subject: str) -> Lane:
-    """Return the lane of a subject of work. The tokens of a machine profile and of a bundle are never shortened, so the
-    names can be read from them.
+    """Return the lane of a subject of work. The tokens of machine profiles and bundles in subjects are never shortened,
+    so the names can be read from them.
     """
     pool, machine_profile, bundle = subject.split(".")[2:5]
     return Lane(pool, _untoken(machine_profile), _untoken(bundle))

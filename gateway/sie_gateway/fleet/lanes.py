@@ -1,4 +1,4 @@
-"""Live workers by their heartbeats, and the choice of the lane of a request."""
+"""Live workers by their heartbeats, and the choice of a lane for a request."""
 
 from __future__ import annotations
 
@@ -25,16 +25,18 @@ from sie_contracts.wire.heartbeats import Fetched, Heartbeat, ModelStatus
 from sie_contracts.wire.records import ReservationSpec
 from sie_contracts.wire.topology import Lane
 
-STATES = ("loading", "unloading", "loaded", "failed", "available")  # the first state that a worker has is shown
-ON_DISK_S = 5.0  # seconds for which the models on disks are not read again
-USUAL_LOAD_S = 10.0  # expected seconds of a load, for a model that no worker has loaded yet
+# states by rank: of several states at workers, the first one here is reported
+STATES = ("loading", "unloading", "loaded", "failed", "available")
+LOADS = ("loading", "failed")  # states that a worker may have before it is ready
+ON_DISK_S = 5.0  # seconds before the list of models on disks is computed again
+USUAL_LOAD_S = 10.0  # seconds that a load is assumed to take, for a model that no worker has loaded yet
 _logger = logging.getLogger("sie.gateway.fleet")
 
 
 def worker_rate(beats: Iterable[Heartbeat]) -> float:
-    """Return the tokens a second that one worker of a lane runs while it is busy; 0 while no worker has measured it.
+    """Return the tokens per second that one worker of a lane runs while it is busy; 0 while no worker has measured it.
 
-    Each measured rate has a weight: the share of time for which its worker is busy now. The rate of an idle worker is
+    Each measured rate is weighted by the share of time for which its worker is busy now. The rate of an idle worker is
     old. It may come from batches of other sizes, and would make busy workers look half empty, or too full. If no worker
     is busy, the result is the mean of all rates.
     """
@@ -55,7 +57,7 @@ def mean_rate(rates: NDArray[np.float64], arriving: NDArray[np.float64]) -> floa
 
 
 class _LaneWorkers:
-    """The healthy workers of one lane by their id, and by model the workers that have it loaded."""
+    """Healthy workers of one lane by their id. For each model, the workers that have it loaded."""
 
     def __init__(self) -> None:
         self.beats: dict[str, Heartbeat] = {}
@@ -88,8 +90,8 @@ class _LaneWorkers:
                     del self.loaded[status.model]
 
     def all(self) -> list[Heartbeat]:
-        """Return the heartbeats in the order of names. Callers must not change the list: it is shared until the next
-        heartbeat.
+        """Return the heartbeats in the order of worker names. Callers must not change the list: all callers get the
+        same list until the next heartbeat.
         """
         if self._all is None:
             self._all = [self.beats[name] for name in sorted(self.beats)]
@@ -97,8 +99,8 @@ class _LaneWorkers:
 
 
 class Fleet:
-    """The last heartbeat of each worker. A worker without a heartbeat for SIE_HEARTBEAT_TIMEOUT_MS is not healthy.
-    After ten times this time it is forgotten.
+    """Last heartbeat of each worker. A worker without a heartbeat for SIE_HEARTBEAT_TIMEOUT_MS is not healthy. After
+    ten times this time, it is removed.
 
     Workers are indexed by lane and by model, so that a look-up costs the same with one worker and with a thousand.
     """
@@ -121,10 +123,12 @@ class Fleet:
         ] = {}  # in the order of the heartbeats, the oldest first; _healthy has the same order
         self._healthy: dict[str, Heartbeat] = {}
         self._lanes: dict[Lane, _LaneWorkers] = {}
-        self._served: dict[tuple[str, str], dict[str, _LaneWorkers]] = {}  # pool and bundle -> machine profile -> lane
-        self._statuses: dict[str, dict[str, ModelStatus]] = {}  # model -> worker -> its report
+        # (pool, bundle) -> machine profile -> workers of the lane
+        self._served: dict[tuple[str, str], dict[str, _LaneWorkers]] = {}
+        self._statuses: dict[str, dict[str, ModelStatus]] = {}  # model -> worker -> the status that the worker reports
         self._loading_s: dict[str, dict[str, float]] = {}  # worker -> model -> time of its first report of the load
-        self._on_disk: tuple[float, frozenset[str]] = (-math.inf, frozenset())  # since when it is known
+        # time when the set was computed, and the set
+        self._on_disk: tuple[float, frozenset[str]] = (-math.inf, frozenset())
         self.version = 0  # grows with every heartbeat
         self.listeners: list[Callable[[], None]] = []  # called at every heartbeat
         self._own_pools = frozenset({topology.DEFAULT_POOL, settings.pool})
@@ -142,7 +146,7 @@ class Fleet:
         self.note(heartbeat)
 
     def note(self, heartbeat: Heartbeat) -> None:
-        """Take the heartbeat of a worker."""
+        """Record the heartbeat of a worker."""
         now_s, worker = self._clock(), heartbeat.worker
         while self._seen:
             name, (seen_s, _) = next(iter(self._seen.items()))
@@ -201,7 +205,9 @@ class Fleet:
                 del self._served[beat.pool, beat.bundle]
 
     def _expire(self) -> None:
-        """Mark workers with an overdue heartbeat as unhealthy."""
+        """Return all known workers in the order of names, each with True if it is healthy: its heartbeat is in time,
+        the worker is ready, and it does not leave.
+        """
         now_s = self._clock()
         while self._healthy:
             worker = next(iter(self._healthy))
@@ -216,8 +222,12 @@ class Fleet:
         self._expire()
         return [(self._seen[name][1], name in self._healthy) for name in sorted(self._seen)]
 
+    def is_starting(self, worker: str) -> bool:
+        """Return whether a worker is not ready yet, and its heartbeats are in time."""
+        return self.is_heard(worker) and not (self._seen[worker][1].ready or self._seen[worker][1].leaving)
+
     def is_heard(self, worker: str) -> bool:
-        """Return whether the last heartbeat of a worker is not overdue, also if the worker is not ready."""
+        """Return whether the last heartbeat of a worker is in time, also if the worker is not ready."""
         return worker in self._seen and self._clock() - self._seen[worker][0] < self._timeout_s
 
     def listens(self, worker: str) -> bool:
@@ -230,12 +240,12 @@ class Fleet:
         return [self._healthy[name] for name in sorted(self._healthy)]
 
     def lanes(self) -> dict[Lane, list[Heartbeat]]:
-        """Return the healthy workers of each lane that has any."""
+        """Return the healthy workers of each lane that has at least one."""
         self._expire()
         return {lane: entry.all() for lane, entry in self._lanes.items()}
 
     def silent(self) -> dict[Lane, list[Heartbeat]]:
-        """Return, by lane, the workers that were healthy by their last heartbeat, which is overdue now."""
+        """Return, by lane, the workers whose last heartbeat reported them healthy, and is overdue now."""
         self._expire()
         silent: dict[Lane, list[Heartbeat]] = {}
         for name, (_, beat) in self._seen.items():
@@ -260,11 +270,15 @@ class Fleet:
         return [entry.beats[name] for name in sorted(entry.loaded.get(residency, ()))] if entry is not None else []
 
     def crossover_tokens(self, residency: str) -> int:
-        """Return the crossover length of a model in tokens (see `costs`), as workers report it; 0 while none does."""
+        """Return the crossover length of a model in tokens (see `costs`), from the workers' reports; 0 while no worker
+        reports one.
+        """
         return max((status.crossover_tokens for status in self._statuses.get(residency, {}).values()), default=0)
 
     def image_cost(self, residency: str) -> ImageCost:
-        """Return the cost of an image for a model, as workers report it; the default cost while none does."""
+        """Return the cost of an image for a model, from the workers' reports; the default cost while no worker reports
+        one.
+        """
         statuses = self._statuses.get(residency, {}).values()
         tokens = max((status.image_tokens for status in statuses), default=0)
         vectors = max((status.image_vectors for status in statuses), default=0)
@@ -274,8 +288,8 @@ class Fleet:
         """Return the expected seconds until a load of the model in the lane ends, at least 1; None if no worker loads
         it.
 
-        The time follows from the longest last load of the model on any worker. A worker that unloads a model counts as
-        loading, because it makes room.
+        The estimate is the longest of the last load times of the model on all workers. A worker that unloads a model
+        counts as loading, because it frees memory for the load.
         """
         self._expire()
         entry = self._lanes.get(lane)
@@ -295,14 +309,14 @@ class Fleet:
     def lane(self, resolved: Resolved, *, pool: str, machine_profile: str, known_pools: Iterable[str]) -> Lane:
         """Return the lane of a request.
 
-        A machine profile or type of GPU in the request is a constraint. The machine profiles of the model's entry are a
-        constraint too. If the request has none, a machine profile with the model loaded is preferred, then one whose
-        workers serve the bundle, then one without a worker, where the work waits. Of several, the first one is chosen,
-        in the order of the entry, else of SIE_GATEWAY_CONFIGURED_GPUS. In a reservation, the machine profiles of its
-        spec take the place of this list.
+        A machine profile or GPU type in the request is a constraint. The machine profiles of the model's entry are a
+        constraint too. Of the remaining machine profiles, these are preferred, in this order: one with the model
+        loaded, one whose workers serve the bundle, one without a worker, where the work waits. Of several equal ones,
+        the first one is chosen: in the order of the entry, else of SIE_GATEWAY_CONFIGURED_GPUS. In a reservation, the
+        machine profiles of its spec replace this list.
 
         If SIE_MACHINE_PROFILE is in this list, it gets all work of the bundle `default` without a constraint, also
-        while none of its workers is up.
+        while it has no live worker.
 
         Raises PoolNotFound, BundleConflict, InvalidInput with reason gpu_not_configured or machine_profile_excluded.
         Without a list of machine profiles, raises NotFound if no worker has the named profile, and NotProvisioned while
@@ -356,8 +370,8 @@ class Fleet:
         return [name for name, of_lane in serving.items() if residency in of_lane.loaded]
 
     def _awaited(self, requested: str, pool: str, bundle: str) -> str:
-        """Return the machine profile for a named profile without a ready worker. It must be known from a heartbeat, or
-        be that of this installation. The request waits in its lane. Raises NotFound, NotProvisioned.
+        """Return the machine profile for a named profile without a ready worker. The name must be the machine profile
+        of this installation, or be in a heartbeat. The request waits in its lane. Raises NotFound, NotProvisioned.
         """
         types: dict[str, Counter[str]] = {self._settings.profile: Counter([gpu_type(self._settings.gpu_type or "")])}
         serving = self._served.get((pool, bundle), {})
@@ -379,19 +393,28 @@ class Fleet:
         raise NotProvisioned(message, param="X-SIE-MACHINE-PROFILE", extras={**extras, **waited})
 
     def model(self, model: str) -> tuple[str, list[tuple[Heartbeat, ModelStatus]]]:
-        """Return the state of a model over all healthy workers, and the report of each worker, sorted by name."""
+        """Return the state of a model over all healthy workers, and the report of each worker, sorted by name. Reports
+        of workers that start count while they load the model, or have failed to.
+        """
         self._expire()
         reports = [
-            (self._healthy[name], report) for name, report in sorted(self._reports(model)) if name in self._healthy
+            (self._seen[name][1], report)
+            for name, report in sorted(self._reports(model))
+            if name in self._healthy or (report.state in LOADS and self.is_starting(name))
         ]
         present = {status.state for _, status in reports}
         return next((state for state in STATES if state in present), "available"), reports
 
     def on_disk(self) -> frozenset[str]:
-        """Return the models that are on the disk of a healthy worker, as known within the last seconds."""
+        """Return the models on the disks of workers that are healthy or start. The result may be some seconds old."""
         since_s, models = self._on_disk
-        if (now_s := self._clock()) - since_s >= ON_DISK_S:
-            models = frozenset(model for beat in self.healthy() for model in beat.on_disk)
+        if (now_s := self._clock()) - since_s >= ON_DISK_S or not models:
+            models = frozenset(
+                model
+                for name, (_, beat) in self._seen.items()
+                if self.is_heard(name) and not beat.leaving
+                for model in beat.on_disk
+            )
             self._on_disk = (now_s, models)
         return models
 
@@ -403,7 +426,9 @@ class Fleet:
         return self._statuses.get(model, {}).items()
 
     def downloads(self, model: str) -> list[tuple[str, Fetched]]:
-        """Return the workers that download the weights of a model, ready or not, with their progress."""
+        """Return the workers that download the weights of a model, with their progress. Workers that are not ready are
+        included.
+        """
         return [
             (name, status.fetched)
             for name, status in sorted(self._reports(model))
@@ -418,8 +443,8 @@ def _type(beat: Heartbeat) -> str:
 
 def _named(requested: str, profiles: Mapping[str, Mapping[str, int]], preferred: Iterable[str]) -> str | None:
     """Return the machine profile that a request names: by its name, by the name of its spot variant, or by the GPU type
-    of all its workers. If several fit by type, a `preferred` one is chosen. `profiles`: number of workers by type of
-    each machine profile. Returns None if none fits.
+    of all its workers. If several have this GPU type, a `preferred` one is chosen. `profiles`: number of workers by GPU
+    type, for each machine profile. Returns None if the name matches no machine profile.
     """
     for name in (requested, f"{requested}-spot"):
         if name in profiles:
@@ -430,15 +455,15 @@ def _named(requested: str, profiles: Mapping[str, Mapping[str, int]], preferred:
 
 
 def _permits(resolved: Resolved, machine_profile: str) -> bool:
-    """Return whether the model's entry allows a machine profile: it has no list, or the list has this machine profile,
-    or the one of which this is the spot variant.
+    """Return whether the model's entry allows a machine profile. The entry allows it if it has no list, or if the list
+    has this machine profile or the one of which this is the spot variant.
     """
     allowed = resolved.entry.machine_profiles
     return not allowed or bool({machine_profile, machine_profile.removesuffix("-spot")}.intersection(allowed))
 
 
 def _in_order(resolved: Resolved, configured: Sequence[str]) -> list[str]:
-    """Return the machine profiles of the model's entry in its order, without those that are not configured."""
+    """Return the configured machine profiles of the model's entry, in the order of the entry."""
     allowed = resolved.entry.machine_profiles
     if not configured:
         return list(allowed)

@@ -1,10 +1,10 @@
-"""The placement table of each lane. All gateways compute it. The first write of a change wins, and the other gateways
-read the written table.
+"""Placement tables of the lanes. All gateways compute each table. The first write of a change wins, and the other
+gateways read the written table.
 
     heartbeats, backlog, table ──Planner.step, each 0.5 s or at once for a cold model──► changed table
     ──compare-and-set──► sidecars
 
-Tables are computed in a thread, which lets the event loop run each millisecond.
+Tables are computed in a thread that pauses every millisecond, so that the event loop can run.
 """
 
 from __future__ import annotations
@@ -32,13 +32,14 @@ from sie_runtime.process import Stop, Trouble
 
 EVERY_S = 0.5
 COLD_GAP_S = 0.02  # seconds between two steps, so that a burst of cold models is placed together
-UNHEARD_S = 15.0  # seconds that a new gateway waits for the first heartbeat of a host before it moves its models
+# seconds that a new gateway waits for the first heartbeat of a host before it moves the models of the host
+UNHEARD_S = 15.0
 MAX_ASKED = 32  # subjects whose oldest message is read in one step
 _logger = logging.getLogger("sie.gateway.placement")
 
 
 def _unheard(lane: Lane, table: Placement, workers: Collection[str]) -> list[Heartbeat]:
-    """Build heartbeats for hosts in the table that have sent none to this gateway yet."""
+    """Build heartbeats for hosts in the table from which this gateway has received none yet."""
     models: dict[str, list[ModelStatus]] = {}
     for model, hosts in table.hosts.items():
         for worker in hosts:
@@ -51,7 +52,7 @@ def _unheard(lane: Lane, table: Placement, workers: Collection[str]) -> list[Hea
 
 
 class Placer:
-    """Keeper of the tables of all lanes that have a worker or work. One task calls `run`; any task may call `note`."""
+    """Keeper of the tables of all lanes that have workers or work. One task calls `run`; any task may call `note`."""
 
     def __init__(
         self,
@@ -74,10 +75,10 @@ class Placer:
         self.now_s = now_s
         self._first_s: float | None = None
         self._hosts: frozenset[str] = frozenset()  # workers that could host models at the last step
-        self._tables: dict[str, StoredTable] = {}  # by the key of the lane
+        self._tables: dict[str, StoredTable] = {}  # placement tables by the key of the lane
         self._held: list[Callable[[], None]] | None = None  # changes that are applied after the running step
         self._planners: dict[Lane, Planner] = {}
-        # work published since the last step, by model: calls, messages and their tokens
+        # work published since the last step, by model: calls, messages and tokens
         self._noted: dict[Lane, dict[str, tuple[int, int, int]]] = {}
         self._cold = asyncio.Event()
         # a table that cannot be decoded counts as removed: it is computed and written again
@@ -91,7 +92,9 @@ class Placer:
         broker.on_reconnect(self._record.reconnected)
 
     async def start(self) -> None:
-        """Read and follow the bucket. It is created if it does not exist. May be called again. Raises BrokerError."""
+        """Read and follow the bucket. It is created if it does not exist. This method may be called again. Raises
+        BrokerError.
+        """
         await self._record.follow()
 
     def _on_value(self, key: str, value: StoredPart | None, revision: int) -> None:
@@ -132,7 +135,7 @@ class Placer:
                 del by_lane[lane]
 
     def note(self, lane: Lane, items: Sequence[WorkItem]) -> None:
-        """Record work of one model that is being published. If the model has no live host, it is placed at once."""
+        """Record work of one model that is being published. If the model has no live host, it gets one at once."""
         self._note(lane, items[0].model, len(items), sum(item.cost for item in items))
 
     def want(self, lane: Lane, model: str) -> None:
@@ -177,7 +180,9 @@ class Placer:
                 take()
 
     async def _refresh(self) -> None:
-        """Update all lanes. An error of one lane, such as a missing stream, does not stop the others."""
+        """Update all lanes. An error of one lane, for example a missing stream, does not stop the update of the
+        others.
+        """
         live, silent, workers = self.fleet.lanes(), self.fleet.silent(), set(self.fleet.worker_names())
         if self._first_s is None:
             self._first_s = self.now_s()
@@ -231,11 +236,11 @@ class Placer:
 
 
 class Ages:
-    """Waiting messages of each model, and the age of the oldest one. Counts come from the shared backlog, ages from the
-    oldest message itself.
+    """Waiting messages of each model, and the age of the oldest one. Counts are read from the shared backlog, ages from
+    the oldest messages.
 
-    An age is read only if the subject had work in two steps in a row. In each step, the ages of at most MAX_ASKED
-    subjects are read. The subject whose age was not read for longest comes first.
+    An age is read only if the subject had work in two consecutive steps. In each step, at most MAX_ASKED ages are read.
+    The subject whose last read is the oldest is first.
     """
 
     def __init__(self, backlog: Backlog, now_s: Callable[[], float]) -> None:

@@ -1,9 +1,10 @@
-"""Planner of the placement table of one lane. Each step makes a new table from heartbeats, backlog and the last table.
+"""Planner of the placement table of one lane. Each step computes a new table from heartbeats, backlog and the last
+table.
 
-Demand is computed from facts that every gateway can see: the tokens per second that each worker takes in, and the
+Demand is computed from facts that every gateway can see: the tokens per second that each worker accepts, and the
 messages that wait in the stream. The tokens of a waiting message are a mean that this gateway measured, or
-UNKNOWN_COST. The demand of all models is computed with arrays. Only models and workers that have changed are handled
-one by one.
+UNKNOWN_COST. The demand of all models is computed with arrays. A loop handles only the models and workers that have
+changed.
 """
 
 from __future__ import annotations
@@ -24,21 +25,24 @@ from sie_contracts.wire.placement import USED, Replicas, replicas
 from sie_contracts.wire.records import Placement
 from sie_gateway.fleet.lanes import mean_rate
 
-# seconds after which a lane with work gets a new `at_s`: if there is work, sidecars take an old table for a sign that
-# the gateway is gone
+# seconds after which a lane with work gets a new `at_s`: while there is work, an old table means to sidecars that no
+# gateway is alive
 REFRESH_S = 5.0
-MIN_SPAN_S = 5.0  # seconds over which waiting work is spread, at least: a burst must not count as a high rate
-FORGET_S = 3600.0  # seconds without work after which a model that no worker has is forgotten
+MIN_SPAN_S = 5.0  # shortest time in seconds over which waiting work is spread: a burst must not count as a high rate
+FORGET_S = 3600.0  # seconds without work after which a model that no worker has is dropped
 UNKNOWN_LOAD_S = 10.0
 UNKNOWN_COST = 32.0  # tokens assumed per message, for a model whose messages this gateway has not published
-MAX_MODELS = 10_000  # models of a lane that are remembered although no worker has them; the longest unused goes first
+# largest number of models of a lane that are kept although no worker has them; the longest unused ones are dropped
+# first
+MAX_MODELS = 10_000
 SLICE_S = 0.001
-SLICE_PAUSE_S = 0.0001  # seconds in which the event loop gets the interpreter lock, for which it otherwise waits 5 ms
+# seconds of a pause in which the event loop gets the interpreter lock; without a pause it waits 5 ms for the lock
+SLICE_PAUSE_S = 0.0001
 
 
 @dataclass(frozen=True)
 class ModelBacklog:
-    """Work of one model in the stream: number of messages, also of delivered ones, and the age of the oldest in
+    """Work of one model in the stream: number of messages, delivered ones included, and the age of the oldest in
     seconds.
     """
 
@@ -54,7 +58,8 @@ class _PlannedWorker:
     """State of a worker by its last heartbeat.
 
     `statuses`: model, state and error of each of its statuses. `taking`: float64 of shape (2, models). The first row
-    has the index of each model in the layout, the second row the tokens a second that the worker takes in for it.
+    has the index of each model in the layout, the second row the tokens per second that the worker accepts for the
+    model.
     """
 
     beat: Heartbeat
@@ -87,19 +92,20 @@ class Planner:
         self._pause = pause
         self._layout = Layout(pause)
         self._workers: dict[str, _PlannedWorker] = {}
-        self._table: Placement | None = None  # the table from which the rows of the layout come
+        self._table: Placement | None = None  # table from which the rows of the layout were built
         self._scales: dict[str, Replicas] = {}
-        self._lowering: set[str] = set()  # models for which fewer hosts would be enough
+        self._lowering: set[str] = set()  # models that need fewer hosts than they have
         self._raised_s: dict[str, float] = {}  # time of the last raise, of models with more than one host
-        self._counts = np.ones(1)  # by index: number of hosts that a model needs, 0 while it is not known
+        self._counts = np.ones(1)  # number of hosts that a model needs, by the model's index; 0 while unknown
         self._wanted_s: dict[str, float] = {}  # time of the last work; the longest unused model is the first
         self._resident_s: dict[str, float] = {}  # time since which all hosts of a model have it loaded
         self._moved: set[str] = set()  # models whose hosts, or whose state at a host, changed since the last step
-        self._spare_s: float | None = None  # time since which some worker loads nothing
-        self._alone: set[str] = set()  # models hosted by every worker that loads nothing
+        self._spare_s: float | None = None  # time since which at least one worker loads no model
+        self._alone: set[str] = set()  # models whose hosts are all workers that load no model
         self._cost: dict[str, float] = {}  # mean tokens of a message
-        self._noted: dict[str, tuple[int, int, int]] = {}  # since the last step: calls, messages and their tokens
-        self._dropped = False  # whether a row was dropped since the table was made
+        # work since the last step, by model: calls, messages and tokens
+        self._noted: dict[str, tuple[int, int, int]] = {}
+        self._dropped = False  # whether a row was dropped after the table was computed
         self._hosting: tuple[Placement | None, frozenset[str]] = (None, frozenset())
 
     def note(self, published: Mapping[str, tuple[int, int, int]]) -> None:
@@ -110,7 +116,7 @@ class Planner:
 
     @property
     def models(self) -> Collection[str]:
-        """Return the models that had work within FORGET_S, or that the table or a worker has."""
+        """Return the models that had work within FORGET_S, or that are in the table or on a worker."""
         return self._layout.rows.keys() | self._noted.keys()
 
     def step(
@@ -123,15 +129,15 @@ class Planner:
     ) -> Placement | None:
         """Return the table to write, None if the present table need not change. `now_s`: the broker's time.
 
-        `beats`: heartbeats of the live workers. `silent`: last heartbeats of workers whose heartbeats are overdue. They
-        stay hosts while no work of their models waits longer than `adopt_after_s`: only heartbeats may be lost, and a
-        needless move of models would cost more than to wait.
+        `beats`: heartbeats of the live workers. `silent`: last heartbeats of workers whose heartbeats are overdue.
+        These workers stay hosts while no work of their models waits longer than `adopt_after_s`: the broker may have
+        lost only heartbeats, and to move models without need costs more than to wait.
         """
         if silent:
             beats = [*beats, *self._served(silent, table, backlog)]
         self._remember(table, backlog, now_s)
         if not beats:
-            return None  # there is no worker; a worker that comes back finds the present table
+            return None  # no worker is live; a worker that returns uses the table that exists
         self._sync_workers(beats, now_s)
         self._forget_unused(now_s)
         if table is not self._table:
@@ -140,7 +146,7 @@ class Planner:
         demand = self._scale(backlog, now_s)
         changes = self._layout.settle(demand)
         self._moved |= changes.keys()
-        # an empty table is written too: sidecars do not pull the work of models that are not in it
+        # an empty table is written too: sidecars do not pull the work of models that are missing in the table
         if table is None or changes or self._dropped:
             hosts = {model: row.before for model, row in self._layout.rows.items()}
         elif backlog and now_s - table.at_s >= REFRESH_S:
@@ -183,7 +189,7 @@ class Planner:
             self._touch(model, now_s)
 
     def _touch(self, model: str, now_s: float) -> None:
-        """Note that a model is used now, or is on a worker. If it has no row in the layout, add one."""
+        """Record that a model is used now, or is on a worker. If it has no row in the layout, add one."""
         self._wanted_s.pop(model, None)
         self._wanted_s[model] = now_s
         if model not in self._layout.rows:
@@ -207,7 +213,7 @@ class Planner:
                 self._changed(self._layout.drop_worker(name), now_s)
 
     def _changed(self, models: Iterable[str], now_s: float) -> None:
-        """Note models that workers have got or lost."""
+        """Record models that workers have loaded or unloaded."""
         for model in models:
             self._moved.add(model)
             if model in self._wanted_s or model in self._layout.having:
@@ -263,7 +269,7 @@ class Planner:
         self._dropped = True
 
     def _sync_table(self, table: Placement | None, now_s: float) -> None:
-        """Take over a table that this planner did not make, or the absence of a table."""
+        """Adopt a table that this planner did not compute, or the absence of a table."""
         hosts = table.hosts if table is not None else {}
         for number, (model, row) in enumerate(self._layout.rows.items()):
             if number % 64 == 0:
@@ -277,8 +283,8 @@ class Planner:
         self._table = table
 
     def _replicas(self, model: str, table: Placement | None) -> Replicas | None:
-        """Return the number of hosts of a model. It is the number that this gateway remembers, unless another gateway
-        has raised or lowered it since.
+        """Return the number of hosts of a model: the number in this gateway's memory, unless another gateway has raised
+        or lowered it since.
         """
         ours = self._scales.get(model)
         if table is None or model not in table.hosts:
@@ -308,8 +314,8 @@ class Planner:
     # ---- number of hosts
 
     def _note_residency(self, now_s: float) -> None:
-        """Update since when all hosts of a model have it loaded, and since when one more worker could load it. Without
-        a free worker, one more host would only make other loads wait longer.
+        """Update two times: since when all hosts of a model have it loaded, and since when one more worker could load
+        it. Without a free worker, one more host would only delay other loads.
         """
         for model in self._moved:
             row = self._layout.rows.get(model)
@@ -337,7 +343,7 @@ class Planner:
         self._alone = alone
 
     def _most_hosts(self) -> int:
-        """Return the largest number of workers that one model may have, with a leaving one."""
+        """Return the largest number of workers that one model may have, a leaving worker included."""
         return 1 + int(self._counts.max(initial=1))
 
     def _resident(self, model: str) -> float | None:
@@ -356,8 +362,8 @@ class Planner:
         rate = mean_rate(*np.array([(worker.rate, worker.arriving) for worker in workers]).T)
         models, rates = np.concatenate([worker.taking for worker in workers], axis=1)
         tokens_s = np.bincount(models.astype(np.intp), rates, layout.size)
-        # Work is served in the order of arrival. So all waiting messages have arrived since the oldest one, also if
-        # none of them can run yet.
+        # Work is served in the order of arrival.
+        # So all waiting messages arrived after the oldest one did, also while none of them can run yet.
         late: set[str] = set()
         for model, entry in backlog.items():
             arriving = entry.count * self._cost.get(model, UNKNOWN_COST) / max(entry.oldest_s, MIN_SPAN_S)
@@ -380,7 +386,7 @@ class Planner:
                 continue
             previous, since_s = self._scales.get(model), self._resident(model)
             waiting = backlog.get(model, _NOTHING)
-            # time that work waited for a load does not count: one more host would not have helped
+            # waiting time during a load does not count: one more host would not have helped
             age_s = 0.0 if since_s is None else min(waiting.oldest_s, now_s - since_s)
             scale = replicas(
                 previous,
@@ -401,7 +407,7 @@ class Planner:
         return tokens_s / rate if rate else np.zeros(layout.size)
 
     def _cut(self, model: str, count: int) -> None:
-        """Reduce the hosts of a model to `count`. Hosts that do not have it loaded go first."""
+        """Reduce the hosts of a model to `count`. Hosts that do not have it loaded are removed first."""
         row, workers = self._layout.rows[model], self._layout.workers
         hosts = sorted(row.before, key=lambda name: name not in workers or model not in workers[name].holdings.loaded)
         self._layout.set_before(model, tuple(hosts[:count]))
@@ -413,14 +419,14 @@ def model_of(status: ModelStatus) -> str:
 
 
 def in_order(statuses: Sequence[ModelStatus]) -> Iterable[ModelStatus]:
-    """Sort statuses so that loaded ones come last. If a model has several, the last one counts."""
+    """Sort statuses so that loaded ones are last. If a model has several statuses, the last one counts."""
     if not any(":" in status.model for status in statuses):
         return statuses
     return sorted(statuses, key=lambda status: (status.state == "loaded", status.state == "loading"))
 
 
 def holdings(of_model: Mapping[str, ModelStatus]) -> Holdings:
-    """Return the models that a worker has, loads or refused, by its statuses."""
+    """Return the models of a worker by its statuses: loaded, loading and refused ones."""
     loaded, loading, refused = set(), set(), set()
     for model, status in of_model.items():
         if status.state == "loaded":

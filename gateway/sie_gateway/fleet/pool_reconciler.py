@@ -29,9 +29,9 @@ from sie_runtime.failpoints import failpoint
 from sie_runtime.process import Stop, Trouble
 
 EVERY_S = 1.0
-GAP_S = 0.1  # seconds between two steps, so that heartbeats that come together cause one step
+GAP_S = 0.1  # seconds between two steps, so that heartbeats that arrive together cause one step
 RENEW_S, LEASE_S = 2.0, 6.0
-# seconds for which a worker with heartbeats keeps its reservation although it is not ready: its adapter may restart
+# seconds for which a worker that is not ready keeps its reservation while it sends heartbeats: its adapter may restart
 UNREADY_S = 30.0
 _logger = logging.getLogger("sie.gateway.pools")
 
@@ -51,7 +51,7 @@ class PoolReconciler:
         on_gone: Callable[[str], None],
     ) -> None:
         """Create the reconciler. `on_gone` is called with the name of each reservation that has ended, before this
-        gateway forgets its stream.
+        gateway removes its stream from memory.
         """
         self._settings = settings
         self._broker = broker
@@ -110,11 +110,12 @@ class PoolReconciler:
         """Do the work of the leader, if this gateway is the leader. Raises BrokerError."""
         if await self._leads():
             await self._expire()
-            await self._assign()  # before the removal, so that workers leave a stream before it is deleted
+            # workers must leave a stream before the stream is deleted, so this call is before the removal
+            await self._assign()
             await self._remove()
 
     async def _leads(self) -> bool:
-        """Return whether this gateway is the leader. The lease is only requested if there are reservations. Raises
+        """Return whether this gateway is the leader. It requests the lease only if there are reservations. Raises
         BrokerError.
         """
         record = self._record
@@ -127,19 +128,22 @@ class PoolReconciler:
         return self._is_leader
 
     async def _expire(self) -> None:
-        """End the reservations whose lease has certainly ended, by the margin of the clock."""
+        """End the reservations whose lease has ended. The margin of the clock is subtracted, so no lease ends too
+        early.
+        """
         over_s = self._clock.now_s() - self._clock.margin_s  # minus infinity while the broker's time is unknown
         for name in [
             name for name, reservation in self._record.reservations.pools.items() if over_s >= reservation.expires_s
         ]:
             now_s = self._clock.now_s()
             expired = functools.partial(pool_rules.expired, name=name, over_s=over_s, now_s=now_s)
-            if (await self._record.change(expired)).ended.get(name) == now_s:  # else another gateway ended it
+            # else: another gateway ended the reservation
+            if (await self._record.change(expired)).ended.get(name) == now_s:
                 self._count("expired")
                 _logger.info("the lease of reservation %s is over", name)
 
     async def _remove(self) -> None:
-        """Remove the streams and tables of reservations that have ended. Then their names are free."""
+        """Remove the streams and tables of ended reservations. After that, their names may be used again."""
         await independently(functools.partial(self._remove_one, name) for name in list(self._record.reservations.ended))
 
     async def _remove_one(self, name: str) -> None:
@@ -166,7 +170,7 @@ class PoolReconciler:
             ):
                 self._count("assigned" if worker in assigned else "released")
                 _logger.info("worker %s serves %s", worker, assigned.get(worker, "its own pool again"))
-                # only a hint: the worker asks for its assignment every few seconds
+                # the message is only a hint: the worker reads its assignment every few seconds
                 await self._broker.send(topology.assigned_subject(worker), b"")
         active = frozenset(name for name, reservation in live.items() if self._pools.is_active(reservation))
         self._count("active", len(active - self._active))
@@ -179,8 +183,9 @@ class PoolReconciler:
     def _candidates(self) -> dict[str, AssignableWorker]:
         """Return the workers that may be reserved, or may keep their reservation.
 
-        A reserved worker keeps its reservation while its heartbeats come and it was not unready for UNREADY_S. After
-        the start of this gateway it also keeps it for the time-out of heartbeats, until the first one can have arrived.
+        A reserved worker keeps its reservation while its heartbeats arrive, unless it was unready for UNREADY_S. After
+        the start of this gateway, it also keeps its reservation for the time-out of heartbeats, because its first
+        heartbeat may not have arrived.
         """
         now_s = asyncio.get_running_loop().time()
         if self._first_s is None:

@@ -1,7 +1,7 @@
-"""Changes of the record of reservations, and Pool objects of pools. Pure functions.
+"""Changes of the record of reservations, and Pool objects of pools. The functions are pure.
 
-Each change takes the record of all reservations and returns the next one, so that compare-and-set can repeat it.
-Times are seconds of the broker's clock.
+A change has the record of all reservations as an argument and returns the next record, so that compare-and-set can
+repeat it. Times are seconds of the broker's clock.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAX_RESERVATIONS = 64
 MAX_RESERVATIONS_OF_A_KEY = 16
 HELD_BACK = "it would take the last worker of a bundle that serves everybody, for which the scope admin is needed"
 TOO_FEW = "not as many workers are free as it asks for"
-HIDDEN = "reserved"  # takes the place of the name of a reservation that the reader may not see
+HIDDEN = "reserved"  # text in place of the name of a reservation that the reader may not see
 ON_THEIR_WAY = "its workers do not serve it yet"
 
 
@@ -35,7 +35,7 @@ def not_found(name: str) -> PoolNotFound:
 
 
 def exists(name: str, pool: api.Pool) -> PoolConflict:
-    """Return the error for the name of a pool that is no reservation. `pool`: its Pool object."""
+    """Return the error for a name that a pool already has which is no reservation. `pool`: its Pool object."""
     return PoolConflict(
         f"name: a pool {shown(name)!r} exists and is no reservation",
         param="name",
@@ -44,7 +44,9 @@ def exists(name: str, pool: api.Pool) -> PoolConflict:
 
 
 def exists_elsewhere(name: str) -> PoolConflict:
-    """Return the error for a reservation of another key. It shows nothing of the reservation."""
+    """Return the error for a name that a reservation of another key already has. The error shows nothing of the
+    reservation.
+    """
     return PoolConflict(f"name: {name!r} is taken by a reservation of another key", param="name")
 
 
@@ -52,8 +54,8 @@ def exists_elsewhere(name: str) -> PoolConflict:
 
 
 def created(record: Reservations, spec: ReservationSpec, grant: Grant, now_s: float) -> Reservations:
-    """Return the record with a reservation of this spec. It is a new reservation, or an existing one that is renewed
-    and gets this spec.
+    """Return the record with a reservation of this spec: a new reservation, or an existing one with a new lease and
+    this spec.
 
     Raises PoolConflict for a reservation of another key, QueueUnavailable while an earlier reservation of this name is
     being removed, PoolOperationForbidden over a limit.
@@ -71,32 +73,36 @@ def created(record: Reservations, spec: ReservationSpec, grant: Grant, now_s: fl
         raise PoolOperationForbidden(f"this key has {own} reservations, the limit is {MAX_RESERVATIONS_OF_A_KEY}")
     if present is None:
         present = Reservation(spec, now_s, now_s, owner=grant.key)
-    # only an administrator may take a last worker; without that scope, a changed spec loses the permission
+    # only an administrator may take the last worker; without the scope admin, a changed spec loses the permission
     takes_last = "admin" in grant.scopes or (present.takes_last and present.spec == spec)
     return _with(record, msgspec.structs.replace(present, spec=spec, renewed_s=now_s, takes_last=takes_last))
 
 
 def renewed(record: Reservations, name: str, grant: Grant, now_s: float) -> Reservations:
-    """Return the record with the lease of a reservation renewed. Raises PoolNotFound, also for that of another key."""
+    """Return the record in which the lease of a reservation is renewed. Raises PoolNotFound, also for a reservation of
+    another key.
+    """
     present = live(record, name, grant, now_s)
     return _with(record, msgspec.structs.replace(present, renewed_s=max(now_s, present.renewed_s)))
 
 
 def deleted(record: Reservations, name: str, grant: Grant, now_s: float) -> Reservations:
-    """Return the record with a reservation ended. Raises PoolNotFound, also for that of another key."""
+    """Return the record in which a reservation has ended. Raises PoolNotFound, also for a reservation of another
+    key.
+    """
     live(record, name, grant, now_s)
     return without(record, name, now_s)
 
 
 def expired(record: Reservations, name: str, over_s: float, now_s: float) -> Reservations:
-    """Return the record with a reservation ended if its lease had ended at `over_s`; else the same record."""
+    """Return the record in which a reservation has ended if its lease had ended at `over_s`; else the same record."""
     present = record.pools.get(name)
     return without(record, name, now_s) if present is not None and over_s >= present.expires_s else record
 
 
 def without(record: Reservations, name: str, ended_s: float | None) -> Reservations:
     """Return the record without a reservation. `ended_s`: time of its end, if its stream must still be removed; None if
-    nothing is left of it.
+    its stream is removed.
     """
     pools = {pool: reservation for pool, reservation in record.pools.items() if pool != name}
     return Reservations(pools, record.ended if ended_s is None else {**record.ended, name: ended_s})
@@ -129,7 +135,9 @@ def own_pool(name: str, workers: Sequence[Heartbeat]) -> api.Pool:
 
 
 def reserved_pool(reservation: Reservation, workers: Sequence[Heartbeat], pending_reason: str) -> api.Pool:
-    """Return the Pool object of a reservation. `pending_reason`: why it is not active; empty if it is active."""
+    """Return the Pool object of a reservation. `pending_reason`: the reason why it is not active; empty if it is
+    active.
+    """
     spec = api.PoolSpec(
         name=reservation.spec.name,
         bundle=reservation.spec.bundle or None,

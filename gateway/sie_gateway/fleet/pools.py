@@ -1,12 +1,12 @@
-"""Pools to which work can be routed: the pools of this installation, and reservations, which clients create and delete
-over `/v1/pools`.
+"""Pools to which work can be routed: the pools of this installation, and reservations. Clients create and delete
+reservations with `/v1/pools`.
 
     POST, renew, DELETE ──pool_rules──► PoolRecord, compare-and-set ──watch──► every gateway: routes, Pool objects
                                             ▲
     PoolReconciler: streams; the leader of the gateways: expiry, removal, assignments ──► sidecars ask any gateway
 
 A reservation has a separate stream. It ends at the same time for all gateways, by the broker's clock. Requests that
-wait for it fail with POOL_NOT_FOUND, then its stream is removed. After that its name is free again.
+wait for it fail with POOL_NOT_FOUND, then its stream is removed. After that, its name may be used again.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ def _decode(entry: Entry) -> Reservations | Assigned:
 
 
 class PoolRecord(Collection[str]):
-    """The names of all pools that exist now: `own`, the pools of this installation, and the reservations whose lease
-    has not ended. `woken` is set at each change.
+    """Names of all pools that exist now: `own`, the pools of this installation, and the reservations whose lease has
+    not ended. `woken` is set at each change.
 
-    The bucket `sie_pools` has two keys: the reservations, and the assignments of workers. Every gateway follows both.
+    The bucket `sie_pools` has two keys: the reservations, and the assignments of workers. Every gateway watches both.
     Any gateway changes the reservations by compare-and-set. Only the leader of the gateways writes the assignments. If
     the broker loses the bucket, all reservations end: their requests fail, and their workers return to their own pools.
     """
@@ -73,7 +73,9 @@ class PoolRecord(Collection[str]):
         return self._record.is_stale
 
     async def follow(self) -> None:
-        """Read and follow the bucket. It is created if it does not exist. May be called again. Raises BrokerError."""
+        """Read and follow the bucket. It is created if it does not exist. This method may be called again. Raises
+        BrokerError.
+        """
         await self._record.follow()
         self._is_read = True
         self.woken.set()
@@ -120,7 +122,7 @@ class PoolRecord(Collection[str]):
         }
 
     def reservation(self, name: str) -> Reservation | None:
-        """Return a reservation whose lease has not ended; None if there is none."""
+        """Return a reservation whose lease has not ended; None if no reservation has this name."""
         reservation = self.reservations.pools.get(name)
         return reservation if reservation is not None and self._clock.now_s() < reservation.expires_s else None
 
@@ -138,9 +140,9 @@ class PoolRecord(Collection[str]):
         return {worker: pool for worker, pool in self.assigned.workers.items() if pool in live}
 
     async def change(self, make: Callable[[Reservations], Reservations]) -> Reservations:
-        """Change the reservations by `make`, which is called again after a conflict with another gateway. Return the
-        stored reservations. Raises NotReady, BrokerError, QueueUnavailable after too many conflicts, and the errors of
-        `make`.
+        """Replace the reservations by the result of `make`, which is called again after a conflict with another
+        gateway. Return the stored reservations. Raises NotReady, BrokerError, QueueUnavailable after too many
+        conflicts, and the errors of `make`.
         """
 
         def changed(before: Reservations | Assigned | None) -> Reservations | None:
@@ -200,10 +202,10 @@ class PoolDirectory:
     # ---- changes by clients
 
     async def create(self, spec: ReservationSpec, grant: Grant) -> Reservation:
-        """Create a reservation and its stream. If the owner has a reservation of this name, it gets the spec and a new
-        lease.
+        """Create a reservation and its stream. If the owner has a reservation of this name already, it gets this spec
+        and a new lease.
 
-        Raises PoolConflict if the name belongs to a pool that is no reservation, or to another key;
+        Raises PoolConflict if a pool that is no reservation has the name, or a reservation of another key;
         PoolOperationForbidden over a limit, QueueUnavailable, BrokerError.
         """
         name = spec.name
@@ -232,7 +234,9 @@ class PoolDirectory:
         return record.pools[name]
 
     async def _undo(self, name: str, *, removes: bool) -> None:
-        """Remove a reservation whose stream could not be created. If this fails, it ends with its lease."""
+        """Remove a reservation whose stream could not be created. If the removal fails, the reservation ends with its
+        lease.
+        """
         ended_s = self._clock.now_s() if removes else None
         with contextlib.suppress(BrokerError):
             await self.record.change(lambda record: pool_rules.without(record, name, ended_s))
@@ -261,14 +265,14 @@ class PoolDirectory:
     # ---- views of pools
 
     def assigned(self, worker: str) -> tuple[str, ...]:
-        """Return the pools that a worker must serve. Raises InvalidInput, PoolNotFound, NotReady until the record has
-        been read.
+        """Return the pools that a worker must serve. Raises InvalidInput, PoolNotFound, and NotReady before the record
+        was read.
         """
         self.record.require_read()
         return assignments.assigned(worker, [beat for beat, _ in self._fleet.workers()], self.record.workers())
 
     def pinned(self, pools: Iterable[str]) -> list[str]:
-        """Return the models that workers of these pools load before the first request."""
+        """Return the models that workers of these pools must load before the first request."""
         return [model for pool in pools if (spec := self.record.spec(pool)) is not None for model in spec.pinned_models]
 
     def serving(self, name: str) -> list[Heartbeat]:
@@ -291,7 +295,7 @@ class PoolDirectory:
         """
         if not grant.key or "admin" in grant.scopes:
             return lambda name: True
-        own = self.record.own | self._physical() | {""}  # "" is the pool of a worker that has not reported one
+        own = self.record.own | self._physical() | {""}  # "" is the pool of a worker that has not reported its pool
         own |= {name for name, reservation in self.record.reservations.pools.items() if grant.owns(reservation.owner)}
         return own.__contains__
 
@@ -312,7 +316,9 @@ class PoolDirectory:
         return pool_rules.reserved_pool(reservation, workers, self.pending_reason(name))
 
     def pending_reason(self, name: str) -> str:
-        """Return the reason why a reservation is not active; empty if it is active, and for any other pool."""
+        """Return the reason why a reservation is not active. It is empty if the reservation is active, and for every
+        other pool.
+        """
         reservation = self.record.reservation(name)
         if reservation is None or self.is_active(reservation):
             return ""
@@ -334,7 +340,7 @@ class PoolDirectory:
         return assignments.is_held_back(reservation, workers, self.record.assigned.workers)
 
     def _physical(self) -> set[str]:
-        """Return the pools to which workers belong, without reservations."""
+        """Return the pools of workers, without reservations."""
         return {beat.own_pool or beat.pool for beat, _ in self._fleet.workers()} - self.record.reservations.pools.keys()
 
     def pools(self, grant: Grant) -> list[api.Pool]:
@@ -362,12 +368,12 @@ class PoolDirectory:
                 reservation.spec, held.get(name, []), gpus
             ).items():
                 counts[name, profile, bundle] += count
-            if self._is_held_back(reservation):  # with one more worker, it would be met
+            if self._is_held_back(reservation):  # with one more worker, the reservation would be complete
                 counts[name, min(reservation.spec.gpus), reservation.spec.bundle or assignments.DEFAULT_BUNDLE] += 1
         return counts
 
     def pending(self) -> set[tuple[str, str, str]]:
-        """Return the keys of `reserved` that belong to reservations that are not active."""
+        """Return the keys of `reserved` that belong to reservations that are not active yet."""
         active = {name for name, reservation in self.record.live().items() if self.is_active(reservation)}
         return {reservation for reservation in self.reserved() if reservation[0] not in active}
 

@@ -5,8 +5,8 @@ its unload.
              └──► its first host, as soon as the table names one ──► messages.Residency, again until heartbeats show it
     unload ──► messages.Residency, once, to each worker that has the model
 
-A wish is in the memory of one gateway. It ends when a worker of the lane has loaded the model, loads it, or could not
-load it, or after LIFE_S. The worker decides when it unloads a model: it finishes the work in flight first.
+A wish is stored in the memory of one gateway. It ends when a worker of the lane has loaded the model, loads it, or
+could not load it, or after LIFE_S. The worker decides when it unloads a model: it completes the work in flight first.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     pass
 
 EVERY_S = 0.5
-AGAIN_S = 2.0  # seconds before a message is sent again: it may be lost, or the worker's catalogue may be old
-LIFE_S = 600.0  # lifetime of a wish in seconds: the start of a worker with its machine takes minutes
+AGAIN_S = 2.0  # seconds before a message is sent again: the message may be lost, or the worker's catalogue may be old
+LIFE_S = 600.0  # lifetime of a wish in seconds: to start a worker and its machine takes minutes
 SLOWEST_FIRST: tuple[ResidencyState, ...] = ("provisioning", "loading", "loaded")
 _HERE = ("loading", "loaded", "unloading")
 _logger = logging.getLogger("sie.gateway.residency")
@@ -43,9 +43,9 @@ _logger = logging.getLogger("sie.gateway.residency")
 
 @dataclass
 class _Wish:
-    """A load that an operator requested. `sent_s`: time of the last message to a worker."""
+    """A requested load. `sent_s`: time of the last message to a worker."""
 
-    model: str  # the id of the entry
+    model: str  # id of the model's entry
     until_s: float
     sent_s: float | None = None
 
@@ -85,7 +85,7 @@ class Residencies:
         self._placer = placer
         self._cold = cold
         self._clock = clock
-        self._wishes: dict[tuple[Lane, str], _Wish] = {}  # by lane and residency; bounded by the catalogue
+        self._wishes: dict[tuple[Lane, str], _Wish] = {}  # wishes by lane and residency; bounded by the catalogue
         self._wake = Event()
 
     async def load(self, lane: Lane, resolved: Resolved) -> Placed:
@@ -94,7 +94,7 @@ class Residencies:
         """
         reports = self._of_lane(lane, resolved)
         if having := [beat for beat, status in reports if status.state == "loaded"]:
-            for beat in having:  # a worker may be about to unload the model
+            for beat in having:  # a worker may be about to unload the model, so each of them gets the message
                 await self._publish(beat, "load", resolved.residency)
             return Placed(resolved.canonical, lane, "loaded", reports)
         self._wishes[lane, resolved.residency] = _Wish(resolved.entry.id, self._clock() + LIFE_S)
@@ -102,7 +102,7 @@ class Residencies:
         return Placed(resolved.canonical, lane, "loading" if self._fleet.of_lane(lane) else "provisioning", reports)
 
     def _of_lane(self, lane: Lane, resolved: Resolved) -> list[tuple[Heartbeat, ModelStatus]]:
-        """Return the workers of a lane that have a model or are its hosts, with their reports."""
+        """Return the workers of a lane that have a model or are its hosts, each with its report of the model."""
         table = self._placer.table(lane)
         hosts = table.hosts.get(resolved.entry.id, ()) if table is not None else ()
         workers_of_lane = []
@@ -113,7 +113,9 @@ class Residencies:
         return workers_of_lane
 
     async def unload(self, resolved: Resolved, where: Where) -> list[Placed]:
-        """Request that the selected workers unload this model when it has no work. Raises QueueUnavailable."""
+        """Request that the workers selected by `where` unload this model when it has no work. Raises
+        QueueUnavailable.
+        """
         for lane, residency in list(self._wishes):
             if residency == resolved.residency and where.means(lane.pool, lane.machine_profile):
                 del self._wishes[lane, residency]
@@ -154,7 +156,9 @@ class Residencies:
                 trouble.met(error)
 
     async def _is_over(self, lane: Lane, residency: str, wish: _Wish) -> bool:
-        """Work on a wish. Return whether it has ended. Raises BrokerError."""
+        """Execute the next step of a wish, which is a requested load. Return whether the wish has ended. Raises
+        BrokerError.
+        """
         now_s, workers = self._clock(), self._fleet.of_lane(lane)
         states = {status.state for beat in workers if (status := _status(beat, residency)) is not None}
         since_s = None if wish.sent_s is None else now_s - wish.sent_s

@@ -1,5 +1,5 @@
-"""Number of workers that a lane needs: a pure function of facts that are the same for all gateways, and the answer that
-an autoscaler polls.
+"""Number of workers that a lane needs, and the answer for an autoscaler. The number is a pure function of facts that
+are equal for all gateways.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sie_gateway.fleet.pools import PoolDirectory
 from sie_gateway.streams.backlog import Backlog
 from sie_runtime.feed import CatalogueFeed
 
-USED = 0.7  # share of a worker's rate that is planned: the rest absorbs bursts
+USED = 0.7  # planned share of a worker's rate: the remaining share absorbs bursts
 DRAIN_S = 30.0  # seconds in which a backlog must be finished
 
 
@@ -33,12 +33,12 @@ def wanted_replicas(
     """Return the number of workers that a lane needs.
 
     `reserved`: workers that reservations have or request; they do no other work. `backlog_cost`: tokens that wait or
-    run, in the queue and in gateways. `arriving`: tokens a second that arrive. `rate`: tokens a second that one busy
-    worker runs, 0 while it is not known.
+    run, in the queue and in gateways. `arriving`: tokens per second that arrive. `rate`: tokens per second that one
+    busy worker runs, 0 while unknown.
 
-    The number is enough for the arriving tokens and to finish the backlog within DRAIN_S. It is at least one if work
-    waits, or if there is demand. The reserved workers are added. While the rate is not known, a lane with work keeps
-    its ready workers. A hundredth of a worker is ignored, so that a lane can become empty while traffic fades out.
+    The workers must run the arriving tokens and complete the backlog within DRAIN_S. The number is at least one if work
+    waits, or if there is demand. The reserved workers are added. While the rate is unknown, a lane with work keeps its
+    ready workers. A hundredth of a worker is ignored, so that a lane can become empty while traffic ends slowly.
     """
     busy = backlog_cost > 0
     least = 1 if busy or demand else 0
@@ -71,11 +71,11 @@ class Scaling:
         self._pools = pools
         self.further: list[
             Callable[[Lane], int]
-        ] = []  # functions that return workers of a lane for other needs, such as jobs with deadlines
+        ] = []  # functions that return the workers that a lane needs for other work, such as jobs with deadlines
 
     def find(self, name: str, grant: Grant | None = None) -> Lane:
-        """Return the lane of a name, `pool.machine_profile.bundle`. Work must be routable to it, and the credential
-        must be allowed to see it. Raises NotFound.
+        """Return the lane of a name, `pool.machine_profile.bundle`. The lane must be able to get work, and the
+        credential must be allowed to see the lane. Raises NotFound.
         """
         beats = [beat for beat, _ in self._fleet.workers()]
         profiles = {
@@ -94,7 +94,7 @@ class Scaling:
         raise NotFound(f"no lane named {name[:200]!r}: expected pool.machine_profile.bundle")
 
     async def answer(self, name: str, grant: Grant | None = None) -> LaneFigures:
-        """Return the figures of a lane. Raises NotFound, QueueUnavailable."""
+        """Return the figures of the lane with this name. Raises NotFound, QueueUnavailable."""
         lane = self.find(name, grant)
         try:
             await self._backlog.fresh(lane.pool, 0.0)
@@ -105,7 +105,7 @@ class Scaling:
         except BrokerError as error:
             raise QueueUnavailable("the backlog could not be read from the broker") from error
         requested, pending = self._pools.reserved(), self._pools.pending()
-        # workers of reservations come from the default pool, so their deployment is scaled by the lane of that pool
+        # workers of reservations are taken from the default pool, so the lane of that pool scales their deployment
         is_default = lane.pool == topology.pool_name("default")
         mine = {
             lane_key
@@ -114,7 +114,7 @@ class Scaling:
         }
         reserved = sum(requested[lane_key] for lane_key in mine)
         traffic = {priority: self._peers.traffic(lane, priority) for priority in PRIORITIES}
-        # if no gateway has sent work lately, the size of the waiting messages is unknown: assume the usual size
+        # if no gateway has sent work lately, the mean size of the waiting messages is unknown: assume the usual size
         cost = sum(
             count * (mean_cost(traffic[priority]) or self._settings.chunk_cost) for priority, count in counts.items()
         )

@@ -1,9 +1,9 @@
-"""Status of workers from their status websockets. It is for diagnostics only: work is never routed by it.
+"""Status of workers from their status websockets. The status is for diagnostics only: no request is routed by it.
 
     SIE_GATEWAY_WORKERS ───────────────────────┐
     SIE_GATEWAY_KUBERNETES ──► EndpointSlices ─┴──► URLs ──► ws://worker/ws/status ──► the last frame of each
 
-With SIE_GATEWAY_HEALTH_MODE=ws every worker is watched all the time, else only while a client views it.
+With SIE_GATEWAY_HEALTH_MODE=ws every websocket is always open, else only while a client views the worker.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ RETRY_S = 1.0
 OPEN_S = 2.0
 MAX_FRAME_BYTES = 8 << 20
 WATCH_S = 60  # seconds for which the API server keeps a watch open
-MIN_PAUSE_S = 1.0  # seconds between two lists of endpoints, at least
+MIN_PAUSE_S = 1.0  # shortest time between two lists of endpoints, in seconds
 # no proxy: workers are reached directly. The package websockets has this parameter since version 15
 _DIRECT: dict[str, Any] = {} if version.startswith("14.") else {"proxy": None}
 API = "https://kubernetes.default.svc"
@@ -52,7 +52,7 @@ class ServedModel(msgspec.Struct, frozen=True):
 
 
 class WorkerFrame(msgspec.Struct, frozen=True):
-    """Fields of a frame of `/ws/status` that the view needs."""
+    """Fields of a frame of `/ws/status` that the gateway reads."""
 
     name: str
     ready: bool = False
@@ -71,11 +71,11 @@ _status = msgspec.json.Decoder(WorkerFrame)
 
 class _Connect(connect):
     def process_redirect(self, exc: Exception) -> Exception | str:
-        return exc  # do not follow a redirect: another server must not get the token
+        return exc  # do not follow a redirect: another server must not receive the token
 
 
 class WorkerSocket:
-    """The status websocket of one worker. `frame`: its last frame; None while it is not connected, or if no frame came
+    """Status websocket of one worker. `frame`: its last frame; None while it is not connected, or if it sent no frame
     for `stale_s`.
     """
 
@@ -99,7 +99,7 @@ class WorkerSocket:
 
     @property
     def status(self) -> WorkerFrame | None:
-        """Return the status in the last frame; None without a frame, or if the frame is no status."""
+        """Return the status in the last frame; None if there was no frame, or if the frame is no status."""
         frame = self.frame
         if frame is None:
             return None
@@ -110,14 +110,14 @@ class WorkerSocket:
             return None
 
     async def wait_for_frame(self, timeout_s: float) -> bool:
-        """Wait for a frame; false if none came in time."""
+        """Wait for a frame. Return False if no frame came within `timeout_s`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._first.wait()
         return self._first.is_set()
 
     async def run(self) -> None:
-        """Read frames until cancelled, over any number of connections."""
+        """Read frames until cancelled. Reconnect whenever the connection ends."""
         headers = {"Authorization": f"Bearer {self._token.reveal()}"} if self._token is not None else {}
         while True:
             try:
@@ -140,11 +140,13 @@ class WorkerSocket:
                 self._trouble.met(error)
             self._frame = None
             self._first.clear()
-            await asyncio.sleep(RETRY_S)  # before the next attempt to connect
+            await asyncio.sleep(RETRY_S)  # pause before the next attempt to connect
 
 
 def _socket_url(url: str) -> str:
-    """Return the address of a worker's status websocket. `url`: its URL, such as `http://host:port/prefix`."""
+    """Return the address of a worker's status websocket. `url`: the URL of the worker, such as
+    `http://host:port/prefix`.
+    """
     pieces = urlsplit(url if "//" in url else f"//{url}")
     scheme = "wss" if pieces.scheme in ("https", "wss") else "ws"
     return urlunsplit((scheme, pieces.netloc.rpartition("@")[2], f"{pieces.path.rstrip('/')}/ws/status", "", ""))
@@ -161,7 +163,7 @@ class WorkerSockets:
         self._found: tuple[str, ...] = ()
         self._endpoints = Endpoints(settings) if settings.gateway_kubernetes else None
         self._sockets: dict[str, WorkerSocket] = {}
-        self._kept: dict[str, contextlib.AsyncExitStack] = {}  # by URL: websockets that are always open
+        self._kept: dict[str, contextlib.AsyncExitStack] = {}  # websockets that are always open, by URL
         self._changed = asyncio.Event()
 
     def urls(self) -> list[str]:
@@ -169,7 +171,7 @@ class WorkerSockets:
         return list(dict.fromkeys((*self._static, *self._found)))
 
     def statuses(self) -> list[tuple[str, WorkerFrame | None]]:
-        """Return the status of each worker; None if it has sent none."""
+        """Return the status of each worker; None if the worker has sent no status."""
         return [(url, socket.status if (socket := self._sockets.get(url)) else None) for url in self.urls()]
 
     @contextlib.asynccontextmanager
@@ -191,7 +193,7 @@ class WorkerSockets:
                 await asyncio.gather(socket.task, return_exceptions=True)
 
     async def run(self, stop: Stop) -> None:
-        """Follow the endpoints until `stop`. In mode ws, also watch every worker."""
+        """Watch the endpoints until `stop`. In mode ws, also keep the websocket of every worker open."""
         following = (
             asyncio.create_task(self._endpoints.run(self._on_found), name="endpoints") if self._endpoints else None
         )
@@ -245,8 +247,8 @@ _slices = msgspec.json.Decoder(_SliceList)
 
 
 class Endpoints:
-    """The pods behind a service, by the API server's EndpointSlices (discovery.k8s.io/v1), also pods that are not
-    ready.
+    """Pods of a service, from the API server's EndpointSlices (discovery.k8s.io/v1). Pods that are not ready are
+    included.
 
     The pod's service account needs `list` and `watch` on endpointslices. Raises SettingError without a service account.
     """
@@ -315,7 +317,7 @@ class Endpoints:
         ), slices.metadata.resource_version
 
     async def _change(self, client: httpx.AsyncClient, version: str) -> None:
-        """Return when an endpoint has changed since `version`, or when the API server ends the watch."""
+        """Wait until an endpoint has changed since `version`, or the API server ends the watch."""
         params = {**self._selected, "watch": "1", "resourceVersion": version, "timeoutSeconds": str(WATCH_S)}
         timeout = httpx.Timeout(5.0, read=WATCH_S + 10.0)
         async with client.stream("GET", self._path, params=params, headers=self._headers(), timeout=timeout) as answer:

@@ -23,6 +23,7 @@ from starlette.requests import ClientDisconnect
 import sie_contracts
 from sie_contracts import sdk_versions
 from sie_contracts.errors import (
+    SHUTTING_DOWN,
     GatewayTimeout,
     InternalFailure,
     InvalidInput,
@@ -32,6 +33,7 @@ from sie_contracts.errors import (
     SIEError,
 )
 from sie_contracts.wire.configs import config_shape
+from sie_gateway.dialects import ollama
 from sie_gateway.http.auth import Gate
 from sie_gateway.http.route_kinds import GatewayRoute
 from sie_gateway.http.routes import PROBES, TABLE, openapi_document
@@ -54,19 +56,20 @@ if TYPE_CHECKING:
     from sie_runtime.spans import Tracer
 
 _logger = logging.getLogger("sie.gateway")
-CLIENT_GONE = 499  # status in metrics and logs only, as in nginx: the client was gone before its answer
+CLIENT_GONE = 499  # status in metrics and logs only, as in nginx: the client disconnected before its answer was sent
 CORS_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
-CORS_AGE_S = 600  # seconds for which a browser keeps the answer to a preflight request
+CORS_AGE_S = 600  # seconds for which a browser caches the answer to a preflight request
 MAX_VERSIONS = 1024
 _SDK = sdk_versions.HEADER
-_VECTORS = ("encode", "embed")  # prefixes of the endpoints whose replies are vectors
+_VECTORS = ("encode", "embed")  # first words of the endpoints whose replies are vectors
 _MINOR = re.compile(r"[0-9]{1,6}\.[0-9]{1,6}(?![0-9])")
+_SHAPES = ((config_routes.PREFIX, config_shape), (ollama.PREFIX, ollama.shape))  # of errors of paths without a route
 _STARTS = frozenset({"http.response.start", "websocket.http.response.start", "websocket.accept"})
 
 
 def create_app(gateway: Gateway, gate: Gate, readiness: GatewayReadiness, tracer: Tracer | None = None) -> App:
     """Build the application of the main port."""
-    app = FastAPIOffline(  # the offline variant: the page of the documents must work without internet access
+    app = FastAPIOffline(  # the offline variant: the page of the API document must work without internet access
         title="SIE",
         version=sie_contracts.__version__,
         description="encode, score, extract: the small models behind search and RAG",
@@ -89,7 +92,7 @@ async def _on_error(request: Request, error: Exception) -> Response:
 def _with_cors(app: App, origins: Sequence[str]) -> App:
     """Wrap `app` so that browsers let pages of these origins read its answers (https://fetch.spec.whatwg.org).
 
-    Credentials of the browser are not allowed: a page sends its key in a header, and the gateway uses no cookies.
+    Credentials of the browser are not allowed: a page sends its key in a header, and the gateway sets no cookies.
     """
     if not origins:
         return app
@@ -108,8 +111,8 @@ def _with_cors(app: App, origins: Sequence[str]) -> App:
 
 
 def _options(method: str, path: str, error: Exception) -> Response | None:
-    """Return the answer to OPTIONS with the methods of the path, or None if the call is not such a request. No row has
-    the method OPTIONS, so for a caller with access the gate raises `error` with status 405.
+    """Return the answer to OPTIONS with the methods of the path, or None if the call is not an OPTIONS request. No row
+    has the method OPTIONS, so the gate raises `error` with status 405 for a caller with access.
     """
     if method != "OPTIONS" or not isinstance(error, HTTPException) or error.status_code != 405:
         return None
@@ -151,7 +154,7 @@ def error_response(error: Exception, call: Call) -> Response:
     if error.retryable:
         headers["Retry-After"] = str(max(1, error.retry_after_s))
     if error.reason == "content_encoding":
-        headers["Accept-Encoding"] = "gzip"  # RFC 7694
+        headers["Accept-Encoding"] = "gzip"  # this header is defined in RFC 7694
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     status, body = call.shape(error, call.id, errors)
@@ -165,8 +168,8 @@ class ClientVersions:
         self._met: set[str] = set()
 
     def met(self, version: str) -> None:
-        """Log the version of a client when it is seen for the first time. Only `1.2` of `1.2.3` is read, so no other
-        text from the client reaches the log.
+        """Log the version of a client at its first request. Of `1.2.3`, only `1.2` is read, so no other text from the
+        client reaches the log.
         """
         match = _MINOR.match(version)
         if match is not None and match[0] not in self._met and len(self._met) < MAX_VERSIONS:
@@ -177,7 +180,7 @@ class ClientVersions:
 class Edge:
     """ASGI application that authorises every call, dispatches it, and counts it.
 
-    It answers routes without FastAPI: FastAPI's layers around a route took half of the gateway's time for a request.
+    It answers the routes without FastAPI, whose layers around a route took half of the gateway's time for a request.
     FastAPI answers the paths that have no handler: the OpenAPI document and its page.
     """
 
@@ -251,8 +254,8 @@ class Edge:
                 if isinstance(route, InferenceRoute):
                     call.labels["endpoint"] = route.endpoint
                     connection[INCOMPRESSIBLE] = route.endpoint.startswith(_VECTORS)
-            elif path.startswith(config_routes.PREFIX):
-                call.shape = config_shape
+            else:
+                call.shape = next((shape for prefix, shape in _SHAPES if path.startswith(prefix)), call.shape)
             self._admit(call, method, path)
             if is_socket:
                 watched = self._gate.watched(path, headers.get("authorization", ""), tagged)
@@ -276,7 +279,7 @@ class Edge:
             status = status if is_whole else InternalFailure.status
             raise
         finally:
-            # after status 499 or 504 the work may have run; a settled charge has nothing left to refund
+            # after status 499 or 504, the work may have run; a settled charge has nothing to refund
             if call.charge is not None and status not in (CLIENT_GONE, GatewayTimeout.status):
                 call.charge.refund()
             self._count(route, call, status, None if is_socket else time.perf_counter() - received_s)
@@ -322,7 +325,7 @@ class Edge:
         if call.grant.limits.tokens_per_minute:
             call.charge = self._gateway.quotas.charge(call.key, call.grant.limits)
         if self._readiness.draining and method == "POST":
-            raise ShuttingDown("this gateway is shutting down; another one takes the request")
+            raise ShuttingDown(SHUTTING_DOWN)
 
     def _count(self, route: GatewayRoute | None, call: Call, status: int, seconds: float | None) -> None:
         endpoint = "ws" if seconds is None else route.endpoint if route is not None else "other"
@@ -341,8 +344,8 @@ def _healthy_workers(gateway: Gateway) -> int:
 
 
 def metrics_app(gateway: Gateway, readiness: GatewayReadiness) -> App:
-    """Build the application of the metrics port: metrics, probes and the figures that an autoscaler polls. It needs no
-    token and serves nothing else.
+    """Build the application of the metrics port: metrics, probes and the figures that an autoscaler polls. It requires
+    no token and serves nothing else.
     """
     healthy = functools.partial(_healthy_workers, gateway)
     inner = probes(readiness.not_ready, gateway.metrics.registry, healthy)

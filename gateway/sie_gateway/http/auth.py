@@ -3,8 +3,8 @@
     method, path ──► row of ROUTES ──► its scope ──► does the credential have it? ──► Grant
                        └ no row: NotFound, or 405 with `Allow`, for a caller with scope read
 
-A path that is not in ROUTES is not served, so every route has a scope. Tests check each row with each credential from
-the same table (`tests/unit/test_auth.py`).
+A path that is not in ROUTES is not served, so every route has a scope. Tests try each row with each credential from the
+same table (`tests/unit/test_auth.py`).
 """
 
 from __future__ import annotations
@@ -28,16 +28,17 @@ from sie_runtime.keys import Key, Keys
 
 USER_SCOPES = frozenset({"infer", "read", "pools"})
 POLICY_VIOLATION = 1008  # close code of a websocket (RFC 6455)
-GUARDED = frozenset({"config", "admin"})  # scopes that need a token also in auth mode none
+GUARDED = frozenset({"config", "admin"})  # scopes that require a token also in auth mode none
 
 
 def require_tokens(settings: Settings) -> None:
-    """Raise SettingError if the auth mode is static and no token is set: no client could call."""
+    """Raise SettingError if the auth mode is static and no token is set: every call would be refused."""
     if settings.auth_mode == "static" and not (settings.auth_token or settings.auth_tokens):
         raise SettingError("SIE_AUTH_MODE", "static needs SIE_AUTH_TOKEN or SIE_AUTH_TOKENS")
 
 
-# routes of other servers, such as text generation, that this gateway does not have, with the route to use instead
+# Routes of other servers that this gateway does not have, such as text generation.
+# The value is the route to use instead.
 _ELSEWHERE = (
     (
         re.compile(r"/v1/(chat/completions|completions|responses|generate|estimate|recommend)(/|$)"),
@@ -45,20 +46,29 @@ _ELSEWHERE = (
         " models for generation",
     ),
     (
-        re.compile(r"/v1/audio/(transcriptions|translations)$"),
-        "this server writes what is spoken at /v1/extract, with a model that reads sounds",
+        re.compile(r"/api/(generate|chat|blobs|pull|push|create|copy|delete)(/|$)"),
+        "this server does not generate text, and its models are added with `sie models add`: of Ollama's routes it has"
+        " /api/embed, /api/embeddings, /api/tags, /api/show, /api/ps and /api/version",
+    ),
+    (
+        re.compile(r"(/v1)?/(embed|embeddings)/."),
+        "no such path; did you mean /v1/encode/{model}? /v1/embed and /v1/embeddings take the model in the body",
+    ),
+    (
+        re.compile(r"(/v1)?/rerank/."),
+        "no such path; did you mean /v1/score/{model}? /v1/rerank takes the model in the body",
     ),
 )
 
 
 class Gate:
-    """Checks the credentials of a call. Every comparison takes constant time, and all static tokens are compared even
+    """Check of the credentials of a call. Every comparison takes constant time, and all static tokens are compared even
     after a match.
     """
 
     def __init__(self, settings: Settings, keys: Keys | None = None, host: str = "") -> None:
-        """`keys` must be given in auth mode token, and in no other mode. `host`: the address on which the gateway
-        listens. Raises SettingError.
+        """Create the gate. Auth mode token requires `keys`; in every other mode, `keys` must be None. `host`: the
+        address on which the gateway listens. Raises SettingError.
         """
         require_tokens(settings)
         if (settings.auth_mode == "token") != (keys is not None):
@@ -79,7 +89,7 @@ class Gate:
             self._static.append((settings.admin_token, _static(settings.admin_token, frozenset(SCOPES), "admin")))
 
     def check(self, method: str, path: str, authorization: str) -> Grant:
-        """Return the grant of a call that may go on. The handshake of a websocket counts as a GET.
+        """Return the grant of a call that is allowed. The handshake of a websocket counts as a GET.
 
         Raises Unauthenticated, PermissionDenied, and NotReady until the keys are read. For a caller with scope read:
         raises NotFound if no row has the path, and HTTPException 405 with `Allow` if no row of the path has the method.
@@ -92,9 +102,9 @@ class Gate:
             is_open = row is not None and row.local and self._is_private
             if self._guarded or (scope in GUARDED and not is_open):
                 grant = self._granted(scope, authorization, reads_config=row is not None and row.reader)
-            # no token is needed in auth mode none, but an admin token gives more scopes
+            # auth mode none requires no token, but an admin token adds scopes
             elif scope in ("pools", ANY) and authorization:
-                # in auth mode none all callers share one owner key
+                # in auth mode none, all callers have one common owner key
                 grant = replace(self._static_grant(bearer(authorization)) or ANYBODY, key=ANYBODY.key)
             if scope == ANY:
                 grant = replace(grant, scopes=self._usable(grant.scopes))
@@ -103,18 +113,17 @@ class Gate:
                 for pattern, message in _ELSEWHERE:
                     if pattern.match(path):
                         raise NotFound(message)
-                raise NotFound(
-                    f"no such path; did you mean {near}?"
-                    if (near := TABLE.near(path))
-                    else "no such path; /docs lists all"
-                )
+                near, is_double = TABLE.near(path), path.startswith("/v1/v1/")
+                fault = "no such path: it begins with /v1 twice" if is_double else "no such path"
+                base = ", and a base URL without /v1" if is_double else ""
+                raise NotFound(f"{fault}; did you mean {near}{base}?" if near else f"{fault}; /docs lists all")
             allowed = [name for name, route in match.methods.items() if route.served]
             raise HTTPException(405, headers={"Allow": ", ".join(allowed)})
         return grant
 
     def of_key(self, key: str) -> Grant | None:
-        """Return the current grant of the credential with this key, for work that outlives the call that asked for it.
-        Return None if the credential is no longer valid. Raises NotReady until the keys are read.
+        """Return the current grant of the credential with this key, for work that runs after its call has ended. Return
+        None if the credential is no longer valid. Raises NotReady until the keys are read.
         """
         if not key and not self._guarded:
             return replace(ANYBODY, scopes=self._usable(frozenset()))
@@ -130,7 +139,7 @@ class Gate:
 
     def watched(self, path: str, authorization: str, send: Send) -> Send:
         """Wrap `send` of a websocket so that the credential is checked again before each frame. If it is no longer
-        accepted, the next frame is a close (1008).
+        valid, the next frame is a close (1008).
         """
 
         async def checked(message: MutableMapping[str, Any]) -> None:
@@ -161,8 +170,8 @@ class Gate:
         )
 
     def _usable(self, scopes: frozenset[str]) -> frozenset[str]:
-        """Return the scopes whose routes accept a credential with `scopes`. In auth mode none they include every scope
-        that is not guarded.
+        """Return the scopes whose routes accept a credential with `scopes`. In auth mode none, every scope that is not
+        guarded is included.
         """
         lets = (scopes & frozenset(SCOPES)) | (frozenset() if self._guarded else frozenset(SCOPES) - GUARDED)
         return lets | {"pools"} if self._pools in lets else lets - {"pools"}

@@ -1,4 +1,4 @@
-"""Type of a row in the gateway's table of routes, and the parameters that several rows share."""
+"""Type of a row in the gateway's table of routes, and the parameters that several rows use."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from sie_runtime.http.routes import Content, Parameter, Route
 
 @dataclass(frozen=True, kw_only=True)
 class GatewayRoute(Route):
-    """Route of a gateway. `handler` takes the Gateway and a Request; a route without a handler is answered by the
-    FastAPI application of the documents. `shape` builds the body of an error; `shapes` are further shapes that the body
-    of the request may select.
+    """Route of a gateway. `handler` is called with the Gateway and a Request. A route without a handler is answered by
+    the FastAPI application of the API document. `shape` builds the body of an error. `shapes` are further shapes; the
+    body of the request may select one of them.
     """
 
-    head: bool = False  # the route answers HEAD as well
-    body_bytes: int = CONTROL_BYTES  # most bytes of a body that the handler reads
+    head: bool = False  # true if the route answers HEAD as well
+    body_bytes: int = CONTROL_BYTES  # largest number of bytes of a body that the handler reads
     body_s: float = CONTROL_S  # seconds in which the whole body must arrive
     shape: ErrorShape = native_shape
     shapes: tuple[ErrorShape, ...] = ()
@@ -78,7 +78,7 @@ def control(
     body: Any = None,
     **more: Any,
 ) -> GatewayRoute:
-    """Build a route of the control API. `names` is the tag and the summary. A route for GET answers HEAD as well (RFC
+    """Build a route of the control API. `names` are the tag and the summary. A route for GET answers HEAD as well (RFC
     9110, 9.1).
     """
     return GatewayRoute(

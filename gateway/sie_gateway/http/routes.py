@@ -1,5 +1,5 @@
 """Table of all routes of a gateway, with one row for each method and path. Scopes, dispatch, labels in metrics and the
-OpenAPI document derive from it. A path that is not in the table is not served.
+OpenAPI document are derived from it. A path that is not in the table is not served.
 
 To add a route, see "Where to change what" in ARCHITECTURE.md.
 """
@@ -15,11 +15,12 @@ from msgspec import Meta
 from sie_contracts.api import dialects as api
 from sie_contracts.api import inference as native_api
 from sie_contracts.api import models as models_api
+from sie_contracts.api import ollama as ollama_api
 from sie_contracts.api import operations as operations_api
 from sie_contracts.api import tei as tei_api
 from sie_contracts.api.faults import Provisioning
 from sie_contracts.wire.configs import config_shape
-from sie_gateway.dialects import cohere, infinity, native, openai, rerank, tei
+from sie_gateway.dialects import cohere, infinity, native, ollama, openai, rerank, tei, transcriptions
 from sie_gateway.fleet import assignments
 from sie_gateway.http.route_kinds import HEADERS, PLACEHOLDERS, GatewayRoute, control
 from sie_gateway.inference.call import ErrorShape, family
@@ -27,9 +28,10 @@ from sie_gateway.inference.handler import Handler, InferenceRoute
 from sie_gateway.jobs import file_routes, job_routes
 from sie_gateway.operations import configs, dead_letter_routes, handlers, overview, pools, whoami
 from sie_gateway.operations import configs as config_forward
+from sie_gateway.operations import ollama as ollama_models
 from sie_gateway.operations.status import CLUSTER_PATH, WORKER_PATH
 from sie_runtime.http import config_routes, openapi
-from sie_runtime.http.routes import ARROW, HTML, JSON, MSGPACK, OPEN, RAW, TEXT, Content, Parameter, Route, Table
+from sie_runtime.http.routes import ARROW, FORM, HTML, JSON, MSGPACK, OPEN, RAW, TEXT, Content, Parameter, Route, Table
 
 # encode, score, extract
 
@@ -135,6 +137,53 @@ DIALECTS = (
     _dialect("/v2/embed", "embed", cohere.v2, _EMBED, api.EmbedV2Body, api.Embedded, family("cohere")),
     _CLASSIFY,
     replace(_CLASSIFY, path="/classify"),
+    *(
+        _dialect(
+            f"/v1/audio/{name}",
+            "transcribe",
+            handler,
+            ("OpenAI", summary),
+            Content(form, (FORM,)),
+            Content(api.Transcription, (JSON, TEXT, transcriptions.VTT)),
+            family("openai"),
+        )
+        for name, handler, summary, form in (
+            (
+                "transcriptions",
+                transcriptions.transcriptions,
+                "What is said in a recording",
+                api.TranscriptionForm,
+            ),
+            (
+                "translations",
+                transcriptions.translations,
+                "What is said in a recording, in English",
+                api.TranslationForm,
+            ),
+        )
+    ),
+)
+
+
+OLLAMA = (
+    _dialect(
+        ollama.PREFIX + "embed",
+        "embed",
+        ollama.embed,
+        ("Ollama", "Vectors of texts"),
+        ollama_api.OllamaEmbed,
+        ollama_api.OllamaEmbedded,
+        ollama.shape,
+    ),
+    _dialect(
+        ollama.PREFIX + "embeddings",
+        "embeddings",
+        ollama.embeddings,
+        ("Ollama", "The vector of one text"),
+        ollama_api.OllamaPrompt,
+        ollama_api.OllamaEmbedding,
+        ollama.shape,
+    ),
 )
 
 
@@ -291,7 +340,7 @@ CATALOGUE = tuple(
 )
 
 
-# operation of a gateway: probes, metrics, documents, status
+# Routes to operate a gateway: probes, metrics, the API document, status
 
 
 def _operated(path: str, summary: str, media: str, handler: Any = None, **more: Any) -> GatewayRoute:
@@ -364,8 +413,10 @@ OPERATIONS = (
 ROUTES: tuple[GatewayRoute, ...] = (
     *NATIVE,
     *DIALECTS,
+    *OLLAMA,
     *TEI,
     *CONTROL,
+    *ollama_models.MODELS,
     *handlers.RESIDENCY,
     *CATALOGUE,
     *config_forward.CONFIG_FORWARD,
@@ -380,7 +431,7 @@ TABLE = Table(ROUTES)
 
 
 def inference_route(path: str) -> InferenceRoute | None:
-    """Return the route that answers POST of this path, or None if it runs no inference."""
+    """Return the inference route that answers POST of this path, or None if the path runs no inference."""
     route = TABLE.match(path).route("POST")
     return route if isinstance(route, InferenceRoute) else None
 
@@ -394,5 +445,5 @@ def _errors(route: Route) -> openapi.Statuses:
 
 
 def openapi_document(about: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the OpenAPI document of a gateway. `about` has its head, for example title and version."""
+    """Return the OpenAPI document of a gateway. `about` is its head, for example title and version."""
     return openapi.document(ROUTES, PLACEHOLDERS, _errors, about=about)

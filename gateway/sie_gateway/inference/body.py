@@ -1,8 +1,8 @@
-"""Decoding of request bodies to plain values, with the limits of this decoding, and the items of a request.
+"""Decoding of request bodies to plain values, within limits, and the items of a request.
 
     bytes ──decode──► map ──items──► tuple[RequestItem]
 
-Every refusal names the path of the wrong field, with the expected type and the type that came. It never repeats input.
+Every refusal names the path of the wrong field, the expected type and the received type. It never repeats input.
 """
 
 from __future__ import annotations
@@ -20,24 +20,26 @@ from sie_contracts.media.documents import DocumentFile
 from sie_contracts.models.option_values import describe
 from sie_contracts.models.options import FIELDS
 from sie_contracts.names import did_you_mean
-from sie_contracts.wire.messages import MENTION_BYTES, Mention, utf8_bytes
+from sie_contracts.wire.messages import MENTION_BYTES, Mention, TextChunks, utf8_bytes
+from sie_gateway.inference import chunk_fields
 from sie_gateway.inference.images import File, Images, Link, Parsable, read_document, read_sound
 from sie_gateway.inference.images import read as read_images
 
 MAX_BODY_BYTES = 256 << 20
-MAX_KEYS, MAX_KEY = 20, 64  # most unknown keys that are checked, and most characters of a key that are shown
-ID_BYTES = 4  # bytes of a token id, about as many as the text of a token has
+# largest number of unknown keys that are checked, and of characters of a key that an error shows
+MAX_KEYS, MAX_KEY = 20, 64
+ID_BYTES = 4  # bytes that are assumed for a token id: about as many bytes as the text of a token
 
 
 @dataclass(frozen=True)
 class RequestItem:
-    """Input of a request as the client sent it: a text, token ids of the model, a multivector (float32 [tokens,
-    width]), image files, a sound file or a document file.
+    """Input of a request in the form in which the client sent it: a text, token ids of the model, a multivector
+    (float32 [tokens, width]), image files, a sound file or a document file.
 
-    `pair` is the second text of a pair. An item without any of these has nothing that a model can use; then `instead`
-    names the field that it has in their place. `unfit` is the reason why no model can run the item. `unknown` has its
-    fields that the API does not know. `mentions` are entities of its metadata, if the model reads them. `links` are its
-    images that are not fetched yet.
+    `pair` is the second text of a pair. An item without any of these has no content for a model; then `instead` names
+    an unknown field that it has. `unfit` is the reason why no model can run the item. `unknown` has its fields that the
+    API does not define. `mentions` are entities of its metadata, if the model reads them. `links` are its images that
+    are not fetched yet. `chunks` are parts of its text that get vectors of their own.
     """
 
     text: str | None
@@ -55,6 +57,7 @@ class RequestItem:
     links: tuple[Link, ...] = ()
     audio: bytes = b""
     document: DocumentFile | None = None
+    chunks: TextChunks | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -70,7 +73,7 @@ class RequestItem:
 
     @property
     def file_bytes(self) -> int:
-        """Bytes of the item's files, which are part of its `size`."""
+        """Number of bytes of the item's files, which are part of its `size`."""
         return sum(map(len, self.files)) if self.files else 0
 
     @cached_property
@@ -81,11 +84,14 @@ class RequestItem:
             size += ID_BYTES * len(self.tokens)
         size += self.file_bytes
         size += sum(MENTION_BYTES + len(mention.label.encode()) for mention in self.mentions)
+        size += len(self.chunks.spans) if self.chunks else 0
         return size if self.vectors is None else size + self.vectors.nbytes
 
 
 def count(body: bytes, *, msgpack: bool) -> int:
-    """Return the number of values in a request body. Raises InvalidInput with reason too_many_values or malformed."""
+    """Return the number of values that a request body has. Raises InvalidInput with reason too_many_values or
+    malformed.
+    """
     try:
         return plain.count(body, msgpack=msgpack)
     except plain.Malformed as error:
@@ -93,7 +99,7 @@ def count(body: bytes, *, msgpack: bool) -> int:
 
 
 def decode(body: bytes, *, msgpack: bool) -> Mapping[str, Any]:
-    """Return the top-level map of a request body whose values were counted. It has plain values only. Raises
+    """Return the top-level map of a request body whose values were counted before. All its values are plain. Raises
     InvalidInput with reason malformed or schema.
     """
     try:
@@ -126,23 +132,33 @@ def items(body: Mapping[str, Any], *, limit: int) -> tuple[RequestItem, ...]:
             extras={"limit": limit},
         )
     inputs = tuple(_item(value, f"{name}[{index}]") for index, value in enumerate(raw))
+    _check_chunks(inputs, name)
     for item in inputs:
-        _ = item.size  # counted here: a large body is read beside the event loop
+        _ = item.size  # compute and cache the size here: a large body is read in a thread, not in the event loop
     return inputs
 
 
+def _check_chunks(inputs: Sequence[RequestItem], name: str) -> None:
+    """Raise InvalidInput if the items have too many spans in all."""
+    spans = sum(len(item.chunks.spans) // 8 for item in inputs if item.chunks is not None)
+    if spans > chunk_fields.MAX_REQUEST_CHUNKS:
+        limit = chunk_fields.MAX_REQUEST_CHUNKS
+        message = f"{name}: they have {spans} chunks in all, at most {limit} are allowed: send fewer items"
+        raise InvalidInput(message, reason="too_many_chunks", param=name, extras={"limit": limit})
+
+
 def query(body: Mapping[str, Any]) -> RequestItem:
-    """Read the query that the items are scored against. Raises InvalidInput with reason schema."""
+    """Read the query to which the items are compared. Raises InvalidInput with reason schema."""
     raw = body.get("query")
     if raw is None:
-        message = f"query: expected a map or a string, got null{in_its_place(body, 'query', FIELDS)}"
+        message = f"query: missing{in_its_place(body, 'query', FIELDS)}"
         raise InvalidInput(message, reason="schema", param="query")
     return _item(raw, "query")
 
 
 def in_its_place(body: Mapping[str, Any], name: str, fields: Collection[str]) -> str:
-    """Return the end of an error that `name` is missing. It names an unknown field with a similar name, or with the
-    name that another API has for it. Other names may be content, which no error repeats.
+    """Return the end of the error text for a missing `name`. The text names an unknown field with a similar name, or
+    with the name that another API uses. Other names may be content, which no error repeats.
     """
     unknown = (str(key)[:MAX_KEY] for key in itertools.islice((key for key in body if key not in fields), MAX_KEYS))
     elsewhere = _ELSEWHERE.get(name, {})
@@ -157,8 +173,10 @@ def in_its_place(body: Mapping[str, Any], name: str, fields: Collection[str]) ->
 _ELSEWHERE: Mapping[str, Mapping[str, str]] = {
     "items": dict.fromkeys(("text", "texts", "documents", "docs", "sentences", "passages"), "items"),
     "text": {
-        "content": "text",
-        "input": "text",
+        **dict.fromkeys(
+            ("content", "page_content", "input", "title", "body", "value", "string", "sentence", "passage"), "text"
+        ),
+        **dict.fromkeys(("doc", "chunk", "caption", "description", "data", "prompt", "query", "texts"), "text"),
         "image": "images",
         "image_url": "images",
         "documents": "document",
@@ -166,7 +184,7 @@ _ELSEWHERE: Mapping[str, Mapping[str, str]] = {
         "videos": "video",
     },
 }
-_ITEM = frozenset({"id", "text", "metadata", "images", "document", "audio", "video", "multivector"})
+_ITEM = chunk_fields.FIELDS | {"id", "text", "metadata", "images", "document", "audio", "video", "multivector"}
 _MODALITIES = {
     "images": "image",
     "document": "document",
@@ -181,7 +199,7 @@ def _item(value: Any, path: str) -> RequestItem:
         return RequestItem(utf8(value, path))
     if not isinstance(value, dict):
         raise InvalidInput(f"{path}: expected a map or a string, got {describe(value)}", reason="schema", param=path)
-    # shortcut for the most common item: it takes a third of the time
+    # shortcut for the most common item: it needs a third of the time
     if len(value) == 1 and isinstance(text := value.get("text"), str):
         return RequestItem(utf8(text, path))
     text = _optional_text(value, "text", path)
@@ -212,6 +230,7 @@ def _item(value: Any, path: str) -> RequestItem:
         unfit=unfit or unheard or parsable.fault,
         audio=audio,
         document=parsable.document,
+        chunks=chunk_fields.read(value, text, path) if "chunks" in value else None,
         instead=instead,
         unknown=unknown,
         links=links,
@@ -234,8 +253,8 @@ def has_links(items: Sequence[RequestItem], query: RequestItem | None) -> bool:
 
 
 def ignored(items: Sequence[RequestItem], query: RequestItem | None) -> tuple[str, ...]:
-    """Return warnings of unknown fields whose names are similar to a field, each name once. Any other unknown field is
-    the client's own and causes no warning.
+    """Return warnings of unknown fields whose names are similar to a known field, each name once. Every other unknown
+    field is the client's own and causes no warning.
     """
     places = itertools.chain(
         (("query", query),) if query else (), ((f"items[{index}]", item) for index, item in enumerate(items))
@@ -250,8 +269,8 @@ def ignored(items: Sequence[RequestItem], query: RequestItem | None) -> tuple[st
 
 
 def unread_texts(items: Sequence[RequestItem], model: str) -> tuple[str, ...]:
-    """Return a warning of texts that are ignored because their inputs also have files, for a model that then reads the
-    files only.
+    """Return a warning about texts that are ignored because their inputs also have files and the model reads the files
+    only.
     """
     texts = [item for item in items if item.text]
     counts = {
@@ -278,7 +297,7 @@ def _vectors(value: Any, path: str) -> arrays.Array:
 
 
 def _is_portable(value: Any) -> bool:
-    """Return True if a value is the same after JSON and after msgpack. Its nesting was limited before."""
+    """Return True if a value is the same after JSON and after msgpack. The caller has limited its nesting before."""
     if isinstance(value, dict):
         return all(isinstance(key, str) and _is_portable(item) for key, item in value.items())
     if isinstance(value, list):
@@ -333,8 +352,8 @@ def token_ids(value: Any, path: str) -> tuple[int, ...]:
 
 
 def sizes(items: Sequence[RequestItem], *, limit: int, name: str = "items") -> list[int]:
-    """Return the bytes of each item in a message. Raises PayloadTooLarge with the limit, for an item that no queue
-    message can hold.
+    """Return the bytes of each item in a message. Raises PayloadTooLarge with the limit, for an item that is too large
+    for a message of the queue.
     """
     lengths = [item.size for item in items]
     for index, size in enumerate(lengths):

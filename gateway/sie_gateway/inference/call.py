@@ -1,13 +1,12 @@
-"""Objects of a call that every route uses: the request as the edge knows it, its body, the work for a model, and the
-reply.
+"""Objects of a call that every route uses: the HTTP request, its body, the request to a model, and the reply.
 
     Call ──► BodyReader: the bytes, within size, memory and pace ──► decode: plain values ──► InferRequest
     ──► EncodedReply
 
-Memory for a body counts when its bytes arrive, not when they are announced, so a client cannot take memory by
+Memory for a body counts when its bytes arrive, not when they are announced, so a client cannot occupy memory by
 announcements. The values of a body count before they are decoded. The first bytes of each body do not count, so small
-requests are let in even while large bodies take all the memory. Small requests do not wait for large bodies either:
-while small ones are in progress, large bodies are read at a limited pace, which leaves the event loop to the small
+requests are admitted even while large bodies occupy all the memory. Small requests do not wait for large bodies either:
+while small ones are in progress, large bodies are read at a limited pace, so that the event loop has time for the small
 ones. Large bodies are decoded in a thread.
 """
 
@@ -52,8 +51,8 @@ family reads.
 
 
 def family(name: str) -> ErrorShape:
-    """Return the ErrorShape that keeps the status of an error and builds the body that a family of `errors.FAMILIES`
-    reads.
+    """Return the ErrorShape of a client family in `errors.FAMILIES`. It leaves the status of an error unchanged and
+    builds the body that this family reads.
     """
 
     def shape(error: SIEError, request_id: str, errors: list[dict[str, Any]] | None) -> tuple[int, dict[str, Any]]:
@@ -67,35 +66,37 @@ native_shape = family("native")
 
 @dataclass
 class Call:
-    """HTTP request with all that the edge knows about it. `labels` are set step by step, for metrics and logs."""
+    """HTTP request with all data that the gateway has about it. `labels` are set step by step, for metrics and logs."""
 
     id: str
     received_s: float
     headers: Mapping[str, str]
     labels: dict[str, str] = field(default_factory=dict)
     path: str = ""
-    receive: Receive | None = None  # also reports that the client has gone away
-    grant: Grant = ANYBODY  # rights of its credential
-    charge: Charge | None = None  # charge for its tokens, if its key has a quota
+    receive: Receive | None = None  # channel of the connection; it also reports that the client has disconnected
+    grant: Grant = ANYBODY  # rights of the request's credential
+    charge: Charge | None = None  # charge for the tokens of the request, if its key has a quota
     shape: ErrorShape = native_shape
     dialect: Dialect = NATIVE
-    budget_s: float = 0.0  # seconds from received_s
+    budget_s: float = 0.0  # seconds from `received_s` to the deadline
     model: str | None = None  # name of the model in the path; None if the body names it
-    resolved: Resolved | None = None  # the resolved `model`
+    resolved: Resolved | None = None  # the model to which the field `model` resolves
     client: str = ""  # address of the client
     body: bytes = b""  # body of an inference request
-    reader: BodyReader | None = None  # reader of the body; None if no connection brought it, as for a line of a batch
+    # reader of the body; None for a request without a connection, such as a line of a batch
+    reader: BodyReader | None = None
     infer_request: InferRequest | None = None  # the last request that was parsed
     attempt: int = 0  # number of restarts because the entry of the model changed
     finished: RequestResult | None = None  # result of the last run
-    code: str = ""  # code of the error that it was answered with
-    message: str = ""  # message of that error
-    context: Context = NONE  # trace context for its work: of the gateway's span, or else of the client
+    code: str = ""  # code of the error in the answer
+    message: str = ""  # message of the error with this code
+    # trace context for the work of this request: from the gateway's span, or else from the client
+    context: Context = NONE
     span: Span | None = None  # None if this gateway does not trace
 
     def follow(self, previous: Call) -> None:
-        """Take over the run of an earlier call with the same request: logs, metrics and errors of this call are then
-        those of the earlier one.
+        """Use the run of an earlier call with the same request: logs, metrics and errors of this call then have the
+        data of the earlier one.
         """
         self.labels.update(previous.labels)
         self.shape, self.infer_request, self.finished = previous.shape, previous.infer_request, previous.finished
@@ -110,11 +111,11 @@ class Call:
 
     @property
     def explains(self) -> bool:
-        """True if the client asks where the time was spent."""
+        """True if the client requests the time of each stage."""
         return self.headers.get("x-sie-explain") == "1"
 
     def digest(self) -> bytes:
-        """Digest by which a repeated request of the same client is recognised."""
+        """Digest that identifies a repeated request of the same client."""
         parts = (
             self.key,
             self.client,
@@ -126,12 +127,14 @@ class Call:
 
     @property
     def work_id(self) -> str:
-        """Id of its work. It is new for each attempt, so that no result of an earlier attempt counts."""
+        """Id of the work of this request. It is new for each attempt, so that no result of an earlier attempt
+        counts.
+        """
         return f"{self.id}-{self.attempt}" if self.attempt else self.id
 
     @property
     def key(self) -> str:
-        """Key by which it takes its turn among other calls: one per credential, and a common one for calls without a
+        """Key by which the call takes turns with other calls: one per credential, and a common key for calls without a
         credential.
         """
         return self.grant.key
@@ -141,8 +144,8 @@ def route_key(call: Call | None) -> str:
     """Return the key by which calls get the same target of an alias: X-SIE-Route-Key, else the API key, else the
     client's address.
 
-    A key from the header counts the same for all clients, so the writer and the readers of an index can agree on one.
-    Without a call the key is empty, which gives the heaviest target. Raises InvalidInput.
+    A key from the header selects the same target for all clients, so the writer and the readers of an index can use the
+    same model. Without a call the key is empty, which selects the heaviest target. Raises InvalidInput.
     """
     if call is None:
         return ""
@@ -159,7 +162,7 @@ def route_key(call: Call | None) -> str:
 
 @dataclass(frozen=True)
 class EncodedReply:
-    """Reply of success. `body` is bytes, or pieces that can be iterated more than once."""
+    """Reply to a request that succeeded. `body` is bytes, or pieces that can be iterated more than once."""
 
     body: Body
     content_type: str
@@ -169,11 +172,12 @@ class EncodedReply:
 
 @dataclass(frozen=True)
 class InferRequest:
-    """Request to a model, independent of the client's API. `parameters` is a map as in a native body (contract 5).
+    """Request to a model, independent of the client's API. `parameters` is a map with the same fields as a native body
+    (contract 5).
 
-    `run` replaces all parameters if the operation takes no parameters of a model. `side` is the side (query or
-    document) of texts if no parameter names it. It is none for routes of other servers, which then return what the
-    model's own library returns.
+    `run` replaces all parameters if the operation has no parameters of a model. `side` is the side (query or document)
+    of texts if no parameter names it. It is none for routes of other servers, which then return the same values as the
+    model's own library.
     """
 
     operation: Operation
@@ -192,16 +196,17 @@ class EntryChanged(Exception):
     """
 
     def __init__(self, entry: ModelEntry) -> None:
-        """`entry` is the model's entry by which the request was parsed."""
+        """Create the exception. `entry` is the model's entry with which the request was parsed."""
         super().__init__(entry.id)
         self.entry = entry
 
 
 MAX_HELD_BYTES = 1 << 30
-COPIES = 3  # copies of each byte of a body while its request runs: received, decoded, and in a message of the queue
-# bytes of each body that do not count; at most SIE_MAX_CONCURRENT_REQUESTS bodies have them
+# copies of each byte of a body while its request runs: one received, one decoded, one in a message of the queue
+COPIES = 3
+# bytes of each body that do not count; at most SIE_MAX_CONCURRENT_REQUESTS bodies exist at a time
 FREE_BYTES = COPIES * (256 << 10)
-# bytes per second of all large bodies together while small ones are served: a third of what a core can receive
+# bytes per second of all large bodies together while small ones are read: a third of the bytes that a core can receive
 PACE_BYTES_S = 128 << 20
 PACE_STEP_S = 0.002  # seconds that a body may be ahead of this pace
 CONTROL_BYTES = 1 << 20  # bytes of a body of a route without inference
@@ -209,7 +214,7 @@ CONTROL_S = 30.0
 
 
 def body_memory(settings: Settings) -> int:
-    """Return SIE_BODY_MEMORY_BYTES. Its default is half of the memory limit of the control group, and at most
+    """Return SIE_BODY_MEMORY_BYTES. The default is half of the memory limit of the control group, and at most
     MAX_HELD_BYTES.
     """
     if settings.body_memory_bytes is not None:
@@ -235,12 +240,12 @@ class BodyIntake:
         self.small += more
 
     def hold(self, more_bytes: int) -> None:
-        """Add `more_bytes` to the held bytes. A negative number releases bytes."""
+        """Add `more_bytes` to the bytes in memory. A negative number releases bytes."""
         self.held_bytes += more_bytes
 
     def reader(self, headers: Mapping[str, str], receive: Receive, limit: int) -> BodyReader:
         """Return a reader of one body of at most `limit` bytes. Its memory counts until `close`. Raises PayloadTooLarge
-        if a larger body is announced.
+        if the client announces a larger body.
         """
         check_length(headers, limit)
         return BodyReader(self, receive, limit)
@@ -261,7 +266,7 @@ class BodyIntake:
         return receive_paced
 
     async def turn(self, size: int) -> None:
-        """Count `size` bytes of a large body that have arrived, then wait until more may arrive."""
+        """Count `size` bytes of a large body that have arrived, then wait until the next bytes may be read."""
         if not self.small:
             return
         now_s = self._clock()
@@ -284,7 +289,7 @@ class BodyReader:
 
     async def read(self) -> bytes:
         """Read the whole body. Raises PayloadTooLarge, QueueFull, ClientGone."""
-        body = io.BytesIO()  # getvalue() returns the buffer without a copy; joined pieces would exist twice
+        body = io.BytesIO()  # getvalue() returns the buffer without a copy; joined pieces would be in memory twice
         size = 0
         while True:
             message = await self._receive()
@@ -305,7 +310,7 @@ class BodyReader:
                 await self._intake.turn(len(piece))
 
     def count_values(self, values: int) -> None:
-        """Count the values to which the body is about to be decoded. Raises QueueFull."""
+        """Count the values of the body before it is decoded. Raises QueueFull."""
         self._values = values
         self._count()
 

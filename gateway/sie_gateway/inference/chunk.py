@@ -8,8 +8,9 @@ size of its result.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import NamedTuple
 
 from sie_contracts.errors import PayloadTooLarge
@@ -21,10 +22,12 @@ from sie_contracts.models.entries import ModelEntry
 from sie_contracts.models.options import TOKEN_STATES
 from sie_contracts.wire import messages
 from sie_contracts.wire.messages import Operation, RunOptions
+from sie_gateway.inference import chunk_fields
 from sie_gateway.inference.body import MAX_BODY_BYTES, RequestItem, sizes
 from sie_gateway.inference.images import pixels
 
-BYTES_PER_TOKEN = 4  # bytes of English UTF-8; an estimate for the split only: the sidecar counts the tokens
+# bytes of English UTF-8; an estimate that is used only to split requests: the sidecar counts the tokens
+BYTES_PER_TOKEN = 4
 SPECIAL_TOKENS = 2
 ITEM_RESULT_OVERHEAD_BYTES = 64
 EXTRACTED_TOKEN_BYTES = 64
@@ -32,7 +35,7 @@ LABEL_RESULT_BYTES = 48
 TOKENIZED_BYTES = 48  # bytes of a token in a result: its id, its text and its position
 SPARSE_IDS_PER_TOKEN = 32
 BARE_OPTIONS_BYTES = 64  # bytes of options without texts
-STORED_CHUNK_BYTES = 8 << 20  # bytes of the inputs of a chunk whose query goes through the payload store
+STORED_CHUNK_BYTES = 8 << 20  # bytes of the inputs of a chunk whose query is stored in the payload store
 MAX_RESULT_BYTES = 1 << 30  # bytes of all results of a request
 MAX_PIXELS = 400_000_000  # pixels of all images of a request that a worker would decode
 
@@ -59,13 +62,23 @@ class ItemFiles(NamedTuple):
     document: int = 0
 
 
+class TextParts(NamedTuple):
+    """Rows and results of the text of an input. `longest`: its most tokens; `vectors`: the results for it, more than
+    one for a text with chunks.
+    """
+
+    longest: int
+    vectors: int = 1
+
+
 _NO_FILES, _IMAGE = ItemFiles(), ImageCost()
+_NO_PARTS: Mapping[int, TextParts] = MappingProxyType({})
 
 
 class ChunkLimits(NamedTuple):
     """Limits of one chunk: estimated tokens, bytes of its inputs in the message, bytes of its results.
 
-    `any_size` is true if an input above `payload_bytes` goes through the payload store.
+    `any_size` is true if an input above `payload_bytes` is stored in the payload store.
     """
 
     cost: int
@@ -87,14 +100,15 @@ def plan(
     PayloadTooLarge.
     """
     query_bytes = query.size if query else 0
-    # bytes that every message of the request repeats, beside its inputs
+    # bytes that every message of the request has in addition to its inputs
     options_bytes = len(messages.encode(run))
     shared_bytes = query_bytes + (options_bytes if options_bytes > BARE_OPTIONS_BYTES else 0)
     inline_bytes = limits.payload_bytes
     payload_bytes = inline_bytes - shared_bytes
     is_query = query_bytes > shared_bytes // 2
     if payload_bytes < inline_bytes // 2:
-        if not limits.any_size or shared_bytes - query_bytes > inline_bytes // 2:  # options never go through the store
+        # options are never stored in the payload store
+        if not limits.any_size or shared_bytes - query_bytes > inline_bytes // 2:
             limit = inline_bytes // 2
             name = "query" if is_query else "labels" if run.labels else "instruction"
             raise PayloadTooLarge(f"{name}: at most {limit} bytes are allowed", param=name, extras={"limit": limit})
@@ -105,12 +119,16 @@ def plan(
         _check_pixels([*items, query] if query else items)
     max_tokens = entry.max_tokens
     item_bytes, token_bytes = result_bytes(operation, entry, run)
+    parts = _chunked_parts(items, max_tokens)
+    whole = TextParts(max_tokens)
     _check_reply(
-        item_bytes * len(item_sizes)
+        item_bytes * (len(item_sizes) + sum(text.vectors - 1 for text in parts.values()))
         + token_bytes
         * sum(
-            estimated_tokens(size - own.own_bytes, max_tokens) + own.images * image.vectors + own.document
-            for size, own in zip(item_sizes, files or itertools.repeat(_NO_FILES), strict=False)
+            estimated_tokens(size - own.own_bytes, parts.get(index, whole).longest)
+            + own.images * image.vectors
+            + own.document
+            for index, (size, own) in enumerate(zip(item_sizes, files or itertools.repeat(_NO_FILES), strict=False))
         )
     )
     shared_text_bytes = shared_bytes - (query.file_bytes if query else 0)
@@ -126,6 +144,7 @@ def plan(
         each_tokens=estimated_tokens(shared_text_bytes, max_tokens) if shared_text_bytes else 0,
         files=files,
         image=image,
+        parts=parts,
     )
     if shared_bytes * len(chunks) > MAX_BODY_BYTES:
         name = "query" if is_query else "instruction"
@@ -134,14 +153,24 @@ def plan(
             "all"
         )
         raise PayloadTooLarge(message, param=name, extras={"limit": MAX_BODY_BYTES // len(chunks)})
-    if operation in ("tokenize", "decode"):  # these operations do not use the device
+    if operation in ("tokenize", "decode"):  # these operations do not use the device, so they have no cost
         chunks = [replace(piece, cost=1, squares=0) for piece in chunks]
     return chunks, sum(item_sizes)
 
 
+def _chunked_parts(items: Sequence[RequestItem], max_tokens: int) -> dict[int, TextParts]:
+    """Return the parts of each text with chunks, which is read to its end, by index."""
+    parts = {}
+    for index, item in enumerate(items):
+        if item.chunks is not None:
+            tokens = item.size // BYTES_PER_TOKEN + SPECIAL_TOKENS
+            parts[index] = TextParts(max(max_tokens, item.size), chunk_fields.estimated_chunks(item.chunks, tokens))
+    return parts
+
+
 def _files(items: Sequence[RequestItem], query: RequestItem | None) -> list[ItemFiles]:
     """Return the files of each input, or an empty list if there are none. The files of the query count for each input,
-    because each is read with them.
+    because the model reads them with each input.
     """
     shared = len(query.files) if query else 0
     if not shared and not any(item.files for item in items):
@@ -181,9 +210,9 @@ def result_bytes(operation: Operation, entry: ModelEntry, run: RunOptions) -> tu
 
 
 def _check_pixels(items: Sequence[RequestItem]) -> None:
-    """Raise PayloadTooLarge if the images have too many pixels in total: the time to decode goes by pixels, and a file
-    of some kilobytes may have any number of them. An image that is too large for a worker does not count, because the
-    worker fails it alone.
+    """Raise PayloadTooLarge if the images have too many pixels in total: the time to decode depends on the pixels, and
+    a file of some kilobytes may have any number of them. An image that is too large for a worker does not count,
+    because the worker rejects it without decoding it.
     """
     counts = (pixels(file) for item in items for file in item.images)
     total = sum(count for count in counts if count <= MAX_DECODED_PIXELS)
@@ -195,8 +224,8 @@ def _check_pixels(items: Sequence[RequestItem]) -> None:
 
 
 def _check_reply(expected_bytes: int) -> None:
-    """Raise PayloadTooLarge if the results would be too large: the gateway holds all results of a request until its
-    reply is sent.
+    """Raise PayloadTooLarge if the results would be too large: the gateway keeps all results of a request in memory
+    until its reply is sent.
     """
     if expected_bytes > MAX_RESULT_BYTES:
         limit = MAX_RESULT_BYTES >> 20
@@ -218,23 +247,27 @@ def split(
     rows: int = 1,
     files: Sequence[ItemFiles] = (),
     image: ImageCost = _IMAGE,
+    parts: Mapping[int, TextParts] = _NO_PARTS,
 ) -> list[Chunk]:
     """Split inputs of these sizes into chunks. Each chunk has at least one input. A chunk of several inputs is within
     the limits.
 
-    The result of an input has at most `item_result_bytes`, plus `token_result_bytes` for each token, where each byte
-    may be a token. `each_tokens` are added to every input, for example the tokens of a query. Each input is run as
-    `rows` rows. `files` has the files of each input, if there are any; `image` is the cost of an image or a sound.
+    The result of an input has at most `item_result_bytes`, plus `token_result_bytes` for each token, and each byte of
+    the input may be a token. `each_tokens` are added to every input, for example the tokens of a query. Each input is
+    run as `rows` rows. `files` has the files of each input, if there are any; `image` is the cost of an image or a
+    sound. `parts` has the texts with chunks, by index.
     """
     chunks: list[Chunk] = []
     start = cost = squares = payload = result = 0
+    whole = TextParts(max_tokens)
     for index, size in enumerate(sizes_bytes):
+        longest, vectors = parts.get(index, whole)
         own = files[index] if files else _NO_FILES
         text, shown = size - own.own_bytes, own.images * image.tokens + own.document
-        length = min(max_tokens, text // BYTES_PER_TOKEN + SPECIAL_TOKENS + each_tokens)
+        length = min(longest, text // BYTES_PER_TOKEN + SPECIAL_TOKENS + each_tokens)
         tokens = rows * length + shown
-        expected = item_result_bytes + token_result_bytes * (
-            min(max_tokens, text + SPECIAL_TOKENS + each_tokens) + own.images * image.vectors + own.document
+        expected = item_result_bytes * vectors + token_result_bytes * (
+            min(longest, text + SPECIAL_TOKENS + each_tokens) + own.images * image.vectors + own.document
         )
         full = (
             cost + tokens > limits.cost
@@ -245,7 +278,7 @@ def split(
             chunks.append(Chunk(start, index, cost, squares))
             start, cost, squares, payload, result = index, 0, 0, 0, 0
         cost += tokens
-        squares += rows * length * length + own.images * image.tokens * image.tokens
+        squares += rows * length * min(length, max_tokens) + own.images * image.tokens * image.tokens
         payload += size
         result += expected
     if start < len(sizes_bytes):

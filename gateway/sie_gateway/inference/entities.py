@@ -1,4 +1,4 @@
-"""Entities that a client names in `metadata.entities` of an item. Models look for relations between them."""
+"""Entities that a client names in `metadata.entities` of an item. Models extract relations between them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from sie_contracts.models.option_values import bad
 from sie_contracts.wire.messages import Mention
 from sie_gateway.inference.body import RequestItem
 
-MAX_MENTIONS = 100  # most entities of an item: every pair of them is scored for every label
-MAX_LABEL = 1000  # characters
+MAX_MENTIONS = 100  # largest number of entities of an item: every pair of them is scored for every label
+MAX_LABEL = 1000  # largest number of characters of a label
 _PATH = "metadata.entities"
 
 

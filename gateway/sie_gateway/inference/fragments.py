@@ -1,4 +1,4 @@
-"""Results that are larger than a message and come in parts.
+"""Results that are larger than a message and arrive in parts.
 
 part ──► Fragments: held until all parts are there ──► put_together, in a thread: checks the digest
 """
@@ -17,8 +17,10 @@ from sie_contracts.wire.messages import Fragment, WorkResult
 MAX_HELD_BYTES = 512 << 20  # bytes of all incomplete results
 MAX_REQUEST_BYTES = 256 << 20
 MAX_PARTS = 1 << 16
-MAX_SILENCE_S = 30.0  # seconds without a part; several times the time that a worker waits for a confirmation
-_SLOT_BYTES = 64  # bytes of memory of a part beside its data: a list slot and an object
+# seconds without a part, after which a result counts as abandoned; several times the time that a worker waits for a
+# confirmation
+MAX_SILENCE_S = 30.0
+_SLOT_BYTES = 64  # bytes of memory that a part occupies in addition to its data: a list slot and an object
 
 
 class InboxFull(Exception):
@@ -27,7 +29,7 @@ class InboxFull(Exception):
 
 @dataclass
 class Assembly:
-    """Encoded result of which some parts have come. Two attempts at a chunk have different digests, so they are two
+    """Encoded result of which some parts have arrived. Two attempts at a chunk have different digests, so they are two
     assemblies.
     """
 
@@ -47,17 +49,19 @@ class Assembly:
 
 @dataclass
 class Fragments:
-    """All incomplete results of a gateway. `held_bytes` is the memory that they hold. Pure: the time is an argument.
+    """All incomplete results of a gateway. `held_bytes` is the memory that they occupy. The time is an argument, so the
+    class has no clock.
 
     The bytes of each request, and of all requests together, are limited. If room is needed, an assembly is dropped that
-    has had no part for `silence_s`. Its sender learns with the last part that others are missing, and sends them again.
+    has had no part for `silence_s`. The reply to the last part tells the sender that parts
+    are missing, and the sender sends these parts again.
     """
 
     max_bytes: int = MAX_HELD_BYTES
     max_request_bytes: int = MAX_REQUEST_BYTES
     silence_s: float = MAX_SILENCE_S
     held_bytes: int = 0
-    # ordered by the time of the last part, the oldest first
+    # assemblies in the order of their last part, the oldest first
     _all: dict[tuple[str, int, str], Assembly] = field(default_factory=dict)
     _requests: dict[str, set[tuple[str, int, str]]] = field(default_factory=dict)
 
@@ -65,14 +69,14 @@ class Fragments:
         return len(self._all)
 
     def add(self, part: Fragment, now_s: float) -> Assembly:
-        """Store a part unless it is there already, and return its assembly. Raises InboxFull, and ValueError for an
+        """Store a part unless it is stored already, and return its assembly. Raises InboxFull, and ValueError for an
         invalid part.
         """
         if not (0 <= part.index < part.count <= MAX_PARTS and part.data):
             raise ValueError(f"part {part.index} of {part.count} with {len(part.data)} bytes")
         key = (part.request, part.chunk, part.digest)
         assembly = self._all.pop(key, None)
-        # the worker cut the result again, for a broker with another message limit
+        # the worker split the result again, for a broker with another message limit
         if assembly is not None and len(assembly.parts) != part.count:
             self._all[key] = assembly
             self.drop(assembly)
@@ -125,11 +129,11 @@ class Fragments:
 
 
 class Damaged(Exception):
-    """Raised for parts that do not make up the result that was sent."""
+    """Raised for parts that do not form the result that was sent."""
 
 
 def put_together(parts: Sequence[bytes], digest: str) -> WorkResult:
-    """Return the result that these parts, in order, make up. Raises Damaged."""
+    """Join parts, in order, and return the result. Raises Damaged."""
     data = b"".join(parts)
     if hashlib.sha256(data).hexdigest() != digest:
         raise Damaged("its digest differs")

@@ -3,7 +3,7 @@
     answer: resolve name ─► read body ─► the handler of a client family, which calls
     run:    choose lane ─► merge options ─► Runner: check items ─► split ─► admit ─► publish ─► collect
 
-All checks come before `publish`, in the order of the contract, so that a bad request never causes a load.
+All checks run before `publish`, in the order of the contract, so that a bad request never causes a load.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ from sie_gateway.metrics import Metrics
 from sie_runtime.feed import CatalogueFeed
 
 WATCH_AFTER_S = 1.0
-MAX_ATTEMPTS = 4  # attempts of a request if the entry of its model changes meanwhile
-RENEWED_WITHIN_S = 1.0  # seconds in which the gateway's catalogue gets the entry that a worker has
+MAX_ATTEMPTS = 4  # attempts of a request if the entry of its model changes during an attempt
+RENEWED_WITHIN_S = 1.0  # seconds within which the gateway's catalogue receives a new entry that a worker already has
 _HUB_ID = re.compile(r"[a-zA-Z0-9][\w.-]*/[\w.-]+", re.ASCII)
 _NO_PARAMETERS = frozenset({"items", "inputs", "input", "query", "model"})
 
 
 class Inference:
-    """Answers inference requests. `shadows` copies some of them to a second model. `away` keeps the runs of clients
-    that have left, for a while.
+    """Answers inference requests. `shadows` copies some of them to a second model. `away` continues the runs of clients
+    that have disconnected, for a while.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Inference:
         self.shadows = Shadows(lambda: feed.catalogue, fleet, admission, metrics, self.run)
         self.away: Attachments[EncodedReply] = Attachments()
         self.watch_after_s = WATCH_AFTER_S
-        # runs whose clients are not watched yet, with their start times, the oldest first
+        # runs whose clients are not watched yet, with their calls and start times, the oldest first
         self._unwatched: dict[asyncio.Task[Any], tuple[Call, float]] = {}
         self._is_timed = False  # true if a call of `_watch` is scheduled
         self.in_progress = 0
@@ -100,7 +100,7 @@ class Inference:
 
     @property
     def max_concurrent(self) -> int:
-        """Most requests that may be in progress at this gateway."""
+        """Largest number of requests that may be in progress at this gateway."""
         return self._settings.max_concurrent_requests
 
     @property
@@ -118,13 +118,13 @@ class Inference:
         return self._default_models
 
     def max_items(self, call: Call) -> int:
-        """Return the most inputs of a request: the limit of its key, but at most that of the gateway."""
+        """Return the largest number of inputs of a request: the limit of its key, but at most the gateway's limit."""
         most = self._settings.max_items_per_request
         return min(most, call.grant.limits.items or most)
 
     def resolve(self, spec: str, call: Call | None = None, able: Able = any_model) -> Resolved:
-        """Return the model that a request names. An alias is resolved by the key of the call. The error for an unknown
-        name suggests similar names of models that are `able`.
+        """Return the model that a request names. The key of the call selects the target of an alias. The error for an
+        unknown name suggests similar names of models that are `able`.
 
         Raises NotReady before the catalogue is loaded, InvalidInput, ModelNotFound, BundleConflict.
         """
@@ -136,9 +136,17 @@ class Inference:
         except ModelNotFound as error:
             if "suggestions" in error.extras:
                 name = spec.rpartition(":/")[2].partition("@")[0].partition(":")[0]
-                error.extras["suggestions"] = like = catalogue.near(name, able)
-                error.message += _remedy(name, like)
+                owner = next((owner for start, owner in _FOREIGN.items() if name.startswith(start)), "")
+                like = self._loaded(catalogue, able) if owner else catalogue.near(name, able)
+                error.extras["suggestions"] = like
+                error.message += _foreign(name, owner, like) if owner else _remedy(name, like)
             raise
+
+    def _loaded(self, catalogue: Catalogue, able: Able) -> list[str]:
+        """Return the loaded models that are able, at most two."""
+        loaded = {status.model for beat in self._fleet.healthy() for status in beat.models if status.state == "loaded"}
+        entries = (catalogue.find(name) for name in sorted(loaded))
+        return [entry.id for entry in entries if entry is not None and able(entry)][:2]
 
     async def answer(
         self,
@@ -147,11 +155,11 @@ class Inference:
         read: Callable[[], Awaitable[bytes]],
         send: Callable[[EncodedReply], Awaitable[None]],
     ) -> None:
-        """Answer `POST` of an inference route. A model in the path is resolved first, so an unknown one is refused
+        """Answer `POST` of an inference route. A model in the path is resolved first, so an unknown model is refused
         before the body is read.
 
-        The request counts as in progress until its reply is sent, because its results are held until then. Its budget
-        also runs while the body is read, which limits slow uploads.
+        The request counts as in progress until its reply is sent, because its results are in memory until then. Its
+        budget also includes the time in which the body is read, which limits slow uploads.
         """
         self._resolve(call, route)
         _check_remote(call.headers)
@@ -164,7 +172,7 @@ class Inference:
             self._enter(-1)
 
     async def answered(self, call: Call, route: InferenceRoute, raw: bytes) -> EncodedReply:
-        """Return the answer to a body that no connection sent, such as a line of a batch. Raises SIEError,
+        """Return the answer to a body without a connection, such as a line of a batch. Raises SIEError,
         FailedRequest.
         """
         call.body, call.shape = raw, route.shape
@@ -194,8 +202,8 @@ class Inference:
         return answer
 
     def _watch_later(self, task: asyncio.Task[Any], call: Call) -> None:
-        """Schedule the watch of a run's client. It begins after `watch_after_s` to twice that time, if the run is still
-        in progress: a shorter run costs no task and no digest.
+        """Schedule the watch of a run's client. The watch begins after one to two times `watch_after_s`, if the run is
+        still in progress: a shorter run needs no task and no digest.
         """
         loop = asyncio.get_running_loop()
         self._unwatched[task] = call, loop.time()
@@ -217,7 +225,7 @@ class Inference:
             loop.call_later(self.watch_after_s, self._watch)
 
     async def _handled(self, call: Call, route: InferenceRoute, raw: bytes) -> EncodedReply:
-        """Run the handler of the route with one entry of the model throughout. If the entry changes meanwhile, start
+        """Run the handler of the route with one entry of the model throughout. If the entry of the model changes, start
         again.
         """
         while True:
@@ -250,7 +258,7 @@ class Inference:
         )
 
     def understand(self, call: Call, request: InferRequest) -> PlannedRequest:
-        """Merge the parameters and choose the lane. Raises SIEError if the request can never be done."""
+        """Merge the parameters and choose the lane. Raises SIEError if no worker could ever run the request."""
         headers, resolved, call.infer_request = call.headers, request.resolved, request
         lane = self.lane(headers, resolved)  # an unknown pool is reported before wrong parameters
         if bodies.has_links(request.items, request.query):
@@ -259,7 +267,7 @@ class Inference:
             strict = headers.get("x-sie-strict", "").lower() == "true"
             mode = _error_mode(call)
             resolved, options = self._options(resolved, request, mode, strict=strict)
-            # the options chose another profile, which may be loaded by other workers
+            # the options select another profile, which may be loaded by other workers
             if resolved is not request.resolved:
                 lane = self.lane(headers, resolved)
         else:
@@ -288,7 +296,7 @@ class Inference:
         return await self.execute(call, self.understand(call, request))
 
     async def execute(self, call: Call, request: PlannedRequest) -> RequestResult:
-        """Run a request that is planned already. Images at URLs are fetched first."""
+        """Run a planned request. Images at URLs are fetched first."""
         reads = "image" in request.resolved.entry.inputs and request.operation in ("encode", "score", "extract")
         if not reads or not bodies.has_links(request.items, request.query):
             return await self._execute(call, request)
@@ -315,8 +323,8 @@ class Inference:
     def _options(
         self, resolved: Resolved, request: InferRequest, on_item_error: str, *, strict: bool
     ) -> tuple[Resolved, RequestOptions]:
-        """Call `run_options`. The result for a body without parameters is cached: it is the same for all of them, and
-        takes a tenth of the time of a request.
+        """Call `run_options`. The result for a body without parameters is cached: it is equal for all of them, and to
+        compute it takes a tenth of the time of a request.
         """
         body = request.parameters
         if any(
@@ -379,14 +387,31 @@ class Inference:
 
 def _remedy(name: str, like: list[str]) -> str:
     """Return the end of a ModelNotFound message: similar names, and the command that adds a model of the hub."""
-    adds = f"`sie models add {name}` adds it if the Hugging Face Hub has it" if _HUB_ID.fullmatch(name) else ""
+    adds = f"`sie pull {name}` adds it if the Hugging Face Hub has it" if _HUB_ID.fullmatch(name) else ""
     if like:
         return f"; did you mean {' or '.join(like)}?{f' {adds}' if adds else ''}"
     return f"; {adds or 'GET /v1/models lists those that there are'}"
 
 
+# companies whose models are no files, by the beginning of a model's name
+_FOREIGN = {
+    "text-embedding-": "OpenAI",
+    "voyage-": "Voyage",
+    "embed-english-": "Cohere",
+    "embed-multilingual-": "Cohere",
+    "embed-v4": "Cohere",
+    "rerank-": "Cohere or Voyage",
+}
+
+
+def _foreign(name: str, owner: str, loaded: list[str]) -> str:
+    """Return the end of a ModelNotFound message for a model that only its company can serve."""
+    models = f"{' or '.join(loaded)} is loaded here" if loaded else "GET /v1/models lists those that there are"
+    return f"; that is a model of {owner}: {models}, and `sie models alias {name} MODEL` lets MODEL answer for it"
+
+
 def _pool_name(value: str) -> str:
-    """Return the pool that a header names, or the default pool if the value is empty. Raises InvalidInput with reason
+    """Return the pool that a header names; the default pool if the header is empty. Raises InvalidInput with reason
     pool_name.
     """
     try:
@@ -396,8 +421,8 @@ def _pool_name(value: str) -> str:
 
 
 def _error_mode(call: Call) -> str:
-    """Return the mode for errors of single inputs if the body sets none: from the header, else from the client's
-    dialect. Raises InvalidInput.
+    """Return the mode for errors of single inputs, for a body that has no mode: the mode of the header, else of the
+    client's dialect. Raises InvalidInput.
     """
     mode = call.headers.get("x-sie-on-item-error") or call.dialect.on_item_error
     if mode not in ("slot", "fail"):
@@ -406,7 +431,7 @@ def _error_mode(call: Call) -> str:
 
 
 def _check_remote(headers: Mapping[str, str]) -> None:
-    """Raise InvalidInput if the client asks for another server to answer: this gateway always answers itself."""
+    """Raise InvalidInput for a value of X-SIE-Remote other than forbid: this gateway always answers requests itself."""
     named = headers.get("x-sie-remote")
     if named is not None and named.strip().lower() != "forbid":
         raise InvalidInput("X-SIE-Remote: expected forbid", reason="schema", param="X-SIE-Remote")

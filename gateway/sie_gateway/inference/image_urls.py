@@ -8,7 +8,8 @@
 A client chooses the URL. So a fetch must not reach a service that only this gateway can reach: services of the cluster,
 metadata of a cloud. A name is resolved once for a connection, and the connection goes to the address that was checked:
 a second answer of the DNS changes nothing. A proxy of the environment is not used, because it would resolve the name
-again. The fetch sends nothing from the client's request. No message repeats a URL, because it may hold a signature.
+again. The fetch sends nothing from the client's request. No message repeats a URL, because a URL may contain a
+signature.
 """
 
 from __future__ import annotations
@@ -35,18 +36,18 @@ from sie_runtime.http.protocol import matches, parts
 if TYPE_CHECKING:
     from sie_gateway.inference.body import RequestItem
 
-MAX_BYTES = 32 << 20  # bytes of an image
-MAX_REQUEST_BYTES = 256 << 20  # bytes of the images of a request: as many as its body may have
+MAX_BYTES = 32 << 20  # largest number of bytes of an image
+MAX_REQUEST_BYTES = 256 << 20  # bytes of the images of a request: the same as the limit of its body
 MAX_HELD_BYTES = 1 << 30  # bytes of the images of all requests
-MAX_URLS = 256  # URLs of a request
-MAX_URL = 8192  # characters of a URL
-MAX_HEAD_BYTES = 64 << 10  # bytes of the head of an answer: its headers, and interim answers before them
-# most pieces of an answer, plus one for each PIECE_BYTES: each piece takes time of the event loop
+MAX_URLS = 256  # largest number of URLs of a request
+MAX_URL = 8192  # largest number of characters of a URL
+MAX_HEAD_BYTES = 64 << 10  # bytes of the head of an answer: interim answers and headers
+# largest number of pieces of an answer, plus one for each PIECE_BYTES: each piece takes time of the event loop
 MAX_PIECES, PIECE_BYTES = 1000, 64
 MAX_S = 10.0  # seconds for an image, redirects included
 MAX_REDIRECTS = 3
 AT_ONCE, AT_ONCE_OF_A_REQUEST = 64, 8
-CONNECT_S = 3.0  # seconds to connect to one of the addresses of a host
+CONNECT_S = 3.0  # seconds to connect to one address of a host
 _ANY = "*"
 _PORTS = {"http": 80, "https": 443}
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
@@ -55,7 +56,7 @@ _HEADERS = (
     (b"accept-encoding", b"identity"),
     (b"user-agent", f"sie/{sie_contracts.__version__}".encode()),
 )
-# All of IANA's special-purpose registries, also the ranges that are reachable from everywhere: none of them has images.
+# All of IANA's special-purpose registries, also the ranges that are globally reachable: none of them has images.
 # Python's own table differs from version to version.
 _INSIDE_V4 = tuple(
     map(
@@ -90,8 +91,8 @@ _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")  # prefix by which an IPv6-only n
 
 
 class _Unfetched(Exception):
-    """Reason why there is no file: the URL was refused, or its server failed. `extras` has the limit that the message
-    names.
+    """Reason why an image has no file: the URL was refused, or its server failed. `extras` has the limit that the
+    message names.
     """
 
     def __init__(self, message: str, result: Literal["refused", "failed"] = "refused", **extras: float) -> None:
@@ -103,14 +104,14 @@ class _Unfetched(Exception):
 async def resolved(host: str, port: int) -> list[str]:
     """Return the addresses of a host, each once. Raises OSError, UnicodeError.
 
-    A client chooses the host, and its name server may be slow. So each name is resolved in a thread of its own: the
-    event loop has only a few threads for all names, including that of the broker.
+    A client chooses the host, and its name server may be slow. So each name is resolved in a separate thread: the event
+    loop has only a few threads for all names, including the broker's name.
     """
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[list[str]] = loop.create_future()
 
     def settle(result: list[str] | Exception) -> None:
-        if answer.done():  # the fetch was cancelled meanwhile
+        if answer.done():  # the fetch was cancelled in the meantime
             return
         if isinstance(result, Exception):
             answer.set_exception(result)
@@ -124,7 +125,7 @@ async def resolved(host: str, port: int) -> list[str]:
             result = list(dict.fromkeys(str(address[0]) for *_, address in addresses))
         except (OSError, UnicodeError) as error:
             result = error
-        with contextlib.suppress(RuntimeError):  # the process has ended meanwhile
+        with contextlib.suppress(RuntimeError):  # the process has ended in the meantime
             loop.call_soon_threadsafe(settle, result)
 
     threading.Thread(target=resolve, name="resolve", daemon=True).start()
@@ -146,8 +147,8 @@ NETWORK = Network()
 
 
 class ImageUrls:
-    """Fetches images at URLs. Used only in the gateway's event loop. `hosts` is SIE_IMAGE_URL_HOSTS; without hosts
-    nothing is fetched. `count` is called for each URL with fetched, refused or failed.
+    """Fetches images at URLs. Used only in the gateway's event loop. `hosts` is SIE_IMAGE_URL_HOSTS; without hosts, no
+    URL is fetched. `count` is called for each URL with fetched, refused or failed.
     """
 
     def __init__(
@@ -184,8 +185,8 @@ class ImageUrls:
 
     @contextlib.asynccontextmanager
     async def fetched(self, items: Sequence[RequestItem], until_s: float) -> AsyncIterator[list[RequestItem]]:
-        """Yield the items with files in the place of their URLs, or with the fault. `until_s` is a time of the loop's
-        clock.
+        """Yield the items. Files replace their URLs; an item with a failed URL has the fault instead. `until_s` is a
+        time of the loop's clock.
 
         The memory of the files counts until the context ends. Raises PayloadTooLarge, QueueFull.
         """
@@ -206,7 +207,7 @@ class ImageUrls:
         try:
             files = dict(zip(urls, await asyncio.gather(*tasks.values()), strict=True))
             items_read = [_with(item, files) for item in items]
-            # a file that is used twice is sent twice
+            # if two inputs have the same file, the file is sent twice
             _check_total(
                 sum(item_read.file_bytes for item, item_read in zip(items, items_read, strict=True) if item.links)
             )
@@ -254,8 +255,8 @@ class ImageUrls:
 
     @contextlib.asynccontextmanager
     async def _answer(self, target: httpx.URL) -> AsyncIterator[httpcore.Response]:
-        """Open a new connection and yield the answer. A kept connection could lead to an address that the name had
-        before.
+        """Open a new connection and yield the answer. An open connection from an earlier fetch could lead to an old
+        address of the name.
         """
         url = httpcore.URL(scheme=target.raw_scheme, host=target.raw_host, port=target.port, target=target.raw_path)
         headers = [(b"host", target.netloc), *_HEADERS]
@@ -302,7 +303,9 @@ def _check_total(nbytes: int) -> None:
 
 
 def _with(item: RequestItem, fetched: dict[str, bytes | _Unfetched]) -> RequestItem:
-    """Return the item with its files, or with the first fault of one of them."""
+    """Return the item with its files. If a file was not fetched, return the item with the fault of the first such
+    file.
+    """
     if item.unfit is not None or not item.links:
         return item
     files = list(item.images)
@@ -355,8 +358,8 @@ def _too_large() -> _Unfetched:
 
 
 class _Public(httpcore.AsyncNetworkBackend):
-    """Backend that connects only to public addresses, for one answer. TLS verifies the host name, which httpcore passes
-    on.
+    """Network backend that connects only to public addresses, for one answer. TLS verifies the host name, which
+    httpcore passes to it.
     """
 
     def __init__(self, network: Network) -> None:
@@ -372,8 +375,8 @@ class _Public(httpcore.AsyncNetworkBackend):
         local_address: str | None = None,
         socket_options: Iterable[Any] | None = None,
     ) -> httpcore.AsyncNetworkStream:
-        """Connect to the host. Raises _Unfetched if any of its addresses is not public, even if another one would be
-        used.
+        """Connect to the host. Raises _Unfetched if any of its addresses is not public, even if another address would
+        be used.
         """
         try:
             addresses = await self._network.resolve(host, port)
@@ -399,7 +402,9 @@ class _Public(httpcore.AsyncNetworkBackend):
 
 
 class _Counted(httpcore.AsyncNetworkStream):
-    """Stream that reads in small parts, so that the event loop gets its turns, and counts their bytes."""
+    """Stream that reads in small parts and counts their bytes. Between the parts, the event loop can run other
+    tasks.
+    """
 
     def __init__(self, stream: httpcore.AsyncNetworkStream, count: Callable[[int], None]) -> None:
         self._stream = stream
@@ -426,8 +431,8 @@ class _Counted(httpcore.AsyncNetworkStream):
 
 
 def is_public(address: str) -> bool:
-    """Return True if the address is public, judged by its number. A translated or mapped address is judged by the IPv4
-    address that it contains.
+    """Return True if the numeric address is public. For a translated or mapped address, the IPv4 address that it
+    contains decides.
     """
     try:
         parsed = ipaddress.ip_address(address)

@@ -30,7 +30,7 @@ class ImageHeader(NamedTuple):
 
 
 def pixels(data: bytes) -> int:
-    """Return the number of pixels of a file by its header; 0 if the header cannot be read."""
+    """Return the number of pixels of a file by its header; 0 if the header is unreadable."""
     image = header(data)
     return image.width * image.height if image is not None else 0
 
@@ -67,7 +67,7 @@ def _jpeg(data: bytes) -> ImageHeader | None:
     place = 2
     while data[place] == 0xFF:
         marker = data[place + 1]
-        if marker == 0xFF:  # fill byte
+        if marker == 0xFF:  # fill byte before a marker
             place += 1
         elif marker in _STANDALONE:
             place += 2
@@ -100,18 +100,18 @@ _READERS: tuple[tuple[bytes, Callable[[bytes], ImageHeader | None]], ...] = (
     (b"RIFF", _webp),
     (b"BM", _bmp),
 )
-MAX_IMAGES = 64  # images of one input
+MAX_IMAGES = 64  # largest number of images of one input
 EXPECTED = "the bytes of an image file, as base64 or in a data URI"
 EXPECTED_SOUND = "the bytes of a sound file, as base64 or in a data URI"
 EXPECTED_DOCUMENT = "the bytes of a document, as base64 or in a data URI"
 MAX_FORMAT = 32
 _URL = re.compile(r"\s*[a-z][a-z0-9+.-]{0,30}:", re.IGNORECASE)  # base64 never contains a colon
 _TO_STANDARD = bytes.maketrans(b"-_", b"+/")
-_SPACE = b" \t\r\n"  # whitespace between lines, which some tools put into base64
+_SPACE = b" \t\r\n"  # whitespace between lines, which some tools add to base64
 
 
 class Link(NamedTuple):
-    """Image at a URL. `place` is its index among the images of its input, and `path` its path in the request."""
+    """Image at a URL. `place` is its index among the images of its input, and `path` its path in the request body."""
 
     place: int
     url: str
@@ -156,7 +156,7 @@ def read(value: Any, path: str) -> Images:
 def read_sound(value: Any, path: str) -> File:
     """Read a sound. Raises InvalidInput with reason schema, or invalid_media for a URL."""
     if isinstance(value, dict):
-        rate = value.get("sample_rate")  # only its type is checked: the file has the rate as well
+        rate = value.get("sample_rate")  # only the type is checked: the sound file has the rate as well
         if rate is not None and (isinstance(rate, bool) or not isinstance(rate, int)):
             raise bad(f"{path}.sample_rate", rate, "a whole number or null")
     return _single(value, path, "sounds", EXPECTED_SOUND, "the sound as a WAV file")
@@ -190,7 +190,7 @@ def gather(entries: Sequence[tuple[str, Any]], path: str) -> Images:
     files: list[bytes] = []
     links: list[Link] = []
     fault = None
-    for where, entry in entries:  # no early end: a later entry may fail the whole request
+    for where, entry in entries:  # no early end of the loop: a later entry may fail the whole request
         try:
             file = _file(entry, where, len(files))
         except _Undecodable as error:
@@ -237,7 +237,7 @@ def _decoded(text: str) -> bytes:
             raise _Undecodable("expected a data URI of the form data:TYPE;base64,DATA")
     try:
         try:
-            return msgspec.convert(text, bytes)  # takes a quarter of the time of the standard library
+            return msgspec.convert(text, bytes)  # msgspec needs a quarter of the time of the standard library
         except msgspec.ValidationError:  # msgspec accepts only the standard alphabet with padding and without spaces
             bare = text.encode("ascii").translate(_TO_STANDARD, _SPACE).decode("ascii")
             return msgspec.convert(bare + "=" * (-len(bare) % 4), bytes)

@@ -1,14 +1,14 @@
-"""Clients that leave and come back. A run goes on for a while after its client has left, and the same request again
-takes over the run.
+"""Clients that disconnect and try again. After its client has disconnected, a run continues for a while. If the same
+request arrives again, it gets the result of this run.
 
-    client leaves ──► the run goes on ──► the window ends: the run is cancelled, its work withdrawn, its permits given
-    back
+    client disconnects ──► the run continues ──► the window ends: the run is cancelled, its work withdrawn, its permits
+    released
                           └─ the same body, path, token and headers again ──► waits for this run and gets its answer
 
 Only a run whose client is away can be joined. Two clients with the same request at the same time are two requests, each
-with its own place in the queue. The answer of a run is bytes and headers, which are never changed afterwards; a client
+with its own work in the queue. The answer of a run is bytes and headers, which are never changed afterwards; a client
 that joins gets nothing else of the run. `Inference` watches a client only after its run has taken a while, so short
-runs never come here.
+runs never reach this module.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import asyncio
 import logging
 from typing import Any, Generic, Protocol, TypeVar
 
-from sie_contracts.errors import GatewayTimeout, ShuttingDown
+from sie_contracts.errors import SHUTTING_DOWN, GatewayTimeout, ShuttingDown
 from sie_runtime.failpoints import failpoint
 from sie_runtime.http.server import Receive
 from sie_runtime.process import Tasks
 
 REATTACH_WINDOW_S = 10.0  # seconds (contract 2.7)
 MAX_AWAY = 256
-MAX_AWAY_BYTES = 256 << 20  # bytes of the bodies of these runs
-# headers that distinguish requests, beside path and body
+MAX_AWAY_BYTES = 256 << 20  # largest number of bytes of the bodies of all runs without a client
+# headers that distinguish requests, in addition to path and body
 HEADERS = (
     "authorization",
     "content-type",
@@ -46,29 +46,29 @@ _logger = logging.getLogger("sie.gateway.attach")
 
 
 class ClientGone(Exception):
-    """Raised if the client has gone, so that no one reads an answer."""
+    """Raised if the client has disconnected, so that no one reads an answer."""
 
 
 class Caller(Protocol):
-    """Client as its request describes it. If `receive` is None, a disconnect cannot be noticed."""
+    """Client as described by its request. If `receive` is None, a disconnect cannot be detected."""
 
     path: str
     headers: Any
     receive: Receive | None
 
     def follow(self, previous: Any) -> None:
-        """Take over the run of an earlier caller: logs and errors are then those of that caller."""
+        """Use the run of an earlier caller: logs and errors then have the data of that caller."""
 
 
 class Attachments(Generic[A]):
-    """Runs of a gateway whose clients are away. A run for which there is no room is cancelled when its client
-    leaves.
+    """Runs of a gateway whose clients have disconnected. If there is no room for a run, it is cancelled when its client
+    disconnects.
     """
 
     def __init__(self, *, window_s: float = REATTACH_WINDOW_S) -> None:
         self.window_s = window_s
-        self.joined = 0  # clients that came back, since the start
-        self.abandoned = 0  # runs that were cancelled because their clients had left
+        self.joined = 0  # number of clients that joined their run again, since the start
+        self.abandoned = 0  # number of runs that were cancelled because their clients had disconnected
         self.count = 0  # runs that can be joined
         self.tasks = Tasks(_logger, lambda: None)
         self._watched: dict[asyncio.Task[Any], Run[A]] = {}  # by the task of each run
@@ -83,22 +83,22 @@ class Attachments(Generic[A]):
         self.abandoned += 1
 
     def watch(self, task: asyncio.Task[Any], caller: Caller, body: bytes, receive: Receive) -> None:
-        """Watch from now on if the client of a run leaves, which `receive` reports."""
+        """Start to watch the client of a run. `receive` reports that the client has disconnected."""
         self._watched[task] = Run(self, task, caller, body, receive)
 
     def ended(self, task: asyncio.Task[Any], error: BaseException | None, answer: A | None = None) -> bool:
-        """Note the end of a run, watched or not. Return True if its own client had left. Raises ClientGone if the run
-        was cancelled because its client stayed away.
+        """Record the end of a run, watched or not. Return True if its own client had disconnected. Raises ClientGone if
+        the run was cancelled because no client joined it.
         """
         run = self._watched.pop(task, None)
         return run is not None and run.end(error, answer)
 
     def find(self, caller: Caller, body: bytes) -> Run[A] | None:
-        """Return the oldest run of the same request whose client is away, or None."""
+        """Return the oldest run of the same request whose client has disconnected, or None."""
         return next((run for run in self._away.get(_identity(caller, body), ()) if run.body == body), None)
 
     def keep(self, run: Run[A]) -> bool:
-        """Make a run findable. Return False if there is no room."""
+        """Store a run, so that `find` can return it. Return False if there is no room."""
         if self._closed or self.count >= MAX_AWAY or self._bytes + len(run.body) > MAX_AWAY_BYTES:
             return False
         self._away.setdefault(_identity(run.caller, run.body), []).append(run)
@@ -116,8 +116,8 @@ class Attachments(Generic[A]):
         self._bytes -= len(run.body)
 
     def close(self) -> None:
-        """Cancel the runs of clients that are away, and from now on the run of each client that leaves: these clients
-        come back to another gateway.
+        """Cancel the runs of clients that have disconnected. From now on, cancel the run of each client that
+        disconnects: these clients try again at another gateway.
         """
         self._closed = True
         for run in [run for runs in self._away.values() for run in runs]:
@@ -129,7 +129,7 @@ def _identity(caller: Caller, body: bytes) -> Identity:
 
 
 class Run(Generic[A]):
-    """Request in progress whose client is watched. `task` runs it."""
+    """Request in progress whose client is watched. `task` runs the request."""
 
     __slots__ = (
         "_is_given_up",
@@ -152,17 +152,17 @@ class Run(Generic[A]):
         self.body = body
         self._table = table
         self._task = task
-        self._left = False  # true after its own client has left
+        self._left = False  # true after the client that started the run has disconnected
         self._present = 1
         self._is_kept = False
         self._is_given_up = False
         self._window: asyncio.TimerHandle | None = None
-        self._outcome: asyncio.Future[A] | None = None  # created when its client leaves
+        self._outcome: asyncio.Future[A] | None = None  # created when the client that started the run disconnects
         self._watcher: asyncio.Task[None] | None = table.tasks.start(self._until_left(receive), "presence of a client")
 
     def end(self, error: BaseException | None, answer: A | None) -> bool:
-        """Note the end of the run. Return True if its own client had left. Raises ClientGone if the run was cancelled
-        for that.
+        """Record the end of the run. Return True if the client that started the run has disconnected. Raises ClientGone
+        if the run was cancelled because of that.
         """
         if self._watcher is not None:
             self._watcher.cancel()
@@ -170,8 +170,8 @@ class Run(Generic[A]):
             self._unkeep()
         if self._outcome is not None:
             self._settle(self._outcome, error, answer)
-        # both end in an exception whose traceback holds this run; without this the body would stay in memory until a
-        # garbage collection
+        # These two objects have an exception whose traceback refers to this run.
+        # Without this line, the body would stay in memory until a garbage collection.
         self._watcher = self._outcome = None
         if self._is_given_up and isinstance(error, asyncio.CancelledError):
             self._task.uncancel()
@@ -184,13 +184,9 @@ class Run(Generic[A]):
             assert answer is not None
             outcome.set_result(answer)
             return
-        ended = (
-            error
-            if isinstance(error, Exception)
-            else ShuttingDown("this gateway is shutting down; another one takes the request")
-        )
+        ended = error if isinstance(error, Exception) else ShuttingDown(SHUTTING_DOWN)
         outcome.set_exception(ended)
-        outcome.exception()  # marks the exception as retrieved, in case no client joins
+        outcome.exception()  # marks the exception as retrieved, in case no client joins the run
 
     async def _until_left(self, receive: Receive) -> None:
         await disconnected(receive)
@@ -198,7 +194,7 @@ class Run(Generic[A]):
         self._leave()
 
     def _leave(self) -> None:
-        """Count one client less. If none is left, the window begins."""
+        """Reduce the number of clients by one. If no client is left, the window begins."""
         self._present -= 1
         if self._present:
             return
@@ -219,7 +215,7 @@ class Run(Generic[A]):
             self._window.cancel()
 
     def give_up(self) -> None:
-        """Cancel the run because no client came back. Its resources are released as at any other end."""
+        """Cancel the run because no client joined it. Its resources are released as at any other end."""
         if self._is_kept:
             self._unkeep()
         self._is_given_up = True
@@ -227,8 +223,8 @@ class Run(Generic[A]):
         self._task.cancel()
 
     async def join(self, caller: Caller, timeout_s: float) -> A:
-        """Wait for the run in the place of the client that left. Raises the exceptions of the run, GatewayTimeout, and
-        ClientGone if this client leaves too.
+        """Wait for the run instead of the client that disconnected. Raises the exceptions of the run, GatewayTimeout,
+        and ClientGone if this client disconnects too.
         """
         outcome = self._outcome
         assert outcome is not None
@@ -255,11 +251,11 @@ class Run(Generic[A]):
             if leaving is not None and leaving.done():
                 raise ClientGone
             raise GatewayTimeout("no result within what is left of the budget")
-        finally:  # the traceback of the exception holds this frame
+        finally:  # the traceback of the exception refers to this frame
             del outcome, waited, leaving
 
 
 async def disconnected(receive: Receive) -> None:
-    """Return when the client is gone. The whole body must have been read before."""
+    """Wait until the client has disconnected. The caller must have read the whole body before."""
     while (await receive())["type"] != "http.disconnect":
         pass

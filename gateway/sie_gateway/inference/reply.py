@@ -1,10 +1,11 @@
-"""Body of a reply from results: choice of the format, slots of the inputs, JSON and msgpack. Large bodies are written
-in pieces. Both formats have the same values.
+"""Body of a reply from results: choice of the format, one slot per input, JSON and msgpack. Large bodies are written in
+pieces. Both formats have the same values.
 """
 
 from __future__ import annotations
 
 import base64
+import functools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ import numpy as np
 import orjson
 
 from sie_contracts import arrays
-from sie_contracts.errors import ErrorInfo, SIEError
+from sie_contracts.errors import ErrorInfo, InternalFailure, SIEError
 from sie_contracts.models.entries import ModelEntry
 from sie_contracts.wire.messages import Failed, Ok, Outcome, RunOptions, WorkResult
 from sie_runtime.http.server import Body
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
     from sie_gateway.inference.body import RequestItem
 
 MSGPACK_TYPES = ("application/msgpack", "application/x-msgpack", "application/vnd.msgpack")
-EXTRAS = {"int8": ("scale",), "uint8": ("scale", "offset")}  # values that a client needs beside the numbers of a dtype
+# fields that a client needs in addition to the numbers of a dtype
+EXTRAS = {"int8": ("scale",), "uint8": ("scale", "offset")}
 WIRE_DTYPES = {"float32": "<f4", "float16": "<f2", "int8": "|i1", "uint8": "|u1", "binary": "|u1", "ubinary": "|u1"}
 RAW, ARROW = "application/octet-stream", "application/vnd.apache.arrow.stream"
 PIECE_VALUES = 50_000  # numbers of a piece; their JSON takes about 5 ms
@@ -34,14 +36,14 @@ _EXTRACTED = ("entities", "relations", "classifications", "objects")
 Format = Literal["json", "msgpack", "raw", "arrow"]
 Row = Callable[[Any], Any]
 Piece = bytes | memoryview
-Placed = tuple[WorkResult, Outcome]  # outcome of an input, with the result that it came in
+Placed = tuple[WorkResult, Outcome]  # result, and the outcome of one input in it
 # builds the last entry of a map from the seconds that writing the other entries took
 Late = Callable[[float], Mapping[str, Any]]
 
 
 def requested_format(accept: str, *, body_is_msgpack: bool = False, raw: bool = False, msgpack: bool = True) -> Format:
-    """Return the format of a success. It never fails: an Accept that cannot be met gets JSON. `raw`: the route offers
-    the formats of vectors. `msgpack`: the route offers msgpack.
+    """Return the format of a success. It never fails: if no offered format is in Accept, the reply is JSON. `raw`: the
+    route offers the formats of vectors. `msgpack`: the route offers msgpack.
     """
     own: Format = "msgpack" if body_is_msgpack else "json"
     if not accept:
@@ -90,8 +92,8 @@ def encode(body: Mapping[str, Any], *, msgpack: bool) -> tuple[bytes, str]:
 
 
 def _timed(pieces: Iterator[Piece], last: Callable[[float], bytes]) -> Iterator[Piece]:
-    """Yield the pieces, then the last piece, which depends on the seconds that building the others took. The time in
-    which the client reads does not count.
+    """Yield the pieces, then the last piece, which depends on the seconds in which the other pieces were built. The
+    time in which the client reads does not count.
     """
     spent_s = 0.0
     while True:
@@ -106,8 +108,8 @@ def _timed(pieces: Iterator[Piece], last: Callable[[float], bytes]) -> Iterator[
 
 
 class Streamed:
-    """Encoded msgpack of a map with many `items`. It is written in pieces of PIECE_VALUES numbers, so that the whole
-    never exists beside its results. It can be read more than once.
+    """Encoded msgpack of a map with many `items`. The map is written in pieces of PIECE_VALUES numbers, so that its
+    whole encoding is never in memory in addition to the results. It can be read more than once.
     """
 
     def __init__(self, body: Mapping[str, Any], values: int, row: Row | None, late: Late | None = None) -> None:
@@ -123,8 +125,8 @@ class Streamed:
 
     def _pieces(self) -> Iterator[bytes]:
         rest = _msgpack.encode(self._rest)
-        # msgpack: the first byte of a map has the number of its entries if they are fewer than 16; the head of an array
-        # of up to 2^32 is dd and four bytes
+        # msgpack: the first byte of a map has the number of its entries, if they are fewer than 16.
+        # An array of up to 2^32 elements begins with dd and four bytes.
         entries = rest[0] + 1 + (self._late is not None)
         yield bytes([entries]) + rest[1:] + _msgpack.encode("items") + b"\xdd" + len(self._items).to_bytes(4, "big")
         for start in range(0, len(self._items), self._step):
@@ -136,17 +138,17 @@ def _rendered(values: Sequence[Any], row: Row | None) -> Sequence[Any]:
 
 
 def _step(values: Sequence[Any], numbers: int) -> int:
-    """Return the number of values that make one piece."""
+    """Return the number of values that one piece has."""
     return max(1, PIECE_VALUES * len(values) // max(1, numbers))
 
 
 def body_of(
     body: dict[str, Any], values: int, *, msgpack: bool, row: Row | None = None, late: Late | None = None
 ) -> tuple[Body, str]:
-    """Encode a body as `encode` does, in pieces if it has many `values`: a large body takes 600 ms, which would block
-    the event loop.
+    """Encode a body like `encode`, in pieces if it has many `values`: a large body takes 600 ms, which would block the
+    event loop.
 
-    `row` renders each of the `items` when its turn comes. `late` builds the entry that is written last.
+    `row` renders each of the `items` just before it is written. `late` builds the entry that is written last.
     """
     if "items" not in body or values <= PIECE_VALUES:
         began_s = time.perf_counter()
@@ -195,14 +197,24 @@ class _Listed:
 
 
 def _is_wide(value: Any) -> bool:
-    """Return True if the value has a matrix that is larger than a piece."""
+    """Return True if the value has a matrix, or chunks with numbers, of more than a piece."""
     if isinstance(value, np.ndarray):
         return value.ndim == 2 and value.size > PIECE_VALUES
+    if isinstance(value, list):
+        return _numbers(value) > PIECE_VALUES
     return isinstance(value, dict) and any(map(_is_wide, value.values()))
 
 
+def _numbers(value: Any) -> int:
+    """Count the numbers in the arrays of a value."""
+    if isinstance(value, np.ndarray):
+        return value.size
+    parts = value if isinstance(value, list) else value.values() if isinstance(value, dict) else ()
+    return sum(map(_numbers, parts))
+
+
 def _parts(value: Any) -> Iterator[Piece]:
-    """Yield the JSON of a value. A wide matrix in it comes some rows at a time."""
+    """Yield the JSON of a value in pieces. A piece of a wide matrix has some of its rows."""
     if not _is_wide(value):
         yield _json(value)
     elif isinstance(value, dict):
@@ -213,7 +225,7 @@ def _parts(value: Any) -> Iterator[Piece]:
             before = b","
         yield b"}"
     else:
-        yield from _Listed(value, value.size, b"[", lambda _: b"]", None)
+        yield from _Listed(value, _numbers(value), b"[", lambda _: b"]", None)
 
 
 def listed(
@@ -226,7 +238,8 @@ def listed(
     """Return the JSON of a list of `numbers` numbers between `before` and `after`, in pieces if there are many. Values
     may contain numpy arrays.
 
-    `row` renders each value when its turn comes. `after` may depend on the seconds that writing the values took.
+    `row` renders each value just before it is written. `after` may depend on the seconds in which the values were
+    written.
     """
     end = (lambda _: after) if isinstance(after, bytes) else after
     body = _Listed(values, numbers, before, end, row)
@@ -247,8 +260,8 @@ def _pieces(part: Body) -> Iterable[Piece]:
 
 
 def chained(parts: Sequence[Body], last: Callable[[float], bytes]) -> Body:
-    """Join bodies one after the other, in pieces if one of them is. `last` may depend on the seconds that writing them
-    took.
+    """Concatenate bodies, in pieces if one of them is in pieces. `last` may depend on the seconds in which the others
+    were written.
     """
     body = _Chain(parts, last)
     return b"".join(body) if all(isinstance(part, bytes) for part in parts) else body
@@ -259,7 +272,7 @@ def _json(value: Any) -> bytes:
 
 
 def slot_error(info: ErrorInfo) -> dict[str, Any]:
-    """Return the map of an error that stands in the place of a value."""
+    """Return the map of an error, which replaces the value of an input in the reply."""
     error = SIEError.from_info(info)
     error_map: dict[str, Any] = {"code": error.code, "message": error.message, "retryable": error.retryable}
     if error.reason:
@@ -278,8 +291,8 @@ def array_of(result: WorkResult, outcome: Ok, name: str) -> arrays.Array:
 
 
 def _packed_of(result: WorkResult, outcome: Ok, name: str) -> dict[bytes, Any]:
-    """Return one output in its msgpack form, without a copy of its bytes: an array per row would take longer than the
-    rest of the reply.
+    """Return one output in its msgpack form, without a copy of its bytes: to build an array per row would take longer
+    than the rest of the reply.
     """
     piece = outcome.outputs[name]
     size = math.prod(piece.shape) * int(piece.dtype[2:])
@@ -288,15 +301,18 @@ def _packed_of(result: WorkResult, outcome: Ok, name: str) -> dict[bytes, Any]:
 
 def _exact_array_of(result: WorkResult, outcome: Ok, name: str) -> arrays.Array:
     """Return one output for JSON. A float16 becomes a float64: the shortest digits of a float64 are the exact value,
-    those of a float16 are not.
+    while the digits of a float16 are rounded.
     """
-    values = array_of(result, outcome, name)
+    return _exact(array_of(result, outcome, name))
+
+
+def _exact(values: arrays.Array) -> arrays.Array:
     return values.astype(np.float64) if values.dtype == np.float16 else values
 
 
 class Joined:
-    """One output of all inputs, one after the other, as views on the results: neighbours are sent together, and nothing
-    is copied.
+    """One output of all inputs, concatenated, as views on the results: neighbours are sent together, and no bytes are
+    copied.
     """
 
     def __init__(self, values: Sequence[tuple[WorkResult, Ok]], name: str) -> None:
@@ -326,8 +342,8 @@ def _echo(item: RequestItem) -> dict[str, Any]:
 
 
 def _usage(outcome: Outcome) -> dict[str, Any]:
-    """Return the tokens of one input. The tokens of all inputs add up to the usage of the request, which stands beside
-    the slots.
+    """Return the tokens of one input. The tokens of all inputs add up to the usage of the request, which the reply has
+    in addition to the slots.
     """
     tokens, is_cut = (outcome.tokens, outcome.truncated) if isinstance(outcome, Ok) else (0, False)
     return {"prompt_tokens": tokens, "total_tokens": tokens, "truncated": is_cut}
@@ -336,15 +352,12 @@ def _usage(outcome: Outcome) -> dict[str, Any]:
 def encode_slots(
     items: Sequence[RequestItem], outcomes: Sequence[Placed], entry: ModelEntry, run: RunOptions, *, msgpack: bool
 ) -> list[dict[str, Any]]:
-    """Return one slot per input, in order, each with the requested outputs or its error."""
-    token_dims = run.dimensions or entry.outputs.get("multivector", 0)
-    dense_dims = run.muvera.width(token_dims) if run.muvera else run.dimensions or entry.outputs.get("dense", 0)
+    """Return one slot per input, in order. A slot has the requested outputs, or the error of the input."""
     read: Callable[[WorkResult, Ok, str], Any] = array_of
     if msgpack:
         read = _packed_of
     elif run.dtype == "float16":
         read = _exact_array_of
-    extras = EXTRAS.get(run.dtype, ())
     slots = []
     for item, (result, outcome) in zip(items, outcomes, strict=True):
         slot = _echo(item)
@@ -353,37 +366,78 @@ def encode_slots(
             slot["error"] = slot_error(outcome.error)
             slot["usage"] = _usage(outcome)
             continue
-        for name in run.outputs:
-            if name == "dense":
-                slot["dense"] = dense = {
-                    "dims": dense_dims,
-                    "dtype": run.dtype,
-                    "values": read(result, outcome, "dense"),
-                }
-                for key in extras:
-                    dense[key] = float(array_of(result, outcome, f"dense.{key}")[0])
-                if run.muvera:
-                    dense["source"] = "muvera"
-            elif name == "multivector":
-                rows, values = outcome.outputs["multivector"].shape[0], read(result, outcome, "multivector")
-                slot["multivector"] = {
-                    "token_dims": token_dims,
-                    "num_tokens": rows,
-                    "dtype": run.dtype,
-                    "values": values,
-                }
-                slot["multivector"] |= {key: read(result, outcome, f"multivector.{key}") for key in extras}
-            else:
-                dtype = "float16" if run.dtype == "float16" else "float32"
-                indices, values = read(result, outcome, "sparse.indices"), read(result, outcome, "sparse.values")
-                slot["sparse"] = {"dims": entry.outputs["sparse"], "dtype": dtype, "indices": indices, "values": values}
+        if item.chunks is None:
+            own = result, outcome
+            slot |= _outputs(entry, run, functools.partial(read, *own), functools.partial(array_of, *own))
+        else:
+            slot["chunks"] = _chunk_slots(entry, run, result, outcome, exact=not msgpack)
         slot["usage"] = _usage(outcome)
     return slots
 
 
+def _outputs(
+    entry: ModelEntry, run: RunOptions, read: Callable[[str], Any], array: Callable[[str], arrays.Array]
+) -> dict[str, Any]:
+    """Return the requested outputs of one input or chunk. `read` returns an output in the form of the reply, `array` as
+    an array.
+    """
+    token_dims = run.dimensions or entry.outputs.get("multivector", 0)
+    dense_dims = run.muvera.width(token_dims) if run.muvera else run.dimensions or entry.outputs.get("dense", 0)
+    extras = EXTRAS.get(run.dtype, ())
+    outputs: dict[str, Any] = {}
+    for name in run.outputs:
+        if name == "dense":
+            outputs["dense"] = dense = {"dims": dense_dims, "dtype": run.dtype, "values": read("dense")}
+            for key in extras:
+                dense[key] = float(array(f"dense.{key}")[0])
+            if run.muvera:
+                dense["source"] = "muvera"
+        elif name == "multivector":
+            outputs["multivector"] = {
+                "token_dims": token_dims,
+                "num_tokens": len(array("multivector")),
+                "dtype": run.dtype,
+                "values": read("multivector"),
+            }
+            outputs["multivector"] |= {key: read(f"multivector.{key}") for key in extras}
+        else:
+            dtype = "float16" if run.dtype == "float16" else "float32"
+            indices, values = read("sparse.indices"), read("sparse.values")
+            outputs["sparse"] = {"dims": entry.outputs["sparse"], "dtype": dtype, "indices": indices, "values": values}
+    return outputs
+
+
+def _chunk_slots(
+    entry: ModelEntry, run: RunOptions, result: WorkResult, outcome: Ok, *, exact: bool
+) -> list[dict[str, Any]]:
+    """Return a slot for each chunk of an input: its span, its tokens, its outputs. `exact` is that of `_exact`. Raises
+    InternalFailure if the worker knows no chunks.
+    """
+    if "chunks" not in outcome.outputs:
+        raise InternalFailure("the worker is older than the gateway and knows no chunks", reason="not_chunked")
+    table = array_of(result, outcome, "chunks")
+    ends = np.cumsum(table[:, 3:], axis=0)
+    whole = {name: array_of(result, outcome, name) for name in outcome.outputs}
+    slots = []
+    for index, (start, end, tokens, vectors, entries) in enumerate(table.tolist()):
+        stops = {"dense": index + 1, "multivector": int(ends[index, 0]), "sparse": int(ends[index, 1])}
+        sizes = {"dense": 1, "multivector": vectors, "sparse": entries}
+
+        def array(name: str, stops: Mapping[str, int] = stops, sizes: Mapping[str, int] = sizes) -> arrays.Array:
+            kind = name.partition(".")[0]
+            part = whole[name][stops[kind] - sizes[kind] : stops[kind]]
+            return part[0] if name == "dense" else part
+
+        def read(name: str, array: Callable[[str], arrays.Array] = array) -> arrays.Array:
+            return _exact(array(name)) if exact else array(name)
+
+        slots.append({"start": start, "end": end, "tokens": tokens, **_outputs(entry, run, read, array)})
+    return slots
+
+
 def score_entries(items: Sequence[RequestItem], outcomes: Sequence[Placed]) -> list[dict[str, Any]]:
-    """Return one entry per input, ordered by score, then by position; failed inputs come last. Ranks are dense and
-    begin at 0.
+    """Return one entry per input, ordered by score, then by position; failed inputs are last. Ranks are dense and begin
+    at 0.
     """
     entries: list[tuple[float, int, dict[str, Any]]] = []
     for index, (item, (_, outcome)) in enumerate(zip(items, outcomes, strict=True)):
@@ -400,7 +454,7 @@ def score_entries(items: Sequence[RequestItem], outcomes: Sequence[Placed]) -> l
 
 
 def extract_slot(index: int, item: RequestItem, outcome: Outcome) -> dict[str, Any]:
-    """Return the slot of one input. It has all keys, also if nothing was found."""
+    """Return the slot of one input. The slot has all keys, also if no entity was found."""
     data = outcome.data or {} if isinstance(outcome, Ok) else {}
     slot: dict[str, Any] = {"id": f"item-{index}", **_echo(item), **{name: data.get(name, []) for name in _EXTRACTED}}
     slot["entities"] = [{"start": None, "end": None, "bbox": None, **entity} for entity in slot["entities"]]

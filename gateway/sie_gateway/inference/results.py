@@ -1,11 +1,12 @@
-"""Results: how they come back from workers, and how a finished request describes them in its reply.
+"""Results that workers send, and their description in the reply of a finished request.
 
     result ───────────────────────────► ResultInbox ──► OutcomeCollector of its request ──► first outcome of a chunk
     part of a result ──► `fragments` ──────────────┘    wins ──► confirmation: the sidecar acks
-    all chunks there ──► RequestResult: the outcome of each input at its place, usage, timing, errors, headers
+    all chunks arrived ──► RequestResult: the outcome of each input, in order, usage, timing, errors, headers
 
 A gateway has one subscription, which only decodes results, hands them over and confirms them. Each request has its own
-subject below the subject of the inbox, so that the request is known even for a message that the client library drops.
+subject below the subject of the inbox, so that the gateway can find the request even for a message that the client
+library drops.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ _TIMING_HEADERS = (
     ("X-Batch-Wait-Time", "batch_wait_time"),
     ("X-Device-Wait-Time", "device_wait_time"),
 )
-FOUND_VALUES = 20  # numbers that are written in the time of one entity or label
+FOUND_VALUES = 20  # numbers that take as long to write as one entity or label
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class PlannedRequest:
     priority: Priority
 
     def with_run(self, run: RunOptions) -> PlannedRequest:
-        """Return the same request with other options of the run."""
+        """Return the same request with other run options."""
         return replace(self, options=replace(self.options, run=run))
 
     def with_warnings(self, *warnings: str) -> PlannedRequest:
@@ -91,17 +92,18 @@ class RequestResult:
     def __init__(self, request: PlannedRequest, refused: Mapping[int, Failed]) -> None:
         self.request = request
         self.publish_ms = 0.0  # milliseconds until the first messages were stored
-        self.last: WorkResult | None = None  # result of the chunk that finished last
+        self.last: WorkResult | None = None  # result of the last chunk that finished
         self.reported_times: Mapping[str, float] = {}  # times of the stages as the reply reports them
         self.written_ms = 0.0  # milliseconds of the last stage that were spent to build the reply
-        self._waits_ms: dict[int, float] = {}  # by chunk, time from publishing to the arrival of its result
+        # milliseconds from publishing a chunk to the arrival of its result, by chunk
+        self._waits_ms: dict[int, float] = {}
         self._results: list[WorkResult] = [WorkResult("", -1, "", (failure,)) for failure in refused.values()]
         self._positions: list[list[int]] = [[index] for index in refused]
 
     def add_results(
         self, indices: list[int], chunks: list[Chunk], results: list[WorkResult], waits_ms: list[float]
     ) -> None:
-        """Put the result of each chunk in its place. Raises InvalidOutcomeCount."""
+        """Store the result of each chunk at the positions of its inputs. Raises InvalidOutcomeCount."""
         for piece, result in zip(chunks, results, strict=True):
             places = indices[piece.start : piece.stop]
             if len(places) != len(result.outcomes):
@@ -113,7 +115,7 @@ class RequestResult:
 
     @cached_property
     def outcomes(self) -> list[Placed]:
-        """Outcome of each input, with the result that it came in."""
+        """Outcome of each input, with the result that contains it."""
         return placed(len(self.request.items), self._results, self._positions)
 
     @cached_property
@@ -123,8 +125,8 @@ class RequestResult:
 
     @cached_property
     def usage(self) -> dict[str, Any]:
-        """Usage: the number of tokens that ran, the positions of truncated inputs, and the number of images if there
-        were any.
+        """Usage of the request: the number of tokens that ran, the positions of truncated inputs, and the number of
+        images if there were any.
         """
         tokens, images, truncated = 0, 0, []
         for result, places in zip(self._results, self._positions, strict=True):
@@ -139,7 +141,7 @@ class RequestResult:
 
     @property
     def device_s(self) -> float:
-        """Seconds of device time: for each batch that a chunk ran in, its share by tokens."""
+        """Seconds of device time: for each batch with a chunk of this request, the chunk's share by tokens."""
         found_ms = 0.0
         for result in self.worker_results:
             tokens = sum(outcome.tokens for outcome in result.outcomes if isinstance(outcome, Ok))
@@ -167,9 +169,9 @@ class RequestResult:
         return sum(len(result.block) for result in self.worker_results) // 4 + FOUND_VALUES * count
 
     def check(self, name: str = "") -> None:
-        """Raise FailedRequest if all inputs failed, or if one failed and the client wants that to fail the request.
+        """Raise FailedRequest if all inputs failed, or if one failed and the client set the mode fail.
 
-        `name` is the field of inputs of a client family that has no slots for errors. For such a family any failed
+        `name` is the field of inputs of a client family that has no slots for errors. For such a family, any failed
         input fails the request, and the error names the input.
         """
         any_fails = bool(name) or self.request.options.on_item_error == "fail"
@@ -178,9 +180,10 @@ class RequestResult:
             return
         error, listed = failure
         is_input = isinstance(error, InvalidInput)  # any other error is not caused by this input
-        # the error may name a field of the input; image fields are left out for other client families, whose names
-        # differ
-        field = error.param if error.param == "text" or (not name and error.param.startswith("images[")) else ""
+        # The error may name a field of the input. Fields of images and chunks are left out for other client families,
+        # because their names differ.
+        own = error.param.startswith(("images[", "chunks"))
+        field = error.param if error.param == "text" or (not name and own) else ""
         place = f"{name or 'items'}[{listed[0]['index']}]" + (f".{field}" if is_input and field else "")
         if is_input and error.param.startswith(place):  # the message already has the path of the input
             raise FailedRequest(error, listed)
@@ -191,8 +194,8 @@ class RequestResult:
         raise FailedRequest(error, listed)
 
     def succeeded(self, name: str) -> list[tuple[WorkResult, Ok]]:
-        """Return the value of each input, for a client family that has no place for errors. Raises FailedRequest like
-        `check`.
+        """Return the value of each input, for a client family whose replies have no errors of single inputs. Raises
+        FailedRequest like `check`.
         """
         self.check(name)
         return [(result, outcome) for result, outcome in self.outcomes if isinstance(outcome, Ok)]
@@ -207,8 +210,8 @@ class RequestResult:
         return max(self._waits_ms.values(), default=0.0)
 
     def timing(self, received_s: float, written_s: float = 0.0) -> dict[str, float]:
-        """Return the milliseconds by stage until now. They are kept, so that the log and the trace report what the
-        client reads. `written_s` is the time to build the reply from the results, and counts as postprocessing.
+        """Return the milliseconds by stage until now. They are stored, so that the log and the trace report the same
+        values as the reply. `written_s` is the time to build the reply from the results, and counts as postprocessing.
         """
         wait_ms = self._waits_ms[self.last.chunk] if self.last else 0.0
         total_ms = (time.perf_counter() - received_s) * 1000
@@ -219,9 +222,9 @@ class RequestResult:
         return times
 
     def late(self, received_s: float, began_s: float) -> Callable[[float], dict[str, Any]]:
-        """Return a function that builds the last entry of a reply, `timing`, from the seconds that writing the other
-        entries took. The time since `began_s` counts as well. Headers are sent before the body is written, so they have
-        that part only.
+        """Return a function that builds the last entry of a reply, `timing`, from the seconds in which the other
+        entries were written. The time since `began_s` counts as well. Headers are sent before the body is written, so
+        their times include only the part before that.
         """
         prepared_s = time.perf_counter() - began_s
         self.timing(received_s, prepared_s)
@@ -229,7 +232,7 @@ class RequestResult:
 
     def item_timings(self) -> list[dict[str, float]]:
         """Return the stage times of each input, from publishing to the arrival of its result. The inputs of a chunk
-        have the same times; an input that was refused here has zeros.
+        have the same times; an input that the gateway refused has zeros.
         """
         none = stage_times(total_ms=0.0, wait_ms=0.0, last=None)
         timings = {
@@ -240,8 +243,8 @@ class RequestResult:
         return [timings.get(result.chunk, none) for result, _ in self.outcomes]
 
     def shared(self, *, explain: bool) -> dict[str, Any]:
-        """Return the fields that every reply has beside its results, if it is a map. `timing` is not among them, as it
-        is written last.
+        """Return the fields that every reply has in addition to its results, if the reply is a map. `timing` is not
+        included, because it is written last.
         """
         fields: dict[str, Any] = {"usage": self.usage, "fingerprint": self.fingerprint}
         if warnings := [*self.request.options.warnings, *self._half_read()]:
@@ -262,7 +265,7 @@ class RequestResult:
         return fields
 
     def _half_read(self) -> list[str]:
-        """Return a warning if image files had several images, of which only the first was read."""
+        """Return a warning if an image file has several images: only the first was read."""
         count = sum(isinstance(outcome, Ok) and outcome.first_of_several for _, outcome in self.outcomes)
         if not count:
             return []
@@ -294,8 +297,8 @@ class RequestResult:
 
 
 class InvalidOutcomeCount(Exception):
-    """Raised if a worker returns another number of outcomes than the chunk has inputs. No outcome of the chunk can then
-    be trusted.
+    """Raised if the number of outcomes from a worker differs from the number of inputs of the chunk. Then no outcome of
+    the chunk can be trusted.
     """
 
     def __init__(self, got: int, expected: int) -> None:
@@ -303,7 +306,7 @@ class InvalidOutcomeCount(Exception):
 
 
 def placed(count: int, results: Sequence[WorkResult], places: Sequence[Sequence[int]]) -> list[Placed]:
-    """Return the outcome of each input, in order, with the result that it came in. `places` has the input positions of
+    """Return the outcome of each input, in order, with the result that contains it. `places` has the input positions of
     each result's outcomes.
     """
     placed_values: list[Any] = [None] * count
@@ -317,7 +320,7 @@ def failure_of(
     items: Sequence[RequestItem], outcomes: Sequence[Placed], *, any_fails: bool
 ) -> tuple[SIEError, list[dict[str, Any]]] | None:
     """Return the error of the whole request, with one entry per failed input, or None. The request fails if all inputs
-    failed, or if any failed and the client asked for that.
+    failed, or if any input failed and `any_fails` is true.
     """
     failed = [(index, outcome) for index, (_, outcome) in enumerate(outcomes) if isinstance(outcome, Failed)]
     if not failed or (len(failed) < len(items) and not any_fails):
@@ -396,7 +399,7 @@ _logger = logging.getLogger("sie.gateway.inbox")
 
 
 class OutcomeCollector:
-    """Outcomes of one request, by chunk. It is complete when each chunk has its first terminal result."""
+    """Outcomes of one request, by chunk. The collector is complete when each chunk has its first terminal result."""
 
     def __init__(self, request: str, chunks: int, pool: str = "") -> None:
         self.request = request
@@ -430,7 +433,7 @@ class OutcomeCollector:
             self._done.set_exception(error)
 
     async def wait(self, timeout_s: float) -> None:
-        """Wait until the collector is complete. Raises TimeoutError, or the error given to `fail`."""
+        """Wait until the collector is complete. Raises TimeoutError, or the argument of `fail`."""
         done, _ = await asyncio.wait((self._done,), timeout=timeout_s)
         if not done:
             raise TimeoutError
@@ -457,7 +460,7 @@ class ResultInbox:
         *,
         on_late: Callable[[WorkResult], None] = lambda result: None,
     ) -> None:
-        """`on_late` is called with each result whose request has ended."""
+        """Create the inbox. `on_late` is called with each result whose request has ended."""
         self.subject = f"sie.result.{uuid.uuid4().hex}"
         self._on_late = on_late
         self._bus = bus
@@ -465,7 +468,8 @@ class ResultInbox:
         self._open: dict[str, OutcomeCollector] = {}
         self._subscription: Subscription | None = None
         self._fragments = Fragments() if fragments is None else fragments
-        self._checks = Tasks(_logger, lambda: None)  # each check handles its own errors
+        # the second argument does nothing: each check handles its own errors
+        self._checks = Tasks(_logger, lambda: None)
         self._pool = ThreadPoolExecutor(CHECKING_THREADS, "results")
 
     async def start(self) -> None:
@@ -502,7 +506,7 @@ class ResultInbox:
 
     @property
     def unfinished_bytes(self) -> int:
-        """Bytes that parts of incomplete results hold."""
+        """Number of bytes that parts of incomplete results occupy."""
         return self._fragments.held_bytes
 
     def fail_pool(self, pool: str, error: SIEError) -> None:
@@ -516,13 +520,13 @@ class ResultInbox:
             collector.fail(error)
 
     def _on_dropped(self, subject: str) -> None:
-        """Fail the request of a message for which the client library had no room. If its sender sent it again, it would
+        """Fail the request of a message for which the client library had no room. A second attempt of its sender would
         meet the same overload.
         """
         self._metrics.inbox_dropped.inc()
         collector = self._open.get(subject.rpartition(".")[2])
         if collector is not None:
-            collector.fail(ResourceExhausted("this gateway could not take in a result of this request in time"))
+            collector.fail(ResourceExhausted("this gateway could not accept a result of this request in time"))
 
     async def _on_result(self, message: CoreMessage) -> None:
         try:
@@ -546,10 +550,10 @@ class ResultInbox:
             self._metrics.deliveries.observe(result.batch.deliveries)
         return verdict
 
-    # results in parts
+    # results that are sent in several parts
 
     def _keep(self, part: Fragment, reply: str) -> Verdict | None:
-        """Store a part and return the verdict on it; None while the digest of the complete result is checked."""
+        """Store a part and return the verdict on it. Return None while the digest of the complete result is checked."""
         collector = self._open.get(part.request)
         if collector is None:
             return "unknown"
@@ -579,8 +583,8 @@ class ResultInbox:
         return None
 
     async def _check(self, assembly: Assembly, reply: str) -> None:
-        """Hand over a complete result, or make its sender send it again. For that, the last part is confirmed as a part
-        of an incomplete result.
+        """Deliver a complete result to its request, or make its sender send it again. To do so, the last part is
+        confirmed as a part of an incomplete result.
         """
         try:
             parts = [part for part in assembly.parts if part is not None]
@@ -595,7 +599,7 @@ class ResultInbox:
                 "request %s: a result of %d parts is damaged: %s", assembly.request, len(assembly.parts), error
             )
             verdict = "part"
-        except Exception:  # outermost handler of a task: the request that waits must get an answer
+        except Exception:  # outermost handler of a task: the waiting request must get an answer
             _logger.exception("a result could not be put together")
             collector = self._open.get(assembly.request)
             if collector is not None:
@@ -606,5 +610,5 @@ class ResultInbox:
         if reply:
             try:
                 await self._bus.send(reply, _CONFIRMATIONS[verdict])
-            except BrokerError as error:  # the sender then sends the last part again, and gets the verdict duplicate
+            except BrokerError as error:  # the sender then sends the last part again, and the verdict is duplicate
                 _logger.warning("a result could not be confirmed: %s", error)

@@ -17,9 +17,8 @@ from dataclasses import replace
 from sie_contracts.errors import CONFIG_CHANGED, ErrorInfo, GatewayTimeout, InternalFailure, InvalidInput, SIEError
 from sie_contracts.models import families
 from sie_contracts.models.costs import ImageCost
-from sie_contracts.models.entries import ModelEntry
-from sie_contracts.models.option_values import describe
-from sie_contracts.wire.messages import Failed, Input, Operation, Vectors, WorkItem, WorkResult
+from sie_contracts.models.entries import ModelEntry, is_joinable
+from sie_contracts.wire.messages import Failed, Input, Operation, TextChunks, Vectors, WorkItem, WorkResult
 from sie_gateway.admission.admission import Admission, Permits
 from sie_gateway.fleet.demand import ColdStarts
 from sie_gateway.inference import chunk, telemetry
@@ -34,12 +33,13 @@ from sie_runtime.failpoints import failpoint
 from sie_runtime.feed import CatalogueFeed
 
 CHECK_AGAIN_S = 1.0
-MAX_TAKERS = 3  # most models that an error names
+MAX_TAKERS = 3  # largest number of models that an error names
+CHUNKED_FAMILY = "text-encoder"  # family whose texts may have chunks
 _logger = logging.getLogger("sie.gateway.runner")
 
 
 class Runner:
-    """Runs requests through the queue. `load_hold_s` is the longest time that a request is held for a model that is not
+    """Runs requests through the queue. `load_hold_s` is the longest time that a request waits for a model that is not
     loaded.
     """
 
@@ -62,8 +62,7 @@ class Runner:
         self._load_hold_s = load_hold_s
 
     async def run(self, call: Call, request: PlannedRequest) -> RequestResult:
-        """Publish the items that can be run, wait for their results, and join these with the failures of the other
-        items.
+        """Publish the items that can be run, wait for their results, and add the failures of the other items.
 
         Raises SIEError, and EntryChanged if gateway and workers have different entries of the model.
         """
@@ -157,9 +156,9 @@ class Runner:
         self, call: Call, request: PlannedRequest, collector: OutcomeCollector, deadline_s: float
     ) -> None:
         """Wait for all results until the end of the budget. After the hold, and until a worker has the model, check
-        every CHECK_AGAIN_S seconds if a worker loads it.
+        every CHECK_AGAIN_S seconds that a worker loads it.
 
-        Raises ModelLoading, NotProvisioned, GatewayTimeout, and the error that the collector was failed with.
+        Raises ModelLoading, NotProvisioned, GatewayTimeout, and the error that failed the collector.
         """
         until_s, hosted = call.received_s + min(call.budget_s, self._load_hold_s if call.dialect.holds else 0.0), False
         while True:
@@ -167,8 +166,8 @@ class Runner:
                 await collector.wait(max(0.0, until_s - time.perf_counter()))
                 return
             except TimeoutError as error:
-                # a load that begins after the hold, or a worker that leaves, is reported in the same way as during the
-                # hold
+                # A load that begins after the hold, or a worker that leaves, is reported in the same way as during the
+                # hold.
                 hosted = hosted or self._cold.check(request.lane, request.resolved.residency)
                 if until_s >= deadline_s:
                     raise GatewayTimeout(f"no result within the budget of {call.budget_s:g} s") from error
@@ -176,8 +175,8 @@ class Runner:
 
 
 class _Sending:
-    """Publisher of the chunks of one request, as their permits are granted. `build` builds the message of a chunk when
-    it is published, so that the message has the budget that is left then.
+    """Publisher of the chunks of one request, in the order in which their permits are granted. `build` builds the
+    message of a chunk when it is published, so that the message has the remaining budget of that time.
     """
 
     def __init__(
@@ -202,8 +201,8 @@ class _Sending:
         self._rest: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Publish the chunks with permits now; a task publishes the rest. Raises SIEError. A later failure fails the
-        collector.
+        """Publish the chunks with permits now; a task publishes the remaining chunks. Raises SIEError. A later failure
+        fails the collector.
         """
         granted = self._permits.pop()
         if granted:
@@ -225,12 +224,12 @@ class _Sending:
                 await self._publish(await self._permits.more())
         except SIEError as error:
             self._collector.fail(error)
-        except Exception:  # outermost handler of a task: its request must get the error
+        except Exception:  # outermost handler of a task: the request of this task must get the error
             _logger.exception("request %s could not be published", self._collector.request)
             self._collector.fail(InternalFailure("the gateway failed while it queued this request"))
 
     async def finish(self) -> None:
-        """Return when the last message is stored: a result may come before the broker's acknowledgement."""
+        """Wait until the last message is stored: its result may arrive before the broker's acknowledgement."""
         if self._rest is not None:
             await self._rest
 
@@ -253,13 +252,13 @@ def _builder(
     revision: int,
     reply: str,
 ) -> Callable[[int], WorkItem]:
-    """Return a function from a chunk's number to its work item. The budget of an item is the rest of the call's budget
-    when the item is built.
+    """Return a function from a chunk's number to its work item. The budget of an item is the remaining budget of the
+    call when the item is built.
     """
     resolved = request.resolved
     deadline_s = call.received_s + call.budget_s
     query = None if request.query is None else _input(request.query)
-    # workers count this route apart from its operation
+    # workers count this route separately from its operation
     endpoint = "embeddings" if call.labels.get("endpoint") == "embeddings" else ""
     asker = call.grant.name if has_images(items, request.query) else ""
 
@@ -291,7 +290,7 @@ def _builder(
 
 
 def _result_listener(permits: Permits, collector: OutcomeCollector, entry: ModelEntry) -> Callable[[WorkResult], None]:
-    """Return the function that is called with each result. It gives the permit back, and ends the request if the worker
+    """Return the function that is called with each result. It releases the permit, and ends the request if the worker
     has another entry of the model.
     """
 
@@ -304,8 +303,8 @@ def _result_listener(permits: Permits, collector: OutcomeCollector, entry: Model
 
 
 class _Takers:
-    """Models of the catalogue that accept a modality, for the errors of one request. They are looked up when an error
-    needs them.
+    """Models of the catalogue that accept a modality, for the errors of one request. The look-up runs when an error
+    first needs it.
     """
 
     def __init__(self, feed: CatalogueFeed, operation: Operation) -> None:
@@ -329,9 +328,21 @@ class _Takers:
             )
         return self._told[modality]
 
+    def models_with_chunks(self) -> str:
+        """Return the end of an error: the first few models whose dense vectors are a mean or a maximum, which chunks
+        with context need.
+        """
+        able = (
+            entry.id
+            for entry in self._feed.catalogue.entries.values()
+            if entry.family == CHUNKED_FAMILY and "dense" in entry.outputs and is_joinable(entry.run.pooling or "")
+        )
+        models = heapq.nsmallest(MAX_TAKERS, able)
+        return f"; models that do: {', '.join(models)}" if models else "; no model here does"
+
 
 def _unusable(item: RequestItem, request: PlannedRequest, takers: _Takers) -> Failed | None:
-    """Return the failure of an item that this model cannot run, as far as the gateway can tell, or None."""
+    """Return the failure of an item that this model cannot run, so far as the gateway can check it, or None."""
     entry = request.resolved.entry
     accepted = [*entry.inputs]
     if "multivector" in entry.outputs and (request.operation == "score" or request.options.run.muvera):
@@ -345,13 +356,35 @@ def _unusable(item: RequestItem, request: PlannedRequest, takers: _Takers) -> Fa
     if item.unfit is not None:
         return Failed(item.unfit)
     if item.is_empty:
-        message = f"text: expected a string, got {describe(None)}{item.instead}"
+        message = f"text: missing{item.instead}"
         return Failed(ErrorInfo("INVALID_INPUT", message, reason="empty_item", param="text"))
+    if item.chunks is not None and (fault := _fault_of_chunks(item.chunks, request, takers)) is not None:
+        return Failed(fault)
     if _reads_mentions(request):
         try:
             mentions(item)
         except InvalidInput as error:
             return Failed(error.info())
+    return None
+
+
+def _fault_of_chunks(chunks: TextChunks, request: PlannedRequest, takers: _Takers) -> ErrorInfo | None:
+    """Return the reason why this model gives no vectors of chunks, with the models that do, or None. The pooling of an
+    entry that does not name one is known to the worker.
+    """
+    entry, run = request.resolved.entry, request.options.run
+    if request.operation != "encode":
+        return ErrorInfo("INVALID_INPUT", "chunks: encode alone has them", reason="unsupported_task", param="chunks")
+    if entry.family != CHUNKED_FAMILY:
+        message = f"chunks: {entry.id} gives no vectors of chunks{takers.models_with_chunks()}"
+        return ErrorInfo("INVALID_INPUT", message, reason="unsupported_modality", param="chunks")
+    is_pooled = chunks.context and "dense" in run.outputs and run.muvera is None
+    if is_pooled and run.pooling and not is_joinable(run.pooling):
+        message = (
+            f"chunks: the pooling of {entry.id} is {run.pooling}, and with context the dense vector of a chunk is a "
+            f"mean or maximum over its tokens{takers.models_with_chunks()}; without context any pooling will do"
+        )
+        return ErrorInfo("INVALID_INPUT", message, reason="unsupported_pooling", param="chunks")
     return None
 
 
@@ -362,7 +395,7 @@ def _reads_mentions(request: PlannedRequest) -> bool:
 def _input(item: RequestItem) -> Input:
     """Return the part of an item that a worker needs."""
     if item.tokens is None and item.pair is None and item.vectors is None and not item.files:
-        return Input(item.text, mentions=item.mentions)
+        return Input(item.text, mentions=item.mentions, chunks=item.chunks)
     return Input(
         item.text,
         tokens=item.tokens,

@@ -6,7 +6,8 @@ measured.
                                   └ no room: counted as dropped, with the reason
 
 No request waits for a copy or is billed for it, and no failure of a copy reaches a client. If no worker has the second
-model, one copy at a time may load it, and only where it fits beside the loaded models: a shadow takes no model's place.
+model, one copy at a time may load it, and only where memory is free for it: a shadow never causes the unload of another
+model.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ from sie_runtime.http.server import uuid7
 from sie_runtime.ranks import spearman
 
 MAX_IN_FLIGHT = 4  # copies in flight of a gateway
-MAX_ITEMS = 64  # inputs of a request that are copied; the rest are left out
-MAX_VALUES = 1 << 20  # numbers of an answer that is held until its copy has run
-MAX_BYTES = 4 << 20  # bytes of the inputs of a request: copies do not count as memory of bodies
+MAX_ITEMS = 64  # inputs of a request that are copied; later inputs are left out
+MAX_VALUES = 1 << 20  # largest number of values in an answer that is kept until its copy has run
+MAX_BYTES = 4 << 20  # bytes of the inputs of a request that may be copied: copies do not count as memory of bodies
 BUDGET_S = 30.0
 LOADED_S = 0.25  # seconds: a lane whose work waits longer gets no copies
 PAUSE_S, SHORT_PAUSE_S = 60.0, 5.0  # seconds without copies after a permanent failure, and after a temporary one
-KEY = "_shadow"  # key of all copies: they share one turn among the keys
+KEY = "_shadow"  # key of all copies: when keys take turns, all copies are requests of one key
 _ROUNDING = 1e-6  # tolerance for rounding of a share times a count
 _COMPARED = ("float32", "float16")
 _logger = logging.getLogger("sie.gateway.shadow")
@@ -70,8 +71,8 @@ class Mean:
 
 @dataclass
 class ShadowStatistics:
-    """Measurements of a shadow since the start of this gateway. They are exact for every alias, while metrics fold
-    aliases above a number.
+    """Measurements of a shadow since the start of this gateway. They are exact for every alias, while metrics combine
+    aliases above a number into one series.
     """
 
     model: str
@@ -93,7 +94,7 @@ class ShadowStatistics:
 
 class Shadows:
     """Copies requests of aliases to their shadows. Used only in the gateway's event loop. `after` returns at once and
-    raises nothing.
+    raises no exception.
     """
 
     def __init__(
@@ -111,14 +112,14 @@ class Shadows:
         self._metrics = metrics
         self._run = run
         self._clock = clock
-        self._met: dict[str, int] = {}  # by alias, number of requests from which the share is taken
-        self._figures: dict[str, ShadowStatistics] = {}  # by alias
-        self._paused_s: dict[str, float] = {}  # by model, time until which it gets no copies
+        self._met: dict[str, int] = {}  # number of requests that the share is computed from, by alias
+        self._figures: dict[str, ShadowStatistics] = {}  # statistics of each alias
+        self._paused_s: dict[str, float] = {}  # by model, the time until which the model gets no copies
         self._opening: set[str] = set()  # residencies that a copy is loading
         self._tasks: set[asyncio.Task[None]] = set()
 
     def after(self, call: Call, finished: RequestResult) -> None:
-        """Count an answered request of an alias, and copy it if its turn has come."""
+        """Count an answered request of an alias, and copy it if the share requires it."""
         if call.infer_request is None or call.infer_request.run is not None or call.grant.key == KEY:
             return
         try:
@@ -156,7 +157,7 @@ class Shadows:
             lane = self._fleet.lane(resolved, pool=pool, machine_profile="", known_pools=(pool,))
         except (
             SIEError
-        ):  # the model is gone, or no lane of this pool serves it: every copy fails the same way until that changes
+        ):  # model removed, or no lane of this pool serves it: every copy fails in this way until that changes
             self._count(alias, model, "unsuited")
             return
         if request.operation not in resolved.entry.tasks or resolved.canonical == finished.request.resolved.canonical:
@@ -168,7 +169,7 @@ class Shadows:
             return
         if not self._fleet.hosts(lane, resolved.residency):
             self._opening.add(resolved.residency)
-        # the client's headers without identity, budget and machine profile: only the pool and the mode of errors stay
+        # the client's headers without identity, budget and machine profile: only the pool and the error mode remain
         headers = {name: value for name, value in call.headers.items() if name in ("x-sie-pool", "x-sie-on-item-error")}
         own = Call(uuid7(), self._clock(), {**headers, "x-sie-priority": "bulk"}, grant=Grant(KEY), budget_s=BUDGET_S)
         copied = replace(request, resolved=resolved, items=request.items[:MAX_ITEMS], priority="bulk")
@@ -179,7 +180,7 @@ class Shadows:
         task.add_done_callback(self._tasks.discard)
 
     def _refused(self, finished: RequestResult, resolved: Resolved, lane: Lane) -> Result | None:
-        """Return the reason why no copy is made now, or None."""
+        """Return the reason why no copy is sent now, or None."""
         if self._clock() < self._paused_s.get(resolved.canonical, 0.0):
             return "paused"
         if len(self._tasks) >= MAX_IN_FLIGHT:
@@ -197,7 +198,7 @@ class Shadows:
     async def _measured(
         self, call: Call, request: InferRequest, finished: RequestResult, alias: Alias, model: str
     ) -> None:
-        """Run a copy and measure it. No error leaves this method."""
+        """Run a copy and measure it. The method catches and records every error."""
         canonical = request.resolved.canonical
         result: Result = "failed"
         try:
@@ -252,14 +253,18 @@ class Shadows:
 
 
 def _is_large(call: Call, request: InferRequest, finished: RequestResult) -> bool:
-    """Return True if a copy would hold too much of a request until it is done: its body, its inputs, its answer."""
+    """Return True if a request is too large to copy, by its body, its inputs and its answer: they stay in memory until
+    the copy has run.
+    """
     if finished.values > MAX_VALUES or len(call.body) > MAX_BYTES:
         return True
     return sum(item.size for item in (*request.items, *filter(None, (request.query,)))) > MAX_BYTES
 
 
 def _has_room(beat: Heartbeat) -> bool:
-    """Return True if another model of the usual size fits beside the models that a worker has or is loading."""
+    """Return True if another model of the usual size fits into memory in addition to the models that a worker has or is
+    loading.
+    """
     held = sum(status.state in ("loaded", "loading", "unloading") for status in beat.models)
     return held == 0 or held < beat.slots
 

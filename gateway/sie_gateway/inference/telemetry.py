@@ -1,4 +1,4 @@
-"""Spans of one request. The module is used only if this gateway or the client traces. Spans contain nothing from a body
+"""Spans of one request. The module is used only if this gateway or the client traces. Spans contain no data from a body
 or a credential.
 
 A trace has a span of the request, the time to publish it, and the time of each of its chunks in the queue. The worker
@@ -23,12 +23,12 @@ _POLLED = (
     "/health",
     "/v1/scaling/",
     "/v1/pools/assignments",
-)  # paths that machines poll every few seconds: they get no trace
+)  # paths that machines poll every few seconds: they have no trace
 _TIMED = (*STAGES, "total_time")
 
 
 def begin_trace(tracer: Tracer | None, call: Call, method: str) -> None:
-    """Take over the client's trace context, and begin a span if this gateway traces."""
+    """Use the client's trace context, and begin a span if this gateway traces."""
     own = None if call.path.startswith(_POLLED) else tracer
     call.context, call.span = tracing.begin_request(own, call.headers, method, call.id, call.received_s)
 

@@ -1,7 +1,7 @@
 """Jobs: work on whole files that outlives a request, and the files that jobs read and write.
 
     POST /v1/jobs, /v1/batches ──► JobService ──► JobLedger: a record in the broker ──► JobScheduler of every gateway
-    JobScheduler: takes the lease of a job ──► JobRun: plan ─► shards ─► manifest
+    JobScheduler: acquires the lease of a job ──► JobRun: plan ─► shards ─► manifest
     a shard: rows ─► equal rows once ─► cache ─► groups by length ─► JobClient ─► one object, created once ─► its record
 
 The name of a shard's object follows from the number of the shard. The object is created once and never replaced. So
@@ -16,7 +16,7 @@ scheduler.py, run.py         the leader of a job; the life of a job: shards, ret
 engine.py, assembly.py       construction of one job; construction of the parts of a gateway
 native.py, lines.py          the two kinds of jobs: rows of data sets, requests in OpenAI's form
 envelope.py                  the lines of a batch: requests and replies
-values.py, client.py         equal inputs once, groups by length; requests that wait for capacity
+values.py, client.py         each distinct input once, groups by length; requests that wait for capacity
 storage.py, cache.py         objects of one job; answers that later jobs use again
-pace.py                      rate and forecast of a job; the times of the day at which it works
+pace.py                      rate and forecast of a job; the times of day at which it may run
 """

@@ -45,7 +45,9 @@ class JobParts(NamedTuple):
         tasks.start(self.sweeper.run(stop), "clean-up of jobs")
 
     def wanted_workers(self, lane: Lane, workers: int, now_s: float) -> int:
-        """Return how many workers the jobs of a lane need to end before their deadlines. `workers` serve it now."""
+        """Return the number of workers that the jobs of a lane need to end before their deadlines. `workers` serve the
+        lane now.
+        """
         name = str(lane)
         needed = (workers_needed(job, workers, now_s) for job in self.jobs.ledger if job.lane == name)
         return sum(count for count in needed if count is not None)
@@ -62,7 +64,7 @@ def assembled(
     now_s: Callable[[], float],
 ) -> JobParts:
     """Build the parts from the settings. `now_s` returns seconds since 1970 by the broker's clock. Files and jobs
-    expire by it: a gateway whose own clock is ahead would remove files and jobs of all keys too early. Raises
+    expire by this clock: a gateway whose own clock is ahead would remove files and jobs of all keys too early. Raises
     SettingError.
     """
     url, replicas = settings.payload_store_url, settings.stream_replicas

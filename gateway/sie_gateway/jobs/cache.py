@@ -3,13 +3,13 @@
     cache/{space}/{segment}    one object for each shard that computed answers
     space: a digest of the owner, the model's fingerprint, the operation and the parameters
 
-A segment is written whole, and never changed:
+A segment is written in one step, and never changed:
 
     number of values (8 bytes) | digests of inputs, sorted (16 each) | offsets of values (8 each, one more) | values
 
 Numbers are little-endian. When a job begins, it reads the digests of all segments of its space, the newest segment
 first, at most MAX_ITEMS digests. Values are read by whole segments, and the last SEGMENTS_KEPT segments stay in memory:
-rows of a corpus that changed little come in the order in which their values were stored. Long computations run in a
+the rows of a corpus that changed little are in the order in which their values were stored. Long computations run in a
 thread, because the event loop must renew the leases of jobs meanwhile.
 """
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from obstore import ObjectMeta
     from obstore.store import ObjectStore
 
-MAX_ITEMS = 4_000_000  # digests that a job holds in memory, at 24 bytes each
+MAX_ITEMS = 4_000_000  # digests that a job keeps in memory, 24 bytes each
 SEGMENTS_KEPT = 4
 SHORT_S, LONG_S = 10.0, 120.0
 DIGEST_BYTES, COUNT_BYTES = 16, 8
@@ -43,8 +43,8 @@ _logger = logging.getLogger("sie.gateway.jobs")
 
 
 def space_of(owner: str, fingerprint: str, operation: str, params: Mapping[str, Any]) -> str:
-    """Return the name of the space whose answers jobs with these arguments share. `owner` is the API key of the job, so
-    that no key learns the inputs of another key. It is empty if all keys share their answers.
+    """Return the name of the space for jobs with these arguments; they use the same answers. `owner` is the API key of
+    the job, so that no key learns the inputs of another key. It is empty if all keys use one another's answers.
     """
     key = msgspec.json.encode([owner, fingerprint, operation, params], order="sorted")
     return hashlib.sha256(key).hexdigest()[:32]
@@ -66,7 +66,7 @@ class CacheSegment:
 
 
 def segment(values: Mapping[bytes, RowAnswer]) -> bytes:
-    """Encode values by their digests as a segment."""
+    """Encode values and their digests as a segment."""
     digests = sorted(values)
     packed = [pack(values[digest]) for digest in digests]
     offsets = np.concatenate([[0], np.cumsum([len(value) for value in packed])]).astype("<u8")
@@ -74,9 +74,9 @@ def segment(values: Mapping[bytes, RowAnswer]) -> bytes:
 
 
 class _KnownDigests(NamedTuple):
-    """The digests of all segments, sorted. `high` and `low` are the two halves of each digest as numbers: numbers in
-    the machine's own byte order are sorted and searched many times faster than bytes. `segments` and `rows`: the
-    segment of each digest, and the row of its value there.
+    """Digests of all segments, sorted. `high` and `low` are the two halves of each digest as numbers: numbers in the
+    machine's own byte order are sorted and searched many times faster than bytes. `segments` and `rows`: the segment of
+    each digest, and the row of its value there.
     """
 
     high: NDArray[np.uint64]
@@ -91,12 +91,12 @@ class _KnownDigests(NamedTuple):
         high, low = _halves(b"".join(digests))
         segments = np.repeat(np.arange(len(counts), dtype=np.uint32), counts)
         rows = np.concatenate([np.empty(0, np.uint32), *(np.arange(count, dtype=np.uint32) for count in counts)])
-        order = np.lexsort((low, high))  # of equal digests, that of the newest segment is first
+        order = np.lexsort((low, high))  # of equal digests, the digest of the newest segment is first
         return cls(high[order], low[order], segments[order], rows[order])
 
     def places(self, digests: Sequence[bytes]) -> dict[int, list[tuple[int, int]]]:
-        """Look digests up. Return a list for each segment that has some of them: pairs of the index in `digests`, and
-        the row of the value.
+        """Find digests in the segments. Return a list for each segment that contains some of them: pairs of the index
+        in `digests`, and the row of the value.
         """
         rows_by_segment: dict[int, list[tuple[int, int]]] = {}
         highs, lows = _halves(b"".join(digests))
@@ -161,7 +161,7 @@ class AnswerCache:
         self._known = await asyncio.to_thread(_KnownDigests.from_digests, digests)
 
     async def _rows(self, name: str) -> bytes:
-        """Return the digests of a segment, concatenated; no bytes if the segment was removed meanwhile."""
+        """Return the digests of a segment, concatenated; no bytes if the segment was removed in the meantime."""
         import obstore
 
         try:
@@ -195,7 +195,7 @@ class AnswerCache:
             try:
                 response = await within(LONG_S, obstore.get_async(self._store, self._names[number]))
                 self._read[number] = CacheSegment(bytes(await within(LONG_S, response.bytes_async())))
-            except ObjectMissing:  # removed to make room
+            except ObjectMissing:  # the segment was removed to free space
                 return None
             if len(self._read) > SEGMENTS_KEPT:
                 self._read.popitem(last=False)
@@ -219,7 +219,7 @@ class AnswerCache:
 
 
 async def trim(store: ObjectStore, max_bytes: int) -> int:
-    """Remove the oldest segments of all spaces until the rest has at most `max_bytes`. Return how many were removed.
+    """Remove the oldest segments of all spaces until at most `max_bytes` remain. Return the number of removed segments.
     Raises StoreError.
     """
     import obstore

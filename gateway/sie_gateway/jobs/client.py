@@ -1,10 +1,11 @@
-"""Requests of a job to its model. They wait while there is no capacity. An input that failed is sent again alone.
+"""Requests of a job to its model. They wait while there is no capacity. An input that failed is sent again in a request
+of its own.
 
     items ──► room (items in flight) ──► Inference.execute, bulk ──► outcome of each item
-                 └ no capacity now: wait as long as the error says, then try again, as often as needed
+                 └ no capacity now: wait for the time in the error, then try again, without a limit
 
-A job never gives up because the cluster is busy, scaled to zero, or not reachable. It ends with an error only if a
-request can never succeed, for example because the model is gone.
+A job never ends because the cluster is busy, scaled to zero, or unreachable. It ends with an error only if a request
+can never succeed, for example because the model was removed.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ from sie_gateway.inference.reply import Placed
 from sie_gateway.inference.results import FailedRequest, PlannedRequest
 from sie_runtime.http.server import uuid7
 
-ATTEMPTS = 3  # attempts for an input whose error may pass, such as a lack of memory
+ATTEMPTS = 3  # attempts for an input with an error that may disappear, such as a lack of memory
 MAX_PAUSE_S = 30.0
-FIRST_ROOM, MAX_ROOM = 512, 8192  # items in flight at the begin; items in flight, at most
+FIRST_ROOM, MAX_ROOM = 512, 8192  # items in flight when a job begins; largest number of items in flight
 ROOM_S = 4.0  # seconds of work in flight
 _T = TypeVar("_T")
 
@@ -54,7 +55,9 @@ class ItemsRefused(Exception):
 
 
 class Halted(Exception):
-    """Raised if a job cannot go on until a person changes something. The record of the job gets `info` as its error."""
+    """Raised if a job cannot continue until a person changes a cause. The record of the job gets `info` as its
+    error.
+    """
 
     def __init__(self, info: ErrorInfo) -> None:
         super().__init__(info.message)
@@ -63,8 +66,8 @@ class Halted(Exception):
 
 @dataclass(frozen=True)
 class JobIdentity:
-    """Identity that a job works for. `grant` looks up the current grant of the credential; it returns None if the
-    credential is not valid any more. `charge` begins the accounting of one call against its quota.
+    """Owner of a job, for whom its requests run. `grant` looks up the current grant of the credential; it returns None
+    if the credential is no longer valid. `charge` begins the accounting of one call against the owner's quota.
     """
 
     key: str
@@ -81,8 +84,9 @@ class JobIdentity:
 
 
 class Room:
-    """Limit of the items that a job has in flight: as many as its lane answers in ROOM_S. So workers never wait for the
-    job, and its items do not wait in the queue for long. Groups of items enter in the order of their calls.
+    """Limit of the items that a job has in flight. It is the number of items that the lane answers in ROOM_S, so
+    workers never wait for the job, and its items do not wait in the queue for long. Groups of items enter in the order
+    of their calls.
     """
 
     def __init__(self) -> None:
@@ -104,7 +108,7 @@ class Room:
             raise
 
     def leave(self, count: int, seconds: float) -> None:
-        """Free the room of `count` items that are done, `seconds` after they entered, and adapt the limit."""
+        """Release the room of `count` items that are done, `seconds` after they entered, and adapt the limit."""
         rate = self._used / max(0.001, seconds)
         self._used -= count
         self.most = int(min(MAX_ROOM, max(FIRST_ROOM, 0.8 * self.most + 0.2 * rate * ROOM_S)))
@@ -122,10 +126,10 @@ class Room:
 
 
 class Throttle:
-    """Limit of the mean rate of a job, in tokens a second; 0 is no limit. Each request takes the time that its tokens
-    need at this rate, and the next request starts after this time. Until the tokens of a request are known, they are
-    estimated by the mean of earlier inputs. `until_open` returns when a request may start. Requests wait for it in
-    turn, so that not all of them start at once when it returns.
+    """Limit of the mean rate of a job, in tokens per second; 0 is no limit. A request with n tokens delays the next
+    request by n / rate seconds. Until the tokens of a request are known, they are estimated by the mean of earlier
+    inputs. `until_open` returns when a request may start. Requests wait for it one after the other, so that they do not
+    all start at once when it returns.
     """
 
     def __init__(
@@ -165,8 +169,8 @@ class Throttle:
 
 class JobClient:
     """Client for the requests of one job. It calls `on_trouble` with the error that makes the job wait, and with None
-    when the error has passed. `until_open` returns when the job may work: each request waits for it just before it is
-    sent.
+    when the error has disappeared. `until_open` returns when the job may run: each request waits for it just before it
+    is sent.
     """
 
     def __init__(
@@ -187,15 +191,15 @@ class JobClient:
         self._on_trouble = on_trouble
 
     def call(self) -> Call:
-        """Create a call that belongs to no connection. Raises Halted."""
+        """Create a call without a connection. Raises Halted."""
         grant = self._identity.granted()
         call = Call(uuid7(), time.perf_counter(), self._headers, grant=grant, charge=self._identity.charge(grant))
         call.budget_s = self.inference.max_budget_s
         return call
 
     async def patiently(self, attempt: Callable[[], Awaitable[_T]]) -> _T:
-        """Return the result of `attempt`. It is called again while it raises an error that may pass, but at most
-        ATTEMPTS times if a worker has too little memory for the input. Raises SIEError, FailedRequest.
+        """Return the result of `attempt`. After an error that may disappear, `attempt` is called again. If a worker has
+        too little memory for the input, it is called at most ATTEMPTS times. Raises SIEError, FailedRequest.
         """
         tries, exhausted, pause_s, is_told = 0, 0, 0.0, False
         try:
@@ -231,7 +235,7 @@ class JobClient:
         items: Sequence[RequestItem],
         query: RequestItem | None = None,
     ) -> tuple[Call, PlannedRequest]:
-        """Plan a request of the job in the same way as a request of a client. Raises SIEError."""
+        """Plan a request of the job like a request of a client. Raises SIEError."""
         call = self.call()
         resolved = self.inference.resolve(spec, call)
         body = {"params": dict(params)} if params else {}
@@ -254,7 +258,7 @@ class JobClient:
             again = [place for place, (_, outcome) in enumerate(outcomes) if _may_pass(outcome)]
             if not again:
                 break
-            for place in again:  # each item alone: one of them may have made the others fail
+            for place in again:  # send each item alone: one of them may have caused the failure of the others
                 (outcomes[place],) = await self._whole(spec, operation, params, [items[place]], query)
         return outcomes
 
@@ -272,13 +276,13 @@ class JobClient:
                 outcomes = (await self.inference.execute(call, understood)).outcomes
                 for _, outcome in outcomes:
                     if isinstance(outcome, Failed) and outcome.error.code == ModelLoadFailed.code:
-                        raise SIEError.from_info(outcome.error)  # the inputs did not cause it
+                        raise SIEError.from_info(outcome.error)  # the inputs did not cause this error
                 return outcomes
             except (InvalidInput, PayloadTooLarge) as error:
                 raise ItemsRefused(error) from error
             finally:
                 if call.charge is not None:
-                    call.charge.refund()  # for the items that did not run; the other items are settled
+                    call.charge.refund()  # refund the items that did not run; the other items are settled
 
         await self.room.enter(len(items))
         began_s = time.perf_counter()
@@ -290,7 +294,7 @@ class JobClient:
                 return finished
             finally:
                 self._throttle.settle(expected, len(items), tokens)
-        except ItemsRefused as refused:  # because of one item, the query, or the size of all items together
+        except ItemsRefused as refused:  # the cause may be one item, the query, or the size of all items together
             if len(items) == 1:
                 return [(WorkResult(uuid7(), 0, "", ()), Failed(refused.error.info()))]
         finally:
@@ -301,8 +305,8 @@ class JobClient:
 
 
 def _passes(error: SIEError) -> bool:
-    """Return whether a retry may succeed. A worker tries a load again if it failed for a reason that may pass, such as
-    the network.
+    """Return whether a retry may succeed. A worker repeats a failed load if the cause may disappear, such as a network
+    error.
     """
     return error.retryable or (isinstance(error, ModelLoadFailed) and error.extras.get("permanent") is False)
 

@@ -52,8 +52,8 @@ class Credentials(NamedTuple):
 
 
 class JobEngine:
-    """Builder of jobs. `store`: the payload store, None without one. `route_of` finds the route that answers POST of a
-    path.
+    """Builder of jobs. `store`: the payload store, None if there is none. `route_of` finds the route that answers POST
+    of a path.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class JobEngine:
     # checks before a job is stored
 
     async def check(self, call: Call, job: JobRecord) -> JobRecord:
-        """Return the job with its model pinned: an alias is resolved once, so that no job mixes two models. Raises
+        """Return the job with its model pinned: an alias is resolved once, so that no job uses two models. Raises
         SIEError for a job that could never run.
         """
         self.require_store()
@@ -102,7 +102,7 @@ class JobEngine:
 
     def _pinned(self, call: Call, request: JobRequest) -> PlannedRequest:
         """Plan a request of the job, with the model, its profile and the lane. Raises SIEError, also for parameters
-        that the model does not take.
+        that the model does not have.
         """
         resolved = self._inference.resolve(request.model, call)
         item = (
@@ -120,14 +120,14 @@ class JobEngine:
         if templates.reads_images(request.input) and "image" not in resolved.entry.inputs:
             message = f"input.text: expected a template, such as {{text}}; {resolved.entry.id} reads no images"
             raise InvalidInput(message, reason="schema", param="input.text")
-        # strict: without it, an unknown option would be ignored in every row
+        # strict: without this header, an unknown option would be ignored in every row
         headers = {**headers_of(request), "x-sie-strict": "true"}
         probe = Call(call.id, call.received_s, headers, grant=call.grant)
         return self._inference.understand(probe, infer_request)
 
     def _check_sink(self, request: JobRequest, understood: PlannedRequest) -> None:
-        """Check that the database can store the output of the job. Raises InvalidInput here, because the job itself
-        would fail only after it has computed a shard.
+        """Check that the database can store the output of the job. The check raises InvalidInput now, because the job
+        itself would fail only after it has computed a shard.
         """
         output, run = request.output, understood.options.run
 
@@ -207,7 +207,7 @@ class JobEngine:
         if request.input.url:
             source = Place.opened(request.input.url, self._urls)
         else:
-            # if the file is gone, its id takes the place of its name, and reading it fails
+            # if the file was removed, its id replaces its name, and reading it fails
             name, digest = self._files.content(request.input.file) or (request.input.file, "")
             source = Place(store, "files/", request.input.file, name, digest)
         sink = None
@@ -223,7 +223,7 @@ class JobEngine:
         return Before(job, self.workplace(job), self.output(job), await self._ledger.shards(job.id))
 
     async def remove(self, job: JobRecord) -> None:
-        """Remove the objects of a job in the payload store: its plan and its parts. Raises StoreError."""
+        """Remove the objects of a job from the payload store: its plan and its parts. Raises StoreError."""
         await self.workplace(job).remove()
 
     def workplace(self, job: JobRecord) -> JobStorage:
@@ -231,7 +231,7 @@ class JobEngine:
         return JobStorage(self.require_store(), job.id, self._files)
 
     def output(self, job: JobRecord) -> Place:
-        """Return the output place of a job. Raises InvalidInput if the place is not allowed any more."""
+        """Return the output place of a job. Raises InvalidInput if the place is no longer allowed."""
         if job.output_url:
             return Place.opened(job.output_url, self._urls, is_output=True)
         return Place(self.require_store(), f"jobs/{job.id}/output/")

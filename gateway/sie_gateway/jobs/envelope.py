@@ -1,4 +1,4 @@
-"""Lines of batches in OpenAI's form: cut a file into parts, read a line, write an answer. Nothing here does I/O.
+"""Lines of batches in OpenAI's format: split a file into parts, read a line, write an answer. This module does no I/O.
 
 Source: the OpenAI API reference, section Batch: the objects "request input" and "request output".
 """
@@ -16,9 +16,9 @@ from sie_runtime.http.server import uuid7
 from sie_store.datasets.sizes import count_outside
 
 SHARD_LINES = 250
-# a part with this many bytes or inputs gets no further line: three parts and their answers are in memory at once
+# bytes and inputs after which a part gets no further line: three parts and their answers are in memory at once
 SHARD_BYTES, SHARD_INPUTS = 4 << 20, 4096
-MAX_LINES = 50_000  # OpenAI's own limit
+MAX_LINES = 50_000  # lines of a batch; OpenAI has the same limit
 MAX_LINE_BYTES = 64 << 20
 _NATIVE = ("/v1/encode", "/v1/score", "/v1/extract")  # endpoints with the model in the path
 
@@ -40,7 +40,9 @@ class BatchRow(NamedTuple):
 
 
 class _BatchLine(msgspec.Struct):
-    """A line whose values are not decoded. Its body is decoded when it is answered, like the body of a client."""
+    """A line whose values are not decoded. Its body is decoded when it is answered, like the body of a client's
+    request.
+    """
 
     custom_id: msgspec.Raw = msgspec.Raw(b"")
     method: msgspec.Raw = msgspec.Raw(b"")
@@ -57,7 +59,7 @@ _decode_body = msgspec.json.Decoder(_BatchBody).decode
 
 
 class BadLine(Exception):
-    """Raised for a line that is no request."""
+    """Raised for a line that has no valid request."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
@@ -65,10 +67,10 @@ class BadLine(Exception):
 
 
 class BatchCut:
-    """Cutter of a file into spans of lines, while its bytes arrive. It also finds lines that repeat the custom_id of an
-    earlier line.
+    """Splitter of a file into spans of lines, while its bytes arrive. It also finds lines that repeat the custom_id of
+    an earlier line.
 
-    A line of white space is no request: `RowSpan.first` counts it, `RowSpan.rows` does not.
+    A line with only white space is no request: `RowSpan.first` counts it, `RowSpan.rows` does not.
     """
 
     def __init__(self, file: str) -> None:
@@ -109,7 +111,7 @@ class BatchCut:
             )
             raise InvalidInput(message, reason="too_many_items", param="input_file_id")
         request = _lenient(line)
-        # the commas bound the number of inputs, under whichever name the endpoint has them
+        # the number of commas bounds the number of inputs, whatever field of the body has them
         self._inputs += 1 + count_outside(bytes(request.body), b",", SHARD_INPUTS)
         custom_id = _text(request.custom_id)
         if custom_id is not None and custom_id in self._seen:
@@ -133,7 +135,7 @@ class BatchCut:
 
 
 def requests_of(text: bytes, span: RowSpan) -> list[tuple[int, bytes]]:
-    """Return the requests of a span, each with the number of its line in the file, from 0."""
+    """Return the requests of a span, each with its line number in the file, from 0."""
     lines = enumerate(text.split(b"\n"), span.first)
     return [(number, stripped) for number, line in lines if (stripped := line.strip())]
 
@@ -182,17 +184,17 @@ def failure(custom_id: str | None, code: str, message: str) -> BatchRow:
 
 
 def written(text: bytes) -> list[BatchRow]:
-    """Return the rows in the text of a stored part."""
+    """Return the rows in the text of a stored part. Each line is a row."""
     return [_row(line) for line in text.split(b"\n") if line]
 
 
 def custom_id_of(line: bytes) -> str | None:
-    """Return the custom_id of a line, None if the line has none."""
+    """Return the custom_id of a line; None if the line has none."""
     return _text(_lenient(line).custom_id)
 
 
 def _lenient(line: bytes) -> _BatchLine:
-    """Return the values of a line; they are empty if the line is no request."""
+    """Return the values of a line; they are empty if the line is not valid JSON of a request."""
     try:
         return _decode(line)
     except (ValueError, RecursionError):

@@ -1,9 +1,10 @@
 """Files: bytes in the payload store, and a record of each file in the bucket of jobs.
 
-    receive: record `writing` ──► object ──► record `ready`        remove: record `removing` ──► no object ──► no record
+    receive: record `writing` ──► object ──► record `ready`
+    remove:  record `removing` ──► object deleted ──► record deleted
 
-A process that ends between two steps leaves a record that is not served. One gateway at a time removes these records
-and their objects, as it removes expired files. So no object stays forever.
+If a process ends between two steps, a record remains that no request can read. One gateway at a time removes these
+records and their objects, together with the expired files. So no object remains forever.
 """
 
 from __future__ import annotations
@@ -31,10 +32,11 @@ from sie_store.files import FileObjects
 from sie_store.object_stores import ObjectMissing, StoreError, StoreFull
 
 MAX_FILE_BYTES = 512 << 20
-UPLOADS_AT_ONCE, UPLOADS_OF_A_KEY = 16, 4  # uploads at once: of all keys, of one key; each holds a few parts in memory
-OUTPUTS_AT_ONCE = 4  # outputs of batches that are written at once; they never wait for uploads
+# uploads at the same time: of all keys, of one key; each has a few parts in memory
+UPLOADS_AT_ONCE, UPLOADS_OF_A_KEY = 16, 4
+OUTPUTS_AT_ONCE = 4  # outputs of batches that are written at the same time; they never wait for uploads
 WRITE_S = 3600.0
-ABANDONED_S = WRITE_S + 600.0  # seconds after which no gateway writes a file any more; clocks may differ by 600 s
+ABANDONED_S = WRITE_S + 600.0  # seconds after which no gateway still writes a file; clocks may differ by 600 s
 CLEAN_S = 20.0
 _logger = logging.getLogger("sie.gateway.files")
 
@@ -95,7 +97,7 @@ class FileStore:
         """Return the record of a file of this owner; with `sees_all`, of any owner. Raises NotFound."""
         self._required()
         record = self._records.get(file)
-        if record is None or record.state == "writing":  # another gateway may have just written it
+        if record is None or record.state == "writing":  # another gateway may have just completed the record
             with _unavailable():
                 record = await self._records.refresh(file) if _is_id(file) else None
         if record is None or not self._is_served(record) or not (sees_all or record.owner == owner):
@@ -103,7 +105,7 @@ class FileStore:
         return record
 
     def content(self, file: str) -> tuple[str, str] | None:
-        """Return the name and the digest of a file; None if it is gone."""
+        """Return the name and the digest of a file; None if the file was removed."""
         record = self._records.get(file)
         return None if record is None else (record.name, record.sha256)
 
@@ -159,7 +161,7 @@ class FileStore:
         file: str,
     ) -> FileRecord:
         """Store an output under the id `file`. If that file exists already, return its record without reading `data`:
-        so a writer that is repeated creates the file once.
+        so a repeated write creates the file only once.
         """
         if (existing := await self._refreshed(file)) is not None and existing.state == "ready":
             return existing
@@ -173,8 +175,8 @@ class FileStore:
         known.
 
         Raises InvalidInput for an empty file, PayloadTooLarge, RateLimited above a limit of the key or of all keys,
-        ResourceExhausted for a full store, and the errors of `data` and `about`. After an error nothing of the file is
-        left. If the task is cancelled, `clean` removes the rest later.
+        ResourceExhausted for a full store, and the errors of `data` and `about`. After an error, the file and its
+        record are removed. If the task is cancelled, `clean` removes them later.
         """
         with self._uploads.hold(owner):
             return await self._receive(owner, data, about, new_id(), bounded=True)
@@ -182,8 +184,8 @@ class FileStore:
     async def _receive(
         self, owner: str, data: AsyncIterator[bytes], about: Callable[[], FileDescription], file: str, *, bounded: bool
     ) -> FileRecord:
-        """Write a file with its record. `bounded`: refuse it above the limits of its owner or of all owners. An output
-        is not bounded: it counts, but is never refused.
+        """Write a file with its record. `bounded`: refuse the file above the limits of its owner or of all owners. An
+        output is not bounded: it counts, but is never refused.
         """
         objects = self._required()
         if bounded:
@@ -208,7 +210,7 @@ class FileStore:
                     return await self._write(objects, draft, _Read(data, self._max_bytes, grow), about)
             except Exception:
                 now = self._records.get(draft.id)
-                if now is None or now == draft:  # else another gateway writes this file
+                if now is None or now == draft:  # else: another gateway writes this file
                     await self._forsake(draft.id)
                 raise
         finally:
@@ -217,7 +219,8 @@ class FileStore:
     def _charge(self, file: str, record: FileRecord | None) -> None:
         if record is None:
             self._usage.release(file)
-        elif record.state != "writing" or file not in self._usage:  # else its writer counts the bytes
+        # else: the gateway that writes the file counts its bytes
+        elif record.state != "writing" or file not in self._usage:
             self._usage.charge(file, record.owner, record.bytes)
 
     async def _write(
@@ -248,7 +251,7 @@ class FileStore:
             _logger.warning("a file could not be removed, so it is removed later: %s", error)
 
     async def remove(self, record: FileRecord) -> None:
-        """Remove a file. It is not served any more, also if its bytes are removed later."""
+        """Remove a file. From now on requests cannot read it, also if its bytes are removed later."""
         self._required()
         with _unavailable():
             await self._records.change(
@@ -257,7 +260,7 @@ class FileStore:
         await self._forsake(record.id)
 
     async def _erase(self, file: str) -> None:
-        """Remove the object, then the record, so that no object is without a record. Raises StoreError, BrokerError."""
+        """Remove the object, then the record. So no object exists without a record. Raises StoreError, BrokerError."""
         assert self._objects is not None, "there is no file without a store"
         await self._objects.remove(file)
         await self._records.remove(file)
@@ -265,8 +268,8 @@ class FileStore:
     # clean-up
 
     async def clean(self) -> int:
-        """Remove expired files, half-removed files and abandoned writes, if this gateway holds the lease for it. Return
-        how many were removed. Raises BrokerError, StoreError.
+        """Remove expired files, half-removed files and abandoned writes, if this gateway has the lease for this work.
+        Return the number of removed files. Raises BrokerError, StoreError.
         """
         due = [record for record in self._records.values() if self._is_due(record)]
         if self._objects is None or not due or not await self._lease.acquire():
@@ -320,8 +323,8 @@ def sees_all(grant: Grant) -> bool:
 
 
 class _Read:
-    """Reader of a file that counts and digests its bytes. `grow` is called with the size after each piece. Raises
-    InvalidInput for an empty file, PayloadTooLarge above `limit`, and the errors of `grow`.
+    """Reader of a file that counts its bytes and computes their digest. `grow` is called with the size after each
+    piece. Raises InvalidInput for an empty file, PayloadTooLarge above `limit`, and the errors of `grow`.
     """
 
     def __init__(self, data: AsyncIterator[bytes], limit: int, grow: Callable[[int], None]) -> None:
@@ -367,7 +370,7 @@ def _unavailable() -> Iterator[None]:
     except BrokerError as error:
         raise QueueUnavailable(f"the broker refused: {error}") from error
     except ObjectMissing as error:
-        raise NotFound("the bytes of this file are gone", param="file_id") from error
+        raise NotFound("the bytes of this file were removed", param="file_id") from error
     except StoreFull as error:
         raise ResourceExhausted("the payload store has no room for this file", reason="store_full") from error
     except StoreError as error:

@@ -73,7 +73,9 @@ def is_public(body: Any) -> bool:
 
 
 def requested(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert the body of a public SDK to that of a JobRequest. Raises InvalidInput with the field of the client."""
+    """Convert the body of a public SDK to the body of a JobRequest. Raises InvalidInput with the name of the client's
+    field.
+    """
     for name, instead in _REFUSED.items():
         if name in body:
             raise _refused(name, instead)
@@ -183,7 +185,7 @@ async def _body(request: Request, kind: type[_T], form: Callable[[Any], Any] | N
         if form is None:
             return msgspec.json.decode(await request.body(), type=kind)
         return msgspec.convert(form(msgspec.json.decode(await request.body())), kind)
-    except msgspec.DecodeError as error:  # its message has the expected type, but no value of the body
+    except msgspec.DecodeError as error:  # the message has the expected type, but no value of the body
         raise _schema_fault(error) from error
 
 

@@ -20,9 +20,9 @@ from sie_runtime.metrics import Scrape
 
 
 class JobLedger:
-    """The records of all jobs, as this gateway knows them. Another task keeps `bucket` up to date.
+    """Records of all jobs that this gateway knows. Another task keeps `bucket` up to date.
 
-    The record of a running job grows by less than 20 KiB. These bytes count in `usage`, but no job ends because of
+    While a job runs, its record grows by less than 20 KiB. These bytes count in `usage`, but no job ends because of
     them.
     """
 
@@ -62,7 +62,7 @@ class JobLedger:
         """Store a new job. If a job with its id exists, it is returned unchanged. Raises RateLimited above a limit of
         the owner or of all owners, BrokerError.
         """
-        if job.id not in self._usage:  # else the same job exists, or is being stored
+        if job.id not in self._usage:  # else: the same job exists, or is being stored
             size = len(records.encode(job))
             self._usage.check(job.owner, RecordUse(1, size))
             self._usage.charge(job.id, job.owner, size)
@@ -78,8 +78,8 @@ class JobLedger:
     async def change(
         self, job_id: str, make: Callable[[JobRecord | None], JobRecord | None], *, created: bool = False
     ) -> JobRecord:
-        """Change a record as `Record.change` does. Raises BrokerError, and NotFound if the job does not exist. With
-        `created`, a missing job is created instead.
+        """Change a record in the same way as `Record.change`. Raises BrokerError, and NotFound if the job does not
+        exist. With `created`, a missing job is created instead.
         """
 
         def changed(before: JobRecord | None) -> JobRecord | None:
@@ -129,7 +129,7 @@ class JobLedger:
 
 
 class JobFigures(Collector):
-    """Counts of all stored jobs, also of jobs that other gateways lead."""
+    """Number of jobs and rows of all stored jobs, also of jobs that other gateways lead."""
 
     def __init__(self, ledger: JobLedger) -> None:
         self._ledger = ledger

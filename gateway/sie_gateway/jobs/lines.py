@@ -3,7 +3,7 @@
     line ──► route of its url ──► Inference.answered, bulk ──► {"custom_id", "response", "error"}
     parts ──at the end──► a file of answers, a file of failures
 
-A batch that ends early keeps its answers: see `BatchJob.finish`. The form of the lines is in envelope.py.
+The answers of a batch that ends early are kept: see `BatchJob.finish`. The format of the lines is in envelope.py.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class BatchJob:
         self._progress = progress
         self._route_of = route_of
         self._repeated: frozenset[int] = frozenset()  # lines with the custom_id of an earlier line
-        self._rows: dict[int, dict[int, BatchRow]] = {}  # rows of shards that are not stored yet, by line
+        self._rows: dict[int, dict[int, BatchRow]] = {}  # rows of shards that are not stored yet: shard -> line -> row
 
     async def plan(self) -> Plan:
         """See JobWork. Raises InvalidInput for a file without lines, or with too many lines."""
@@ -75,7 +75,7 @@ class BatchJob:
         try:
             async with asyncio.TaskGroup() as tasks:
                 for place, line in requests:
-                    if place not in rows:  # else an attempt before answered it, and the store then failed
+                    if place not in rows:  # else: an earlier attempt answered the line, and the store then failed
                         tasks.create_task(self._line(number, place, line))
         except* (SIEError, Halted) as errors:
             raise errors.exceptions[0] from errors
@@ -89,10 +89,10 @@ class BatchJob:
         return await asyncio.to_thread(_record, number, span, stands, rows if stands is data else None)
 
     async def finish(self, job: JobRecord, state: str, shards: dict[int, ShardRecord]) -> dict[str, Any]:
-        """Join the parts to two files, of answers and of failures. A file without lines is not created. See JobWork.
+        """Join the parts to two files: answers, and failures. A file without lines is not created. See JobWork.
 
-        The answers of shards that are not stored yet are stored first. For a batch that has expired, each request
-        without an answer gets an error.
+        Answers of shards that are not stored yet are stored first. If the batch has expired, each request without an
+        answer gets an error.
         """
         plan = await (self.plan() if state == "expired" else self._place.plan())
         spans = plan.spans if plan is not None else ()
@@ -107,9 +107,9 @@ class BatchJob:
         return fields
 
     async def _left(self, number: int, span: RowSpan, state: str) -> ShardRecord | None:
-        """Return the record of a shard whose batch ends early; None if it has no answers."""
+        """Return the record of a shard whose batch ends early; None if the shard has no answers."""
         data = await self._place.existing(_part(number))
-        if data is not None:  # an earlier leader stored it, and died before it wrote the record
+        if data is not None:  # an earlier leader stored the part, and died before it wrote the record
             return await asyncio.to_thread(_record, number, span, data)
         answered = self._rows.get(number, {})
         if state != "expired":
@@ -122,7 +122,7 @@ class BatchJob:
         return await self._stored(number, span, [answered.get(place) or _expired(line) for place, line in requests])
 
     async def close(self) -> None:
-        """Close nothing: a batch has nothing open. See JobWork."""
+        """Do nothing: a batch has no open connections. See JobWork."""
 
     async def _lines(self, shards: dict[int, ShardRecord], *, failures: bool) -> AsyncIterator[bytes]:
         """Yield the answers, or the failures, in the order of their requests."""
@@ -151,7 +151,7 @@ class BatchJob:
             raise ShardBroken(ErrorInfo(error.code, "the input file no longer exists", "input_missing")) from error
 
     async def _file(self, job: JobRecord, kind: str, data: AsyncIterator[bytes]) -> str:
-        # every leader computes the same id; it grows with time, as all ids of files do
+        # every leader computes the same id; like all ids of files, it grows with time
         rest = uuid.uuid5(uuid.NAMESPACE_OID, f"{self._job.id} {kind}").hex[12:]
         file_id = f"file-{int(job.finalizing_s * 1000):012x}{rest}"
         name = f"{self._job.id}_{kind}.jsonl"
@@ -223,7 +223,7 @@ def _source(span: RowSpan) -> str:
 
 
 def _some(data: bytes, *, failures: bool) -> bytes:
-    """Return the answers of a part, or its failures."""
+    """Return the answers in the text of a part, or the failures."""
     return b"".join(row.text + b"\n" for row in envelope.written(data) if (row.code is not None) == failures)
 
 

@@ -1,4 +1,4 @@
-"""Native jobs: rows of files, answered by one model, in parts of Parquet, JSON Lines or NumPy.
+"""Native jobs: one model answers the rows of files. The output is parts in Parquet, JSON Lines or NumPy.
 
 span ──rows──► inputs ──equal inputs once──► cache ──► RowValues ──► Shard ──► sink ──► part, created once
 """
@@ -45,14 +45,16 @@ _logger = logging.getLogger("sie.gateway.jobs")
 
 
 class AnsweredShard(NamedTuple):
-    """A shard that is answered, but not written yet. `data`: its part. `unsent`: rows that the database lacks yet."""
+    """A shard that is answered, but not written yet. `data`: its part of the output. `unsent`: rows that are not in the
+    database yet.
+    """
 
     data: bytes
     unsent: SinkRows | None
 
 
 class Before(NamedTuple):
-    """A job whose failed rows another job retries."""
+    """An earlier job. Another job retries its failed rows."""
 
     job: JobRecord
     workplace: JobStorage
@@ -97,16 +99,17 @@ class NativeJob:
         self._cache: AnswerCache | None = None
         self._kept_bytes = 0  # bytes written to the cache since the last trim
         self._opening = asyncio.Lock()
-        self._count = 0  # number of parts
+        self._count = 0  # number of parts of the output
         self._planned_rows: tuple[int, ...] = ()  # rows of each part
         self._again: tuple[Again, ...] = ()
         self._is_prepared = False  # whether the collection of the database is prepared
-        self._computed: dict[int, int] = {}  # by shard: number of inputs that the model answered
+        self._computed: dict[int, int] = {}  # number of inputs that the model answered, by shard
         self._preparing = asyncio.Lock()
-        self._unwritten: dict[int, AnsweredShard] = {}  # by number: shards that the database or the store lacks
+        # shards that are not in the database or in the store yet, by number
+        self._unwritten: dict[int, AnsweredShard] = {}
         self._values = RowValues(client, job.model, job.request.operation, job.request.params, job.fingerprint)
 
-    # the plan
+    # ---- the plan of a job
 
     async def plan(self) -> Plan:
         """See JobWork."""
@@ -141,7 +144,7 @@ class NativeJob:
         return fit._replace(rows=min(fit.rows, request.shard_rows))
 
     async def _retried(self) -> Plan:
-        """Return a plan with those spans of the earlier job that have failed rows."""
+        """Return a plan of the spans of the earlier job that have failed rows."""
         before = await self._places.before(self._job.retry_of)
         plan = await before.workplace.plan()
         if plan is None:
@@ -167,7 +170,7 @@ class NativeJob:
                 rows = [row for row, outcome in zip(rows, outcomes, strict=True) if outcome.error is not None]
         return rows
 
-    # a shard
+    # ---- the answers of a shard
 
     async def shard(self, number: int, span: RowSpan) -> ShardRecord:
         """See JobWork."""
@@ -212,7 +215,9 @@ class NativeJob:
         )
 
     async def _answers(self, number: int, rows: Sequence[InputRow]) -> tuple[list[RowAnswer], int]:
-        """Return the answer to each row, and the number of answers taken from an equal row or from the cache."""
+        """Return the answer to each row, and the number of rows whose answer was copied from an equal row or from the
+        cache.
+        """
         places = [place for place, row in enumerate(rows) if row.fault is None]
         once = await asyncio.to_thread(
             lambda: unique([_input(rows[place], self._request.operation) for place in places])
@@ -256,8 +261,8 @@ class NativeJob:
         return [every[place] for place in range(len(once.inputs))]
 
     async def _keep(self, cache: AnswerCache, number: int, good: dict[bytes, RowAnswer]) -> None:
-        """Write answers to the cache for later jobs. If the store fails, this job goes on, and a later job computes the
-        answers again.
+        """Write answers to the cache for later jobs. If the store fails, this job continues, and a later job computes
+        the answers again.
         """
         try:
             self._kept_bytes += await cache.keep(f"{self._job.id}-{number:06}", good)
@@ -267,8 +272,8 @@ class NativeJob:
             await self._trim()
 
     async def _opened(self, once: Unique) -> AnswerCache | None:
-        """Return the cache with the answers of other jobs, None without one. Its space depends on the current
-        fingerprint of the model. If that is not known yet, the first input is answered to learn it.
+        """Return the cache with the answers of other jobs; None if this job has no cache. The cache depends on the
+        current fingerprint of the model. If the fingerprint is not known yet, the first input is answered to learn it.
         """
         if not self._cache_bytes or not once.inputs:
             return None
@@ -276,7 +281,7 @@ class NativeJob:
             if self._cache is None:
                 if not self._values.fingerprint:
                     await self._values.answers_of(once.inputs[:1], lambda places, answers: None)
-                if not self._values.fingerprint:  # the first input failed
+                if not self._values.fingerprint:  # the first input failed, so the fingerprint is still unknown
                     return None
                 request = self._request
                 space = (self._cache_owner, self._values.fingerprint, request.operation, request.params)
@@ -314,7 +319,7 @@ class NativeJob:
         if self._places.sink is not None:
             await self._places.sink.close()
 
-    # the end
+    # ---- the end of a job
 
     async def finish(self, job: JobRecord, state: str, shards: dict[int, ShardRecord]) -> dict[str, Any]:
         """Write the manifest of the shards that exist. See JobWork."""
@@ -338,14 +343,16 @@ class NativeJob:
 
 
 def _owner(job: JobRecord) -> str:
-    """Return the mark of a job in the folder of its output. The id alone is not unique: an id that comes from an
-    Idempotency-Key is used again if a client sends the key again after the job was deleted.
+    """Return the name that identifies a job in the folder of its output. The id alone is not unique. An id is derived
+    from the Idempotency-Key, so it is used again if a client sends the key again after the job was deleted.
     """
     return f"{job.id} {job.created_s!r}"
 
 
 def manifest(job: JobRecord, state: str, shards: dict[int, ShardRecord], unread: Sequence[Unread]) -> api.JobManifest:
-    """Describe a job's output by the records of its shards, with the parts of the input that could not be read."""
+    """Describe the output of a job from the records of its shards, with the parts of the input that could not be
+    read.
+    """
     assert job.request is not None
     good = [shards[number] for number in sorted(shards) if shards[number].error is None]
     return api.JobManifest(
@@ -373,7 +380,7 @@ def manifest(job: JobRecord, state: str, shards: dict[int, ShardRecord], unread:
 
 
 def _for_sink(rows: Sequence[InputRow], answers: Sequence[RowAnswer]) -> SinkRows | None:
-    """Return the rows that have a vector; None if there are none."""
+    """Return the rows that have a vector; None if no row has one."""
     good = [place for place, answer in enumerate(answers) if answer.error is None]
     if not good:
         return None
@@ -382,7 +389,7 @@ def _for_sink(rows: Sequence[InputRow], answers: Sequence[RowAnswer]) -> SinkRow
 
 
 def _kinds(rows: Sequence[Mapping[str, Any]]) -> dict[str, Kind]:
-    """Return the columns by which searches may filter: their values have a single plain type."""
+    """Return the columns that searches may use as filters: all values of the column have one plain type."""
     kinds: dict[type, Kind] = {str: "keyword", bool: "bool", int: "integer", float: "float"}
     column_types = {name: {type(row.get(name)) for row in rows} - {type(None)} for name in rows[0]}
     return {

@@ -15,25 +15,29 @@ from sie_contracts.errors import InvalidInput
 from sie_contracts.jobs import JobRecord
 
 STEP_S = 5.0
-STEPS = 60  # steps over which the rate is measured: five minutes
+STEPS = 60  # number of steps in which the rate is measured: five minutes
 MIN_S = 2 * STEP_S  # seconds of progress before a rate is known
 MIN_SPREAD = 0.02
-MIN_LEFT_S = 300.0  # seconds planned for the rest of a late job: in less time, new workers could not even start
+# seconds that are planned at least for the remaining rows of a late job: new workers take about this long to start
+MIN_LEFT_S = 300.0
 
 
 class JobPace:
     """Meter of a job's rows a second over the last minutes, and of their variation."""
 
     def __init__(self) -> None:
-        self._steps: deque[tuple[float, int]] = deque(maxlen=STEPS + 1)  # time; rows done at that time
+        # pairs: time, and number of rows done at that time
+        self._steps: deque[tuple[float, int]] = deque(maxlen=STEPS + 1)
 
     def note(self, now_s: float, done: int) -> None:
-        """Record the number of rows that are done. `rest` leaves out a time in which the job cannot run."""
+        """Record the number of rows that are done. Call `rest` before a time in which the job cannot run, so that this
+        time does not count.
+        """
         if not self._steps or now_s - self._steps[-1][0] >= STEP_S:
             self._steps.append((now_s, done))
 
     def rest(self) -> None:
-        """Forget the steps so far, because the job does not run for a while."""
+        """Remove the measured steps, because the job does not run for a while."""
         self._steps.clear()
 
     @property
@@ -56,10 +60,10 @@ class JobPace:
 
 
 def forecast(job: JobRecord, workers: int, now_s: float) -> Forecast | None:
-    """Forecast the end of a running job. Returns None while its rows are not counted, or its rate is not known.
+    """Forecast the end of a running job. Returns None while its rows are not counted, or its rate is unknown.
 
-    `plus_minus_s` comes from twice the standard error of the rate. The number of workers that a deadline needs assumes
-    that each worker has the same share of the current rate.
+    `plus_minus_s` is computed from twice the standard error of the rate. The number of workers for a deadline is
+    computed on the assumption that each worker has the same part of the current rate.
     """
     if job.state != "running" or job.rows is None or job.rows_per_s <= 0:
         return None
@@ -75,9 +79,9 @@ def forecast(job: JobRecord, workers: int, now_s: float) -> Forecast | None:
 
 
 def workers_needed(job: JobRecord, workers: int, now_s: float) -> int | None:
-    """Return how many workers finish the job by its deadline, or within MIN_LEFT_S if that is later. Returns None if
-    the job has no deadline, if its rate is not known, or if more workers would not help: it does not run, or has a
-    limit of tokens a second.
+    """Return the number of workers with which the job ends by its deadline, or within MIN_LEFT_S if that is later.
+    Returns None if the job has no deadline or its rate is unknown. Also returns None if more workers would not help:
+    the job does not run, or has a limit of tokens per second.
     """
     request = job.request
     if request is None or not request.deadline or request.tokens_per_s:
@@ -110,10 +114,10 @@ def check(windows: Sequence[str]) -> None:
 
 
 def opens_in_s(windows: Sequence[str], time_zone: str, now_s: float) -> float:
-    """Return the seconds until the job may work: 0 inside a window, and for a job without windows.
+    """Return the seconds until the job may run: 0 inside a window, and for a job without windows.
 
-    A window such as `22:00-06:00` begins and ends by the local time of its zone. It goes past midnight if its end is
-    before its begin. Equal times mean a whole day. Raises InvalidInput for an unknown zone.
+    A window such as `22:00-06:00` begins and ends by the local time of its zone. If its end is before its begin, it
+    includes midnight. Equal times mean a whole day. Raises InvalidInput for an unknown zone.
     """
     if not windows:
         return 0.0

@@ -36,7 +36,7 @@ class UseBound(NamedTuple):
 
 
 class OwnerUsage:
-    """Number and bytes of records by owner, as this gateway knows them. A record that this gateway writes counts from
+    """Number and bytes of records by owner, as far as this gateway knows. A record that this gateway writes counts from
     the start of the write. A record of another gateway counts when the watch of the bucket has delivered it. So the
     total may exceed a limit by the records that other gateways accept until then.
 
@@ -46,15 +46,15 @@ class OwnerUsage:
     def __init__(self, of_key: UseBound, in_all: UseBound, *, kinds: tuple[str, str], remedy: str, reason: str) -> None:
         self._of_key, self._in_all = of_key, in_all
         self._kinds, self._remedy, self._reason = kinds, remedy, reason
-        self._charges: dict[str, tuple[str, int]] = {}  # by record: owner and bytes
-        self._uses: dict[str, RecordUse] = {}  # by owner
+        self._charges: dict[str, tuple[str, int]] = {}  # owner and bytes of each record, by id
+        self._uses: dict[str, RecordUse] = {}  # number and bytes of the records of each owner
         self._whole = RecordUse()
 
     def __contains__(self, record_id: str) -> bool:
         return record_id in self._charges
 
     def charge(self, record_id: str, owner: str, size: int) -> None:
-        """Count a record with `size` bytes for this owner, instead of its bytes so far."""
+        """Count a record of this owner with `size` bytes. An earlier size of the record is replaced."""
         self.release(record_id)
         self._charges[record_id] = (owner, size)
         self._add(owner, RecordUse(1, size))
@@ -83,7 +83,8 @@ class OwnerUsage:
             del self._uses[owner]
 
 
-REMOVED_AGE_S = 7 * 86_400.0  # seconds without the broker after which a gateway may show records removed meanwhile
+# seconds without the broker after which this gateway may still show records that were removed in that time
+REMOVED_AGE_S = 7 * 86_400.0
 LOOK_S = 0.5  # seconds between two local checks whether the record is stale
 _Kept = FileRecord | JobRecord
 T = TypeVar("T", FileRecord, JobRecord)
@@ -92,14 +93,14 @@ _logger = logging.getLogger("sie.gateway.jobs")
 
 
 class RecordValues(Mapping[str, T], Generic[T]):
-    """The records of one kind by id. `listeners` are called with an id and its record, None for a removed record."""
+    """Records of one kind by id. `listeners` are called with an id and its record, None for a removed record."""
 
     def __init__(self, record: Record[_Kept], prefix: str) -> None:
         self.listeners: list[Callable[[str, T | None], None]] = []
         self._record = record
         self._prefix = prefix
         self._values: dict[str, T] = {}
-        self._revisions: dict[str, int] = {}  # also of removed records, until the watch delivers their removal
+        self._revisions: dict[str, int] = {}  # includes removed records, until the watch has delivered their removal
 
     def __getitem__(self, id_: str) -> T:
         return self._values[id_]
@@ -164,8 +165,8 @@ class RecordValues(Mapping[str, T], Generic[T]):
 
 
 class JobsBucket:
-    """The bucket of jobs and files. One task calls `run`; any task may use the rest. `files` and `jobs` are empty until
-    the bucket has been read: see `require`.
+    """Bucket of jobs and files. One task calls `run`; any task may call the other methods. `files` and `jobs` are empty
+    until the bucket has been read: see `require`.
     """
 
     def __init__(self, broker: Store, replicas: int) -> None:

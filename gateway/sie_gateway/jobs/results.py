@@ -14,7 +14,7 @@ from sie_gateway.jobs.service import broker_errors_mapped
 from sie_store.datasets import parts, shards
 from sie_store.object_stores import ObjectMissing, StoreError
 
-SAMPLED = 4  # parts that are read for a sample of rows, at most
+SAMPLED = 4  # largest number of parts that are read for a sample of rows
 
 
 class JobResults:
@@ -25,7 +25,7 @@ class JobResults:
         self._engine = engine
 
     async def manifest(self, job: JobRecord, after: int, limit: int) -> api.JobManifest:
-        """Return the manifest with at most `limit` parts, without the first `after` parts. Raises QueueUnavailable."""
+        """Return the manifest with at most `limit` parts, after the first `after` parts. Raises QueueUnavailable."""
         async with broker_errors_mapped():
             every = await self._ledger.shards(job.id)
             plan = await self._engine.workplace(job).plan()
@@ -47,8 +47,8 @@ class JobResults:
         )
 
     async def part(self, job: JobRecord, name: str) -> bytes:
-        """Return the bytes of a part in the payload store. Raises NotFound, also if the output is at another URL;
-        QueueUnavailable.
+        """Return the bytes of a part in the payload store. Raises NotFound, also if the output is stored at another
+        URL; QueueUnavailable.
         """
         assert job.request is not None
         if job.output_url:
@@ -60,7 +60,7 @@ class JobResults:
         return await self._bytes(job, name)
 
     async def rows(self, job: JobRecord, limit: int, *, only_failed: bool) -> api.JobRows:
-        """Return at most `limit` answered rows, without their values. Raises QueueUnavailable."""
+        """Return at most `limit` answered rows, without their vectors or scores. Raises QueueUnavailable."""
         assert job.request is not None
         async with broker_errors_mapped():
             every = await self._ledger.shards(job.id)

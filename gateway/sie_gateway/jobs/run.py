@@ -1,17 +1,17 @@
 """Run of one job by its leader: plan the input once, answer the shards, complete the output.
 
     queued ─► planning ─► running ─► finalizing ─► completed, cancelled, expired; failed if no shard could be answered
-                 │           └── paused (by its owner, or by an error that only people can mend) ─► queued
+                 │           └── paused (by its owner, or by an error that only a person can mend) ─► queued
                  └── failed (input that can never be read)
 
-A leader may die at any moment: the next leader reads the plan and the records of the answered shards, and goes on. If
+A leader may die at any moment: the next leader reads the plan and the records of the answered shards, and continues. If
 the store or the broker refuses an operation for a while, the leader tries it again without a limit. Meanwhile the
 record of the job has the error as its `trouble`.
 
-A job may also be the reason why its leaders die, for example by an input that takes all memory. A leader works on the
-first SHARDS_AT_ONCE shards without an answer. So after a death, the next leader answers these shards one by one. The
-count of deaths begins again if more rows are done than at any death before. A job fails after MAX_LOST deaths in a row
-during the same work: the first shard without an answer, the plan, or the output.
+A job may also kill its leaders, for example by an input that needs all memory. A leader works on the first
+SHARDS_AT_ONCE shards without an answer. So after a death, the next leader answers these shards one by one. The count of
+deaths is reset if more rows are done than at every earlier death. A job fails after MAX_LOST deaths in a row during the
+same work: the first shard without an answer, the plan, or the output.
 """
 
 from __future__ import annotations
@@ -37,21 +37,23 @@ from sie_gateway.jobs.pace import JobPace
 from sie_store.datasets.answers import most_frequent
 from sie_store.object_stores import AccessRefused, BucketMissing, StoreError
 
-SHARDS_AT_ONCE = 3  # while one shard is computed, another one is read, and a third one is written
+SHARDS_AT_ONCE = 3  # at most one shard is read, one is computed and one is written at a time
 FLUSH_S = 1.0  # seconds between two writes of the progress
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0  # seconds before the first retry; longest pause between retries
 MAX_LOST = 3
 LEADERS_LOST = "LEADERS_LOST"
-LAST_TRIES_S = 60.0  # seconds of retries for the output of a job that ends early: its owner waits for the end
+# seconds of retries for the output of a job that ends early: the owner of the job waits for the end
+LAST_TRIES_S = 60.0
 OUTSIDE_WINDOW = "OUTSIDE_WINDOW"
-ENDS = {"cancel": "cancelled", "expired": "expired"}  # final state by the reason why the work was stopped
+# final state of a job, by the reason for which its work was stopped
+ENDS = {"cancel": "cancelled", "expired": "expired"}
 _INTERNAL = ErrorInfo("INTERNAL_ERROR", "the gateway failed; its log has the details under the id of this job")
 _T = TypeVar("_T")
 _logger = logging.getLogger("sie.gateway.jobs")
 
 
 class ShardBroken(Exception):
-    """Raised if a part of the input can never be read. The other parts are still answered."""
+    """Raised if a part of the input can never be read. The other parts are answered anyway."""
 
     def __init__(self, info: ErrorInfo) -> None:
         super().__init__(info.message)
@@ -71,7 +73,7 @@ class Deadly(Exception):
 
 
 class Replaced(Exception):
-    """Raised if this gateway does not lead the job any more, or if the job has ended."""
+    """Raised if this gateway no longer leads the job, or if the job has ended."""
 
 
 class JobProgress(Protocol):
@@ -81,30 +83,30 @@ class JobProgress(Protocol):
         """Add `done` answered rows of a shard; `failed` of them have an error."""
 
     def trouble(self, error: ErrorInfo | None) -> None:
-        """Set the error for which the job waits; None if it goes on."""
+        """Set the error for which the job waits; None if the job continues."""
 
     async def until_open(self) -> None:
-        """Return when the job may work, by the `windows` of its request."""
+        """Wait until the job may run, by the `windows` of its request."""
 
 
 class JobWork(Protocol):
     """Operations that differ between kinds of jobs."""
 
     async def plan(self) -> Plan:
-        """Return the plan of the input. If no plan is stored, one is made and stored. Raises SIEError for input that
-        can never be read, StoreError.
+        """Return the plan of the input. If no plan is stored, create and store one. Raises SIEError for input that can
+        never be read, StoreError.
         """
 
     async def shard(self, number: int, span: RowSpan) -> ShardRecord:
         """Answer a part, store its answers, and return its record. Raises ShardBroken, SIEError, StoreError."""
 
     async def finish(self, job: JobRecord, state: str, shards: dict[int, ShardRecord]) -> dict[str, Any]:
-        """Complete the output, also of a job that ends early. Shards that are completed here are added to `shards`.
+        """Complete the output, also of a job that ends early. Shards that this call completes are added to `shards`.
         Returns fields for the record of the job. Raises SIEError, StoreError.
         """
 
     async def close(self) -> None:
-        """Close connections that the work has opened."""
+        """Close the connections that the work has opened."""
 
 
 class _ShardSums:
@@ -121,7 +123,7 @@ class _ShardSums:
         self._seen = 0
 
     def add(self) -> None:
-        """Add the shards that are new since the last call."""
+        """Add the numbers of the shards that were answered after the last call."""
         for number, shard in itertools.islice(self.shards.items(), self._seen, None):
             self.rows += shard.rows
             self.failed += shard.failed
@@ -155,16 +157,17 @@ class JobRun:
         self._make = work
         self._shards: dict[int, ShardRecord] | None = None  # answered shards; None until they were read
         self._sums = _ShardSums({})
-        self._live: dict[int, tuple[int, int]] = {}  # by shard in work: answered rows, failed rows
+        # by shard that is being answered: number of answered rows, number of failed rows
+        self._live: dict[int, tuple[int, int]] = {}
         self._unread: tuple[Unread, ...] = ()
         self._trouble: ErrorInfo | None = None
-        self._is_ending = False  # whether this run writes the end of the job
+        self._is_ending = False  # true if this run writes the end of the job
         self._pace = JobPace()
         self._changed = asyncio.Event()
 
     async def run(self) -> None:
-        """Run the job until it ends, is paused, or this task is cancelled. After an error that may pass, only this run
-        ends. The next leader goes on with a job that has not ended and is not paused.
+        """Run the job until it ends, is paused, or this task is cancelled. After an error that may disappear, only this
+        run ends. The next leader continues a job that has not ended and is not paused.
         """
         self._ledger.listen(self._id, lambda job: self._changed.set())
         try:
@@ -175,7 +178,7 @@ class JobRun:
             finally:
                 flushing.cancel()
                 await asyncio.gather(flushing, return_exceptions=True)
-        except (BrokerError, NotFound, Replaced) as error:  # NotFound: the job was deleted meanwhile
+        except (BrokerError, NotFound, Replaced) as error:  # NotFound: the job was deleted in the meantime
             self._left(error)
         finally:
             self._ledger.listen(self._id, None)
@@ -206,7 +209,7 @@ class JobRun:
         return _INTERNAL
 
     def _left(self, error: Exception) -> None:
-        """Log that this run ends. The next leader, which may be this gateway, goes on."""
+        """Log that this run ends. The next leader, which may be this gateway, continues the job."""
         _logger.warning("this gateway leaves job %s for now: %s", self._id, error)
 
     # progress of the work
@@ -221,7 +224,9 @@ class JobRun:
         self._trouble = error
 
     async def until_open(self) -> None:
-        """See JobProgress. Outside its windows a job has the trouble OUTSIDE_WINDOW, and its rate is not measured."""
+        """Wait until the job may run. Outside its windows, a job has the trouble OUTSIDE_WINDOW, and its rate is not
+        measured. See JobProgress.
+        """
         request = self._job.request
         while request is not None and (wait_s := pace.opens_in_s(request.windows, request.time_zone, self._now_s())):
             message = f"the job works from {' and '.join(request.windows)} {request.time_zone}"
@@ -249,7 +254,7 @@ class JobRun:
         self._job = replace(self._job, fingerprint=fingerprint)
         try:
             work = self._make(self._job, self)
-        except SIEError as error:  # such as a place that is not allowed any more
+        except SIEError as error:  # for example, an input or output folder is no longer allowed
             if not self._is_late and self._job.wanted != "cancel":
                 if self._job.is_planned and self._job.batch is None and not error.retryable:
                     raise Halted(error.info()) from error
@@ -276,8 +281,8 @@ class JobRun:
             await self._finish(work, "failed", error.info)
             return
         except Exception as error:
-            # The answers are kept: the owner may resume a job, for example when its model is back. A batch cannot be
-            # resumed, so it ends with the answers that it has.
+            # The answers are kept: the owner may resume a job, for example when its model is available again.
+            # A batch cannot be resumed, so it ends with the answers that it has.
             if not self._job.is_planned or (isinstance(error, SIEError) and error.retryable):
                 raise
             if self._job.batch is None:
@@ -308,7 +313,7 @@ class JobRun:
         plan, done = await self._read(work)
         if not plan.spans and plan.unread:
             raise SIEError.from_info(plan.unread[0].error)
-        # earlier leaders may have died while they made the plan; it exists now, so their deaths count no more
+        # earlier leaders may have died while they built the plan; the plan exists now, so their deaths no longer count
         lost = self._job.lost if self._job.is_planned else ()
         await self._note(
             state=self._state,
@@ -332,8 +337,8 @@ class JobRun:
             raise errors.exceptions[0] from errors
 
     async def _isolated(self, work: JobWork, plan: Plan, numbers: list[int], done: dict[int, ShardRecord]) -> None:
-        """Answer one by one the shards that may have ended a leader. Then the count of deaths begins again. The
-        progress is written after each shard: if this leader dies, the cause is the first shard without a record.
+        """Answer one by one the shards that may have ended a leader, then reset the count of deaths. The progress is
+        written after each shard: if this leader dies, the cause is the first shard without a record.
         """
         for number in numbers:
             await self._answer(work, plan, iter((number,)), done)
@@ -393,7 +398,7 @@ class JobRun:
             await asyncio.gather(doing, return_exceptions=True)
 
     async def _patiently(self, attempt: Callable[[], Awaitable[_T]], for_s: float = float("inf")) -> _T:
-        """Return the result of `attempt`. It is called again while the store or the broker fails, for at most `for_s`
+        """Return the result of `attempt`. While the store or the broker fails, it is called again, for at most `for_s`
         seconds. Then the last error is raised.
         """
         pause_s, met = FIRST_PAUSE_S, False
@@ -417,7 +422,7 @@ class JobRun:
             await asyncio.sleep(pause_s)
             pause_s = min(MAX_PAUSE_S, 2 * pause_s)
 
-    # the record
+    # ---- the record of the job
 
     async def _flush(self) -> None:
         before: object = None
@@ -434,13 +439,13 @@ class JobRun:
                 except BrokerError as error:  # the next write has the newer progress
                     _logger.info("the progress of job %s could not be written: %s", self._id, error)
                     continue
-                except (Replaced, NotFound) as error:  # `_until_told` learns it from the watch
+                except (Replaced, NotFound) as error:  # `_until_told` gets this information from the watch
                     _logger.info("the progress of job %s is not written any more: %s", self._id, error)
                     return
                 before = state
 
     def _progress_fields(self) -> dict[str, Any]:
-        """Return the fields of the record that hold the progress; none until the shards have been read."""
+        """Return the fields of the record that contain the progress; an empty map until the shards have been read."""
         if self._shards is None:
             return {}
         sums = self._sums = self._sums if self._sums.shards is self._shards else _ShardSums(self._shards)
@@ -461,7 +466,7 @@ class JobRun:
 
     async def _claim(self) -> None:
         """Write this gateway as the leader into the record. Raises Replaced if the job needs no leader: this gateway
-        may have an old record, and may have taken the lease of a job that has ended. Raises BrokerError, NotFound.
+        may have an old record, and may have acquired the lease of a job that has ended. Raises BrokerError, NotFound.
         """
 
         def claim(job: JobRecord | None) -> JobRecord:
@@ -483,7 +488,7 @@ class JobRun:
         await self._change(lambda job: fields)
 
     async def _change(self, fields: Callable[[JobRecord], dict[str, Any]]) -> None:
-        """Change fields of the record, also those of the progress. Raises the errors of `_note`."""
+        """Change fields of the record, including the progress. Raises the errors of `_note`."""
         progress = self._progress_fields()
 
         def noted(job: JobRecord | None) -> JobRecord:
@@ -494,7 +499,7 @@ class JobRun:
         self._job = await self._ledger.change(self._id, noted)
 
     async def _pause(self, error: ErrorInfo | None, *, is_asked: bool = False) -> None:
-        """Pause the job until its owner resumes it. `is_asked`: the owner asked for the pause.
+        """Pause the job until its owner resumes it. `is_asked`: the owner requested the pause.
 
         If the owner has cancelled or resumed the job while the work was being stopped, the job is not paused. The next
         leader then carries out that command.
@@ -546,7 +551,8 @@ class JobRun:
 
 def claimed_by(job: JobRecord, leader: str) -> JobRecord:
     """Return the record with `leader` as the new leader. If the record still has another leader, that leader has died,
-    and is added to `lost`. If more rows are done than at any death before, `lost` begins again with it.
+    and is added to `lost`. If more rows are done than at every earlier death, the earlier entries of `lost` are
+    removed.
     """
     if job.leader in ("", leader):
         return replace(job, leader=leader)
@@ -556,8 +562,8 @@ def claimed_by(job: JobRecord, leader: str) -> JobRecord:
 
 
 def left(job: JobRecord, leader: str) -> JobRecord:
-    """Return the record of a job that `leader` passes on. It has not died, so it is also removed from `lost`, to which
-    another gateway may have added it.
+    """Return the record of a job that `leader` gives up. This leader has not died, so it is also removed from `lost`,
+    to which another gateway may have added it.
     """
     lost = tuple(name for name in job.lost if name != leader)
     return replace(job, leader="" if job.leader == leader else job.leader, lost=lost)
@@ -573,7 +579,7 @@ def _named(span: RowSpan) -> str:
 
 
 def broken_parts(shards: Mapping[int, ShardRecord], unread: Iterable[Unread]) -> list[str]:
-    """Return a message for each part of the input that could not be read. It names the part and the reason."""
+    """Return a message for each part of the input that could not be read. The message names the part and the reason."""
     broken = [(shard.source, shard.error) for _, shard in sorted(shards.items()) if shard.error is not None]
     broken += [(part.source, part.error) for part in unread]
     return [error.message if source in error.message else f"{source}: {error.message}" for source, error in broken]
@@ -593,7 +599,7 @@ def is_due(job: JobRecord, now_s: float) -> bool:
 
 
 def window_s(text: str) -> float:
-    """Return the seconds of a completion window, such as 24h."""
+    """Return the seconds of a completion window. An example of a window is 24h."""
     return int(text[:-1]) * {"s": 1, "m": 60, "h": 3600, "d": 86_400}[text[-1]]
 
 

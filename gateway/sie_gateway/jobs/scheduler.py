@@ -22,13 +22,13 @@ from sie_runtime.process import Stop, Trouble
 EVERY_S = 1.0
 LEASE_S = 6.0
 RENEW_S = 1.5
-FENCE_S = 0.75 * LEASE_S  # seconds after the last renewal at which a job is stopped: its lease may soon expire
+FENCE_S = 0.75 * LEASE_S  # seconds after the last renewal at which a job is stopped: its lease may expire soon
 LOOKS = 8  # leases that are requested in one round
 _logger = logging.getLogger("sie.gateway.jobs")
 
 
 class _Running:
-    """A job that runs here. It is cancelled if its lease was not renewed for FENCE_S."""
+    """A job that runs on this gateway. It is cancelled if its lease was not renewed for FENCE_S."""
 
     def __init__(self, job_id: str, task: asyncio.Task[None], lease: LeaderLease) -> None:
         self.task = task
@@ -63,8 +63,8 @@ class JobScheduler:
         replicas: int,
         now_s: Callable[[], float],
     ) -> None:
-        """Create the scheduler. `storage` and `replicas` belong to the bucket of leases, which other duties use too.
-        `now_s` returns seconds since 1970 by the broker's clock.
+        """Create the scheduler. `storage` and `replicas` are settings of the bucket of leases, which other tasks use
+        too. `now_s` returns seconds since 1970 by the broker's clock.
         """
         self._ledger = ledger
         self._leases = leases_of(broker, storage=storage, replicas=replicas)
@@ -72,8 +72,9 @@ class JobScheduler:
         self._work = work
         self._at_once = at_once
         self._now_s = now_s
-        # Leases of jobs that other gateways run; the lease that was not checked for longest is the first. They are kept
-        # because a lease can only be seen to expire over time. Other gateways run at least as many jobs.
+        # Leases of jobs that other gateways run; the lease whose last check is the oldest is the first.
+        # They are kept because only repeated checks show that a lease has expired.
+        # Other gateways run at least this number of jobs.
         self._observed: dict[str, LeaderLease] = {}
         self._running: dict[str, _Running] = {}
 
@@ -89,7 +90,7 @@ class JobScheduler:
                     trouble.passed()
                 except BrokerError as error:
                     trouble.met(error)
-                if await stop.wait_for(0.1):  # so a burst of changes causes one round only
+                if await stop.wait_for(0.1):  # wait a short time, so that a burst of changes causes only one round
                     break
         finally:
             await self._leave()
@@ -129,8 +130,9 @@ class JobScheduler:
                 free -= 1
 
     def _looked_at(self, waiting: dict[str, JobRecord]) -> list[JobRecord]:
-        """Return the jobs whose lease is requested in this round. Half of them have had another leader in an earlier
-        round, which may have died. The others, the oldest first, may have no leader. So neither half blocks the other.
+        """Return the jobs whose lease is requested in this round. One half had another leader in an earlier round,
+        which may have died. The other half, the oldest first, may have no leader. With two halves, neither group delays
+        the other.
         """
         fresh = [job for job_id, job in waiting.items() if job_id not in self._observed]
         led = [waiting[job_id] for job_id in self._observed]
@@ -144,11 +146,14 @@ class JobScheduler:
             entry.task.cancel()
         await asyncio.gather(*(entry.task for entry in running.values()), return_exceptions=True)
         for job_id, entry in running.items():
-            with contextlib.suppress(BrokerError):  # then the lease expires, and this gateway counts as dead
+            # without a release the lease expires, and this gateway is treated as dead
+            with contextlib.suppress(BrokerError):
                 await self._hand_over(job_id, entry)
 
     async def _hand_over(self, job_id: str, running: _Running) -> None:
-        """Pass on a job whose task has ended here: clear its leader, and release its lease. Raises BrokerError."""
+        """Give up a job whose task has ended on this gateway: remove the leader from the record, and release the lease.
+        Raises BrokerError.
+        """
 
         def handed(job: JobRecord | None) -> JobRecord:
             assert job is not None

@@ -48,9 +48,9 @@ _BATCH_STATES: dict[str, batches_api.BatchState] = {
 
 
 class JobService:
-    """Operations on the jobs of all owners. `check` refuses a job that can never run before it is stored, and returns
-    the job with its model resolved. `workers` counts the workers that serve a job. `forget` removes the objects of a
-    job in the payload store. `content` returns the name and the digest of a file, None for a file that is gone.
+    """Operations on the jobs of all owners. `check` refuses a job that can never run before the job is stored, and
+    returns the job with its model resolved. `workers` counts the workers that serve a job. `forget` removes the objects
+    of a job from the payload store. `content` returns the name and the digest of a file, None if the file was removed.
     """
 
     def __init__(
@@ -106,7 +106,9 @@ class JobService:
         return job
 
     async def want(self, call: Call, job_id: str, desired: str) -> api.JobInfo:
-        """Set the wanted state of a job: run, pause or cancel. Raises NotFound, and ContentConflict if it has ended."""
+        """Set the requested state of a job: run, pause or cancel. Raises NotFound, and ContentConflict if the job has
+        ended.
+        """
         self.find(call, job_id)
 
         def changed(job: JobRecord | None) -> JobRecord:
@@ -115,7 +117,8 @@ class JobService:
                 raise ContentConflict(f"the job is {job.state}", param="job")
             if desired == "run" and job.state == "paused":
                 job = replace(job, state="queued", error=None)
-                if "admin" in call.grant.scopes:  # an administrator takes the job over: its key may be gone
+                # an administrator becomes the owner of the job: its key may have been removed
+                if "admin" in call.grant.scopes:
                     job = replace(job, owner=call.grant.key, owner_name=call.grant.name)
             cancelling_s = self._now_s() if desired == "cancel" else job.cancelling_s
             return replace(job, wanted=desired, cancelling_s=cancelling_s, updated_s=self._now_s())
@@ -135,7 +138,9 @@ class JobService:
         return await self.submit(call, job.request, retry_of=job.id)
 
     async def delete(self, call: Call, job_id: str) -> api.JobDeleted:
-        """Delete a job that has ended. Output outside of the payload store stays. Raises NotFound, ContentConflict."""
+        """Delete a job that has ended. Output outside of the payload store is not deleted. Raises NotFound,
+        ContentConflict.
+        """
         job = self.find(call, job_id)
         if not job.ended:
             raise ContentConflict(f"the job is {job.state}: cancel it first", param="job")
@@ -143,7 +148,7 @@ class JobService:
         return api.JobDeleted(id=job_id)
 
     async def remove(self, job: JobRecord) -> None:
-        """Remove the objects of a job, then its records, so that no object is without a record. Raises
+        """Remove the objects of a job, then its records. So no object exists without a record. Raises
         QueueUnavailable.
         """
         async with broker_errors_mapped():
@@ -219,7 +224,7 @@ class JobService:
         return self.batch_told(await self._cancelled(batch_id))
 
     async def delete_batch(self, call: Call, batch_id: str) -> batches_api.BatchDeleted:
-        """Delete a batch that has ended; its files stay. Raises NotFound, ContentConflict."""
+        """Delete a batch that has ended. Its files are not deleted. Raises NotFound, ContentConflict."""
         job = self.find_batch(call, batch_id)
         if not job.ended:
             raise ContentConflict(f"the batch is {self.batch_told(job).status}: cancel it first", param="batch")
@@ -274,7 +279,7 @@ class JobService:
             metadata=job.batch.metadata,
         )
 
-    # both
+    # ---- jobs and batches
 
     def _new_id(self, call: Call, prefix: str) -> str:
         idempotency_key = call.headers.get("idempotency-key", "")
@@ -284,8 +289,8 @@ class JobService:
         return prefix + uuid.uuid5(uuid.NAMESPACE_OID, named).hex
 
     def _existing(self, call: Call, job_id: str) -> JobRecord | None:
-        """Return the job that was created with the same Idempotency-Key, None without one. It is returned also if a new
-        job would be refused now, for example because its file has expired. Raises NotReady.
+        """Return the job that was created with the same Idempotency-Key; None if there is no such job. The job is
+        returned also if a new job would be refused now, for example because its file has expired. Raises NotReady.
         """
         if not call.headers.get("idempotency-key"):
             return None
@@ -364,8 +369,8 @@ class Sweeper:
                 trouble.met(error)
 
     async def sweep(self) -> int:
-        """Delete the jobs that are due, if this gateway holds the lease for it. Return how many were deleted. Raises
-        BrokerError; SIEError if jobs could not be deleted, after all were tried.
+        """Delete the jobs that are due, if this gateway has the lease for this work. Return the number of deleted jobs.
+        Raises BrokerError. If jobs could not be deleted, all are tried, then SIEError is raised.
         """
         if not self._has_store:
             return 0

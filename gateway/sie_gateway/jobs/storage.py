@@ -13,7 +13,7 @@ from sie_store.object_stores import FILES, ObjectMissing, WrittenMeanwhile, room
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
-LONG_S = 120.0  # time limit of one call to the store, in seconds
+LONG_S = 120.0  # time limit in seconds for one long call to the store
 
 
 class JobStorage:
@@ -26,11 +26,13 @@ class JobStorage:
 
     @staticmethod
     def part(number: int, suffix: str) -> str:
-        """Return the name of a shard's object. The names of a job's shards sort in the order of their numbers."""
+        """Return the name of a shard's object. Sorted by name, the objects of a job are in the order of their
+        numbers.
+        """
         return f"part-{number:06}.{suffix}"
 
     async def plan(self) -> Plan | None:
-        """Read the plan; None if there is none yet. Raises StoreError."""
+        """Read the plan; None if no plan is stored. Raises StoreError."""
         data = await self.existing("plan")
         return None if data is None else await asyncio.to_thread(records.decode_plan, data)
 
@@ -63,7 +65,7 @@ class JobStorage:
                 await within(LONG_S, obstore.put_async(self.store, f"{self._prefix}/{name}", data, mode="create"))
         except WrittenMeanwhile:
             existing = await self.existing(name)
-            if existing is None:  # it was removed meanwhile
+            if existing is None:  # the object was removed in the meantime
                 raise
             return existing
         return data

@@ -23,10 +23,10 @@ from sie_gateway.jobs.client import Halted, JobClient
 from sie_store.datasets.answers import RowAnswer
 
 MODEL_CHANGED = "MODEL_CHANGED"
-GROUP_ITEMS = 256  # items of a request, at most
-GROUP_BYTES = 256 << 10  # bytes of the texts of a request, at most; a token has about four bytes
-GROUP_FILES = 16  # files of a request, at most
-SHARD_BYTES = 256 << 20  # expected bytes of the answers of a shard, at most
+GROUP_ITEMS = 256  # largest number of items of a request
+GROUP_BYTES = 256 << 10  # largest number of bytes in the texts of a request; a token has about four bytes
+GROUP_FILES = 16  # largest number of files of a request
+SHARD_BYTES = 256 << 20  # bytes that the answers of a shard are expected to have at most
 TEXT_TOKENS, IMAGE_TOKENS = 512, 1024  # expected tokens of a text; of an image
 TOKEN_BYTES = 4  # bytes of text for one token, roughly
 _SIZES = {"float32": 4, "float16": 2}
@@ -53,15 +53,15 @@ class ModelInput(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """Limits of a shard: rows, and bytes of text. `text_bytes` is None without a limit."""
+    """Limits of a shard: rows, and bytes of text. `text_bytes` is None if there is no limit."""
 
     rows: int
     text_bytes: int | None
 
 
 def bounds(understood: PlannedRequest, *, has_images: bool) -> Bounds:
-    """Return the limits of a shard whose answers take about SHARD_BYTES. All answers are in memory until the shard is
-    written, and token vectors are about a hundred times as large as their text. So if the output has token vectors, the
+    """Return the limits of a shard whose answers have about SHARD_BYTES. All answers are in memory until the shard is
+    written, and token vectors are about a hundred times larger than their text. So if the output has token vectors, the
     bytes of the texts are limited too.
     """
     run, outputs = understood.options.run, understood.resolved.entry.outputs
@@ -94,7 +94,9 @@ class RowValues:
         params: Mapping[str, Any],
         fingerprint: str,
     ) -> None:
-        """Take the `fingerprint` of all earlier answers of the job; it is empty if there are none."""
+        """Create the values of one job. `fingerprint` is the fingerprint of all earlier answers of the job; it is empty
+        if there are none.
+        """
         self._client = client
         self._spec = spec
         self._operation: Operation = operation
@@ -134,7 +136,7 @@ class RowValues:
         return [value_of(placed) for placed in outcomes]
 
     def check(self, fingerprint: str) -> None:
-        """Check that the fingerprint equals that of the first answer of the job. Raises Halted."""
+        """Check that the fingerprint equals the fingerprint of the job's first answer. Raises Halted."""
         if not self.fingerprint:
             self.fingerprint = fingerprint
         elif fingerprint and fingerprint != self.fingerprint:
@@ -146,7 +148,7 @@ class RowValues:
 
 
 def value_of(placed: Placed) -> RowAnswer:
-    """Copy an outcome out of its message, so that the message does not stay in memory."""
+    """Copy the data of an outcome out of its message, so that the memory of the message can be freed."""
     result, outcome = placed
     if isinstance(outcome, Failed):
         return RowAnswer(error=outcome.error)
@@ -190,7 +192,7 @@ class Unique(NamedTuple):
 
 
 def unique(inputs: Sequence[ModelInput]) -> Unique:
-    """Remove repeated inputs. The rest stay in the order of their first occurrence."""
+    """Remove repeated inputs. The remaining inputs stay in the order of their first occurrence."""
     place_of: dict[bytes, int] = {}
     inputs_once: list[ModelInput] = []
     digests: list[bytes] = []

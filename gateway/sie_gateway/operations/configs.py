@@ -1,5 +1,5 @@
-"""Requests of the page at `/` to the config service, forwarded by the gateway: writes and the history of models. The
-page may send requests only to the gateway that served it. Programs use the config service directly.
+"""Requests of the page at `/` to the config service, forwarded by the gateway: writes, and the history of models. The
+browser lets the page send requests only to the gateway that served it. Programs use the config service directly.
 
     /console/configs/ID ──► scope at the gateway ──► /v1/configs/models/ID, with the caller's own token ──► its answer
 """
@@ -47,7 +47,7 @@ async def _forward(gateway: Gateway, request: Request, after: str = "") -> Respo
         raise NotFound("this gateway has no config service: SIE_CONFIG_SERVICE_URL names it")
     headers = {name: request.headers[name] for name in _SENT if name in request.headers}
     reader = gateway.settings.config_read_token
-    if request.method == "GET" and reader is not None:  # this gateway has checked that the caller may read
+    if request.method == "GET" and reader is not None:  # this gateway has checked before that the caller may read
         headers["authorization"] = f"Bearer {reader.reveal()}"
     path = f"{url.rstrip('/')}{MODELS}{_named(request.path_params.get('id', ''))}{after}"
     try:
@@ -67,7 +67,9 @@ async def _forward(gateway: Gateway, request: Request, after: str = "") -> Respo
 
 
 def _named(model: str) -> str:
-    """Return the path of a model below the models of the config service. Raises NotFound if a part is `.` or `..`."""
+    """Return the path of a model below the models of the config service. Raises NotFound if a segment of the name is
+    `.` or `..`.
+    """
     if any(part in (".", "..") for part in model.split("/")):
         raise NotFound("no such path")
     return f"/{quote(model, safe='/:@')}" if model else ""
@@ -84,7 +86,7 @@ async def history(gateway: Gateway, request: Request) -> Response:
 
 
 async def rollback(gateway: Gateway, request: Request) -> Response:
-    """Make a former revision the newest again."""
+    """Write the content of an earlier revision as the newest revision."""
     return await _forward(gateway, request, "/rollback")
 
 
@@ -104,11 +106,11 @@ def _own(route: Route) -> GatewayRoute:
 
 
 CONFIG_FORWARD = tuple(_own(row) for row in config_routes.bound(_HANDLERS) if row.handler is not None)
-SOURCE = "catalogue"  # the source of each entry in answers: only the config service knows the writer of an entry
+SOURCE = "catalogue"  # source of each entry in answers: only the config service knows who wrote an entry
 
 
 def _catalogue(gateway: Gateway) -> Catalogue:
-    return gateway.inference.catalogue  # raises NotReady while there is none
+    return gateway.inference.catalogue  # raises NotReady while the gateway has no catalogue
 
 
 def _document(
@@ -146,7 +148,7 @@ async def status(gateway: Gateway, request: Request) -> Response:
     revision, since = present.revisions[entry.id], present.since(entry.id)
     gateways = gateway.peers.epochs()
 
-    def revision_at(epoch: str) -> int | None:  # unknown for a gateway that is behind or ahead of this one
+    def revision_at(epoch: str) -> int | None:  # None if this gateway has an older or newer epoch
         return revision if configs.has_seen(epoch, since) and configs.has_seen(present.epoch, epoch) else None
 
     served = None if isinstance(entry, Alias) else bundles

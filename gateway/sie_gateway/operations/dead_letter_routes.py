@@ -25,7 +25,7 @@ _logger = logging.getLogger("sie.gateway.dead_letters")
 
 def _checked(request: Request, *more: str) -> None:
     """Check the names of query parameters. Raises InvalidInput for an unknown name: if a misspelt filter were ignored,
-    the operation would take too many letters.
+    the operation would process too many letters.
     """
     for name in request.query_params:
         if name not in ("pool", *more):
@@ -97,8 +97,8 @@ async def purge(gateway: Gateway, request: Request) -> Response:
 
 
 async def purge_all(gateway: Gateway, request: Request) -> Response:
-    """Remove the letters that fit the filters. Raises InvalidInput, also if the query has neither a filter nor `all`,
-    or both; PoolNotFound, QueueUnavailable.
+    """Remove the letters that fit the filters. Raises InvalidInput, also if the query has both a filter and `all`, or
+    has neither; PoolNotFound, QueueUnavailable.
     """
     _checked(request, *FILTERS, "all")
     letters = _filter(gateway, request)

@@ -1,4 +1,4 @@
-"""Dead letters for administrators (`dead_letter_routes.py`). No answer holds a client's input.
+"""Dead letters for administrators (`dead_letter_routes.py`). No answer contains a client's input.
 
 page, show     work that was given up: the reason, and the number of attempts
 replay         run the work again (`replay.py`): the letter is removed only if all inputs of the work were answered
@@ -28,24 +28,24 @@ from sie_gateway.metrics import Metrics
 from sie_gateway.operations.replay import Replays, Unreadable, open_replays
 
 LOOK_S = 10.0  # time limit of a list, or of the search for one letter, in seconds
-EXAMINED = 1000  # letters that one list reads, at most
+EXAMINED = 1000  # largest number of letters that one list reads
 EXAMINED_BYTES = 16 << 20
-PURGE_S = 30.0  # seconds after which a purge stops, and returns the number of removed letters
+PURGE_S = 30.0  # seconds after which a purge stops; it then returns the number of removed letters
 REPLAY_S = 110.0  # time limit of a replay of several letters, in seconds; below the time-outs of clients
 LETTER_S = 60.0  # seconds to wait for the answer of one letter, by default
-AROUND_S = 15.0  # seconds for the requests to the broker before and after the work
-AT_ONCE = 4  # letters that are replayed, and held in memory, at once; a letter is at most as large as a message
+AROUND_S = 15.0  # time limit in seconds for the requests to the broker before the replay and after it
+AT_ONCE = 4  # letters that are replayed, and in memory, at the same time; a letter has at most the size of a message
 MAX_PLACES = 4096
 FILTERS = ("lane", "model", "code", "reason")
 _ID = re.compile(r"[0-9a-f]{1,64}")
 _logger = logging.getLogger("sie.gateway.dead_letters")
-_Errors = Counter[tuple[str, str]]  # by code and reason
+_Errors = Counter[tuple[str, str]]  # number of errors by code and reason
 
 
 @dataclass(frozen=True)
 class Filter:
-    """Filter for dead letters of a pool. A letter fits if its lane, model, code and reason equal those of the filter.
-    An empty field fits every letter.
+    """Filter for dead letters of a pool. A letter fits if its lane, model, code and reason equal the fields of the
+    filter. An empty field fits every letter.
     """
 
     pool: str
@@ -64,7 +64,7 @@ class Filter:
 
     @property
     def is_all(self) -> bool:
-        """Return whether all fields but the pool are empty, so that every letter fits."""
+        """Return whether all fields except the pool are empty. Such a filter matches every letter."""
         return not any(value for _, value in self._values())
 
 
@@ -72,7 +72,7 @@ class DeadLetterOperations:
     """Operations on the dead letters of an installation's own pools. Workers write the dead letters of reservations to
     these pools too.
 
-    Every answer is read from the broker: only the sequences of letters are held in memory. The methods raise
+    Every answer is read from the broker: only the sequences of letters are in memory. The methods raise
     QueueUnavailable if the broker does not answer, NotFound, PoolNotFound.
     """
 
@@ -84,7 +84,7 @@ class DeadLetterOperations:
         pools: Iterable[str],
         on_publish: Callable[[Lane, Sequence[WorkItem]], None],
     ) -> None:
-        """Create the operations. `on_publish` is called with work that is published again, so that its model gets a
+        """Create the operations. `on_publish` is called with the work that is published again, so that its model gets a
         host.
         """
         self._broker = broker
@@ -96,7 +96,9 @@ class DeadLetterOperations:
         self._places: OrderedDict[tuple[str, str], int] = OrderedDict()  # last known sequence by pool and id
 
     async def page(self, filters: Filter, before: int, limit: int) -> api.DeadLetterPage:
-        """Return at most `limit` letters with a sequence below `before`. If it is 0, begin at the newest letter."""
+        """Return at most `limit` letters with a sequence below `before`. If `before` is 0, begin at the newest
+        letter.
+        """
         letters, more, last, size, examined = self._letters(filters.pool), False, 0, 0, 0
         shown = list[api.DeadLetterInfo]()
         counts: _Errors = Counter()
@@ -155,9 +157,10 @@ class DeadLetterOperations:
             return await _replayed(replays, letter, timeout_s)
 
     async def replay_all(self, filters: Filter, after: int, limit: int, timeout_s: float) -> api.ReplayedAll:
-        """Run at most `limit` letters with a sequence above `after` again, AT_ONCE at a time, in REPLAY_S altogether.
+        """Run at most `limit` letters with a sequence above `after` again, AT_ONCE at a time, in at most REPLAY_S
+        seconds.
 
-        Letters that are written meanwhile are left out: work that fails again is written as a new letter.
+        Letters that are written during the replay are left out: work that fails again becomes a new letter.
         """
         letters, end_s = self._letters(filters.pool), time.monotonic() + REPLAY_S
         done = list[api.Replayed]()
@@ -186,7 +189,7 @@ class DeadLetterOperations:
             return api.Purged(removed=int(await self._letters(pool).remove(letter)), complete=True)
 
     async def purge_all(self, filters: Filter) -> api.Purged:
-        """Remove all letters that fit and exist now. Stop after PURGE_S."""
+        """Remove all letters that fit and exist now. Stop after PURGE_S seconds."""
         letters, removed = self._letters(filters.pool), 0
         end_s = time.monotonic() + PURGE_S
         async with _bounded(PURGE_S + LOOK_S):
@@ -254,7 +257,7 @@ class DeadLetterOperations:
 
 
 async def _first(letters: Letters, filters: Filter, after: int, last: int, most: int) -> list[DeadLetterEntry]:
-    """Return the `most` oldest letters that fit, with sequences above `after` and up to `last`."""
+    """Return the `most` oldest letters that match, with sequences above `after` and up to `last`."""
     together = list[DeadLetterEntry]()
     async with contextlib.aclosing(letters.all(after)) as every:
         async for located in every:
@@ -268,8 +271,8 @@ async def _first(letters: Letters, filters: Filter, after: int, last: int, most:
 
 
 async def _replayed(replays: Replays, letter: DeadLetterEntry, timeout_s: float) -> api.Replayed:
-    """Run a letter again and return the outcome. It has the codes of the errors, but not their messages, which are for
-    the client of the work.
+    """Run a letter again and return the outcome. It has the codes of the errors, but no messages, because a message may
+    contain input.
     """
 
     def outcome(state: api.State, errors: _Errors | None = None) -> api.Replayed:

@@ -20,13 +20,13 @@ import msgspec
 from sie_contracts.errors import NotFound, NotReady
 
 LIMIT_S = 40.0  # seconds for all checks; more than the limit of the slowest check
-FRESH_S = 5.0  # seconds for which a report is returned again
+FRESH_S = 5.0  # seconds for which the last report is returned again
 MAX_BYTES = 1 << 20
 _logger = logging.getLogger("sie.gateway.doctor")
 
 
 class Doctor:
-    """Runner of `sie doctor`. Only one run is made at a time: requests that come meanwhile wait for its report."""
+    """Runner of `sie doctor`. At most one run is in progress: requests that arrive during a run wait for its report."""
 
     def __init__(self, host: str, port: int, data_dir: Path | None) -> None:
         """Set the cluster to check. `data_dir`: the data folder of the `sie serve` that runs this gateway. If it is

@@ -35,12 +35,12 @@ def json_response(body: Any, status: int = 200) -> Response:
 
 
 def number(query: QueryParams, name: str, default: float, least: float, most: float) -> float:
-    """Return a number of the query. Raises InvalidInput."""
+    """Return a number of the query, or `default`. Raises InvalidInput."""
     try:
         value = float(query.get(name, default))
     except ValueError:
         value = math.nan
-    if not least <= value <= most:  # also true for nan
+    if not least <= value <= most:  # the condition is also true for nan
         raise InvalidInput(f"{name}: expected a number from {least:g} to {most:g}", reason="schema", param=name)
     return value
 
@@ -92,7 +92,7 @@ async def health(gateway: Gateway, request: Request) -> Response:
 
 async def scaling(gateway: Gateway, request: Request) -> Response:
     """Return the load of a lane. Raises NotFound, also for a lane of another key's reservation."""
-    call = request.scope.get("sie.call")  # None at the port for autoscalers, which send no credentials
+    call = request.scope.get("sie.call")  # None at the metrics port: an autoscaler sends no credentials there
     return json_response(await gateway.scaling.answer(request.path_params["lane"], call and call.grant))
 
 
@@ -114,7 +114,7 @@ def _resolved_models(gateway: Gateway, request: Request) -> tuple[Resolved, ...]
     InvalidInput.
     """
     name = request.path_params["model"]
-    gateway.inference.resolve(name)  # refuses an unknown name, with similar names
+    gateway.inference.resolve(name)  # raises the error for an unknown name, which has similar names
     return resolve_all(gateway.inference.catalogue, name.removesuffix("/"))
 
 

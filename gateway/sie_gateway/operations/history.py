@@ -1,14 +1,15 @@
 """Log and history of the inference requests of a gateway. The history covers the last hour: counts, errors and latency
-by stage for each step of time, and full records of the slowest requests. It shows people why requests are slow.
+by stage for each step of time, and full records of the slowest requests. People use it to find out why requests are
+slow.
 
-The log has one line for each inference request. Requests that were refused before they ran are an exception: only the
-first ones of each interval have a line, and one more line counts the rest. So overload does not flood the log. Model
-and request id are fields of the log record.
+The log has one line for each inference request. There is an exception for requests that were refused before they ran:
+only the first ones of each interval have a line, and one more line counts the rest. So overload does not flood the log.
+Model and request id are fields of the log record.
 
     encode 200 in 9.3 ms items=3 tokens=24 queue_time=2.104 load_time=0.0 ... unattributed_time=1.088
     512 more requests were refused in 10 s: encode 503 code=QUEUE_FULL 500, score 503 code=QUEUE_FULL 12
 
-`LogTail` holds the newest log lines that have a request id, so that people can look up the lines of a request.
+`LogTail` holds the newest log lines that have a request id, so that a user can find the lines of a request.
 
     a request ends ──► its step of 10 s: requests, errors by code, a histogram of each stage
                   └──► full records of the slowest and the last failed requests of its minute
@@ -42,16 +43,16 @@ if TYPE_CHECKING:
 
 REFUSED = frozenset({"QUEUE_FULL", "RATE_LIMITED"})  # codes of requests that were refused before they ran
 INTERVAL_S = 10.0
-MAX_REFUSED_LINES = 20  # log lines of refused requests in an interval, at most
+MAX_REFUSED_LINES = 20  # largest number of log lines of refused requests in an interval
 STEP_S = 10
 STEPS = 360
 MINUTE_S = 60
-SLOWEST, FAILED = 5, 5  # requests of each minute and key that are recorded in full
-MAX_OWNERS = 8  # keys of a minute with separate lists of requests; all other keys share one more list
+SLOWEST, FAILED = 5, 5  # numbers of slow and of failed requests that are recorded in full, for each minute and key
+MAX_OWNERS = 8  # keys of a minute with separate lists of requests; the requests of further keys are in one common list
 MAX_TEXT = 300  # characters of a message, and of the name of an unknown model
-MAX_CHUNKS = 32  # chunks in the record of a request, at most
+MAX_CHUNKS = 32  # largest number of chunks in the record of a request
 STAGES_TOLD = (*STAGES, "total_time")
-# upper bounds in ms: each bound is a fifth above the previous one, so a quantile is at most a fifth too large
+# upper bounds in ms: each bound is a fifth larger than the one before, so a quantile is at most a fifth too large
 BOUNDS_MS = tuple(0.05 * 1.2**step for step in range(80))
 _of_stages = itemgetter(*STAGES_TOLD)
 _of_logged = itemgetter(*STAGES)
@@ -63,9 +64,9 @@ class Note(NamedTuple):
     """Record of a request that has ended."""
 
     total_ms: float
-    number: int  # orders notes of equal time, so that `fields` are never compared
+    number: int  # gives notes of equal time an order, so that `fields` are never compared
     fields: dict[str, Any]
-    owner: str  # the key of its credential
+    owner: str  # key of the request's credential
 
 
 @dataclass
@@ -75,7 +76,7 @@ class _HistoryBucket:
     at: int
     requests: int = 0
     errors: Counter[str] = field(default_factory=Counter)
-    ran: int = 0  # requests that a worker answered: only these have stages
+    ran: int = 0  # requests that a worker answered: only these requests have stages
     stages: tuple[array[int], ...] = ()
 
     def count(self, code: str, times_ms: tuple[float, ...] | None) -> None:
@@ -93,7 +94,7 @@ class _HistoryBucket:
 
 @dataclass
 class _SlowestNotes:
-    slowest: list[Note] = field(default_factory=list)  # a heap
+    slowest: list[Note] = field(default_factory=list)  # heap of the slowest requests
     failed: deque[Note] = field(default_factory=lambda: deque(maxlen=FAILED))
 
 
@@ -104,8 +105,8 @@ class _Minute:
     remaining: _SlowestNotes = field(default_factory=_SlowestNotes)
 
     def places(self, owner: str) -> _SlowestNotes:
-        """Return the notes of a key. They are separate, so that the requests of a key do not push out those of another
-        key.
+        """Return the notes of a key. They are separate, so that the requests of one key do not displace the notes of
+        another key.
         """
         if owner not in self.owners and len(self.owners) >= MAX_OWNERS:
             return self.remaining
@@ -130,7 +131,8 @@ class RequestHistory:
             times_ms = _of_stages(timing)
         code = call.code if status >= 400 else ""
         self._step(now_s).count(code, times_ms)
-        if code in REFUSED:  # only counted: in overload they would push out the requests that ran
+        # refused requests are only counted: in overload, their notes would displace the notes of requests that ran
+        if code in REFUSED:
             return
         places, total_ms = self._minute(now_s).places(call.key), 1000 * seconds
         is_slow = len(places.slowest) < SLOWEST or total_ms > places.slowest[0].total_ms
@@ -144,7 +146,7 @@ class RequestHistory:
 
     def _step(self, now_s: float) -> _HistoryBucket:
         at = int(now_s) // STEP_S * STEP_S
-        if not self._steps or self._steps[-1].at < at:  # if the clock was set back, the last step goes on
+        if not self._steps or self._steps[-1].at < at:  # if the clock was set back, the last step continues
             self._steps.append(_HistoryBucket(at))
         return self._steps[-1]
 
@@ -181,8 +183,8 @@ class RequestHistory:
         return [note.fields for note in sorted(notes.values(), reverse=True, key=lambda note: note[:2])[:most]]
 
     def find(self, request_id: str, grant: Grant) -> dict[str, Any] | None:
-        """Return the description of a request by its X-SIE-Request-ID; None if there is none that a credential may
-        see.
+        """Return the description of a request by its X-SIE-Request-ID; None if there is none, or if the credential may
+        not see it.
         """
         return next((note.fields for note in self._notes(grant) if note.fields["id"] == request_id), None)
 
@@ -195,7 +197,7 @@ class RequestHistory:
 
 
 def quantile(counts: array[int], share: float) -> float:
-    """Return the bound in ms below which `share` of the observations are. A value above all bounds counts as the last
+    """Return the upper bound in ms of `share` of the observations. A value above all bounds counts as the last
     bound.
     """
     rank = share * sum(counts)
@@ -206,7 +208,9 @@ def quantile(counts: array[int], share: float) -> float:
 
 
 def _joined(at: int, steps: list[_HistoryBucket]) -> dict[str, Any]:
-    """Join steps to one, with the median and the 99th percentile of each stage in ms, in the order of STAGES_TOLD."""
+    """Join several steps to one, with the median and the 99th percentile of each stage in ms, in the order of
+    STAGES_TOLD.
+    """
     errors: Counter[str] = Counter()
     for step in steps:
         errors.update(step.errors)
@@ -252,7 +256,7 @@ def _fields(call: Call, endpoint: str, status: int, total_ms: float, now_s: floa
 
 
 def _model_of(call: Call) -> str:
-    """Return the name of the requested model, also if it does not exist."""
+    """Return the requested model name, also if no such model exists."""
     return call.resolved.canonical if call.resolved is not None else (call.model or "")[:MAX_TEXT]
 
 
@@ -260,12 +264,12 @@ class RequestLogger:
     """Logger of answered requests. Only the gateway's event loop uses it."""
 
     def __init__(self) -> None:
-        self._told = 0  # lines of refused requests in this interval
+        self._told = 0  # log lines of refused requests in this interval
         self._left_out: Counter[str] = Counter()  # by endpoint, status and code; all three are from fixed sets
         self._timer: asyncio.TimerHandle | None = None  # set while an interval runs
 
     def ended(self, call: Call, endpoint: str, status: int, seconds: float) -> None:
-        """Log a request whose answer was sent. Above MAX_REFUSED_LINES, only count a refused request."""
+        """Log a request whose answer was sent. After MAX_REFUSED_LINES lines, a refused request is only counted."""
         if call.code in REFUSED:
             if self._timer is None:
                 self._timer = asyncio.get_running_loop().call_later(INTERVAL_S, self._summarise)
@@ -283,8 +287,8 @@ class RequestLogger:
 
 
 def log_request(call: Call, endpoint: str, status: int, seconds: float) -> None:
-    """Log a request whose answer was sent, `seconds` after its head arrived. If it ran, the line has stages and
-    tokens, and the worker of the chunk that finished last.
+    """Log a request whose answer was sent, `seconds` after its head arrived. If the request ran, the line has its
+    stages, its tokens, and the worker of the chunk that finished last.
     """
     if not _logger.isEnabledFor(logging.INFO):
         return
@@ -309,7 +313,7 @@ def log_request(call: Call, endpoint: str, status: int, seconds: float) -> None:
 
 
 MAX_LINES = 5_000
-MAX_REQUESTS = 20_000  # newest requests with a known owner; only an administrator sees the lines of older requests
+MAX_REQUESTS = 20_000  # newest requests with a known owner; only an administrator may see the lines of older requests
 MAX_CHARS = 500  # characters of a line
 
 
@@ -324,14 +328,14 @@ class TailLine(NamedTuple):
 
 
 class LogTail(logging.Handler):
-    """Handler that holds the newest lines of loggers below `sie` that have a request id. Any thread may call `emit`.
-    Only the gateway's event loop calls the other methods.
+    """Log handler that stores the newest lines of loggers below `sie` that have a request id. Any thread may call
+    `emit`. Only the gateway's event loop calls the other methods.
     """
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
         self._lines: deque[TailLine] = deque(maxlen=MAX_LINES)
-        self._owners: dict[str, str] = {}  # by request id, the oldest first
+        self._owners: dict[str, str] = {}  # owner of each request, by request id, the oldest first
 
     def admitted(self, request: str, owner: str) -> None:
         """Record the key of a request that was admitted."""
@@ -340,7 +344,7 @@ class LogTail(logging.Handler):
         self._owners[request] = owner
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Store a line that has a request id. `logging` calls this under the lock of the handler."""
+        """Store a line that has a request id. `logging` holds the lock of the handler during the call."""
         request = getattr(record, "request_id", None)
         if request:
             message = record.getMessage()[:MAX_CHARS]
@@ -359,7 +363,7 @@ class LogTail(logging.Handler):
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Receive log lines for as long as the context lasts."""
+        """Store log lines while the context is open."""
         logger = logging.getLogger("sie")
         logger.addHandler(self)
         try:

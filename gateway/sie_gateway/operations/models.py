@@ -23,7 +23,7 @@ from sie_gateway.inference.shadow import ShadowStatistics
 
 Measured = Callable[[str, str], ShadowStatistics]
 """Function that returns this gateway's measurements of a shadow, by the names of the alias and of the shadow model."""
-_SLICE = 50  # models that are described before other tasks may run: one or two milliseconds
+_SLICE = 50  # models that are described before other tasks may run: describing them takes one or two milliseconds
 
 
 def model_info(catalogue: Catalogue, fleet: Fleet, entry: ModelEntry, profile: str = "default") -> dict[str, Any]:
@@ -61,6 +61,7 @@ def model_info(catalogue: Catalogue, fleet: Fleet, entry: ModelEntry, profile: s
         "prompt_texts": entry.prompts,
         "revision": entry.revision,
         "license": entry.license,
+        "languages": list(entry.languages),
         "description": entry.description,
         "certificate": certificate,
         "precision": _precision(resolved.load.precision, reports),
@@ -87,8 +88,8 @@ def model_info(catalogue: Catalogue, fleet: Fleet, entry: ModelEntry, profile: s
 
 
 def _precision(own: str | None, reports: Sequence[tuple[Heartbeat, ModelStatus]]) -> dict[str, Any]:
-    """Return the requested precision (of the entry or profile, else the default of the workers), the precisions that
-    workers serve, and the reasons for a difference. Workers may differ.
+    """Return three facts: the requested precision (of the entry or profile, else the default of the workers), the
+    precisions in use at workers, and the reasons for a difference. Workers may differ.
     """
     reported = [status.precision for _, status in reports if status.precision is not None]
     requested = own or next((precision.requested for precision in reported if precision.requested), None)
@@ -101,7 +102,9 @@ def _precision(own: str | None, reports: Sequence[tuple[Heartbeat, ModelStatus]]
 
 
 def _engine(own: str | None, reports: Sequence[tuple[Heartbeat, ModelStatus]]) -> dict[str, Any]:
-    """Return the engine that the entry or profile requests, if any, the engines that workers use, and the reasons."""
+    """Return the engine that the entry or profile requests, if it requests one. Also return the engines that workers
+    use, and the reasons.
+    """
     reported = [status.engine for _, status in reports if status.engine is not None]
     return {
         "requested": own,
@@ -157,7 +160,7 @@ def _profile(default: Resolved, entry: ModelEntry, name: str) -> dict[str, Any]:
 
 
 def _differing(default: msgspec.Struct, own: msgspec.Struct) -> dict[str, Any]:
-    """Return the fields of `own` that differ from those of `default`."""
+    """Return the fields of `own` whose values differ from the values in `default`."""
     return {
         name: msgspec.to_builtins(value)
         for name in own.__struct_fields__
@@ -198,11 +201,11 @@ async def model_list(
     limit: int | None = None,
     figures: Measured,
 ) -> ModelList:
-    """Return the models in the order of their names, each followed by its variants, then the aliases. `text`: select
+    """Return the models in the order of their names, each with its variants after it, then the aliases. `text`: select
     those with each of its words in their name or in what their entry says, in upper or lower case. `limit`: return only
     the first ones; without other filters, the rest are not described at all.
     """
-    names = _names(catalogue, text.lower().split(), variants=variants)
+    names = listed_names(catalogue, text.lower().split(), variants=variants)
     if loaded:
         reported = fleet.reported()
         names = [(name, profile) for name, profile in names if profile is None or name.partition(":")[0] in reported]
@@ -230,7 +233,7 @@ async def model_list(
     return ModelList(infos[:limit], len(infos) if picks else len(names))
 
 
-def _names(catalogue: Catalogue, words: Sequence[str], *, variants: bool) -> list[tuple[str, str | None]]:
+def listed_names(catalogue: Catalogue, words: Sequence[str], *, variants: bool) -> list[tuple[str, str | None]]:
     """Return the names of entries with their profiles, in order, then of the aliases that can serve. An alias has the
     profile None. Each word is in the name of a model, or in what its entry says for people.
     """
@@ -245,14 +248,14 @@ def _names(catalogue: Catalogue, words: Sequence[str], *, variants: bool) -> lis
                 names.append((entry.id, profile))
     for _, alias in sorted(catalogue.aliases.items()):
         if all(word in alias.id.lower() for word in words):
-            with contextlib.suppress(ModelNotFound, BundleConflict):  # the model of the alias is gone
+            with contextlib.suppress(ModelNotFound, BundleConflict):  # the model of the alias was removed
                 catalogue.resolve(alias.heaviest.model, follow=False)
                 names.append((alias.id, None))
     return names
 
 
 def alias_info(info: dict[str, Any], alias: Alias, figures: Measured) -> dict[str, Any]:
-    """Return the ModelInfo of an alias. It is made from `info`, the ModelInfo of the target with the largest weight,
+    """Return the ModelInfo of an alias. It is built from `info`, the ModelInfo of the target with the largest weight,
     and has all targets and the shadow of the alias.
     """
     fields: dict[str, Any] = {"targets": [{"model": target.model, "weight": target.weight} for target in alias.alias]}

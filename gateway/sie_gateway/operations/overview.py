@@ -34,8 +34,8 @@ CONSOLE_POLICY = (
 def console(name: str, root: str = "") -> bytes:
     """Return the content of one of CONSOLE_FILES. The page loads no other files.
 
-    `root`: the path prefix of a reverse proxy. The paths of the files in the page then begin with it. Relative paths
-    would fail if the browser has opened the prefix without the final slash.
+    `root`: the path prefix of a reverse proxy. The paths of the files in the page then begin with this prefix. Relative
+    paths would fail if the browser opened the prefix without the final slash.
     """
     content = (CONSOLE / name).read_bytes()
     return content.replace(b'="console/', f'="{root}/console/'.encode()) if root and name == "index.html" else content
@@ -102,7 +102,7 @@ async def request(gateway: Gateway, request: Request) -> Response:
 
 
 async def request_log(gateway: Gateway, request: Request) -> Response:
-    """Return the lines of this gateway's log about a request. The list is empty if there are none any more."""
+    """Return the lines of this gateway's log about a request. The list is empty if the log no longer has any."""
     return json_response({"lines": gateway.status.log.lines_of(request.path_params["request"], _grant(request))})
 
 
@@ -114,7 +114,9 @@ def _row(path: str, handler: Any, summary: str, reply: Any, **more: Any) -> Gate
 
 
 def _file(path: str, summary: str, media: str) -> GatewayRoute:
-    """Return the route of a file. It needs no credential: it holds no data, and the page asks for a key."""
+    """Return the route of a file. The route requires no credential: the file has no data, and the page itself asks for
+    a key.
+    """
     return _row(path, page, summary, Content(dict[str, Any], (media,)), scope=OPEN)
 
 

@@ -40,7 +40,8 @@ if TYPE_CHECKING:
 
 MAX_PROFILES = 64
 MAX_BODY_BYTES = 64 << 10
-MAX_SPEC_BYTES = 8 << 10  # bytes of one reservation: all are one value, which must fit into a message of the broker
+# bytes of one reservation: all reservations are one value, which must fit into a message of the broker
+MAX_SPEC_BYTES = 8 << 10
 _NO_NAMES = frozenset({"assignments"})
 _FIELDS = frozenset(PoolRequest.__struct_fields__)
 T = TypeVar("T")
@@ -202,7 +203,9 @@ def _named(request: Request) -> str:
 
 
 def _profiles(gateway: Gateway) -> set[str]:
-    """Return the machine profiles: the configured ones, else those of the workers and of this installation."""
+    """Return the configured machine profiles. If none are configured, return the machine profiles of the workers and of
+    this installation.
+    """
     settings = gateway.settings
     if settings.gateway_configured_gpus:
         return {profile.strip().lower() for profile in settings.gateway_configured_gpus}

@@ -2,7 +2,7 @@
 
     letter ──► marks of poison removed ──► published, acknowledged ──► answered in full ──► the letter is removed
 
-The letter is removed last. If a step before fails, the letter is still there for another attempt.
+The letter is removed last. If an earlier step fails, the letter remains for another attempt.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class Replays:
     async def run(self, located: DeadLetterEntry, timeout_s: float) -> WorkResult:
         """Run the work of a letter again and return its result. If every input has a value, the letter is removed.
 
-        Marks of poison for its inputs are removed first. `timeout_s` is also the budget of the work. Raises Unreadable
-        before anything is published, TimeoutError if there is no answer in time, BrokerError.
+        Poison marks for its inputs are removed first. `timeout_s` is also the budget of the work. Raises Unreadable
+        before anything is published, TimeoutError if no answer arrives in time, BrokerError.
         """
         if located.item is None:
             raise Unreadable(f"{located.letter.id}: its message cannot be decoded; nothing was published")
@@ -87,7 +87,7 @@ class Replays:
             self._inbox.close(collector)
 
     async def _forgive(self, item: WorkItem) -> None:
-        """Remove the marks of poison for the inputs of the work."""
+        """Remove the poison marks for the inputs of the work."""
         marks = await self._broker.key_value(topology.POISON_BUCKET, max_age_s=topology.POISON_LIFETIME_S)
         for key in dict.fromkeys(content_keys(item)):
             if await marks.get(key) is not None:

@@ -1,7 +1,7 @@
 """Status of the cluster for people: health, the views of the page at `/`, and websockets.
 
-While a page is open, `WorkerProbe` checks each second that the shown workers are connected. The loss of a worker's
-heartbeats is noticed only after SIE_HEARTBEAT_TIMEOUT_MS, but the broker knows at once that its subject has no
+While a page is open, `WorkerProbe` checks each second that the shown workers are connected. Missing heartbeats of a
+worker are detected only after SIE_HEARTBEAT_TIMEOUT_MS. The broker reports at once that the worker's subject has no
 subscriber. The result is only shown: the placement of work does not depend on it.
 """
 
@@ -27,7 +27,7 @@ from sie_contracts.wire.heartbeats import Heartbeat
 from sie_gateway.admission.admission import Peers
 from sie_gateway.admission.grant import Grant
 from sie_gateway.fleet.lag import Labels, Lag
-from sie_gateway.fleet.lanes import STATES
+from sie_gateway.fleet.lanes import LOADS, STATES
 from sie_gateway.fleet.placement import Placer
 from sie_gateway.fleet.planner import ModelBacklog
 from sie_gateway.fleet.workers import WorkerFrame, WorkerSocket, WorkerSockets
@@ -49,8 +49,8 @@ from sie_runtime.http.websocket import Seats, ViewerFrames
 from sie_runtime.process import Stop
 
 EVERY_S = 1.0
-MAX_ASKED = 16  # workers checked in one round, in turns; each check costs 0.1 ms
-LOOKED_S = 5.0  # seconds after the last view of the page at which the checks stop
+MAX_ASKED = 16  # workers checked in one round; later rounds check the next workers, because each check takes 0.1 ms
+LOOKED_S = 5.0  # seconds after the last view of the page at which the checks end
 HEARD_S = 0.5  # seconds to wait for the broker's reply that a subject has no subscriber; a worker does not reply
 
 
@@ -66,7 +66,7 @@ class WorkerProbe:
         self.gone: frozenset[str] = frozenset()
 
     def watch(self, workers: Iterable[str]) -> None:
-        """Set the workers that a page shows. Each of them must have a subscription while it is connected."""
+        """Set the workers that a page shows. Each of them has a subscription while it is connected."""
         self._wanted = tuple(sorted(workers))
         self._until_s = self._clock() + LOOKED_S
 
@@ -86,13 +86,13 @@ class WorkerProbe:
             await self._bus.request(topology.assigned_subject(worker), b"", HEARD_S)
         except NoResponder:
             return True
-        except BrokerError:  # a subscriber exists; or the broker is away, which other parts report
+        except BrokerError:  # a subscriber exists, or the broker is unreachable, which other modules report
             return False
         return False
 
 
 CLUSTER_EVERY_S = 1.0
-WORKER_EVERY_S = 0.1  # seconds between two looks for a new frame: a worker sends five frames a second
+WORKER_EVERY_S = 0.1  # seconds between two checks for a new frame: a worker sends five frames per second
 FIRST_FRAME_S = 2.0
 MAX_SOCKETS = 128
 DEAD_EVERY_S = 5.0
@@ -102,8 +102,8 @@ _OF_LANE = ("pool", "machine_profile", "bundle", "priority")
 
 @dataclass(frozen=True)
 class ViewedWorker:
-    """Description of a worker. `models`: state and queue depth of each model that it reports. `failures`: by model, the
-    reason why it could not be loaded. `clock_ahead_s`: its wall clock minus the broker's, None if that is not known.
+    """Description of a worker. `models`: state and queue depth of each model in its report. `failures`: by model, the
+    reason why the load failed. `clock_ahead_s`: its wall clock minus the broker's clock, None if unknown.
     """
 
     info: WorkerInfo
@@ -112,7 +112,10 @@ class ViewedWorker:
     clock_ahead_s: float | None = None
 
 
-def of_heartbeat(beat: Heartbeat, *, healthy: bool) -> ViewedWorker:
+def of_heartbeat(beat: Heartbeat, *, healthy: bool, starting: bool = False) -> ViewedWorker:
+    """Describe a worker by its heartbeat. A worker that is neither healthy nor starting has no models any more."""
+    reason = "" if healthy else beat.unready if starting or beat.leaving else "its heartbeats have stopped"
+    reports = [status for status in beat.models if healthy or (starting and status.state in LOADS)]
     info = WorkerInfo(
         name=beat.worker,
         url=None,
@@ -127,16 +130,17 @@ def of_heartbeat(beat: Heartbeat, *, healthy: bool) -> ViewedWorker:
         bundle=beat.bundle,
         bundle_config_hash=beat.config_epoch,
         device=beat.device,
+        reason=reason,
     )
     failures = {
-        status.model: status.error for status in beat.models if status.state == "failed" and status.error is not None
+        status.model: status.error for status in reports if status.state == "failed" and status.error is not None
     }
-    models = {status.model: (status.state, status.queued) for status in beat.models}
+    models = {status.model: (status.state, status.queued) for status in reports}
     return ViewedWorker(info, models, failures, beat.clock_ahead_s)
 
 
 def of_socket(url: str, status: WorkerFrame | None) -> ViewedWorker:
-    """Describe a worker by the status from its websocket; `status` is None while the websocket has sent none."""
+    """Describe a worker by the status from its websocket; `status` is None if no status has arrived."""
     url = public_url(url)
     if status is None:
         return ViewedWorker(WorkerInfo(url, url, "", 0, "", [], 0, 0, 0, False, "", "", ""), {})
@@ -171,12 +175,11 @@ def summaries(models: Iterable[str], workers: Iterable[ViewedWorker]) -> list[Mo
 
 
 def failures(workers: Iterable[ViewedWorker]) -> dict[str, str]:
-    """Return by model the first reason why a healthy worker could not load it."""
+    """Return for each model the first reason why a worker could not load it."""
     errors: dict[str, str] = {}
     for worker in workers:
-        if worker.info.healthy:
-            for name, error in worker.failures.items():
-                errors.setdefault(name.partition(":")[0], error.message)
+        for name, error in worker.failures.items():
+            errors.setdefault(name.partition(":")[0], error.message)
     return errors
 
 
@@ -192,8 +195,8 @@ def _summary(model: str, reports: list[tuple[WorkerInfo, str, int]]) -> ModelSum
 
 
 class ClusterStatus:
-    """Status of the cluster, as this gateway sees it. `dead_letters`: how many dead letters were ever written in these
-    pools, by the last answer of the broker.
+    """Status of the cluster, as far as this gateway knows. `dead_letters`: number of dead letters that were ever
+    written in these pools, from the last answer of the broker.
     """
 
     def __init__(
@@ -235,8 +238,8 @@ class ClusterStatus:
         self._placed = CachedSummary(self._look_at_tables)
 
     async def run(self, stop: Stop) -> None:
-        """Collect log lines, note the lengths of the queues, and read the number of dead letters from the broker, until
-        `stop`.
+        """Collect log lines, record the lengths of the queues, and read the number of dead letters from the broker,
+        until `stop`.
         """
         with self.log.listening():
             while not await stop.wait_for(DEAD_EVERY_S):
@@ -248,14 +251,18 @@ class ClusterStatus:
         try:
             states = [await self._queue.stream_state(_letters(pool)) for pool in sorted(self._pools)]
         except BrokerError:
-            return  # the broker is away, which other parts report, or the stream of a new pool does not exist yet
+            # the broker is unreachable, which other modules report, or the stream of a new pool does not exist yet
+            return
         self.dead_letters = sum(state.last_sequence for state in states)
 
     def workers(self) -> list[ViewedWorker]:
         """Return all known workers, healthy or not, in the order of their names or URLs."""
         if self._settings.gateway_health_mode == "ws":
             return [of_socket(url, status) for url, status in self.sockets.statuses()]
-        return [of_heartbeat(beat, healthy=healthy) for beat, healthy in self.fleet.workers()]
+        return [
+            of_heartbeat(beat, healthy=healthy, starting=self.fleet.is_starting(beat.worker))
+            for beat, healthy in self.fleet.workers()
+        ]
 
     def view(self) -> tuple[list[ViewedWorker], ClusterInfo, list[ModelSummary]]:
         """Return the current workers, sums over them, and models."""
@@ -267,7 +274,7 @@ class ClusterStatus:
             len({model for worker in healthy for model in worker.info.loaded_models}),
             round(self._peers.qps(), 3),
         )
-        return workers, cluster, summaries(sorted(self._feed.catalogue.entries), healthy)
+        return workers, cluster, summaries(sorted(self._feed.catalogue.entries), workers)
 
     def health(self, grant: Grant) -> Health:
         """Return the body of `/health` for a credential."""
@@ -292,8 +299,8 @@ class ClusterStatus:
         )
 
     def queues(self) -> tuple[list[QueueInfo], list[QueueInfo]] | None:
-        """Return the queues of lanes, and those of the models with the most or the oldest work; None while they are not
-        known.
+        """Return the queues of lanes, and the queues of the models with the most or the oldest work; None while
+        unknown.
         """
         if not self._lag.is_known:
             return None
@@ -324,31 +331,31 @@ class ClusterStatus:
         missing = self.pulse.gone
         models.sort(key=lambda model: (-model.total_queue_depth, model.state == "available", model.name))
         infos = [
-            msgspec.structs.replace(worker.info, healthy=False) if worker.info.name in missing else worker.info
+            msgspec.structs.replace(worker.info, healthy=False, reason="it is not connected to the broker")
+            if worker.info.name in missing
+            else worker.info
             for worker in workers
         ]
         infos.sort(key=lambda info: (info.healthy, -info.queue_depth, info.name))
         cluster = msgspec.structs.replace(cluster, worker_count=sum(info.healthy for info in infos))
         healthy = [worker for worker in workers if worker.info.healthy]
         clocks = {worker.info.name: worker.clock_ahead_s for worker in healthy if worker.clock_ahead_s is not None}
-        findings = [*of_loads((worker.info.name, worker.failures) for worker in healthy), *of_clocks(clocks)]
+        findings = [*of_loads((worker.info.name, worker.failures) for worker in workers), *of_clocks(clocks)]
         in_flight = sum(info.queue_depth for info in infos)
         return ClusterSummary(cluster, infos, models, failures(workers), in_flight, findings[:MAX_FINDINGS])
 
     def shown(self, text: str, grant: Grant) -> dict[str, Any]:
         """Return the view of the page at `/` for a credential: counts, and at most MAX_SHOWN workers and models.
-        Unhealthy workers come first, then the busiest. Models have `text` in their name; those in use come first.
+        Unhealthy workers are first, then the busiest. `text` selects models by their name; models in use are first.
         """
         glance, queues, visible = self._glance(), self.queues(), self._visible(grant)
         self.pulse.watch(info.name for info in glance.workers[:MAX_SHOWN] if self.fleet.listens(info.name))
         lanes = queues[0] if queues else []
-        requests, errors = self.history.counted(WINDOW_S)
-        if any(finding.check == "loads" for finding in glance.findings):
-            del errors["MODEL_LOAD_FAILED"]  # the failed load is listed itself, with its cause
+        refused = of_refusals(*self.history.counted(WINDOW_S), has_loads=bool(glance.failures))
         findings = [
             *of_workers([of_pool(info, visible) for info in glance.workers]),
             *of_queues(lanes, glance.workers, self._trend, visible),
-            *of_refusals(requests, errors),
+            *refused,
             *glance.findings,
         ]
         return {
@@ -360,7 +367,7 @@ class ClusterStatus:
 
     def placed(self, text: str, grant: Grant) -> dict[str, Any]:
         """Return the placement table of each lane for a credential: at most MAX_SHOWN models with `text` in their name.
-        Models with work come first.
+        Models with work are first.
         """
         visible = self._visible(grant)
         return {"lanes": [lane.shown(text.lower(), visible) for lane in self._placed()]}
@@ -402,7 +409,7 @@ class ClusterStatus:
             await self._show(frames, scope, receive, send)
 
     async def _show(self, frames: ViewerFrames, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve frames to a websocket. All websockets of a key share them."""
+        """Serve frames to a websocket. All websockets of a key get the same frames."""
         try:
             await frames.show(scope, receive, send)
         finally:

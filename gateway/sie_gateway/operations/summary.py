@@ -1,5 +1,5 @@
-"""Summary of the cluster for the page at `/`. It is built once for all open pages. The larger the cluster is, the less
-often it is built, so that the builds take a fixed share of a core.
+"""Summary of the cluster for the page at `/`. One build serves all open pages. Larger clusters get fewer builds, so
+that the builds take a fixed part of a core.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from sie_gateway.fleet.lag import Labels
 from sie_gateway.fleet.planner import ModelBacklog
 from sie_gateway.fleet.pool_rules import HIDDEN
 
-COST_SHARE = 0.002  # share of a core for the builds of one kind of summary, for all open pages together
+COST_SHARE = 0.002  # part of a core for the builds of one kind of summary, for all open pages together
 MAX_SHOWN = 50  # workers and models on the page, so that the page does not grow with the cluster
 T = TypeVar("T")
 Pooled = TypeVar("Pooled", WorkerInfo, QueueInfo)
 
 
 class CachedSummary(Generic[T]):
-    """Cache of the result of `build`. It is built again so late that the builds take COST_SHARE of the time."""
+    """Cache of the result of `build`. The next build waits until the builds take at most COST_SHARE of the time."""
 
     def __init__(self, build: Callable[[], T]) -> None:
         self._build = build
@@ -45,7 +45,7 @@ class CachedSummary(Generic[T]):
 
 @dataclass(frozen=True)
 class ClusterSummary:
-    """Workers and models of the whole cluster, in the order of the page. `findings`: faults of loads and clocks."""
+    """Workers and models of the whole cluster, in the order of the page. `findings`: faults of loads and of clocks."""
 
     cluster: ClusterInfo
     workers: Sequence[WorkerInfo]
@@ -55,8 +55,8 @@ class ClusterSummary:
     findings: Sequence[ClusterFinding]
 
     def shown(self, text: str, dead_letters: int, visible: Callable[[str], bool]) -> dict[str, Any]:
-        """Return the first workers, and the first models with `text` in their name. `visible` checks whether the name
-        of a pool may be shown.
+        """Return the first workers, and the first models with `text` in their name. `visible` checks whether the
+        credential may read the name of a pool.
         """
         matching = [entry for entry in self.models if text in entry.name.lower()] if text else self.models
         models = matching[:MAX_SHOWN]
@@ -75,7 +75,7 @@ class ClusterSummary:
 
 
 def of_pool(info: Pooled, visible: Callable[[str], bool]) -> Pooled:
-    """Return a worker or a queue; its pool is replaced by HIDDEN unless the name is visible."""
+    """Return a worker or a queue. If the name of its pool is not visible, HIDDEN replaces it."""
     return info if visible(info.pool) else msgspec.structs.replace(info, pool=HIDDEN)
 
 
@@ -129,7 +129,9 @@ class LaneTable:
         return cls(lane, round(max(0.0, now_s - table.at_s), 1), len(beats), rows)
 
     def shown(self, text: str, visible: Callable[[str], bool]) -> dict[str, Any]:
-        """Return the first models with `text` in their name. `visible` checks if the name of a pool may be shown."""
+        """Return the first models with `text` in their name. `visible` checks whether the credential may read the name
+        of a pool.
+        """
         rows = [row for row in self.rows if text in row["model"].lower()] if text else self.rows
         return {
             "lane": str(self.lane if visible(self.lane.pool) else replace(self.lane, pool=HIDDEN)),

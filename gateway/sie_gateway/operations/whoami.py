@@ -1,4 +1,4 @@
-"""Route that returns the scopes of the caller's credential. The gate has put them into the grant."""
+"""Route that returns the scopes of the caller's credential, which the gate has stored in the grant."""
 
 from __future__ import annotations
 

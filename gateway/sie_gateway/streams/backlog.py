@@ -1,7 +1,7 @@
-"""Number of messages in the broker by lane and priority, both waiting and leased, with or without workers.
+"""Number of messages in the broker by lane and priority. Waiting and leased messages count, with or without workers.
 
-The numbers are read from the stream once a second, and sooner if a caller needs newer ones. While the broker does not
-answer, they are unknown, never zero.
+The numbers are read from the stream once per second, and earlier if a caller needs newer ones. While the broker does
+not answer, they are unknown, never zero.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from sie_gateway.streams.shared import SharedTasks
 from sie_runtime.process import Stop, Trouble
 
 EVERY_S = 1.0
-UNKNOWN_S = 5.0  # seconds after which figures count as unknown
+UNKNOWN_S = 5.0  # seconds; after this time without a new read, numbers are treated as unknown
 _logger = logging.getLogger("sie.gateway.backlog")
 
 
 def _by_priority(counts: dict[str, int]) -> dict[str, int]:
-    """Sum messages by the part of their subject that names lane and priority: its first six tokens."""
+    """Sum the messages by lane and priority, which are the first six tokens of a subject."""
     sums: dict[str, int] = {}
     for subject, count in counts.items():
         prefix = ".".join(subject.split(".", 6)[:6])
@@ -41,7 +41,7 @@ class Backlog:
 
     def __init__(self, queue: Queue, pools: Iterable[str], clock: Callable[[], float] = time.monotonic) -> None:
         self._queue = queue
-        self._pools = pools  # a live view: pools are added and removed
+        self._pools = pools  # a live view: the set changes when pools are added and removed
         self._clock = clock
         self._read: dict[
             str, tuple[float, dict[str, int], dict[str, int]]
@@ -63,7 +63,7 @@ class Backlog:
         self._read.pop(pool, None)
 
     async def fresh(self, pool: str, max_age_s: float) -> None:
-        """Return when the pool's figures are no older than `max_age_s`. Raises BrokerError if the broker does not
+        """Wait until the pool's numbers are at most `max_age_s` old. Raises BrokerError if the broker does not
         answer.
         """
         read = self._read.get(pool)
@@ -79,12 +79,12 @@ class Backlog:
         self._read[pool] = (asked_s, counts, _by_priority(counts))
 
     async def oldest(self, pool: str, subjects: Sequence[str]) -> list[StreamMessage | None]:
-        """Return the oldest message of each subject or filter of a pool; None where there is none. Raises
+        """Return the oldest message of each subject or filter of a pool; None for a subject without messages. Raises
         BrokerError.
         """
         stream = topology.stream_name(pool)
         questions = (self._queue.first_stored(stream, subject=subject) for subject in subjects)
-        # wait for all, so that no read runs on after this call
+        # wait for all queries, so that no query is still running after this call
         answers = await asyncio.gather(*questions, return_exceptions=True)
         failed = next((answer for answer in answers if isinstance(answer, BaseException)), None)
         if failed is not None:

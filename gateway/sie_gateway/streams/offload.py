@@ -1,7 +1,8 @@
-"""Chunks that are too large for a message go through the payload store. Old payloads are removed from it.
+"""Chunks that are too large for a message: their inputs are stored in the payload store. Old payloads are removed from
+it.
 
-chunk over the inline limit ──► Payload of its inputs and query ──put──► key ──► the same chunk, with the key in their
-place
+chunk over the inline limit ──► Payload of its inputs and query ──put──► key ──► the same chunk, with the key instead of
+both
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ class Offload:
         self._wall_clock = wall_clock
 
     async def stored(self, item: WorkItem, timeout_s: float) -> WorkItem:
-        """Store the inputs and the query of a work item, and return the item with the key in their place. Raises
-        QueueUnavailable.
+        """Store the inputs and the query of a work item. Return the item with the key of the payload instead of them.
+        Raises QueueUnavailable.
         """
         data = await asyncio.to_thread(messages.encode_in_pieces, Payload(item.inputs, item.query))
         try:
@@ -74,13 +75,13 @@ class Offload:
         return msgspec.structs.replace(item, inputs=(), query=None, payload=key, count=len(item.inputs))
 
     async def sweep(self) -> int:
-        """Remove the objects that are older than every message that could name them, and return their number. Several
-        gateways may do this at once. Raises StoreError.
+        """Remove the objects that are older than every message that could refer to them, and return their number.
+        Several gateways may do this at once. Raises StoreError.
         """
         return await self._store.sweep(older_than_s=self._life_s, now_s=self._wall_clock(), timeout_s=SWEEP_TIMEOUT_S)
 
     async def run(self, stop: Stop) -> None:
-        """Sweep at least ten times per lifetime, at times that differ between gateways."""
+        """Run `sweep` at least ten times per lifetime, at times that differ between gateways."""
         pause_s = min(LONGEST_PAUSE_S, self._life_s / 10)
         while not await stop.wait_for(pause_s * random.uniform(0.5, 1.0)):  # noqa: S311 not secret
             try:

@@ -1,9 +1,9 @@
-"""Publishing of work: streams, their durable consumers, acknowledged messages, and their withdrawal.
+"""Publishing of work: streams, their durable consumers, acknowledged messages, and the withdrawal of messages.
 
-    WorkQueue.publish ──► WorkConsumers.route: the model's own consumer, or that of its slot ──► held until the
+    WorkQueue.publish ──► WorkConsumers.route: the model's own consumer, or the consumer of its slot ──► held until the
     request's deadline ──► message, acknowledged ──► StreamPosition ──► withdrawn: removed again
 
-    a deletion notice, a reconnect, every 10 s ──► held consumers are ensured again, and consumers of subjects with
+    a deletion notice, a reconnect, every 10 s ──► consumers in use are ensured again, and consumers of subjects with
                                                    messages are created
     one gateway, every minute ──► consumers at rest for an hour are deleted ──► subjects are counted, consumers of
                                                    subjects with messages are created again
@@ -50,7 +50,7 @@ from sie_runtime.process import Stop, Tasks, Trouble
 ROUND_S = 10.0
 SWEEP_S = 60.0
 IDLE_S = 3600.0
-# seconds; longer than the budget of nearly every request, whose gateway would create the consumer again
+# seconds; longer than nearly every request's budget: the gateway of an open request would create the consumer again
 CROWDED_IDLE_S = 300.0
 _AT_ONCE = 16
 _ATTEMPTS = 3
@@ -81,8 +81,8 @@ def _routes(lane: Lane, priority: str, model: str, ack_wait_s: float) -> tuple[W
 
 
 def rests(before: Mapping[str, Rest], states: Iterable[ConsumerState], now_s: float) -> dict[str, Rest]:
-    """Return since when each consumer has been at rest, as far as this gateway has seen: no message delivered, waiting
-    or leased. For a busy consumer the rest begins now.
+    """Return for each consumer the time since which it has been at rest, as far as this gateway has seen: no message is
+    delivered, waiting or leased. For a busy consumer, the rest begins now.
     """
     resting = {}
     for state in states:
@@ -93,9 +93,9 @@ def rests(before: Mapping[str, Rest], states: Iterable[ConsumerState], now_s: fl
 
 
 def given_up(resting: Mapping[str, Rest], now_s: float, limit: int, idle_s: float) -> list[str]:
-    """Return the consumers to delete: those at rest for `idle_s`. If more than 15/16 of the `limit` of models still
-    have an own consumer then, also delete the ones that rested longest, down to 15/16. So a model that shares a slot
-    can get its own consumer when it has work.
+    """Return the consumers to delete: the ones at rest for `idle_s`. If more than 15/16 of the `limit` of models still
+    have an own consumer after that, also delete the ones that rested longest, down to 15/16. So a model without an own
+    consumer can get one when it has work.
     """
     order = sorted(resting, key=lambda name: resting[name].since_s)
     idle = [name for name in order if now_s - resting[name].since_s >= idle_s]
@@ -110,8 +110,9 @@ def given_up(resting: Mapping[str, Rest], now_s: float, limit: int, idle_s: floa
 class StreamConsumers:
     """Consumers of one stream that this gateway knows, and the consumers that it needs.
 
-    `own` is bounded by `limit`. Each gateway counts for itself, so several that take the last places at once may exceed
-    it. `verified` is bounded by the existing consumers, and `held` by the routes of requests within their budgets.
+    `own` is bounded by `limit`. Each gateway counts for itself, so several gateways that create the last consumers at
+    the same time may exceed the limit. `verified` is bounded by the existing consumers, and `held` by the routes of
+    requests within their budgets.
     """
 
     def __init__(
@@ -126,7 +127,7 @@ class StreamConsumers:
         self._verified: set[str] = set()
         self._held: dict[str, tuple[ConsumerSpec, float]] = {}
         self._ensuring = SharedTasks()
-        self._stale: set[str] = set()  # names of consumers that were deleted while they were ensured
+        self._stale: set[str] = set()  # names of consumers that were deleted while `_make` ensured them
         self._rests: dict[str, Rest] = {}
         self._watch: Subscription | None = None
 
@@ -141,11 +142,11 @@ class StreamConsumers:
         self._watch = watch
 
     def route(self, own: WorkRoute, shared: WorkRoute, deadline_s: float) -> WorkRoute:
-        """Return the route of a request, and hold its consumer until `deadline_s` of this object's clock."""
+        """Return the route of a request. Its consumer is kept until `deadline_s` of this object's clock."""
         name = own.consumer.name
         route = own if name in self._own or len(self._own) < self._limit else shared
         if route is own:
-            # the place is taken at once; the next round frees places of consumers that were not created
+            # count the consumer at once; the next round removes consumers that were not created
             self._own.add(name)
         spec = route.consumer
         held = self._held.get(spec.name)
@@ -180,11 +181,11 @@ class StreamConsumers:
         if name in self._ensuring:
             self._stale.add(name)
         if (spec := self._needed(name)) is not None:
-            # if this fails, the next round tries again
+            # if the creation fails, the next round tries again
             self._ensuring.begin(spec.name, functools.partial(self._make, spec))
 
     def _needed(self, name: str) -> ConsumerSpec | None:
-        """Return the consumer of this name if an open request of this gateway relies on it, else None."""
+        """Return the consumer of this name if an open request of this gateway needs it, else None."""
         held = self._held.get(name)
         return held[0] if held is not None and held[1] > self._clock() else None
 
@@ -194,8 +195,8 @@ class StreamConsumers:
         self._stale.update(self._ensuring)
 
     async def refresh(self, ack_wait_s: float) -> None:
-        """Ensure the held consumers, and the consumers of subjects that have messages. This also covers missed notices.
-        Raises BrokerError.
+        """Ensure the consumers in use, and the consumers of subjects that have messages. This also repairs the effects
+        of missed notices. Raises BrokerError.
         """
         now_s = self._clock()
         self._held = {name: held for name, held in self._held.items() if held[1] > now_s}
@@ -211,7 +212,7 @@ class StreamConsumers:
             try:
                 spec = topology.consumer_of(subject, ack_wait_s)
             except ValueError as error:
-                _consumers_logger.error("%s holds messages that no worker will get: %s", self._stream, error)
+                _consumers_logger.error("%s has messages that no worker will get: %s", self._stream, error)
                 continue
             if spec.name not in names:
                 missing.setdefault(spec.name, spec)
@@ -229,10 +230,10 @@ class StreamConsumers:
             )
 
     async def sweep(self, ack_wait_s: float) -> int:
-        """Delete the unused consumers, then create again those that are needed after all. Return the number of
+        """Delete the unused consumers, then create again the ones that are needed by now. Return the number of
         deletions.
 
-        Raises BrokerError. The next round of any gateway then checks the consumers that were deleted before.
+        Raises BrokerError. The next round of any gateway then checks the consumers that were already deleted.
         """
         now_s = self._clock()
         self._rests = rests(self._rests, await self._broker.consumer_states(self._stream), now_s)
@@ -267,7 +268,9 @@ class WorkConsumers:
         idle_s: float = IDLE_S,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`clock` is the clock of the deadlines. `idle_s` is the rest after which a consumer is deleted."""
+        """Create the consumers of no pool; `follow` adds pools. `clock` is the clock of the deadlines. `idle_s` is the
+        rest in seconds after which a consumer is deleted.
+        """
         self._broker = broker
         self._settings = settings
         self._ack_wait_s = float(settings.ack_wait_s)
@@ -280,7 +283,7 @@ class WorkConsumers:
         self._swept_s = -SWEEP_S
 
     async def follow(self, pool: str) -> StreamConsumers:
-        """Begin to follow the consumers of a pool's stream, which must exist. Raises BrokerError."""
+        """Start to manage the consumers of a pool's stream. The stream must exist. Raises BrokerError."""
         async with self._following:
             if pool not in self._streams:
                 limit = topology.own_consumers(self._settings.stream_replicas)
@@ -290,7 +293,7 @@ class WorkConsumers:
         return self._streams[pool]
 
     def route(self, lane: Lane, priority: str, model: str, deadline_s: float) -> WorkRoute:
-        """Return the route of a request's work. Raises KeyError for a pool that is not followed."""
+        """Return the route of a request's work. Raises KeyError for a pool without a call of `follow`."""
         own, shared = _routes(lane, priority, model, self._ack_wait_s)
         return self._streams[lane.pool].route(own, shared, deadline_s)
 
@@ -308,8 +311,8 @@ class WorkConsumers:
         return pool in self._streams and self._streams[pool].is_verified(spec)
 
     async def ensure(self, pool: str, spec: ConsumerSpec) -> None:
-        """Create the consumer, or compare its settings. Raises PoolNotFound for a pool that is no longer followed,
-        TopologyMismatch, BrokerError.
+        """Create the consumer, or compare its settings. Raises PoolNotFound for a removed pool, TopologyMismatch,
+        BrokerError.
         """
         stream = self._streams.get(pool)
         if stream is None:
@@ -333,7 +336,9 @@ class WorkConsumers:
         )
 
     async def run(self, stop: Stop) -> None:
-        """Keep the needed consumers. While this gateway is the leader, also delete the unused ones."""
+        """Create the needed consumers again whenever they are missing. While this gateway is the leader, also delete
+        the unused ones.
+        """
         trouble, pause_s = Trouble(_consumers_logger, "not every consumer could be checked"), 0.0
         while not await stop.wait_for(pause_s):
             pause_s = ROUND_S
@@ -348,7 +353,7 @@ class WorkConsumers:
             await stream.stop()
 
     async def take_turn(self) -> int:
-        """Sweep if a sweep is due and this gateway is the leader. Return the number of deleted consumers. Raises
+        """Run `sweep` if it is due and this gateway is the leader. Return the number of deleted consumers. Raises
         BrokerError.
         """
         if not await self._lease.acquire() or self._clock() - self._swept_s < SWEEP_S:
@@ -362,11 +367,11 @@ class WorkConsumers:
 PUBLISH_TIMEOUT_S = 2.0
 PUBLISHES_AT_ONCE = 64
 PUBLISH_PATIENCE_S = 10.0
-LAST_ATTEMPT_S = 0.1  # seconds that the last attempt may run over its time, so that it ends with its own error
+LAST_ATTEMPT_S = 0.1  # seconds that the last attempt may exceed its time limit, so that it ends with its own error
 UNDO_S = 2.0
 LOAD_CEILING_S = 600.0
 HEADROOM_BYTES = 16 << 10  # bytes of a message for all parts that are not input
-HEADER_BYTES = 256  # bytes of the headers of a publish: its message id
+HEADER_BYTES = 256  # bytes of the headers of a publish: the message id
 # bytes; enough for the result of one input of the widest model, and for the heartbeat of a worker with a few hundred
 # models
 MIN_PAYLOAD_BYTES = 64 << 10
@@ -387,8 +392,8 @@ def work_spec(settings: Settings, pool: str, *, reserved: bool = False) -> topol
 
 
 class StreamPosition(NamedTuple):
-    """Position of a message in a stream. A stream that was lost and created again counts from 1 again, so there the
-    same sequence is another message.
+    """Position of a message in a stream. A stream that was lost and created again counts from 1 again. So in the new
+    stream, the same sequence is another message.
     """
 
     created: str  # creation time of the stream, as the broker reports it
@@ -412,9 +417,9 @@ class WorkQueue:
         serves: Callable[[str], bool] = lambda pool: True,
         is_reservation: Callable[[str], bool] = lambda pool: False,
     ) -> None:
-        """`on_lost` is called if a stream was lost with the work in it. `on_publish` is called with the work items of a
-        request before they are published. `offload` stores inputs that are too large for a message. `serves` returns
-        True if a pool exists, `is_reservation` if it is a reservation.
+        """Create the queue. `on_lost` is called if a stream was lost with the work in it. `on_publish` is called with
+        the work items of a request before they are published. `offload` stores inputs that are too large for a message.
+        `serves` returns True if a pool exists, `is_reservation` if it is a reservation.
         """
         self._broker = broker
         self._settings = settings
@@ -424,7 +429,7 @@ class WorkQueue:
         self._on_publish = on_publish
         self._serves = serves
         self._is_reservation = is_reservation
-        self._created: dict[str, str] = {}  # by pool, the time when the broker created its stream
+        self._created: dict[str, str] = {}  # time at which the broker created the stream, by pool
         self._undoing = Tasks(_logger, lambda: None)  # each task is bounded by the time-outs of its broker requests
         self._ensuring = SharedTasks()
         self.consumers = WorkConsumers(broker, settings)
@@ -443,22 +448,22 @@ class WorkQueue:
 
     @property
     def result_bytes(self) -> int:
-        """Bytes of results that fit in one message beside its other parts. An input with a larger result is returned in
-        parts.
+        """Bytes of results that fit into one message, without its other parts. An input with a larger result is
+        returned in parts.
         """
         return max(1, self._broker.max_payload - HEADROOM_BYTES)
 
     @property
     def holds_any_size(self) -> bool:
-        """True if inputs that are too large for a message go through the payload store."""
+        """True if inputs that are too large for a message are stored in the payload store."""
         return self._offload is not None
 
     async def ensure_pool(self, pool: str) -> None:
-        """Create or verify the pool's stream. If it is a new stream in place of a lost one, call `on_lost`, because the
-        work in it is lost.
+        """Create or verify the pool's stream. If a new stream replaces a lost one, call `on_lost`, because the work in
+        the lost one is gone.
 
-        All requests that meet a broker which does not answer call this between their attempts; they share one call to
-        the broker. Raises PoolNotFound for a reservation that has ended, BrokerError.
+        Every request calls this method between its attempts while the broker does not answer; all these requests use
+        one call to the broker. Raises PoolNotFound for a reservation that has ended, BrokerError.
         """
         name = topology.stream_name(pool)
         try:
@@ -485,7 +490,7 @@ class WorkQueue:
             await self._ensure_dead_letters(pool)
         spec = work_spec(self._settings, pool, reserved=reserved)
         state = await self._broker.ensure_stream(spec, owner=True)
-        # if the reservation ended meanwhile, its stream may have been removed, and `ensure_stream` made it again
+        # if the reservation has ended, its stream may have been removed, and `ensure_stream` created it again
         if not self._serves(pool):
             await self._broker.delete_stream(spec.name)
             self._require(pool)
@@ -501,7 +506,7 @@ class WorkQueue:
             raise PoolNotFound(f"there is no pool {pool!r} any more: its lease is over", param="X-SIE-Pool")
 
     async def forget_pool(self, pool: str) -> None:
-        """Stop using the pool of a reservation that has ended."""
+        """Remove the pool of a reservation that has ended from this gateway's memory."""
         self._created.pop(pool, None)
         self._broker.troubles.pop(topology.stream_name(pool), None)
         await self.consumers.unfollow(pool)
@@ -512,7 +517,7 @@ class WorkQueue:
         await self._broker.delete_stream(topology.stream_name(pool))
 
     async def _ensure_dead_letters(self, pool: str) -> None:
-        """Ensure the stream of dead letters and the bucket of poison marks, which workers need before they find the
+        """Ensure the stream of dead letters and the bucket of poison marks. Workers need both before they find the
         pool's stream.
         """
         replicas, queue_bytes = self._settings.stream_replicas, self._settings.queue_max_bytes
@@ -534,7 +539,7 @@ class WorkQueue:
         return True
 
     async def publish(self, lane: Lane, items: Sequence[WorkItem], deadline_s: float) -> list[StreamPosition]:
-        """Store all chunks of a request, or none: if one cannot be stored, the others are removed. Return their
+        """Store all chunks of a request, or none: if one cannot be stored, the stored ones are removed. Return their
         positions.
 
         The stream keeps a message even before its consumer exists, so messages and consumer are created at the same
@@ -557,7 +562,7 @@ class WorkQueue:
     async def _publish_all(
         self, lane: Lane, subject: str, spec: ConsumerSpec, items: Sequence[WorkItem], deadline_s: float
     ) -> list[StreamPosition]:
-        # limits the messages of a large request that are in memory at once
+        # limits how many messages of a large request are in memory at once
         turns = asyncio.Semaphore(PUBLISHES_AT_ONCE)
 
         async def in_turn(item: WorkItem) -> StreamPosition:
@@ -580,11 +585,11 @@ class WorkQueue:
         return stored
 
     def undo(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run this work in the background: the answer of a failed request does not wait for it."""
+        """Run `work` in the background: the answer of a failed request does not wait for it."""
         self._undoing.start(work, "undo")
 
     async def close(self) -> None:
-        """Wait for background work, at most UNDO_S seconds, then stop."""
+        """Wait for the background work, at most UNDO_S seconds, then stop."""
         if not await self._undoing.settle(UNDO_S):
             _logger.warning(
                 "the messages of %d ended requests could not be removed from the queue in time", len(self._undoing)
@@ -600,13 +605,13 @@ class WorkQueue:
         await self.withdraw(pool, [stored for stored in settled if isinstance(stored, StreamPosition)], request)
 
     async def _publish_one(self, lane: Lane, subject: str, item: WorkItem, deadline_s: float) -> StreamPosition:
-        """Store one message. If cancelled, withdraw a message that may have been stored. After another failure such a
-        message ends by its own budget.
+        """Store one message. If cancelled, withdraw a message that may have been stored. After another failure, the
+        budget of the message ends it.
         """
         message_id = f"{item.request}.{item.chunk}.{item.attempt}"
         stored, tried = StreamPosition("", 0), False
         data = b""
-        # large inputs are not made a message first: that would hold the event loop
+        # large inputs are not encoded as a message first: that would block the event loop
         is_large = self._offload is not None and _least_bytes(item) > self.payload_bytes
         if not is_large:
             data = messages.encode(item)
@@ -638,7 +643,9 @@ class WorkQueue:
         return stored
 
     async def _take_back(self, pool: str, subject: str, data: bytes, message_id: str, request: str) -> None:
-        """Withdraw a message that may or may not be stored. A publish with the same message id returns its sequence."""
+        """Withdraw a message that may or may not be stored. A second publish with the same message id returns its
+        sequence.
+        """
         with contextlib.suppress(BrokerError):  # on an error the age limit of the stream removes it
             created = self._created.get(pool, "")
             sequence = (await self._broker.publish(subject, data, message_id, PUBLISH_TIMEOUT_S)).sequence
@@ -651,10 +658,11 @@ class WorkQueue:
         return sum(entry.nbytes for entry in _inputs(item)) > self.payload_bytes
 
     async def _with_patience(self, attempt: Callable[[], Awaitable[None]], pool: str, deadline_s: float) -> None:
-        """Try again while the broker is away, for at most PUBLISH_PATIENCE_S seconds and at most the request's budget.
+        """Try again while the broker does not answer, for at most PUBLISH_PATIENCE_S seconds and at most the request's
+        budget.
 
-        A broker that does not answer although it is connected may have lost the stream. So the stream is ensured
-        between attempts.
+        A broker that is connected and does not answer may have lost the stream. So the stream is ensured between
+        attempts.
         """
         end_s = min(time.perf_counter() + PUBLISH_PATIENCE_S, deadline_s)
         try:
@@ -681,7 +689,8 @@ class WorkQueue:
             except BrokerUnavailable as error:
                 if time.perf_counter() + 0.1 >= end_s:
                     raise QueueUnavailable("the broker could not be reached") from error
-                await asyncio.sleep(0.1)  # pause between attempts; the client of the broker reconnects by itself
+                # pause between attempts; the broker's client library reconnects without a call
+                await asyncio.sleep(0.1)
                 if self._broker.connected:
                     with contextlib.suppress(BrokerError):  # the next attempt then reports its own error
                         await self.ensure_pool(pool)
@@ -694,8 +703,9 @@ class WorkQueue:
         """Remove messages that no request waits for, both waiting and leased. If the broker cannot remove a message
         now, its age limit removes it later.
 
-        Messages of a stream that was lost are gone with it, so their sequences are not deleted. With `request`, workers
-        are told last to cancel it: a worker that gets room before the messages are removed would take more of them.
+        The messages of a lost stream do not exist any more, so their sequences are not deleted. With `request`, workers
+        get a message to cancel the request, after the removal: a worker with free credit would pull more of the
+        messages before the removal.
         """
         if stored and self._serves(pool):
             try:
@@ -712,7 +722,7 @@ class WorkQueue:
     async def _remove(self, stream: str, stored: Sequence[StreamPosition]) -> None:
         """Delete these messages from the stream. Raises BrokerError."""
         for start in range(0, len(stored), PUBLISHES_AT_ONCE):
-            # read each time: the loss of a stream may not be noticed yet
+            # read the time again on each call: the loss of a stream may not be noticed yet
             created = (await self._broker.stream_state(stream)).created
             piece = stored[start : start + PUBLISHES_AT_ONCE]
             removals = [

@@ -1,4 +1,4 @@
-"""Work that several callers share: at most one attempt runs at a time for each key."""
+"""Tasks whose result several callers wait for: at most one attempt runs at a time for each key."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sie_broker import BrokerUnavailable
 
 class SharedTasks:
     """Tasks by key. A caller that stops waiting does not end the task for the other callers. The exception of a task is
-    retrieved even if no caller waits any more.
+    retrieved even if no caller waits for it.
     """
 
     def __init__(self) -> None:

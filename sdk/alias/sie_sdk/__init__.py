@@ -1,4 +1,6 @@
-"""Another name of `sie_client` and of each of its modules: the same objects, so errors and types are equal in both."""
+"""Second name of `sie_client` and of each of its modules: the objects are the same, so errors and types are equal in
+both.
+"""
 
 import importlib
 import pkgutil

@@ -3,13 +3,13 @@ randomness.
 
     entries ──add──► Waiting ──next_batch(now, device)──► Batch | Wait(until) | nothing
 
-Entries share a batch if their keys are equal. A batch is sealed when it is full (cost or requests), when its oldest
-entry has waited for the limit, or at once when the device is idle and no more work is expected. While the device is
-busy, batches grow. If the deadlines of its entries allow no full batch, only the first entries run (`sizing`).
+Entries may be in one batch if their keys are equal. A batch is sealed when it is full (cost or requests), when its
+oldest entry has waited for the limit, or at once when the device is idle and no more work is expected. While the device
+is busy, batches grow. If the deadlines of its entries allow no full batch, only the first entries run (`sizing`).
 
-Order: interactive work goes first, but between two bulk batches there are at most `bulk_max_overtakes` interactive
-ones. Within a priority, the model goes first whose oldest entry has waited longest. Within a model, its keys (LoRAs,
-operations) take turns, so that the backlog of one key does not block the others. Once an entry is due and the oldest of
+Order: interactive work is first, but between two bulk batches there are at most `bulk_max_overtakes` interactive ones.
+Within a priority, the model whose oldest entry has waited longest is first. Within a model, its keys (LoRAs,
+operations) alternate, so that the backlog of one key does not block the others. Once an entry is due and the oldest of
 its priority, it is in one of the next K batches of that priority, where K is the number of keys of its model that have
 work. With k overtakes, these are K + ceil(K / k) batches in total for interactive work, and K (k + 1) for bulk work.
 """
@@ -30,16 +30,17 @@ from sie_sidecar.batching.sizing import LEAD_S, Ask, binds, fitting
 T = TypeVar("T")
 
 READY_PER_LANE = 2  # full batches that may wait per lane
-TIMES_OVER = 20  # batches by which the time of a batch of one model is learned
-MAX_TIMES = 1024  # models whose batch times are kept
-LOOK_AHEAD = 4  # a model that pads chooses among the entries of this many batches
+TIMES_OVER = 20  # number of batches from which the time of a batch of one model is learned
+MAX_TIMES = 1024  # largest number of models whose batch times are stored
+LOOK_AHEAD = 4  # a model that pads chooses among the entries of this number of batches
 
 
 class BatchKey(NamedTuple):
-    """Properties that entries must have in common to run in one forward pass. Output options are not among them: they
-    are applied per item.
+    """Properties that entries must have in common to run in one forward pass. Output options are not included: they are
+    applied per item.
 
-    `padded`: the model pads the rows of a batch to the longest row, so entries of similar cost are taken together.
+    `padded`: the model pads the rows of a batch to the longest row, so the entries of a batch should have similar
+    costs.
     """
 
     residency: str
@@ -56,7 +57,7 @@ class BatchLimits:
     of pixels and features.
 
     `reorder_s`: in a model that pads, an entry may overtake an entry of the same key only if it arrived at most this
-    much later.
+    number of seconds later.
     """
 
     cost: int
@@ -64,14 +65,16 @@ class BatchLimits:
     wait_s: float
     bulk_max_overtakes: int = 4
     reorder_s: float = 0.25
-    media_bytes: int = 96 << 20  # bytes, of the 128 MiB that a frame to the adapter may have
+    # largest number of bytes of media in a batch; a frame to the adapter has at most 128 MiB
+    media_bytes: int = 96 << 20
 
 
 @dataclass(frozen=True)
 class DeviceLoad:
-    """Load of the device: `sent` batches are at the adapter, of at most `depth`; `lanes` batches can run at once.
+    """Load of the device: `sent` batches are at the adapter, of at most `depth`; `lanes` batches can run at the same
+    time.
 
-    `more_expected`: deliveries are on their way or not tokenised yet, so an idle device may wait for them within the
+    `more_expected`: deliveries are in transit or not tokenised yet, so an idle device may wait for them within the
     limit. `busy_s`: predicted seconds until a batch that is sent now would begin.
     """
 
@@ -84,11 +87,11 @@ class DeviceLoad:
 
 @dataclass
 class BatchEntry(Generic[T]):
-    """Tokenised work item. `cost` is its share of the budget of a batch. `time_cost` is the number of tokens of short
+    """Tokenised work item. `cost` is its part of the budget of a batch. `time_cost` is the number of tokens of short
     texts that take as long; 0 means equal to `cost`. `alone`: its message was delivered before, perhaps to a worker
-    whose adapter died with it, so it runs in a batch of its own. It is due at `deadline_s`, and had `budget_s` seconds
+    whose adapter died with it, so it runs in a separate batch. It is due at `deadline_s`, and had `budget_s` seconds
     when it was published. `media_bytes` is the size of its images and sounds. `writes`: its answer is written token by
-    token, beside the lanes of the device (`ipc.Rows.writes`).
+    token, outside of the lanes of the device (`ipc.Rows.writes`).
     """
 
     key: BatchKey
@@ -116,8 +119,9 @@ class Batch(Generic[T]):
 
     @property
     def writes(self) -> bool:
-        """True if its answers are written token by token, beside the lanes."""
-        # all entries of a batch are equal in this: written entries wait in their own queue
+        """True if the answers are written token by token, outside of the lanes."""
+        # the value is equal for all entries of a batch: entries whose answer is written token by token have a separate
+        # queue
         return bool(self.entries) and self.entries[0].writes
 
 
@@ -135,7 +139,7 @@ class _KeyQueue(Generic[T]):
     key: BatchKey
     entries: deque[BatchEntry[T]] = field(default_factory=deque)
     cost: int = 0
-    alone: int = 0  # number of entries that run by themselves
+    alone: int = 0  # number of entries that need a separate batch
 
     @property
     def head_s(self) -> float:
@@ -154,8 +158,8 @@ class _KeyQueue(Generic[T]):
         self.alone += entry.alone
 
     def pop_batch(self, limits: BatchLimits, begins_s: float, times: BatchTimes) -> list[BatchEntry[T]]:
-        """Take the oldest entry and the entries that run with it from `begins_s` on, in order of arrival. An oversize
-        entry runs alone.
+        """Remove and return the oldest entry and the entries that run with it from `begins_s` on, in order of arrival.
+        An oversize entry runs alone.
         """
         indexes = self._together(limits)
         indexes = sorted(indexes[: fitting(self._asks(indexes, begins_s), times)])
@@ -171,7 +175,7 @@ class _KeyQueue(Generic[T]):
         return entries
 
     def binds(self, limits: BatchLimits, begins_s: float, times: BatchTimes) -> bool:
-        """Return True if a deadline limits when the next batch may be sealed."""
+        """Return True if a deadline limits the time at which the next batch may be sealed."""
         return binds(self._asks(self._together(limits), begins_s), times)
 
     def _asks(self, indexes: Sequence[int], begins_s: float) -> list[Ask]:
@@ -179,8 +183,8 @@ class _KeyQueue(Generic[T]):
         return [Ask(entry.time_cost or entry.cost, entry.deadline_s - begins_s, entry.budget_s) for entry in entries]
 
     def _together(self, limits: BatchLimits) -> list[int]:
-        """Return the places of the oldest entry and of the entries that may run with it, in the order in which a
-        smaller batch would take them.
+        """Return the indices of the oldest entry and of the entries that may run with it. A smaller batch would have
+        the first of them.
         """
         if self.entries[0].alone:
             return [0]
@@ -202,8 +206,8 @@ class _KeyQueue(Generic[T]):
         return list(range(number))
 
     def _alike(self, limits: BatchLimits) -> list[int]:
-        """Return the place of the first entry, and of entries that came soon after it and whose cost is nearest to its
-        own, the nearest first.
+        """Return the index of the first entry, and of entries that arrived soon after it. Entries whose cost is nearest
+        to the cost of the first are first.
         """
         head = self.entries[0]
         near = []
@@ -222,13 +226,13 @@ class _KeyQueue(Generic[T]):
 
 
 class _ModelLine(Generic[T]):
-    """Queues of one residency, in the order of their turns. `push_number` is the number of its last push to the heap of
-    its priority.
+    """Queues of one residency, in the order in which they are served. `push_number` is the number of its last push to
+    the heap of its priority.
     """
 
     def __init__(self, name: str, head_s: float) -> None:
         self.name = name
-        self.head_s = head_s  # arrival time of its oldest entry
+        self.head_s = head_s  # arrival time of the oldest entry
         self.push_number = 0
         self.queues: dict[BatchKey, _KeyQueue[T]] = {}
 
@@ -237,8 +241,8 @@ class _ModelLine(Generic[T]):
 
 
 class _PriorityLine(Generic[T]):
-    """Entries of one priority. `_heads` is a heap of (head, push number, model). A push that is not the newest of its
-    model is dropped when it comes to the top.
+    """Entries of one priority. `_heads` is a heap of (head, push number, model). If a push is not the newest of its
+    model, it is dropped when it reaches the top of the heap.
     """
 
     def __init__(self) -> None:
@@ -250,8 +254,8 @@ class _PriorityLine(Generic[T]):
         return (queue for model in self.models.values() for queue in model.queues.values())
 
     def add(self, entry: BatchEntry[T], *, in_order: bool) -> None:
-        """Add an entry after all others. Without `in_order` the entry was taken before: put it at its place in the
-        order of arrival.
+        """Add an entry after all others. Without `in_order`, the entry was removed before: insert it by its time of
+        arrival.
         """
         model = self.models.get(entry.key.residency)
         if model is None:
@@ -280,19 +284,19 @@ class _PriorityLine(Generic[T]):
         return None
 
     def pick(self, now_s: float, limits: BatchLimits, *, idle: bool) -> _KeyQueue[T] | None:
-        """Return the queue to send from now, or None if no queue is ready."""
+        """Return the queue from which to send now, or None if no queue is ready."""
         model = self.oldest()
         if model is None:
             return None
         queue = model.pick(now_s, limits, idle=idle)
         if queue is not None:
             return queue
-        # no entry has waited for the limit, so all entries came within it: there are few keys to search
+        # no entry has waited for the limit, so all entries arrived within it: only a few keys must be searched
         full = (queue for queue in self.queues() if queue.is_full(limits))
         return min(full, key=lambda queue: queue.head_s, default=None)
 
     def pick_oldest(self) -> _KeyQueue[T]:
-        """Return the queue of the oldest entry, ready or not."""
+        """Return the queue of the oldest entry, even if it is not ready."""
         model = self.oldest()
         assert model is not None
         return min(model.queues.values(), key=lambda queue: queue.head_s)
@@ -304,7 +308,7 @@ class _PriorityLine(Generic[T]):
         entries = queue.pop_batch(limits, begins_s, times)
         del model.queues[queue.key]
         if queue.entries:
-            model.queues[queue.key] = queue  # last in the order of turns
+            model.queues[queue.key] = queue  # put the queue at the end of the rotation
         self._reorder(model)
         return entries
 
@@ -318,7 +322,7 @@ class _PriorityLine(Generic[T]):
             self._reorder(model)
 
     def _reorder(self, model: _ModelLine[T]) -> None:
-        """Place a model again after its oldest entry may have been removed."""
+        """Restore the order of the models after the oldest entry of this model may have been removed."""
         if not model.queues:
             del self.models[model.name]
             model.push_number = 0
@@ -327,23 +331,24 @@ class _PriorityLine(Generic[T]):
         self._enter(model)
 
     def _enter(self, model: _ModelLine[T]) -> None:
-        """Put a model into the heap by its head. Models with equal heads keep the order of the pushes."""
+        """Insert a model into the heap by its head. Models with equal heads keep the order of the pushes."""
         model.push_number = next(self._push_numbers)
         heapq.heappush(self._heads, (model.head_s, model.push_number, model))
 
 
 class Waiting(Generic[T]):
-    """All tokenised entries that are not sent yet, by priority, model and key, in order of arrival."""
+    """Tokenised entries that are not sent yet, by priority, model and key, in order of arrival."""
 
     def __init__(self) -> None:
-        self.lines: tuple[_PriorityLine[T], _PriorityLine[T]] = (_PriorityLine(), _PriorityLine())  # interactive, bulk
+        # entries of interactive work, entries of bulk work
+        self.lines: tuple[_PriorityLine[T], _PriorityLine[T]] = (_PriorityLine(), _PriorityLine())
         self.overtakes = 0  # interactive batches sent since the last bulk batch while bulk work waited
         self.cost = 0
         self._length = 0
-        self._times: dict[str, BatchTimes] = {}  # by residency
+        self._times: dict[str, BatchTimes] = {}  # batch times by residency
 
     def ran(self, batch: Batch[T], seconds: float) -> None:
-        """Note the time that a batch took on the device."""
+        """Record the time that a batch took on the device."""
         self._times_of(batch.key.residency).note(_time_cost(batch), seconds)
 
     def seconds(self, batch: Batch[T]) -> float:
@@ -358,11 +363,11 @@ class Waiting(Generic[T]):
         return times
 
     def add(self, entry: BatchEntry[T]) -> None:
-        """Add an entry that arrived now, after all others."""
+        """Add an entry that arrived now, after all other entries."""
         self._add(entry, in_order=True)
 
     def put_back(self, entry: BatchEntry[T]) -> None:
-        """Return an entry that was sent but did not run to its place in the order of arrival."""
+        """Insert an entry that was sent but did not run, by its time of arrival."""
         self._add(entry, in_order=False)
 
     def _add(self, entry: BatchEntry[T], *, in_order: bool) -> None:
@@ -371,7 +376,7 @@ class Waiting(Generic[T]):
         self._length += 1
 
     def remove(self, entry: BatchEntry[T]) -> None:
-        """Remove an entry that waits here."""
+        """Remove a waiting entry."""
         self.lines[entry.bulk].remove(entry)
         self.cost -= entry.cost
         self._length -= 1
@@ -385,8 +390,8 @@ class Waiting(Generic[T]):
     def batch_from(
         self, queue: _KeyQueue[T], now_s: float, limits: BatchLimits, device: DeviceLoad
     ) -> Batch[T] | WaitUntil | None:
-        """Return the batch that `queue` gives now. If a budget binds, wait until the device is nearly free, because the
-        batch may grow until then.
+        """Return the next batch of `queue`. If a budget limits the batch, wait until the device is nearly free, because
+        the batch may grow until then.
         """
         begins_s, times = now_s + device.busy_s, self._times_of(queue.key.residency)
         if (
@@ -430,7 +435,7 @@ def next_batch(
         )
     if not bulk.models:
         return waiting.batch_from(first, now_s, limits, device)
-    if limits.bulk_max_overtakes == 0:  # no overtaking: first come, first served
+    if limits.bulk_max_overtakes == 0:  # no overtaking: the order is first in, first out
         second = bulk.pick(now_s, limits, idle=idle)
         return waiting.batch_from(first if second is None or heads[0] <= heads[1] else second, now_s, limits, device)
     if waiting.overtakes < limits.bulk_max_overtakes:
@@ -443,7 +448,9 @@ def _time_cost(batch: Batch[T]) -> float:
 
 
 class Load(NamedTuple):
-    """Work that is held and not at the device yet, in tokens and in work items, and the lanes of the device."""
+    """Work that this worker has and that is not at the device yet, in tokens and in work items, and the lanes of the
+    device.
+    """
 
     cost: int
     items: int
@@ -451,8 +458,8 @@ class Load(NamedTuple):
 
 
 def credit(load: Load, mean_cost: float, limits: BatchLimits) -> int:
-    """Return how many deliveries may be requested from the broker at a time, if each has `mean_cost` tokens: those that
-    READY_PER_LANE full batches per lane can take in addition to the held work.
+    """Return the number of deliveries that may be requested from the broker at a time, if each has `mean_cost` tokens.
+    READY_PER_LANE full batches per lane must have room for them, in addition to the present work.
     """
     cost_left = READY_PER_LANE * load.lanes * limits.cost - load.cost
     items_left = READY_PER_LANE * load.lanes * limits.requests - load.items

@@ -1,20 +1,20 @@
-"""Size of a batch: the number of entries with which none of them becomes late. Pure: times and costs come in, a number
-goes out.
+"""Size of a batch: the largest number of entries with which no entry becomes late. The functions are pure: times and
+costs are arguments, the result is a number.
 
-    entries of a full batch, each with the time that it has left ──┐
+    entries of a full batch, each with its remaining time ──┐
     times of batches of this model (`BatchTimes`) ──────────────┴──► number of entries that run now, at least the first
 
-A batch may take SHARE of the time that an entry in it has left; the rest is for errors of the prediction. Entries that
-have enough time for the full batch do not change its size. A smaller batch costs all other entries time, because each
+A batch may take the part SHARE of an entry's remaining time; the other part is for errors of the prediction. Entries
+with enough time for the full batch do not change its size. A smaller batch costs all other entries time, because each
 batch has a fixed time. So two rules limit the effect of one entry:
 
 * Entries with a share x of the cost of the full batch reduce its tokens per second by at most x / 2. So all entries
   together reduce them by at most half.
 * An entry that would be late in the smaller batch as well is not considered.
 
-A batch that is sent while another one runs waits at the device. An entry that arrives meanwhile waits for both before
-its own batch runs: three batches. If a budget is shorter than three batches with a margin for errors, it `binds`: a
-batch is then sealed at most LEAD_S before the device is free.
+A batch that is sent while another one runs waits at the device. An entry that arrives in this time waits for both
+batches before its own batch runs: three batches. If a budget is shorter than three batches with a margin for errors, it
+`binds`: a batch is then sealed at most LEAD_S before the device is free.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from typing import NamedTuple
 from sie_contracts.models.costs import AHEAD_SHARE, BatchTimes
 from sie_contracts.settings import Settings
 
-SHARE = 0.4  # share of the time that an entry has left: about two batches fit into that time
-MAX_LOSS = 0.5  # greatest loss of tokens per second, if all entries of the full batch ask for a smaller one
-LEAD_S = 0.01  # seconds; long enough to have the next batch at the device when the running one ends
-# seconds: an entry with a shorter budget asks for a small batch while the time of a full batch is unknown
+SHARE = 0.4  # part of an entry's remaining time that a batch may take: about two batches fit into the remaining time
+MAX_LOSS = 0.5  # greatest loss of tokens per second, if all entries of the full batch need a smaller one
+LEAD_S = 0.01  # seconds; enough time to have the next batch at the device when the running batch ends
+# seconds: while the time of a full batch is unknown, an entry with a shorter budget gets a small batch
 UNKNOWN_S = 10.0
 
 
@@ -48,8 +48,8 @@ class Ask(NamedTuple):
 
 
 def fitting(asks: Sequence[Ask], times: BatchTimes) -> int:
-    """Return how many of these entries, which fill a batch, run in the next batch. It takes the first ones, at least
-    one. The entries are in the order in which a smaller batch would take them.
+    """Return the number of entries that run in the next batch: the first ones of these, at least one. Together, the
+    given entries fill a batch. They are sorted so that a smaller batch has the first ones.
     """
     if len(asks) < 2:
         return len(asks)
@@ -64,9 +64,9 @@ def fitting(asks: Sequence[Ask], times: BatchTimes) -> int:
 
 
 def binds(asks: Sequence[Ask], times: BatchTimes) -> bool:
-    """Return True if a batch takes more than AHEAD_SHARE of an entry's budget, so that entries which arrive after it
-    was sealed would be late. The batch is one of these entries, or the mean of the last ones. While no times are known,
-    return True if any entry has a short budget.
+    """Return True if a batch takes more than AHEAD_SHARE of an entry's budget, so that entries that arrive after it was
+    sealed would be late. The batch is formed from these entries, or it is the mean of the last batches. While no times
+    are known, return True if any entry has a short budget.
     """
     if not times.is_known:
         return any(ask.budget_s <= UNKNOWN_S for ask in asks)
@@ -75,13 +75,15 @@ def binds(asks: Sequence[Ask], times: BatchTimes) -> bool:
 
 
 def _cost(asking: Sequence[Ask], full: float, times: BatchTimes) -> float:
-    """Return the cost of the smallest batch that entries ask for, are allowed to ask for, and would be in time in."""
+    """Return the cost of the smallest batch that entries need, that they are allowed to need, and in which they would
+    be in time.
+    """
     smallest_cost = full
     asking_cost = 0.0
     for cost, left_s, _ in sorted(asking, key=lambda ask: ask.left_s):
         fitting_cost = times.tokens(SHARE * left_s)
         if fitting_cost >= smallest_cost:
-            break  # the others have more time
+            break  # later entries have more time
         asking_cost += cost
         smallest = max(fitting_cost, times.efficient(full, MAX_LOSS * asking_cost / full))
         if smallest < smallest_cost and times.seconds(smallest) <= left_s:
@@ -90,8 +92,8 @@ def _cost(asking: Sequence[Ask], full: float, times: BatchTimes) -> float:
 
 
 class DeviceForecast:
-    """Forecast of the time when a device of `lanes` lanes has finished the batches that were sent to it. Pure: the
-    caller has the clock. Each batch at the device has a unique number.
+    """Forecast of the time when a device of `lanes` lanes has finished the batches that were sent to it. The class has
+    no clock: times are arguments. Each batch at the device has a unique number.
     """
 
     def __init__(self) -> None:
@@ -104,7 +106,7 @@ class DeviceForecast:
         self._sent[batch] = seconds
 
     def ended(self, batch: int, now_s: float, lanes: int) -> None:
-        """Remove a batch that is done or failed: the next batch begins now."""
+        """Remove a batch that has ended or failed: the next batch begins now."""
         if self._sent.pop(batch, None) is not None:
             self._free_s = now_s + sum(self._sent.values()) / lanes
 
@@ -113,15 +115,15 @@ class DeviceForecast:
         return max(0.0, self._free_s - now_s) if len(self._sent) >= lanes else 0.0
 
 
-WINDOW = 128  # number of answers for the median
+WINDOW = 128  # number of answers from which the median is computed
 WINDOW_S = 10.0  # seconds; older answers do not count
 EVERY = 16  # answers between two computations of the median
 
 
 class Quantum:
-    """Time for which deliveries are gathered, between `shortest_s` and `longest_s`. It is the shortest if the median
-    time at the worker is at `target_p50_s` or above, and longer the further the median is below. Without recent answers
-    it is the shortest.
+    """Time for which deliveries are gathered, between `shortest_s` and `longest_s`. If the median time at the worker is
+    `target_p50_s` or more, it is `shortest_s`. It grows with the distance of the median below the target. Without
+    recent answers it is `shortest_s`.
     """
 
     def __init__(self, shortest_s: float, longest_s: float, target_p50_s: float) -> None:
@@ -133,7 +135,7 @@ class Quantum:
         self.p50_s: float | None = None
 
     def answered(self, at_worker_s: float, now_s: float) -> None:
-        """Note the time from delivery to answer of one work item."""
+        """Record the time from delivery to answer of one work item."""
         if self._answers and now_s - self._answers[-1][0] > WINDOW_S:
             self._answers.clear()
             self.p50_s = None
@@ -151,8 +153,8 @@ class Quantum:
         return self.shortest_s + headroom * (self._longest_s - self.shortest_s)
 
     def until_s(self, began_s: float, last_s: float) -> float:
-        """Return the end of a gathering that began at `began_s` and had its last delivery at `last_s`, even if more is
-        expected.
+        """Return the time when a gathering ends that began at `began_s` and had its last delivery at `last_s`, even if
+        more deliveries are expected.
         """
         return min(began_s + self.seconds(last_s), last_s + self.shortest_s)
 
@@ -170,11 +172,11 @@ MEMORY_S = 10.0  # seconds of busy time after which the weight of a batch is 1/e
 
 
 class Rate:
-    """Tokens per second during the time in which at least one batch is at the adapter. Batches that overlap, in several
-    lanes or sent ahead, count this time once.
+    """Tokens per second, while at least one batch is at the adapter. If batches overlap, in several lanes or because
+    they were sent early, the time counts once.
 
-    Tokens and busy time fade together, so a batch counts by its time. It is the rate of batches as they are formed now:
-    an idle worker forms small ones, and its rate is lower than the device could reach.
+    The weights of tokens and busy time decrease together, so a batch counts by its time. The rate is measured with
+    batches as they are formed now: an idle worker forms small ones, and its rate is lower than the device allows.
     """
 
     def __init__(self) -> None:
@@ -193,13 +195,13 @@ class Rate:
         return self._tokens / self._busy_s if self._tokens and self._busy_s else 0.0
 
     def sent(self, now_s: float) -> None:
-        """Note that a batch is at the adapter."""
+        """Record that a batch is at the adapter."""
         if self._running == 0:
             self._since_s = now_s
         self._running += 1
 
     def ended(self, tokens: int, now_s: float) -> None:
-        """Note the end of a batch with its tokens. A failed batch has 0 tokens, but its time counts."""
+        """Record the end of a batch, with its tokens. For a failed batch 0 tokens are recorded, but its time counts."""
         spent_s = now_s - self._since_s
         decay = math.exp(-spent_s / MEMORY_S)
         self._tokens = self._tokens * decay + tokens

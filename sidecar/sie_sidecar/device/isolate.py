@@ -1,12 +1,12 @@
-"""Isolation retry: find the input that killed an adapter. The inputs of the batch run again, one at a time, with
-nothing else at the device. If the adapter dies again, the input that ran caused it.
+"""Isolation retry: find the input that killed an adapter. The inputs of the batch run again, one at a time, with no
+other work at the device. If the adapter dies again, the input that ran caused it.
 
-    work that an adapter died with ──► its inputs in turn ──► answered: cleared of suspicion
+    work during which an adapter died ──► its inputs, one by one ──► answered: cleared of suspicion
                                                      └──► the adapter dies: a death is counted for the input. After
                                                      two deaths it is poison, and is refused without a run
 
-All other work waits while an input runs alone. Once these inputs have had the device for SLICE_S, a waiting batch runs
-before the next input.
+All other work waits while an input runs alone. After these inputs have used the device for SLICE_S, a waiting batch
+runs before the next input.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from sie_sidecar.models.models import ModelState
 from sie_sidecar.results.settle import Settle
 
 SLICE_S = 0.05
-BATCH_BETWEEN_S = 1.0  # most seconds to wait for the batch that goes first
+BATCH_BETWEEN_S = 1.0  # most seconds to wait for a batch that runs before the next input
 
 
 class Isolate:
-    """All suspect work items of this worker. One task calls `run`."""
+    """All suspect work items of one device of this worker. One task calls `run`."""
 
     def __init__(
         self,
@@ -46,7 +46,10 @@ class Isolate:
         settle: Settle,
         metrics: SidecarMetrics,
         work: Tasks,
+        isolates: Sequence[Isolate],
     ) -> None:
+        """`isolates` are those of all devices, by number of the device."""
+        self._isolates = isolates
         self._device = device
         self._marks = marks
         self.marked_models: Mapping[str, int] = marks.models
@@ -55,15 +58,16 @@ class Isolate:
         self._metrics = metrics
         self._work = work
         self._clock = device.clock
-        # Bounded by the pull credit, as all work in flight. Suspects are parked: otherwise their model would have to
-        # stay, and the model that the first one needs could wait for the ones behind it.
+        # Bounded by the pull credit, like all work in flight.
+        # Suspects are parked: otherwise their model would have to stay loaded, and the model of the first suspect could
+        # wait for the models of later ones.
         self._suspects: deque[tuple[InFlight, Callable[[], None]]] = deque()
         self._news = asyncio.Event()
         self._slice_s = 0.0
 
     def is_suspect(self, flight: InFlight) -> bool:
-        """Return True if an input of it killed an adapter before, here or at another worker. Called only for models in
-        `marked_models`.
+        """Return True if one of its inputs ended an adapter before, at this worker or another one. Called only for
+        models in `marked_models`.
         """
         return any(self._marks.get(key) for key in content_keys(flight.item))
 
@@ -105,7 +109,12 @@ class Isolate:
         for index in chosen:
             if flight.settled:
                 return
-            outcome, block, ran = await self._outcome(flight, index, keys[index])
+            try:
+                outcome, block, ran = await self._outcome(flight, index, keys[index])
+            except AdapterGone:  # and it stays away
+                assert flight.hosted is not None
+                self._isolates[self._loading.moved(flight.hosted, [flight]).device].add(flight)
+                return
             parts.append((outcome, block))
             if ran is not None:
                 done, note = ran
@@ -115,7 +124,9 @@ class Isolate:
     async def _outcome(
         self, flight: InFlight, index: int, key: str
     ) -> tuple[Outcome, bytes, tuple[ipc.BatchDone, BatchNote] | None]:
-        """Return the outcome of one input. It is run until it is answered, found to be poison, or late."""
+        """Return the outcome of one input. The input is run until it is answered, is found to be poison, or is past its
+        deadline.
+        """
         hosted, lora = flight.hosted, flight.item.options.lora
         assert hosted is not None
         single = only(flight, index)
@@ -131,21 +142,22 @@ class Isolate:
                 if hosted.state != "loaded" or (lora and lora not in hosted.loras):
                     self._device.end_reservation()
                 await self._loading.ensure(hosted, [flight], past_gate=True)
-                if flight.settled:  # cancelled meanwhile: no request reads this outcome
+                if flight.settled:  # cancelled in the meantime: no request reads this outcome
                     raise GatewayTimeout("the request was withdrawn before its model was loaded")
                 await self._take_device()
-                done, note = await self._run_alone(flight, single, key, hosted)
-            except AdapterGone:
-                continue
+                try:
+                    done, note = await self._run_alone(flight, single, key, hosted)
+                except AdapterGone:
+                    continue
             except ModelLoading:  # the model was evicted meanwhile
                 hosted.mark_unloaded()
                 continue
-            except LoraLoading:  # the LoRA was evicted meanwhile for other LoRAs
+            except LoraLoading:  # the LoRA was evicted in the meantime for other LoRAs
                 hosted.loras.discard(lora)
                 continue
             except SIEError as error:
                 return Failed(error.info()), b"", None
-            # in the background: the broker may be away, and the device must not wait for it
+            # runs in the background: the broker may be unreachable, and the device must not wait for it
             self._work.start(self._marks.clear([key]), "marks")
             return done.outcomes[0], done.block, (done, note)
 
@@ -174,7 +186,7 @@ class Isolate:
             raise
 
     async def _take_device(self) -> None:
-        """Return when nothing else is at the device. If a batch waits, it goes first once the slice is over."""
+        """Wait until no other work is at the device. If a batch waits and the slice has ended, the batch runs first."""
         device = self._device
         if device.is_reserved and self._clock() - self._slice_s > SLICE_S and len(device.waiting):
             before = device.number

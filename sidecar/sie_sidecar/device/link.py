@@ -1,5 +1,7 @@
-"""Connections to the adapter: a pool for batches and loads, one control connection for short requests, and the ping
-that decides readiness.
+"""Connections to the adapters of a worker, one adapter for each device. To each: a pool for batches and loads, one
+control connection for short requests, and the ping that decides readiness.
+
+    AdapterLinks.run ──► link to the first adapter ──► its description: number of devices ──► links to the others
 """
 
 from __future__ import annotations
@@ -7,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 
 import msgspec
 
@@ -18,6 +20,7 @@ from sie_runtime.process import START_S, Stop, Trouble
 
 CONTROL_TIMEOUT_S = 5.0
 CONNECT_PAUSE_S = 0.05
+AWAY_S = 10.0  # seconds after which an adapter that is gone is not waited for if another device can take over
 _logger = logging.getLogger("sie.sidecar.link")
 
 
@@ -25,8 +28,8 @@ class AdapterGone(Exception):
     """Raised if the adapter closed the connection or does not listen. Work that was sent may have run, but has no
     answer.
 
-    `died`: the adapter closed the connection. It is False if this side gave up a frozen adapter, which proves nothing
-    about the work that it had.
+    `died`: the adapter closed the connection. It is False if this process gave up a frozen adapter, which proves
+    nothing about the work at that adapter.
     """
 
     def __init__(self, message: str, *, died: bool = True) -> None:
@@ -62,8 +65,8 @@ class _AdapterConnection:
 
 @contextlib.asynccontextmanager
 async def _cancelled_when(abandoned: asyncio.Event | None, connection: _AdapterConnection) -> AsyncIterator[None]:
-    """Cancel the batch on this connection if `abandoned` is set while the context lasts. The batch is answered all the
-    same.
+    """Cancel the batch on this connection if `abandoned` is set while the context is open. The batch is answered in any
+    case.
     """
     if abandoned is None:
         yield
@@ -90,17 +93,27 @@ async def _connect(path: str) -> _AdapterConnection:
 
 
 class AdapterLink:
-    """All connections to one adapter. If one is lost, all are closed: the loaded models are gone with the process. Each
+    """Connections to one adapter. If one is lost, all are closed: the loaded models are lost with the process. Each
     listener is then called once with False.
     """
 
     def __init__(
-        self, path: str, *, size: int | Callable[[int], int], ping_s: float, stale_s: float, clock: Callable[[], float]
+        self,
+        path: str,
+        *,
+        size: int | Callable[[int], int],
+        ping_s: float,
+        stale_s: float,
+        clock: Callable[[], float],
+        number: int = 0,
     ) -> None:
-        """`size` is the number of connections for batches, or a function from the device's lanes to this number."""
+        """Create the link without connections. `size` is the number of connections for batches, or a function from the
+        device's lanes to this number. `number` is the number of the device among the devices of the worker.
+        """
         self.path = path
+        self.number = number
         self.description: ipc.Description | None = None
-        # progress of weights that are fetched to this node, by id of their entry
+        # progress of downloads of weights to this node, by id of their entry
         self.fetching: dict[str, Fetched] = {}
         self._size_of = size if callable(size) else lambda _: size
         self._ping_s = ping_s
@@ -114,16 +127,17 @@ class AdapterLink:
         self._control_lock = asyncio.Lock()  # one request at a time on the control connection
         self._loads = asyncio.Semaphore(1)
         self._lost = asyncio.Event()
-        self._given_up = False  # true if this side ended the connection: the state of its work is then unknown
+        self._given_up = False  # true if this process ended the connection: the state of the work on it is then unknown
         self._last_pong_s = -1e9
+        self._lost_s = clock()  # time since when it is not connected
         self._up = asyncio.Event()
         self.listeners: list[Callable[[bool], None]] = []
         self._may_drop: Callable[[], tuple[str, ...]] = tuple
         self._dropped: Callable[[tuple[str, ...]], None] = lambda names: None
 
     def attach(self, may_drop: Callable[[], tuple[str, ...]], dropped: Callable[[tuple[str, ...]], None]) -> None:
-        """`may_drop` returns the models that the adapter may unload for a batch, the first one first. `dropped` is
-        called with the models that a reply names as unloaded.
+        """Set two callbacks. `may_drop` returns the models that the adapter may unload for a batch, in this order.
+        `dropped` is called with the models that a reply reports as unloaded.
         """
         self._may_drop, self._dropped = may_drop, dropped
 
@@ -134,8 +148,15 @@ class AdapterLink:
     async def wait_connected(self) -> None:
         await self._up.wait()
 
+    async def is_back(self) -> bool:
+        """Wait until the adapter is connected, at most until AWAY_S seconds after it was lost. Return whether it is."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(max(0.0, self._lost_s + AWAY_S - self._clock())):
+                await self._up.wait()
+        return self.connected
+
     async def describe(self) -> ipc.Description | None:
-        """Ask the adapter for its description and keep it in `description`. Return None if the reply has another type.
+        """Request the adapter's description and store it in `description`. Return None if the reply has another type.
         Raises AdapterGone, SIEError.
         """
         answer = await self.request(ipc.Describe())
@@ -149,8 +170,8 @@ class AdapterLink:
         return self._clock() - self._last_pong_s < self._stale_s
 
     async def run(self, stop: Stop) -> None:
-        """Connect, ping and reconnect until cancelled, or until `stop` is requested while the adapter is away. If the
-        adapter stays away, `Trouble` logs the error, which names the path of its socket.
+        """Connect, ping and reconnect until cancelled, or until `stop` is requested while there is no adapter. If the
+        adapter stays unreachable, `Trouble` logs the error, which names the path of its socket.
         """
         trouble = Trouble(_logger, "waiting for the adapter", START_S)
         while True:
@@ -199,7 +220,7 @@ class AdapterLink:
         self._given_up = False
         self._control, self._all, self.description = control, connections, description
         self._idle, self._more = asyncio.LifoQueue(), asyncio.LifoQueue()
-        self._loads = asyncio.Semaphore(max(1, size - 1))  # one connection is always kept for batches
+        self._loads = asyncio.Semaphore(max(1, size - 1))  # one connection is always reserved for batches
         for connection in connections:
             self._idle.put_nowait(connection)
         self._last_pong_s = self._clock()
@@ -211,6 +232,7 @@ class AdapterLink:
         for connection in [*self._all, *([self._control] if self._control else [])]:
             connection.close(given_up=self._given_up)
         self._control, self._all = None, []
+        self._lost_s = self._clock()
 
     async def _ping_until_lost(self) -> None:
         while not self._lost.is_set():
@@ -250,7 +272,7 @@ class AdapterLink:
         return await connection.receive()
 
     async def _next(self, pool: asyncio.LifoQueue[_AdapterConnection]) -> _AdapterConnection:
-        """Return the next free connection of the pool. Raises AdapterGone if the adapter goes away first."""
+        """Return the next free connection of the pool. Raises AdapterGone if the adapter is lost before."""
         getting = asyncio.ensure_future(pool.get())
         lost = asyncio.ensure_future(self._lost.wait())
         try:
@@ -268,8 +290,8 @@ class AdapterLink:
 
     @contextlib.asynccontextmanager
     async def _borrowed(self, *, more: bool = False) -> AsyncIterator[_AdapterConnection]:
-        """Borrow a connection while the context lasts. `more`: take one beside those for batches, and open it if
-        needed; the caller limits their number.
+        """Borrow a connection while the context is open. `more`: use a connection in addition to the ones for batches,
+        and open it if needed; the caller limits their number.
         """
         if not self.connected:
             raise AdapterGone(f"{self.path}: not connected")
@@ -285,14 +307,14 @@ class AdapterLink:
             self._lost.set()
             raise
         except BaseException:
-            connection.close()  # an answer may still arrive on it, so it cannot be used again
+            connection.close()  # an answer may still arrive on the connection, so it cannot be used again
             self._given_up = True
             self._lost.set()
             raise
         pool.put_nowait(connection)
 
     async def ensure_ready(self, question: ipc.EnsureReady) -> ipc.Ready:
-        """Load a model, however long that takes. Raises AdapterGone, or the SIEError of a failed load."""
+        """Load a model, without a time limit. Raises AdapterGone, or the SIEError of a failed load."""
         async with self._loads, self._borrowed() as connection:
             answer = await self._exchange(connection, question)
         ready = self._unwrapped(answer)
@@ -301,10 +323,11 @@ class AdapterLink:
         return ready
 
     async def relieve(self, may_drop: tuple[str, ...]) -> None:
-        """Let the adapter unload these models, the first one first, while memory is above its threshold. Raises
-        AdapterGone, SIEError.
+        """Let the adapter unload these models, in this order, while memory is above its threshold. Raises AdapterGone,
+        SIEError.
 
-        This does not use the control connection, because freeing much memory takes longer than a short request may.
+        The request does not use the control connection, because to free much memory takes longer than a short request
+        may take.
         """
         async with self._borrowed() as connection:
             self._unwrapped(await self._exchange(connection, ipc.Ping(may_drop)))
@@ -321,11 +344,11 @@ class AdapterLink:
     async def run_batch(
         self, batch: ipc.RunBatch, on_started: Callable[[], None], abandoned: asyncio.Event | None = None
     ) -> ipc.BatchDone:
-        """Run one batch. `on_started` is called when the device begins with it. For a batch that is written token by
+        """Run one batch. `on_started` is called when the device begins the batch. For a batch that is written token by
         token, `abandoned` is set when no request waits for it any more. Raises AdapterGone, or the SIEError of a
         refused batch.
 
-        A batch that is too large for the adapter to read is refused here: it would end the connection, and with it all
+        A batch that is too large for the adapter's frames is refused here: it would end the connection, and with it all
         other batches.
         """
         if may_drop := self._may_drop():
@@ -355,3 +378,91 @@ class AdapterLink:
         if isinstance(answer, ipc.Refused):
             raise SIEError.from_info(answer.error)
         return answer
+
+
+class AdapterLinks:
+    """Links to the adapters of one worker, by number of their device. The first adapter tells how many there are. A
+    link is never removed: an adapter that stays away is a device that the worker lacks.
+    """
+
+    def __init__(
+        self, path: str, *, size: int | Callable[[int], int], ping_s: float, stale_s: float, clock: Callable[[], float]
+    ) -> None:
+        """`path` is the socket of the first adapter; the other arguments are those of each link."""
+        self._path = path
+        self._size = size
+        self._ping_s = ping_s
+        self._stale_s = stale_s
+        self._clock = clock
+        self._on_new: list[Callable[[AdapterLink], object]] = []
+        self._all: list[AdapterLink] = []
+        self._add()
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def __iter__(self) -> Iterator[AdapterLink]:
+        return iter(self._all)
+
+    def __getitem__(self, number: int) -> AdapterLink:
+        return self._all[number]
+
+    def for_every(self, use: Callable[[AdapterLink], object]) -> None:
+        """Call `use` with each link, now or as soon as the worker learns of its device, and before it connects."""
+        self._on_new.append(use)
+        for link in self._all:
+            use(link)
+
+    def _add(self) -> AdapterLink:
+        number = len(self._all)
+        path = ipc.device_socket(self._path, number)
+        link = AdapterLink(
+            path, size=self._size, ping_s=self._ping_s, stale_s=self._stale_s, clock=self._clock, number=number
+        )
+        self._all.append(link)
+        for use in self._on_new:
+            use(link)
+        return link
+
+    @property
+    def connected(self) -> bool:
+        """True if at least one adapter is connected."""
+        return any(link.connected for link in self._all)
+
+    def is_fresh(self) -> bool:
+        """Return True if at least one adapter has answered a ping in time. If one hangs, its link is given up, and its
+        work goes to the devices of the others.
+        """
+        return any(link.is_fresh() for link in self._all)
+
+    async def wait_connected(self) -> None:
+        """Return when an adapter is connected."""
+        if len(self._all) == 1:
+            await self._all[0].wait_connected()
+            return
+        waits = [asyncio.create_task(link.wait_connected()) for link in self._all]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+    async def wait_all_connected(self, within_s: float) -> None:
+        """Return when the adapters of all devices are connected, or `within_s` seconds after the first one was."""
+        await self._all[0].wait_connected()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                await asyncio.gather(*(link.wait_connected() for link in self._all))
+
+    async def run(self, stop: Stop) -> None:
+        """Keep all links connected until cancelled, or until `stop` is requested while the adapters are away."""
+        async with asyncio.TaskGroup() as running:
+
+            def grow(_connected: bool) -> None:
+                description = self._all[0].description
+                while description is not None and len(self._all) < description.devices:
+                    link = self._add()
+                    running.create_task(link.run(stop), name=f"adapter link {link.number}")
+
+            self._all[0].listeners.append(grow)
+            await self._all[0].run(stop)

@@ -1,12 +1,12 @@
-"""Inputs that ended adapters, recorded for all workers and over restarts. A content is identified by its digest, never
-by its text.
+"""Inputs that ended adapters, recorded for all workers, also after restarts. An input is identified by the digest of
+its content, never by its text.
 
-    an adapter dies ──► the inputs that it had begun are suspects: they run alone ──► answered: cleared
-                                                           └──► an adapter dies with one alone, its second death:
+    an adapter dies ──► the inputs in progress are suspects: each runs alone ──► answered: cleared
+                                                           └──► an adapter dies during one of them, its second death:
                                                            poison, refused before it runs
 
-The marks are in a bucket whose keys expire after POISON_LIFETIME_S; every worker follows it. Without a broker a worker
-uses the marks that it has. If the bucket is lost, they are kept, and count as marks that the broker does not have.
+The marks are in a bucket whose keys expire after POISON_LIFETIME_S; every worker watches it. Without a broker, a worker
+uses the marks in its memory. If the bucket is lost, these marks are kept, and count as not written yet.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ from sie_contracts.wire.topology import POISON_BUCKET, POISON_LIFETIME_S
 from sie_runtime.failpoints import failpoint
 
 POISON_DEATHS = 2
-MAX_MARKS = 1 << 16  # marks in memory; above it the oldest is forgotten, which costs one more death
+# marks in memory; above it, the oldest mark is dropped, which costs one more death if its input is sent again
+MAX_MARKS = 1 << 16
 WRITES_AT_ONCE = 256  # marks per write; a broker takes at most 1,000 in one batch
-PATIENCE_S = 2.0  # seconds to wait for the broker before work goes on without it
+PATIENCE_S = 2.0  # seconds to wait for the broker before work continues without it
 REOPEN_S = 2.0
 _logger = logging.getLogger("sie.sidecar.poison")
 
 
 class Mark(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Record of the deaths by one content. `at_s` is the broker's time of the last death, and `workers` are the workers
-    where adapters died.
+    """Record of the deaths that one content caused. `at_s` is the broker's time of the last death, and `workers` are
+    the workers where adapters died.
     """
 
     model: str
@@ -55,7 +56,7 @@ def _decode(entry: Entry) -> Mark:
 
 
 def after_death(before: Mark | None, model: str, worker: str, now_s: float) -> Mark:
-    """Return the mark of a content that just ended an adapter, alone or with others."""
+    """Return the mark of a content that has just ended an adapter, alone or together with others."""
     deaths, workers = (before.deaths, before.workers) if before else (0, ())
     return Mark(model, min(deaths + 1, POISON_DEATHS), now_s, (*workers, worker)[-POISON_DEATHS:])
 
@@ -65,21 +66,21 @@ def refusal() -> InferenceFailed:
 
 
 class PoisonMarks:
-    """All marks that this worker knows. `now_s` returns the time of the broker."""
+    """Marks that this worker knows. `now_s` returns the time of the broker."""
 
     def __init__(self, broker: Store, worker: str, now_s: Callable[[], float]) -> None:
         self._worker = worker
         self._now_s = now_s
-        # by digest: the mark and its revision, which is 0 until the broker has it
+        # mark and its revision by digest; the revision is 0 until the broker has stored the mark
         self._known: OrderedDict[str, tuple[Mark, int]] = OrderedDict()
-        # number of marked contents by model; contents of other models are not looked up
+        # number of marked contents by model; contents of other models need no look-up
         self.models: Counter[str] = Counter()
         self._is_open = False
         self._bucket = RecordBucket(broker, POISON_BUCKET, max_age_s=POISON_LIFETIME_S)
         self._record = Record(self._bucket, _decode, self._on_mark, on_lost=self._on_lost)
 
     async def open(self) -> None:
-        """Read all marks and follow the bucket. Raises BrokerError."""
+        """Read all marks and watch the bucket. Raises BrokerError."""
         await self._record.follow()
         self._is_open = True
 
@@ -90,14 +91,14 @@ class PoisonMarks:
                 try:
                     await self.open()
                 except BrokerError as error:
-                    _logger.warning("the marks of poison cannot be read yet: %s", error)
+                    _logger.warning("the poison marks cannot be read yet: %s", error)
             await asyncio.sleep(REOPEN_S)
 
     async def close(self) -> None:
         await self._record.close()
 
     def get(self, key: str) -> Mark | None:
-        """Return the mark of a content, or None. A mark past its lifetime is removed."""
+        """Return the mark of a content, or None. A mark whose lifetime has ended is removed."""
         entry = self._known.get(key)
         if entry is None:
             return None
@@ -109,7 +110,7 @@ class PoisonMarks:
     async def died(self, model: str, keys: Iterable[str]) -> None:
         """Add one death to each of these contents, which were running when an adapter died.
 
-        The marks are written to the broker before this returns, unless that takes longer than PATIENCE_S.
+        The marks are written to the broker before this method returns, unless that takes longer than PATIENCE_S.
         """
         writes = []
         for key in dict.fromkeys(keys):
@@ -122,8 +123,8 @@ class PoisonMarks:
         await self._write(writes)
 
     async def suspected(self, model: str, keys: Iterable[str]) -> None:
-        """Record a death of contents that ran together. It is recorded once per content, so no content becomes poison
-        by such deaths.
+        """Record a death of contents that ran together. It is recorded once per content, so these deaths alone make no
+        content poison.
         """
         await self.died(model, [key for key in keys if self.get(key) is None])
 
@@ -143,12 +144,12 @@ class PoisonMarks:
                     await self._write_some(writes[start : start + WRITES_AT_ONCE])
         except (BrokerError, TimeoutError) as error:
             _logger.warning(
-                "marks of poison were not written, other workers do not know of %d contents: %r", len(writes), error
+                "poison marks were not written, so other workers do not know about %d contents: %r", len(writes), error
             )
 
     async def _write_some(self, writes: list[Write]) -> None:
-        """Write all marks at once. If another worker has written some of them, write one by one; the marks of that
-        worker stay.
+        """Write all marks in one batch. If another worker has written some of them, write them one by one; the marks of
+        that worker remain.
         """
         try:
             last = await self._bucket.write(writes)
@@ -157,7 +158,7 @@ class PoisonMarks:
                 try:
                     self._written(write, await self._bucket.write([write]))
                 except WrongRevision:
-                    _logger.info("a mark was written by another worker meanwhile")
+                    _logger.info("another worker has written a mark first")
         else:
             for revision, write in enumerate(writes, last - len(writes) + 1):
                 self._written(write, revision)

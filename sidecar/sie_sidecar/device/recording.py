@@ -1,8 +1,8 @@
 """Recording of the work of this worker as lengths and times, without any text: a trace for `sie bench replay`. It is
-off unless a file is named.
+off unless a setting names a file.
 
-The work of each batch is written after the batch ran, in the order of batches, not of arrival. Each line has the
-broker's time at which the work was published.
+The work of each batch is written after the batch ran, so lines are in the order of batches, not of arrival. Each line
+has the broker's time at which the work was published.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Recording:
-    """Writer of one trace file. A failed write ends the recording with a log line, and answers go on."""
+    """Writer of one trace file. A failed write ends the recording with a log line, and answers continue."""
 
     def __init__(self, path: Path, settings: Settings) -> None:
         """Open the file. Raises OSError."""
@@ -41,7 +41,7 @@ class Recording:
         }
 
     def ran(self, batch: Batch[InFlight], note: BatchNote, done: BatchDone, lanes: int) -> None:
-        """Record a batch that came back from a device with this number of lanes."""
+        """Record a batch that a device with this number of lanes has run."""
         if self._file is None:
             return
         lines: list[object] = []
@@ -71,7 +71,7 @@ class Recording:
             self._file = None
 
 
-current: Recording | None = None  # None if there is no recording
+current: Recording | None = None  # None while batches are not recorded
 
 
 def begin(path: Path, settings: Settings) -> None:

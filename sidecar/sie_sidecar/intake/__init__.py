@@ -1,3 +1,3 @@
-"""Deliveries come in: `pull` requests messages from the consumers of the lane's pool, `intake` leases, checks and
+"""Intake of deliveries: `pull` requests messages from the consumers of the lane's pool, `intake` leases, checks and
 gathers each work item.
 """

@@ -2,7 +2,7 @@
 prepared together. Cancelled work items are dropped.
 
     delivery ──► lease ──► InFlight ──► gathered ──► groups of one model and one truncation
-                   └──► a delivery of work that is in flight already: its lease had lapsed, and is renewed
+                   └──► a delivery of work that is already in flight: its lease had lapsed, and is renewed
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from sie_contracts.errors import InternalFailure
 from sie_contracts.wire import messages
 from sie_contracts.wire.messages import WorkItem
 from sie_runtime.clock import BrokerClock
+from sie_sidecar.batching.batch import BatchLimits
 from sie_sidecar.batching.sizing import Quantum
-from sie_sidecar.device.dispatch import DeviceQueue
+from sie_sidecar.device.dispatch import DeviceQueues
 from sie_sidecar.device.in_flight import InFlight, Inventory
 from sie_sidecar.metrics import SidecarMetrics
 from sie_sidecar.results import spans
@@ -32,13 +33,13 @@ if TYPE_CHECKING:
     from sie_runtime.spans import Tracer
 
 CHARACTERS_PER_TOKEN = 4  # characters per token in the gateway's estimate of a cost
-LATE_S = 0.25  # seconds beyond the error of the broker's clock
+LATE_S = 0.25  # seconds that are added to the error of the broker's clock
 _logger = logging.getLogger("sie.sidecar.intake")
 
 
 class Gathered(NamedTuple):
     """Work items that arrived together. `groups` have texts that can be tokenised in one call, with about `characters`
-    characters in total. The inputs of `stored` ones are in the payload store.
+    characters in total. The inputs of the work items in `stored` are in the payload store.
     """
 
     groups: list[list[InFlight]]
@@ -53,29 +54,30 @@ class WorkIntake:
         self,
         leases: Leases,
         inventory: Inventory,
-        device: DeviceQueue,
+        queues: DeviceQueues,
         settle: Settle,
         broker_clock: BrokerClock,
         quantum: Quantum,
         metrics: SidecarMetrics,
         tracer: Tracer | None,
+        clock: Callable[[], float],
     ) -> None:
         self._leases = leases
         self._inventory = inventory
-        self._device = device
+        self._queues = queues
         self._settle = settle
         self._broker_clock = broker_clock
         self._quantum = quantum
         self._metrics = metrics
         self._tracer = tracer
-        self._limits = device.limits
-        self._clock = device.clock
+        self._limits = queues.limits
+        self._clock = clock
         self.arrived: list[InFlight] = []  # work items that are not prepared yet
         self._arrival = asyncio.Event()
 
     def accept(self, delivery: Delivery) -> InFlight | None:
-        """Return a new work item in flight. Return None if the delivery cannot be read, or is of work that is in flight
-        already.
+        """Return a new work item in flight. Return None if the delivery cannot be read, or if its work is already in
+        flight.
         """
         now_s = self._clock()
         self._metrics.deliveries.labels("true" if delivery.delivered > 1 else "false").inc()
@@ -100,7 +102,7 @@ class WorkIntake:
         return flight
 
     def _left_s(self, delivery: Delivery, item: WorkItem) -> tuple[float, float]:
-        """Return the seconds until the budget of a delivery is over, and the further seconds until that is certain. A
+        """Return the seconds until the budget of a delivery ends, and the additional seconds until this is certain. A
         redelivery keeps its age. Uncertainty about the time never shortens a budget.
         """
         left_s = item.budget_ms / 1000
@@ -116,28 +118,31 @@ class WorkIntake:
             _logger.error("a cancellation could not be read: %s", error)
 
     def cancel(self, requests: Collection[str]) -> None:
-        """Drop the work of these requests that is not at the device yet, or is being written there token by token."""
+        """Drop the work of these requests if it is not at the device yet, or if its answer is being written token by
+        token.
+        """
         dropped = [
             flight
             for flight in self._inventory
             if flight.item.request in requests
             and flight.stage != "settled"
-            and (flight.stage != "running" or self._device.abandon(flight))
+            and (flight.stage != "running" or self._queues.queue_of(flight).abandon(flight))
         ]
         for flight in dropped:
-            self._device.withdraw(flight)
+            if flight.hosted is not None:
+                self._queues.queue_of(flight).withdraw(flight)
             self._settle.cancel(flight)
         if dropped:
-            self._device.wake.set()
+            self._queues.wake()
 
     def gathering(self) -> tuple[float | None, float]:
-        """Return the recent median time at this worker in seconds, None without answers, and the seconds for which
-        deliveries are gathered.
+        """Return the recent median time at this worker in seconds, None if there are no answers, and the seconds for
+        which deliveries are gathered.
         """
         return self._quantum.p50_s, self._quantum.seconds(self._clock())
 
     async def next(self, is_tokenising: Callable[[], bool], more_expected: Callable[[], bool]) -> Gathered:
-        """Wait for a delivery, then for other deliveries on their way, so that all are tokenised in one call.
+        """Wait for a delivery, then for other deliveries in transit, so that all are tokenised in one call.
 
         `is_tokenising` returns True while earlier work is tokenised. `more_expected` returns True if the broker may
         send more.
@@ -157,11 +162,16 @@ class WorkIntake:
         self._arrival.clear()
         arrived, self.arrived = [flight for flight in self.arrived if not flight.settled], []
         self._metrics.gathered.observe(len(arrived))
-        return _grouped(arrived)
+        gathered = _grouped(arrived)
+        if len(self._queues.all) == 1:
+            return gathered
+        # each part goes to the device with the least work
+        parts = [part for group in gathered.groups for part in batch_parts(group, self._limits)]
+        return gathered._replace(groups=parts)
 
     def _is_more_coming(self, is_tokenising: Callable[[], bool], more_expected: Callable[[], bool]) -> bool:
-        """Return True if it is worth waiting for more deliveries: the arrived ones do not fill a batch, and the broker
-        did not report them as the last.
+        """Return True if the worker should wait for more deliveries: the arrived ones do not fill a batch, and the
+        broker did not report them as the last ones.
         """
         if (
             len(self.arrived) >= self._limits.requests
@@ -184,3 +194,16 @@ def _grouped(arrived: list[InFlight]) -> Gathered:
         groups[item.model, item.profile, item.config_revision, item.operation, options.lora, *cut].append(flight)
     cost = sum(flight.item.cost for group in groups.values() for flight in group)
     return Gathered(list(groups.values()), stored, CHARACTERS_PER_TOKEN * cost)
+
+
+def batch_parts(group: list[InFlight], limits: BatchLimits) -> list[list[InFlight]]:
+    """Cut a group into parts that are no larger than a batch, by the gateway's estimate of their cost."""
+    parts: list[list[InFlight]] = []
+    cost = 0
+    for flight in group:
+        if not parts or len(parts[-1]) >= limits.requests or cost + flight.item.cost > limits.cost:
+            parts.append([])
+            cost = 0
+        parts[-1].append(flight)
+        cost += flight.item.cost
+    return parts

@@ -1,5 +1,5 @@
-"""Pool that this worker pulls from, as gateways assign it. Without an answer the pool `_default` stays open, and any
-other pool closes.
+"""Pool from which this worker pulls, assigned by gateways. Without an answer, a worker continues to pull from the pool
+`_default`, and stops pulling from any other pool.
 
 every ASK_S, and at a hint: GET {SIE_GATEWAY_URL}/v1/pools/assignments?worker=ID ──► {"worker", "pools"} ──► exactly
 this pool
@@ -39,11 +39,11 @@ _answer = msgspec.json.Decoder(Assignments)
 
 
 def admitted(own: str, answered: tuple[str, ...], silent_s: float) -> str | None:
-    """Return the pool to pull from, or None. `answered` is the last answer, and `own` alone before the first one.
+    """Return the pool to pull from, or None. `answered` is the last answer; before the first answer, it is only `own`.
     `silent_s` is the seconds since the last answer, or since the start.
 
-    A worker serves one pool at a time, and a gateway names one. If it names several, the worker takes its own pool if
-    it is among them, else the first.
+    A worker serves one pool at a time, and a gateway names one. If it names several, the worker serves its own pool if
+    it is one of them, else the first.
     """
     if silent_s > CLOSED_AFTER_S:
         return own if own == _DEFAULT else None
@@ -51,13 +51,14 @@ def admitted(own: str, answered: tuple[str, ...], silent_s: float) -> str | None
 
 
 class PoolMembership:
-    """Asks gateways for the pool of this worker until `stop`. If one gateway does not answer, the next is asked.
-    `asked` is set after the first attempt at all gateways, and `changed` whenever another pool is to be served.
+    """Asks gateways for the pool of this worker until `stop`. If one gateway does not answer, the request is sent to
+    the next one. `asked` is set after the first attempt at all gateways, and `changed` whenever the worker must serve
+    another pool.
     """
 
     def __init__(self, urls: str, token: Secret | None, worker: str, own: str, clock: Callable[[], float]) -> None:
-        """`urls` is the URL of one gateway, or of several, separated by commas. `own` is the pool of the worker
-        itself.
+        """Create the membership. `urls` is the URL of one gateway, or of several, separated by commas. `own` is the
+        pool of the worker itself.
         """
         headers = {"authorization": f"Bearer {token.reveal()}"} if token else {}
         self._client = httpx.AsyncClient(headers=headers, timeout=ANSWER_WITHIN_S, trust_env=False)
@@ -77,14 +78,14 @@ class PoolMembership:
         return admitted(self._own, self._answered, self._clock() - self._answered_s)
 
     async def on_hint(self, message: CoreMessage) -> None:
-        """Ask again, because the answer may have changed. A message with a reply subject only asks if this worker
-        exists, and changes nothing.
+        """Request the assignment again, because it may have changed. A message with a reply subject only checks whether
+        this worker is connected, and has no effect.
         """
         if not message.reply:
             self._again.set()
 
     async def run(self, stop: Stop) -> None:
-        """Ask now, every ASK_S seconds and after each hint, until `stop`."""
+        """Request the pool now, every ASK_S seconds and after each hint, until `stop`."""
         trouble, pool = Trouble(_logger, "no gateway assigns a pool", START_S), self.pool()
         try:
             while True:
@@ -102,19 +103,21 @@ class PoolMembership:
             await self._client.aclose()
 
     async def _ask_any(self) -> str:
-        """Take the first answer of any gateway. Return the reasons if there was none, else an empty string."""
+        """Request the assignment from the gateways until one answers. Return the reasons if none answered, else an
+        empty string.
+        """
         reasons = []
         for url in list(self._urls):
             trouble = await self._request_pool(url)
             if not trouble:
                 return ""
             reasons.append(trouble)
-            # to the end of the list: the gateway that answered last is asked first
+            # move this gateway to the end of the list: the gateway that answered last is asked first
             self._urls.append(self._urls.pop(0))
         return "; ".join(dict.fromkeys(reasons))
 
     async def _request_pool(self, url: str) -> str:
-        """Take the answer of a gateway. Return the reason if there was none, else an empty string."""
+        """Request the assignment from one gateway. Return the reason if it did not answer, else an empty string."""
         failpoint("sidecar.before_admission")
         try:
             answer = await self._client.get(f"{url}/v1/pools/assignments", params={"worker": self._worker})

@@ -1,11 +1,12 @@
-"""Models that this worker hosts, by the placement table of its lane, and the pulls that follow from it.
+"""Models that this worker hosts, by the placement table of its lane, and the pulls for these models.
 
     KV watch ──► HostAssignment.table ──role(model)──► pull with credit · probe with 1 · load ahead of the work · none
 
-Before the first table nothing is pulled, for at most FIRST_S seconds. A gateway writes the table within a second of the
-first worker's heartbeat; workers that began without it would each load every model that has work. After FIRST_S without
-any gateway, everything is pulled. A table that was not confirmed for OLD_S seconds while work waits means that no
-gateway is there: hosts stay hosts, and a worker that has a model loaded also takes waiting work of it.
+Before the first table, the worker pulls no work, for at most FIRST_S seconds. A gateway writes the table within a
+second of the first worker's heartbeat; workers that began without a table would each load every model that has work.
+After FIRST_S without any gateway, the worker pulls the work of all models. If the table was not confirmed for OLD_S
+seconds while work waits, no gateway is alive: hosts stay hosts, and a worker that has a model loaded also pulls waiting
+work of this model.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Literal, get_args
 
 from sie_broker import Broker, BrokerError, Delivery, Pulls, Queue, Subscription
@@ -27,13 +28,13 @@ from sie_contracts.wire.records import Placement
 from sie_contracts.wire.topology import Lane
 from sie_sidecar.batching import batch
 from sie_sidecar.batching.batch import BatchLimits, Load
-from sie_sidecar.device.dispatch import DeviceQueue
+from sie_sidecar.device.dispatch import DeviceQueues
 from sie_sidecar.device.in_flight import InFlight, Inventory
 from sie_sidecar.models.loading import Loading
 
 FIRST_S = 5.0
 OLD_S = 15.0
-# seconds before a model that was loaded ahead and then evicted is loaded ahead again
+# seconds before an evicted model is loaded ahead of work again
 AHEAD_AGAIN_S = 60.0
 Role = Literal["pull", "probe", "ahead", "none"]
 _ORDER: dict[Role, int] = {"none": 0, "ahead": 1, "probe": 2, "pull": 3}
@@ -42,12 +43,12 @@ _logger = logging.getLogger("sie.sidecar.pull")
 
 def role(hosts: tuple[str, ...], worker: str, *, loaded: bool, held: bool, waits: bool) -> Role:
     """Return the role of `worker` for a model with these `hosts`. `held`: the worker has work of this model, or the
-    model is closed for the load of another one; new work would wait for two loads here, and might run sooner elsewhere.
-    `waits`: work of the model waits in the stream, and no gateway is there to place it.
+    model is closed for the load of another one. Then new work would wait for two loads at this worker, and might run
+    earlier at another one. `waits`: work of the model waits in the stream, and no gateway is alive to place it.
 
-    If the model is not loaded here, only the first host requests one message, which then waits here for the load. The
-    table puts a host with the model first, if there is one, so that no work waits for a load while another worker could
-    run it. The other hosts load the model without work, then pull.
+    If the model is not loaded at this worker, only the first host requests one message, which then waits for the load.
+    If a host has the model loaded, it is the first host in the table, so that no work waits for a load while another
+    worker could run it. The other hosts load the model without work, then pull.
     """
     if worker not in hosts:
         return "pull" if loaded and waits else "none"
@@ -72,9 +73,10 @@ class HostAssignment:
         on_change: Callable[[], None],
         is_up: Callable[[], bool],
     ) -> None:
-        """`now_s` returns the broker's time. `loaded` returns True if this worker has a model loaded, `held` if it has
-        work of the model. `on_change` is called when the table has changed. `is_up` returns True if the adapter is
-        connected; without it no gateway places a model here.
+        """Create the assignment without a table. `now_s` returns the broker's time. `loaded` returns True if this
+        worker has a model loaded, `held` if it has work of the model. `on_change` is called after a change of the
+        table. `is_up` returns True if the adapter is connected; without an adapter, gateways place no model on this
+        worker.
         """
         self._broker = broker
         self._lane = lane
@@ -84,11 +86,11 @@ class HostAssignment:
         self._held = held
         self._on_change = on_change
         self._is_up = is_up
-        self._was_up = False  # whether the adapter was connected when the wait for the first table began
+        self._was_up = False  # true if the adapter was connected when the wait for the first table began
         self._first: asyncio.TimerHandle | None = None  # set while the first table is awaited
         self._waiting: frozenset[str] = frozenset()  # models with work in two checks in a row while the table was old
         self._seen: frozenset[str] = frozenset()
-        self._consumers: dict[str, set[str]] = {}  # by consumer name, the models whose work it may deliver
+        self._consumers: dict[str, set[str]] = {}  # consumer name -> models whose work the consumer may deliver
         self._ahead_s: dict[str, float] = {}
         self.table: Placement | None = None
         self._stored = StoredTable(topology.lane_key(lane))
@@ -114,7 +116,7 @@ class HostAssignment:
         self._first = asyncio.get_running_loop().call_later(FIRST_S, self._no_table)
 
     def _no_table(self) -> None:
-        if not self._was_up:  # no gateway could place models here before the adapter was connected
+        if not self._was_up:  # no gateway could place models on this worker before the adapter was connected
             self._await_table()
             return
         _logger.warning("no placement table within %g s: no gateway is there, all work is pulled", FIRST_S)
@@ -161,11 +163,15 @@ class HostAssignment:
         """Return the models that this worker hosts; None while there is no table."""
         return self._mine
 
+    def models_of(self, consumer: str) -> Collection[str]:
+        """Return the models of this worker whose work the consumer of this name may deliver; none while unknown."""
+        return self._consumers.get(consumer, ())
+
     def is_old(self) -> bool:
         return self.table is not None and self._now_s() - self.table.at_s > OLD_S
 
     def role(self, consumer: str) -> Role:
-        """Return the role for the consumer of this name: the highest role among its models."""
+        """Return the role for the consumer of this name: the highest role of its models."""
         if self.table is None:
             return "pull" if self._first is None else "none"
         return max(
@@ -196,12 +202,12 @@ class HostAssignment:
         return models
 
     def unloaded(self, model: str) -> None:
-        """Note that an operator unloaded a model: it is not loaded ahead of work for AHEAD_AGAIN_S seconds."""
+        """Record that an operator unloaded a model: it is not loaded ahead of work for AHEAD_AGAIN_S seconds."""
         self._ahead_s[model] = self._now_s()
 
     async def check_unassigned(self, loaded: Iterable[str]) -> None:
-        """Check, while the table is old, which of the `loaded` models that other workers host have waiting work. Called
-        every few seconds. Raises BrokerError.
+        """Check, while the table is old, which of the `loaded` models with other hosts have waiting work. Called every
+        few seconds. Raises BrokerError.
         """
         if self._is_stopped:
             return
@@ -225,7 +231,7 @@ class HostAssignment:
             self._on_change()
 
 
-ACTIVE_S = 1.0  # seconds since its last delivery for which a consumer is active
+ACTIVE_S = 1.0  # seconds after its last delivery in which a consumer counts as active
 
 
 class _DeliveryStatistics:
@@ -238,8 +244,8 @@ class _DeliveryStatistics:
 
 class Pulling:
     """Open pulls of a lane. At each refill, `backlog` returns the work that waits for the device before work of a
-    priority (True for bulk), or None if nothing should be pulled. `role` returns what a consumer may deliver, as
-    `HostAssignment.role` does.
+    priority (True for bulk), or None if no work should be pulled. `role` returns the work that a consumer may deliver,
+    like `HostAssignment.role`. `narrowed` returns the part of such a backlog that is on the devices of a consumer.
     """
 
     def __init__(
@@ -251,6 +257,7 @@ class Pulling:
         backlog: Callable[[bool], Load | None],
         clock: Callable[[], float],
         role: Callable[[str], Role] = lambda consumer: "pull",
+        narrowed: Callable[[Load, str], Load] = lambda load, consumer: load,
     ) -> None:
         self._queue = queue
         self._lane = lane
@@ -258,16 +265,17 @@ class Pulling:
         self._backlog = backlog
         self._clock = clock
         self._role = role
+        self._narrowed = narrowed
         self._stream = topology.stream_name(lane.pool)
-        self._bulk = f"{lane.consumer_prefix()}bulk__"
+        self.bulk_prefix = f"{lane.consumer_prefix()}bulk__"
         self._consumers: dict[str, _DeliveryStatistics] = {}
         self._active: dict[str, _DeliveryStatistics] = {}
         self._short: dict[
             str, None
-        ] = {}  # in order: consumers that delivered since the last refill, or have less credit than at an idle device
-        self._more: set[str] = set()  # consumers for which the broker has more work, by their last delivery
+        ] = {}  # consumers, in order, that delivered after the last refill, or have less credit than at an idle device
+        self._more: set[str] = set()  # consumers for which the broker has more work, according to their last delivery
         self._announced: set[str] = set()  # consumers announced since the last listing began
-        self._open = False  # true if anything may be pulled, as of the last refill
+        self._open = False  # true if the last refill allowed pulling
         self._pulls: Pulls = queue.pulls(self._stream, on_delivery)
         self._notices: Subscription | None = None
         self._stopped = False
@@ -286,7 +294,7 @@ class Pulling:
 
     async def find_consumers(self) -> None:
         """List the durable consumers of this lane, in case a notice of the broker was missed. Raises BrokerError."""
-        if self._notices is None:  # before the start, when a reconnect may call this as well, and after the end
+        if self._notices is None:  # before the start, when a reconnect may call this as well, or after the end
             return
         before, self._announced = set(self._consumers), set()
         names = [
@@ -316,7 +324,7 @@ class Pulling:
         self._pulls.want(name, 0)
 
     def note(self, delivery: Delivery) -> None:
-        """Count a delivery with any content: it used up credit."""
+        """Count a delivery, whatever its content: it has used up credit."""
         name = delivery.consumer
         consumer = self._active[name] = self._consumers.setdefault(name, _DeliveryStatistics())
         consumer.delivered_s = self._clock()
@@ -339,7 +347,7 @@ class Pulling:
             consumer.mean_cost += 0.1 * (cost - consumer.mean_cost)
 
     def refill_all(self) -> None:
-        """Set the right credit for every consumer, after some time or after a change of the hosted models."""
+        """Set the credit of every consumer, called after some time or after a change of the hosted models."""
         self._refill(list(self._consumers))
 
     def refill_one(self, consumer: str) -> None:
@@ -348,12 +356,12 @@ class Pulling:
             self._refill([consumer])
 
     def refill(self) -> None:
-        """Set the right credit for every consumer that may have too little."""
+        """Set the credit of every consumer that may have too little credit."""
         self._refill(list(self._short))
 
     def level(self) -> None:
-        """Set the right credit for every active consumer, also if it has too much. Once a second is enough: the broker
-        needs seconds to act on less credit as well.
+        """Set the correct credit for every active consumer, even if it has too much. One call per second is enough: the
+        broker also needs seconds to apply a lower credit.
         """
         self._refill(list(self._active))
 
@@ -366,14 +374,15 @@ class Pulling:
         for name in names:
             consumer = self._consumers[name]
             target = ideal = 0
-            backlog = backlogs[name.startswith(self._bulk)]
+            backlog = backlogs[name.startswith(self.bulk_prefix)]
             if backlog is not None and (role := self._role(name)) in ("pull", "probe"):
-                # a quiet consumer keeps a credit of 1 even if the device has enough work: it delivers one message at
-                # most
+                # a quiet consumer keeps a credit of 1 even if the device has enough work: it delivers at most one
+                # message
                 target = ideal = 1
                 if role == "pull" and now_s - consumer.delivered_s < ACTIVE_S:
+                    backlog = self._narrowed(backlog, name)
                     target, ideal = (self._share(load, consumer) for load in (backlog, Load(0, 0, backlog.lanes)))
-            # renewed when half is used, so that a busy consumer needs one pull for many messages
+            # renewed when half of it is used, so that a busy consumer needs only one pull for many messages
             if target == 0 or self._pulls.outstanding(name) <= target // 2:
                 self._pulls.want(name, target)
             if target >= ideal:
@@ -393,14 +402,14 @@ class Pulling:
         return any(self._pulls.outstanding(name) > 0 for name in self._more)
 
     async def stop(self) -> None:
-        """Stop pulling. Messages on their way are still delivered before this returns."""
+        """Stop pulling. Messages in transit are still delivered before this method returns."""
         self._stopped = True
         notices, self._notices = self._notices, None
         await asyncio.gather(self._pulls.stop(), *([notices.stop()] if notices is not None else []))
 
 
 class WorkSource:
-    """Source of deliveries from one pool at a time. `accept` makes a work item from a delivery; it returns None if
+    """Source of deliveries from one pool at a time. `accept` creates a work item from a delivery; it returns None if
     there is no new work item.
     """
 
@@ -410,20 +419,22 @@ class WorkSource:
         lane: Lane,
         worker_id: str,
         now_s: Callable[[], float],
-        device: DeviceQueue,
+        queues: DeviceQueues,
         loading: Loading,
         inventory: Inventory,
         accept: Callable[[Delivery], InFlight | None],
+        clock: Callable[[], float],
     ) -> None:
         """`now_s` returns the broker's time."""
         self._broker = broker
         self._worker_id = worker_id
         self._now_s = now_s
-        self._device = device
+        self._queues = queues
+        self._clock = clock
         self._loading = loading
         self._inventory = inventory
         self._accept = accept
-        self.pool: str | None = None  # pool that it pulls from; None if it does not pull
+        self.pool: str | None = None  # pool from which the worker pulls; None if it does not pull
         self._paused: set[str] = set()
         self._refilling = False
         self._open(lane)
@@ -436,33 +447,38 @@ class WorkSource:
             lane,
             self._worker_id,
             self._now_s,
-            self._loading.hosting.is_open,
+            self._loading.models.is_open,
             self._holds,
             self._on_assignment,
-            lambda: self._device.link.connected,
+            lambda: bool(self._queues.connected),
         )
-        device = self._device
         pulling = Pulling(
             self._broker,
             lane,
-            device.limits,
+            self._queues.limits,
             lambda delivery: self._on_delivery(delivery, pulling),
-            device.backlog,
-            device.clock,
+            self._queues.backlog,
+            self._clock,
             self._role,
+            self._narrowed,
         )
         self.pulling = pulling
 
     def _role(self, consumer: str) -> Role:
-        held = consumer in self._paused or self._device.is_full_of(consumer)
+        held = consumer in self._paused or self._queues.is_full_of(consumer)
         return "none" if held else self.assignment.role(consumer)
 
+    def _narrowed(self, load: Load, consumer: str) -> Load:
+        """Return the part of a load that waits for the devices that run the work of this consumer."""
+        is_bulk = consumer.startswith(self.pulling.bulk_prefix)
+        return self._queues.narrowed(load, is_bulk, self.assignment.models_of(consumer))
+
     def _holds(self, model: str) -> bool:
-        """Return True if no more work of this model should wait here: work of it waits already, or the model cannot be
-        loaded for now.
+        """Return True if no more work of this model should wait at this worker: its work waits already, or the model
+        cannot be loaded now.
         """
-        hosting = self._loading.hosting
-        return self._inventory.is_coming(model) or hosting.holds(model) or hosting.is_closed(model)
+        models = self._loading.models
+        return self._inventory.is_coming(model) or models.holds(model) or models.is_closed(model)
 
     async def pull(self) -> bool:
         """Follow the placement table and begin to pull. It can be called again after a failure. The stream of the lane
@@ -474,10 +490,10 @@ class WorkSource:
         return True
 
     async def serve(self, pool: str | None) -> bool:
-        """Pull only from this pool, or from none. Work that was pulled before is finished here. It can be called again
-        after a failure.
+        """Pull only from this pool, or from no pool. Work that was pulled before is completed. The method can be called
+        again after a failure.
 
-        Raises BrokerError, also if the pool has no stream yet; then nothing is pulled.
+        Raises BrokerError, also if the pool has no stream yet; then the worker pulls no work.
         """
         if pool == self.pool:
             return True
@@ -490,7 +506,7 @@ class WorkSource:
         return await self.pull()
 
     async def stop(self) -> None:
-        """Stop pulling. Messages on their way are still delivered before this returns."""
+        """Stop pulling. Messages in transit are still delivered before this method returns."""
         await asyncio.gather(self.assignment.stop(), self.pulling.stop())
 
     async def upkeep(self, *, is_check: bool) -> None:
@@ -503,15 +519,15 @@ class WorkSource:
             self.pulling.refill_all()
             await self.pulling.find_consumers()
             if self.pool is not None:
-                await self.assignment.check_unassigned(self._loading.hosting.loaded_models())
+                await self.assignment.check_unassigned(self._loading.models.loaded_models())
 
     def _on_assignment(self) -> None:
         self.pulling.refill_all()
         self._load_ahead()
 
     def _load_ahead(self) -> None:
-        """Load models that this worker hosts with other workers, so that it pulls only work that it can run."""
-        if self._device.link.connected and self.pool is not None:
+        """Load models that this worker and other workers host, so that it pulls only work that it can run at once."""
+        if self._queues.connected and self.pool is not None:
             self._loading.ahead(self.assignment.ahead())
 
     def _on_delivery(self, delivery: Delivery, pulling: Pulling) -> None:
@@ -528,7 +544,7 @@ class WorkSource:
             self.pulling.weigh(flight.lease.delivery.consumer, sum(row.cost for row in flight.rows))
 
     def refill_soon(self) -> None:
-        """Refill once in this turn of the event loop, however often this is called."""
+        """Refill once in this iteration of the event loop, whatever the number of calls."""
         if not self._refilling:
             self._refilling = True
             asyncio.get_running_loop().call_soon(self._refill)
@@ -539,8 +555,8 @@ class WorkSource:
 
     @contextlib.contextmanager
     def paused(self, consumers: set[str]) -> Iterator[None]:
-        """Pull nothing from these consumers while the context lasts: this worker waits for the newest entries of their
-        models.
+        """Stop pulling from these consumers while the context is open: this worker waits for the newest entries of
+        their models.
         """
         self._paused.update(consumers)
         for consumer in consumers:

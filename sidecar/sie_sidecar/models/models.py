@@ -1,6 +1,6 @@
-"""Models that this worker holds. `ModelStates` has their states and decides, without I/O, which may be evicted.
-`Hosting` loads and unloads them: one load per model for all callers that wait for it; models take turns in memory; idle
-models are released.
+"""Models of this worker. `ModelStates` has their states and decides, without I/O, which may be evicted. `Hosting` loads
+and unloads them: one load per model for all callers that wait for it; models alternate in memory; idle models are
+released.
 
     available ──► loading ──► loaded ──released──► unloading ──► available
                     │           └──dropped by the adapter, or the adapter is gone──► available
@@ -11,9 +11,12 @@ adapter names the models that may be dropped for it, and its reply names the dro
 
     Hosting.ensure ──► loaded, and its gate is open ──► return
           └──► load ──► the adapter drops models that it may ──► Ready
-                  └──► no memory beside models with work ──► one of them is closed to new work ──► load again
+                  └──► no memory left by models with work ──► one of them is closed to new work ──► load again
 
-Memory pressure is relieved with every batch, and once a second.
+Models are evicted under memory pressure with every batch, and once per second.
+
+Each device of the worker has a `Hosting` of its own: its adapter, its models, its memory. `WorkerModels` has all of
+them. A model may be loaded on several devices; `devices` chooses one for work.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ import contextlib
 import hashlib
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Literal
 
 import msgspec
@@ -31,31 +34,33 @@ import msgspec
 from sie_contracts.errors import ModelLoadFailed, SIEError
 from sie_contracts.media.images import max_blocks
 from sie_contracts.models.catalogue import Resolved, profile_fingerprint
+from sie_contracts.models.load_errors import MAX_ATTEMPTS
 from sie_contracts.wire import ipc
 from sie_contracts.wire.heartbeats import Fetched, ModelStatus, ServedEngine, ServedPrecision
 from sie_contracts.wire.messages import RunOptions
 from sie_sidecar.device.link import AdapterGone, AdapterLink
+from sie_sidecar.models import devices
+from sie_sidecar.models.devices import DeviceView, SecondCopies
 from sie_sidecar.prepare.tokens import ModelTokenizer
 
 State = Literal["available", "loading", "loaded", "unloading", "failed"]
 
-# seconds after a temporary failure, by error class; a permanent failure stands until the entry changes
+# seconds after a temporary failure, by error class; a permanent failure is final until the entry changes
 COOL_DOWN_S = {"OOM": 60.0}
 OTHER_COOL_DOWN_S = 30.0
-PASSING = ("OOM", "NETWORK")  # error classes that are tried again without a limit
+PASSING = ("OOM", "NETWORK")  # error classes of loads that are tried again without a limit
 PERMANENT = ("GATED", "NOT_FOUND", "DEPENDENCY", "INCOMPATIBLE", "CERTIFICATE")
-MAX_ATTEMPTS = 3  # attempts after any other failure
 MEMORY_USED = 0.85  # share of the device's memory to use if the adapter reports no threshold
 RATE_OVER_S = 10.0
-FILL_WEIGHT = 0.1  # weight of the last batch in the mean
-# longest turn of a model after its load, in seconds: the request for the next model is held for SIE_LOAD_HOLD_S, and
-# its own load must fit into that time as well
+FILL_WEIGHT = 0.1  # weight of the newest batch in the mean
+# largest time in seconds that a model keeps its memory after its load: the request for the next model waits for
+# SIE_LOAD_HOLD_S, and the load of that model must fit into that time as well
 MAX_TURN_S = 5.0
 
 
 def _image_cost(ready: ipc.Ready) -> tuple[int, int]:
-    """Return the cost of an image, and the number of token ids that stand for an image in a row. Each value is the
-    maximum over all operations of the model.
+    """Return the cost of an image, and its number of token ids in a row. Each value is the maximum over all operations
+    of the model.
     """
     costs = []
     for rows in ready.rows.values():
@@ -66,18 +71,24 @@ def _image_cost(ready: ipc.Ready) -> tuple[int, int]:
     return max((patches + ids for patches, ids in costs), default=0), max((ids for _, ids in costs), default=0)
 
 
+def usable_bytes(device: ipc.Description) -> float:
+    """Return the memory of a device that may be in use before models are evicted."""
+    return (device.threshold_percent / 100 or MEMORY_USED) * device.memory_total_bytes
+
+
 def _precision(loaded: ipc.LoadedModel) -> ServedPrecision:
-    """Return the precision in which it computes, as heartbeats report it."""
+    """Return the precision of a loaded model, in the form for heartbeats."""
     return ServedPrecision(loaded.precision, loaded.requested_precision, loaded.precision_reason)
 
 
 class ModelState:
-    """One residency on this worker. `held` counts its work items here, in any stage."""
+    """One residency on one device of this worker. `held` counts its work items there, in any stage."""
 
-    def __init__(self, resolved: Resolved) -> None:
+    def __init__(self, resolved: Resolved, device: int = 0) -> None:
         self.resolved = resolved
+        self.device = device  # number of the device
         self.revision = 0  # revision of the entry in `resolved`; 0 if unknown
-        self.loaded_revision = 0  # revision of the copy that was loaded last
+        self.loaded_revision = 0  # revision of the model that was loaded last
         self.state: State = "available"
         self.ready: ipc.Ready | None = None
         self.tokenizer: ModelTokenizer | None = None
@@ -85,26 +96,27 @@ class ModelState:
         self.failed_s = 0.0
         self.attempts = 0
         self.held = 0
-        # functions of the callers that wait before the gate: number of their work items
+        # functions of the callers that wait while the model is closed to new work; each returns the number of its work
+        # items
         self.before_gate: list[Callable[[], int]] = []
-        self.arriving = False  # true while the adapter loads it
-        self.leaves = False  # true if an operator asked to unload it once it is idle
-        # true while new work waits before a gate, because another model needs this one's memory
+        self.arriving = False  # true while the adapter loads the model
+        self.leaves = False  # true if an operator requested its unload as soon as it is idle
+        # true while new work waits, because another model needs the memory of this model
         self.is_closed = False
         self.loaded_s = 0.0
-        self.used_s = 0.0  # time when work last came, ran or ended
-        self.uses = 0  # number of times that work came or ended
-        self.swapped = False  # true if its last load closed another model to new work
+        self.used_s = 0.0  # time when work last arrived, ran or ended
+        self.uses = 0  # number of times that work arrived or ended
+        self.swapped = False  # true if the last load of this model closed another model to new work
         self.load_s = 0.0  # seconds of the last load
         self.memory_bytes = 0  # memory of the copy that was loaded last
-        # mean fill of its recent batches: their tokens divided by those of a full batch
+        # mean fill of its recent batches: their tokens divided by the tokens of a full batch
         self.fill_ratio: float | None = None
         self._cost_rate = 0.0
         self._cost_s = 0.0
-        # functions of the callers that wait for it: number of their work items that need it
+        # functions of the callers that wait for the model; each returns the number of its work items that need it
         self.waiting_counts: list[Callable[[], int]] = []
         self.loras: set[str] = set()  # LoRAs of the loaded copy, as far as known; the adapter may have dropped some
-        self.lora_digests: dict[str, str] = {}  # digests of the files of these LoRAs and of dropped ones
+        self.lora_digests: dict[str, str] = {}  # digests of the files of loaded LoRAs and of unloaded ones
         self._fingerprints: dict[tuple[str, str], str] = {}
 
     @property
@@ -113,17 +125,19 @@ class ModelState:
 
     @property
     def has_waiters(self) -> bool:
-        """True if a caller that waits for it still needs it."""
+        """True if a waiting caller still needs the model."""
         return any(count() for count in self.waiting_counts)
 
     @property
     def parked(self) -> int:
-        """Number of its held work items that wait before the gate."""
+        """Number of the model's work items at this worker that wait because the model is closed to new work."""
         return sum(count() for count in self.before_gate)
 
     @property
     def is_quiet(self) -> bool:
-        """True if all of its held work waits before the gate, so that the model may be unloaded."""
+        """True if all work of the model waits because the model is closed to new work, so that the model may be
+        unloaded.
+        """
         return self.held == self.parked
 
     def came_in(self, cost: int, now_s: float) -> None:
@@ -132,23 +146,23 @@ class ModelState:
         self._cost_s = now_s
 
     def used(self, now_s: float) -> None:
-        """Note that work of this model came, ran or ended."""
+        """Record that work of this model arrived, ran or ended."""
         self.used_s = now_s
 
     def add_items(self, items: int, now_s: float) -> None:
-        """Add `items` to the held work items. A negative number removes some."""
+        """Add `items` to the number of work items at this worker. A negative number removes some."""
         self.held += items
         self.uses += 1
         self.used(now_s)
 
     def filled(self, ratio: float) -> None:
-        """Note how full a batch was."""
+        """Record the fill of a batch."""
         self.fill_ratio = (
             ratio if self.fill_ratio is None else self.fill_ratio + FILL_WEIGHT * (ratio - self.fill_ratio)
         )
 
     def cost_rate(self, now_s: float) -> float:
-        """Return the tokens per second that come in: a mean whose weights fall by a factor e in RATE_OVER_S seconds."""
+        """Return the tokens per second that arrive: a mean whose weights fall by a factor e in RATE_OVER_S seconds."""
         return self._cost_rate * math.exp((self._cost_s - now_s) / RATE_OVER_S)
 
     def fingerprint(self, profile: str, options: RunOptions) -> str:
@@ -159,7 +173,7 @@ class ModelState:
         if (loaded, profile) not in self._fingerprints:
             self._fingerprints[loaded, profile] = profile_fingerprint(loaded, entry, profile)
         fingerprint = self._fingerprints[loaded, profile]
-        # a LoRA counts by the digest of its files, which may change under the same name
+        # a LoRA is identified by the digest of its files, which may change under the same name
         for part in (options.lora and (self.lora_digests.get(options.lora) or options.lora), options.variant):
             if part:
                 fingerprint = hashlib.sha256(f"{fingerprint} {part}".encode()).hexdigest()[:16]
@@ -189,17 +203,17 @@ class ModelState:
         )
 
     def refusal(self, now_s: float) -> SIEError | None:
-        """Return the error of its last load if the load must not be tried again yet, else None."""
+        """Return the error of the model's last load if the load must not be tried again yet, else None."""
         if self.state != "failed" or self.error is None:
             return None
         cool_down_s = COOL_DOWN_S.get(str(self.error.extras.get("error_class")), OTHER_COOL_DOWN_S)
         if not self.error.extras.get("permanent") and now_s - self.failed_s >= cool_down_s:
             return None
-        # a new exception each time: a stored one would keep the frames of all callers that got it
+        # a new exception each time: a stored exception would keep the frames of all callers that raised it
         return SIEError.from_info(self.error.info())
 
     def mark_unloaded(self) -> None:
-        """Note that the adapter does not have the model any more."""
+        """Record that the adapter no longer has the model."""
         self._fingerprints.clear()
         self.reset_loras()
         if self.state == "loaded":
@@ -207,24 +221,28 @@ class ModelState:
         self.ready = None
 
     def reset_failure(self) -> None:
-        """Forget its failed loads, so that the next load counts as the first."""
+        """Reset the failed loads of the model, so that the next load counts as the first."""
         self.attempts = 0
         if self.state == "failed":
             self.state, self.error = "available", None
 
     def retain(self) -> None:
-        """Keep it loaded by request of an operator: it is not unloaded when idle, and a failed load is tried again."""
+        """Keep the model loaded by request of an operator: it is not unloaded when idle, and a failed load is tried
+        again.
+        """
         self.leaves = False
         self.reset_failure()
 
     def reset_loras(self) -> None:
-        """Forget its LoRAs. An unknown LoRA is requested again, which costs nothing if the adapter has it."""
+        """Clear the list of the model's LoRAs. A LoRA that is not in the list is requested again, which is fast if the
+        adapter has it.
+        """
         self.loras.clear()
         self.lora_digests.clear()
 
 
 class ModelStates:
-    """All residencies of this worker."""
+    """Residencies of one device of this worker."""
 
     def __init__(
         self,
@@ -233,18 +251,22 @@ class ModelStates:
         *,
         assigned: Callable[[], frozenset[str] | None] = lambda: None,
         fetching: Callable[[], Mapping[str, Fetched]] = dict,
+        device: int = 0,
     ) -> None:
-        """`swap_after_s` is the least time before a model with work is closed for another one. `assigned` returns the
-        models that this worker is a host of, or None while unknown. `fetching` returns the progress of weights that are
-        fetched to this node, by id of their entry.
+        """Create the states without residencies. `swap_after_s` is the shortest time before a model with work is closed
+        for another one. `assigned` returns the models of which this worker is a host, or None while unknown. `fetching`
+        returns the progress of downloads of weights to this node, by id of their entry. `device` is the number of the
+        device.
         """
+        self.device = device
+        self.held_cost = 0  # tokens of the held work items, by the gateway's estimate
         self._clock = clock
         self._swap_after_s = swap_after_s
         self._assigned = assigned
         self._fetching = fetching
         self._hosted: dict[str, ModelState] = {}
         self._of_model: dict[str, list[ModelState]] = {}
-        self._usable_bytes: float | None = None  # memory for models, as measured when no load was running
+        self._usable_bytes: float | None = None  # bytes of memory for models, measured when no load was running
 
     def all(self) -> list[ModelState]:
         return list(self._hosted.values())
@@ -258,11 +280,11 @@ class ModelStates:
         return any(hosted.state == "loaded" for hosted in self._of_model.get(model, ()))
 
     def is_open(self, model: str) -> bool:
-        """Return True if work of this model may come: a residency is loaded and not closed to new work."""
+        """Return True if work of this model may be pulled: a residency is loaded and not closed to new work."""
         return any(hosted.state == "loaded" and not hosted.is_closed for hosted in self._of_model.get(model, ()))
 
     def holds(self, model: str) -> bool:
-        """Return True if work of this model is held here."""
+        """Return True if this worker has work of this model."""
         return any(hosted.held for hosted in self._of_model.get(model, ()))
 
     def is_closed(self, model: str) -> bool:
@@ -273,32 +295,30 @@ class ModelStates:
         return [model for model in self._of_model if self.is_loaded(model)]
 
     def slots(self, device: ipc.Description) -> int:
-        """Return how many models of the mean loaded size fit on the device before one of them must be evicted, beside
-        its other memory; 0 while unknown.
+        """Return the number of models of the mean loaded size that fit on the device without an eviction, in addition
+        to its other memory; 0 while unknown.
         """
         sizes = [hosted.memory_bytes for hosted in self._hosted.values() if hosted.memory_bytes]
-        # the bytes of a model that is loading count for no model yet
+        # the bytes of a model that is being loaded are not counted for any model yet
         if not any(hosted.state == "loading" for hosted in self._hosted.values()):
             beside_bytes = max(0, device.memory_used_bytes - sum(model.memory_bytes for model in device.models))
-            self._usable_bytes = (
-                device.threshold_percent / 100 or MEMORY_USED
-            ) * device.memory_total_bytes - beside_bytes
+            self._usable_bytes = usable_bytes(device) - beside_bytes
         return (
             max(1, int(self._usable_bytes * len(sizes) / sum(sizes))) if sizes and self._usable_bytes is not None else 0
         )
 
     def obtain(self, resolved: Resolved, revision: int = 0) -> ModelState:
-        """Return the residency that serves `resolved`, the entry of a model at `revision`. A changed entry is another
-        model: the old copy is not used for it.
+        """Return the residency for `resolved`, the entry of a model at `revision`. A changed entry is another model:
+        the old copy is not used for it.
         """
         hosted = self._hosted.get(resolved.residency)
         if hosted is None:
-            hosted = self._hosted[resolved.residency] = ModelState(resolved)
+            hosted = self._hosted[resolved.residency] = ModelState(resolved, self.device)
             self._of_model.setdefault(resolved.entry.id, []).append(hosted)
         elif hosted.resolved.entry != resolved.entry:
             hosted.resolved = resolved
             hosted.mark_unloaded()
-            hosted.tokenizer = None  # it is the tokenizer of another model
+            hosted.tokenizer = None  # the tokenizer belongs to another model
             hosted.reset_failure()
         hosted.revision = revision
         return hosted
@@ -307,27 +327,31 @@ class ModelStates:
         """Return the residency of this name, or None if no work here has used it."""
         return self._hosted.get(residency)
 
-    def add_items(self, hosted: ModelState, items: int = 1) -> None:
-        """Count `items` more work items that need `hosted`. It is not evicted until they are parked or let go."""
+    def add_items(self, hosted: ModelState, items: int = 1, cost: int = 0) -> None:
+        """Add `items` to the number of work items that need `hosted`, and `cost` tokens. The model is not evicted until
+        they are parked or released.
+        """
         hosted.add_items(items, self._clock())
+        self.held_cost += cost
 
-    def let_go(self, hosted: ModelState) -> None:
-        """Note that one work item of `hosted` is settled."""
+    def let_go(self, hosted: ModelState, cost: int = 0) -> None:
+        """Record that one work item of `hosted` with `cost` tokens is settled, or goes to another device."""
         hosted.add_items(-1, self._clock())
+        self.held_cost -= cost
 
     def park(self, hosted: ModelState, items: Callable[[], int]) -> None:
-        """Note work items of `hosted` that need it later, but not now. `items` returns their number. The model may be
-        evicted meanwhile.
+        """Record work items of `hosted` that need it later, but not now. `items` returns their number. The model may be
+        evicted in the meantime.
         """
         hosted.before_gate.append(items)
 
     def unpark(self, hosted: ModelState, items: Callable[[], int]) -> None:
-        """Note that the parked work items need the model now."""
+        """Record that the parked work items need the model now."""
         hosted.before_gate.remove(items)
 
     def idle(self, seconds: float) -> list[ModelState]:
-        """Return the loaded models without work, except work before the gate, that were last used at least `seconds`
-        ago.
+        """Return the loaded models without work, except work that waits because a model is closed to new work, whose
+        last use was at least `seconds` ago.
         """
         before_s = self._clock() - seconds
         loaded = (hosted for hosted in self._hosted.values() if hosted.state == "loaded")
@@ -335,8 +359,8 @@ class ModelStates:
 
     def evictable(self, idle_s: float) -> list[ModelState]:
         """Return the models that were idle for `idle_s` seconds, in the order in which they may be evicted. Models that
-        are placed on other workers come first. In each of the two groups the least recently used model is first, then
-        the others by size, the largest first.
+        are placed on other workers are first. In each of the two groups, the least recently used model is first, then
+        the other models by size, the largest first.
         """
         assigned = self._assigned()
         elsewhere: list[ModelState] = []
@@ -351,19 +375,19 @@ class ModelStates:
         ]
 
     def busy(self, hosted: ModelState) -> list[ModelState]:
-        """Return the other models that take memory now: loaded with work, or loading."""
+        """Return the other models that occupy memory now: loaded with work, or loading."""
         states = (state for state in self._hosted.values() if state is not hosted)
         return [state for state in states if state.arriving or (state.state == "loaded" and not state.is_quiet)]
 
     def left_over(self, loaded_models: Iterable[ipc.LoadedModel]) -> list[str]:
-        """Return the adapter's models that an earlier process left. This process never requested them."""
+        """Return the adapter's models that an earlier process requested. This process never requested them."""
         names = {hosted.name for hosted in self._hosted.values() if hosted.state in ("loading", "loaded")}
         return [loaded.model for loaded in loaded_models if loaded.model not in names]
 
     def next_to_close(self, had_work: list[ModelState], asked_s: float) -> tuple[ModelState | None, float | None]:
-        """Return the model to close to new work, for a load that was requested at `asked_s` and does not fit beside
-        these models; and the seconds until it is closed. It is closed once the load has waited long enough and the turn
-        of the model is over. Return None if all of them are closed already.
+        """Return the model to close to new work, for a load that was requested at `asked_s` and does not fit in
+        addition to these models. Also return the seconds until it is closed. It is closed when the load has waited long
+        enough and the turn of the model has ended. Return None if all of them are closed already.
         """
         able = [state for state in had_work if state.state == "loaded" and not state.is_closed]
         first = min(able, key=self._turn_ends_s, default=None)
@@ -372,13 +396,13 @@ class ModelStates:
         return first, max(asked_s + self._swap_after_s, self._turn_ends_s(first)) - self._clock()
 
     def _turn_ends_s(self, hosted: ModelState) -> float:
-        """Return the end of a model's turn. A model that was loaded for its own work keeps its turn for as long as its
-        load took, at most MAX_TURN_S: otherwise models would only be loaded and never run.
+        """Return the end of a model's turn. A model that was loaded for its own work keeps its turn for the duration of
+        its load, at most MAX_TURN_S: otherwise models would only be loaded and never run.
         """
         return hosted.loaded_s + max(self._swap_after_s, min(hosted.load_s, MAX_TURN_S))
 
     def loaded(self, hosted: ModelState, ready: ipc.Ready, load_s: float) -> None:
-        """Note that the adapter has loaded `hosted`, and the seconds of the load."""
+        """Record that the adapter has loaded `hosted`, and the seconds of the load."""
         hosted.ready, hosted.error, hosted.attempts = ready, None, 0
         hosted.loaded_revision = hosted.revision
         hosted.tokenizer = ModelTokenizer(ready.tokenizer, ready.max_tokens)
@@ -386,7 +410,7 @@ class ModelStates:
         hosted.memory_bytes, hosted.load_s = ready.loaded.memory_bytes, load_s
 
     def failed(self, hosted: ModelState, error: SIEError) -> SIEError:
-        """Note that the adapter has refused to load `hosted`. Return the error that is remembered."""
+        """Record that the adapter has refused to load `hosted`. Return the error that is remembered."""
         error_class = error.extras.get("error_class", "UNKNOWN")
         hosted.attempts += 1
         permanent = error_class in PERMANENT or (error_class not in PASSING and hosted.attempts >= MAX_ATTEMPTS)
@@ -396,14 +420,14 @@ class ModelStates:
         return hosted.error
 
     def dropped(self, names: Iterable[str]) -> list[ModelState]:
-        """Note that the adapter has unloaded these models. Return their known residencies."""
+        """Record that the adapter has unloaded these models. Return their known residencies."""
         unloaded = [self._hosted[name] for name in names if name in self._hosted]
         for hosted in unloaded:
             hosted.mark_unloaded()
         return unloaded
 
 
-IDLE_S = 1.0  # seconds since its last use before a model may be evicted: a model in steady use is not worth a reload
+IDLE_S = 1.0  # seconds after its last use before a model may be evicted: a model in steady use should not be reloaded
 RELIEVE_S = 1.0
 EARLIER_LOAD_S = 0.5
 _logger = logging.getLogger("sie.sidecar.hosting")
@@ -418,7 +442,7 @@ def _names(models: list[ModelState]) -> tuple[str, ...]:
 
 
 class Hosting(ModelStates):
-    """Models of this worker, with the adapter that loads and drops them."""
+    """Models of one device of this worker, with the adapter that loads and drops them."""
 
     def __init__(
         self,
@@ -431,21 +455,24 @@ class Hosting(ModelStates):
         on_loaded: Callable[[ModelState], object] = lambda hosted: None,
         on_failed: Callable[[ModelState, SIEError], object] = lambda hosted, error: None,
         on_role: Callable[[ModelState], object] = lambda hosted: None,
+        device: int = 0,
     ) -> None:
-        """A model that does not fit waits for other models to finish their work, and after `swap_after_s` one of them
-        is closed to new work. `assigned` returns the models that this worker is a host of, or None while unknown.
-        `on_role` is called when a residency is unloaded, closed to new work, or opened again.
+        """Create the object without models. A model that does not fit waits until other models have no work, and after
+        `swap_after_s` one of them is closed to new work. `assigned` returns the models of which this worker is a host,
+        or None while unknown. `on_role` is called when a residency is unloaded, closed to new work, or opened again.
         """
-        super().__init__(clock, swap_after_s, assigned=assigned, fetching=lambda: link.fetching)
+        super().__init__(clock, swap_after_s, assigned=assigned, fetching=lambda: link.fetching, device=device)
         self.swaps = 0
         self.idle_evictions = 0
         self._asked = 0  # number of requested loads
-        # callers that wait for memory: start of their wait, and the future that wakes them
+        # callers that wait for memory: start of the wait, and the future that wakes the caller
         self._waiters: list[tuple[float, asyncio.Future[None]]] = []
-        self._gates: dict[str, asyncio.Event] = {}  # gates of closed models; set when a model opens
+        self._gates: dict[
+            str, asyncio.Event
+        ] = {}  # models that are closed to new work; the event is set when the model is opened again
         self._loading: dict[str, asyncio.Task[None]] = {}
         self._releasing: dict[str, asyncio.Task[None]] = {}
-        self._link = link
+        self.link = link
         self._on_change = on_change
         self._on_loaded = on_loaded
         self._on_failed = on_failed
@@ -453,8 +480,8 @@ class Hosting(ModelStates):
         link.listeners.append(self._on_link)
         link.attach(lambda: _names(self.evictable(IDLE_S)), self._on_dropped)
 
-    def let_go(self, hosted: ModelState) -> None:
-        super().let_go(hosted)
+    def let_go(self, hosted: ModelState, cost: int = 0) -> None:
+        super().let_go(hosted, cost)
         if hosted.is_quiet:
             self._look_again()
 
@@ -479,12 +506,12 @@ class Hosting(ModelStates):
     async def ensure(
         self, hosted: ModelState, items: Callable[[], int] | None = None, *, past_gate: bool = False
     ) -> None:
-        """Return when the model is loaded and its gate is open, or when no caller needs it any more. Raises
+        """Ensure that the model is loaded and open to new work. Return earlier if no caller needs it any more. Raises
         ModelLoadFailed, AdapterGone.
 
         `items` returns the number of held work items that wait for it, without cancelled ones; if it is None, the model
-        is loaded for no particular work. `past_gate`: the work items passed the gate before and hold resources that
-        others wait for, so they must not wait at the gate again.
+        is loaded without work. `past_gate`: the work items were admitted to the model before and have resources that
+        other work waits for, so they must not wait even if the model is closed to new work.
         """
         count = items or _one_item
         hosted.waiting_counts.append(count)
@@ -503,12 +530,12 @@ class Hosting(ModelStates):
             if (refusal := hosted.refusal(self._clock())) is not None:
                 raise refusal
             if (releasing := self._releasing.get(hosted.name)) is not None:
-                # whether the release works or not, the model is loaded again for the new work
+                # whether the release succeeds or not, the model is loaded again for the new work
                 await asyncio.wait([releasing])
                 continue
             if (loading := self._loading.get(hosted.name)) is None:
                 loading = asyncio.create_task(self._load(hosted), name=f"load:{hosted.name}")
-                # marks the exception as retrieved: the waiters may be gone by then
+                # marks the exception as retrieved: there may be no waiters by then
                 loading.add_done_callback(lambda task: task.cancelled() or task.exception())
                 self._loading[hosted.name] = loading
             await asyncio.shield(loading)
@@ -534,11 +561,11 @@ class Hosting(ModelStates):
                 began_s = self._clock()
             if ready is None:
                 return
-            # else the entry changed meanwhile, and the loaded copy is of another model
+            # else: the entry changed in the meantime, and the loaded copy is of another model
             if hosted.resolved.entry == resolved.entry:
                 self._ready(hosted, ready, ready.load_s or self._clock() - began_s)
         except SIEError:
-            # else the waiting callers want another entry, which is loaded next
+            # else: the waiting callers need another entry, which is loaded next
             if hosted.resolved.entry == resolved.entry:
                 raise
         finally:
@@ -557,7 +584,7 @@ class Hosting(ModelStates):
         return hosted.has_waiters and hosted.resolved.entry == resolved.entry
 
     async def _asked_to_load(self, hosted: ModelState, resolved: Resolved) -> ipc.Ready | None:
-        """Return the loaded model, or None if it did not fit beside models that had work meanwhile or were loading.
+        """Return the loaded model. Return None if it did not fit in addition to models that had work or were loading.
         Raises AdapterGone, ModelLoadFailed.
         """
         offered = [candidate for candidate in self.evictable(0.0) if candidate is not hosted]
@@ -566,14 +593,14 @@ class Hosting(ModelStates):
         self._asked, hosted.arriving = number, True
         try:
             entry, may_drop = msgspec.to_builtins(resolved.entry), (*left_over, *_names(offered))
-            return await self._link.ensure_ready(ipc.EnsureReady(hosted.name, entry, resolved.profile, may_drop))
+            return await self.link.ensure_ready(ipc.EnsureReady(hosted.name, entry, resolved.profile, may_drop))
         except SIEError as error:
             came = self._asked > number or uses != [candidate.uses for candidate in offered]
             if error.extras.get("error_class") == "OOM" and (
                 beside or came or self.busy(hosted) or await self._went_to_earlier_loads(error, left_over)
             ):
                 return None
-            # the entry changed meanwhile: the failure does not concern the new one
+            # the entry changed in the meantime: the failure does not concern the new entry
             if hosted.resolved.entry != resolved.entry:
                 raise
             failure = self.failed(hosted, error)
@@ -585,29 +612,32 @@ class Hosting(ModelStates):
             self._look_again()
 
     async def _went_to_earlier_loads(self, error: SIEError, offered: list[str]) -> bool:
-        """Return True if loads that an earlier process of this worker began, unknown to this process, take the memory.
-        Loads that still run get some time; models whose load has ended can be offered for eviction. Raises AdapterGone.
+        """Return True if the memory is used by loads that an earlier process of this worker began and that this process
+        does not know. Loads that still run get some time; models whose load has ended can be offered for eviction.
+        Raises AdapterGone.
         """
         arriving = error.extras.get("arriving")
         if isinstance(arriving, (list, tuple)) and set(arriving) - {
             hosted.name for hosted in self.all() if hosted.arriving
         }:
-            await asyncio.sleep(EARLIER_LOAD_S)  # there is no notice of its end
+            await asyncio.sleep(EARLIER_LOAD_S)  # the end of that load is not reported
             return True
-        await self._link.describe()
+        await self.link.describe()
         there = {loaded.model for loaded in self._described()}
         finding = [load for name, load in self._loading.items() if name in there]
-        if finding:  # its own load finds the model there; then it has work or can be offered
+        if finding:  # these loads will find their models loaded; afterwards a model has work or can be evicted
             await asyncio.wait(finding, timeout=EARLIER_LOAD_S)
             return True
         return any(name not in offered for name in self.left_over(self._described()))
 
     def _described(self) -> tuple[ipc.LoadedModel, ...]:
-        """Return the models that the adapter held at its last description."""
-        return self._link.description.models if self._link.description else ()
+        """Return the models in the adapter's last description."""
+        return self.link.description.models if self.link.description else ()
 
     async def _before_gate(self, hosted: ModelState, items: Callable[[], int]) -> None:
-        """Wait until the gate of the model opens. Until then its work items are parked, so the model may be evicted."""
+        """Wait until the model is open to new work. Until then its work items are parked, so the model may be
+        evicted.
+        """
         self.park(hosted, items)
         try:
             await self._gates[hosted.name].wait()
@@ -617,14 +647,14 @@ class Hosting(ModelStates):
     async def _wait_for_memory(
         self, hosted: ModelState, asked_s: float, closed: ModelState | None
     ) -> ModelState | None:
-        """Return when one more of the other models has no work, or no caller needs this one any more. Once `hosted` has
-        waited `swap_after_s`, the model whose turn ends first is closed to new work at the end of its turn, until
+        """Wait until one more of the other models has no work, or no caller needs this model any more. After `hosted`
+        has waited `swap_after_s`, the model whose turn ends first is closed to new work at the end of its turn, until
         `hosted` is loaded. Return the closed model.
         """
         had_work = self.busy(hosted)
         while hosted.has_waiters and had_work and all(busy_model in self.busy(hosted) for busy_model in had_work):
             if closed is not None and (closed.state != "loaded" or not closed.is_closed):
-                self._open(closed)  # another load took the memory of the closed model
+                self._open(closed)  # another load used the memory of the closed model
                 closed = None
             first, due_s = self.next_to_close(had_work, asked_s) if closed is None else (None, None)
             if first is not None and due_s is not None and due_s <= 0:
@@ -638,7 +668,7 @@ class Hosting(ModelStates):
         return closed
 
     async def _until_quiet(self, asked_s: float, timeout_s: float | None) -> None:
-        """Return when a model may have no more work, or after `timeout_s` seconds."""
+        """Wait until a model may have no more work, at most for `timeout_s` seconds."""
         waiter = asked_s, asyncio.get_running_loop().create_future()
         self._waiters.append(waiter)
         try:
@@ -649,21 +679,21 @@ class Hosting(ModelStates):
             self._waiters.remove(waiter)
 
     def _look_again(self) -> None:
-        """Wake the callers that wait for memory, in the order in which they came. Otherwise two models could take turns
-        for ever while a third one waits.
+        """Wake the callers that wait for memory, in the order of their waits. Otherwise two models could alternate for
+        ever while a third one waits.
         """
         for _, waiter in sorted(self._waiters, key=lambda entry: entry[0]):
             if not waiter.done():
                 waiter.set_result(None)
 
     def _close(self, hosted: ModelState) -> None:
-        """Make new work of the model wait before its gate."""
+        """Close the model to new work, which then waits."""
         hosted.is_closed = True
         self._gates[hosted.name] = asyncio.Event()
         self._on_role(hosted)
 
     def _open(self, hosted: ModelState) -> None:
-        """Let the model take new work again. It may be closed for another model later."""
+        """Open the model to new work again. It may be closed for another model later."""
         hosted.is_closed = False
         if (gate := self._gates.pop(hosted.name, None)) is not None:
             gate.set()
@@ -677,7 +707,7 @@ class Hosting(ModelStates):
         self._on_loaded(hosted)
 
     async def release(self, hosted: ModelState) -> None:
-        """Unload a model that no work is held for. Work that comes meanwhile waits, and loads it again. Raises
+        """Unload a model without work. Work that arrives during the unload waits, and loads it again. Raises
         AdapterGone, SIEError.
         """
         hosted.mark_unloaded()
@@ -694,7 +724,7 @@ class Hosting(ModelStates):
 
         After `ModelState.retain` the model stays loaded.
         """
-        if hosted.leaves:  # another call waits for this already
+        if hosted.leaves:  # another call is waiting for this already
             return False
         hosted.leaves = True
         try:
@@ -709,7 +739,7 @@ class Hosting(ModelStates):
 
     async def _release(self, hosted: ModelState) -> None:
         try:
-            await self._link.request(ipc.Release(hosted.name))
+            await self.link.request(ipc.Release(hosted.name))
         finally:
             del self._releasing[hosted.name]
             hosted.state = "available"
@@ -738,8 +768,128 @@ class Hosting(ModelStates):
         if not may_drop:
             return
         try:
-            await self._link.relieve(may_drop)
+            await self.link.relieve(may_drop)
         except AdapterGone:
-            pass  # without an adapter no model is loaded
+            pass  # without an adapter, no model is loaded
         except SIEError as error:
             _logger.warning("memory could not be relieved: %s", error)
+
+
+_RANKS: tuple[State, ...] = ("loaded", "loading", "unloading", "failed", "available")
+
+
+class WorkerModels:
+    """Models of this worker, on all of its devices."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._copies = SecondCopies()
+        self.devices: list[Hosting] = []  # by number of the device
+
+    def __iter__(self) -> Iterator[ModelState]:
+        """Iterate over the residencies of all devices: one that several devices have comes several times."""
+        return (hosted for device in self.devices for hosted in device.all())
+
+    def device_of(self, hosted: ModelState) -> Hosting:
+        """Return the models of the device that has this residency."""
+        return self.devices[hosted.device]
+
+    def find(self, residency: str) -> list[ModelState]:
+        """Return this residency on each device where work has used it."""
+        return [hosted for device in self.devices if (hosted := device.find(residency)) is not None]
+
+    def obtain(self, resolved: Resolved, revision: int = 0) -> ModelState:
+        """Return the residency that serves new work of `resolved`, on the device that should run it."""
+        if len(self.devices) == 1:
+            return self.devices[0].obtain(resolved, revision)
+        states = [device.obtain(resolved, revision) for device in self.devices]
+        return states[devices.choose([self._view(hosted) for hosted in states])]
+
+    def _view(self, hosted: ModelState) -> DeviceView:
+        device, now_s = self.device_of(hosted), self._clock()
+        description = device.link.description
+        usable = usable_bytes(description) if description else 0.0
+        evictable = device.evictable(0.0)
+        is_open = hosted.state == "loaded" and not hosted.is_closed
+        refusal = hosted.refusal(now_s)
+        return DeviceView(
+            connected=device.link.connected,
+            loaded=is_open,
+            coming=not is_open and (hosted.state in ("loaded", "loading") or hosted.has_waiters),
+            refused=refusal is not None,
+            gives_up=refusal is not None and refusal.extras.get("error_class") in PERMANENT,
+            held_cost=device.held_cost,
+            models=sum(state.state in ("loaded", "loading") or state.has_waiters for state in device.all()),
+            size_bytes=max((state.memory_bytes for state in self.find(hosted.name)), default=0),
+            free_bytes=usable - (description.memory_used_bytes if description else 0),
+            usable_bytes=usable,
+            idle_since_s=evictable[0].used_s if evictable else math.inf,
+        )
+
+    def second_copies(self, is_behind: Callable[[ModelState], bool]) -> list[ModelState]:
+        """Return the residencies to load on one more device. Called once a second. `is_behind` returns True if work of
+        a residency waits because its device is busy.
+        """
+        if len(self.devices) == 1:
+            return []
+        loaded: dict[str, list[ModelState]] = {}
+        for hosted in self:
+            if hosted.state == "loaded":
+                loaded.setdefault(hosted.name, []).append(hosted)
+        behind = {name: states[0] for name, states in loaded.items() if all(map(is_behind, states))}
+        states = {
+            name: [device.obtain(first.resolved, first.revision) for device in self.devices]
+            for name, first in behind.items()
+        }
+        views = {name: [self._view(hosted) for hosted in copies] for name, copies in states.items()}
+        return [states[name][number] for name, number in self._copies.check(views).items()]
+
+    # the worker as a whole, for placement and heartbeats
+
+    def is_open(self, model: str) -> bool:
+        """Return True if work of this model may come: some device has it loaded and not closed to new work."""
+        return any(device.is_open(model) for device in self.devices)
+
+    def holds(self, model: str) -> bool:
+        """Return True if work of this model is held here."""
+        return any(device.holds(model) for device in self.devices)
+
+    def is_closed(self, model: str) -> bool:
+        """Return True if work of this model would have to wait for the load of another model."""
+        closed = [device for device in self.devices if device.is_closed(model)]
+        return bool(closed) and not any(device.is_open(model) for device in self.devices if device not in closed)
+
+    def loaded_models(self) -> list[str]:
+        return list(dict.fromkeys(model for device in self.devices for model in device.loaded_models()))
+
+    def statuses(self) -> tuple[ModelStatus, ...]:
+        """Return one status for each residency: that of the device on which it is nearest to loaded, with the memory
+        and the work of all devices.
+        """
+        if len(self.devices) == 1:
+            return self.devices[0].statuses()
+        by_name: dict[str, list[ModelStatus]] = {}
+        for device in self.devices:
+            for status in device.statuses():
+                by_name.setdefault(status.model, []).append(status)
+        return tuple(
+            msgspec.structs.replace(
+                min(statuses, key=lambda status: _RANKS.index(status.state)),
+                memory_bytes=sum(status.memory_bytes for status in statuses),
+                queued=sum(status.queued for status in statuses),
+                cost_rate=round(sum(status.cost_rate for status in statuses), 1),
+            )
+            for statuses in by_name.values()
+        )
+
+    def slots(self) -> int:
+        """Return how many models of the mean loaded size fit on the connected devices; 0 while unknown."""
+        return sum(
+            device.slots(device.link.description)
+            for device in self.devices
+            if device.link.connected and device.link.description is not None
+        )
+
+    async def stop(self) -> None:
+        """Cancel the running loads, and with them the callers that wait."""
+        await asyncio.gather(*(device.stop() for device in self.devices))

@@ -1,7 +1,7 @@
 """Fetch of inputs that are too large for a message from the payload store. Their bytes are limited, and each chunk has
 its own task, so that no other work waits for it.
 
-delivery with a key ──► memory for its bytes ──► object, tried until the budget ends ──► the work item with its inputs
+delivery with a key ──► memory for its bytes ──► object, with retries until the budget ends ──► complete work item
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from sie_sidecar.device.in_flight import InFlight
 from sie_store.object_stores import StoreError
 from sie_store.payloads import PayloadMissing, PayloadStore
 
-MAX_BYTES = 512 << 20  # bytes of fetched inputs that are held; a larger one is taken if it is the only one
+# bytes of fetched inputs in memory; a larger input is fetched only while no other one is in memory
+MAX_BYTES = 512 << 20
 ATTEMPT_S = 30.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
-MAX_MISSES = 3  # times that an object may be missing: a shared folder may show a new file a moment late
+MAX_MISSES = 3  # number of times that an object may be missing: a shared folder may show a new file with a delay
 _logger = logging.getLogger("sie.sidecar.fetching")
 
 
 class PayloadFetching:
-    """Reader of the payload store. `held_bytes` is the size of fetched inputs that are not given back yet."""
+    """Reader of the payload store. `held_bytes` is the size of the fetched inputs in memory."""
 
     def __init__(self, store: PayloadStore, clock: Callable[[], float], max_bytes: int = MAX_BYTES) -> None:
         self.held_bytes = 0
@@ -37,7 +38,7 @@ class PayloadFetching:
         self._freed = asyncio.Event()
 
     async def fetch(self, flight: InFlight) -> None:
-        """Put the inputs and the query of `flight` in place; `let_go` releases their memory. Raises QueueUnavailable,
+        """Set the inputs and the query of `flight`; `let_go` releases their memory. Raises QueueUnavailable,
         InternalFailure.
         """
         try:
@@ -65,7 +66,7 @@ class PayloadFetching:
                     raise QueueUnavailable(
                         "the payload store, which holds the inputs of this request, could not be read"
                     ) from error
-            await asyncio.sleep(pause_s)  # pause between attempts, as the store may be away
+            await asyncio.sleep(pause_s)  # pause between attempts, because the store may be unreachable
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     async def _reserve_memory(self, flight: InFlight, size: int) -> None:
@@ -80,7 +81,7 @@ class PayloadFetching:
         self.held_bytes += size
 
     def let_go(self, flight: InFlight) -> None:
-        """Release the memory of inputs that are not needed any more."""
+        """Release the memory of inputs that are no longer needed."""
         if flight.payload_bytes:
             self.held_bytes -= flight.payload_bytes
             flight.payload_bytes = 0

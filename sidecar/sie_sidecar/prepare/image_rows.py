@@ -1,5 +1,5 @@
-"""Ids that stand for images in rows, and rows of texts with images in their prompt. Pure: called in the tokenising
-threads.
+"""Ids of images in rows, and rows of texts with images in their prompt. The functions are pure: they are called in the
+tokenising threads.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NONE = np.zeros(0, np.int32)
 
 
 class Beside(NamedTuple):
-    """Text `after` images, and the prompt `before` them. `ids` and `cost` are those of the images."""
+    """Text `after` images, and the prompt `before` them. `ids` and `cost` are the ids and the cost of the images."""
 
     before: str
     images: PreparedImages
@@ -31,7 +31,7 @@ class Beside(NamedTuple):
 
 
 def alone(images: PreparedImages, layout: Rows) -> TokenRow:
-    """Return the row of images alone: a text beside them is not read."""
+    """Return the row of images without text: a text of the same input is not read."""
     assert layout.images is not None
     ids, pixels = ids_of(images, layout), cost_of(images, layout)
     uncounted = pixels - len(images) if has_one_size(layout.images) else 0
@@ -41,8 +41,8 @@ def alone(images: PreparedImages, layout: Rows) -> TokenRow:
 def beside(
     tokenizer: ModelTokenizer, content: Beside, around: tuple[Ids, Ids], most: int, truncate: Truncate
 ) -> TokenRow:
-    """Return the row of a text with images, between the two token sequences `around`. The text is cut, never the
-    images.
+    """Return the row of a text with images, between the two token sequences `around`. The text may be truncated, the
+    images never.
     """
     first, last = around
     before = tokenizer.contents([content.before], most, "END")[0].ids
@@ -61,10 +61,7 @@ def of_pieces(
     truncate: Truncate,
     limit: int,
 ) -> TokenRow:
-    """Return the row of one input in the pieces of a template, where each field has its images before its text. `texts`
-    are the texts of the query and of the input. The text after the input's images, in its piece, loses its end if there
-    is no room.
-    """
+    """Return the row of one input, made of the pieces of a template."""
     text_of = dict(zip(("query", "document"), texts, strict=True))
     images_of = {"query": item.images.get(OF_QUERY, ()), "document": item.images.get(index, ())}
     parts: list[str | PreparedImages] = []
@@ -102,7 +99,7 @@ def _whole(ids: Ids) -> Tokens:
 
 
 def ids_of(images: PreparedImages, layout: Rows) -> Ids:
-    """Return the ids of images one after the other; an empty array for a model whose images have no ids."""
+    """Return the concatenated ids of images; an empty array for a model whose images have no ids."""
     tokens = layout.image_tokens
     if tokens is None:
         return _NONE
@@ -117,7 +114,7 @@ def cost_of(images: PreparedImages, layout: Rows) -> int:
 
 
 def _count(image: PreparedImage, layout: Rows, tokens: ImageTokens) -> int:
-    """Return the number of tokens that stand for the pixels of an image."""
+    """Return the number of tokens for the pixels of an image."""
     if tokens.count:
         return tokens.count
     assert layout.images is not None
@@ -126,7 +123,7 @@ def _count(image: PreparedImage, layout: Rows, tokens: ImageTokens) -> int:
 
 
 def unreserved(work_rows: WorkRows, layout: Rows, tokens: ImageTokens) -> WorkRows:
-    """Return the rows with those inputs refused whose text holds the token that stands for a part of an image."""
+    """Return the rows. Inputs are refused if their text contains the token of a part of an image."""
     error = InvalidInput("text: it holds a token that the model reserves for images", reason="reserved_token")
     bad = [
         number

@@ -1,10 +1,10 @@
-"""Decoding of image files to the pixels that a model reads. Pure, with Pillow. Only media workers import it, because
-decoders are C code that reads the data of clients.
+"""Decoding of image files to the pixels that a model reads. The functions are pure and use Pillow. Only media workers
+import the module, because decoders are C code that reads the data of clients.
 
     magic ──► header ──► limits ──► decode ──► upright ──► white under alpha, 16 bits to 8 ──► resize, crop or pad
 
-FORMATS are read. If a file has several images, the first one is read. Colour profiles and gamma are ignored, as in the
-image processors of transformers.
+The supported formats are in FORMATS. If a file has several images, the first one is read. Colour profiles and gamma are
+ignored, like in the image processors of transformers.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ _FILTERS: Mapping[Filter, Image.Resampling] = {
     "box": Image.Resampling.BOX,
     "hamming": Image.Resampling.HAMMING,
 }
-_STRIP_PIXELS = 1 << 20  # pixels that are composed at a time: a whole image would be in memory five times
+_STRIP_PIXELS = 1 << 20  # number of pixels that are composed in one step: a whole image would be in memory five times
 _LEVELS_16 = [round(level / 257) for level in range(1 << 16)]
 
-Image.MAX_IMAGE_PIXELS = None  # `check` has its own limits, which apply before decoding
+Image.MAX_IMAGE_PIXELS = None  # no limit of Pillow: `check` has its own limits, which are tested before decoding
 AvifImagePlugin.DEFAULT_MAX_THREADS = (
     1  # several workers run at once, and threads would count against their memory limit
 )
@@ -83,7 +83,7 @@ def prepare(data: bytes, recipe: Recipe) -> Pixels:
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # warnings about metadata, which is not used
+            warnings.simplefilter("ignore")  # hides warnings about metadata, which is not used
             return _prepared(data, recipe)
     except InvalidInput:
         raise
@@ -109,15 +109,15 @@ def _decoded(data: bytes, recipe: Recipe) -> tuple[Image.Image, bool]:
     """Return the upright RGB image, and True if the file has more images."""
     image = _opened(data)
     check(recipe, Size(image.height, image.width))
-    # the other images in a camera's JPEG are previews
+    # MPO is excluded: the other images in a camera's JPEG are previews
     animated = image.format != "MPO" and bool(getattr(image, "is_animated", False))
     image.load()
-    check(recipe, Size(image.height, image.width))  # checked again: a frame may be larger than the header says
+    check(recipe, Size(image.height, image.width))  # second check: a frame may be larger than the size in the header
     return _rgb(_upright(image)), animated
 
 
 def _opened(data: bytes) -> ImageFile.ImageFile:
-    """Open a file and read its header. Only the decoder of the format in the first bytes is tried."""
+    """Open a file and read its header. Only the decoder for the format that the first bytes show is tried."""
     if not data:
         raise fault("undecodable", "the image file is empty")
     kind = next((kind for kind, is_of in _MAGIC if kind in FORMATS and is_of(data[:16])), None)
@@ -127,7 +127,7 @@ def _opened(data: bytes) -> ImageFile.ImageFile:
 
 
 def _upright(image: Image.Image) -> Image.Image:
-    """Turn the image as its EXIF data says. EXIF data that cannot be read is ignored, as in browsers."""
+    """Rotate the image according to its EXIF data. EXIF data that cannot be read is ignored, like in browsers."""
     turn = None
     with suppress(Exception):
         turn = _UPRIGHT.get(image.getexif().get(_ORIENTATION, 1))
@@ -154,7 +154,7 @@ def _rgb(image: Image.Image) -> Image.Image:
 
 
 def _of_16_bits(image: Image.Image) -> Image.Image:
-    """Convert a 16 bit grey image. Pillow's own conversion makes every value above 255 white."""
+    """Convert a 16 bit grey image. In Pillow's own conversion, every value above 255 becomes white."""
     levels, clear = _LEVELS_16, image.info.get("transparency")
     if isinstance(clear, int) and 0 <= clear < len(levels):
         levels = [*levels[:clear], 255, *levels[clear + 1 :]]
@@ -162,7 +162,7 @@ def _of_16_bits(image: Image.Image) -> Image.Image:
 
 
 def _placed(image: Image.Image, recipe: Recipe, size: Size) -> Image.Image:
-    """Return the middle of a larger image, or a page with the image in its middle."""
+    """Crop a larger image to its centre, or place a smaller image in the centre of a page."""
     if (image.height, image.width) == size:
         return image
     if recipe.kind == "page":

@@ -1,22 +1,24 @@
-"""Rows that a model reads, made from the inputs of a work item, by one function per layout of `ipc.Rows`. Pure: called
-in a tokenising thread, or on the event loop for short texts.
+"""Rows for a model, built from the inputs of a work item, with one function per layout of `ipc.Rows`. The functions are
+pure: they are called in a tokenising thread, or on the event loop for short texts.
 
-inputs, query, options ──► pieces of text ──► contents (ids without special tokens), cut to their room ──► rows
+inputs, query, options ──► pieces of text ──► contents (ids without special tokens), truncated ──► rows
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 
 import msgspec
 import numpy as np
 
 from sie_contracts.errors import InvalidInput
 from sie_contracts.media import documents
-from sie_contracts.wire.ipc import Rows, Side
+from sie_contracts.wire.ipc import ChunkedRows, Rows, Side
 from sie_contracts.wire.messages import Input, RunOptions, Truncate, Vectors
-from sie_sidecar.prepare import image_rows
+from sie_sidecar.prepare import chunk_rows, image_rows
+from sie_sidecar.prepare.chunk_rows import ChunkContents
 from sie_sidecar.prepare.image_rows import Beside
 from sie_sidecar.prepare.media_frames import SoundFeatures
 from sie_sidecar.prepare.rows import (
@@ -36,16 +38,16 @@ from sie_sidecar.prepare.rows import (
 )
 from sie_sidecar.prepare.tokens import Ids, ModelTokenizer, PairTemplate, Tokens, cut
 
-# share of a pair's room that its query may always take; it gets more only if the document leaves room
+# part of a pair's room that its query may always use; it gets more only if the document leaves room
 QUERY_SHARE = 0.75
-NOWHERE = -1  # place of a special token
-# tokens in the rows of one work item, where each text stands beside each label
+NOWHERE = -1  # offset of a special token, which is not in the text
+# tokens in the rows of one work item, including each combination of a text and a label
 MAX_TOKENS = 8 << 20
 _NONE = np.zeros(0, np.int32)
 
 
 def make(tokenizer: ModelTokenizer, layout: Rows, items: Sequence[WorkItemInput]) -> list[WorkRows]:
-    """Return the rows of work items of one model with the same truncation. Their texts are tokenised together."""
+    """Return the rows of work items of one model with the same truncation. All texts are tokenised in one call."""
     options = items[0].options
     limit = min(options.max_tokens, tokenizer.max_tokens) if options.max_tokens else tokenizer.max_tokens
     checked = [checked_work(tokenizer, layout, item) for item in items]
@@ -57,7 +59,7 @@ def make(tokenizer: ModelTokenizer, layout: Rows, items: Sequence[WorkItemInput]
             results.append(WorkRows([], error=error))
         elif unfit:
             result = next(text_rows)
-            results.append(WorkRows(result.rows, result.shared, result.error, unfit))
+            results.append(replace(result, unfit={**result.unfit, **unfit}))
         else:
             results.append(next(text_rows))
     if layout.image_tokens is None:
@@ -68,6 +70,8 @@ def make(tokenizer: ModelTokenizer, layout: Rows, items: Sequence[WorkItemInput]
 def _text(
     tokenizer: ModelTokenizer, layout: Rows, items: Sequence[WorkItemInput], truncate: Truncate, limit: int
 ) -> list[WorkRows]:
+    if layout.chunks and any(source.chunks is not None for item in items for source in item.inputs):
+        return [_text_with_chunks(tokenizer, layout, item, truncate, limit) for item in items]
     sides = [layout.query if item.options.is_query else layout.document for item in items for _ in item.inputs]
     paired = [source for item in items for source in item.inputs if source.pair is not None] if layout.pairs else []
     pairs = _pairs(tokenizer, paired, truncate, limit)
@@ -76,6 +80,34 @@ def _text(
         contents += _contents(tokenizer, layout, item, pairs)
     rows = iter(_sided(tokenizer, contents, sides, truncate, limit))
     return [WorkRows([next(rows) for _ in item.inputs]) for item in items]
+
+
+def _text_with_chunks(
+    tokenizer: ModelTokenizer, layout: Rows, item: WorkItemInput, truncate: Truncate, limit: int
+) -> WorkRows:
+    """Return the rows of a work item in which texts have chunks: several rows for such a text, one for any other."""
+    side = layout.query if item.options.is_query else layout.document
+    first, last, most = _row_frame(tokenizer, side, limit)
+    contents: list[_Content] = []
+    parts: list[ChunkContents | None] = []
+    unfit: dict[int, InvalidInput] = {}
+    for index, content in enumerate(_contents(tokenizer, layout, item, iter(()))):
+        source, part = item.inputs[index], None
+        if source.chunks is not None:
+            try:
+                part = chunk_rows.contents_of(tokenizer, source, item.options, (first, last), most)
+            except InvalidInput as error:
+                unfit[index] = error
+                content = layout.empty
+        parts.append(part)
+        contents += [content] if part is None else part.contents
+    rows = _sided(tokenizer, contents, [side] * len(contents), truncate, limit)
+    around = len(first) + len(last) + sum(map(len, tokenizer.around(item.options.prefix, item.options.suffix)))
+    chunked, ordered = [], iter(rows)
+    for part in parts:
+        own = list(islice(ordered, 1 if part is None else len(part.contents)))
+        chunked.append(ChunkedRows() if part is None else part.chunked(own, around))
+    return WorkRows(rows, unfit=unfit, chunked=tuple(chunked))
 
 
 # a text to tokenise; with images before it; ids without special tokens, to be cut; or a finished row
@@ -114,7 +146,7 @@ def _image_content(source: Input, images: PreparedImages | InvalidInput, layout:
 
 
 def _sound_row(sound: SoundFeatures | InvalidInput, layout: Rows) -> TokenRow:
-    """Return the row of a sound: a text beside it is not read."""
+    """Return the row of a sound: a text of the same input is not read."""
     assert layout.sounds is not None
     assert isinstance(sound, SoundFeatures)
     return TokenRow(_NONE, 0, expanded=layout.sounds.cost(sound.shape), sound=sound)
@@ -155,7 +187,9 @@ def _sides(
 
 
 def _document_side(tokenizer: ModelTokenizer, side: Side, options: RunOptions) -> Side:
-    """Return the side of documents, limited to `document_tokens` if that is set."""
+    """Return `side`, which is the layout of documents, with a limit of `document_tokens` tokens if that option is
+    set.
+    """
     if not options.document_tokens:
         return side
     most = (
@@ -166,6 +200,14 @@ def _document_side(tokenizer: ModelTokenizer, side: Side, options: RunOptions) -
     return msgspec.structs.replace(side, limit=min(most, side.limit or most))
 
 
+def _row_frame(tokenizer: ModelTokenizer, side: Side, limit: int) -> tuple[Ids, Ids, int]:
+    """Return the tokens that a row of this side has before and after its text, and the length of the longest row."""
+    first, last = (tokenizer.first, tokenizer.last) if side.special else (_NONE, _NONE)
+    if side.marker >= 0:
+        first = np.concatenate([first[:1], np.array([side.marker], np.int32), first[1:]])
+    return first, last, min(limit, side.limit) if side.limit else limit
+
+
 def _sided(
     tokenizer: ModelTokenizer, contents: Sequence[_Content], sides: list[Side], truncate: Truncate, limit: int
 ) -> list[TokenRow]:
@@ -173,10 +215,7 @@ def _sided(
     rows: dict[int, TokenRow] = {}
     for side in dict.fromkeys(sides):
         chosen = [index for index, candidate in enumerate(sides) if candidate == side]
-        first, last = (tokenizer.first, tokenizer.last) if side.special else (_NONE, _NONE)
-        if side.marker >= 0:
-            first = np.concatenate([first[:1], np.array([side.marker], np.int32), first[1:]])
-        most = min(limit, side.limit) if side.limit else limit
+        first, last, most = _row_frame(tokenizer, side, limit)
         special = len(first) + len(last)
         room = max(0, most - special)
         texts = [content for index in chosen if isinstance(content := contents[index], str)]
@@ -253,8 +292,8 @@ def _hypothesis_texts(options: RunOptions) -> list[str]:
 def _joined(
     template: PairTemplate, left: Tokens, right: Tokens, room: int, truncate: Truncate, *, cut_first: bool
 ) -> TokenRow:
-    """Return the row of a pair in the tokenizer's own template. One text is cut to the room that the other leaves; the
-    other keeps at least its share.
+    """Return the row of a pair in the tokenizer's own template. One text is truncated to the room that the other
+    leaves; the other keeps at least its share.
     """
     whole, shortened = (right, left) if cut_first else (left, right)
     kept_ids = _share_ids(whole, shortened, room, truncate)
@@ -269,7 +308,7 @@ def _joined(
 
 
 def _share_ids(whole: Tokens, shortened: Tokens, room: int, truncate: Truncate) -> Ids:
-    """Return the ids of the text of a pair that keeps its share."""
+    """Return the ids of the text that keeps its share of a pair's room."""
     return cut(whole.ids, max(int(room * QUERY_SHARE), room - shortened.full), truncate)
 
 
@@ -285,7 +324,7 @@ def _pieces(
 
 
 def _said_of(item: WorkItemInput, empty: str) -> WorkItemInput:
-    """Return the work item with the text `empty` for each input that has neither text nor images."""
+    """Return the work item in which the text `empty` is the text of each input that has neither text nor images."""
     if not empty:
         return item
 
@@ -300,7 +339,7 @@ def _said_of(item: WorkItemInput, empty: str) -> WorkItemInput:
 def _pieces_with_images(
     tokenizer: ModelTokenizer, layout: Rows, item: WorkItemInput, truncate: Truncate, limit: int
 ) -> WorkRows:
-    """Return the rows of pieces, as for texts. Images are never cut."""
+    """Return the rows of pieces, like for texts. Images are never truncated."""
     query = query_of(item)
     shown = query if truncate == "NONE" else tokenizer.prefix_of(query, int(limit * QUERY_SHARE))
     rows = []
@@ -315,12 +354,12 @@ def _pieces_with_images(
 def _text_pieces(
     tokenizer: ModelTokenizer, items: Sequence[WorkItemInput], truncate: Truncate, limit: int
 ) -> list[WorkRows]:
-    """Tokenise each piece by itself, then join them: the answer comes after the last piece, so the end of the template
-    is never cut.
+    """Tokenise each piece separately, then join the pieces. The answer follows the last piece, so the end of the
+    template is never truncated.
 
-    A query in its own piece keeps its share of the limit, as does a query beside the document. The piece with the
-    document loses its end if the other pieces leave too little room. Source: README of Qwen3-Reranker, the library
-    mxbai-rerank.
+    A query in a separate piece keeps its share of the limit, and so does a query in one piece with the document. If the
+    other pieces leave too little room, the piece with the document is truncated. Source: README of Qwen3-Reranker, the
+    library mxbai-rerank.
     """
     share = int(limit * QUERY_SHARE)
     texts = dict.fromkeys(
@@ -361,16 +400,16 @@ def _text_pieces(
 
 
 def _document(tokenizer: ModelTokenizer, text: str, most: int) -> str:
-    """Return the part of the text that its first `most` tokens cover. With 0 it is the whole text."""
+    """Return the part of the text that its first `most` tokens cover. With 0, return the whole text."""
     max_bytes = len(text) if text.isascii() else 4 * len(text)  # a token has at least one byte
     if not 0 < most < max_bytes:
         return text
     read = tokenizer.prefix_of(text, most)
-    return text if read == text else read.rstrip()  # a space before the next token may belong to that token
+    return text if read == text else read.rstrip()  # a space before the next token may be part of that token
 
 
 def _place(options: RunOptions) -> int:
-    """Return the index of the piece that is cut."""
+    """Return the index of the piece that may be truncated."""
     return next(index for index, piece in enumerate(options.pieces) if is_cut(piece))
 
 
@@ -427,8 +466,8 @@ def _passages(
 def _raw(
     tokenizer: ModelTokenizer, layout: Rows, items: Sequence[WorkItemInput], truncate: Truncate, limit: int
 ) -> list[WorkRows]:
-    """Return rows for a model that reads the texts. The ids are only counted, so nothing is cut here. Images, sounds
-    and documents go beside their text.
+    """Return rows for a model that reads the texts. The ids are only counted, so no text is truncated here. Images,
+    sounds and documents are sent in addition to the text.
     """
     results = []
     for item in items:

@@ -1,4 +1,4 @@
-"""Tokenising of very long texts in pieces, from the end that is kept, until the limit is reached.
+"""Tokenising of very long texts in pieces, beginning at the side that is kept, until the limit is reached.
 
     text ──► pieces, cut only where every tokenizer step treats both sides apart ──► ids of each piece ──► joined: ids
     of the whole text
@@ -7,14 +7,14 @@ The joined ids equal the ids of the whole text. A cut lies between a character t
 space after it (some pipelines allow more places). The reasons, for each step of a pipeline:
 
 - Added tokens: matches are leftmost and do not overlap, so only a match across the cut could change the ids. If an
-  added token, with the white space that its `rstrip` takes, could lie across a place of the pattern, the pattern is
-  narrowed or not used.
-- Normalizers: white space composes with nothing before it and begins a grapheme. So NFC to NFKD, Precompiled charsmaps
-  (which work by grapheme) and maps of single characters never look across the cut. Letters that form a grapheme with
-  the next character (prepended marks) are not allowed on the left side.
-- Pre-tokenizers: each known one starts a new word at the cut and never looks past it. Without a pre-tokenizer (Llama 2,
-  Gemma) BPE sees the text as one word. Its merges still act on both sides apart, because no token of the vocabulary has
-  a space after another character.
+  added token, with the white space of its `rstrip`, could cross a position of the pattern, the pattern is narrowed or
+  not used.
+- Normalizers: white space composes with nothing before it and begins a grapheme. So NFC to NFKD, Precompiled
+  charsmaps (which work by grapheme) and maps of single characters never depend on text across the cut. Letters that
+  form a grapheme with the next character (prepended marks) are not allowed on the left side.
+- Pre-tokenizers: each known one starts a new word at the cut and never depends on text after it. Without a
+  pre-tokenizer (Llama 2, Gemma) BPE sees the text as one word. Its merges still act on both sides apart, because no
+  token of the vocabulary has a space after another character.
 - The first word of a text is treated specially (a prepended space). So each later piece follows the one-word text
   SENTINEL, whose tokens are dropped. A pipeline that treats the text after each added token in this way is not cut
   there.
@@ -36,10 +36,11 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-# characters per token of the first piece: English has 4 to 5, so one piece is nearly always enough
+# characters per token that are assumed for the first piece: English has 4 to 5, so one piece is nearly always enough
 FIRST_CHARACTERS_PER_TOKEN = 8
 GROWTH = 4
-MAX_PIECE_CHARACTERS = 1 << 18  # limits memory: a token takes some 100 bytes in the tokenizer
+# characters of a piece; the limit bounds memory, because a token needs some 100 bytes in the tokenizer
+MAX_PIECE_CHARACTERS = 1 << 18
 
 SENTINEL = "x"
 _CLAUSE_MARKS = "\u3001\u3002\uff01\uff0c\uff1a\uff1b\uff1f"
@@ -68,9 +69,9 @@ _LOCAL_NORMALIZERS = {
 _WHITE_SPACE_SPLITTERS = {"BertPreTokenizer", "Whitespace", "WhitespaceSplit"}
 _OF_WHITE_SPACE = {" ", " +", " {2,}", r"\s+", r"\s{2,}"}
 
-# Alternatives of the Split patterns in use (GPT-2, Llama 3, Qwen 2 to 3.5, o200k, Tekken). None of them matches white
-# space after another character, except newlines after punctuation. None continues a letter with a clause mark. Only
-# patterns of white space look ahead, by one character.
+# Alternatives of the Split patterns in use (GPT-2, Llama 3, Qwen 2 to 3.5, o200k, Tekken).
+# None of them matches white space after another character, except newlines after punctuation.
+# None continues a letter with a clause mark. Only patterns of white space have a lookahead, of one character.
 _CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _CASED = (rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+", rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*")
@@ -137,8 +138,8 @@ HARD_TEXT = (
 
 
 class LongTexts:
-    """Ids of long texts by one tokenizer, which neither truncates nor pads. The first use takes tens of milliseconds to
-    find the places of cuts.
+    """Ids of long texts from one tokenizer without truncation and padding. The first use takes tens of milliseconds to
+    find the positions where a text may be cut.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -146,7 +147,7 @@ class LongTexts:
 
     @cached_property
     def places(self) -> re.Pattern[str] | None:
-        """Pattern of the places where a text may be cut, with matches of width 0; None if no cut is safe."""
+        """Pattern of the positions where a text may be cut, with matches of width 0; None if no cut is safe."""
         pattern = _pattern(self._tokenizer)
         if pattern is None or not self._holds(pattern):
             return None
@@ -155,10 +156,11 @@ class LongTexts:
     def read(
         self, texts: Sequence[str], room: int, *, from_end: bool, count_all: bool
     ) -> list[tuple[NDArray[np.int32], int]]:
-        """Return the first `room` ids of each text (with `from_end` the last ones) without special tokens, int32, and
-        the least number of its ids.
+        """Return the first `room` ids of each text (with `from_end` the last ones) without special tokens, int32, and a
+        lower bound of the number of its ids.
 
-        The number is exact if it is at most `room`, or with `count_all`, which reads each text to its end.
+        The number is exact if it is at most `room`. It is also exact with `count_all`, which reads each text to its
+        end.
         """
         readings = [_TextReading(self._pieces(text, room * FIRST_CHARACTERS_PER_TOKEN, from_end)) for text in texts]
         going = readings
@@ -170,11 +172,11 @@ class LongTexts:
         return [(reading.ids(room, from_end), reading.count) for reading in readings]
 
     def head(self, text: str, size: int) -> str:
-        """Return the first piece, of at least about `size` characters."""
+        """Return the first piece, with at least about `size` characters."""
         return next(self._pieces(text, size, False))[0]
 
     def _pieces(self, text: str, size: int, from_end: bool) -> Iterator[tuple[str, int]]:
-        """Return the pieces in the order of reading, each with the number of its first tokens that belong to the
+        """Return the pieces in the order of reading. Each has the number of its first tokens that belong to the
         sentinel.
         """
         if self.places is None:
@@ -196,7 +198,7 @@ class LongTexts:
         return [encoding.ids[dropped:] for (_, dropped), encoding in zip(pieces, encodings, strict=True)]
 
     def _holds(self, places: re.Pattern[str]) -> bool:
-        """Return True if hard texts, cut at every place, have the same ids as the whole texts."""
+        """Return True if hard texts that are cut at every allowed position have the same ids as the whole texts."""
         rng = random.Random(0)  # noqa: S311 - not secret; a fixed seed gives the same trial in each process
         added = [token.content for token in islice(self._tokenizer.get_added_tokens_decoder().values(), 64)]
         vocabulary = sorted(self._tokenizer.get_vocab())
@@ -216,7 +218,7 @@ class LongTexts:
 
 
 class _TextReading:
-    """State of reading one text: the ids that are needed, and the number of ids so far."""
+    """State of reading one text: the required ids, and the number of ids so far."""
 
     def __init__(self, pieces: Iterator[tuple[str, int]]) -> None:
         self.pieces = pieces
@@ -244,7 +246,7 @@ def _forward(text: str, size: int, places: re.Pattern[str]) -> Iterator[tuple[in
 
 
 def _backward(text: str, size: int, places: re.Pattern[str]) -> Iterator[tuple[int, int]]:
-    """Yield bounds as `_forward` does, but from the end. The first place in a window is taken, so a piece may be
+    """Yield bounds like `_forward`, but from the end. The first allowed position in a window is used, so a piece may be
     shorter.
     """
     end = len(text)
@@ -258,8 +260,8 @@ def _backward(text: str, size: int, places: re.Pattern[str]) -> Iterator[tuple[i
 
 
 def _pattern(tokenizer: Tokenizer) -> re.Pattern[str] | None:
-    """Return the pattern of places that the pipeline's steps allow. For an unknown pipeline it is a guess that must be
-    tested.
+    """Return the pattern of positions that the pipeline's steps allow. For an unknown pipeline, the pattern is a guess
+    that must be tested.
     """
     normalizers, steps = _steps(tokenizer.normalizer, "normalizers"), _steps(tokenizer.pre_tokenizer, "pretokenizers")
     marks = any(step.get("content") == "\u2581" for step in normalizers)
@@ -278,11 +280,11 @@ def _pattern(tokenizer: Tokenizer) -> re.Pattern[str] | None:
         step["pattern"]["String"] for step in normalizers if step["type"] == "Replace" and "String" in step["pattern"]
     ]
     tokens = list(tokenizer.get_added_tokens_decoder().values())
-    # these change the start of each text between added tokens, so a cut must not follow an added token
+    # these steps change the start of each text between added tokens, so a cut must not follow an added token
     at_start = not is_supported or any(step["type"] in ("Prepend", "Strip") for step in normalizers)
     for pattern in (re.compile("|".join((_SPACE, *wider))), re.compile(_NARROW)):
         straddled = any(pattern.search(token.content + (" " if token.rstrip or at_start else "")) for token in tokens)
-        # a token that matches only single words depends on the character before it
+        # whether a token that matches only single words is found depends on the character before it
         alone = any(token.single_word and pattern.search(SENTINEL + token.content, 1) for token in tokens)
         if not straddled and not alone and not any(map(pattern.search, replaced)):
             return pattern
@@ -319,7 +321,7 @@ def _is_known(step: dict[str, Any]) -> bool:
 
 
 def _splits(step: dict[str, Any]) -> bool:
-    """Return True if a pre-tokenizer is known to begin a word at white space after any other character."""
+    """Return True if a known pre-tokenizer begins a word at white space after any other character."""
     kind = step["type"]
     if kind == "Split":
         is_kept = step["behavior"] == "Isolated" or (step["behavior"] == "Removed" and step["invert"])
@@ -333,8 +335,8 @@ def _splits(step: dict[str, Any]) -> bool:
 
 
 def _spaces_begin_tokens(tokenizer: Tokenizer) -> bool:
-    """Return True if BPE over a whole text treats both sides of a space apart: no token has a space after another
-    character, and the space is in the vocabulary.
+    """Return True if BPE over a whole text treats the two sides of a space separately: no token has a space after
+    another character, and the space is in the vocabulary.
     """
     vocabulary = tokenizer.get_vocab(with_added_tokens=False)
     across = re.compile("[^\u2581\u0120][\u2581\u0120]")

@@ -27,11 +27,12 @@ class ImageJob(msgspec.Struct, frozen=True, tag=True):
 
 
 class SoundJob(msgspec.Struct, frozen=True, tag=True):
-    """Sound file, as a client sent it."""
+    """Sound file, as a client sent it. With `from_s`, only the part that begins there is read."""
 
     number: int
     recipe: SoundRecipe
     data: bytes
+    from_s: float | None = None
 
 
 class MadeImage(msgspec.Struct, frozen=True, tag=True):
@@ -74,8 +75,8 @@ class MadeSound(msgspec.Struct, frozen=True, tag=True):
 
 
 class PreparedImage(NamedTuple):
-    """Decoded image. `pixels`: uint8 [height, width, 3], row by row. `upright`: the size of the file's image as a
-    person sees it. `digest`: SHA-256 of pixels and size. `animated`: the file has more images, which were not read.
+    """Decoded image. `pixels`: uint8 [height, width, 3], row by row. `upright`: the size of the file's image after its
+    rotation. `digest`: SHA-256 of pixels and size. `animated`: the file has more images, which were not read.
     """
 
     pixels: bytes

@@ -4,9 +4,9 @@ end with the sidecar.
     prepare ──► queue ──► a keeper ──► its worker ──► MadeImage or MadeSound, or the reason why the file is unusable
                              └── the worker died or took too long: that file fails, another worker is started
 
-Decoders run in processes because they are C code that reads the data of clients: a crash fails one file only. A keeper
-is the only task that talks to its worker. It takes the next file only after the answer to the one before, so a caller
-that leaves cannot mix up answers: the answer to its file is read and dropped.
+Decoders run in processes because they are C code that reads the data of clients: a crash fails only one file. A keeper
+is the only task that uses its worker. It sends the next file only after the answer to the previous file, so answers
+cannot be mixed up if a caller is cancelled: the answer to its file is read and dropped.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ from sie_sidecar.prepare.media_frames import (
 )
 
 DEADLINE_S = 10.0  # seconds for one file, from the time when a worker gets it
-MEMORY_BYTES = 2 << 30  # bytes of address space of a worker: decoding 100 megapixels takes 1.3 GB
-MAX_WAITING = 1000  # most waiting files per worker: at 25 ms each they take as long as a request may take
+MEMORY_BYTES = 2 << 30  # bytes of address space of a worker: to decode 100 megapixels takes 1.3 GB
+MAX_WAITING = 1000  # largest number of waiting files per worker: at 25 ms each, they take as long as a request may take
 RESULTS = ("prepared", *get_args(Cause), "failed")
 START_S = 30.0  # seconds for the start of a worker on a busy machine
-DIED_S = 1.0  # seconds until a process whose socket has ended must have ended too
+DIED_S = 1.0  # seconds within which a process must end after its socket has ended
 _logger = logging.getLogger("sie.sidecar.media")
 
 T = TypeVar("T")
@@ -57,7 +57,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class _MediaFile(Protocol[T_co]):
-    """Protocol of a file and of the outcome that is made from it."""
+    """Protocol of a file and of its outcome."""
 
     @property
     def noun(self) -> str: ...
@@ -68,7 +68,9 @@ class _MediaFile(Protocol[T_co]):
     def job(self, number: int) -> Job: ...
 
     def outcome(self, reply: Made) -> T_co:
-        """Return the outcome from the answer of a worker. Raises _WorkerLost if the answer cannot be true."""
+        """Return the outcome from the answer of a worker. Raises _WorkerLost if the answer is not possible for the
+        file.
+        """
 
 
 @dataclass(frozen=True)
@@ -99,10 +101,11 @@ class _ImageFile:
 class _SoundFile:
     data: bytes
     recipe: SoundRecipe
+    from_s: float | None
     noun = "sound"
 
     def job(self, number: int) -> Job:
-        return SoundJob(number, self.recipe, self.data)
+        return SoundJob(number, self.recipe, self.data, self.from_s)
 
     def outcome(self, reply: Made) -> SoundFeatures:
         if not isinstance(reply, MadeSound):
@@ -128,15 +131,17 @@ class _PendingFile(Generic[T]):
             self.done.set_exception(error)
 
     def succeed(self, reply: Made) -> None:
-        """Set the outcome from the answer of a worker. Raises _WorkerLost if the answer cannot be true."""
+        """Set the outcome from the answer of a worker. Raises _WorkerLost if the answer is not possible for the
+        file.
+        """
         outcome = self.file.outcome(reply)
         if not self.done.done():
             self.done.set_result(outcome)
 
 
 class MediaPool:
-    """Pool of at most `workers` processes. One more is started when a file finds none free. It belongs to one event
-    loop.
+    """Pool of at most `workers` processes. A process is started when no process is free for a file. The pool belongs to
+    one event loop.
 
     `count` is called for each outcome, with one of NOUNS and one of RESULTS.
     """
@@ -162,7 +167,7 @@ class MediaPool:
 
     @property
     def waiting(self) -> int:
-        """Number of files that no worker has yet."""
+        """Number of files that are not at a worker yet."""
         return self._queue.qsize()
 
     @property
@@ -174,16 +179,18 @@ class MediaPool:
     async def prepare(self, data: bytes, recipe: Recipe) -> PreparedImage: ...
 
     @overload
-    async def prepare(self, data: bytes, recipe: SoundRecipe) -> SoundFeatures: ...
+    async def prepare(self, data: bytes, recipe: SoundRecipe, from_s: float | None = None) -> SoundFeatures: ...
 
-    async def prepare(self, data: bytes, recipe: Recipe | SoundRecipe) -> PreparedImage | SoundFeatures:
-        """Return the pixels of an image file, or the features of a sound file. Raises InvalidInput with reason
-        invalid_media for an unusable file; its message begins with the cause. Raises QueueFull, ResourceExhausted or
-        ShuttingDown if the file is not the cause.
+    async def prepare(
+        self, data: bytes, recipe: Recipe | SoundRecipe, from_s: float | None = None
+    ) -> PreparedImage | SoundFeatures:
+        """Return the pixels of an image file, or the features of a sound file or of a part of it. Raises
+        InvalidInput with reason invalid_media for an unusable file; its message begins with the cause. Raises
+        QueueFull, ResourceExhausted or ShuttingDown if the file is not the cause.
         """
         if isinstance(recipe, Recipe):
             return await self._prepared(_ImageFile(data, recipe))
-        return await self._prepared(_SoundFile(data, recipe))
+        return await self._prepared(_SoundFile(data, recipe, from_s))
 
     async def _prepared(self, file: _MediaFile[T]) -> T:
         try:
@@ -199,7 +206,7 @@ class MediaPool:
         return outcome
 
     def _admit(self, file: _MediaFile[Any]) -> None:
-        """Check that a file may wait here. Raises SIEError."""
+        """Check that a file may wait in the pool. Raises SIEError."""
         if self._closed:
             raise ShuttingDown("the media workers have ended")
         size, most = len(file.data), media_frames.MAX_FILE_BYTES
@@ -229,7 +236,7 @@ class MediaPool:
         try:
             while True:
                 job = await self._next()
-                if job.done.done():  # its caller has left
+                if job.done.done():  # the caller of this file was cancelled
                     continue
                 try:
                     if worker is not None and worker.is_gone:
@@ -247,7 +254,7 @@ class MediaPool:
                     if worker is not None:
                         await self._end(worker)
                     worker = None
-                finally:  # reached without an outcome only if cancelled
+                finally:  # there is no outcome only if this task was cancelled
                     job.fail(ShuttingDown("the media workers have ended"))
         finally:
             if worker is not None:
@@ -261,7 +268,7 @@ class MediaPool:
             self._free -= 1
 
     async def _serve(self, job: _PendingFile[Any], worker: _MediaProcess) -> _MediaProcess | None:
-        """Answer `job`. Return the worker for the next file: this one, or the one that was started in its place."""
+        """Answer `job`. Return the worker for the next file: this worker, or a new one that replaces it."""
         self._number += 1
         try:
             async with asyncio.timeout(self._deadline_s):
@@ -276,7 +283,7 @@ class MediaPool:
         except _WorkerLost as error:
             status = await worker.ended()
             how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}: {error}"
-            # not killed by this pool: the kernel needed memory, and the file may be a good one
+            # this pool did not send the signal: the kernel needed memory, so the file may be valid
             if status == -signal.SIGKILL:
                 job.fail(ResourceExhausted("the media worker was killed, as when a machine runs out of memory"))
             else:
@@ -287,7 +294,7 @@ class MediaPool:
         await self._end(worker)
         try:
             return await self._start()
-        except _WorkerNotStarted as error:  # the next start is tried when the next file comes
+        except _WorkerNotStarted as error:  # the next start is tried with the next file
             _logger.error("a media worker could not be started: %s", error)
             return None
 
@@ -330,7 +337,9 @@ class _MediaProcess:
 
     @property
     def is_gone(self) -> bool:
-        """True if the process has ended. The kernel is asked, because the event loop may not know it yet."""
+        """True if the process has ended. The kernel is asked, because the event loop may not have noticed the end
+        yet.
+        """
         if self._process.returncode is not None or self._reader.at_eof() or self._writer.is_closing():
             return True
         ended = select.poll()
@@ -358,9 +367,10 @@ class _MediaProcess:
                     stdout=asyncio.subprocess.DEVNULL,
                     env={
                         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-                        "OPENBLAS_NUM_THREADS": "1",  # several workers run at once, and threads take address space
+                        # several workers run at the same time, and threads need address space
+                        "OPENBLAS_NUM_THREADS": "1",
                     },
-                    start_new_session=True,  # Ctrl-C goes to the sidecar only, which drains first
+                    start_new_session=True,  # Ctrl-C reaches only the sidecar, which drains first
                 )
             except BaseException as error:
                 ours.close()
@@ -400,7 +410,7 @@ class _MediaProcess:
             raise _WorkerLost(str(error)) from error
 
     async def ended(self) -> int:
-        """Return the status with which a lost process ended by itself; 0 if it had to be killed."""
+        """Return the exit status of a lost process; 0 if it had to be killed."""
         status = 0
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(DIED_S):
@@ -409,7 +419,7 @@ class _MediaProcess:
         return status
 
     async def end(self) -> None:
-        """Kill the process in any state: it has no data that could be lost."""
+        """Kill the process in any state. It has no data that could be lost."""
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
         self._writer.close()

@@ -1,10 +1,10 @@
-"""Process that turns image files into pixels and sound files into features, one after the other. The sidecar is at the
-other end of its standard input.
+"""Worker process that converts image files to pixels and sound files to features, one after the other. Its standard
+input is a socket to the sidecar.
 
-    limits ──► Hello ──► Job ──► Made or Unusable ──► Job ... the sidecar is gone ──► end
+    limits ──► Hello ──► Job ──► Made or Unusable ──► Job ... the sidecar has ended ──► end
 
-It holds no secrets: the sidecar starts it without its own environment. It ends with the sidecar in any case: on Linux
-the kernel kills it, and on all systems a socket without a peer ends the wait for a job.
+The process has no secrets: the sidecar starts it without its own environment. The process always ends when the sidecar
+ends: on Linux the kernel kills it, and on all systems a socket without a peer ends the wait for a job.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ def main() -> None:
     parent, memory_bytes = int(sys.argv[1]), int(sys.argv[2])
     confined.limit(memory_bytes)
     confined.die_with(parent)
-    with socket.socket(fileno=0) as sidecar, contextlib.suppress(EOFError, FrameError, OSError):  # the sidecar is gone
+    # these exceptions mean that the sidecar has ended
+    with socket.socket(fileno=0) as sidecar, contextlib.suppress(EOFError, FrameError, OSError):
         _send(sidecar, media_frames.frame(Hello(os.getpid())))
         confined.silence()
         while True:
@@ -49,9 +50,10 @@ def _image(job: media_frames.ImageJob) -> media_frames.MadeImage:
 
 
 def _sound(job: media_frames.SoundJob) -> media_frames.MadeSound:
-    from sie_sidecar.prepare import sounds  # imported here: a worker without sounds does not need numpy and libsndfile
+    # imported here: a worker that gets no sounds does not need numpy and libsndfile
+    from sie_sidecar.prepare import sounds
 
-    sound = sounds.prepare(job.data, job.recipe)
+    sound = sounds.prepare(job.data, job.recipe, job.from_s)
     return media_frames.MadeSound(job.number, *sound.shape, sound.seconds, sound.digest(), sound.values.tobytes())
 
 

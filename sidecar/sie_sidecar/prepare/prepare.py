@@ -1,9 +1,9 @@
-"""Second stage of a worker: from a delivered work item to one that can run. Its inputs are fetched, its model is
-loaded, and its texts are tokenised.
+"""Second stage of a worker: it prepares delivered work items. Their inputs are fetched, their model is loaded, and
+their texts are tokenised.
 
     group ──► same entry as the gateway's? ──► model loaded ──► images, sounds ──► tokenised ──► returned
-                 │  └──► older here: wait, then leave it to other workers  └──► tokenize, decode: answered
-                 └──► newer here: its gateway plans it again
+                 │  └──► older here: wait, then leave the work to other workers  └──► tokenize, decode: answered
+                 └──► newer here: the gateway plans the work again
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from sie_sidecar.prepare.rows import OF_QUERY, PreparedImages, WorkItemInput, ef
 from sie_sidecar.prepare.tokens import TokenizerPool
 from sie_sidecar.results.settle import Settle
 
-# deliveries of work whose model is unknown here: enough time for a catalogue that is behind, not for one that is ahead
+# deliveries of work whose model is unknown here: enough time for a catalogue that is behind the gateway's catalogue
 MAX_HAND_BACKS = 5
 CATCH_UP_S = 2.0  # seconds to wait for a catalogue that is older than the gateway's
 
@@ -50,7 +50,7 @@ class Prepare:
         media: MediaPool,
         clock: Callable[[], float],
     ) -> None:
-        """`fetching` is None if this worker has no payload store."""
+        """Create the stage. `fetching` is None if this worker has no payload store."""
         self._source = source
         self._loading = loading
         self._inventory = inventory
@@ -79,8 +79,8 @@ class Prepare:
         return True
 
     async def run(self, group: list[InFlight], together: int) -> list[InFlight]:
-        """Prepare the group and return the work that is ready for dispatch. Raises SIEError, with which the caller
-        answers the whole group.
+        """Prepare the group and return the work that is ready for dispatch. Raises SIEError; the caller answers the
+        whole group with it.
 
         `together` is the number of characters of all work that was gathered with the group. It limits the tokenising on
         the event loop.
@@ -115,6 +115,7 @@ class Prepare:
             group = self._settle.still_wanted(group)
         if not group:
             return []
+        hosted = group[0].hosted or hosted  # another one if the work moved to another device
         loaded_s = self._clock()
         for flight in group:
             flight.loaded_s = loaded_s
@@ -131,8 +132,8 @@ class Prepare:
         return group
 
     async def _catch_up(self, group: Sequence[InFlight]) -> None:
-        """Wait for this worker's catalogue, which is older than the gateway's, and meanwhile leave work of these
-        consumers to other workers.
+        """Wait until this worker's catalogue, which is older than the gateway's, is renewed. In this time, leave work
+        of these consumers to other workers.
         """
         consumers = {flight.lease.delivery.consumer for flight in group}
         until_s = min(self._clock() + CATCH_UP_S, max(flight.deadline_s for flight in group))
@@ -140,8 +141,8 @@ class Prepare:
             await self._loading.renewed(group[0].item, until_s - self._clock())
 
     async def _not_ours(self, group: Sequence[InFlight]) -> None:
-        """Hand back work whose model or revision is not in this worker's catalogue: another worker may have it. After
-        MAX_HAND_BACKS deliveries give it up.
+        """Return work whose model or revision is not in this worker's catalogue to the queue: another worker may have
+        it. After MAX_HAND_BACKS deliveries, give it up.
         """
         for flight in group:
             if flight.lease.delivery.delivered < MAX_HAND_BACKS:
@@ -172,7 +173,7 @@ class Prepare:
                 rows.shared,
                 rows.error,
             )
-            flight.unfit = rows.unfit
+            flight.unfit, flight.chunked = rows.unfit, rows.chunked
 
     async def _work(self, item: WorkItem, layout: Rows) -> WorkItemInput:
         """Return the work item with its images and sounds, if the model reads them."""
@@ -180,7 +181,9 @@ class Prepare:
         return WorkItemInput(item.inputs, item.query, item.options, images, sounds)
 
     async def _images(self, item: WorkItem, recipe: Recipe | None) -> Mapping[int, PreparedImages | InvalidInput]:
-        """Return the pixels of the inputs with images, by index, and of the query; or the reason why there are none."""
+        """Return the pixels of the query and of the inputs with images, by index. If they cannot be used, return the
+        reason instead.
+        """
         if recipe is None:
             return {}
         files = {index: source.images for index, source in enumerate(item.inputs) if source.images}
@@ -190,16 +193,19 @@ class Prepare:
         return dict(zip(files, pixels, strict=True))
 
     async def _sounds(self, item: WorkItem, recipe: SoundRecipe | None) -> Mapping[int, SoundFeatures | InvalidInput]:
-        """Return the features of the inputs with a sound, by index; or the reason why there are none."""
+        """Return the features of the inputs with a sound, by index. If a sound cannot be used, return the reason
+        instead.
+        """
         if recipe is None:
             return {}
         sounds = {index: source.audio for index, source in enumerate(item.inputs) if source.audio}
-        features = await asyncio.gather(*(self._features(audio, recipe) for audio in sounds.values()))
+        from_s = item.options.sound_from_s
+        features = await asyncio.gather(*(self._features(audio, recipe, from_s) for audio in sounds.values()))
         return dict(zip(sounds, features, strict=True))
 
-    async def _features(self, audio: bytes, recipe: SoundRecipe) -> SoundFeatures | InvalidInput:
+    async def _features(self, audio: bytes, recipe: SoundRecipe, from_s: float | None) -> SoundFeatures | InvalidInput:
         try:
-            return await self._media.prepare(audio, recipe)
+            return await self._media.prepare(audio, recipe, from_s)
         except InvalidInput as error:
             error.message, error.param = f"audio: {error.message}", "audio"
             return error
@@ -217,7 +223,7 @@ class Prepare:
         return [outcome for outcome in outcomes if isinstance(outcome, PreparedImage)]
 
     async def _answer_by_tokenizer(self, group: Sequence[InFlight], hosted: ModelState, together: int) -> None:
-        """Answer requests that need only the tokenizer, which is kept when the model is unloaded."""
+        """Answer requests that need only the tokenizer, which remains in memory after the model is unloaded."""
         tokenizer = hosted.tokenizer
         assert tokenizer is not None
 

@@ -1,5 +1,5 @@
-"""Rows of a work item: their types, the checks and limits of inputs that become rows, and the batch frame that has
-them. `layouts` makes the rows. Pure: called in the tokenising threads.
+"""Rows of a work item: their types, the checks and limits of the inputs, and the batch frame with the rows. `layouts`
+builds the rows. The functions are pure: they are called in the tokenising threads.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from sie_contracts.errors import InvalidInput
 from sie_contracts.media import documents
 from sie_contracts.media.documents import DocumentFile
-from sie_contracts.wire.ipc import IMAGE_KEY_BYTES, Group, Layout, Rows, RunBatch
+from sie_contracts.models.entries import JOINABLE_POOLINGS, is_joinable
+from sie_contracts.wire.ipc import IMAGE_KEY_BYTES, ChunkedRows, Group, Layout, Rows, RunBatch
 from sie_contracts.wire.messages import Input, Mention, Operation, RunOptions, Vectors
 from sie_contracts.wire.trace_context import NONE, Context
 from sie_sidecar.prepare.media_frames import PreparedImage, SoundFeatures
@@ -28,23 +29,24 @@ PreparedImages = Sequence[PreparedImage]
 
 OF_QUERY = -1
 HYPOTHESIS = "This text is about {}."
-# Limits of one work item. A client chooses how often its prompts, its query and its labels are repeated, so the product
-# is checked before the rows are made.
+# Limits of one work item.
+# Its prompts, its query and its labels are repeated, and a client chooses how often, so the product is checked before
+# the rows are built.
 MAX_CHARACTERS = 32 << 20
 MAX_ROWS = 1 << 16
 MAX_VECTOR_BYTES = 64 << 20
-VECTOR_BYTES = 512  # bytes of vectors that cost as much as a token: 128 numbers, the width of most token vectors
-ROW_CHARACTERS = 24  # characters: making a row takes as long as reading this many
-COST_CHARACTERS = 64  # characters that count as one token, for text that is sent beside few tokens
+VECTOR_BYTES = 512  # bytes of vectors whose cost equals one token: 128 numbers, the width of most token vectors
+ROW_CHARACTERS = 24  # characters: to build a row takes as long as to read this number of characters
+COST_CHARACTERS = 64  # characters that count as one token, for text that is sent in addition to few tokens
 
 
 @dataclass(frozen=True)
 class TokenRow:
-    """Ids of one row, int32 [length], with special tokens. `full` is its length before truncation.
+    """Ids of one row, int32 [length], including special tokens. `full` is its length before truncation.
 
     `types`: uint8 [length], if a pair has token types. `offsets`: int32 [length, 2], in code points, for `spans` and
-    `passages`. `expanded`: the length on the device, or the cost of data beside the ids, if that is more. `vectors`,
-    `images`, `sound` or `document` can stand in the place of ids. `uncounted`: tokens of its cost that do not count in
+    `passages`. `expanded`: the length on the device, or the cost of data other than ids, if that is more. A row may
+    have `vectors`, `images`, `sound` or `document` instead of ids. `uncounted`: tokens of its cost that do not count in
     the budget of a batch.
     """
 
@@ -65,9 +67,10 @@ class TokenRow:
 
     @property
     def cost(self) -> int:
-        """Tokens on the device after truncation, with special ones. An image costs the patches of its tower and the
-        tokens that stand for it. If all images of an encoder have one size, `batch_cost` counts 1 for the patches of
-        each. The cost of attention, which grows with the square of the length, is not included: `BatchNote` has it.
+        """Number of tokens on the device after truncation, including special tokens. An image costs the patches of its
+        tower and its tokens in the row. If all images of an encoder have one size, `batch_cost` counts 1 for the
+        patches of each image. The cost of attention, which grows with the square of the length, is not included:
+        `BatchNote` has it.
         """
         return max(len(self.ids), self.expanded)
 
@@ -84,8 +87,8 @@ class TokenRow:
 
 
 class WorkItemInput(NamedTuple):
-    """Sources of the rows of one work item. `images` and `sounds` have, by index of the input, its decoded media or the
-    reason why there are none. The images of the query are at OF_QUERY.
+    """Sources of the rows of one work item. `images` and `sounds` have the decoded media of each input by its index, or
+    the reason why it has none. The images of the query have the index OF_QUERY.
     """
 
     inputs: Sequence[Input]
@@ -97,22 +100,24 @@ class WorkItemInput(NamedTuple):
 
 @dataclass(frozen=True)
 class WorkRows:
-    """Rows of one work item: `shared` rows first, then the rows of each input in turn. `error` is the reason why no
-    rows were made.
+    """Rows of one work item: `shared` rows first, then the rows of each input, in order. `error` is the reason why no
+    rows were built.
 
-    `unfit` is the reason, by index, why an input must not run. Its rows exist all the same.
+    `unfit` is the reason, by index, why an input must not run. Its rows exist nevertheless. `chunked` describes the
+    rows of each input if a text has chunks; if it is empty, all inputs have the same number of rows.
     """
 
     rows: list[TokenRow]
     shared: int = 0
     error: InvalidInput | None = None
     unfit: Mapping[int, InvalidInput] = field(default_factory=dict)
+    chunked: tuple[ChunkedRows, ...] = ()
 
 
 def checked_work(
     tokenizer: ModelTokenizer, layout: Rows, item: WorkItemInput
 ) -> tuple[WorkItemInput, InvalidInput | None, dict[int, InvalidInput]]:
-    """Check a work item before its rows are made. Return the work item, the error of the whole, and the errors of
+    """Check a work item before its rows are built. Return the work item, the error of the whole, and the errors of
     single inputs. An input with an error is replaced by an empty text.
     """
     error = _excess(layout, item)
@@ -143,13 +148,16 @@ def checked_work(
 
 def _is_text(source: Input) -> bool:
     files = source.images or source.audio or source.document
-    return source.tokens is None and source.pair is None and source.vectors is None and not files
+    is_other = source.tokens is not None or source.pair is not None or source.vectors is not None
+    return source.chunks is None and not files and not is_other
 
 
 def _unfit(tokenizer: ModelTokenizer, layout: Rows, source: Input, options: RunOptions) -> InvalidInput | None:
-    """Return the reason why an input does not suit the model or the options, or None."""
+    """Return the reason why the model or the options do not accept an input, or None."""
     if _is_text(source):
         return None
+    if source.chunks is not None:
+        return _unfit_chunks(layout, source, options)
     if source.document is not None:
         return _unfit_document(layout, source, source.document)
     if source.audio:
@@ -173,6 +181,28 @@ def _unfit(tokenizer: ModelTokenizer, layout: Rows, source: Input, options: RunO
     if not layout.tokens:
         return _unsupported("tokens", "takes no token ids")
     return bad_token(tokenizer, source.tokens)
+
+
+def _unfit_chunks(layout: Rows, source: Input, options: RunOptions) -> InvalidInput | None:
+    assert source.chunks is not None
+    if not source.text:
+        return bad_chunks("a text alone may have chunks", "unsupported_modality")
+    if not layout.chunks:
+        return bad_chunks("texts of this model have none", "unsupported_modality")
+    if options.is_query:
+        return bad_chunks("a query has none", "unsupported_modality")
+    is_pooled = source.chunks.context and "dense" in options.outputs and options.muvera is None
+    pooling = options.pooling or layout.pooling
+    if is_pooled and not is_joinable(pooling):
+        message = f"the pooling is {pooling}, with context it must be {' or '.join(JOINABLE_POOLINGS)}"
+        return bad_chunks(message, "unsupported_pooling")
+    return None
+
+
+def bad_chunks(message: str, reason: str, field: str = "", limit: int = 0) -> InvalidInput:
+    """Return the refusal of the chunks of an input, or of one of their fields."""
+    param = f"chunks.{field}" if field else "chunks"
+    return InvalidInput(f"{param}: {message}", reason=reason, param=param, extras={"limit": limit} if limit else None)
 
 
 def _unfit_document(layout: Rows, source: Input, document: DocumentFile) -> InvalidInput | None:
@@ -251,7 +281,7 @@ def _row_count(layout: Rows, item: WorkItemInput) -> int:
 
 
 def _characters(layout: Rows, item: WorkItemInput) -> int:
-    """Count the characters of all texts that are made of a work item. A repeated text counts each time."""
+    """Count the characters of all texts that are built from a work item. A repeated text counts each time."""
     options, query = item.options, len(query_of(item))
     around = len(options.prefix) + len(options.suffix)
     once = query + len(options.query_prefix) + len(options.query_suffix)
@@ -268,17 +298,17 @@ def _characters(layout: Rows, item: WorkItemInput) -> int:
             once += length
     if layout.pairs:
         once += sum(len(source.pair or "") for source in item.inputs)
-    # an id takes about as long as a character to read
+    # to read an id takes about as long as to read a character
     return once + sum(len(source.text or source.tokens or "") + around for source in item.inputs)
 
 
 def effort_of(layout: Rows, item: WorkItemInput) -> int:
-    """Return the effort of making the rows of a work item, as a number of characters to read."""
+    """Return the effort of building the rows of a work item, in characters to read."""
     return _characters(layout, item) + ROW_CHARACTERS * _row_count(layout, item)
 
 
 def prompted(source: Input, options: RunOptions, empty: str = "") -> str:
-    """Return a text in its prompt; `empty` is used if there is no text."""
+    """Return a text inside its prompt. If there is no text, `empty` is used."""
     return options.prefix + (source.text or empty) + options.suffix
 
 
@@ -289,7 +319,7 @@ def texts_of(item: WorkItemInput) -> list[str]:
 
 
 def reached(texts: Sequence[str], rows: Sequence[TokenRow]) -> list[str]:
-    """Return each text up to the last token of its row, which differs from the whole if its end was cut."""
+    """Return each text up to the last token of its row. This differs from the whole text if its end was truncated."""
     return [
         text if row.offsets is None or not row.truncated else text[: int(row.offsets.max(initial=0))]
         for text, row in zip(texts, rows, strict=True)
@@ -297,7 +327,7 @@ def reached(texts: Sequence[str], rows: Sequence[TokenRow]) -> list[str]:
 
 
 def types_of(rows: Sequence[TokenRow]) -> bytes:
-    """Return the token types of rows side by side, uint8; empty if no row has types."""
+    """Return the concatenated token types of rows, uint8; empty if no row has types."""
     if all(row.types is None for row in rows):
         return b""
     return np.concatenate(
@@ -306,24 +336,25 @@ def types_of(rows: Sequence[TokenRow]) -> bytes:
 
 
 def offsets_of(rows: Sequence[TokenRow]) -> bytes:
-    """Return the places of the tokens of rows side by side, int32; empty if the rows have none."""
+    """Return the concatenated token offsets of rows, int32; empty if the rows have none."""
     offsets = [row.offsets for row in rows if row.offsets is not None]
     return np.concatenate(offsets).tobytes() if offsets else b""
 
 
 class BatchPart(NamedTuple):
     """Rows of one work item that run, and the work that they were made from, limited to the inputs that run. `context`
-    is its trace context. `asker` identifies its client (`messages.WorkItem`).
+    is its trace context. `asker` identifies its client (`messages.WorkItem`). `chunked` is that of `WorkRows`.
     """
 
     rows: Sequence[TokenRow]
     work: WorkItemInput
     context: Context = NONE
     asker: str = ""
+    chunked: tuple[ChunkedRows, ...] = ()
 
     def image_keys(self) -> bytes:
-        """Return the cache keys of the images of its rows: digests of the asker and the pixels; zeros without an
-        asker.
+        """Return the cache keys of the images of its rows: digests of the client and the pixels; zeros if the client is
+        unknown.
         """
         images = [image for row in self.rows for image in row.images]
         if not self.asker:
@@ -344,9 +375,7 @@ def to_batch(
     context: Context = NONE,
     fingerprint: str = "",
 ) -> RunBatch:
-    """Return the frame of a batch of work items that share a forward pass, for the loaded copy with that
-    fingerprint.
-    """
+    """Return the frame of a batch of work items in one forward pass, for the loaded copy with this fingerprint."""
     rows: list[TokenRow] = []
     groups: list[Group] = []
     texts: list[str] = []
@@ -354,7 +383,8 @@ def to_batch(
     keys: list[bytes] = []
     for part in parts:
         options = _answered(part.work.options)
-        groups.append(Group(len(rows), len(rows) + len(part.rows), options, len(part.work.inputs), *part.context))
+        stop = len(rows) + len(part.rows)
+        groups.append(Group(len(rows), stop, options, len(part.work.inputs), *part.context, part.chunked))
         if layout in ("raw", "spans", "passages"):
             texts += reached(texts_of(part.work), part.rows)
         if layout == "raw":
@@ -404,7 +434,7 @@ def to_batch(
 
 
 def _answered(options: RunOptions) -> RunOptions:
-    """Return the options that the adapter needs. The prompts are in the ids already, and the variant is in the
+    """Return the options that the adapter needs. The prompts are already in the ids, and the variant is in the
     fingerprint.
     """
     prompts = options.prefix or options.suffix or options.pieces or options.query_prefix or options.query_suffix

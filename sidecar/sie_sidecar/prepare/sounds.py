@@ -1,11 +1,11 @@
-"""Decoding of sound files to the features that a model reads. Pure, with libsndfile and soxr. Only media workers import
-it, because decoders are C code that reads the data of clients.
+"""Decoding of sound files to the features that a model reads. The functions are pure and use libsndfile and soxr. Only
+media workers import the module, because decoders are C code that reads the data of clients.
 
     magic ──► header ──► limits ──► decode ──► mean of the channels ──► the model's rate ──► its length ──► features
 
-FORMATS are read. A sound is resampled as by `librosa.load` (soxr, high quality). The features are those of the feature
-extractors of transformers, computed without torch. For a sound that fits into the model's window they are equal bit for
-bit. For a longer sound, another part of it may be read (`contracts/media/sounds.py`).
+The supported formats are in FORMATS. A sound is resampled like in `librosa.load` (soxr, high quality). The features
+equal the features of transformers' feature extractors, computed without torch. For a sound that fits into the model's
+window, they are equal bit for bit. For a longer sound, another part of it may be read (`contracts/media/sounds.py`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from sie_contracts.errors import InvalidInput
 from sie_contracts.media.media import fault
-from sie_contracts.media.sounds import Shape, SoundHeader, SoundRecipe, check
+from sie_contracts.media.sounds import MAX_SECONDS, Shape, SoundHeader, SoundRecipe, check
 
 # test of the first bytes, and the format names of libsndfile that fit it
 _MAGIC: tuple[tuple[Callable[[bytes], bool], frozenset[str]], ...] = (
@@ -33,8 +33,8 @@ _MAGIC: tuple[tuple[Callable[[bytes], bool], frozenset[str]], ...] = (
     (lambda head: head.startswith(b"ID3") or (head[:1] == b"\xff" and head[1:2] >= b"\xe0"), frozenset({"MP3"})),
 )
 FORMATS = ("WAV", "FLAC", "OGG", "MP3")
-_UNKNOWN_LENGTH = 1 << 62  # frames; libsndfile reports this number or more if the length is unknown
-_BLOCK_FRAMES = 4096  # frames of a spectrogram that are transformed at a time: a block takes 50 MB
+_UNKNOWN_LENGTH = 1 << 62  # frames; libsndfile reports this number or a larger one if the length is unknown
+_BLOCK_FRAMES = 4096  # frames of a spectrogram that are transformed in one step: this needs 50 MB
 _LEAST_POWER = 1e-10
 _RANGE = 8.0  # range of relative levels, in powers of ten
 
@@ -59,12 +59,12 @@ class Spectrograms(NamedTuple):
         return digest.digest()
 
 
-def prepare(data: bytes, recipe: SoundRecipe) -> Spectrograms:
-    """Return the features of a file. Raises InvalidInput with reason invalid_media. Its message begins with the cause:
-    too_large or undecodable.
+def prepare(data: bytes, recipe: SoundRecipe, from_s: float | None = None) -> Spectrograms:
+    """Return the features of a file, or of the part of it that begins at `from_s`. Raises InvalidInput
+    with reason invalid_media. Its message begins with the cause: too_large or undecodable.
     """
     try:
-        samples, seconds = _decoded(data, recipe.rate)
+        samples, seconds = _decoded(data, recipe.rate, from_s)
         return Spectrograms(features(samples, recipe), seconds)
     except InvalidInput:
         raise
@@ -74,8 +74,10 @@ def prepare(data: bytes, recipe: SoundRecipe) -> Spectrograms:
         raise fault("undecodable", "the sound file is damaged or incomplete") from error
 
 
-def _decoded(data: bytes, rate: int) -> tuple[Float32, float]:
-    """Return one channel at this rate, and the length of the file in seconds."""
+def _decoded(data: bytes, rate: int, from_s: float | None) -> tuple[Float32, float]:
+    """Return one channel at this rate, and the length of the file in seconds. With `from_s`, the samples are those of
+    the part that begins there.
+    """
     if not data:
         raise fault("undecodable", "the sound file is empty")
     kinds = next((kinds for is_of, kinds in _MAGIC if is_of(data[:16])), None)
@@ -87,15 +89,20 @@ def _decoded(data: bytes, rate: int) -> tuple[Float32, float]:
         if file.frames >= _UNKNOWN_LENGTH:
             raise fault("undecodable", "the header of the sound file does not say how long the sound is")
         header = SoundHeader(file.frames, file.samplerate, file.channels)
-        check(header)
-        channels: Float32 = file.read(dtype="float32", always_2d=True)
+        check(header, from_s)
+        first = round((from_s or 0.0) * header.rate)
+        most = -1 if from_s is None else MAX_SECONDS * header.rate
+        if first:
+            file.seek(first)
+        channels: Float32 = file.read(most, dtype="float32", always_2d=True)
     own = channels[:, 0] if channels.shape[1] == 1 else channels.mean(axis=1)
     if not np.isfinite(own).all():
         raise fault("undecodable", "the sound file has samples that are no finite numbers")
     samples = own if header.rate == rate else soxr.resample(own, header.rate, rate, quality="HQ")
     if not len(samples):
         raise fault("undecodable", "the sound file holds no samples")
-    return samples, len(channels) / header.rate
+    is_cut = len(channels) == most  # a file may be shorter than its header says, which its end shows
+    return samples, header.seconds if is_cut else (first + len(channels)) / header.rate
 
 
 def features(samples: Float32, recipe: SoundRecipe) -> Float32:
@@ -114,7 +121,7 @@ def features(samples: Float32, recipe: SoundRecipe) -> Float32:
 
 
 def _filled(samples: Float32, recipe: SoundRecipe) -> Float32:
-    """Fill a sound that is shorter than the model's window to the length of the window."""
+    """Extend a sound that is shorter than the model's window to the length of the window."""
     times = recipe.window // len(samples)
     if recipe.filling == "repeat" and len(samples) < recipe.window:
         return np.tile(samples, times + 1)[: recipe.window]
@@ -124,8 +131,8 @@ def _filled(samples: Float32, recipe: SoundRecipe) -> Float32:
 
 
 def _views(whole: Float32, frames: int) -> Float32:
-    """Return four views of a longer sound: the whole sound in `frames` frames, and from each third of the possible
-    starts the middle part.
+    """Return four views of a longer sound: the whole sound in `frames` frames, and one part from each third of the
+    possible starts, beginning in the middle of the third.
     """
     if len(whole) == frames:
         return np.stack([whole] * 4)
@@ -135,8 +142,8 @@ def _views(whole: Float32, frames: int) -> Float32:
 
 
 def _shrunk(whole: Float32, frames: int) -> Float32:
-    """Shrink a spectrogram to `frames` frames, each interpolated between the two nearest. Source: torch, bilinear
-    interpolation without aligned corners, within 1e-5 of it.
+    """Shrink a spectrogram to `frames` frames. Each frame is interpolated between the two nearest ones. Source: torch,
+    bilinear interpolation without aligned corners; the results are equal within 1e-5.
     """
     scale = np.float32(len(whole)) / np.float32(frames)
     places = np.maximum((np.arange(frames, dtype=np.float32) + np.float32(0.5)) * scale - np.float32(0.5), 0)
@@ -148,7 +155,7 @@ def _shrunk(whole: Float32, frames: int) -> Float32:
 
 
 def _spectrogram(samples: Float32, recipe: SoundRecipe) -> Float32:
-    """Return the level of each band, [frames, bins]. Source: transformers, audio_utils.spectrogram, which takes one
+    """Return the level of each band, [frames, bins]. Source: transformers, audio_utils.spectrogram, which computes one
     frame after the other.
     """
     in_decibels = recipe.levels == "decibels"
@@ -177,7 +184,7 @@ def _hann(length: int) -> Float64:
 @functools.lru_cache(maxsize=16)
 def _bands(recipe: SoundRecipe) -> Float64:
     """Return the share of each frequency in each band, [frequencies, bins]. Source: transformers,
-    audio_utils.mel_filter_bank, which has it from librosa and torchaudio.
+    audio_utils.mel_filter_bank, which is based on librosa and torchaudio.
     """
     to_mel, to_hertz = _SCALES[recipe.scale]
     low, high = (to_mel(np.array([edge], np.float64))[0] for edge in (recipe.low, recipe.high))

@@ -1,5 +1,5 @@
 """Requests that a model's tokenizer answers without a batch: the tokens of texts, their number, and the text of ids.
-Pure.
+The functions are pure.
 
 tokenize text ──► ids, texts and places of all its tokens; nothing is cut tokenize, count text or ids ──► number of
 tokens that an encode would read of it, before it cuts decode ids ──► text
@@ -20,12 +20,12 @@ from sie_sidecar.prepare.rows import MAX_CHARACTERS, WorkItemInput, bad_token
 from sie_sidecar.prepare.tokens import ModelTokenizer
 
 OPERATIONS: tuple[Operation, ...] = ("tokenize", "decode")
-# characters of one work item: each listed token takes some 500 bytes here and 40 in the result
+# characters of one work item: each listed token needs some 500 bytes here and 40 in the result
 MAX_TOLD_CHARACTERS = 4 << 20
 
 
 def effort_of(item: WorkItemInput) -> int:
-    """Return the effort of the answer, as a number of characters to read."""
+    """Return the effort of the answer, in characters to read."""
     options = item.options
     around = len(options.prefix) + len(options.suffix)
     return sum(len(source.text or "") + len(source.tokens or ()) + around for source in item.inputs)
@@ -97,8 +97,8 @@ def _tokenized(tokenizer: ModelTokenizer, options: RunOptions, inputs: Sequence[
 
 
 def _columns(text: str, encoding: Encoding) -> Ok:
-    """Convert an encoding to the map that is sent. The text of a token is its source text; the text of a special token
-    is its name.
+    """Convert the tokenizer's encoding of a text to the map in the answer. The text of a token is its source text; the
+    text of a special token is its name.
     """
     data: dict[str, Any] = {"ids": encoding.ids, "texts": [], "special": [], "starts": [], "stops": []}
     places = range(len(text) + 1) if text.isascii() else _byte_places(text)
@@ -113,7 +113,7 @@ def _columns(text: str, encoding: Encoding) -> Ok:
 
 
 def _byte_places(text: str) -> list[int]:
-    """Return the place in the UTF-8 of each code point, and of the end."""
+    """Return the UTF-8 offset of each code point, and of the end."""
     points = np.frombuffer(text.encode("utf-32-le"), "<u4")
     widths = 1 + (points >= 0x80).astype(np.int64) + (points >= 0x800) + (points >= 0x10000)
     return list(accumulate(widths.tolist(), initial=0))

@@ -1,8 +1,8 @@
 """Token ids of texts: the Rust tokenizer runs in threads, batched across requests. Texts are truncated here, and the
 truncation is reported.
 
-A tokenizer does not change after it is made, and releases the interpreter while it works, so all threads share one
-instance. The ids are cut afterwards, which costs less than one instance per limit.
+A tokenizer is immutable, and releases the interpreter while it works, so all threads use one instance. The ids are
+truncated afterwards, which costs less than one instance per limit.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from sie_sidecar.prepare.long_text import FIRST_CHARACTERS_PER_TOKEN, SENTINEL, 
 
 Ids = NDArray[np.int32]
 T = TypeVar("T")
-# Characters of up to 1.5 ms of tokenising: the longest time that all work gathered together may block the event loop.
-# Below this limit a thread would answer later and block the loop as long (bench/results/tokens.md).
+# characters of up to 1.5 ms of tokenising: the longest time for which all work gathered together may block the event
+# loop. Below this limit, a thread would answer later and block the loop for the same time (bench/results/tokens.md).
 INLINE_CHARACTERS = 4096
-THREAD_CHARACTERS = 65536  # characters of small work that goes to one thread together
+THREAD_CHARACTERS = 65536  # characters of small work items that one thread tokenises in one call
 _MAX_CHARACTERS_PER_TOKEN = 64
 LONG_CHARACTERS = 4096  # characters; texts up to this length are never read in pieces
 
@@ -37,8 +37,8 @@ LONG_CHARACTERS = 4096  # characters; texts up to this length are never read in 
 class Tokens:
     """Ids of one text, int32 [length]. `full` is the length before truncation.
 
-    For a long text that END or START cut, `full` is only known to be more than the length, because the rest is not
-    read.
+    If a long text was truncated with END or START, `full` is only a number above the length, because the remaining text
+    is not read.
     """
 
     ids: Ids
@@ -67,8 +67,8 @@ class ModelTokenizer:
     """Tokenizer of one loaded model, from its serialised form. Texts of more than `long_characters` characters may be
     read in pieces.
 
-    `first` and `last` are the special tokens around a text, `pair` those around two texts. Raises ValueError if they
-    cannot be determined.
+    `first` and `last` are the special tokens around a text, `pair` are the special tokens around two texts. Raises
+    ValueError if they cannot be determined.
     """
 
     def __init__(self, serialised: bytes, max_tokens: int, long_characters: int = LONG_CHARACTERS) -> None:
@@ -86,11 +86,11 @@ class ModelTokenizer:
         return _pair(self._tokenizer)
 
     def contents(self, texts: Sequence[str], room: int, truncate: Truncate) -> list[Tokens]:
-        """Return the ids of each text without special tokens, at most `room`. With NONE the caller must refuse a text
-        that was cut.
+        """Return the ids of each text without special tokens, at most `room`. With NONE, the caller must refuse a text
+        that was truncated.
 
-        The cost of a text that is many times longer than the room depends on the kept part only. With NONE all of it is
-        read, in limited memory. See `long_text`.
+        The time for a text that is many times longer than the room depends only on the kept part. With NONE, the whole
+        text is read, in limited memory. See `long_text`.
         """
         from_end = truncate == "START"
         least = max(self._long_characters, 2 * room * FIRST_CHARACTERS_PER_TOKEN)
@@ -114,7 +114,7 @@ class ModelTokenizer:
         return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
 
     def first_unknown(self, ids: Sequence[int]) -> int | None:
-        """Return the position of the first number that is not the id of a token, or None."""
+        """Return the position of the first number that is not a token id, or None."""
         vocabulary = self.vocabulary
         if not ids or (min(ids) >= 0 and max(ids) < vocabulary):
             return None
@@ -127,7 +127,9 @@ class ModelTokenizer:
         return 0 <= number < 1 << 32 and self._tokenizer.id_to_token(number) is not None
 
     def content(self, ids: Sequence[int]) -> Ids:
-        """Return ids that a client made from a text, without the special tokens around them. All ids must be known."""
+        """Return the ids of a text that a client sent, without the special tokens around them. All ids must be
+        known.
+        """
         content = np.array(ids, np.int32)
         if len(self.first) and np.array_equal(content[: len(self.first)], self.first):
             content = content[len(self.first) :]
@@ -136,8 +138,8 @@ class ModelTokenizer:
         return content
 
     def around(self, prefix: str, suffix: str) -> tuple[Ids, Ids]:
-        """Return the ids of a prompt before and after a text that is given as ids. The prompt is tokenised beside a
-        placeholder word if the ids of that word stay the same, else alone.
+        """Return the ids of a prompt before and after a text that the client sent as ids. The prompt is tokenised
+        together with a placeholder word if the ids of this word stay the same, else alone.
         """
         word, led, followed = (
             encoding.ids for encoding in self._plain([SENTINEL, prefix + SENTINEL, SENTINEL + suffix])
@@ -150,8 +152,8 @@ class ModelTokenizer:
         return self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
 
     def whole(self, texts: Sequence[str], *, special: bool) -> list[Encoding]:
-        """Return all tokens of each text, with their places in code points. With `special` they include the tokens that
-        stand around every text.
+        """Return all tokens of each text, with their offsets in code points. With `special`, the tokens around every
+        text are included.
         """
         return self._tokenizer.encode_batch(list(texts), add_special_tokens=special)
 
@@ -160,7 +162,7 @@ class ModelTokenizer:
         return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special)
 
     def encode(self, texts: Sequence[str], truncate: Truncate, limit: int) -> list[Tokens]:
-        """Encode as `contents` does, but with special tokens: at most `limit` tokens (0: the model's own limit), and
+        """Encode texts like `contents`, but with special tokens: at most `limit` tokens (0: the model's own limit), and
         all special tokens in any case.
         """
         special = len(self.first) + len(self.last)
@@ -171,7 +173,7 @@ class ModelTokenizer:
         ]
 
     def spans(self, texts: Sequence[str], room: int, truncate: Truncate) -> list[tuple[Tokens, Ids]]:
-        """Encode as `contents` does, and return the place of each token in its text: int32 [length, 2], in code
+        """Encode texts like `contents`, and return the offsets of each token in its text: int32 [length, 2], in code
         points.
         """
         spans = []
@@ -183,8 +185,8 @@ class ModelTokenizer:
         return spans
 
     def _head(self, text: str, room: int) -> str:
-        """Return the head of a long text that holds more than `room` tokens for certain, cut where the cut changes none
-        of them; else the whole text.
+        """Return the head of a long text that certainly has more than `room` tokens, cut at a position that changes
+        none of them; else the whole text.
         """
         if len(text) <= max(self._long_characters, 2 * room * FIRST_CHARACTERS_PER_TOKEN):
             return text
@@ -192,7 +194,7 @@ class ModelTokenizer:
         return head if len(self._tokenizer.encode(head, add_special_tokens=False).ids) > room else text
 
     def prefix_of(self, text: str, room: int) -> str:
-        """Return the text, or the part of it that its first `room` tokens cover."""
+        """Return the part of the text that its first `room` tokens cover."""
         read = text[: room * _MAX_CHARACTERS_PER_TOKEN]
         offsets = self._tokenizer.encode(read, add_special_tokens=False).offsets
         return text[: offsets[room][0]] if len(offsets) > room else read
@@ -227,7 +229,7 @@ def _special(tokenizer: Tokenizer) -> tuple[Ids, Ids]:
 
 
 class _ThreadWork(NamedTuple):
-    """Work that goes to a thread together with other work, and the future of its result."""
+    """Work that runs in a thread together with other work, and the future of its result."""
 
     characters: int
     work: Callable[[], Any]
@@ -235,11 +237,11 @@ class _ThreadWork(NamedTuple):
 
 
 class TokenizerPool:
-    """Threads that tokenise, shared by all models. `run` belongs to one event loop.
+    """Threads that tokenise texts of all models. `run` belongs to one event loop.
 
-    Small work that is requested in one turn of the loop goes to a thread together. The change to a thread and back
-    costs as much as reading 500 characters, and threads with little work block each other and the loop by the
-    interpreter's lock.
+    Small work that is requested in one iteration of the loop runs in one thread. To change to a thread and back takes
+    as long as to read 500 characters, and threads with little work block each other and the loop by the interpreter's
+    lock.
     """
 
     def __init__(self, workers: int) -> None:
@@ -248,7 +250,7 @@ class TokenizerPool:
 
     async def run(self, characters: int, work: Callable[[], T], together: int = 0) -> T:
         """Run `work`, which reads `characters` characters. It runs in a thread, unless it and all work gathered with it
-        (`together`) read so few that a thread would cost more.
+        (`together`) are so short that a thread would take longer.
         """
         if max(characters, together) <= INLINE_CHARACTERS:
             return work()
@@ -265,7 +267,7 @@ class TokenizerPool:
         for some in _in_threads(parts):
             try:
                 running = loop.run_in_executor(self._executor, _run_all, some)
-            except RuntimeError as error:  # closed
+            except RuntimeError as error:  # the pool of threads is closed
                 _hand_out(some, [error] * len(some))
             else:
                 running.add_done_callback(functools.partial(_on_run, some))
@@ -275,7 +277,7 @@ class TokenizerPool:
 
 
 def _in_threads(parts: Sequence[_ThreadWork]) -> Iterator[list[_ThreadWork]]:
-    """Group the parts by thread: small neighbours share one, up to THREAD_CHARACTERS characters."""
+    """Group the parts by thread: small neighbours are in one group, up to THREAD_CHARACTERS characters."""
     some: list[_ThreadWork] = []
     for part in parts:
         if part.characters > INLINE_CHARACTERS:
@@ -290,7 +292,7 @@ def _in_threads(parts: Sequence[_ThreadWork]) -> Iterator[list[_ThreadWork]]:
 
 
 def _run_all(parts: Sequence[_ThreadWork]) -> list[Any]:
-    """Run all parts and return the result of each, or the exception that it raises."""
+    """Run all parts and return the result of each, or its exception."""
     results: list[Any] = []
     for part in parts:
         try:
@@ -310,7 +312,7 @@ def _on_run(parts: Sequence[_ThreadWork], running: asyncio.Future[list[Any]]) ->
 
 def _hand_out(parts: Sequence[_ThreadWork], results: Sequence[Any]) -> None:
     for part, result in zip(parts, results, strict=True):
-        if part.done.done():  # its caller was cancelled
+        if part.done.done():  # the caller of this part was cancelled
             continue
         if isinstance(result, Exception):
             part.done.set_exception(result)

@@ -1,3 +1,3 @@
-"""Outcome of each work item: its lease is renewed until then, its result goes to the gateway that waits, its message is
-settled, and poison becomes a dead letter.
+"""Results of work items: leases are renewed until a result exists, the result is sent to the waiting gateway, the
+message is settled, and poison becomes a dead letter.
 """

@@ -1,5 +1,5 @@
-"""Dead letters: work that was given up is copied whole to its own stream before its message leaves the queue. `sie dlq`
-reads it.
+"""Dead letters: work that was given up is copied completely to a separate stream before its message leaves the queue.
+`sie dlq` reads it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _logger = logging.getLogger("sie.sidecar.dead_letters")
 
 
 class DeadLetterWriter:
-    """Writer of dead letters. All go to the worker's own `pool`, because they must outlive a reservation. `now_s`
-    returns the broker's time.
+    """Writer of dead letters. All letters are written for the worker's own `pool`, because they must outlive a
+    reservation. `now_s` returns the broker's time.
     """
 
     def __init__(
@@ -39,11 +39,11 @@ class DeadLetterWriter:
     async def write(
         self, delivery: Delivery, error: ErrorInfo, *, deaths: int = 0, workers: tuple[str, ...] = ()
     ) -> bool:
-        """Store a delivery with the reason why it was given up. Several attempts store it once. Return False, with an
-        error in the log, if it is lost.
+        """Store a delivery with the reason why it was given up. Several attempts store it only once. Return False, with
+        an error in the log, if it is lost.
 
         After ATTEMPTS failures it is lost: otherwise its message would never be settled, and would be delivered again
-        for as long as its stream keeps it.
+        until its stream drops it.
         """
         name = letter_id(topology.stream_name(topology.pool_of(delivery.subject)), delivery)
         letter = DeadLetter(
@@ -63,7 +63,7 @@ class DeadLetterWriter:
                 await self._queue.publish(topology.dead_letter_subject(self._pool), data, name, PUBLISH_TIMEOUT_S)
             except BrokerError as failure:
                 if attempt + 1 < ATTEMPTS:
-                    await asyncio.sleep(PAUSE_S)  # pause between attempts, as the broker may be away
+                    await asyncio.sleep(PAUSE_S)  # pause between attempts, because the broker may be unreachable
                     continue
                 _logger.error("dead letter %s is lost: %s", name, failure)
                 self._metrics.dead_letters.labels("lost").inc()

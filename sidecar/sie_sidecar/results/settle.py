@@ -1,21 +1,21 @@
-"""End of work items. `Leases` holds their messages until then. `ResultDelivery` sends a result as a request to the
-gateway's inbox, again and again until it is confirmed or the budget is over. Only then the message is acked. `Settle`
-does this once for each work item.
+"""End of work items. `Leases` has the leases of their messages. `ResultDelivery` sends a result as a request to the
+gateway's inbox, and repeats it until the result is confirmed or the budget ends. Only then the message is acked.
+`Settle` does this once for each work item.
 
 result of a usual size ──► one request ──► taken, duplicate or unknown
 larger ──► parts, one after the other, each sent until it is confirmed ──► part ... part, taken
               last one confirmed as `part`: the gateway misses some, or the whole is damaged; all parts are sent again,
               a few times
 
-`LeaseLedger` keeps the deliveries that this worker holds in a file that outlives a killed process. So the next process
-hands them back at once, instead of after their leases have lapsed.
+`LeaseLedger` records the leased deliveries of this worker in a file that outlives a killed process. So the next process
+returns them to the queue at once, instead of after their leases have lapsed.
 
 hold ──► a slot of the mapped file ──► drop clears it
 kill -9 ──► the next process reads the slots and releases them
 
 The file is mapped memory, fully reserved at the start. A write copies at most 512 bytes and needs no system call. The
 kernel keeps the memory when the process dies, and a disk that fills up later cannot stop a write. The file need not
-survive a crash of the machine: the leases have lapsed by then.
+survive a crash of the machine: the leases have lapsed when the machine is up again.
 """
 
 from __future__ import annotations
@@ -53,9 +53,10 @@ from sie_sidecar.results.dead_letters import DeadLetterWriter
 
 CONFIRM_TIMEOUT_S = 2.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
-# bytes of one message: 32 MiB at a broker of 8 MiB took 0.83 s, in parts of 1 MiB 0.20 s (nats-py 2.16, 2 busy cores)
+# bytes of one message: with a limit of 8 MiB at the broker, 32 MiB took 0.83 s, in parts of 1 MiB 0.20 s (nats-py 2.16,
+# 2 busy cores)
 MAX_BYTES = 1 << 20
-MAX_ROUNDS = 3  # rounds of sending all parts of one result
+MAX_ROUNDS = 3  # number of times that all parts of one result are sent
 
 
 class ResultDelivery:
@@ -101,7 +102,7 @@ class ResultDelivery:
         if len(data) <= min(MAX_BYTES, self._bus.max_payload):
             try:
                 verdict = await self._deliver(item, data, deadline_s, fence)
-            except PayloadTooBig:  # the broker came back with a lower limit
+            except PayloadTooBig:  # after a reconnect, the broker has a lower limit
                 verdict = "part"
         if verdict == "part":
             verdict = await self._deliver_parts(item, data, deadline_s, fence)
@@ -113,7 +114,7 @@ class ResultDelivery:
         return await self._answer(lease, item, failed(result, error), deadline_s)
 
     async def _deliver_parts(self, item: WorkItem, data: bytes, deadline_s: float, fence: Lease | None) -> str:
-        """Send a result that is too large for one message. Return `part` if it was never complete at the gateway."""
+        """Send a result that is too large for one message. Return `part` if the gateway never had all parts."""
         digest = await asyncio.to_thread(lambda: hashlib.sha256(data).hexdigest())
         view = memoryview(data)
         verdict = "part"
@@ -128,10 +129,10 @@ class ResultDelivery:
                     verdict = await self._deliver(item, messages.encode(part), deadline_s, fence)
                     if verdict != "part":
                         return verdict
-            except PayloadTooBig:  # the broker came back with a lower limit
+            except PayloadTooBig:  # after a reconnect, the broker has a lower limit
                 continue
             _logger.error(
-                "request %s: a result of %d bytes was not whole at the gateway, it is sent again",
+                "request %s: a result of %d bytes was incomplete at the gateway, so it is sent again",
                 item.request,
                 len(data),
             )
@@ -154,16 +155,18 @@ class ResultDelivery:
                     _logger.warning("a result of request %s was not confirmed in time: %s", item.request, error)
                     return "unconfirmed"
             except msgspec.DecodeError:
-                _logger.error("request %s: its inbox answers with something else than a confirmation", item.request)
+                _logger.error("request %s: the answer of its inbox is not a confirmation", item.request)
                 return "unconfirmed"
-            await asyncio.sleep(pause_s)  # pause between attempts, as the gateway may be away
+            await asyncio.sleep(pause_s)  # pause between attempts, because the gateway may be unreachable
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
 
 def part_bytes(item: WorkItem, digest: str, size_bytes: int, message_bytes: int) -> int:
-    """Return the bytes of a result that fit in a message of this size, beside the fields that identify the part."""
+    """Return the bytes of a result that fit into a message of this size, in addition to the fields that identify the
+    part.
+    """
     frame = Fragment(item.request, item.chunk, item.attempt, size_bytes, size_bytes, digest, b"")
-    # in msgpack the length of 4 GiB takes four bytes more than the length of nothing
+    # msgpack encodes a length of up to 4 GiB with four bytes more than the length zero
     return max(1, message_bytes - len(messages.encode(frame)) - 4)
 
 
@@ -178,7 +181,7 @@ _logger = logging.getLogger("sie.sidecar.settle")
 
 
 class Settle:
-    """Ends work items. Each is settled once; later calls for the same one change nothing."""
+    """Ends work items. Each work item is settled once; later calls have no effect."""
 
     def __init__(
         self,
@@ -203,7 +206,9 @@ class Settle:
 
     @contextlib.contextmanager
     def answering(self, flights: Sequence[InFlight], doing: str) -> Iterator[None]:
-        """Answer the work items with any error that is raised in the context, so that none is lost with its task."""
+        """Answer the work items with any error that is raised in the context, so that no work item is lost with its
+        task.
+        """
         try:
             yield
         except SIEError as error:
@@ -213,8 +218,8 @@ class Settle:
             self.answer_all(flights, InternalFailure(f"the worker failed while {doing}"))
 
     def still_wanted(self, flights: Sequence[InFlight]) -> list[InFlight]:
-        """Return the work items that should still run: not cancelled, not late, and made for the present entry. Late
-        and outdated ones are answered.
+        """Return the work items that should still run: not cancelled, not late, and planned with the present entry.
+        Late and outdated work items are answered.
         """
         now_s = self._clock()
         self.answer_changed([flight for flight in flights if not flight.settled and flight.is_outdated])
@@ -225,8 +230,8 @@ class Settle:
         return [flight for flight in flights if not flight.settled and now_s < flight.deadline_s]
 
     def answer_changed(self, flights: Collection[InFlight]) -> None:
-        """Answer work that was planned with an old entry of its model. Its gateway plans it again with the
-        present one.
+        """Answer work that was planned with an old entry of its model. The gateway plans it again with the present
+        entry.
         """
         if flights:
             self._metrics.settlements.labels("changed").inc(len(flights))
@@ -246,8 +251,8 @@ class Settle:
         done: ipc.BatchDone | None = None,
         note: BatchNote | None = None,
     ) -> None:
-        """Answer a work item with one outcome per input, whose arrays are in `block`. `done` and `note` describe the
-        batch that it ran in.
+        """Answer a work item with one outcome per input, whose arrays are in `block`. `done` and `note` describe its
+        batch.
         """
         if flight.settled:
             return
@@ -277,7 +282,7 @@ class Settle:
             stages,
             batch,
         )
-        self._inventory.let_model_go(flight)  # a result that is not confirmed yet needs its lease, but not its model
+        self._inventory.let_model_go(flight)  # the lease is needed until the result is confirmed, but the model is not
         self._work.start(self._answer(flight, result, hosted.name if hosted else "other"), "answer")
 
     async def _answer(self, flight: InFlight, result: WorkResult, name: str) -> None:
@@ -291,7 +296,7 @@ class Settle:
 
     def _burial(self, flight: InFlight) -> Callable[[], Awaitable[object]] | None:
         """Return the step between the answer to the client and the ack of the message: work that was given up becomes a
-        dead letter. None if there is no such step.
+        dead letter. Return None for other work.
         """
         write = functools.partial(self._dead_letters.write, flight.lease.delivery)
         if flight.given_up is not None:
@@ -303,7 +308,7 @@ class Settle:
         return None
 
     def bury(self, lease: Lease, error: SIEError) -> None:
-        """Give up a message that cannot be decoded."""
+        """Reject a message that cannot be decoded, and write it to the dead letters."""
         self._work.start(self._bury(lease, error), "bury")
 
     async def _bury(self, lease: Lease, error: SIEError) -> None:
@@ -312,7 +317,7 @@ class Settle:
         await self._leases.refuse(lease, error.message)
 
     async def hand_back(self, flight: InFlight) -> None:
-        """Hand a work item back to the queue, because another worker may be able to run it."""
+        """Return a work item to the queue, because another worker may be able to run it."""
         if not flight.settled:
             self._withdraw(flight, "handed_back")
             await self._leases.hand_back(flight.lease, HAND_BACK_DELAY_S)
@@ -339,18 +344,18 @@ class Settle:
         self._inventory.remove(flight)
 
 
-SLOTS = 4096  # most noted leases; leases beyond this number just lapse
+SLOTS = 4096  # largest number of recorded leases; further leases are not returned early, but lapse
 SLOT_BYTES = 512
 _MAGIC = b"SIElease"
 _HEADER = struct.Struct("<8sd")  # magic, broker time of the last renewal of all leases
-_SLOT = struct.Struct("<IHd")  # checksum of the rest, bytes of the reply, broker time of the delivery
+_SLOT = struct.Struct("<IHd")  # checksum of the later fields, bytes of the reply, broker time of the delivery
 _EMPTY = bytes(_SLOT.size)
 _SIZE = (1 + SLOTS) * SLOT_BYTES
 _leases_logger = logging.getLogger("sie.sidecar.leases")
 
 
 class LeaseLedger:
-    """File of held leases. One process at a time writes it. `now_s` returns the broker's time in seconds."""
+    """File of leases. One process at a time writes it. `now_s` returns the broker's time in seconds."""
 
     def __init__(self, path: Path, file: int, now_s: Callable[[], float]) -> None:
         self.path = path
@@ -360,7 +365,7 @@ class LeaseLedger:
         self._free = list(range(SLOTS, 0, -1))
 
     def put(self, reply: str) -> int:
-        """Note a delivery by its ack subject. Return its slot for `clear`, or 0 if it could not be noted."""
+        """Record a delivery by its ack subject. Return its slot for `clear`, or 0 if it could not be noted."""
         data = reply.encode()
         if not self._free or len(data) > SLOT_BYTES - _SLOT.size:
             return 0
@@ -370,18 +375,18 @@ class LeaseLedger:
         return slot
 
     def clear(self, slot: int) -> None:
-        """Clear the slot of a delivery that is no longer held."""
+        """Clear the slot of a delivery whose lease has ended."""
         if slot:
             self._map[slot * SLOT_BYTES : slot * SLOT_BYTES + _SLOT.size] = _EMPTY
             self._free.append(slot)
 
     def renewed(self) -> None:
-        """Note that all held deliveries were renewed just now."""
+        """Record that all leased deliveries were renewed now."""
         _HEADER.pack_into(self._map, 0, _MAGIC, self._now_s())
 
     def take_over(self, within_s: float) -> list[str]:
-        """Return the ack subjects that an earlier process held and renewed at most `within_s` seconds ago, the oldest
-        first, and clear the ledger.
+        """Return the ack subjects of deliveries that an earlier process leased and renewed at most `within_s` seconds
+        ago, the oldest first, and clear the ledger.
 
         Leases with an older renewal may belong to another worker by now. Unreadable entries are left out, with one line
         in the log.
@@ -405,7 +410,7 @@ class LeaseLedger:
         return [reply for _, reply in sorted(readable)]
 
     def close(self) -> None:
-        """Stop writing. The file is removed if no lease is held."""
+        """Stop writing. The file is removed if no delivery is leased."""
         if len(self._free) == SLOTS:
             self.path.unlink(missing_ok=True)
         self._map.close()
@@ -426,8 +431,8 @@ def _reserve(file: int) -> None:
 
 
 def open_ledger(path: Path, now_s: Callable[[], float]) -> LeaseLedger | None:
-    """Open the ledger at `path`, and create it if it does not exist. Return None, with one line in the log, if none can
-    be kept: work goes on without it.
+    """Open the ledger at `path`, and create it if it does not exist. Return None, with one line in the log, if the file
+    cannot be used: work continues without it.
     """
     file = -1
     try:
@@ -449,11 +454,11 @@ def open_ledger(path: Path, now_s: Callable[[], float]) -> LeaseLedger | None:
         return None
 
 
-FENCE = 0.8  # share of ack_wait after which a lease without a renewal counts as lost
+FENCE = 0.8  # part of ack_wait after which a lease without a renewal counts as lost
 
 
 class Leases:
-    """All deliveries that this worker holds. They are noted in its ledger if it has one."""
+    """Leased deliveries of this worker. They are recorded in its ledger if it has one."""
 
     def __init__(
         self,
@@ -463,8 +468,8 @@ class Leases:
         ledger: LeaseLedger | None = None,
         flushed: Callable[[float], Awaitable[None]] | None = None,
     ) -> None:
-        """`flushed` returns when the broker has received everything that was sent, or raises BrokerError after the
-        given seconds.
+        """Create the object without leases. `flushed` returns when the broker has received all sent data, or raises
+        BrokerError after the given seconds.
         """
         self._ack_wait_s = ack_wait_s
         self._ledger = ledger
@@ -482,11 +487,11 @@ class Leases:
         return lease
 
     def adopt(self, delivery: Delivery) -> Lease | None:
-        """Renew and return the lease of held work that is delivered here once more. Return None for new work."""
+        """Renew and return the lease of work that is in flight and was delivered again. Return None for new work."""
         lease = self._held.get(_place(delivery))
         if (
             lease is None or lease.delivery.data != delivery.data
-        ):  # sequences begin again in a stream that was lost and created again
+        ):  # sequences start at 1 again in a stream that was lost and created again
             return None
         lease.delivery, lease.renewed_s = delivery, self._clock()
         if self._ledger:
@@ -495,8 +500,8 @@ class Leases:
         return lease
 
     async def release_left(self, queue: Queue) -> int:
-        """Hand back the deliveries that an earlier process of this worker held when it was killed. Return their
-        number.
+        """Return the deliveries that an earlier process of this worker had leased when it was killed to the queue.
+        Return their number.
         """
         left = self._ledger.take_over(FENCE * self._ack_wait_s) if self._ledger else []
         count = 0
@@ -509,7 +514,8 @@ class Leases:
                 _leases_logger.warning("the ledger of leases: %s", error)
             except BrokerError as error:
                 _leases_logger.warning(
-                    "deliveries of the earlier process come again only after their leases lapse: %s", error
+                    "deliveries of the earlier process are delivered again only after their leases have lapsed: %s",
+                    error,
                 )
                 break
         return count
@@ -521,7 +527,7 @@ class Leases:
         return len(self._held)
 
     def is_mine(self, lease: Lease) -> bool:
-        """Return True if no other worker can hold this work yet."""
+        """Return True if it is certain that no other worker has a lease of this work yet."""
         return self.left_s(lease) > 0
 
     def left_s(self, lease: Lease) -> float:
@@ -539,13 +545,13 @@ class Leases:
                 self.empty.set()
 
     async def finish(self, lease: Lease) -> None:
-        """Ack work that is done and whose result is confirmed, or that no request waits for."""
+        """Ack work that has ended: its result is confirmed, or no request waits for it."""
         self.drop(lease)
         await self._settle(lease.delivery.ack())
 
     async def hand_back(self, lease: Lease, delay_s: float = 0.0) -> bool:
-        """Return a message to the queue, because another worker may be able to run it. Return False, and send nothing,
-        if the lease was lost.
+        """Return a message to the queue, because another worker may be able to run it. Return False, without sending a
+        message, if the lease was lost.
         """
         mine = self.is_mine(lease)
         self.drop(lease)
@@ -568,10 +574,10 @@ class Leases:
             _leases_logger.warning("a settlement was not sent, the work will be delivered again: %s", error)
 
     async def renew_all(self) -> None:
-        """Renew every lease if the adapter is alive: work of a dead adapter must go to another worker.
+        """Renew every lease if the adapter is alive: other workers must get the work of a dead adapter.
 
-        A renewal counts from the time when it was sent, but only once the broker has received it: data sent into a dead
-        connection renews nothing.
+        A renewal counts from the time when it was sent, but only after the broker has received it: data that is sent
+        into a dead connection renews no lease.
         """
         if not self._held or not self._is_alive():
             return
@@ -592,8 +598,8 @@ class Leases:
             self._ledger.renewed()
 
     async def run(self) -> None:
-        """Renew the leases every third of the ack wait until cancelled, so that one lost renewal ends no lease. Leases
-        are also renewed during a drain.
+        """Renew the leases every third of the ack wait until cancelled, so that one lost renewal does not end a lease.
+        Leases are also renewed during a drain.
         """
         due_s = self._clock()
         while True:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from sie_runtime.spans import Span, Tracer
     from sie_sidecar.device.in_flight import InFlight
 
-# spans of a work item in their order, each with the stage of a reply's timing that it counts for
+# spans of a work item in their order, each with its stage in the timing of a reply
 _PARTS = (
     ("fetch", "queue"),
     ("load", "load"),
@@ -67,7 +67,7 @@ def batch(tracer: Tracer, jobs: Sequence[InFlight]) -> Iterator[Span | None]:
 
 
 def sealed(span: Span, note: BatchNote, model: str) -> None:
-    """Set the attributes of a batch that is sent to the adapter."""
+    """Set the attributes of the span of a batch that is sent to the adapter."""
     values = {"items": note.items, "chunks": note.chunks, "tokens": note.tokens}
     span.set(
         {"sie.batch": note.id, "sie.model": model, **{f"sie.batch.{name}": value for name, value in values.items()}}
@@ -75,7 +75,7 @@ def sealed(span: Span, note: BatchNote, model: str) -> None:
 
 
 def settled(span: Span, stages: Stages, outcomes: Sequence[Outcome], batch: str) -> None:
-    """End the span of a work item whose outcome and stages are known."""
+    """End the span of a work item with its outcome and its stages."""
     if span.is_recording:
         stage_times = msgspec.structs.asdict(stages)
         at_ns = span.ns_before(stages.worker_ms / 1000)

@@ -30,7 +30,18 @@ def expected(hidden: torch.Tensor, packed: PackedBatch, pooling: str) -> np.ndar
     rows = np.split(hidden.double().numpy(), packed.bounds[1:-1])
     if pooling == "weighted":  # token i counts i times
         return np.stack([np.average(row, 0, np.arange(1, len(row) + 1)) for row in rows])
-    return np.stack([{"cls": row[0], "last": row[-1], "mean": row.mean(0)}[pooling] for row in rows])
+    return np.stack(
+        [
+            {
+                "cls": row[0],
+                "last": row[-1],
+                "mean": row.mean(0),
+                "max": row.max(0),
+                "sqrt": row.sum(0) / len(row) ** 0.5,
+            }[pooling]
+            for row in rows
+        ]
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -43,14 +54,15 @@ def test_pooling_equals_numpy(pooling: str, dtype: torch.dtype) -> None:
 
 
 def test_an_unknown_pooling_raises() -> None:
-    with pytest.raises(AssertionError, match="max"):
-        pool(*states_of(torch.float32), "max")  # type: ignore[arg-type]
+    with pytest.raises(AssertionError, match="median"):
+        pool(*states_of(torch.float32), "median")  # type: ignore[arg-type]
 
 
 def test_the_mean_of_cuda_is_the_same_number() -> None:
     hidden, packed = states_of(torch.float32)
-    got = torch.segment_reduce(hidden, "mean", offsets=torch.from_numpy(packed.bounds).long())
-    np.testing.assert_allclose(got.numpy(), expected(hidden, packed, "mean"), atol=1e-6)
+    for pooling in ("mean", "max"):
+        got = torch.segment_reduce(hidden, pooling, offsets=torch.from_numpy(packed.bounds).long())
+        np.testing.assert_allclose(got.numpy(), expected(hidden, packed, pooling), atol=1e-6)
 
 
 @pytest.mark.parametrize("dimensions", [0, 4, 16])
@@ -91,6 +103,16 @@ def test_a_dense_head_pools_what_is_asked_for_and_then_applies_its_layers() -> N
         assert reduced.usable.tolist() == [True, True]
 
 
+def test_a_dense_head_joins_poolings_and_refuses_one_of_another_width() -> None:
+    own = states()
+    reduced = DenseHead("cls+max", None, torch.device("cpu")).reduce(own, np.arange(6))
+    joined = np.concatenate([expected(own.hidden, own.packed, name) for name in ("cls", "max")], 1)
+    np.testing.assert_allclose(torch.stack(list(reduced.rows)).numpy(), joined, atol=1e-6)
+    for own_pooling, pooling in (("cls+max", "cls"), ("mean", "cls+max"), ("mean", "median"), ("mean", "cls+")):
+        with pytest.raises(InvalidInput):
+            DenseHead(own_pooling, None, torch.device("cpu")).reduce(states(pooling=pooling), np.arange(6))
+
+
 def test_a_head_says_where_its_vectors_are_not_finite() -> None:
     given = states()
     given.hidden[5] = torch.inf  # the last token of the third sequence
@@ -108,4 +130,4 @@ def test_a_head_says_where_its_vectors_are_not_finite() -> None:
 def test_a_pooling_that_there_is_not_is_refused() -> None:
     """It must never become another one."""
     with pytest.raises(InvalidInput, match="pooling"):
-        DenseHead("mean", None, torch.device("cpu")).reduce(states(pooling="max"), np.arange(6))
+        DenseHead("mean", None, torch.device("cpu")).reduce(states(pooling="median"), np.arange(6))

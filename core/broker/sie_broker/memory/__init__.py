@@ -1,13 +1,13 @@
-"""The broker inside one process: for `sie serve --standalone`, and as a fake for tests.
+"""Broker inside one process: for `sie serve --standalone`, and as a fake for tests.
 
     StreamServer < Exchange < MemoryServer
     MemoryConnection < MemoryBus < MemoryQueue < MemoryAdministration < MemoryBroker
                      < MemoryStore                                    < MemoryBroker
 
-A `MemoryServer` holds the state; `MemoryServer.connect` makes connections to it. All code runs on one event loop. An
-operation takes effect before it returns. Deliveries follow on the next turn of the loop. One timer, armed for the next
-event that is due, drives everything that depends on time. The server behaves as the broker of a cluster does, with
-refusals and lost connections. Its state does not survive the process.
+A `MemoryServer` has the state; `MemoryServer.connect` creates connections to it. All code runs on one event loop. An
+operation has its effect before it returns. Deliveries follow on the next iteration of the loop. One timer, set to the
+next event that is due, triggers everything that depends on time. The server behaves like the broker of a cluster,
+including refusals and lost connections. Its state is lost when the process ends.
 """
 
 from sie_broker.memory.broker import MemoryBroker, MemoryServer

@@ -17,10 +17,10 @@ _HELD_ENTRIES = 4096
 
 
 class MemoryBucket:
-    """The last entry of each key, in order of revision. A removed key stays as an entry without a value.
+    """Last entry of each key, in order of revision. A removed key remains as an entry without a value.
 
-    `age` removes entries that were written `max_age_s` ago or removed `removed_age_s` ago, unless these are 0. Each
-    reader calls `age` first.
+    `age` removes entries that were written `max_age_s` ago or removed `removed_age_s` ago, unless these limits are 0.
+    Each reader calls `age` first.
     """
 
     def __init__(self, created: str, clock: Callable[[], float], max_age_s: float, removed_age_s: float) -> None:
@@ -131,7 +131,7 @@ class MemoryKeyValue:
 
 class MemoryWatch:
     """Watch of a bucket. Entries wait in order for one task, which runs only while entries wait. Entries that were
-    written while the connection was lost are read when the connection is back.
+    written while the connection was lost are read after the reconnect.
     """
 
     def __init__(
@@ -212,13 +212,13 @@ class MemoryStore(MemoryConnection):
 
 
 class MemoryBroker(MemoryAdministration, MemoryStore):
-    """Implementation of the protocol `Broker`. `MemoryServer.connect` makes it."""
+    """Implementation of the protocol `Broker`. `MemoryServer.connect` creates it."""
 
     _server: MemoryServer
 
 
 class MemoryServer(Exchange):
-    """The state that all connections share: streams, buckets and the routing of core messages."""
+    """State for all connections: streams, buckets and the routing of core messages."""
 
     def __init__(
         self,

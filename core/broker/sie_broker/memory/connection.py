@@ -20,9 +20,9 @@ ADVISORY = "$JS.EVENT.ADVISORY.CONSUMER"
 
 
 class Exchange(StreamServer):
-    """The streams, and the routing of core messages between the connections.
+    """Streams, and the routing of core messages between the connections.
 
-    `lose_answers` counts coming publishes whose answer is lost: the message is stored, but its publisher gets
+    `lose_answers` is the number of coming publishes whose answer is lost: the message is stored, but its publisher gets
     BrokerUnavailable.
     """
 
@@ -51,7 +51,7 @@ class Exchange(StreamServer):
         return True
 
     def disconnect(self) -> None:
-        """Lose every connection, as when the broker dies: requests in flight fail, and open pulls end. Leases
+        """Lose every connection, like a broker that dies: requests in flight fail, and open pulls end. Leases
         continue.
         """
         for connection in list(self._connections):
@@ -122,7 +122,7 @@ class Exchange(StreamServer):
 
 
 class Settlement(Protocol):
-    """A delivery whose ack waits until there is a connection."""
+    """A delivery whose ack waits for a connection."""
 
     def settle(self) -> None: ...
 
@@ -131,7 +131,7 @@ class WatchReader(Protocol):
     """A watch of a bucket, with the methods that its connection calls."""
 
     def catch_up(self) -> None:
-        """Read the entries that were missed; called when there is a connection again."""
+        """Read the entries that were missed. Called after a reconnect."""
 
     def abandon(self) -> None: ...
 
@@ -211,8 +211,10 @@ class MemoryConnection:
                 answer.set_exception(BrokerUnavailable(f"{self.name}: {reason}"))
 
     async def reach(self, timeout_s: float) -> float:
-        """Wait for a connection. Returns the rest of `timeout_s`. Raises BrokerUnavailable when that time is over."""
-        # Other tasks may run now, as during a round trip: a caller that asks in a loop must not block them.
+        """Wait for a connection. Returns the remaining part of `timeout_s`. Raises BrokerUnavailable when that time is
+        over."""
+        # Other tasks may run now, as during a network round trip: a caller that sends requests in a loop must not block
+        # them.
         await asyncio.sleep(0)
         if self._live:
             return timeout_s
@@ -234,8 +236,8 @@ class MemoryConnection:
             )
 
     def acknowledge(self, delivery: Settlement) -> None:
-        """Settle a delivery now, or after the next reconnect. Unlike other messages, an ack is kept while there is no
-        connection: it stays correct whenever it arrives.
+        """Settle a delivery now, or after the next reconnect. Without a connection, an ack is stored and sent later,
+        unlike other messages: a late ack is still correct.
         """
         if self._live:
             delivery.settle()
@@ -245,7 +247,7 @@ class MemoryConnection:
             self._late_acks.append(delivery)
 
     def own(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        """Run `work` as a task of this connection, which is cancelled at close. If the task crashes, the connection
+        """Run `work` as a task of this connection. The task is cancelled at close. If the task crashes, the connection
         counts as not connected.
         """
         return self._tasks.start(work, name)

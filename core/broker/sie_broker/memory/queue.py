@@ -30,7 +30,9 @@ _NEVER_UPDATED = {"storage", "subject"}
 
 
 class MemoryDelivery:
-    """A leased message. A holder can settle the message also after its lease has passed to another holder."""
+    """A leased message. A consumer process can settle the message also after its lease has passed to another
+    process.
+    """
 
     __slots__ = (
         "_connection",
@@ -82,7 +84,9 @@ class MemoryDelivery:
             consumer.stream.remove(self.sequence)
 
     def _held(self) -> Consumer | None:
-        """Return the consumer. None if it is gone or the message is settled: a settlement then has no effect."""
+        """Return the consumer. Return None if the consumer is gone or the message is settled: a settlement then has no
+        effect.
+        """
         consumer = self._consumer
         is_registered = consumer.stream.consumers.get(self.consumer) is consumer
         return consumer if is_registered and self.sequence in consumer.delivered else None

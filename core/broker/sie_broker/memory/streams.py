@@ -88,13 +88,13 @@ class Message:
 
 
 class Puller(Protocol):
-    """Open pulls of one connection on the consumers of one stream, with the methods that the stream calls."""
+    """Pull requests of one connection for the consumers of one stream, with the methods that the stream calls."""
 
     def attach(self, name: str) -> None:
-        """Join the line of this consumer, if these pulls have credit for it."""
+        """Add these pulls to the queue of this consumer, if they have credit for it."""
 
     def detach(self, name: str) -> None:
-        """Leave the line of this consumer."""
+        """Remove these pulls from the queue of this consumer."""
 
     def attach_all(self) -> None: ...
 
@@ -103,12 +103,12 @@ class Puller(Protocol):
     def abandon(self) -> None: ...
 
     def deliver_leased(self, consumer: Consumer, message: Message) -> None:
-        """Hand this leased message to the handler of the pulls."""
+        """Pass this leased message to the handler of the pulls."""
 
 
 class DeliveryCredit:
-    """Credit of one connection at one consumer: `left` is the number of deliveries that it still takes. `queued`: it
-    stands in the consumer's line.
+    """Credit of one connection at one consumer. `left`: the number of deliveries that it still accepts. `queued`: true
+    while it is in the consumer's queue of credits.
     """
 
     __slots__ = ("left", "pulls", "queued")
@@ -120,8 +120,8 @@ class DeliveryCredit:
 
 
 class Consumer:
-    """A consumer. Each message that matches its filter is in one place: waiting, leased, or due again. The consumer
-    serves its credits in turns.
+    """A consumer. Each message that matches its filter has one state: waiting, leased, or due again. The consumer
+    serves its credits in rotation.
     """
 
     def __init__(self, spec: ConsumerSpec, stream: Stream) -> None:
@@ -143,7 +143,7 @@ class Consumer:
         )
 
     def drop(self, sequence: int) -> None:
-        """Remove every trace of a message that has left the stream."""
+        """Remove all data about a message that has left the stream."""
         self.waiting.pop(sequence, None)
         self.delivered.pop(sequence, None)
         self.leases.pop(sequence, None)
@@ -165,7 +165,7 @@ class Consumer:
             self.leases.move_to_end(sequence)
 
     def next(self, now_s: float) -> Message | None:
-        """Lease the next message. Messages that are due again go before messages that were never delivered."""
+        """Lease the next message. Messages that are due again are leased before messages that were never delivered."""
         sequence = self._next_sequence(now_s)
         if sequence is None:
             return None
@@ -316,10 +316,10 @@ def normal(spec: StreamSpec, field: str) -> object:
 
 
 class StreamServer:
-    """The streams that all connections share.
+    """Streams for all connections.
 
-    `clock` drives ack waits, delays, ages and windows. A test that passes its own clock calls `run_due` after each
-    change of that clock.
+    `clock` is the time source for ack waits, delays, ages and windows. A test that passes its own clock calls `run_due`
+    after each change of the clock.
     """
 
     def __init__(
@@ -360,7 +360,7 @@ class StreamServer:
                 None,
             )
             if stream is None:
-                raise BrokerUnavailable(f"no stream takes {subject}")
+                raise BrokerUnavailable(f"no stream stores messages of {subject}")
             if len(self._by_subject) < 100_000:
                 self._by_subject[subject] = stream
         return stream
@@ -378,8 +378,8 @@ class StreamServer:
         self._by_subject.clear()
 
     def lose_stream(self, name: str) -> None:
-        """Remove a stream with all messages and consumers, as `delete_stream` does and as a restart of a broker with
-        memory storage does.
+        """Remove a stream with all messages and consumers. The effect is the same as of `delete_stream`, or of a
+        restart of a broker with memory storage.
         """
         stream = self.streams.pop(name)
         for consumer in list(stream.consumers):
@@ -389,14 +389,14 @@ class StreamServer:
             pulls.detach_all()
 
     def open_credits(self, consumer: Consumer) -> None:
-        """Add the credit of open pulls to a new consumer: pulls may have asked for credit before the consumer
+        """Add the credit of open pulls to a new consumer: pulls may have requested credit before the consumer
         existed.
         """
         for pulls in self.pulls.get(consumer.spec.stream, ()):
             pulls.attach(consumer.spec.name)
 
     def serve(self, consumer: Consumer) -> None:
-        """Deliver messages of this consumer on the next turn of the loop, after the caller has finished."""
+        """Deliver messages of this consumer on the next iteration of the loop, after the caller has finished."""
         if consumer.credits:
             if not self._dirty:
                 asyncio.get_running_loop().call_soon(self._deliver)

@@ -5,7 +5,7 @@
 
 Every answer (publish ack, reply of a request, JetStream API) comes back on one inbox of the connection and is matched
 by its token. Deliveries come back on an inbox of their `Pulls`, which is renewed after each reconnect. So a pull of the
-former connection, which the broker may still hold, cannot be filled in addition to the pull that replaced it. No
+former connection, which may still be open at the broker, cannot be filled in addition to the pull that replaced it. No
 operation waits without a bound. An operation in flight fails at once when the connection is lost. An operation that
 starts without a connection waits for the next connection until its time-out.
 """
@@ -26,7 +26,7 @@ __all__ = ["PULL_EXPIRES_S", "NatsBroker", "NatsDelivery", "connect"]
 
 
 class NatsBroker(NatsAdministration, NatsStore):
-    """Implementation of the protocol `Broker`. `connect` makes it."""
+    """Implementation of the protocol `Broker`. `connect` creates it."""
 
 
 async def connect(
@@ -34,12 +34,12 @@ async def connect(
 ) -> Broker:
     """Connect to `url` (several servers of a cluster: joined by commas). The server lists the connection as `name`.
 
-    `password` is the password of the user whom `url` names without one. With `user`, it is the password of `user`, and
-    both replace the credentials of `url`.
+    `password` is the password of the user in `url`, if `url` has a user without a password. With `user`, it is the
+    password of `user`, and both replace the credentials of `url`.
 
-    Raises BrokerUnavailable when no server accepts in time. Afterwards the connection is kept for ever. A lost
-    connection is detected at once, or within 15 s if the peer is silent, and is tried again every 0.1 to 1 s. The
-    credentials of `url` appear in no log and no error.
+    Raises BrokerUnavailable if no server accepts in time. After that, the connection is kept for ever. A lost
+    connection is detected at once, or within 15 s if the peer is silent, and is tried again every 0.1 to 1 s. No log
+    and no error contains the credentials of `url`.
     """
     broker = NatsBroker(name)
     await broker.open(url, timeout_s, password, user)

@@ -20,8 +20,8 @@ from sie_broker import (
 )
 from sie_contracts.wire.topology import ConsumerSpec, StreamSpec
 
-# Pulls that may wait at a consumer. Each top-up is a separate pull: a few dozen per busy worker and consumer. The
-# broker's default of 512 would refuse pulls of a large pool.
+# Pulls that may wait at a consumer. Each top-up is a separate pull: a few dozen per busy worker and consumer.
+# The broker's default of 512 would cause refused pulls in a large pool.
 _MAX_WAITING_PULLS = 8192
 
 _VERSION_KEY = "sie.topology"
@@ -38,7 +38,8 @@ _SPEC_FIELDS = {
     "ack_wait": "ack_wait_s",
     "filter_subject": "subject",
 }
-_NEVER_COMPARED = {"metadata", "mem_storage"}  # a consumer of an earlier topology keeps its files until it is deleted
+# the files of a consumer of an earlier topology remain until it is deleted
+_NEVER_COMPARED = {"metadata", "mem_storage"}
 # Some server versions accept an update to a filter that overlaps another one.
 NEVER_UPDATED = {
     "filter_subject",
@@ -46,8 +47,8 @@ NEVER_UPDATED = {
 }
 
 
-# With these settings a stream copies messages from other streams or subjects, or publishes its messages again on other
-# subjects. Streams of SIE have none of them.
+# With these settings, a stream copies messages from other streams or subjects, or publishes its messages again on other
+# subjects. Streams of SIE do not use these settings.
 _TO_ITSELF = dict.fromkeys(("republish", "mirror", "sources", "subject_transform"))
 
 
@@ -75,7 +76,7 @@ class StreamInfo(msgspec.Struct):
     config: dict[str, Any]
     state: ApiState
     total: int = 0
-    ts: datetime | None = None  # when the stream's leader answered, by its clock
+    ts: datetime | None = None  # time at which the stream's leader answered, by the leader's clock
 
 
 class Delivered(msgspec.Struct, frozen=True):
@@ -141,7 +142,7 @@ def nanoseconds(seconds: float) -> int:
 
 
 def stream_config(spec: StreamSpec) -> dict[str, Any]:
-    # The broker refuses to remember ids for longer than it keeps messages.
+    # The broker refuses a window for message ids that is longer than the age limit of messages.
     window_s = min(spec.duplicate_window_s, spec.max_age_s) if spec.max_age_s else spec.duplicate_window_s
     return {
         "name": spec.name,
@@ -171,26 +172,27 @@ def consumer_config(spec: ConsumerSpec) -> dict[str, Any]:
         "max_deliver": -1,
         "max_ack_pending": -1,
         "max_waiting": _MAX_WAITING_PULLS,
-        # A consumer stores its leases. In files, each busy consumer writes them ten times a second, which costs the
-        # broker 10 times the CPU of the work itself at 200 consumers (bench/broker.py). Without files, a broker that
-        # dies delivers the leased messages again.
+        # The broker keeps the leases of a consumer in memory.
+        # In files, each busy consumer writes its leases ten times per second, which costs the broker 10 times the CPU
+        # of the work itself at 200 consumers (bench/broker.py).
+        # Without files, a broker that dies delivers the leased messages again.
         "mem_storage": True,
         "metadata": {_VERSION_KEY: str(spec.version)},
     }
 
 
 def update_of(current: dict[str, Any], desired: dict[str, Any]) -> dict[str, Any]:
-    """Return the configuration that updates an existing stream or consumer. Its other settings and foreign metadata
-    stay.
+    """Return the configuration that updates an existing stream or consumer. Its other settings and foreign metadata are
+    unchanged.
     """
     config = {**current, **desired, "metadata": {**(current.get("metadata") or {}), **desired["metadata"]}}
     if "mem_storage" in desired:
-        config["mem_storage"] = current.get("mem_storage", False)  # the broker refuses to change it
+        config["mem_storage"] = current.get("mem_storage", False)  # the broker refuses to change this setting
     return config
 
 
 def bucket_config(name: str, bucket: str) -> dict[str, Any]:
-    """Return the settings that all buckets share. Size and storage are not among them."""
+    """Return the settings that are equal for all buckets. Size and storage are not included."""
     return {
         "name": name,
         "subjects": [f"$KV.{bucket}.>"],
@@ -206,7 +208,9 @@ def bucket_config(name: str, bucket: str) -> dict[str, Any]:
 
 
 def differences(current: dict[str, Any], desired: dict[str, Any]) -> list[str]:
-    """Return the settings of `desired` that differ at the broker. The broker leaves out values that are zero."""
+    """Return the settings of `desired` whose values at the broker differ. The broker leaves out values that are
+    zero.
+    """
     return [
         name
         for name, value in desired.items()

@@ -1,5 +1,5 @@
-"""Connection to a NATS server or cluster: its opening, its state, and the match of answers to requests. And core NATS,
-whose messages are delivered at most once (`NatsBus`).
+"""Connection to a NATS server or cluster: opening, state, and the assignment of answers to requests. `NatsBus` adds
+core NATS, whose messages are delivered at most once.
 """
 
 from __future__ import annotations
@@ -35,28 +35,28 @@ log = logging.getLogger("sie.broker")
 _CLOSE_TIMEOUT_S = 2.0
 _PERMISSION = re.compile(r"permissions violation for publish to \\?\"([^\"\\]+)", re.IGNORECASE)
 
-# Bytes of the client's send buffer, above any burst between two turns of the loop. When the buffer is full, a publisher
-# waits for the socket.
+# Bytes of the client's send buffer, more than any burst between two iterations of the loop.
+# When the buffer is full, a publisher waits for the socket.
 _SEND_BUFFER_BYTES = 64 << 20
 
 
 class PullInbox(Protocol):
-    """Open pulls, with the methods that their connection calls. Their inbox ends with the connection on which it was
-    made.
+    """Open pulls, with the methods that their connection calls. The inbox of the pulls ends with the connection on
+    which it was created.
     """
 
     def abandon(self) -> None:
-        """Discard all pulls and send nothing: the connection is closed."""
+        """Discard all pulls and send no message: the connection is closed."""
 
     async def retire(self) -> None:
         """Leave the inbox: the connection is lost."""
 
     def wake(self) -> None:
-        """Resume the pulls: there is a connection again."""
+        """Resume the pulls after a reconnect."""
 
 
 class Answers:
-    """The requests in flight, by the token that ends their reply subject. All requests share one inbox."""
+    """Requests in flight, by the last token of their reply subject. All requests use one inbox."""
 
     def __init__(self, inbox: str) -> None:
         self.inbox = inbox
@@ -76,8 +76,8 @@ class Answers:
         del self._waiting[token], self._subjects[token]
 
     def refused(self, subject: str) -> bool:
-        """Fail the requests on a subject to which this user may not publish: they get no answer. Returns whether there
-        were requests on the subject.
+        """Fail the requests on a subject to which this user may not publish: they get no answer. Returns whether the
+        subject had requests.
         """
         tokens = [token for token, subscribed in self._subjects.items() if subscribed.lower() == subject.lower()]
         for token in tokens:
@@ -126,7 +126,7 @@ class NatsConnection:
         self._reconnect_handlers = ReconnectHandlers()
         self._tasks = OwnedTasks(name)
 
-    # ---- opening and closing
+    # ---- opening and closing of the connection
 
     async def open(self, url: str, timeout_s: float, password: Secret | None = None, user: str = "") -> None:
         """Connect as `sie_broker.nats.connect` describes."""
@@ -144,7 +144,8 @@ class NatsConnection:
             except (TimeoutError, NatsError, OSError) as error:
                 last = self._client.last_error
                 if reason is None or last or not isinstance(error, TimeoutError):
-                    # keep the earlier error if the deadline cut this attempt short: it says more
+                    # keep the earlier error if the deadline ended this attempt early: the earlier error has more
+                    # information
                     reason = last or error
                 await self._hang_up()
                 if loop.time() + FIRST_RETRY_S >= deadline_s:
@@ -202,8 +203,8 @@ class NatsConnection:
         await self._transport.wait_closed()
 
     async def close(self) -> None:
-        """Send the buffered messages, then end the connection and all its tasks. Open pulls and watches end without a
-        drain: call their `stop` before.
+        """Send the buffered messages, then close the connection and stop all its tasks. Open pulls and watches are
+        stopped without a drain: call their `stop` first.
         """
         if self._live:
             try:
@@ -219,7 +220,7 @@ class NatsConnection:
         await self._hang_up()
         self._answers.fail(f"{self.name}: the connection was closed")
 
-    # ---- its state
+    # ---- state of the connection
 
     @property
     def live(self) -> bool:
@@ -232,8 +233,8 @@ class NatsConnection:
 
     @property
     def server(self) -> tuple[str, bool]:
-        """Return the version of the server and whether it has JetStream, as the server reported when the connection was
-        made.
+        """Return the version of the server and whether it has JetStream. The server reported both when it accepted the
+        connection.
         """
         info = self._client._server_info
         return str(info.get("version", "")), bool(info.get("jetstream"))
@@ -243,7 +244,9 @@ class NatsConnection:
             self.own(self._reconnect_handlers.run(), "reconnect handlers")
 
     async def reach(self, timeout_s: float) -> float:
-        """Wait for a connection. Returns the rest of `timeout_s`. Raises BrokerUnavailable when that time is over."""
+        """Wait for a connection. Returns the remaining part of `timeout_s`. Raises BrokerUnavailable when that time is
+        over.
+        """
         loop = asyncio.get_running_loop()
         start_s = loop.time()
         if not self._closed:
@@ -257,13 +260,15 @@ class NatsConnection:
         return timeout_s - (loop.time() - start_s)
 
     def own(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        """Run `work` as a task of this connection, which is cancelled at close. If the task crashes, the connection
+        """Run `work` as a task of this connection. The task is cancelled at close. If the task crashes, the connection
         counts as not connected.
         """
         return self._tasks.start(work, name)
 
     def attach(self, inbox: PullInbox) -> None:
-        """Register pulls until `remove`. The connection calls their methods when it is lost, back or closed."""
+        """Register pulls until `remove`. The connection calls their methods when it is lost, connected again or
+        closed.
+        """
         self._inboxes.add(inbox)
 
     def remove(self, inbox: PullInbox) -> None:
@@ -326,13 +331,13 @@ class NatsConnection:
     # ---- messages and answers
 
     async def flush(self, timeout_s: float = 2.0) -> None:
-        # Send an echo instead of the client's own flush: a flush that times out ends the client's reader (nats-py
-        # 2.16).
+        # Send an echo instead of the client's own flush: after a flush that times out, the client's reader ends
+        # (nats-py 2.16).
         await self.roundtrip(f"{self._answers.inbox}echo", b"", timeout_s)
 
     async def post(self, subject: str, data: bytes, reply: str = "", headers: dict[str, str] | None = None) -> None:
-        """Send over the present connection. Raises BrokerUnavailable if there is none: a message is not kept for a
-        later connection, because it may be out of date then.
+        """Send over the present connection. Raises BrokerUnavailable without a connection: a message is not stored for
+        a later connection, because its content may be outdated then.
         """
         if not self._live:
             raise BrokerUnavailable(f"{self.name}: no connection to the broker")
@@ -345,8 +350,8 @@ class NatsConnection:
             raise BrokerUnavailable(f"{self.name}: {error}") from error
 
     async def acknowledge(self, reply: str) -> None:
-        """Send an ack. Unlike other messages, an ack is kept while there is no connection: it stays correct whenever it
-        arrives.
+        """Send an ack. Without a connection, an ack is stored and sent later, unlike other messages: a late ack is
+        still correct.
         """
         if self._closed:
             raise BrokerUnavailable(f"{self.name}: the connection to the broker is closed")
@@ -358,8 +363,8 @@ class NatsConnection:
     async def roundtrip(
         self, subject: str, data: bytes, timeout_s: float, headers: dict[str, str] | None = None
     ) -> Any:
-        """Send with a reply subject and return the first message that comes back, which may be a status message. Raises
-        BrokerUnavailable.
+        """Send with a reply subject and return the first message that arrives on it, which may be a status message.
+        Raises BrokerUnavailable.
         """
         if not self._live:
             timeout_s = await self.reach(timeout_s)
@@ -388,11 +393,11 @@ def is_no_responder(answer: Any) -> bool:
 
 
 def _pattern(subject: str) -> re.Pattern[str]:
-    """Return a pattern of the subjects that a subscription is for.
+    """Return a pattern that matches the subjects of a subscription.
 
     A user that may pull from a stream chooses the subject on which the deliveries arrive, and no permission checks that
-    choice. A delivery keeps the subject of its first publish. So the pattern separates deliveries from messages that
-    were published on a subject of this subscription.
+    choice. A delivery keeps the subject of its first publish. So the pattern distinguishes deliveries from messages
+    that were published on a subject of this subscription.
     """
     wild = {"*": r"[^.]+", ">": ".+"}
     return re.compile(r"\.".join(wild.get(part) or re.escape(part) for part in subject.split(".")))
@@ -469,9 +474,9 @@ class NatsBus(NatsConnection):
             log.warning("%s: a subscription was not drained within %s s", self.name, STOP_TIMEOUT_S)
 
     async def _drained(self, subscription: Any) -> None:
-        # The client's own drain lets its PING overtake its UNSUB and drops the messages that arrive in between: under
-        # load, 4 messages of a credit of 16 (nats-py 2.16). So this UNSUB is sent first. The echo of `flush` comes back
-        # behind every message that the broker sent on the subscription.
+        # The client's own drain sends its PING before its UNSUB and drops the messages that arrive in between: under
+        # load, 4 messages of a credit of 16 (nats-py 2.16). So this UNSUB is sent first.
+        # The echo of `flush` arrives after every message that the broker sent on the subscription.
         try:
             await self._client._send_unsubscribe(subscription._id)
             await self.flush()

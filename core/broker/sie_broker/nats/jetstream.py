@@ -40,28 +40,29 @@ from sie_contracts.wire.topology import streams_subject
 log = logging.getLogger("sie.broker")
 
 PULL_EXPIRES_S = 5.0  # seconds: longest life of a pull
-# A holder that hangs reads nothing and closes nothing. Its open pulls take deliveries until they expire, and each of
-# these deliveries then waits for the ack wait. So a pull for several deliveries of work expires early. It always
-# expires before the ack wait (at least 3 s), so that no message is delivered to the hanging holder twice. A pull for a
-# single delivery may last longer: each quiet model has one.
+# A consumer process that hangs reads no data and closes no connection.
+# Its open pulls accept deliveries until they expire, and each of these deliveries then waits for the ack wait.
+# So a pull for several deliveries of work expires early.
+# It always expires before the ack wait (at least 3 s), so that no message is delivered to the hanging process twice.
+# A pull for a single delivery may last longer: each quiet model has one.
 WORK_EXPIRES_S = 1.0
-# Pulls expire at whole ticks, so that one turn of the loop renews the pulls of many consumers. 200 pulls that each woke
-# the loop cost 1.5 % of a core; together they cost 0.1 % (nats-server 2.15, 2 cores).
+# Pulls expire at whole ticks, so that one iteration of the loop renews the pulls of many consumers.
+# 200 pulls that each woke the loop cost 1.5 % of a core; together they cost 0.1 % (nats-server 2.15, 2 cores).
 _TICK_S = 1.0
 # A server closes a connection that has 64 MiB unsent (its `max_pending`), so a pull for several deliveries also has a
-# limit in bytes. The limit must not be below the largest message with its subjects: the server counts these as well.
+# limit in bytes.
+# The limit must be at least the size of the largest message with its subjects: the server counts the subjects as well.
 PULL_BYTES = 4 << 20
 _SUBJECT_BYTES = 64 << 10
 # seconds after the expiry. The broker answers an expired pull within milliseconds, so a silent pull is lost.
 _PULL_LATE_S = 1.0
-_LOG_EVERY_S = 10.0  # seconds between log lines about consumers that a restarted broker does not have yet
+_LOG_EVERY_S = 10.0  # seconds between log lines about consumers that do not exist yet after a restart of the broker
 _SWEEP_S = 0.25  # seconds between searches for late pulls: the number of timers must not grow with the message rate
 
 
 def parse_reply(reply: str) -> list[str]:
-    """Return consumer, deliveries, sequence, consumer sequence, time and pending of
-    `$JS.ACK[.domain.account].stream.consumer.…`, which has 9 tokens or at least 11. Raises ValueError for a subject
-    that is no ack subject.
+    """Return consumer, deliveries, sequence, consumer sequence, time and pending of an ack subject. The subject
+    `$JS.ACK[.domain.account].stream.consumer.…` has 9 tokens or at least 11. Raises ValueError for any other subject.
     """
     tokens = reply.split(".")
     at = 3 if len(tokens) == 9 else 5
@@ -112,11 +113,11 @@ class NatsDelivery:
 
 
 class _PullCredit:
-    """The open pulls of one consumer.
+    """Open pulls of one consumer.
 
-    `issued` counts every delivery that was ever requested. `settled` counts the deliveries that came or that the broker
-    gave back. The difference may still come. The broker fills several pulls of a consumer in turns, so a delivery
-    cannot be assigned to one of them; the sums are exact.
+    `issued` counts every delivery that was ever requested. `settled` counts the deliveries that arrived, and the ones
+    that the broker reported as undelivered. The difference may still arrive. The broker fills several pulls of a
+    consumer in rotation, so a delivery cannot be assigned to one of them; the sums are exact.
     """
 
     __slots__ = ("consumer", "credit", "index", "issued", "retry", "retry_s", "settled", "single", "written_off")
@@ -129,7 +130,8 @@ class _PullCredit:
         self.settled = 0
         # True: the next message exceeds the byte limit of a pull. A pull for one message has no byte limit.
         self.single = False
-        self.written_off = 0  # value of `issued` up to which the pulls were written off: their statuses are ignored
+        # value of `issued` when the pulls were last written off: the statuses of these pulls are ignored
+        self.written_off = 0
         self.retry: asyncio.TimerHandle | None = None
         self.retry_s = 0.0
 
@@ -151,10 +153,10 @@ def _expiry(now_s: float, longest_s: float) -> float:
 
 
 class NatsPulls:
-    """The open pulls of one connection on the consumers of a stream. One task issues pulls. One timer looks for pulls
-    that the broker did not end.
+    """The open pulls of one connection on the consumers of a stream. One task issues pulls. One timer finds pulls that
+    the broker did not end.
 
-    `on_break` is called when deliveries may have been lost on the way or a consumer is gone. A queue needs no such
+    `on_break` is called when deliveries may have been lost in transit or a consumer is gone. A queue needs no such
     call, because the ack wait covers lost deliveries. A watch needs it.
     """
 
@@ -217,7 +219,7 @@ class NatsPulls:
             await asyncio.gather(self._task, return_exceptions=True)
 
     def abandon(self) -> None:
-        """Discard all pulls, and send nothing to the broker."""
+        """Discard all pulls, and send no message to the broker."""
         self._stopping = True
         for entry in self._credits.values():
             if entry.retry is not None:
@@ -229,14 +231,14 @@ class NatsPulls:
         self._bus.remove(self)
 
     async def retire(self) -> None:
-        """Leave the inbox: deliveries to it may be lost from now on. Messages that have arrived on it are handled
-        before this returns.
+        """Leave the inbox: later deliveries to it may be lost. Messages that have arrived on it are handled before this
+        method returns.
         """
         subscription, self._subscription = self._subscription, None
         if subscription is not None:
             for _ in range(10):
                 if subscription.pending_msgs:
-                    # the handler does not block: one turn of the loop handles the messages that have arrived
+                    # the handler does not block: one iteration of the loop handles the messages that have arrived
                     await asyncio.sleep(0)
             try:
                 await subscription.unsubscribe()
@@ -279,7 +281,7 @@ class NatsPulls:
                 self._silent = 0
                 await self.retire()
             if not self._bus.live:
-                continue  # the next connection wakes this task
+                continue  # this task is resumed by the next connection
             try:
                 await self._issue()
             except (BrokerUnavailable, NatsError) as error:
@@ -300,7 +302,8 @@ class NatsPulls:
             if missing <= 0 or entry.retry is not None:
                 continue
             if self._stopping or self._subscription is not subscription:
-                return  # the inbox was retired meanwhile: all missing deliveries are requested again on the next inbox
+                # the inbox was retired in the meantime: all missing deliveries are requested again on the next inbox
+                return
             if entry.single:
                 missing, entry.single = 1, False
             entry.issued += missing
@@ -326,8 +329,8 @@ class NatsPulls:
             self._watchdog = asyncio.get_running_loop().call_at(deadline_s, self._sweep)
 
     def _sweep(self) -> None:
-        """Write off the deliveries that an expired pull still owes: they have not come, and the broker did not report
-        them as undelivered. New pulls then ask for them again.
+        """Write off the deliveries of expired pulls that have not arrived and that the broker did not report as
+        undelivered. New pulls then request them again.
         """
         loop = asyncio.get_running_loop()
         self._watchdog = None
@@ -388,7 +391,7 @@ class NatsPulls:
         if left is not None:
             entry.settle(int(left))
         elif status == "409" and ("Deleted" in reason or "Leadership" in reason):
-            # every pull of the consumer ended, and the status does not say how many deliveries were left
+            # every pull of the consumer ended, and the status does not contain the number of missing deliveries
             entry.write_off(issued)
         else:
             entry.settle(requested)
@@ -419,8 +422,8 @@ class NatsPulls:
         self._consider(entry)
 
 
-# Reads of buckets at the same time. Each has the bytes of one pull in flight. Together they stay far below the bytes
-# that a server holds for one connection.
+# Number of buckets that are read at the same time. Each read has the bytes of one pull in flight.
+# Together they stay far below the number of unsent bytes that a server allows for one connection.
 _READS_AT_ONCE = 2
 _T = TypeVar("_T")
 
@@ -436,7 +439,7 @@ _decode_ack = msgspec.json.Decoder(Ack).decode
 
 def publish_ack(subject: str, answer: Any) -> Ack:
     if is_no_responder(answer):
-        raise BrokerUnavailable(f"no stream takes {subject}")
+        raise BrokerUnavailable(f"no stream stores messages of {subject}")
     try:
         ack = _decode_ack(answer.data)
     except msgspec.DecodeError as error:
@@ -447,7 +450,7 @@ def publish_ack(subject: str, answer: Any) -> Ack:
 
 
 class JetStream(NatsBus):
-    """Calls to JetStream that queue, administration and store share."""
+    """Calls to JetStream that queue, administration and store have in common."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -477,7 +480,7 @@ class JetStream(NatsBus):
             raise BrokerError(f"{verb}: the broker's answer cannot be decoded: {error}") from error
 
     async def find(self, verb: str, body: object, kind: type[_T], *absent: int) -> _T | None:
-        """Send a request as `api` does, but return None if the error code is one of `absent`."""
+        """Send a request like `api`, but return None if the error code is one of `absent`."""
         try:
             return await self.api(verb, body, kind)
         except Refusal as refusal:
@@ -495,9 +498,9 @@ class JetStream(NatsBus):
         return state_of(info)
 
     async def create_stream(self, request: StreamRequest, config: dict[str, Any]) -> StreamInfo | None:
-        """Return the stream, created now if it did not exist. The owner of streams creates it from `request`. Without
-        an owner this process creates it from `config`. Two concurrent callers get the same stream. Returns None if the
-        stream was deleted meanwhile.
+        """Return the stream; create it if it does not exist. The owner of streams creates it from `request`. Without an
+        owner, this process creates it from `config`. Two concurrent callers get the same stream. Returns None if the
+        stream was deleted in the meantime.
         """
         name = request.name
         info = await self.stream_info(name)
@@ -511,9 +514,9 @@ class JetStream(NatsBus):
         return info or await self.stream_info(name)
 
     async def ask_owner(self, request: StreamRequest) -> bool:
-        """Ask the owner of streams to create or update a stream. Returns False if this process is the owner, if there
-        is no owner, or if this user may not ask: a broker without users, or with the users of an older version, lets
-        each process create streams. Raises BrokerError.
+        """Send a request to the owner of streams to create or update a stream. Returns False if this process is the
+        owner, if there is no owner, or if this user may not send such requests. A broker without users, or with the
+        users of an older version, lets each process create streams. Raises BrokerError.
         """
         if self.owns_streams:
             return False

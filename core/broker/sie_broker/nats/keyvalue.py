@@ -30,12 +30,12 @@ log = logging.getLogger("sie.broker")
 
 _WATCH_CREDIT = 256
 _WATCH_KEPT_S = 30.0
-_WATCH_CHECK_S = 2.0  # seconds of silence after which a watch checks with one request that it missed nothing
+_WATCH_CHECK_S = 2.0  # seconds of silence after which a watch checks, with one request, whether it missed entries
 _NAME = str.maketrans(dict.fromkeys(". */\\>\t", "-"))
 
 
 class NatsKeyValue:
-    """A bucket: the stream `KV_<bucket>` with one message per key. A removed key stays as a message that marks the
+    """A bucket: the stream `KV_<bucket>` with one message per key. A removed key remains as a message that marks the
     removal, for `removed_age_s` seconds, or for ever if that is 0.
     """
 
@@ -97,7 +97,7 @@ class NatsKeyValue:
         return list(entries.values())
 
     async def _progress(self, complete: asyncio.Future[bool], entries: Mapping[str, Entry]) -> None:
-        """Wait until a read is complete. The time is not limited, because a bucket may be large: the read fails only if
+        """Wait until a read is complete. The total time has no limit, because a bucket may be large. The read fails if
         no entry arrives for API_TIMEOUT_S seconds. Raises BrokerUnavailable.
         """
         before = -1
@@ -122,7 +122,7 @@ class NatsKeyValue:
             try:
                 return await self._commit(writes, expected)
             except WrongRevision:
-                # A removed key also counts as a key that does not exist, but the mark of its removal has a revision.
+                # A removed key also counts as a key that does not exist, but the marker of its removal has a revision.
                 marks = [await self._mark(write) for write in writes]
                 if marks == expected:
                     raise
@@ -214,8 +214,8 @@ class NatsKeyValue:
 
 
 class _KeyValueWatch:
-    """Watch that reads a bucket in order. When entries may have been missed, a new reader starts after the last
-    revision that was handled.
+    """Watch that reads a bucket in order. When entries may have been missed, a new reader starts after the last handled
+    revision.
     """
 
     def __init__(
@@ -235,7 +235,7 @@ class _KeyValueWatch:
         self._reader = ""
         self._read = 0
         self._checked = (0, 0)
-        self._held: deque[NatsDelivery] = deque()  # at most _WATCH_CREDIT deliveries
+        self._held: deque[NatsDelivery] = deque()  # queue of at most _WATCH_CREDIT deliveries
         self._retry_s = 0.0
         self._stopping = False
         self._wake = asyncio.Event()
@@ -248,7 +248,7 @@ class _KeyValueWatch:
             self._last = 0  # the bucket was lost and created again: all entries are new
         self._reader, pending = await self._bucket.open_reader(self._last + 1)
         if not pending:
-            # entries up to this revision that were not read have expired: they are not missing
+            # entries up to this revision that were not read have expired, so they are not missing
             self._last = max(self._last, state.last_sequence)
         self._created = state.created
         self._read = 0
@@ -307,14 +307,14 @@ class _KeyValueWatch:
         return True
 
     async def _check(self) -> None:
-        """Detect a reader that exists but brings no entries: a broker that was killed may have kept pulls that it never
-        fills.
+        """Detect a reader that exists but delivers no entries: a broker that was killed may have kept pulls that it
+        never fills.
         """
         try:
             state = await self._jetstream.stream_state(self._stream)
             is_behind = state.created != self._created or state.last_sequence > self._last
             if is_behind and state.created == self._created and not await self._bucket.reaches(self._last + 1):
-                # these entries expired, or were lost with a damaged file: no reader will bring them
+                # these entries expired, or were lost with a damaged file: no reader will deliver them
                 log.info("%s: the entries after revision %d do not exist any more", self._stream, self._last)
                 self._last, is_behind = state.last_sequence, False
         except BrokerError as error:
@@ -324,8 +324,8 @@ class _KeyValueWatch:
             return
         if state.created != self._created or (not self._held and self._checked == (self._last, state.last_sequence)):
             log.warning("a watch of %s missed the entries after revision %d: reading again", self._stream, self._last)
-            await self._pulls.retire()  # its inbox may receive nothing any more
-        # A watch may be behind for a moment. Only the same state at two checks is a fault.
+            await self._pulls.retire()  # the inbox of these pulls may receive no more messages
+        # A watch may be behind for a moment. Only an equal state at two checks is a fault.
         self._checked = (self._last, state.last_sequence)
 
     async def _reopen(self) -> None:

@@ -24,14 +24,16 @@ _NO_TOKEN = re.compile(r"[^A-Za-z0-9_-]")
 
 
 class Transport(TcpTransport):  # type: ignore[misc]
-    """TCP transport whose close does not wait for a silent peer: unsent bytes would delay the reconnect for minutes."""
+    """TCP transport whose close does not wait for a silent peer, because a wait for unsent bytes would delay the
+    reconnect by minutes.
+    """
 
     def __bool__(self) -> bool:
         # The client would replace a transport that is not connected yet by a transport of its own class (nats-py 2.16).
         return True
 
     async def connect(self, *arguments: Any, **options: Any) -> None:
-        self.abort()  # the client does not close an attempt that failed half way (nats-py 2.16)
+        self.abort()  # the client does not close a failed attempt that is only partly connected (nats-py 2.16)
         await super().connect(*arguments, **options)
 
     def abort(self) -> None:
@@ -82,7 +84,7 @@ def inbox_prefix(credentials: Mapping[str, str]) -> str:
     other users.
 
     A character of the name that is not allowed in a token of a subject becomes `-`. Without a user, the prefix is the
-    client's default.
+    default of the client library.
     """
     user = _NO_TOKEN.sub("-", credentials.get("user", ""))
     return f"_INBOX.{user}" if user else "_INBOX"

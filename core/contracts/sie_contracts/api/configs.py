@@ -12,13 +12,15 @@ _EPOCH = "2026-01-01T00:00:00Z:42"
 
 
 class ListedModel(Struct, kw_only=True):
-    """A model of the list. An alias has `alias`. `note`: why the model is at this revision, if no person decided it.
-    `download_bytes`: about how much a first load downloads, if it is known.
+    """A model of the list. An alias has `alias`, and no `tasks` or `languages`. `note`: why the model is at this
+    revision, if no person decided it. `download_bytes`: about how much a first load downloads, if it is known.
     """
 
     model_id: str
     profiles: Texts = UNSET
     source: Text = UNSET
+    tasks: Texts = UNSET
+    languages: Texts = UNSET
     alias: list[dict[str, Any]] | UnsetType = UNSET
     note: Text = UNSET
     download_bytes: Whole = UNSET
@@ -27,7 +29,17 @@ class ListedModel(Struct, kw_only=True):
 class ConfigModels(Struct, kw_only=True):
     """The models of the catalogue."""
 
-    EXAMPLE: ClassVar[Any] = {"models": [{"model_id": MINI, "profiles": ["default"], "source": "catalogue"}]}
+    EXAMPLE: ClassVar[Any] = {
+        "models": [
+            {
+                "model_id": MINI,
+                "profiles": ["default"],
+                "source": "packaged",
+                "tasks": ["encode"],
+                "languages": ["en"],
+            }
+        ]
+    }
 
     models: list[ListedModel]
 
@@ -67,7 +79,7 @@ class Follower(Struct, kw_only=True):
 
 
 class WorkerFollower(Follower, kw_only=True):
-    """A worker, with the copy of the model that it has loaded."""
+    """A worker, with the revision of the model that it has loaded."""
 
     bundle: Text = UNSET
     state: Text = UNSET
@@ -177,11 +189,11 @@ class Resolution(Struct, kw_only=True):
     alias: Text = UNSET
 
 
-# structs that only the config service uses
+# Structs that only the config service uses
 
 
 class Revision(Struct, kw_only=True):
-    """A write of a model. `note`: why it was written, if no person decided it; otherwise empty."""
+    """A write of a model. `note`: the reason of the write, if no person decided it; otherwise empty."""
 
     revision: int
     created_at: str

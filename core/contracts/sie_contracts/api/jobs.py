@@ -22,10 +22,10 @@ JobState = Literal[
 ENDED: frozenset[JobState] = frozenset({"completed", "failed", "cancelled", "expired"})
 SHARD_ROWS = 10_000
 MAX_SHARD_ROWS = 100_000
-MAX_METADATA = 16  # entries; OpenAI has the same limit
+MAX_METADATA = 16  # largest number of entries of `metadata`; OpenAI has the same limit
 MAX_KEEP = 100  # columns of the input that the output may repeat
 MAX_WINDOWS = 16
-MAX_REQUEST_BYTES = 40 << 10  # bytes of a job or batch in its record; every gateway holds all records in memory
+MAX_REQUEST_BYTES = 40 << 10  # bytes of a job or batch in its record; every gateway has all records in memory
 
 _Column = Annotated[str, Meta(min_length=1, max_length=256)]
 _Window = Annotated[str, Meta(max_length=16)]

@@ -162,6 +162,7 @@ class ModelInfo(Struct, kw_only=True):
         "prompt_texts": {},
         "revision": "c9745ed1d9f207416be6d2e6f8de32d1f16199bf",
         "license": "apache-2.0",
+        "languages": ["en"],
         "description": "",
         "certificate": {"digests": [], "packed": {"dense": 0.9999999}, "golden": 0.9999998, "seconds": 0.4},
         "fingerprint": "b1946ac9",
@@ -200,6 +201,7 @@ class ModelInfo(Struct, kw_only=True):
     prompt_texts: dict[str, str]
     revision: str
     license: str
+    languages: list[str]
     description: str
     certificate: Certificate | None
     fingerprint: str | None

@@ -1,4 +1,4 @@
-"""Types that bodies and replies share."""
+"""Types that several bodies and replies use."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, UnsetType
 
-# types of fields that may be absent
+# Types of fields that may be absent
 Text = str | UnsetType
 Flag = bool | UnsetType
 Whole = int | UnsetType
@@ -22,12 +22,13 @@ Timing = Annotated[dict[str, float], Meta(description="Milliseconds of each stag
 
 TIMES = {"queue_time": 0.6, "preprocess_time": 0.2, "inference_time": 4.1, "total_time": 5.3}
 USED = {"prompt_tokens": 3, "total_tokens": 3, "truncated_items": []}
-SHARED: dict[str, Any] = {"timing": TIMES, "usage": USED, "fingerprint": "b1946ac9"}  # fields of the examples
+# members that several examples share
+SHARED: dict[str, Any] = {"timing": TIMES, "usage": USED, "fingerprint": "b1946ac9"}
 MINI = "sentence-transformers/all-MiniLM-L6-v2"
 
 
 def one_of(*types: Any) -> Meta:
-    """Return the schema for `Annotated[Any, ...]` whose value has one of these types. A union of msgspec itself takes
+    """Return the schema for `Annotated[Any, ...]` whose value has one of these types. A union type of msgspec allows
     only one list and one struct.
     """
     schemas, components = msgspec.json.schema_components(types)
@@ -35,7 +36,7 @@ def one_of(*types: Any) -> Meta:
 
 
 def needs_one_of(*names: str) -> Meta:
-    """Return the schema for `Annotated[a struct, ...]` in which one of these fields must be set."""
+    """Return the schema for `Annotated[a struct, ...]` that requires at least one of these fields."""
     return Meta(extra_json_schema={"anyOf": [{"required": [name]} for name in names]})
 
 

@@ -1,5 +1,5 @@
-"""Keys of inputs whose text must stay private. A key is a digest of everything that decides the computation of an
-input. Poison marks are stored under these keys.
+"""Keys of inputs whose text must stay private. A key is a digest of all data that the result of an input depends on.
+Poison marks are stored under these keys.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Preparation of images for a model, from the file to pixels. The adapter sends a `Recipe` to the sidecar. The
-functions here compute the sizes that result from it. Pure: no function here opens a file.
+functions here compute the sizes that result from it. They are pure: no function here opens a file.
 
-    header ──► check ──► decode ──► upright RGB ──► each size of `resizes` in turn ──► crop or pad to `pixels_of`
+    header ──► check ──► decode ──► upright RGB ──► each size of `resizes`, in order ──► crop or pad to `pixels_of`
 
 The sizes are equal, to the pixel, to those of the image processors of transformers 5.23 that work on Pillow
 (`...ImageProcessorPil`). The arithmetic on uint8 after that, `Normalisation`, is done on the device.
@@ -17,9 +17,9 @@ import msgspec
 
 from sie_contracts.media.media import fault
 
-MAX_ASPECT = 200  # largest ratio of the longer edge to the shorter edge
+MAX_ASPECT = 200  # largest allowed ratio of the longer edge to the shorter edge of an image
 MAX_DECODED_PIXELS = 100_000_000
-# pixels of each size that `resizes` gives: a strip grows when its shorter edge gets its size
+# pixels of each size in the result of `resizes`: a long, narrow image grows when its shorter edge gets its size
 MAX_RESIZED_PIXELS = 64_000_000
 MAX_RESULT_BYTES = 3 * MAX_RESIZED_PIXELS
 
@@ -36,7 +36,8 @@ class Size(NamedTuple):
 
 
 class Recipe(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Preparation of an upright RGB image. Each kind uses the fields in its line, all of them at least 1.
+    """Preparation of an upright RGB image. Each kind uses the fields in its line below; each of these fields is at
+    least 1.
 
         squash   height width                    resize to that size; the aspect ratio is lost
         crop     height width shorter            resize the shorter edge to `shorter`; then take the middle
@@ -46,7 +47,7 @@ class Recipe(msgspec.Struct, frozen=True, omit_defaults=True):
         page     height width                    resize as large as fits; then add `fill` around it
 
     `raised`, for blocks: whether an image with an edge below `multiple` is enlarged before its size is computed, and
-    how its other edge is rounded. `tokens`: cost of one image, in tokens. `block_tokens`: additional cost of each
+    the rounding of its other edge. `tokens`: cost of one image, in tokens. `block_tokens`: additional cost of each
     block.
     """
 
@@ -87,11 +88,11 @@ _NEEDS: Mapping[Kind, tuple[str, ...]] = {
 
 
 class ImageTokens(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The token ids that stand for an image in a row: `before`, then `token` repeated `count` times, then `after`. With
-    a `count` of 0, `token` is repeated once for each block of the image.
+    """Token ids of an image in a row: `before`, then `token` repeated `count` times, then `after`. With a `count` of 0,
+    `token` is repeated once for each block of the image.
 
     Without `beside_text`, these ids are the whole row of an input with one image; the text of the input is not read.
-    With `beside_text`, the ids of all images of an input stand in its prompt, before its text.
+    With `beside_text`, the prompt of an input has the ids of all its images, before its text.
     """
 
     token: int
@@ -119,8 +120,8 @@ class Normalisation(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def check(recipe: Recipe, size: Size) -> None:
-    """Raise the fault of an image whose size, upright or not yet, is outside the limits. The size comes from the
-    header.
+    """Raise the fault of an image whose size is outside the limits. The size is from the header of the file, so the
+    image may not be upright.
     """
     height, width = size
     if min(size) < 1:
@@ -152,14 +153,14 @@ def resizes(recipe: Recipe, size: Size) -> tuple[Size, ...]:
 
 
 def pixels_of(recipe: Recipe, size: Size) -> Size:
-    """Return the size that an upright image has for the model."""
+    """Return the size of an upright image at the input of the model."""
     if recipe.kind in ("crop", "page"):
         return Size(recipe.height, recipe.width)
     return resizes(recipe, size)[-1]
 
 
 def grid_of(recipe: Recipe, pixels: Size) -> Size:
-    """Return the rows and columns of blocks of an image that has the size `pixels` for the model."""
+    """Return the rows and columns of blocks of an image whose size for the model is `pixels`."""
     return Size(pixels.height // recipe.multiple, pixels.width // recipe.multiple)
 
 
@@ -174,7 +175,7 @@ def max_blocks(recipe: Recipe) -> int:
 
 
 def cost(recipe: Recipe, pixels: Size) -> int:
-    """Return the cost, in tokens, of an image that has the size `pixels` for the model."""
+    """Return the cost, in tokens, of an image whose size for the model is `pixels`."""
     if not recipe.block_tokens:
         return recipe.tokens
     rows, columns = grid_of(recipe, pixels)
@@ -257,11 +258,11 @@ _RESIZES: Mapping[Kind, Callable[[Recipe, Size], tuple[Size, ...]]] = {
 
 
 class UnknownProcessor(ValueError):
-    """Error of a preprocessor_config.json that needs a step which no recipe has. The message names the step."""
+    """Error of a preprocessor_config.json that needs a step which no recipe has. The message names this step."""
 
 
 _CLIP_MEAN, _CLIP_STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
-# the index of a filter is Pillow's number of it
+# filters in the order of their numbers in Pillow
 _FILTERS: tuple[Filter, ...] = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
 _COMMON = {
     "do_resize": True,
@@ -275,8 +276,8 @@ _COMMON = {
 
 
 def from_processor(config: Mapping[str, Any]) -> Recipe:
-    """Return the recipe of a checkpoint's preprocessor_config.json. It does the same as the image processor that the
-    file names, up to uint8 pixels. Raises UnknownProcessor.
+    """Return the recipe of a checkpoint's preprocessor_config.json. The recipe has the same result as the image
+    processor in the file, up to uint8 pixels. Raises UnknownProcessor.
     """
     settings = _completed(config)
     if not settings["do_resize"]:
@@ -294,7 +295,9 @@ def from_processor(config: Mapping[str, Any]) -> Recipe:
 
 
 def _name(config: Mapping[str, Any]) -> str:
-    """Return the class that the file names, without the suffix of its implementation. Raises UnknownProcessor."""
+    """Return the class of the processor in the file, without the suffix of its implementation. Raises
+    UnknownProcessor.
+    """
     name = config.get("image_processor_type") or config.get("feature_extractor_type") or ""
     plain = str(name).removesuffix("Fast").removesuffix("Pil").replace("FeatureExtractor", "ImageProcessor")
     if plain not in _PROCESSORS:
@@ -319,7 +322,7 @@ def _channels(settings: Mapping[str, Any], key: str) -> tuple[float, float, floa
 
 
 def _sides(settings: Mapping[str, Any], key: str, *, square: bool) -> dict[str, int]:
-    """Return the map of edges that a size stands for. A single number is a square or the shorter edge. Raises
+    """Return a size in the file as a map of edges. A single number is a square or the shorter edge. Raises
     UnknownProcessor.
     """
     value = settings.get(key)
@@ -336,7 +339,7 @@ def _sides(settings: Mapping[str, Any], key: str, *, square: bool) -> dict[str, 
 
 
 def _fixed(settings: Mapping[str, Any]) -> Recipe:
-    """Return the recipe of CLIP, SigLIP and models that are built from them: one size for all images."""
+    """Return the recipe of CLIP, SigLIP and models based on them: one size for all images."""
     for key in ("do_pad", "use_square_size"):
         if settings.get(key):
             raise UnknownProcessor(f"{key} is true, which no recipe supports")
@@ -355,7 +358,7 @@ def _fixed(settings: Mapping[str, Any]) -> Recipe:
 
 
 def _smart(settings: Mapping[str, Any], raised: Raised, frames: int) -> Recipe:
-    """Return the recipe of towers that take images of any size, in blocks of merged patches. The bounds count the
+    """Return the recipe of towers that accept images of any size, in blocks of merged patches. The bounds count the
     pixels of all frames.
     """
     bounds = settings.get("size")
@@ -413,7 +416,7 @@ def _donut(settings: Mapping[str, Any]) -> Recipe:
         if bool(settings[key]) != expected:
             raise UnknownProcessor(f"{key} is {str(not expected).lower()}, which no recipe supports")
     page_size = settings["size"]
-    if isinstance(page_size, list | tuple):  # only these files have the width first
+    if isinstance(page_size, list | tuple):  # only files with a list have the width first
         page_size = list(reversed(page_size))
     size = _sides({"size": page_size}, "size", square=True)
     if size.keys() != {"height", "width"}:
@@ -425,7 +428,7 @@ _HALF = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
 _IMAGENET = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}
 _PATCHES = {"patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}
 _BILINEAR = {"resample": _FILTERS.index("bilinear")}
-# class that a file names -> function that reads its settings, and the defaults of the class
+# class in a file -> function that reads the settings of the class, and the defaults of the class
 _PROCESSORS: Mapping[str, tuple[Callable[[Mapping[str, Any]], Recipe], Mapping[str, Any]]] = {
     "CLIPImageProcessor": (_fixed, {"size": {"shortest_edge": 224}, "crop_size": 224, "do_center_crop": True}),
     "SiglipImageProcessor": (_fixed, {"size": {"height": 224, "width": 224}, "do_center_crop": False, **_HALF}),

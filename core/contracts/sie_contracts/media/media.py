@@ -1,4 +1,4 @@
-"""Errors of media files that cannot be used, for files of any kind."""
+"""Errors of unusable media files, for files of any kind."""
 
 from __future__ import annotations
 

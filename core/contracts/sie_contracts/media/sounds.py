@@ -1,10 +1,10 @@
-"""Preparation of sounds for a model, from the file to features. The adapter sends a `SoundRecipe` to the sidecar. Pure:
-no function here opens a file.
+"""Preparation of sounds for a model, from the file to features. The adapter sends a `SoundRecipe` to the sidecar. The
+functions are pure: no function here opens a file.
 
     header ──► check ──► decode ──► one channel ──► the model's rate ──► its length ──► mel spectrogram
 
-The numbers are those of the feature extractors of transformers 5.23. If the library takes a random part of a long
-sound, the recipe takes the middle of the possible range instead, so that one sound has one result.
+The numbers are equal to the results of the feature extractors of transformers 5.23. If the library reads a random part
+of a long sound, the recipe reads the middle of the possible range instead, so that one sound has one result.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ import msgspec
 
 from sie_contracts.media.media import fault
 
-MAX_SECONDS = 600
-MAX_SAMPLES = 64_000_000  # samples of a file, in all its channels
+MAX_SECONDS = 600  # seconds of a sound, or of a part of one, that are read at once
+MAX_RECORDING_S = 14_400  # seconds of a sound that is read in parts
+MAX_SAMPLES = 64_000_000  # largest number of samples of a file or a part, in all its channels
 RATES = (1_000, 384_000)  # lowest and highest sample rate of a file, in Hz
-MAX_FEATURE_BYTES = 64 << 20  # bytes of the features of one sound
+MAX_FEATURE_BYTES = 64 << 20  # largest number of bytes of the features of one sound
 
 Filling = Literal["repeatpad", "repeat", "pad"]
 Scale = Literal["htk", "slaney"]
@@ -49,16 +50,17 @@ class SoundHeader(NamedTuple):
 
 class SoundRecipe(msgspec.Struct, frozen=True, omit_defaults=True):
     """Preparation of a sound of one channel. The model reads `window` samples, at `rate` samples per second, as a
-    spectrogram. It has a frame for each `hop` samples. Each frame covers `fft` samples, in `bins` bands from `low` to
-    `high` Hz.
+    spectrogram. The spectrogram has a frame for each `hop` samples. Each frame covers `fft` samples, in `bins` bands
+    from `low` to `high` Hz.
 
-    `filling` is for a sound that is shorter than the window. repeatpad repeats it as often as it fits whole, and then
-    pads it with silence. repeat repeats it to the full length. pad only pads it. Of a longer sound, the middle is read.
-    With `whole`, all of it is read, window after window. With `fused`, four views are read: the whole sound, shrunk,
-    and a part of each third. `fused` reads a shorter sound four times. `scale`: scale of the bands; with slaney they
-    have equal area. `levels`: powers in decibels, or relative to the loudest power of the sound. A relative power is
-    log10 of the power, at least the largest log10 - 8; then 4 is added, and the sum is divided by 4. The frame after
-    the last sample is dropped. `chunk`: number of samples that cost as much as one token.
+    `filling` is for a sound that is shorter than the window. With repeatpad, the sound is repeated while it fits
+    completely, then silence is added. With repeat, it is repeated to the full length. With pad, only silence is added.
+    Of a longer sound, the middle is read. With `whole`, all of it is read, window after window. With `fused`, four
+    views are read: the whole sound, shrunk, and a part of each third. With `fused`, a shorter sound is read four times.
+    `scale`: scale of the bands; with slaney they have equal area. `levels`: powers in decibels, or relative to the
+    loudest power of the sound. A relative power is log10 of the power, at least the largest log10 - 8; then 4 is added,
+    and the sum is divided by 4. The frame after the last sample is dropped. `chunk`: number of samples that cost as
+    much as one token.
     """
 
     rate: int
@@ -88,12 +90,14 @@ class SoundRecipe(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def tokens(self) -> int:
-        """Return the cost of a sound that is no longer than the window: the samples that the model reads, in chunks."""
+        """Return the cost of a sound that is not longer than the window: the number of samples for the model, in
+        chunks.
+        """
         return -(-self.window // self.chunk)
 
     @property
     def shape(self) -> Shape:
-        """Return the shape of the features of a sound that is no longer than the window."""
+        """Return the shape of the features of a sound that is not longer than the window."""
         return self._shape_of(self.window)
 
     @property
@@ -104,7 +108,7 @@ class SoundRecipe(msgspec.Struct, frozen=True, omit_defaults=True):
         return Shape(4 if self.fused else 1, samples // self.hop + (self.levels == "decibels"), self.bins)
 
     def can_make(self, shape: Shape) -> bool:
-        """Return whether there is a sound whose features have this shape."""
+        """Return whether a sound exists whose features have this shape."""
         shortest, longest = self.shape, self._largest
         is_alike = shape._replace(frames=shortest.frames) == shortest
         return is_alike and shortest.frames <= shape.frames <= longest.frames
@@ -114,23 +118,27 @@ class SoundRecipe(msgspec.Struct, frozen=True, omit_defaults=True):
         return -(-shape.frames * self.hop // self.chunk) if self.whole else self.tokens
 
 
-def check(header: SoundHeader) -> None:
-    """Raise the fault of a sound whose header has a rate, a length or a number of channels outside the limits."""
+def check(header: SoundHeader, from_s: float | None = None) -> None:
+    """Raise the fault of a sound whose header has a rate, a length or a number of channels outside the limits. With
+    `from_s`, only the part that begins there is read, and the whole may be longer.
+    """
     frames, rate, channels = header
     if not RATES[0] <= rate <= RATES[1]:
         raise fault("undecodable", f"the sound has {rate} samples a second, {RATES[0]} to {RATES[1]} are read")
     if min(frames, channels) < 1:
         raise fault("undecodable", "the sound file holds no samples")
-    if header.seconds > MAX_SECONDS:
-        raise fault("too_large", f"the sound lasts {header.seconds:.1f} s, at most {MAX_SECONDS} s are read")
-    if frames * channels > MAX_SAMPLES:
-        raise fault(
-            "too_large", f"the sound has {frames * channels} samples in {channels} channels, at most {MAX_SAMPLES}"
-        )
+    most_s = MAX_SECONDS if from_s is None else MAX_RECORDING_S
+    if header.seconds > most_s:
+        raise fault("too_large", f"the sound lasts {header.seconds:.1f} s, at most {most_s} s are read")
+    samples = channels * (frames if from_s is None else min(frames, MAX_SECONDS * rate))
+    if samples > MAX_SAMPLES:
+        raise fault("too_large", f"the sound has {samples} samples in {channels} channels, at most {MAX_SAMPLES}")
+    if from_s is not None and from_s >= header.seconds:
+        raise fault("undecodable", f"the sound lasts {header.seconds:.1f} s, its part begins after {from_s:.1f} s")
 
 
 class UnknownExtractor(ValueError):
-    """Error of a preprocessor_config.json that needs a step which no recipe has. The message names the step."""
+    """Error of a preprocessor_config.json that needs a step which no recipe has. The message names this step."""
 
 
 _CLAP: Mapping[str, Any] = {
@@ -144,13 +152,13 @@ _CLAP: Mapping[str, Any] = {
     "truncation": "fusion",
     "padding": "repeatpad",
 }
-# bands to which the library shrinks a whole long sound, also if the model has another number of bands
+# number of bands to which the library shrinks a whole long sound, whatever number of bands the model has
 FUSED_BINS = 64
 
 
 def from_extractor(config: Mapping[str, Any], *, positions: int) -> SoundRecipe:
-    """Return the recipe of a checkpoint's preprocessor_config.json. `positions`: number of positions that the model
-    makes from one window. Raises UnknownExtractor.
+    """Return the recipe of a checkpoint's preprocessor_config.json. `positions`: number of positions of the model for
+    one window. Raises UnknownExtractor.
     """
     name = str(config.get("feature_extractor_type") or "not named")
     if name not in _EXTRACTORS:

@@ -26,8 +26,8 @@ def check(alias: Alias, catalogue: Catalogue) -> None:
     mixed.
 
     Raises ValidationFailed, which names the field and the fix. The vectors of two encoders can be mixed if their
-    entries say that they compute the same numbers (`Resolved.numbers`); if an entry does not say it, they cannot.
-    `force` skips this last check only.
+    entries show that they compute the same numbers (`Resolved.numbers`); if an entry does not show it, they cannot.
+    `force` skips only this last check.
     """
     folded = alias.id.casefold()
     if model_id := next((model for model in catalogue.entries if model.casefold() == folded), None):
@@ -71,7 +71,7 @@ def _target(catalogue: Catalogue, alias: Alias, model: str, loc: str) -> Resolve
 
 
 def _check_alike(targets: list[Resolved], catalogue: Catalogue) -> None:
-    """Raise ValidationFailed if the results of one target cannot be mixed with those of another."""
+    """Raise ValidationFailed if the results of two targets cannot be mixed."""
     first = targets[0]
     for number, target in enumerate(targets[1:], 1):
         loc = f"$.alias[{number}].model"
@@ -96,8 +96,8 @@ def _check_alike(targets: list[Resolved], catalogue: Catalogue) -> None:
 
 
 def _numbers(resolved: Resolved, catalogue: Catalogue) -> dict[str, str]:
-    """Return `Resolved.numbers` for each profile that a request through the alias may name. The request may name any
-    profile if the target names none.
+    """Return `Resolved.numbers` for each profile that a request through the alias may name. If the target names no
+    profile, the request may name any.
     """
     names = resolved.entry.profiles if resolved.profile == "default" else ()
     return {

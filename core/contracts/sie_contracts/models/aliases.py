@@ -1,11 +1,12 @@
-"""Aliases: names that stand for models. The structs of an alias, the choice of a target by a key, and the checks of a
+"""Aliases: additional names of models. The structs of an alias, the choice of a target by a key, and the checks of a
 document.
 
     {id: search, alias: BAAI/bge-m3@<commit>}                           one target; a write replaces it
     {id: search, alias: [{model: A, weight: 90}, {model: B, weight: 10}]}     each key keeps its target
-    {id: search, alias: A, shadow: {model: B, share: 0.1}}              B gets copies of requests and answers none
+    {id: search, alias: A, shadow: {model: B, share: 0.1}}              B gets copies of requests; its answers are
+                                                                        dropped
 
-An alias is a document of the catalogue, like a model: it is written, kept, rolled back, exported and broadcast in the
+An alias is a document of the catalogue, like a model: it is written, stored, rolled back, exported and broadcast in the
 same way. Its id differs from all ids of models. A target names a model by id. A revision and a profile pin the target.
 A target never names an alias.
 """
@@ -25,11 +26,12 @@ from sie_contracts.names import in_words
 MAX_TARGETS = 8
 MAX_WEIGHT = 1_000_000
 _HASH_BYTES = 8
-_OF_MODELS = frozenset({"weights", "family", "outputs", "max_tokens"})  # fields that every model has
+# fields that each document of a model has, and no alias
+_OF_MODELS = frozenset({"weights", "family", "outputs", "max_tokens"})
 
 
 class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A model with a `weight`. Its share of the keys is its weight divided by the sum of all weights. `model` has the
+    """A model with a `weight`. Its part of the keys is its weight divided by the sum of all weights. `model` has the
     form `id[@revision][:profile]`.
     """
 
@@ -38,7 +40,7 @@ class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
 
 
 class Shadow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A model that gets a copy of a share of the requests. Its results are measured and dropped."""
+    """A model that gets copies of a share of the requests. Its results are measured and dropped."""
 
     model: str
     share: float = 1.0
@@ -55,12 +57,12 @@ class Alias(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
 
     @property
     def models(self) -> tuple[str, ...]:
-        """Return all models that the alias names, with the shadow, as the document writes them."""
+        """Return all models in the alias, including the shadow, in the form in which the document has them."""
         return (*(target.model for target in self.alias), *(() if self.shadow is None else (self.shadow.model,)))
 
     @property
     def heaviest(self) -> Target:
-        """Return the target with the largest weight, the first of equals. It is used for a request without a key."""
+        """Return the target with the largest weight; of several, the first. It is used for a request without a key."""
         return max(self.alias, key=lambda target: target.weight)
 
 
@@ -119,17 +121,19 @@ def _named(value: Any) -> Any:
 
 
 def _key_name(model: str) -> str:
-    """Return the name of a target for the hash of keys. It has no revision, so that a new revision moves no key."""
+    """Return the name of a target for the hash of keys. It has no revision, so a new revision does not change the
+    target of any key.
+    """
     name, at, tail = model.partition("@")
     return name + (":" + tail.partition(":")[2] if at and ":" in tail else "")
 
 
 def choose(alias: Alias, key: str) -> Target:
-    """Return the target of a key. All gateways return the same one. Over many keys, targets are chosen in proportion to
-    their weights.
+    """Return the target of a key. All gateways return the same target. Over many keys, targets are chosen in proportion
+    to their weights.
 
-    Weighted rendezvous hashing: if the weight of a target rises, it wins keys and loses none. The hash includes the
-    alias, so that one key has different places in different aliases.
+    The method is weighted rendezvous hashing: if the weight of a target rises, the target gains keys and loses none.
+    The hash includes the alias, so that a key is independent in different aliases.
     """
     if len(alias.alias) == 1:
         return alias.alias[0]
@@ -141,20 +145,20 @@ def choose(alias: Alias, key: str) -> Target:
 
 
 def _uniform(*parts: str) -> float:
-    """Return a number above 0 and below 1 from a hash of the parts. Each part is hashed with its length, so that parts
-    cannot be confused.
+    """Return a number above 0 and below 1 from a hash of the parts. Each part is hashed with its length, so that the
+    borders between parts are unambiguous.
     """
     digest = hashlib.blake2b(digest_size=_HASH_BYTES)
     for part in parts:
         data = part.encode()
         digest.update(len(data).to_bytes(4, "big") + data)
-    # 53 bits is the precision of a float. With 64 bits, the largest values would round to 1, and log(1) is 0.
+    # A float has a precision of 53 bits. With 64 bits, the largest values would round to 1, and log(1) is 0.
     return ((int.from_bytes(digest.digest(), "big") >> 11) + 0.5) / (1 << 53)
 
 
 def model_of(spec: str) -> str:
-    """Return the case-folded id that a target names, without bundle, revision and profile. Ids contain neither `@` nor
-    `:`.
+    """Return the case-folded id in the name of a target, without bundle, revision and profile. Ids contain neither `@`
+    nor `:`.
     """
     name = spec.partition(":/")[2] or spec
     return name.partition("@")[0].partition(":")[0].casefold()

@@ -15,13 +15,13 @@ from sie_contracts.models.families import FAMILIES
 from sie_contracts.names import in_words
 
 DEFAULT = "default"
-BUILT_IN = "built-in"  # in `families`, this stands for every row of FAMILIES that needs no separate environment
+BUILT_IN = "built-in"  # value in `families` for every row of FAMILIES that needs no separate environment
 BUNDLE_ID = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")  # the form that SIE_BUNDLE accepts
 _REQUIREMENT = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?\s*(\[[^\]]*\])?\s*([<>=!~(;].*)?$")
 
 
 class BundleEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Packages that the workers of one image have installed, and the families that they can serve.
+    """Packages of one worker image, and the families that its workers can serve.
 
     `requires` are requirements in the form of PEP 508; an adapter that lacks one refuses to start. `families` are the
     families that the bundle serves; empty means all families, also those of other packages. If several bundles can
@@ -72,21 +72,21 @@ def _invalid(loc: str, message: str) -> ValidationFailed:
 
 
 def ordered(bundles: Mapping[str, BundleEntry]) -> list[BundleEntry]:
-    """Return all bundles, the preferred one first."""
+    """Return all bundles, with the preferred bundle first."""
     return sorted(bundles.values(), key=lambda bundle: (bundle.priority, bundle.id))
 
 
 def serving(bundles: Mapping[str, BundleEntry], family: str, named: str = "") -> tuple[str, ...]:
-    """Return the bundles that can serve a model of `family`, the preferred one first. If the model names a bundle, only
-    that bundle may serve it.
+    """Return the bundles that can serve a model of `family`, the preferred bundle first. If the model names a bundle,
+    only that bundle may serve it.
     """
-    if not bundles:  # a catalogue without bundles, for example of a single model
+    if not bundles:  # a catalogue without bundles, for example the catalogue of a single model
         return (named or DEFAULT,)
     return tuple(bundle.id for bundle in ordered(bundles) if bundle.serves(family) and named in ("", bundle.id))
 
 
 def lacking(bundles: Mapping[str, BundleEntry], family: str, named: str = "") -> tuple[str, str]:
-    """Return why no bundle can serve a model, and the fix: the path of the wrong field, and a sentence."""
+    """Return the reason why no bundle can serve a model, and the fix: the path of the wrong field, and a sentence."""
     able = [bundle.id for bundle in ordered(bundles) if bundle.serves(family)]
     families_of_bundles = "; ".join(
         f"{bundle.id} has {', '.join(bundle.families) or 'every family'}" for bundle in ordered(bundles)

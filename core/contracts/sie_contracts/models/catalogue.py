@@ -1,7 +1,7 @@
 """Catalogue of models, profiles and bundles, and the resolution of a model's name.
 
     "[bundle:/]model[@revision][:profile]" ──► Catalogue.resolve ──► Resolved (entry, profile, residency)
-                                                   └ an alias: by the target of the request's key
+                                                   └ an alias: the target of the request's key is resolved
 
 The functions are pure and the data is immutable: the resolution for one request never changes the resolution for
 another request. `options` interprets the parameters of a request for a resolved model.
@@ -29,8 +29,8 @@ _Value = TypeVar("_Value")
 
 
 def packaged_folder() -> Path:
-    """Return the folder of the catalogue that ships with the distribution. It is in the package if that is installed,
-    and at the root in a checkout.
+    """Return the folder of the catalogue that ships with the distribution. In an installation it is in the package, in
+    a checkout at the root.
     """
     installed = Path(__file__).parents[1] / "catalog"
     return installed if installed.is_dir() else Path(__file__).parents[4] / "catalog"
@@ -45,9 +45,9 @@ class Resolved:
     run: RunDefaults
     load: LoadOptions
     residency: str
-    requested: str  # the name as the client wrote it, without the bundle prefix: replies echo it
-    alias: str = ""  # the alias that the client named, if any
-    bundles: tuple[str, ...] = ()  # bundles that can serve it, the preferred one first
+    requested: str  # name from the request, without the bundle prefix: replies repeat it
+    alias: str = ""  # alias that the request named; empty if it named a model
+    bundles: tuple[str, ...] = ()  # bundles that can serve the model, the preferred bundle first
 
     @property
     def bundle(self) -> str:
@@ -59,8 +59,8 @@ class Resolved:
 
     @property
     def numbers(self) -> str:
-        """Return a digest that two entries share if they compute the same numbers from a text on the same device, also
-        with different ids. It is empty if the entry does not say which weights it has.
+        """Return a digest that is equal for two entries if they compute the same numbers from a text on the same
+        device, whatever their ids. It is empty if the entry does not identify its weights.
         """
         weights = self.entry.weights
         if weights.path:  # only digests identify the contents of a folder
@@ -72,7 +72,7 @@ class Resolved:
 
 @dataclass(frozen=True)
 class Catalogue:
-    """An immutable snapshot of the catalogue. One snapshot serves a request from start to end.
+    """An immutable snapshot of the catalogue. A request uses one snapshot from start to end.
 
     `revisions`: revision by id. `epoch`: `created:number` of the last write, in the count of the config service.
     """
@@ -82,7 +82,7 @@ class Catalogue:
     bundles: Mapping[str, BundleEntry] = field(default_factory=dict)
     epoch: str = ""
     aliases: Mapping[str, Alias] = field(default_factory=dict)
-    # id -> number, in the count of epochs, of the write that made the present revision
+    # id -> number of the write that made the present revision, in the count of epochs
     written: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
@@ -94,7 +94,7 @@ class Catalogue:
         epoch: str,
         written: Mapping[str, int] | None = None,
     ) -> Catalogue:
-        """Return a snapshot of these documents, given by id."""
+        """Return a snapshot of these documents, a map by id."""
         entries = {name: document for name, document in documents.items() if isinstance(document, ModelEntry)}
         aliases = {name: document for name, document in documents.items() if isinstance(document, Alias)}
         return cls(entries, revisions, bundles, epoch, aliases, written or {})
@@ -116,13 +116,13 @@ class Catalogue:
         return new
 
     def at(self, epoch: str) -> Catalogue:
-        """Return a snapshot with the same contents at a later epoch."""
+        """Return a snapshot with the same contents and a later epoch."""
         new = replace(self, epoch=epoch)
         new.__dict__["_names"], new.__dict__["_serving"] = self._names, self._serving
         return new
 
     def since(self, model: str) -> str:
-        """Return the epoch of the write that made the present revision of a model. If that write is not known, return
+        """Return the epoch of the write that created the present revision of a model. If that write is unknown, return
         the epoch of the snapshot.
         """
         number = self.written.get(model)
@@ -133,7 +133,7 @@ class Catalogue:
         return NameIndex((*self.entries, *self.aliases))
 
     def find(self, name: str) -> ModelEntry | None:
-        """Return the entry with this id. If there is none, return the only entry whose id differs only in case."""
+        """Return the entry with this id. If no entry has it, return the only entry whose id differs only in case."""
         return self.entries.get(name) or self.entries.get(self._names.same(name) or "")
 
     def near(self, name: str, able: Callable[[ModelEntry], bool] = lambda _: True) -> list[str]:
@@ -165,7 +165,7 @@ class Catalogue:
         return self._in_bundle(self.resolve_profile(entry, profile, rest), bundle)
 
     def bundles_of(self, entry: ModelEntry) -> tuple[str, ...]:
-        """Return the bundles that can serve a model, the preferred one first."""
+        """Return the bundles that can serve a model, the preferred bundle first."""
         key = entry.family, entry.bundle
         if key not in self._serving:
             self._serving[key] = bundling.serving(self.bundles, *key)
@@ -173,13 +173,15 @@ class Catalogue:
 
     @functools.cached_property
     def _serving(self) -> dict[tuple[str, str], tuple[str, ...]]:
-        """Cache of the results of `bundles_of`, by family and by the bundle that an entry names: each request needs
-        one.
+        """Cache of the results of `bundles_of`, by family and by the bundle of the entry. Every request needs such a
+        result.
         """
         return {}
 
     def _in_bundle(self, resolved: Resolved, bundle: str) -> Resolved:
-        """Set the bundles of the resolution: `bundle`, or all that can serve the model. Raises BundleConflict."""
+        """Set the bundles of the resolution: `bundle`, or all bundles that can serve the model. Raises
+        BundleConflict.
+        """
         if resolved.bundles and not bundle:
             return resolved
         entry, able = resolved.entry, self.bundles_of(resolved.entry)
@@ -189,7 +191,7 @@ class Catalogue:
         return replace(resolved, bundles=(bundle,) if bundle else able)
 
     def find_alias(self, name: str) -> Alias | None:
-        """Return the alias with this id. The id is compared as in `find`."""
+        """Return the alias with this id. The id is compared in the same way as in `find`."""
         return self.aliases.get(name) or self.aliases.get(self._names.same(name) or "")
 
     def _through_alias(self, rest: str, key: str) -> Resolved | None:
@@ -249,14 +251,16 @@ class Catalogue:
                 extras={"profiles": ["default", *entry.profiles]},
             )
         run, load = _layered(entry, profile)
-        # profiles with equal load options share one copy of the weights, named after the first of them
+        # profiles with equal load options use one copy of the weights, named after the first of these profiles
         owner = next(name for name in ("default", *entry.profiles) if _layered(entry, name)[1] == load)
         residency = entry.id if owner == "default" else f"{entry.id}:{owner}"
         return Resolved(entry, profile, run, load, residency, requested)
 
 
 def _with(mapping: Mapping[str, _Value], key: str, value: _Value | None) -> Mapping[str, _Value]:
-    """Return the map with a key changed, or removed if `value` is None. Return the map itself if nothing changes."""
+    """Return a copy of the map in which a key is changed, or removed if `value` is None. Return the map itself if
+    nothing changes.
+    """
     if value is None and key not in mapping:
         return mapping
     new = dict(mapping)
@@ -316,7 +320,7 @@ def profile_fingerprint(loaded: str, entry: ModelEntry, profile: str) -> str:
 
 
 def fingerprint(entry: ModelEntry, load: LoadOptions, precision: str, engine: str = "torch") -> str:
-    """Return a digest of everything that changes the numbers of a model: weights, pooling, prompts, precision, engine,
+    """Return a digest of all settings that change the numbers of a model: weights, pooling, prompts, precision, engine,
     normalisation and truncation.
     """
     facts: dict[str, object] = {
@@ -327,7 +331,8 @@ def fingerprint(entry: ModelEntry, load: LoadOptions, precision: str, engine: st
         "outputs": entry.outputs,
         "prompts": entry.prompts,
         "run": entry.run,
-        "load": msgspec.structs.replace(load, engine=None),  # only the engine that runs counts, not where it was chosen
+        # only the engine that runs counts, not the level that selected it
+        "load": msgspec.structs.replace(load, engine=None),
         "precision": precision,
     }
     # Fields without a value are left out, and so is the engine torch: fingerprints of existing indexes must not change.
@@ -339,7 +344,8 @@ def fingerprint(entry: ModelEntry, load: LoadOptions, precision: str, engine: st
         facts["pair"] = entry.pair
     if entry.head != HeadOptions():
         facts["head"] = entry.head
-    if entry.weights.digests and not entry.weights.revision:  # a commit identifies the files as well
+    # the revision is a commit, which identifies the files as well
+    if entry.weights.digests and not entry.weights.revision:
         facts["digests"] = entry.weights.digests
     weights = entry.weights
     if weights.unpinned and not weights.digests and not weights.path and weights.hub != entry.id:

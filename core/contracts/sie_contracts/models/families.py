@@ -19,29 +19,27 @@ TEXT_ENCODER = "sie_adapter.families.text_encoder:TextEncoder"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """Facts of a family. `implementation`: `module:class` in the adapter, imported when a model of the family is first
-    loaded.
-    `parameters`: the options that only this family reads.
-    `config_file`: the file that shows, beside weights, that a folder holds a model of the family.
-    `transformers_class`: the class of transformers that loads the folder.
+    loaded. `parameters`: the options that only this family reads. `config_file`: a folder with this file, in addition
+    to weights, has a model of the family. `transformers_class`: the class of transformers that loads the folder.
     """
 
     implementation: str
     parameters: frozenset[str] = frozenset()
     config_file: str = "config.json"
     transformers_class: str = "AutoModel"
-    gives_vectors: bool = False  # dense, sparse or multivector, from which scores are computed as well
-    ignores_text_beside_images: bool = False  # also beside a sound: if an input has both, its text is not read
-    reads_answer: bool = False  # the score is the probability of the next token: a decoder
+    gives_vectors: bool = False  # the outputs are dense, sparse or multivector; scores are computed from them as well
+    ignores_text_beside_images: bool = False  # if an input has a text and an image or a sound, its text is not read
+    reads_answer: bool = False  # the model is a decoder: the score is the probability of the next token
     takes_lora: bool = False
     needs_labels: bool = False  # each request must name labels
-    needs_instruction: bool = False  # each extraction must have an instruction: the query that the texts are read for
-    reads_mentions: bool = False  # it looks for relations between the `metadata.entities` of an item
-    has_row_per_label: bool = False  # an input becomes one sequence for each label
-    ends_instruction: bool = False  # it adds a full stop to an instruction that ends without punctuation
+    needs_instruction: bool = False  # each extraction must have an instruction: the question to answer from the texts
+    reads_mentions: bool = False  # the model finds relations between the `metadata.entities` of an item
+    has_row_per_label: bool = False  # an input has one sequence per label
+    ends_instruction: bool = False  # the family adds a full stop to an instruction that ends without punctuation
     reads_first_token: bool = False  # the tokenizer must put a token before each text
     separates_pairs: bool = False  # the tokenizer must put a token between two texts
     has_pickled_weights: bool = False  # pytorch_model.bin, read by torch's loader of plain tensors
-    names_backbones: bool = False  # `config_file` names repositories of backbones, whose files belong to the model
+    names_backbones: bool = False  # `config_file` names repositories of backbones; their files belong to the model
     extra: str = (
         ""  # extra of the distribution, for a separate environment; `built-in` of a bundle leaves the family out
     )
@@ -87,6 +85,11 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             implementation=TEXT_ENCODER,
             parameters=frozenset({"threshold"}),
             transformers_class="AutoModelForTokenClassification",
+        ),
+        "static-embedding": Family(
+            implementation="sie_adapter.families.static_embedding:StaticEmbedding",
+            config_file="tokenizer.json",
+            gives_vectors=True,
         ),
         "dual-encoder": Family(
             implementation="sie_adapter.families.dual_encoder:DualEncoder",
@@ -134,7 +137,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         ),
         "gliner2": Family(
             implementation="sie_adapter.families.gliner2:Gliner2Model",
-            parameters=frozenset({"threshold"}),
+            parameters=frozenset({"threshold", "multi_label", "task"}),
             needs_labels=True,
         ),
         "glirel": Family(
@@ -148,7 +151,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         ),
         "gliclass": Family(
             implementation="sie_adapter.families.gliclass:GliclassModel",
-            parameters=frozenset({"threshold", "multi_label"}),
+            parameters=frozenset({"threshold", "multi_label", "examples"}),
             needs_labels=True,
         ),
         "document-reader": Family(

@@ -1,11 +1,12 @@
-"""Placement of models on workers. The table is kept between planning steps. A step places only the models whose inputs
+"""Placement of models on workers. The table remains between planning steps. A step places only the models whose inputs
 have changed.
 
     workers, wanted hosts, the table before ──► changed models ──settle(demand)──► keep live hosts ─► adopt ─► fill ─►
     relieve
 
 With W workers and M models, a table from scratch takes O((W + M) log W), and a step without a change takes O(W + M)
-array operations. No clock, no I/O, no randomness: gateways that compute from equal inputs write equal tables.
+array operations. The module uses no clock, no I/O and no randomness: gateways that compute from equal inputs write
+equal tables.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from numpy.typing import NDArray
 
 from sie_contracts.hosts import UNLIMITED, Holdings, HostWorker, Order, lot_of, pair
 
-HOT = 0.8  # planned use of a worker above which a model is moved off it
-MOVE_GAIN = 0.1  # share of a worker's time: a move must lower the higher planned use of the two workers by this much
+HOT = 0.8  # planned use of a worker, from 0 to 1; above it a model is moved to another worker
+MOVE_GAIN = 0.1  # share of a worker's time: a move must reduce the higher planned use of the two workers by this amount
 PAUSE_EVERY = 16  # models between two calls of `pause`
 _FIRST_MODELS = 64
 
 
 @dataclass(slots=True, eq=False)
 class _ModelHosts:
-    """The hosts of one model. A host in `leaving` still serves, beside `target_count` hosts, until these hosts have the
-    model loaded.
+    """Hosts of one model. A host in `leaving` still serves, in addition to `target_count` hosts, until these hosts have
+    the model loaded.
     """
 
     model: str
@@ -38,7 +39,7 @@ class _ModelHosts:
     before: tuple[str, ...] = ()  # the hosts in the stored table
 
     def table(self) -> tuple[str, ...]:
-        """Return the row of the table. Hosts that have the model loaded come first."""
+        """Return the row of the table. Hosts that have the model loaded are first."""
         hosts = tuple(
             worker.name for worker in sorted(self.hosts, key=lambda worker: self.model not in worker.holdings.loaded)
         )
@@ -53,16 +54,16 @@ class _ModelHosts:
 
 
 class Layout:
-    """The placement table of one lane and its inputs. Not safe for use by two threads at once.
+    """Placement table of one lane and its inputs. Not thread-safe.
 
-    Rules: a model keeps its live hosts. Then, by falling demand, models without a host adopt workers that have or load
-    them. Then missing hosts are filled in, by (room, planned use, residency, number of models, consistent hash). A
-    model that is not loaded moves off a worker with more models than slots if another worker has room. At most one
-    model per call moves off a hot worker. The host that it leaves stays in the table, before the new hosts, until all
-    new hosts have it loaded. Hosts that have the model loaded come first.
+    Rules: a model keeps its live hosts. Then models without a host get workers that have or load them, the models with
+    the highest demand first. Then missing hosts are filled in, by (room, planned use, residency, number of models,
+    consistent hash). A model that is not loaded moves off a worker with more models than slots if another worker has
+    room. At most one model per call moves off a hot worker. The host that it leaves stays in the table, before the new
+    hosts, until all new hosts have it loaded. Hosts that have the model loaded are first.
 
-    So a lost worker moves only its own models, and equal inputs move nothing while no worker is hot. If a table must
-    have fewer hosts than before, the caller cuts it.
+    So a lost worker moves only its own models, and with equal inputs no model moves while no worker is hot. If a table
+    must have fewer hosts than before, the caller removes hosts.
     """
 
     def __init__(self, pause: Callable[[], None] = lambda: None) -> None:
@@ -71,14 +72,14 @@ class Layout:
         self.workers: dict[str, HostWorker] = {}
         self._hosts: dict[int, HostWorker] = {}  # index of a worker -> worker
         self._share = np.zeros(_FIRST_MODELS)  # index of a model -> demand on one of its hosts, in workers
-        self.having: dict[str, set[str]] = {}  # model -> workers that have or load it
+        self.having: dict[str, set[str]] = {}  # model -> workers that have it loaded or load it
         self.loading: set[str] = set()  # workers that load a model now
-        self.indices: dict[str, int] = {}  # model -> its index in arrays; index 0 stands for no model
+        self.indices: dict[str, int] = {}  # model -> its index in arrays; index 0 means no model
         self.names = [""]  # index of a model -> its name
         self._pause = pause
         self._refused: dict[str, set[str]] = {}
         self._dirty: set[str] = set()
-        # models that each step checks: a host leaves, is missing, or refused the model
+        # models that each step checks: a host leaves, a host is missing, or a host refused the model
         self._unsettled: set[str] = set()
         self._overfull: set[str] = set()
         self._free_models: list[int] = []
@@ -91,7 +92,7 @@ class Layout:
     # ---- inputs
 
     def set_worker(self, name: str, holdings: Holdings, slots: int) -> set[str]:
-        """Set the state of a live worker. `slots`: number of models that fit at once; 0: no limit.
+        """Set the state of a live worker. `slots`: number of models that fit at the same time; 0: no limit.
 
         Returns the models whose state on this worker changed: loaded, loading or refused.
         """
@@ -121,7 +122,7 @@ class Layout:
         return changed
 
     def drop_worker(self, name: str) -> set[str]:
-        """Remove a worker that is not live any more. Returns the same as `set_worker`."""
+        """Remove a worker that is no longer live. Returns the models whose state changed, like `set_worker`."""
         changed = self.set_worker(name, Holdings(), 0)
         worker = self.workers.pop(name)
         del self._hosts[worker.index]
@@ -152,7 +153,7 @@ class Layout:
             self._dirty.add(model)
 
     def set_before(self, model: str, hosts: tuple[str, ...]) -> None:
-        """Set the stored hosts of a model: another gateway wrote them, or they are reduced."""
+        """Set the stored hosts of a model: hosts that another gateway wrote, or a reduced list of hosts."""
         row = self.rows[model]
         row.before = hosts
         self._dirty.add(model)
@@ -171,7 +172,7 @@ class Layout:
         """Return the length of arrays that are indexed by model."""
         return len(self._target_counts)
 
-    # ---- the table
+    # ---- the placement table
 
     def settle(self, demand: NDArray[np.float64]) -> dict[str, tuple[str, ...]]:
         """Place the models whose inputs have changed. Returns the hosts of each model whose row changed.
@@ -245,14 +246,16 @@ class Layout:
         return min(row.target_count, len(self.workers))
 
     def _use(self) -> NDArray[np.float64]:
-        """Return the planned use by worker index. It is rounded, so that it does not depend on the order of the sum."""
+        """Return the planned use by worker index. Each value is rounded, so that it does not depend on the order of the
+        sum.
+        """
         size = len(self.workers) + len(self._free_workers) + 1
         use = np.bincount(self._first, self._share, size)
         for model in self._several:
             row = self.rows[model]
             for worker in row.hosts[1:]:
                 use[worker.index] += self._share[row.index]
-        use[0] = 0.0  # index 0: models without a host
+        use[0] = 0.0  # index 0: the demand of models without a host
         return np.round(use, 9)
 
     def _assign(self, row: _ModelHosts, hosts: list[HostWorker]) -> None:
@@ -313,7 +316,7 @@ class Layout:
         self._assign(row, live[: row.target_count])
 
     def _adopt(self, row: _ModelHosts) -> None:
-        """Give a model without a host to workers that have it loaded, or else load it."""
+        """Make workers the hosts of a model without a host: workers that have it loaded, or else load it."""
         having = [self.workers[name] for name in self.having.get(row.model, ())]
         having.sort(key=lambda worker: (row.model not in worker.holdings.loaded, worker.use, worker.name))
         for worker in having[: row.target_count]:
@@ -321,8 +324,8 @@ class Layout:
 
     def _best(self, row: _ModelHosts, *, only_free: bool) -> HostWorker | None:
         """Return the next host: a worker that did not refuse the model, with room for it, low planned use, the model
-        loaded and few other models. Ties are broken by hash. A worker that refused the model comes last, and only
-        without `only_free`.
+        loaded and few other models. A hash decides between equal workers. A worker that refused the model is last, and
+        is not returned with `only_free`.
         """
         if self._order is None:
             self._order = Order(self.workers.values())
@@ -366,7 +369,7 @@ class Layout:
                     room -= 1
 
     def _relieve_hot(self, touched: set[str]) -> None:
-        """Move one model off the busiest worker, if that helps."""
+        """Move one model away from the worker with the highest planned use, if that lowers the use."""
         hot = min(self.workers.values(), key=lambda worker: (-worker.use, worker.name))
         if hot.use <= HOT or any(
             self.rows[model].leaving == hot.name for model in self._unsettled | touched if model in self.rows
@@ -408,5 +411,5 @@ def _note(index: dict[str, set[str]], model: str, name: str, *, is_in: bool) -> 
 
 
 def _reversed(name: str) -> tuple[int, ...]:
-    """Return a sort key that orders names from last to first."""
+    """Return a sort key that puts names in reverse order."""
     return (*(-ord(char) for char in name), 1)

@@ -6,6 +6,8 @@ from typing import Literal
 
 from sie_contracts.errors import LoraLoadFailed, ModelLoadFailed
 
+MAX_ATTEMPTS = 3  # tries of a load whose cause is unknown; a preload tries no more often either
+
 LoadErrorClass = Literal["GATED", "NOT_FOUND", "DEPENDENCY", "INCOMPATIBLE", "CERTIFICATE", "UNKNOWN", "OOM", "NETWORK"]
 
 
@@ -15,24 +17,24 @@ def load_failed(error_class: LoadErrorClass, message: str) -> ModelLoadFailed:
 
 
 def lora_failed(name: str, cause: str) -> LoraLoadFailed:
-    """Return a failure to load a LoRA that is not the fault of the client. The name of the LoRA may be input of a
-    client.
+    """Return a failure to load a LoRA that is not the fault of the client. The name of the LoRA may be
+    a text of a client.
     """
     return LoraLoadFailed(_lora_message(name, cause), extras={"lora_id": name[:200]})
 
 
 def lora_rejected(name: str, cause: str) -> LoraLoadFailed:
-    """Return the error for a LoRA that this model can never take."""
+    """Return the error for a LoRA that can never be used with this model."""
     return LoraLoadFailed(_lora_message(name, cause), reason="lora_rejected", extras={"lora_id": name[:200]})
 
 
 def lora_not_found(name: str, cause: str) -> LoraLoadFailed:
-    """Return the error for a LoRA that is in none of the places where LoRAs are searched."""
+    """Return the error for a LoRA that was found in none of the searched folders and repositories."""
     return LoraLoadFailed(_lora_message(name, cause), reason="lora_not_found", extras={"lora_id": name[:200]})
 
 
 def lora_of_entry(error: LoraLoadFailed) -> LoraLoadFailed:
-    """Return the failure of a LoRA that the model's entry names. It is not the fault of the client."""
+    """Return the failure of a LoRA in the model's entry. The failure is not the fault of the client."""
     return LoraLoadFailed(error.message, extras=error.extras)
 
 

@@ -11,16 +11,16 @@ import msgspec
 
 from sie_contracts.errors import InvalidInput
 
-MAX_WIDTH = 1 << 20  # values of one result: 4 MiB of float32
-MAX_CELLS = 1 << 23  # values of one item before the final projection, whose matrix has an index for each value
+MAX_WIDTH = 1 << 20  # largest number of values of one result: 4 MiB of float32
+MAX_CELLS = 1 << 23  # values of one item before the final projection; the projection matrix has an index for each value
 
 _WHOLE = {
     "num_repetitions": (1, 128),
     "num_simhash_projections": (0, 10),
-    # values of a token in one repetition: with longer tokens, memory would grow too fast with their number
+    # values of a token in one repetition: with more values, memory would grow too fast with the number of tokens
     "projection_dim": (1, 1024),
     "final_projection_dim": (1, MAX_WIDTH),
-    "seed": (0, (1 << 53) - 1),  # every JSON reader keeps whole numbers up to this exactly
+    "seed": (0, (1 << 53) - 1),  # every JSON reader represents whole numbers up to this value exactly
 }
 _NULLABLE = {"projection_dim", "final_projection_dim"}
 
@@ -30,7 +30,8 @@ class Muvera(msgspec.Struct, frozen=True):
     Encodings", section 2.
 
     Each of the `num_repetitions` repetitions cuts space into 2 ** `num_simhash_projections` partitions. With
-    `projection_dim` None the tokens keep their width. With `final_projection_dim` None all cells are kept.
+    `projection_dim` None, the width of the tokens does not change. With `final_projection_dim` None, all cells are in
+    the result.
     """
 
     num_repetitions: int = 40
@@ -51,8 +52,8 @@ class Muvera(msgspec.Struct, frozen=True):
         return self.num_repetitions * self.partitions * (self.projection_dim or dim)
 
     def width(self, dim: int, path: str = "muvera") -> int:
-        """Return the number of values of one result, for tokens of width `dim`. Raises InvalidInput above MAX_WIDTH,
-        and above MAX_CELLS before the projection.
+        """Return the number of values of one result, for tokens of width `dim`. Raises InvalidInput if the width is
+        above MAX_WIDTH, or if the values before the projection are more than MAX_CELLS.
         """
         cells = self.cells(dim)
         if cells > MAX_CELLS:
@@ -66,9 +67,9 @@ class Muvera(msgspec.Struct, frozen=True):
 def parse(raw: Mapping[str, Any] | Literal[True], defaults: Muvera | None, path: str) -> Muvera:
     """Return `defaults` (`Muvera()` if None), overlaid with the keys of `raw`.
 
-    Null unsets a key, except that it means "none" for the two projections. Raises InvalidInput with the path of an
-    unknown key, or of a value of the wrong type or out of range. If the result would be too wide for any token width,
-    the error has the path of `raw` itself.
+    Null unsets a key. For the two projections, null means "none". Raises InvalidInput with the path of an unknown key,
+    or of a value of the wrong type or out of range. If the result would be too wide for any token width, the error has
+    the path of `raw` itself.
     """
     if raw is not True and not isinstance(raw, Mapping):
         raise _bad(path, "true, false, null or a map", _got(raw))
@@ -107,8 +108,8 @@ def _boolean(path: str, value: object) -> bool:
 
 
 def _got(value: object) -> str:
-    """Describe a value for an error message. Numbers are shown. A value that may hold a client's text is named by its
-    type.
+    """Describe a value for an error message. Numbers are shown. Of a value that may contain a client's text, only the
+    type is shown.
     """
     if value is None or isinstance(value, bool | int | float):
         return "null" if value is None else repr(value)

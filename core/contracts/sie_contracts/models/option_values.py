@@ -1,6 +1,6 @@
-"""The values of request parameters: each function checks one value and returns it as the model takes it.
+"""Values of request parameters: each function checks one value and returns it in the form that the model needs.
 
-`path` is where the client wrote it. Each raises InvalidInput that names the path.
+`path` is the path of the parameter in the request. Each function raises InvalidInput with this path.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import msgspec
 from sie_contracts.errors import InvalidInput
 from sie_contracts.wire.messages import Truncate
 
-# score mode -> outputs from which a model with several outputs computes the score
+# score mode -> outputs that a model with several outputs computes the score from
 SCORE_MODES = {
     "dense": ("dense",),
     "sparse": ("sparse",),
@@ -22,9 +22,10 @@ SCORE_MODES = {
     "hybrid": ("dense", "sparse", "multivector"),
 }
 MAX_HYPOTHESIS = 1000  # characters
+MAX_EXAMPLES = 100
 MAX_TASK = 100  # characters
 MAX_NEW_TOKENS = 1 << 20
-MAX_OWN_BYTES = 64 << 10  # bytes of an option of a family outside this project
+MAX_OWN_BYTES = 64 << 10  # bytes of an option without a form of its own, such as one of a family outside this project
 
 
 def bad(path: str, value: object, expected: str, reason: str = "schema") -> InvalidInput:
@@ -32,8 +33,8 @@ def bad(path: str, value: object, expected: str, reason: str = "schema") -> Inva
 
 
 def describe(value: object) -> str:
-    """Describe a value for an error message. Numbers and booleans are shown. A value that may hold a client's text is
-    named by its type.
+    """Describe a value for an error message. Numbers and booleans are shown. Of a value that may contain a client's
+    text, only the type is shown.
     """
     if value is None or isinstance(value, bool | int | float):
         return "null" if value is None else repr(value)
@@ -114,8 +115,28 @@ def language(path: str, value: Any) -> str:
     return value
 
 
+def examples(path: str, value: Any) -> list[dict[str, Any]]:
+    """Return texts with their labels, which a classifier reads before its text."""
+    if not isinstance(value, list) or len(value) > MAX_EXAMPLES:
+        raise bad(path, value, f"a list of at most {MAX_EXAMPLES} maps with text and labels")
+    for number, example in enumerate(value):
+        labels = example.get("labels") if isinstance(example, dict) else None
+        if not (
+            isinstance(example, dict)
+            and example.keys() == {"text", "labels"}
+            and isinstance(example["text"], str)
+            and isinstance(labels, list)
+            and all(isinstance(label, str) for label in labels)
+        ):
+            raise bad(f"{path}[{number}]", example, "a map of text, a string, and labels, a list of strings")
+    any_value(path, value)
+    return value
+
+
 def any_value(path: str, value: Any) -> Any:
-    """Return an option that its own family checks. Raises InvalidInput if it cannot be sent to the worker."""
+    """Return an option whose value the family itself checks. Raises InvalidInput if the value cannot be sent to the
+    worker.
+    """
     try:
         size = len(msgspec.msgpack.encode(value))
     except (OverflowError, TypeError, UnicodeEncodeError) as error:
@@ -139,7 +160,7 @@ def truncate(path: str, value: Any, *, default: Truncate) -> Truncate:
     raise bad(path, value, "one of END, START, NONE")
 
 
-# the least scores, which are probabilities unless a family returns raw scores
+# lowest scores of results; scores are probabilities unless a family returns raw scores
 THRESHOLDS = frozenset(
     {"threshold", "box_threshold", "text_threshold", "score_threshold", "prune_threshold", "highlight_threshold"}
 )
@@ -149,6 +170,7 @@ CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "top_k": lambda path, value: integer(path, value, "a whole number from 1 to 1000", 1, 1000),
     "task": task,
     "language": language,
+    "examples": examples,
     "max_new_tokens": lambda path, value: integer(path, value, "a whole number of at least 1", 1, MAX_NEW_TOKENS),
     "flat_ner": boolean,
     "multi_label": boolean,

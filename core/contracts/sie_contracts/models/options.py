@@ -1,6 +1,7 @@
-"""Options of a request for a model: its parameters merged over the profile's and the model's, once, here.
+"""Options of a request for a model: the parameters of the request, merged over the parameters of the profile and of the
+model.
 
-    Resolved + parameters of the request ──► run_options ──► messages.RunOptions, which travels with the work
+    Resolved + parameters of the request ──► run_options ──► messages.RunOptions, which is part of the work message
 
 No other code merges options, so every route and path executes the same set.
 """
@@ -43,7 +44,8 @@ from sie_contracts.wire.messages import Operation, RunOptions
 
 MAX_LABELS = 1000
 MAX_WARNINGS = 20
-# Most characters of a parameter that is repeated for each input, or that is a name. The message size limits all others.
+# Most characters of a parameter that is repeated for each input, or that is a name.
+# The message size limits all other parameters.
 MAX_PROMPT = 1 << 20
 MAX_LORA = 1000
 Side = Literal["document", ""]
@@ -66,7 +68,7 @@ _EVERYWHERE = frozenset(
         "doc_template",
     }
 )
-# Parameters that do not change the fingerprint of an answer from that of the profile, each with the reason.
+# Parameters that do not change the fingerprint of an answer, each with the reason.
 NEUTRAL: Mapping[str, str] = {
     "profile": "the fingerprint is that of the profile which was chosen",
     "lora_id": "the fingerprint covers the files of a LoRA, whatever name it has",
@@ -90,21 +92,22 @@ _USED: dict[str, frozenset[str]] = {
 }
 _TOP_LEVEL = frozenset({"items", "inputs", "input", "params", "options", "model", "query"})
 _KNOWN = _TOP_LEVEL.union(*_USED.values())
-FIELDS = _KNOWN.union(*(family.parameters for family in FAMILIES.values()))  # every parameter that some model reads
+# every parameter that at least one model reads
+FIELDS = _KNOWN.union(*(family.parameters for family in FAMILIES.values()))
 _FIELD = re.compile(r"\{(query|document)\}")
 _DTYPES = {name: name for name in DTYPES}
 _QUERY_KINDS = {"query", "search_query"}
 
 
 class _Parameters:
-    """Parameters of a request, from the four levels at which a client may write them. Null and [] mean unset. A null
+    """Parameters of a request. A client may write them at four levels of the body. Null and [] mean unset. A null
     prompt_name means no prompt.
     """
 
     def __init__(self, body: Mapping[str, Any], side: Side) -> None:
         params = _mapping(body, "params", "params")
         self._side = side
-        self.levels: list[tuple[str, Mapping[str, Any]]] = [  # a level takes precedence over the levels after it
+        self.levels: list[tuple[str, Mapping[str, Any]]] = [  # an earlier level takes precedence over a later one
             ("params.", params),
             ("", body),
             ("params.options.", _mapping(params, "options", "params.options")),
@@ -126,12 +129,14 @@ class _Parameters:
         return any(name in self._found for name in names)
 
     def drop(self, *names: str) -> None:
-        """Unset parameters that the request may have set."""
+        """Unset parameters of the request."""
         for name in names:
             self._found.pop(name, None)
 
     def side(self, defaults: RunDefaults) -> Side | None:
-        """Return the side of the texts if neither the request nor the defaults name a side or a prompt, else None."""
+        """Return the default side of the texts, query or document, if neither the request nor the defaults set a side
+        or a prompt; else None.
+        """
         is_named = self.is_set("is_query", "input_type", "prompt_name") or defaults.is_query is not None
         return None if is_named else self._side
 
@@ -144,7 +149,7 @@ class _Parameters:
         return _Parameters({name: value for name, (_, value) in self._found.items() if name in names}, self._side)
 
     def unused(self, used: frozenset[str]) -> Iterator[tuple[str, str]]:
-        """Yield the paths of parameters that have no meaning for this model on this route, each with a suggestion."""
+        """Yield the paths of parameters that have no effect for this model on this route, each with a suggestion."""
         for prefix, level in self.levels:
             options = used if prefix.endswith("options.") else used | _TOP_LEVEL
             for name in level:
@@ -153,7 +158,7 @@ class _Parameters:
                     yield prefix + shown, "" if name in FIELDS else did_you_mean(shown, options)
 
     def foreign(self) -> frozenset[str]:
-        """Return all names that no route knows."""
+        """Return all names that are a parameter on no route."""
         return frozenset(str(name) for _, level in self.levels for name in level) - _KNOWN
 
 
@@ -168,7 +173,7 @@ def _mapping(parent: Mapping[str, Any], name: str, path: str) -> Mapping[str, An
 
 @dataclass(frozen=True)
 class RequestOptions:
-    """Result of the merge: the options that the model runs with, and the form of the reply."""
+    """Result of the merge of options: the options for the run of the model, and the form of the reply."""
 
     run: RunOptions
     on_item_error: str = "slot"
@@ -185,10 +190,10 @@ def run_options(
     strict: bool = False,
     side: Side = "document",
 ) -> tuple[Resolved, RequestOptions]:
-    """Merge the request's parameters over the profile's and the model's, and check each against the entry.
-    `on_item_error` applies if the request has none. `side` applies to texts whose side no parameter names.
+    """Merge the request's parameters over the parameters of the profile and of the model, and check each against the
+    entry. `on_item_error` applies if the request has none. `side` applies to texts if no parameter names their side.
 
-    Returns the resolution, with the profile that the parameter `profile` may have chosen. Raises InvalidInput that
+    Returns the resolution with the profile that the parameter `profile` may have selected. Raises InvalidInput that
     names the path.
     """
     request = _Parameters(body, side)
@@ -248,12 +253,12 @@ def _merged(
 
 
 def _neutral(entry: ModelEntry) -> frozenset[str]:
-    """Return the parameters of NEUTRAL. For a model whose query is its instruction, add `instruction`."""
+    """Return the parameters in NEUTRAL. For a model whose query is its instruction, add `instruction`."""
     return frozenset(NEUTRAL) | (frozenset({"instruction"}) if families.row(entry.family).needs_instruction else set())
 
 
 def altered(usual: RunOptions, **changes: Any) -> RunOptions:
-    """Return `usual` with these fields changed. If one of them differs, the answers have another fingerprint
+    """Return `usual` with some fields changed. If the new value of one differs, the answers have another fingerprint
     (`RunOptions.variant`).
     """
     differing = {name: value for name, value in changes.items() if value != getattr(usual, name)}
@@ -279,8 +284,8 @@ def prompt_template(entry: ModelEntry, path: str, name: Any) -> str:
 
 
 def unpooled(entry: ModelEntry, run: RunOptions) -> RunOptions:
-    """Return `run` with the last hidden state of each token as its only output. Raises InvalidInput if the model gives
-    no hidden states.
+    """Return `run` with the last hidden state of each token as its only output. Raises InvalidInput if the model has no
+    hidden states as output.
     """
     if not families.row(entry.family).gives_vectors or "dense" not in entry.outputs:
         message = f"{entry.id} gives no embeddings of tokens, only dense text encoders do"
@@ -291,14 +296,14 @@ def unpooled(entry: ModelEntry, run: RunOptions) -> RunOptions:
 
 
 def counting(run: RunOptions) -> RunOptions:
-    """Return the options of a tokenize that counts the tokens of inputs that `run` would encode: with the prompt,
-    before truncation.
+    """Return the options of a tokenize request that counts the tokens of the inputs of `run`: with the prompt, before
+    truncation.
     """
     return RunOptions(outputs=(), prefix=run.prefix, suffix=run.suffix, parameters={"count": True})
 
 
 def tokenizing(prefix: str = "", suffix: str = "", *, add_special_tokens: bool = True) -> RunOptions:
-    """Return the options of a tokenize that returns the tokens of prefix + text + suffix."""
+    """Return the options of a tokenize request that returns the tokens of prefix + text + suffix."""
     parameters: dict[str, Any] = {} if add_special_tokens else {"add_special_tokens": False}
     return RunOptions(outputs=(), prefix=prefix, suffix=suffix, parameters=parameters)
 
@@ -335,8 +340,8 @@ def _encode(
 
 
 def _takes_instruction(entry: ModelEntry, defaults: RunDefaults, operation: Operation) -> bool:
-    """Return whether an instruction of a request has an effect. An empty instruction of the profile means that none
-    has.
+    """Return whether an instruction of a request has an effect. If the profile has an empty instruction, no instruction
+    has an effect.
     """
     if defaults.instruction == "":
         return False
@@ -350,7 +355,7 @@ def _score(
 ) -> dict[str, Any]:
     if entry.pair:
         instruction = _instruction(entry, defaults, request)
-        # without an instruction, a piece that has only the instruction is left out
+        # without an instruction, a piece that contains only the instruction is left out
         pieces = [piece for piece in entry.pair if instruction or "{instruction}" not in piece or _FIELD.search(piece)]
         return {"outputs": (), "pieces": tuple(_cut(piece, instruction) for piece in pieces)}
     if not families.row(entry.family).gives_vectors:
@@ -412,7 +417,7 @@ def _family_parameters(
 
 
 def _cut(piece: str, instruction: str) -> tuple[str, ...]:
-    """Split a piece of a pair template into literal text, then in turn a field and literal text. So braces in an
+    """Split a piece of a pair template into literal text, then alternately a field and literal text. So braces in an
     instruction have no meaning.
     """
     parts = _FIELD.split(piece)
@@ -537,7 +542,7 @@ def _instruction(entry: ModelEntry, defaults: RunDefaults, request: _Parameters)
 
 
 def _template(entry: ModelEntry, defaults: RunDefaults, request: _Parameters, *, is_query: bool) -> str:
-    """Return the model's template of the prompt that the request names, or else of the side of its texts."""
+    """Return the model's template for the prompt that the request names, or else for the side of its texts."""
     if request.is_set("prompt_name"):
         path, name = request.get("prompt_name")
         return "{text}" if name is None else prompt_template(entry, path, name)
@@ -548,7 +553,7 @@ def _template(entry: ModelEntry, defaults: RunDefaults, request: _Parameters, *,
 
 
 def _is_prompted_unasked(entry: ModelEntry, defaults: RunDefaults, request: _Parameters) -> bool:
-    """Return whether texts get a document prompt that neither the request nor the model's library asks for."""
+    """Return whether texts get a document prompt that neither the request nor the model's library requires."""
     if request.side(defaults) != "document" or request.is_set("doc_template"):
         return False
     prompts = templates(entry)
@@ -564,8 +569,8 @@ def _prompt(
     is_query: bool,
     instructed: bool = True,
 ) -> tuple[str, str]:
-    """Return the prompt before and after the text. It comes from the request's own template, or else from `template`.
-    If the template is only `{text}` and the text is `instructed`, the instruction is put before the text.
+    """Return the prompt before and after the text. It is the request's own template, or else `template`. If the
+    template is only `{text}` and the text is `instructed`, the instruction is added before the text.
 
     The template is split at its own `{text}` first, so that braces of a client have no meaning.
     """

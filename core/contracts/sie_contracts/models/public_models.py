@@ -1,10 +1,10 @@
-"""Model files of the public SIE, read as entries of the catalogue.
+"""Conversion of model files of the public SIE to entries of the catalogue.
 
     a file with sie_id ──► translated ──► Translation: an entry, and the fields that have no counterpart
                                └ ValidationFailed: the field for which no family here has a counterpart
 
-A model file names a class of the public server for each profile. The class decides the family. Values that the file
-lacks are taken from the entry that the catalogue has of the same model.
+A model file names a class of the public server for each profile. The class determines the family. Missing values are
+copied from the catalogue's entry of the same model.
 """
 
 from __future__ import annotations
@@ -89,6 +89,9 @@ _KINDS: Mapping[str, _Kind] = {
     "GLiNERAdapter": _GLINER,
     "GLiNERBiAdapter": _GLINER,
     "GLiNER2Adapter": _Kind("gliner2", ("entities",)),
+    "GLiNER2EntitiesAdapter": _Kind("gliner2", ("entities",)),
+    "GLiNER2ClassificationAdapter": _Kind("gliner2", ("classifications",)),
+    "GLiNER2DecideAdapter": _Kind("gliner2", ("classifications",)),
     "GLiRELAdapter": _Kind("glirel", ("relations",)),
     "GLiClassAdapter": _Kind("gliclass", ("classifications",)),
     "NLIClassificationAdapter": _CLASSIFIER,
@@ -96,7 +99,7 @@ _KINDS: Mapping[str, _Kind] = {
     "StablebridgePrunerAdapter": _Kind("pruner", ("entities",)),
 }
 
-# option that has a counterpart -> part of an entry, and the field there
+# option of the public catalogue -> part of an entry, and the field of this part with the same meaning
 _LOADTIME = {
     "append_eos": ("load", "append_eos"),
     "causal": ("load", "causal"),
@@ -198,7 +201,7 @@ class _Model(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Translation:
-    """An entry in the form of a document, and the fields of the file that are ignored, each with the reason."""
+    """An entry as a document, and the fields of the file that are ignored, each with the reason."""
 
     entry: dict[str, Any]
     ignored: tuple[str, ...] = ()
@@ -206,7 +209,7 @@ class Translation:
 
 @dataclass
 class _Draft:
-    """The parts of an entry that a profile of the file decides."""
+    """Parts of an entry that are built from one profile of the file."""
 
     load: dict[str, Any] = field(default_factory=dict)
     run: dict[str, Any] = field(default_factory=dict)
@@ -222,7 +225,7 @@ def is_public(raw: Any) -> bool:
 
 
 def translated(raw: Mapping[str, Any], present: Mapping[str, Any] | None = None) -> Translation:
-    """Translate a model file into an entry. `present` is the entry that the catalogue has of the same model.
+    """Translate a model file into an entry. `present` is the catalogue's entry of the same model.
 
     Raises ValidationFailed for a model that no family here computes, and for a file that lacks necessary values.
     """
@@ -260,7 +263,7 @@ class _Translator:
             if name != base and (profile := self._profile(name, kind, own, outputs)) is not None:
                 profiles[name] = profile
         self._ignored |= own.ignored
-        if own.run.get("normalize"):  # true is the default
+        if own.run.get("normalize"):  # normalize is true by default
             del own.run["normalize"]
         parts = {name: part for name in ("load", "run", "head", "prompts") if (part := getattr(own, name))}
         entry: dict[str, Any] = {
@@ -300,8 +303,8 @@ class _Translator:
         return kind
 
     def _flat(self, name: str) -> _PublicProfile:
-        """Return a profile with the values that it inherits from another profile. If it has options of its own, they
-        replace the inherited options as a whole.
+        """Return a profile with the values that it inherits from another profile. If it has its own options, they
+        replace all inherited options.
         """
         profile = self._model.profiles[name]
         parent = self._model.profiles.get(profile.extends or "")
@@ -317,7 +320,7 @@ class _Translator:
         )
 
     def _name_unread(self) -> None:
-        """List the fields that no entry has as ignored."""
+        """Add the fields that no entry has to the list of ignored fields."""
         for name, value in self._raw.items():
             if name not in _Model.__struct_fields__ and value:
                 self._ignored[str(name)] = _WHY.get(str(name), _NOTHING)
@@ -440,7 +443,7 @@ class _Translator:
 
     @staticmethod
     def _is_clear(option: str, value: Any, outputs: Mapping[str, int]) -> bool:
-        """Return whether an option adds nothing to the values of the entry."""
+        """Return whether an option agrees with the values of the entry, so that it can be ignored."""
         return (option == "pooling" and "dense" not in outputs) or (
             option == "token_dim" and value == outputs.get("multivector")
         )
@@ -479,7 +482,7 @@ def _overlaid(below: Any, above: Any) -> Any:
 
 
 def _beside(own: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of `changed` whose values differ from those in `own`."""
+    """Return the keys of `changed` whose values differ from the values in `own`."""
     return {key: value for key, value in changed.items() if own.get(key) != value}
 
 

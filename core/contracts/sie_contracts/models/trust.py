@@ -1,12 +1,13 @@
-"""Trust in a catalogue entry: the code that it may make a worker run, and the paths that it may make a worker read. The
-operator decides about trust, never the author of an entry.
+"""Trust in a catalogue entry: the code that it may cause a worker to run, and the paths that it may cause a worker to
+read. The operator decides about trust, never the author of an entry.
+
     claims(entry)  code: load.trust_remote_code, weights.package, a family of another distribution
                    path: weights.path, golden and run.lora that name a path of the file system
     allowed        claims of entries of the package and of SIE_MODELS_DIR; code by SIE_ALLOW_REMOTE_CODE; paths below
                    the models folder or a folder of SIE_MODEL_PATHS
 
-The config service checks each write over HTTP. An adapter checks each entry before it loads it, by its own settings and
-its own file system: anybody who can reach the broker may have written an entry that comes over the broker.
+The config service checks each write over HTTP. An adapter checks each entry before it loads it, with its own settings
+and its own file system: anybody who has access to the broker may have written an entry that arrives over the broker.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from sie_contracts.models.bundles import BundleEntry
 from sie_contracts.models.entries import ModelEntry
 
 USUAL = "./models"
-MAX_FILES = 10_000  # files of a folder of weights that is searched for links
+MAX_FILES = 10_000  # files of a folder of weights that are checked for links, at most
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A permission that an entry needs. `value` is a path, or the code that would run. `loc` is the field. Claims that
-    differ only in `loc` are equal.
+    """A permission that an entry needs. `value` is a path, or the code that would run. `loc` is the field. Two claims
+    are equal if they differ only in `loc`.
     """
 
     kind: Literal["code", "path"]
@@ -37,7 +38,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class TrustRefusal:
-    """Reason for the refusal of an entry, for people. It names no path of this machine."""
+    """Reason for the refusal of an entry, in plain words. It contains no path of this machine."""
 
     reason: Literal["remote_code", "model_path"]
     loc: str
@@ -87,27 +88,27 @@ class Allowed:
 
     @property
     def folders(self) -> list[str]:
-        """The folders that an entry may name, with all links resolved."""
+        """Folders that an entry may name, with all links resolved."""
         named = [*(self.paths or ()), *(() if is_bucket(self.models) else (self.models,))]
         return [os.path.realpath(os.path.expanduser(folder)) for folder in named]
 
 
 class Trust:
-    """Decision on the claims of entries. The settings of this process may allow a claim. A claim is also allowed if an
-    entry of `own` has it: the entries of the package and of the operator's folder.
+    """Decision on the claims of entries. A claim is allowed by the settings of this process, or because an entry of
+    `own` has it. `own` are the entries of the package and of the operator's folder.
     """
 
     def __init__(
         self, allowed: Allowed, bundles: Iterable[BundleEntry], own: Callable[[], Iterable[ModelEntry]]
     ) -> None:
-        """Store the settings. `bundles` are those of this distribution; their families count as its own."""
+        """Store the settings. `bundles` are the bundles of this distribution; their families count as its own."""
         self._allowed = allowed
         self._families = frozenset(family for bundle in bundles for family in bundle.families)
         self._own = own
 
     def refused(self, entry: ModelEntry, *, is_here: bool) -> TrustRefusal | None:
-        """Return why the entry is refused; None if it is allowed. `is_here`: its files are on this machine, and are
-        searched for links that lead out of the allowed folders.
+        """Return the reason why the entry is refused; None if it is allowed. `is_here`: its files are on this machine,
+        and are checked for links to files outside of the allowed folders.
         """
         wanting = [claim for claim in claims(entry, self._families) if not self._is_allowed(claim, is_here=is_here)]
         if not wanting:

@@ -1,11 +1,12 @@
-"""Settings of all processes: name, type, bounds, default, meaning, readers. No other code of SIE reads the
+"""Settings of all processes: name, type, bounds, default, meaning, readers. Only this package reads settings from the
 environment.
 
     flag > environment > machine-profile default > documented default
 
-The table has a class for each of its GROUPS; `Settings` inherits from all of them. `load` is called once per process. A
-bad value raises SettingError, which names the variable and ends the process with status 2. Nothing is written back to
-the environment. One setting is one field, one variable and one flag (`SIE_MAX_BATCH_COST` is `--max-batch-cost`).
+The table has a class for each of its GROUPS; `Settings` inherits from all of them. `load` is called once per process.
+An invalid value raises SettingError, which names the variable and ends the process with status 2. Nothing is written
+back to the environment. One setting is one field, one variable and one flag (`SIE_MAX_BATCH_COST` is
+`--max-batch-cost`).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from sie_contracts.settings.cluster import ClusterSettings
 from sie_contracts.settings.models import EngineSettings, ModelSettings, WeightSettings
 from sie_contracts.settings.rows import COMPONENTS, Mode, SettingError, SettingRow, public_url, shown
 from sie_contracts.settings.telemetry import TelemetrySettings, Tracing
-from sie_contracts.settings.values import Secret, StoreUrl, store_url
+from sie_contracts.settings.values import MAX_DEVICES, Secret, StoreUrl, store_url
 from sie_contracts.settings.worker import MemorySettings, WorkerSettings
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "COMPONENTS",
     "GROUPS",
     "MACHINE_PROFILE_DEFAULTS",
+    "MAX_DEVICES",
     "ROWS",
     "Loaded",
     "Mode",
@@ -51,7 +53,7 @@ __all__ = [
     "store_url",
 ]
 
-# The groups by their headings, in the order in which they are shown.
+# Groups of settings by their headings, in the order in which they are shown.
 GROUPS: Mapping[str, type] = {
     "Device and models": ModelSettings,
     "Weights": WeightSettings,
@@ -83,7 +85,7 @@ class Settings(
     TelemetrySettings,
     EngineSettings,
 ):
-    """The settings of one process, read once. Neither `repr` nor `str` shows a secret."""
+    """Settings of one process, read once. Neither `repr` nor `str` shows a secret."""
 
     @property
     def profile(self) -> str:
@@ -101,7 +103,7 @@ class Settings(
 
     @property
     def tracing(self) -> Tracing:
-        """Return the settings that tracing reads."""
+        """Return the settings for tracing."""
         protocol = self.otel_exporter_otlp_traces_protocol or self.otel_exporter_otlp_protocol
         endpoint = self.otel_exporter_otlp_traces_endpoint or self.otel_exporter_otlp_endpoint
         if protocol == "http/protobuf":
@@ -123,11 +125,13 @@ class Settings(
         return f"Settings({', '.join(f'{row.field}={shown(row, getattr(self, row.field))}' for row in ROWS)})"
 
 
-# Measured values that are better than a documented default on one kind of machine. The documented default itself stays.
-# cpu: 4,096 tokens keep a lane busy for about 0.2 s. More tokens would only lengthen the wait for the lane. The
-# documented limit of 12 messages is too low for short texts: the fixed cost of a forward pass would dominate. So the
-# limit is 64. An adapter on a CPU has a lane for each core. The lanes and SIE_RUST_PIPELINE_DEPTH limit the batches
-# there, so the limit of SIE_MAX_CONCURRENT_BATCHES is high: the documented 4 would leave cores idle.
+# Measured values for one kind of machine that are better than the documented default.
+# The documented default itself does not change. cpu: 4,096 tokens keep a lane busy for about 0.2 s.
+# More tokens would only lengthen the wait for the lane.
+# The documented limit of 12 messages is too low for short texts: the fixed cost of a forward pass would dominate.
+# So the limit is 64. An adapter on a CPU has a lane for each core.
+# The lanes and SIE_RUST_PIPELINE_DEPTH limit the batches there, so the limit of SIE_MAX_CONCURRENT_BATCHES is high: the
+# documented 4 would leave cores idle.
 MACHINE_PROFILE_DEFAULTS: Mapping[str, Mapping[str, str]] = {
     "cpu": {
         "SIE_MAX_BATCH_COST": "4096",
@@ -174,7 +178,7 @@ def load(
     _complete_tracing(values, sources, environ)
     profile = values["machine_profile"] or values["gpu_type"] or values["pool"]
     if profile not in MACHINE_PROFILE_DEFAULTS and sources["SIE_GPU_COUNT"] != "default" and values["gpu_count"] == 0:
-        profile = "cpu"  # the operator gave a machine without GPUs another name
+        profile = "cpu"  # the operator named a machine without GPUs differently
     for name, raw in MACHINE_PROFILE_DEFAULTS.get(profile, {}).items():
         if sources[name] == "default":
             values[BY_NAME[name].field], sources[name] = BY_NAME[name].read(raw), f"machine profile {profile}"

@@ -41,8 +41,9 @@ class SettingRow:
 
     @property
     def is_standard(self) -> bool:
-        """Return whether OpenTelemetry defines the variable. A value that SIE does not support is then ignored with a
-        warning, as the specification of OpenTelemetry says: the variable may be set for many programs together.
+        """Return whether OpenTelemetry defines the variable. For these variables, a value that SIE does not support is
+        ignored with a warning, according to the specification of OpenTelemetry: the variable may be set for many
+        programs together.
         """
         return self.name.startswith("OTEL_")
 
@@ -62,7 +63,7 @@ class SettingRow:
         try:
             return self.parse(text)
         except ValueError as error:
-            # a URL may hold a password, and the parser's message may repeat a part of it
+            # a URL may contain a password, and the parser's message may repeat a part of it
             hidden = self.secret or "@" in text
             got = "***" if hidden else repr(text[:100])
             detail = f" ({error})" if str(error) and not hidden else ""

@@ -1,6 +1,6 @@
-"""Frames between a process and its child that reads untrusted files, over a pair of sockets: `u32 big-endian length +
-msgpack`, one job and one answer at a time. The child sends `Hello` when it is ready. A malicious file may have taken
-over the child, so its messages are checked as data and never executed.
+"""Frames between a process and a child process that reads untrusted files. They are sent over a pair of sockets: `u32
+big-endian length + msgpack`, one job and one answer at a time. The child sends `Hello` when it is ready. A malicious
+file may have taken control of the child, so its messages are checked as data and never executed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ A = TypeVar("A")
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """Message of a child that has done its imports and has its limits."""
+    """Message of a child that has finished its imports and set its limits."""
 
     pid: int
 
@@ -37,7 +37,7 @@ class Unusable(msgspec.Struct, frozen=True, tag=True):
 
 
 class ChildFrames(Generic[J, A]):
-    """Codec for one kind of child. `jobs` and `answers` are the types that may come, each a type or a union of
+    """Codec for one kind of child. `jobs` and `answers` are the allowed message types, each a type or a union of
     types.
     """
 
@@ -46,7 +46,7 @@ class ChildFrames(Generic[J, A]):
         self._answers: msgspec.msgpack.Decoder[A] = msgspec.msgpack.Decoder(answers)
 
     def frame(self, message: J | A) -> tuple[bytes, bytes]:
-        """Return header and body of a frame separately: joining them would copy a file once more."""
+        """Return header and body of a frame separately: to join them would copy a file once more."""
         body = _encode(message)
         return _HEADER.pack(len(body)), body
 

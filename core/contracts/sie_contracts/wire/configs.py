@@ -4,9 +4,9 @@
                    ──ConfigExport, ConfigEpoch, over HTTP────► gateways, sidecars
                    ──replies of /v1/configs, also by gateways──► clients
 
-The rules of evolution of the structs are those of `messages`. The config service and every gateway answer the reads of
-`/v1/configs` with the functions here, so that both replies are equal. A document is JSON, or YAML if `Accept` asks for
-it. `config_shape` gives the form of an error of these routes.
+The structs follow the rules of evolution in `messages`. The config service and every gateway answer the reads of
+`/v1/configs` with the functions here, so that both replies are equal. A document is JSON, or YAML if `Accept` prefers
+it. `config_shape` builds the error bodies of these routes.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ import msgspec
 from sie_contracts import plain
 from sie_contracts.errors import InvalidInput, NotFound, SIEError, envelope
 from sie_contracts.models import bundles as bundling
+from sie_contracts.models.aliases import is_alias
 from sie_contracts.models.bundles import BundleEntry
 from sie_contracts.models.catalogue import Catalogue
+from sie_contracts.models.entries import tasks_of
 from sie_contracts.names import did_you_mean
 from sie_contracts.wire.heartbeats import Heartbeat
 
@@ -32,8 +34,8 @@ _YAMLS = frozenset({YAML, "application/yaml", "text/yaml", "text/x-yaml"})
 class ConfigDelta(msgspec.Struct, frozen=True, omit_defaults=True, tag="delta/1"):
     """A committed write of the catalogue. `entry` is null for a removal.
 
-    A reader applies the delta only at the epoch `previous`. A reader that follows one bundle may also be at an earlier
-    epoch, down to `since`, the epoch of the previous write that concerned the bundle (empty: `previous`).
+    A reader applies the delta only at the epoch `previous`. A reader that watches one bundle may also be at an earlier
+    epoch, down to `since`, the epoch of the previous write that affected the bundle (empty: `previous`).
     """
 
     producer: str
@@ -46,8 +48,8 @@ class ConfigDelta(msgspec.Struct, frozen=True, omit_defaults=True, tag="delta/1"
 
 
 class ConfigModel(msgspec.Struct, frozen=True, omit_defaults=True):
-    """An entry of an export. `written`: number, in the count of epochs, of the write that made this revision (0: not
-    known).
+    """An entry of an export. `written`: number of the write that made this revision, in the count of epochs (0:
+    unknown).
     """
 
     model_id: str
@@ -59,8 +61,8 @@ class ConfigModel(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ConfigEpoch(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The present epoch of the catalogue. `bundles`: epoch of the last write that concerned each bundle, if it is
-    known.
+    """The present epoch of the catalogue. `bundles`: epoch of the last write that changed models of each bundle, if it
+    is known.
     """
 
     epoch: str
@@ -84,8 +86,8 @@ decode_delta = msgspec.msgpack.Decoder(ConfigDelta).decode
 
 
 def negotiated(accept: str, default: str) -> str:
-    """Return the content type, JSON or YAML, to which `Accept` gives the highest weight, the first of equals. Return
-    `default` if it names neither.
+    """Return the content type, JSON or YAML, to which `Accept` gives the highest weight. Of equal weights, the first
+    one counts. Return `default` if `Accept` has neither.
     """
     best, chosen = 0.0, default
     for part in accept.split(","):
@@ -117,15 +119,18 @@ def rendered(document: Any, content_type: str) -> bytes:
 
 
 def listed(model: str, document: Mapping[str, Any], source: str, note: str = "") -> dict[str, Any]:
-    """Return a row of the list of models. The row of an alias also has its targets. `note` says why a model is at this
-    revision if no person decided it.
+    """Return a row of the list of models. The row of an alias has its targets in place of tasks and languages. `note`
+    says why a model is at this revision if no person decided it.
     """
-    named = {"alias": document["alias"]} if "alias" in document else {}
-    if note:
-        named["note"] = note
+    row: dict[str, Any] = {"model_id": model, "profiles": ["default", *document.get("profiles", ())], "source": source}
+    if is_alias(document):
+        row["alias"] = document["alias"]
+    else:
+        row["tasks"] = list(tasks_of(document.get("outputs", ())))
+        row["languages"] = list(document.get("languages", ()))
     if size := document.get("download_bytes"):
-        named["download_bytes"] = size
-    return {"model_id": model, "profiles": ["default", *document.get("profiles", ())], "source": source, **named}
+        row["download_bytes"] = size
+    return {**row, "note": note} if note else row
 
 
 def bundle_of(bundles: Mapping[str, BundleEntry], name: str) -> dict[str, Any]:
@@ -136,7 +141,7 @@ def bundle_of(bundles: Mapping[str, BundleEntry], name: str) -> dict[str, Any]:
 
 
 def bundle_list(bundles: Mapping[str, BundleEntry]) -> dict[str, Any]:
-    """Return all bundles, the preferred one first."""
+    """Return all bundles, with the preferred bundle first."""
     return {"bundles": [{"bundle_id": bundle.id, **_bundle(bundle)} for bundle in bundling.ordered(bundles)]}
 
 
@@ -223,8 +228,8 @@ def model_status(
     `since` made its present revision.
 
     `bundles`: the bundles that can serve the model, each with its hash and its workers; None for an alias, which only
-    gateways have. A bundle without workers counts as acknowledged: a worker that starts reads the present catalogue.
-    `revision_at` returns the revision at an epoch; None if it is not known here.
+    gateways use. A bundle without workers counts as acknowledged: a worker that starts reads the present catalogue.
+    `revision_at` returns the revision at an epoch; None if this process does not know it.
     """
 
     def reader(name: str, reader_epoch: str) -> dict[str, Any]:
@@ -269,7 +274,7 @@ def model_status(
 
 
 def _copy(beat: Heartbeat, model: str) -> dict[str, str]:
-    """Describe the copy of a model on a worker. A copy of an earlier revision stays until no request asks for it."""
+    """Describe the copy of a model on a worker. A copy of an earlier revision remains until no request needs it."""
     copy = next((status for status in beat.models if status.model == model), None)
     return {
         "bundle": beat.bundle,

@@ -20,9 +20,8 @@ class Shortages(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class TowerUse(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Counts of images for which the output of a tower was needed since the process started. `hits`: the output was
-    kept, or another thread was computing it. `misses`: the output was computed. `held_bytes`: bytes of the outputs that
-    are kept.
+    """Counts of images whose tower output was needed, since the process started. `hits`: the output was in memory, or
+    another thread was computing it. `misses`: the output was computed. `held_bytes`: bytes of the outputs in memory.
     """
 
     hits: int = 0
@@ -35,10 +34,10 @@ class RanBatch(msgspec.Struct, frozen=True, omit_defaults=True):
 
     `number` counts the batches of this process, from 1. `ended`: wall time, seconds since 1970. `rows`: sequences on
     the device, from `inputs` inputs of `items` work items. `tokens`: cost of the rows, without the tokens with which
-    the model fills them up; `longest`: cost of the longest row; `attention`: sum of squared lengths. `wait_ms`: time in
-    this process before a lane took the batch. `padding`, `inference_ms` and `postprocess_ms` as in BatchDone. `failed`:
-    number of inputs whose outcome is an error; all inputs if the whole batch was refused. `memory_bytes`: device memory
-    in use after the batch.
+    the model pads them; `longest`: cost of the longest row; `attention`: sum of squared lengths. `wait_ms`: time in
+    this process before a lane began to run the batch. `padding`, `inference_ms` and `postprocess_ms` as in BatchDone.
+    `failed`: number of inputs whose outcome is an error; all inputs if the whole batch was refused. `memory_bytes`:
+    device memory in use after the batch.
     """
 
     number: int

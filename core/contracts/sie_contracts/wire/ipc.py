@@ -1,16 +1,16 @@
 """Protocol between sidecar and adapter, over a Unix socket: frames of `u32 big-endian length + msgpack`.
 
-A batch connection carries one request at a time. The sidecar sends a `RunBatch`. The adapter answers `BatchStarted`
-when the device takes the batch and `BatchDone` (or `Refused`) at its end. Or the connection carries an `EnsureReady` or
-`EnsureLora`, which lasts as long as the load, or a `Ping` that permits unloading models. The control connection carries
-the short requests, one request and one answer at a time, so that a health check never queues behind a large frame or a
-load.
+A batch connection transports one request at a time. The sidecar sends a `RunBatch`. The adapter answers `BatchStarted`
+when the device starts the batch and `BatchDone` (or `Refused`) at its end. Other requests on this connection are
+`EnsureReady` and `EnsureLora`, which last as long as the load, and a `Ping` that permits unloading models. The control
+connection transports the short requests, one request and one answer at a time, so that a health check never queues
+behind a large frame or a load.
 
 The sidecar decides which models may be unloaded, and in what order: `may_drop` of a request names them. The adapter
 decides when. It unloads the first model first, and names the unloaded models in `dropped` of its reply. The adapter
-keeps neither list: a model that no request names stays loaded.
+stores neither list: a model that no request names stays loaded.
 
-Token ids, given vectors, pixels, features and results travel as one block of bytes each. `lengths` and `ids` are
+Token ids, vectors of inputs, pixels, features and results are one block of bytes each. `lengths` and `ids` are
 little-endian int32, `features` are float32, `types` and `pixels` are uint8.
 """
 
@@ -33,11 +33,16 @@ from sie_contracts.wire.messages import Mention, Operation, Outcome, RunOptions
 
 MAX_FRAME_BYTES = 1 << 30
 MAX_REQUEST_BYTES = 128 << 20  # largest frame that an adapter reads: 32 million token ids
-FRAME_TIMEOUT_S = 30.0  # seconds from the first byte of a frame to its last
+FRAME_TIMEOUT_S = 30.0  # time limit for the rest of a frame after its first byte, in seconds
 PROTOCOL = 3
 IMAGE_KEY_BYTES = 16
 
 _HEADER = struct.Struct(">I")
+
+
+def device_socket(path: str, number: int) -> str:
+    """Return the socket of the adapter of a worker's device: `path` itself for the first device, number 0."""
+    return f"{path}.{number}" if number else path
 
 
 class FrameError(Exception):
@@ -60,12 +65,12 @@ class Describe(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class EnsureReady(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Load this model unless it is loaded, and serve `entry` from then on. If loaded weights serve a changed entry as
+    """Load this model unless it is loaded, and serve `entry` from then on. If the loaded weights fit a changed entry as
     well, they stay; otherwise the model is loaded again. Answered by Ready, or by Refused with MODEL_LOAD_FAILED. Loads
-    run beside inference.
+    run in parallel to inference.
 
     `entry` is the catalogue entry that the adapter must serve: the adapter has no catalogue. `may_drop`: models that
-    may be unloaded to make room.
+    may be unloaded to free memory.
     """
 
     model: str
@@ -76,7 +81,7 @@ class EnsureReady(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 class EnsureLora(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Load this LoRA of a loaded model unless it is loaded. Answered by Done, or by Refused with LORA_LOAD_FAILED.
-    Loads run beside inference.
+    Loads run in parallel to inference.
 
     `lora`: a folder, or a hub repository as `name` or `name@commit`.
     """
@@ -95,11 +100,11 @@ Layout = Literal["text", "pair", "pieces", "sides", "hypotheses", "spans", "pass
 
 
 class Side(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The form of the token ids of a query or of a document. A `limit` of 0 means the model's own limit.
+    """Form of the token ids of a query or of a document. A `limit` of 0 means the model's own limit.
 
-    `marker` is inserted after the first special token. `limit` counts tokens, with the marker and all special tokens.
-    `expanded` is the number of tokens to which the device fills a row up; it is part of the row's cost. If `special` is
-    false, a row has no special tokens.
+    `marker` is inserted after the first special token. `limit` counts tokens, including the marker and all special
+    tokens. `expanded` is the number of tokens to which the device pads a row; it is part of the row's cost. If
+    `special` is false, a row has no special tokens.
     """
 
     marker: int = -1
@@ -109,25 +114,26 @@ class Side(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Rows(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Rows of token ids that the inputs of one operation become.
+    """Conversion of the inputs of one operation to rows of token ids, by layout.
 
         text        prefix + text + suffix, a row for each input
         pair        (query, text) as the tokenizer's own template joins them; the text is cut
         pieces      the pieces of the template, tokenised one by one and joined; the piece with the document is cut
         sides       a row for the query, then a row for each input: the device scores each input against the query
         hypotheses  a row (text, hypothesis) for each label of each input; the text is cut
-        spans       as text, with the texts and the offsets of each token in its text
-        passages    a row (instruction, text) for each input, with offsets as spans; the text is cut
+        spans       like text, with the texts and the offsets of each token in its text
+        passages    a row (instruction, text) for each input, with offsets like spans; the text is cut
         raw         the texts are sent unchanged; the ids only count their cost
 
     `tokens`: an input may be token ids. `pairs`: an input may be two texts, joined as a pair. `vectors`: width of the
-    multivectors that an input may have in place of a text; 0: an input may have none. `images`: recipe for the images
-    of an input; None: an input may have none. `image_tokens`: the ids that stand for an image; None: a row with an
-    image has no ids, and an input may have several images. `writes`: the answer is generated beside the batches of
-    other models, token by token or by processes of the model. A batch may take minutes, holds no lane of the device,
-    and ends when no client waits for it. `empty`: text for an input without a text and images. `sounds`: recipe for the
-    sound of an input; None: an input may have none. `documents`: limits of the document of an input with layout raw;
-    its file goes to the adapter unchanged; None: an input may have none.
+    multivectors that an input may have instead of a text; 0: an input may have none. `images`: recipe for the images of
+    an input; None: an input may have none. `image_tokens`: the ids of an image; None: a row with an image has no ids,
+    and an input may have several images. `writes`: the answer is generated in parallel to the batches of other models,
+    token by token or by processes of the model. A batch may take minutes, occupies no lane of the device, and ends when
+    no client waits for it. `empty`: text for an input without a text and images. `sounds`: recipe for the sound of an
+    input; None: an input may have none. `documents`: limits of the document of an input with layout raw; its file goes
+    to the adapter unchanged; None: an input may have none. `chunks`: a text may have chunks. `pooling`: how dense
+    vectors are pooled; empty if a text has no chunks or the model has no dense vectors.
     """
 
     layout: Layout = "text"
@@ -142,13 +148,31 @@ class Rows(msgspec.Struct, frozen=True, omit_defaults=True):
     empty: str = ""
     sounds: SoundRecipe | None = None
     documents: DocumentLimits | None = None
+    chunks: bool = False
+    pooling: str = ""
+
+
+class ChunkedRows(msgspec.Struct, frozen=True, array_like=True):
+    """Rows of one input of a group in which texts have chunks.
+
+    `rows`: the number of its rows. `spans`: int32 [chunks, 3], first and end code point and tokens of each chunk; empty
+    for an input without chunks. `segments`: int32 [segments, 4], chunk, row within the input, first and end token of
+    the row; in the order of the chunks. A chunk is pooled from its segments. If `segments` is empty, each chunk is a
+    row.
+    """
+
+    rows: int = 1
+    spans: bytes = b""
+    segments: bytes = b""
 
 
 class Group(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The rows `start` to `stop` of a batch. They belong to one work item, and its `options` shape the answers.
+    """Rows `start` to `stop` of a batch. They belong to one work item, and its `options` determine the form of the
+    answers.
 
-    Work items with different outputs may share a batch. `inputs` is the number of outcomes of the group; -1: one for
-    each row. `traceparent` and `tracestate` are those of the work item, if it is traced.
+    Work items with different outputs may be in one batch. `inputs` is the number of outcomes of the group; -1: one for
+    each row. `traceparent` and `tracestate` are values of the work item, if it is traced. `chunked`: the rows of
+    each input, if a text has chunks; empty: all inputs have the same number of rows.
     """
 
     start: int
@@ -157,6 +181,7 @@ class Group(msgspec.Struct, frozen=True, omit_defaults=True):
     inputs: int = -1
     traceparent: str = ""
     tracestate: str = ""
+    chunked: tuple[ChunkedRows, ...] = ()
 
     @property
     def due(self) -> int:
@@ -164,25 +189,26 @@ class Group(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class RunBatch(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """A forward pass. `lengths`: int32 [rows]. `ids`: int32 [sum of lengths]. `types`: uint8 [sum of lengths] or
-    empty. All are in the order of the rows.
+    """A forward pass. `lengths`: int32 [rows]. `ids`: int32 [sum of lengths]. `types`: uint8 [sum of lengths] or empty.
+    All are in the order of the rows.
 
     `texts` are set for the layouts raw, spans and passages, one for each row. `offsets` are set for spans and passages:
     int32 [sum of lengths, 2], first and end code point of each token, -1 for special tokens and for tokens of the
-    instruction. `given`: int32 [rows]. A row that brings its own vectors has no ids, and `given` is the number of its
-    vectors in `vectors` (float32, all of one width); `given` is -1 for other rows. Both are empty if no row brings
+    instruction. `given`: int32 [rows]. A row with vectors of its own has no ids, and `given` is the number of its
+    vectors in `vectors` (float32, all of one width); `given` is -1 for other rows. Both are empty if no row has
     vectors. `images`: int32 [images, 5], in the order of the rows: row of the image, height and width of its pixels,
     height and width of the submitted image, upright. `pixels`: RGB, uint8 [height, width, 3] of each image. `mentions`:
     the mentions of each row, for the layout raw; empty if no row has any. `sounds`: int32 [sounds, 4]: row of the
     sound, and the shape of its features. `features`: float32 [views, frames, bins] of each sound. `documents`: the
     document of each row, for the layout raw; empty if no row has any. `image_keys`: IMAGE_KEY_BYTES for each image.
-    Images of one client with equal pixels have equal keys, and an output for one of them serves the others. The output
-    for an image whose key is zeros serves no other image. If `image_keys` is empty, all keys are zeros.
+    Images of one client with equal pixels have equal keys, and an output for one of them is used for the others. The
+    output for an image whose key is zeros is used for no other image. If `image_keys` is empty, all keys are zeros.
 
-    `pooling` empty means the model's own. Two work items share a batch only if model, revision, operation, pooling and
-    LoRA are equal. `fingerprint` is that of the loaded copy for which the batch was made. A copy with another
-    fingerprint refuses the batch as not loaded; empty: any copy. `traceparent` and `tracestate` are those of the batch.
-    `may_drop`: models that may be unloaded if memory runs out, or if it is above the threshold after the batch.
+    An empty `pooling` means the model's own pooling. Two work items share a batch only if model, revision, operation,
+    pooling and LoRA are equal. `fingerprint` is the fingerprint of the loaded copy for which the batch was built. A
+    copy with another fingerprint refuses the batch as not loaded; empty: any copy. `traceparent` and `tracestate` are
+    values of the batch. `may_drop`: models that may be unloaded if memory runs out, or if it is above the threshold
+    after the batch.
     """
 
     batch: str
@@ -212,14 +238,14 @@ class RunBatch(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
-    """Notice that no client waits any more for the batch that was sent on this connection. It is never answered. The
-    batch itself has its reply as always, a refusal if the notice came in time. Only a model that `writes` is
-    interrupted.
+    """Notice that no client waits any more for the batch that was sent on this connection. There is no answer to this
+    notice. The batch itself has its reply as always, a refusal if the notice arrived in time. Only a model that
+    `writes` is interrupted.
     """
 
 
 class Drain(msgspec.Struct, frozen=True, tag=True):
-    """Finish the running batches and exit with status 0. Answered by Done at once."""
+    """Finish the running batches and exit with status 0. The adapter answers at once with Done."""
 
 
 class Pong(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -237,13 +263,13 @@ class Pong(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class LoadedModel(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A resident model, as resolved on this device. `idle_s`: seconds since its last use. `memory_bytes`: bytes of its
-    weights. `peak_bytes`: the largest measured memory of its activations.
+    """A resident model, with the values resolved on this device. `idle_s`: seconds since its last use. `memory_bytes`:
+    bytes of its weights. `peak_bytes`: the largest measured memory of its activations.
 
-    `requested_precision`: the precision that its entry names, or else the default. `precision_reason`: why `precision`
-    differs; empty if it does not. `crossover_tokens`: the text length at which attention takes as long as everything
-    else (see `costs`); 0: time is proportional to tokens, or the length is not known. `engine` computes its hidden
-    states; `engine_reason` says why.
+    `requested_precision`: the precision in its entry, or else the default. `precision_reason`: the reason why
+    `precision` differs; empty if both are equal. `crossover_tokens`: the text length at which attention takes as long
+    as everything else (see `costs`); 0: time is proportional to tokens, or the length is unknown. `engine` computes its
+    hidden states; `engine_reason` is the reason for this engine.
     """
 
     model: str
@@ -267,7 +293,8 @@ class Description(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     if it cannot be measured.
 
     `threshold_percent`: memory use above which models are evicted. `batches`: the last batches, the newest last; None
-    unless the adapter was started to keep them.
+    unless the adapter was started with the option that stores them. `devices`: number of devices of this worker, each
+    with an adapter and a socket of its own (`device_socket`).
     """
 
     protocol: int
@@ -284,6 +311,7 @@ class Description(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     shortages: tuple[Shortages, ...] = ()
     towers: TowerUse = TowerUse()
     batches: tuple[RanBatch, ...] | None = None
+    devices: int = 1
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -291,7 +319,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     the sidecar needs no weights folder.
 
     `max_tokens` includes special tokens. `rows` has an entry for each operation that the model serves. `dropped`:
-    models that were unloaded to make room.
+    models that were unloaded to free memory.
     """
 
     loaded: LoadedModel
@@ -303,14 +331,14 @@ class Ready(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class BatchStarted(msgspec.Struct, frozen=True, tag=True):
-    """Notice that the device takes this batch now. If the adapter dies, an input of the batch may be the cause."""
+    """Notice that the device starts this batch now. If the adapter dies, an input of the batch may be the cause."""
 
     batch: str
 
 
 class BatchDone(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Outcomes of a batch, one for each input, group by group. Slices point into `block`; those of consecutive inputs
-    are consecutive.
+    """Outcomes of a batch, one for each input, group by group. Slices point into `block`; the slices of consecutive
+    inputs are consecutive.
 
     `inference_ms`: time of the forward pass. `postprocess_ms`: time of the epilogues and of the copy to the host.
     `padding`: positions that were computed in addition to the tokens. `preprocess_ms`: time of tokenising, for a family
@@ -384,7 +412,8 @@ def _length(header: bytes | bytearray, cap: int) -> int:
 
 
 async def read_frame(reader: asyncio.StreamReader, cap: int = MAX_FRAME_BYTES) -> bytes:
-    """Return the body of the next frame. Wait for its first byte without a limit, for the rest at most FRAME_TIMEOUT_S.
+    """Return the body of the next frame. The wait for its first byte has no limit; the remaining bytes must arrive
+    within FRAME_TIMEOUT_S.
 
     Raises EOFError if the peer closed the connection between frames, FrameError otherwise.
     """
@@ -403,8 +432,8 @@ async def read_frame(reader: asyncio.StreamReader, cap: int = MAX_FRAME_BYTES) -
 
 
 def receive_frame(connection: socket.socket, cap: int = MAX_FRAME_BYTES) -> bytearray:
-    """Read a frame as `read_frame` does, from a blocking socket. Memory grows with the bytes that arrive, never with
-    the length that a header promises.
+    """Read a frame from a blocking socket, like `read_frame`. Memory grows with the bytes that arrive, never with the
+    length in a header.
     """
     connection.settimeout(None)
     header = bytearray(connection.recv(4))

@@ -1,4 +1,4 @@
-"""Trust in a folder: a user who can write there decides what runs and what is read."""
+"""Trust in a folder: a user who can write there controls the code and the data that are read from it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 
 
 def distrusted(folder: Path) -> str:
-    """Return why files in `folder` may come from another user; empty if only this user or root can write there.
+    """Return the reason why files in `folder` may have been written by another user; empty if only this user or root
+    can write there.
 
     Raises OSError for a folder that cannot be examined.
     """

@@ -1,8 +1,8 @@
 """Number of workers that host a model of a lane: a pure function of demand, rate and the waiting time of work.
 
-    demand, rate, age ──replicas──► hosts wanted per model ──► `layout`: which workers these are
+    demand, rate, age ──replicas──► number of hosts per model ──► `layout`: choice of the workers
 
-A model here is a residency: the copy that a worker loads. No clock, no I/O, no randomness.
+A model here is a residency: the copy that a worker loads. The module uses no clock, no I/O and no randomness.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-USED = 0.7  # share of a worker's rate that the plan uses: the rest absorbs bursts
+USED = 0.7  # share of a worker's rate that the plan uses: the remaining share absorbs bursts
 LOWER_AFTER_S = 60.0  # seconds; a shorter drop in demand lowers no count
 
 
 @dataclass(frozen=True)
 class Replicas:
-    """Number of hosts that a model needs. `raised_s`: time of the last raise of the count. `below_s`: time since which
-    fewer hosts would be enough; None if they are not.
+    """Number of hosts that a model needs. `raised_s`: time when the count was last raised. `below_s`: time since which
+    fewer hosts would be enough; None if all hosts are needed.
     """
 
     count: int
@@ -39,12 +39,14 @@ def replicas(
 ) -> Replicas:
     """Return the number of hosts that a model needs.
 
-    `demand`: tokens a second that arrive for it. `rate`: tokens a second of one busy worker, 0 if not known. `age_s`:
-    age of its oldest waiting work. `all_resident`: whether every host has it loaded. `load_s`: duration of a load.
+    `demand`: tokens per second that arrive for the model. `rate`: tokens per second of one busy worker, 0 while
+    unknown. `age_s`: age of the model's oldest waiting work. `all_resident`: whether every host has the model loaded.
+    `load_s`: duration of a load.
 
-    The count is `demand` / (0.7 `rate`), at least 1 and at most `most`. It rises to this value at once. It is raised by
-    one more if work waits longer than `adopt_after_s` although all hosts have the model loaded, and the last raise was
-    longer ago than a load takes. It is lowered by one after each 60 s in which fewer hosts would be enough.
+    The model needs `demand` / (0.7 `rate`) hosts, at least 1 and at most `most`. A smaller number is raised to this
+    value at once. The number is raised by one more under two conditions: work waits longer than `adopt_after_s`
+    although all hosts have the model loaded, and more than the time of a load has passed since the last raise. The
+    number is lowered by one after each 60 s in which fewer hosts would be enough.
     """
     planned = USED * rate
     needed = 1

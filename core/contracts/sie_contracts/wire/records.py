@@ -1,7 +1,7 @@
-"""Values that gateways and workers keep in key-value buckets of NATS: demand, placement and reservations. The request
-for a new bucket or work stream is here, too.
+"""Values of gateways and workers in key-value buckets of NATS: demand, placement and reservations. The request for a
+new bucket or work stream is here, too.
 
-The rules of evolution are those of `messages`. `sie_broker.record` follows these values and changes them.
+The rules of evolution in `messages` apply. `sie_broker.record` watches these values and changes them.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ from sie_contracts.wire.topology import DUPLICATE_WINDOW_S
 
 
 class StreamRequest(msgspec.Struct, frozen=True, omit_defaults=True, tag="stream-request/1"):
-    """A request to the owner of streams: create this stream or bucket, or update it to `version`. Its name alone
-    decides what it holds and which subjects it takes. So no process can request a stream that takes messages of another
-    process.
+    """A request to the owner of streams: create this stream or bucket, or update it to `version`. The owner derives its
+    subjects from its name alone. So no process can request a stream that stores messages of another process.
 
-    The sizes are those of `topology.StreamSpec`. `removed_age_s` is for a bucket.
+    The sizes have the same meaning as in `topology.StreamSpec`. `removed_age_s` is for a bucket.
     """
 
     name: str
@@ -74,8 +73,8 @@ class ReservationSpec(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Reservation(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A reservation with its lease. Times are the broker's. `takes_last`: it may take the last worker of a bundle from
-    the default pool. `owner`: key of the credential that created it.
+    """A reservation with its lease. Times are times of the broker. `takes_last`: it may use the last worker of a bundle
+    in the default pool. `owner`: key of the credential that created it.
     """
 
     spec: ReservationSpec
@@ -90,9 +89,7 @@ class Reservation(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Reservations(msgspec.Struct, frozen=True, omit_defaults=True, tag="reservations/1"):
-    """Reservations by name. `ended`: the end of each reservation that has ended, by name, until its stream is
-    removed.
-    """
+    """Reservations by name. `ended`: end times of ended reservations, by name, until their streams are removed."""
 
     pools: dict[str, Reservation] = {}
     ended: dict[str, float] = {}

@@ -26,7 +26,8 @@ from typing import Literal
 TOPOLOGY_VERSION = 3
 
 CATALOGUE_BUCKET = "sie_catalogue"
-CATALOGUE_COPY_BUCKET = "sie_catalogue_copy"  # copy of the documents that were written over the API, which no file has
+# copy of the documents that were written over the API; no file has these documents
+CATALOGUE_COPY_BUCKET = "sie_catalogue_copy"
 PLACEMENT_BUCKET = "sie_placement"
 POISON_BUCKET = "sie_poison"
 DEMAND_BUCKET = "sie_demand"
@@ -68,14 +69,15 @@ WORK_DUPLICATE_WINDOW_S = 30.0
 
 _PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-")
 _POOL = re.compile(r"[A-Za-z0-9_-]{1,63}")
-# characters; the name of a durable is a folder name at the broker, of 255 bytes less the broker's own prefixes
+# characters; the name of a durable is a folder name at the broker: at most 255 bytes, including the broker's own
+# prefixes
 _MAX_NAME = 180
 _MAX_LABEL = 48  # characters of a machine profile or bundle in a name, so that the prefix of the name is never cut
 _DIGEST = re.compile(r"_z[0-9a-f]{32}")
 
 SLOTS = 16  # slots of each lane and priority
 OWN_CONSUMERS = 4096
-# a replicated consumer is a Raft group, which costs its brokers heartbeats and files also when it is idle
+# a replicated consumer is a Raft group, which costs its brokers heartbeats and files also while it is idle
 OWN_CONSUMERS_REPLICATED = 256
 _USUAL_MESSAGE_BYTES = 16 << 10  # a chunk of SIE_CHUNK_COST tokens at four bytes each
 _MIN_RESERVATION_BYTES = 1 << 20
@@ -84,8 +86,8 @@ _MIN_PER_SUBJECT = 4096  # more messages than one request can become
 
 @functools.lru_cache(1 << 15)
 def token(name: str) -> str:
-    """Encode a non-empty string, injectively, into letters, digits, `-` and `_xx` (the UTF-8 bytes in hex). Raises
-    ValueError for an empty string.
+    """Encode a non-empty string as letters, digits, `-` and `_xx` (the UTF-8 bytes in hex). Different strings have
+    different tokens. Raises ValueError for an empty string.
     """
     if not name:
         raise ValueError("an empty name has no token")
@@ -93,10 +95,10 @@ def token(name: str) -> str:
 
 
 def _bounded(name: str, most: int = _MAX_NAME) -> str:
-    """Cut a name to at most `most` characters. A longer name ends in `_z` and a digest of the whole name, so that it
-    equals no other token.
+    """Shorten a name to at most `most` characters. A shortened name ends in `_z` and a digest of the whole name, so
+    that no other token equals it.
 
-    Idempotent: a bounded token that is bounded again to fewer characters keeps the digest.
+    Idempotent: if a shortened name is shortened again to fewer characters, it keeps the digest.
     """
     if len(name) <= most:
         return name
@@ -156,7 +158,7 @@ def _prefix(machine_profile: str, bundle: str) -> str:
 
 @dataclass(frozen=True, order=True)
 class Lane:
-    """The work that one worker can serve: a pool, a machine profile and a bundle."""
+    """Work that one worker can serve: a pool, a machine profile and a bundle."""
 
     pool: str
     machine_profile: str
@@ -205,8 +207,8 @@ def dead_letter_stream(
 ) -> StreamSpec:
     """Return the stream of the dead letters of a pool. It keeps the last letters, for DEAD_LETTER_AGE_S seconds.
 
-    Its size is a quarter of the queue's, at most DEAD_LETTER_BYTES: a broker reserves the whole size at once, and
-    refuses a size that its disk does not have.
+    Its size is a quarter of the work queue's size, at most DEAD_LETTER_BYTES: a broker reserves the whole size at once,
+    and refuses a size that its disk does not have.
     """
     most = min(DEAD_LETTER_BYTES, queue_bytes // 4)
     return StreamSpec(
@@ -219,19 +221,21 @@ def dead_letter_subject(pool: str) -> str:
 
 
 def cancel_subject(pool: str) -> str:
-    """Return the subject on which a gateway announces that no client waits for a request any more."""
+    """Return the subject on which a gateway announces requests that no client waits for any more."""
     return f"sie.cancel.{pool}"
 
 
 def per_subject_limit(max_bytes: int) -> int:
-    """Return the maximum number of messages of one model and priority: a quarter of the stream in messages of usual
-    size, so that one model with a full backlog leaves room for others.
+    """Return the maximum number of messages of one model and priority. It is a quarter of the stream in messages of
+    usual size, so that one model with a full backlog leaves room for other models.
     """
     return max(_MIN_PER_SUBJECT, max_bytes // 4 // _USUAL_MESSAGE_BYTES)
 
 
 def own_consumers(replicas: int) -> int:
-    """Return the maximum number of models of a stream that have their own consumers; the other models share slots."""
+    """Return the maximum number of models of a stream that have a consumer of their own; the other models use the
+    slots.
+    """
     return OWN_CONSUMERS_REPLICATED if replicas > 1 else OWN_CONSUMERS
 
 
@@ -246,8 +250,8 @@ def model_token(model: str) -> str:
 
 
 def slot_subject(lane: Lane, priority: str, model: str) -> str:
-    """Return the subject of a model that shares its consumer. The slot depends only on the model, so every publisher
-    uses the same slot.
+    """Return the subject of a model that uses the consumer of a slot. The slot depends only on the model, so every
+    publisher uses the same slot.
     """
     name = model_token(model)
     slot = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big") % SLOTS
@@ -264,7 +268,7 @@ def work_consumer(lane: Lane, priority: str, model: str, ack_wait_s: float) -> C
 
 
 def slot_consumer(lane: Lane, priority: str, model: str, ack_wait_s: float) -> ConsumerSpec:
-    """Return the consumer that the model shares with all other models of its slot."""
+    """Return the consumer of the model's slot. All models of the slot use it."""
     return consumer_of(slot_subject(lane, priority, model), ack_wait_s)
 
 
@@ -297,9 +301,9 @@ def health_subject(worker: str) -> str:
 
 
 def assigned_subject(worker: str) -> str:
-    """Return the subject on which a worker learns that its pool may have changed: a hint to ask at once. A request on
-    it checks whether the worker is connected. The broker reports at once if the worker is not; the worker never
-    answers.
+    """Return the subject on which a worker learns that its pool may have changed. The message is a hint to read the
+    assignment at once. A request on this subject checks whether the worker is connected. If it is not, the broker
+    reports it at once; the worker itself never answers.
     """
     return f"{ASSIGNED_SUBJECT}.{token(worker)}"
 
@@ -342,6 +346,6 @@ def lane_key_of(key: str) -> str:
 
 
 def part_number(lane_key: str, key: str) -> int | None:
-    """Return the number of the part that a key holds; None if it is a key of another lane, or no part."""
+    """Return the number of the part in this key; None if it is a key of another lane, or no part."""
     number = key.removeprefix(f"{lane_key}.p")
     return int(number) if number != key and number.isdecimal() else None

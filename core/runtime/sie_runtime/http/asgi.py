@@ -28,8 +28,8 @@ MAX_ID_CHARS = 128
 _NO_FRAMES = "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 REQUEST_ID = "sie.request_id"  # key of an ASGI scope: id of the request, created at its arrival
 TRACE_ID = "sie.trace_id"  # key of an ASGI scope: trace of the request, if it is traced
-INCOMPRESSIBLE = "sie.incompressible"  # key of an ASGI scope: the reply is numbers, which gzip hardly shortens
-FIRST_BYTE = "sie.first_byte_s"  # key of an ASGI scope: arrival of the first byte, by perf_counter
+INCOMPRESSIBLE = "sie.incompressible"  # key of an ASGI scope: the reply is numbers, which gzip hardly makes smaller
+FIRST_BYTE = "sie.first_byte_s"  # key of an ASGI scope: arrival time of the first byte, by perf_counter
 SECURITY_HEADERS = (
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
@@ -55,8 +55,9 @@ def uuid7() -> str:
 
 
 def common_headers(scope: Scope, headers: Iterable[tuple[bytes, bytes]] = ()) -> list[tuple[bytes, bytes]]:
-    """Return the headers of a reply with the headers of all replies, including probes, preflights and refusals: ids,
-    trace, versions, and rules for browsers. An own header of the reply takes precedence. Names are in lower case.
+    """Return the headers of a reply, with the headers that every reply has, including probes, preflights and refusals:
+    ids, trace, versions, and rules for browsers. A header of this reply takes precedence over a common one. Names are
+    in lower case.
 
     The client's id is returned if it has at most MAX_ID_CHARS, all printable.
     """
@@ -69,7 +70,7 @@ def common_headers(scope: Scope, headers: Iterable[tuple[bytes, bytes]] = ()) ->
         elif name == _SDK_VERSION:
             server_version = sdk_versions.server_version(value.decode("latin-1"))
     if sent_ids:
-        sent_id = b", ".join(sent_ids)  # several lines are one value (RFC 9110)
+        sent_id = b", ".join(sent_ids)  # several headers of this name are read as one value (RFC 9110)
         if 0 < len(sent_id) <= MAX_ID_CHARS and sent_id.isascii() and sent_id.decode().isprintable():
             client_id = sent_id
     trace_id = scope.get(TRACE_ID)
@@ -87,7 +88,7 @@ def common_headers(scope: Scope, headers: Iterable[tuple[bytes, bytes]] = ()) ->
 
 
 def refusal(error: SIEError, request_id: str) -> tuple[bytes, dict[str, str]]:
-    """Return the body and the headers of the reply to a request that is refused before it reaches an application."""
+    """Return the body and the headers of a refusal. The request has not reached an application."""
     headers = {
         "X-SIE-Error-Code": error.code,
         "x-should-retry": "true" if error.retryable else "false",
@@ -125,8 +126,8 @@ def documented(send: Send, elsewhere: str = "") -> Send:
 
 
 def headers_of(scope: Scope) -> dict[str, str]:
-    """Return the headers of a request by lower-case name. The values of a header that was sent several times are joined
-    by commas, as RFC 9110 says.
+    """Return the headers of a request by lower-case name. If a header was sent several times, its values are joined by
+    commas, according to RFC 9110.
     """
     headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
     if len(headers) < len(scope["headers"]):
@@ -144,8 +145,8 @@ async def reply(
     content_type: str = "text/plain; charset=utf-8",
     extra: Mapping[str, str] | None = None,
 ) -> None:
-    """Send one response. A body in pieces is sent piece by piece: the next piece is made when the connection has room
-    for it and other tasks have run.
+    """Send one response. If the body is in pieces, each piece is built when the connection has room for it and other
+    tasks have run.
     """
     headers = [(b"content-type", content_type.encode())]
     if isinstance(body, bytes):

@@ -3,8 +3,8 @@
     request ──► Content-Type, Content-Encoding ──► decoded ──► limits on size and time ──► handler
     reply   ──► compressed, if the client accepts gzip and it saves bytes ──► connection
 
-Every limit on a body counts plain bytes. A body is decompressed in pieces, so one that grows past its limit costs no
-more than a plain one of that size.
+Every limit on a body counts plain bytes. A body is decompressed in pieces, so a body that exceeds its limit costs no
+more than a plain body of that size.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from sie_contracts.errors import InvalidInput, UnsupportedMediaType
 from sie_runtime.http.asgi import Receive, Scope, Send, headers_of
 
-GZIP_OVER = 4096  # bytes of a reply: gzip saves a shorter one no more than the headers of the reply take
+GZIP_OVER = 4096  # bytes of a reply: with a shorter reply, gzip saves fewer bytes than the headers have
 INLINE_BYTES = 64 << 10  # bytes handled in about 2 ms; more bytes are handled in a thread
 PIECE_BYTES = 1 << 20
 MAX_MEMBERS = 1 << 14  # gzip members of one body: each takes about 10 us, even if it is empty
@@ -32,10 +32,10 @@ _TEXTUAL = ("json", "yaml", "xml", "javascript", "openmetrics-text")
 
 
 def decoded(method: str, headers: Mapping[str, str], receive: Receive) -> Receive:
-    """Return a `receive` that gives the decompressed bytes of a body, which may be gzipped.
+    """Return a `receive` that returns the decompressed bytes of a body. The body may be plain or gzip.
 
     Raises UnsupportedMediaType for a coding other than gzip. The returned function raises InvalidInput for a body that
-    is not gzip.
+    is not valid gzip.
     """
     named = (name.strip() for name in headers.get("content-encoding", "").lower().split(","))
     codings = [name for name in named if name not in ("", "identity")]
@@ -77,7 +77,7 @@ class _Gunzipped:
         return {"type": "http.request", "body": piece, "more_body": not self._is_complete}
 
     def _inflate(self, most: int, *, members: int) -> bytes:
-        """Decompress at most `most` bytes, and begin at most `members` new gzip members. The rest of the input stays in
+        """Decompress at most `most` bytes, and begin at most `members` new gzip members. The remaining input stays in
         `_pending`.
         """
         plain = b""
@@ -116,13 +116,13 @@ def accepts_gzip(accepted: str) -> bool:
         try:
             weights["gzip" if name == "x-gzip" else name] = float(weight)
         except ValueError:
-            weights[name] = 0.0  # a weight that cannot be read refuses the coding
+            weights[name] = 0.0  # a weight that cannot be parsed excludes the coding
     return 0.0 < weights.get("gzip", weights.get("*", 0.0)) <= 1.0
 
 
 class CompressedReply:
-    """One reply, compressed by gzip if the client accepts it and it saves bytes. Its head waits for the first piece of
-    its body, which shows the length.
+    """One reply, compressed by gzip if the client accepts gzip and compression saves bytes. The head is sent only after
+    the first piece of the body is known, because this piece shows the length.
     """
 
     def __init__(self, scope: Scope, send: Send) -> None:
@@ -157,8 +157,8 @@ class CompressedReply:
         await self._send(message)
 
     def _pays(self, start: MutableMapping[str, Any], size: int, *, is_last: bool) -> bool:
-        """Return whether to compress the reply. A strong ETag names exact bytes, so a reply with an ETag is not
-        compressed. A reply that has a coding already, or is a part (206), is not compressed either.
+        """Return whether to compress the reply. A strong ETag identifies exact bytes, so a reply with an ETag is not
+        compressed. A reply with a coding, or with a part of a resource (206), is not compressed either.
         """
         names = {name for name, _ in start["headers"]}
         return (

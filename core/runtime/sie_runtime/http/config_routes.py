@@ -88,7 +88,7 @@ CONFIG_ROUTES: tuple[Route, ...] = (
 
 
 def bound(handlers: Mapping[tuple[str, str], Any], endpoint: str = "") -> tuple[Route, ...]:
-    """Return the routes with `handlers`, which are by (method, endpoint). A route without a handler is known but not
+    """Return the routes with `handlers`, a map by (method, endpoint). A route without a handler is known but not
     served. `endpoint`: the name of all these routes in the metrics of this process; by default each has its own name.
 
     Raises ValueError for a handler without a route.

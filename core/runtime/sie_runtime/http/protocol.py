@@ -1,24 +1,24 @@
 """One HTTP/1.1 connection: uvicorn's protocol, with limits on open and unrequested input of a client.
 
     head ──► body ──► trailers, which are dropped
-    answered before its body ended ──► the last response of the connection: it says so; then we stop sending and discard
+    answered before its body ended ──► the last response of the connection, with a header; then stop sending and discard
     input until the client closes
     the client closed its side after a whole request ──► answered if the client still reads
 
-A head, chunk headers and trailers included, may have MAX_HEAD_BYTES and must be complete within HEAD_S. A body must
-come at least at the rate of its server, except while the server does not read it, and a response must be read at that
-rate. A request that never reaches an application is answered in the common error envelope.
+A head, chunk headers and trailers included, may have MAX_HEAD_BYTES and must be complete within HEAD_S. A client must
+send a body at least at the minimum rate of the server, except while the server does not read it, and must read a
+response at that rate. A request that never reaches an application is answered in the common error envelope.
 
-`Guarded`: host names that a listener answers to, and web pages that may make it act. A browser sends any request that a
-page asks for, to any address that it can reach: a form of a foreign page to this machine, or a request to a host name
-that was re-pointed to this machine (DNS rebinding). The browser says where a request comes from, and a page cannot
-change that:
+`Guarded`: host names that a listener accepts, and web pages that may send it requests. A browser sends any request that
+a page asks for, to any address that it can reach: a form of a foreign page to this machine, or a request to a host name
+that was re-pointed to this machine (DNS rebinding). The browser names the origin of a request, and a page cannot change
+it:
 
-    Host ──► a name of this listener? ──► changes or computes? ──► Origin, Sec-Fetch-Site: its own page, or no page at
-    all? ──► application
+    Host ──► a name of this listener? ──► does it change or compute? ──► Origin, Sec-Fetch-Site: own page, or no page?
+    ──► application
 
-Reads by GET and HEAD need no check of the origin: CORS headers are sent to the pages of SIE_CORS_ORIGINS alone, so no
-other page sees the answer of another origin.
+Reads by GET and HEAD need no check of the origin: CORS headers are sent only for pages of SIE_CORS_ORIGINS, so pages of
+other origins cannot read the answer.
 """
 
 from __future__ import annotations
@@ -65,10 +65,12 @@ MIN_RATE = 4096  # bytes of a body per second
 RATE_S = 15.0  # period over which the rate of a body is measured
 SLICE_BYTES = 16 << 10  # bytes of a chunked body parsed at once, so that a slice of a long chunk header has no body
 WRITE_S = 60.0
-LINGER_S = 5.0  # time for a client that still sends to read its response: a reset would discard it
-HALF_CLOSED_S = 1.0  # age of a request at which a test begins whether a half-closed client still reads
-MIN_ASK_S, MAX_ASK_S = 0.001, 1.0  # seconds between checks for the result of this test
-MAX_PIPELINED = 128  # requests that a client may send before earlier ones were answered
+LINGER_S = 5.0  # seconds for a client that still sends data to read its response: a reset would discard the response
+# seconds: if a request of a half-closed client is older, a test begins whether this client still reads
+HALF_CLOSED_S = 1.0
+# shortest and longest time between two checks whether the result of this test exists, in seconds
+MIN_ASK_S, MAX_ASK_S = 0.001, 1.0
+MAX_PIPELINED = 128  # requests that a client may send before the earlier ones are answered
 _FRAMING = frozenset((b"connection", b"transfer-encoding", b"upgrade"))
 _NO_NAME = re.compile(rb"[^a-z0-9-]")
 _CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
@@ -88,8 +90,8 @@ def _head(status: int, headers: Sequence[tuple[bytes, bytes]]) -> tuple[bytes, i
 
 
 class SharedState(ServerState):
-    """State that the connections of a server share. `min_rate`: bytes per second at which a client must send a body and
-    read a response. `leaving`: each response is the last of its connection.
+    """State of all connections of a server. `min_rate`: bytes per second at which a client must send a body and read a
+    response. `leaving`: each response is the last of its connection.
     """
 
     def __init__(self, refusals: Refusals | None = None, min_rate: int = MIN_RATE) -> None:
@@ -103,8 +105,8 @@ class SharedState(ServerState):
 
 
 class _Outlet:
-    """Transport that a response to one request uses. If the client still sends, `close` waits until the client has read
-    the response.
+    """Transport for the response to one request. If the client still sends data, `close` waits until the client has
+    read the response.
     """
 
     __slots__ = ("close", "is_closing", "write")
@@ -137,7 +139,7 @@ class _Cycle(RequestResponseCycle):
         await (self.write if self._compressed is None else self._compressed.send)(message)
 
     async def write(self, message: Any) -> None:
-        """Send a message as it is, with the headers that every reply has."""
+        """Send a message unchanged, with the headers that every reply has."""
         if not self.response_started:
             if message["type"] == "http.response.start":
                 message = {**message, "headers": common_headers(self.scope, message.get("headers", ()))}
@@ -177,7 +179,7 @@ class _Cycle(RequestResponseCycle):
 
 class Protocol(HttpToolsProtocol):
     """uvicorn's protocol with limits on slow, unfinished and large requests. It also replaces uvicorn's cycle by
-    `_Cycle`, for which uvicorn has no option.
+    `_Cycle`, because uvicorn has no option for this.
 
     A head that arrives in one piece needs no timer.
     """
@@ -185,35 +187,36 @@ class Protocol(HttpToolsProtocol):
     server_state: SharedState
     cycle: _Cycle
     _in_head = False
-    _head_bytes = 0  # bytes of an incomplete head, without the piece in which it began
+    _head_bytes = 0  # bytes of an incomplete head, without the input piece in which the head began
     _piece_bytes = 0
     _is_chunked = False
-    _has_body = False  # True: the last piece had bytes of a body
+    _has_body = False  # true: the last input piece contained bytes of a body
     _idle_bytes = 0  # bytes of chunk headers and trailers since the last bytes of a body
     _body_bytes = 0  # bytes of all bodies of this connection
-    _was_paused = False  # True: the server has paused reading since the rate was last measured
+    _was_paused = False  # true: the server has paused reading since the rate was last measured
     _trailer_bytes = 0  # bytes of trailers and of the head before them; 0 without a trailer
     _begun_s = 0.0
     _why = ""
-    _is_resuming = False  # True: a new parser reads the framing of a request whose head is known
+    _is_resuming = False  # true: a new parser reads the framing of a request whose head is already parsed
     _is_lingering = False
     _is_asked = False
     _head_timer: asyncio.TimerHandle | None = None
     _body_timer: asyncio.TimerHandle | None = None
     _write_timer: asyncio.TimerHandle | None = None
-    _last_timer: asyncio.TimerHandle | None = None  # timer of a connection that lingers or is half closed
+    _last_timer: asyncio.TimerHandle | None = None  # timer of a connection that is closing or half closed
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._outlet = _Outlet(transport, self._end)
         if len(self.connections) > max_connections():
-            self._refuse(QueueFull("this process has as many connections as it may"), "connections")
+            self._refuse(QueueFull("this process has the maximum number of connections"), "connections")
         else:
             self._rest()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self._unset_keepalive_if_required()  # uvicorn lets the timer fire after the connection was lost
+        # necessary because uvicorn lets the timer fire after the connection was lost
+        self._unset_keepalive_if_required()
         for timer in (self._head_timer, self._body_timer, self._write_timer, self._last_timer):
             if timer is not None:
                 timer.cancel()
@@ -227,7 +230,7 @@ class Protocol(HttpToolsProtocol):
             begin = end
 
     def _read(self, data: bytes) -> bool:
-        """Parse a piece of the input. Returns False if the input after it must not be parsed."""
+        """Parse a piece of the input. Returns False if the input after this piece must not be parsed."""
         if self._is_lingering:
             return False
         self._unset_keepalive_if_required()
@@ -261,11 +264,11 @@ class Protocol(HttpToolsProtocol):
         return True
 
     def _ignore_upgrade(self, rest: bytes) -> bool:
-        """Continue in HTTP/1.1 after a head that offers a protocol which is not served (RFC 9110, 7.8). Returns the
-        same as `_read`.
+        """Continue in HTTP/1.1 after a head that offers an upgrade to an unsupported protocol (RFC 9110, 7.8). Returns
+        the same as `_read`.
 
-        The parser stops at such a head and skips its body. So a new parser continues from there: it reads a head with
-        the framing of the request, during which callbacks do nothing, and then `rest`.
+        The parser stops after such a head and skips its body. So a new parser continues from there: it reads a head
+        with the framing of the request, while callbacks do nothing, and then `rest`.
         """
         framing = [pair for pair in self.headers if pair[0] in (b"content-length", b"transfer-encoding")]
         self.parser = httptools.HttpRequestParser(self)
@@ -312,8 +315,8 @@ class Protocol(HttpToolsProtocol):
             return
         self._head_done()
         if (
-            self._piece_bytes > MAX_HEAD_BYTES or self._head_bytes >= 0  # the head came in several pieces
-        ) and self._head_size() > MAX_HEAD_BYTES:  # a smaller head in one piece is never too large
+            self._piece_bytes > MAX_HEAD_BYTES or self._head_bytes >= 0  # true: the head arrived in several pieces
+        ) and self._head_size() > MAX_HEAD_BYTES:  # a head in one small piece is never too large
             self._stop(_HEAD_TOO_LARGE)
         self._is_chunked = any(name == b"transfer-encoding" for name, _ in self.headers)
         super().on_headers_complete()
@@ -331,7 +334,7 @@ class Protocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         has_body = any(name in (b"content-length", b"transfer-encoding") for name, _ in self.headers)
         if has_body and self.parser.should_upgrade():
-            return  # the body is not read yet
+            return  # the server does not read the body now
         if self._body_timer is not None:
             self._body_timer.cancel()
             self._body_timer = None
@@ -359,7 +362,7 @@ class Protocol(HttpToolsProtocol):
         self._body_timer = self.loop.call_later(RATE_S, self._body_late, self._body_bytes)
 
     def _body_late(self, before_bytes: int) -> None:
-        """Refuse a request if its body came slower than the minimum rate in the last RATE_S."""
+        """Refuse a request if its body arrived slower than the minimum rate in the last RATE_S."""
         self._body_timer = None
         cycle = self.cycle
         if self._is_lingering or not cycle.more_body:
@@ -385,8 +388,8 @@ class Protocol(HttpToolsProtocol):
             )
 
     def _refuse(self, error: SIEError, reason: str = "malformed") -> None:
-        """Answer a request that cannot be read, and close. If an earlier request is still being answered, nothing is
-        sent: the client would take the refusal for the answer to the earlier request.
+        """Answer a request that cannot be parsed, and close the connection. While an earlier request is being answered,
+        no answer is sent: the client would mistake the refusal for the answer to the earlier request.
         """
         self.server_state.refusals.note(reason, error.message)
         self._head_done()
@@ -412,7 +415,7 @@ class Protocol(HttpToolsProtocol):
             cycle.abandon()
 
     def _end(self) -> None:
-        """Close the connection after a response; if the client still sends, linger."""
+        """Close the connection after a response. If the client still sends data, linger first."""
         if self.cycle.more_body:
             self._linger()
         else:
@@ -429,7 +432,9 @@ class Protocol(HttpToolsProtocol):
         self._last_timer = self.loop.call_later(LINGER_S, self.transport.close)
 
     def eof_received(self) -> bool | None:  # type: ignore[override]
-        """Handle the end of the client's input. The client may still read or may be gone: both look the same here."""
+        """Handle the end of the client's input. The client may still read, or may be gone: at this point both look the
+        same.
+        """
         cycle = self.cycle
         if self._is_lingering or cycle is None or cycle.response_complete or cycle.more_body:
             return None  # None closes the connection
@@ -444,15 +449,15 @@ class Protocol(HttpToolsProtocol):
         return True
 
     def _probe(self, next_s: float) -> None:
-        """Find out whether a client that sends no more still reads: a client that is gone answers an interim response
-        with a reset.
+        """Test whether a client that sends no more data still reads: if the client is gone, its host answers an interim
+        response with a reset.
         """
         if self.transport.is_closing() or self.cycle.response_started:
             return
         descriptor: int = self.transport.get_extra_info("socket").fileno()
         if not self._is_asked and not self.pipeline and not self.transport.get_write_buffer_size():
-            with contextlib.suppress(OSError):  # the connection may be broken: `poll` below finds that
-                # written to the socket at once: a client that is gone may reconnect in a moment
+            with contextlib.suppress(OSError):  # the connection may be broken: the `poll` below detects this
+                # written to the socket directly: a client that is gone may reconnect in a moment
                 os.write(descriptor, b"HTTP/1.1 100 Continue\r\n\r\n")
             self._is_asked = True
         poll = select.poll()
@@ -463,15 +468,15 @@ class Protocol(HttpToolsProtocol):
         self._last_timer = self.loop.call_later(next_s, self._probe, min(2 * next_s, MAX_ASK_S))
 
     def shutdown(self) -> None:
-        """Shut down as uvicorn does, but not while input that has arrived is still unread: its client assumes that the
-        request was accepted.
+        """Shut down like uvicorn, but not while input that has arrived is unread: the client assumes that its request
+        was accepted.
         """
         if not self._is_lingering and not self.arriving:
             super().shutdown()
 
     @property
     def arriving(self) -> bool:
-        """Return whether a request has arrived that was not begun, or whose head is not complete."""
+        """Return whether a request has arrived that was not started, or whose head is not complete."""
         if (
             self.transport.is_closing()
             or self._is_lingering
@@ -506,7 +511,7 @@ class Protocol(HttpToolsProtocol):
 
 _READING = frozenset({"GET", "HEAD", "OPTIONS"})
 _FOREIGN_SITES = frozenset({b"cross-site", b"same-site"})
-_CLUSTER_NAMES = (".svc", ".cluster.local")  # public DNS has no such names, so no web page has such a host
+_CLUSTER_NAMES = (".svc", ".cluster.local")  # public DNS has no such names, so no web page can have this host
 _ANY = "*"
 
 
@@ -516,8 +521,8 @@ class HostNames:
     """
 
     def __init__(self, address: str, allowed: Sequence[str] | None, cors_origins: Sequence[str] = ()) -> None:
-        """Take SIE_CORS_ORIGINS as `cors_origins`: pages of these origins have the same rights as pages of this
-        server.
+        """Create the check. `cors_origins` is SIE_CORS_ORIGINS: pages of these origins have the same rights as pages of
+        this server.
         """
         self._origins = frozenset(origin.encode("latin-1") for origin in cors_origins)
         self._is_loopback = is_loopback(address)
@@ -532,7 +537,9 @@ class HostNames:
         return self._is_any or self._is_own(name) or any(matches(host, name, port) for host in self._allowed)
 
     def _is_own(self, name: str) -> bool:
-        """Return whether a name is allowed without a setting. Foreign DNS cannot point such a name to this machine."""
+        """Return whether a name is allowed without a setting. Nobody else's DNS can resolve these names to this
+        machine.
+        """
         if name in (self._address, "localhost") or name.endswith(".localhost"):
             return True
         if self._is_loopback:
@@ -585,7 +592,7 @@ class HostNames:
 
 
 class Guarded:
-    """Passes requests to `app` if they name this listener and do not come from a foreign page."""
+    """ASGI wrapper that passes requests to `app` if they name this listener and were not sent by a foreign page."""
 
     def __init__(self, app: App, names: HostNames, refusals: Refusals) -> None:
         self.app = app

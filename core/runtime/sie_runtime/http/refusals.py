@@ -1,4 +1,6 @@
-"""Requests that are refused before they reach an application: counted by reason, and logged now and then."""
+"""Requests that are refused before they reach an application: they are counted by reason, and logged at most every
+TELL_S.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,8 @@ _logger = logging.getLogger("sie.http")
 
 
 class Refusals:
-    """Counts each refused request by its reason. The log has at most one line each TELL_S, because clients that send
-    garbage must not fill it. `count` is called with one of REFUSED.
+    """Counter of refused requests by reason. The log has at most one line each TELL_S seconds, because clients that
+    send garbage must not fill it. `count` is called with one of REFUSED.
     """
 
     def __init__(self, count: Callable[[str], object] | None = None) -> None:

@@ -1,8 +1,8 @@
-"""Routes: one row for each method and path declares everything about it; a table finds the row of a request.
+"""Table of routes: one row for each method and path has all facts about it. `Table` finds the row of a request.
 
     method, path ──Table──► Route ──► its scope, handler, label in metrics, body and replies (`openapi`)
 
-`{name}` in a path stands for one segment, `{name:path}` for the rest of the path, slashes included. If several paths
+`{name}` in a path matches one segment, `{name:path}` matches the remaining path, slashes included. If several paths
 match, the path with the longest literal parts is used.
 """
 
@@ -21,8 +21,8 @@ from sie_contracts.api.faults import Error
 from sie_contracts.errors import UnsupportedMediaType
 
 SCOPES = ("infer", "read", "metrics", "pools", "config", "admin")
-OPEN = ""  # in place of a scope: no token is ever needed
-ANY = "any"  # in place of a scope: any credential that is valid, whatever its scopes
+OPEN = ""  # value instead of a scope: the route never requires a token
+ANY = "any"  # value instead of a scope: the route accepts any valid credential, whatever its scopes
 JSON, YAML = "application/json", "application/x-yaml"
 MSGPACK, RAW, ARROW = "application/msgpack", "application/octet-stream", "application/vnd.apache.arrow.stream"
 FORM = "multipart/form-data"
@@ -30,16 +30,16 @@ TEXT, HTML = "text/plain", "text/html"
 _UNSPECIFIC = frozenset({"", "text/plain", "application/octet-stream", "application/x-www-form-urlencoded"})
 _SLASHES = re.compile("//+")
 _USUAL_PATH = 256
-_LIKE = 0.8  # lowest similarity at which two paths count as similar, from 0 to 1
-_LIKE_PARTS = 3  # segments of a path that are compared
-_LIKE_PART = 32  # characters of a segment that are compared
+_LIKE = 0.8  # smallest similarity, from 0 to 1, at which two paths count as similar
+_LIKE_PARTS = 3  # number of segments of a path that are compared
+_LIKE_PART = 32  # number of characters of a segment that are compared
 
 
 class Parameter(NamedTuple):
     """A parameter of a request. `type` is a type that msgspec supports. A path parameter is always required."""
 
     name: str
-    where: str  # path, query or header
+    where: str  # location of the parameter: path, query or header
     type: Any = str
     description: str = ""
     example: Any = None
@@ -61,10 +61,10 @@ class Content(NamedTuple):
 class Route:
     """A method of a path. `endpoint` is its name in metrics and logs, `tag` its section of the OpenAPI document.
 
-    `reader`: SIE_CONFIG_READ_TOKEN is enough. `served`: False for a route that the config service serves and a gateway
-    does not (405). `errors`: the shape of all its errors; None for a probe, whose refusal is one of `replies`. Each
-    process has its own type of handler. `local`: a gateway of auth mode none that listens on loopback alone serves it
-    without a token, whatever its scope.
+    `reader`: a request with SIE_CONFIG_READ_TOKEN is allowed. `served`: False for a route that the config service
+    serves and a gateway does not (405). `errors`: the shape of all its errors. It is None for a probe: the refusal of a
+    probe is one of its `replies`. Each process has its own type of handler. `local`: if a gateway with auth mode none
+    listens only on loopback, the route needs no token, whatever its scope.
     """
 
     method: str
@@ -136,7 +136,8 @@ class Table(Generic[R]):
         self._heads = {
             head: path.replace(":path", "") for path in reversed(served) if (head := path.partition("{")[0].strip("/"))
         }
-        self._remembered = functools.lru_cache(1024)(self._search)  # searching all patterns takes 10 us
+        # cached, because a search in all patterns takes 10 us
+        self._remembered = functools.lru_cache(1024)(self._search)
 
     @staticmethod
     def _compiled(patterns: dict[str, dict[str, R]]) -> Iterator[_Pattern[R]]:
@@ -158,16 +159,16 @@ class Table(Generic[R]):
         return next((match for pattern in self._patterns if (match := pattern.match(path)) is not None), Match({}, {}))
 
     def near(self, path: str) -> str:
-        """Return the path of a served route that is similar to an unknown path, as `/v1/encode/{model}`; empty if none
-        is similar.
+        """Return the path of a served route that is similar to an unknown path, with placeholders such as
+        `/v1/encode/{model}`; empty if none is similar.
 
         The segments of a route before its placeholder are compared with the beginning of the path. The path is compared
-        as it is, with `/v1` in front, and, if it begins with two `/v1`, with one of them removed.
+        unchanged, with `/v1` before it, and, if it begins with two `/v1`, with one of them removed.
         """
         parts = [part[:_LIKE_PART] for part in path.split("/", _LIKE_PARTS + 1)[1:] if part]
         begins = [parts, ["v1", *parts], parts[1:] if parts[:2] == ["v1", "v1"] else []]
         starts = {"/".join(parts[:count]) for parts in begins for count in range(1, _LIKE_PARTS + 1)} - {"", "v1"}
-        # the beginning is right, the rest is missing or too long
+        # the beginning is correct; the remaining path is missing or too long
         exact = next((head for head in self._heads if head in starts), None)
         like = (head for start in sorted(starts) for head in difflib.get_close_matches(start, self._heads, 1, _LIKE))
         head = exact if exact is not None else next(like, None)
@@ -175,8 +176,8 @@ class Table(Generic[R]):
 
 
 def plain_path(path: str, raw_path: bytes = b"") -> str:
-    """Return the path of a request with one slash in place of several, and without a slash at its end. Authorisation
-    and handlers both see this path. An escaped slash in `raw_path` belongs to a name, so such a path is not changed.
+    """Return the path of a request in which one slash replaces several, without a slash at its end. Authorisation and
+    handlers both use this path. An escaped slash in `raw_path` is part of a name, so a path with one is not changed.
     """
     if b"%2f" in raw_path.lower():
         return path
@@ -193,14 +194,14 @@ def bearer(authorization: str) -> str:
 def check_type(headers: Mapping[str, str], media: Sequence[str]) -> None:
     """Raise UnsupportedMediaType for a Content-Type that names another format than `media`.
 
-    Types of _UNSPECIFIC pass, because clients send them without choosing a type: curl sends the type of forms with
-    every body.
+    The types in _UNSPECIFIC are accepted, because clients send them without choosing a type: curl sends the type of
+    forms with every body.
     """
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind in _UNSPECIFIC:
         return
     formats = {name.rpartition("/")[2].removeprefix("x-") for name in media}
-    # for example application/x-msgpack and application/vnd.api+json
+    # examples: application/x-msgpack and application/vnd.api+json
     if kind.rpartition("/")[2].rpartition("+")[2].removeprefix("x-").removeprefix("vnd.") not in formats:
         raise UnsupportedMediaType(
             f"Content-Type: expected {' or '.join(media)}", reason="content_type", param="Content-Type"

@@ -57,15 +57,16 @@ __all__ = [
     "uuid7",
 ]
 
-WEBSOCKET_MESSAGE_BYTES = 4096  # bytes of a message from a client at most; messages are discarded
-KEEP_ALIVE_S = 120  # above the idle time-out of common load balancers, so that they close first
+WEBSOCKET_MESSAGE_BYTES = 4096  # largest number of bytes of a message from a client; messages are discarded
+# seconds; longer than the idle time-out of common load balancers, so that the load balancer closes first
+KEEP_ALIVE_S = 120
 STOP_S = 5.0
-MAX_TURNS = 100  # turns of the event loop that `hang_up` leaves to requests that have arrived
+MAX_TURNS = 100  # iterations of the event loop that `hang_up` waits for requests that have arrived
 
 
 class _Server(uvicorn.Server):
-    """uvicorn server that ends when `end` is called. uvicorn's own loop would check ten times a second whether to end,
-    and renew the Date header, which is not sent here.
+    """uvicorn server that ends when `end` is called. uvicorn's own loop would check ten times per second whether to
+    end, and renew the Date header, which SIE does not send.
     """
 
     def __init__(self, config: uvicorn.Config, state: SharedState) -> None:
@@ -105,9 +106,9 @@ class HttpServer:
     ) -> None:
         """Bind the port. Raises SettingError, which names `setting`, if the port cannot be bound.
 
-        `websockets`: the websocket protocol; without it an offer of an upgrade is ignored. `allowed_hosts` and
-        `cors_origins`: see `HostNames`. `refused` is called with the reason of each request that is refused before an
-        application sees it, one of `refusals.REFUSED`. `min_rate`: see `SharedState`.
+        `websockets`: the websocket protocol; without it, an upgrade request is handled like a plain request.
+        `allowed_hosts` and `cors_origins`: see `HostNames`. `refused` is called for each request that is refused before
+        it reaches an application, with the reason, one of `refusals.REFUSED`. `min_rate`: see `SharedState`.
         """
         try:
             self._socket = _listen(host, port)
@@ -140,12 +141,13 @@ class HttpServer:
         self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]), name=f"http:{self.port}")
 
     def leave(self) -> None:
-        """Make each response from now on the last of its connection. Nothing else changes."""
+        """Make each response from now on the last response of its connection. New connections are still accepted."""
         self._state.leave()
 
     async def hang_up(self) -> None:
-        """Call `leave`, close idle connections, and tell websockets that this server goes away. A request that has
-        arrived is begun before this returns; a request that was begun is answered; new connections are still accepted.
+        """Call `leave`, close idle connections, and tell websockets that this server goes away. Requests that have
+        arrived are started before this method returns, and started requests are answered. New connections are still
+        accepted.
         """
         self.leave()
         for connection in list(self._state.connections):
@@ -156,7 +158,7 @@ class HttpServer:
                 isinstance(connection, Protocol) and connection.arriving for connection in self._state.connections
             ):
                 break
-        await asyncio.sleep(0)  # the tasks of requests that were read begin now
+        await asyncio.sleep(0)  # lets the tasks of requests that were read begin
 
     async def stop(self, within_s: float = STOP_S) -> None:
         """Stop listening, hang up, and wait at most `within_s` for running requests and for clients that read their
@@ -171,7 +173,7 @@ class HttpServer:
 
 def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # with an explicit protocol, so that asyncio sets TCP_NODELAY
+    # the protocol is explicit, so that asyncio sets TCP_NODELAY
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -185,8 +187,8 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def accepts_json(accept: str) -> bool:
-    """Return whether an Accept header names JSON itself. A wildcard does not count: curl sends one, and people read its
-    output.
+    """Return whether an Accept header contains JSON itself. A wildcard does not count: curl sends one, and people read
+    its output.
     """
     for part in accept.lower().split(","):
         media, *parameters = (piece.strip() for piece in part.split(";"))
@@ -196,7 +198,7 @@ def accepts_json(accept: str) -> bool:
 
 
 def scrape(registry: Registry, accept: str) -> tuple[bytes, str]:
-    """Return the metrics and their content type: text, or OpenMetrics if `accept` asks for it. Prometheus asks for
+    """Return the metrics and their content type: text, or OpenMetrics if `accept` contains it. Prometheus accepts
     OpenMetrics, which has exemplars.
     """
     encode, content_type = choose_encoder(accept)

@@ -4,8 +4,8 @@
                    └─► accept ──► a frame at once ──► the next one an interval later ──► ...
 
 No frames are queued for a client that does not read: a frame is sent when the connection's buffer has room for it, and
-frames that were due meanwhile are never made. A client that leaves no room for PATIENCE_S is disconnected. What clients
-send is discarded.
+frames that were due before are never built. If the buffer has no room for PATIENCE_S, the client is disconnected.
+Messages of clients are discarded.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _logger = logging.getLogger("sie.websocket")
 
 
 class WebSocketProtocol(WebSocketsSansIOProtocol):
-    """uvicorn's protocol with three differences: at its end the server sends close code 1001, an application can
+    """uvicorn's protocol with three differences: the server ends a websocket with close code 1001, an application can
     disconnect a client, and the reply to a handshake has the headers of every reply.
     """
 
@@ -74,7 +74,9 @@ class Seats:
 
     @contextlib.contextmanager
     def seat(self, scope: Scope, key: str = "") -> Iterator[None]:
-        """Hold a seat for one websocket of a client. `key` names its credential, if any. Raises ResourceExhausted."""
+        """Occupy one of the places for websockets while the context is open. `key` names the client's credential, if it
+        has one. Raises ResourceExhausted.
+        """
         if self.taken >= self._most:
             raise ResourceExhausted(f"{self._most} websockets are open, the limit of this {self._where}")
         holders = [holder for holder in (_network((scope.get("client") or ("",))[0]), key and f"key {key}") if holder]
@@ -93,8 +95,8 @@ class Seats:
 
 
 def _network(address: str) -> str:
-    """Return the part of an address that counts as one client: the first 64 bits of an IPv6 address, which one host
-    owns, or an IPv4 address. All loopback addresses count as one client.
+    """Return the part of an address that counts as one client: an IPv4 address, or the first 64 bits of an IPv6
+    address, because one host owns them. All loopback addresses count as one client.
     """
     try:
         ip = ipaddress.ip_address(address.partition("%")[0])
@@ -108,11 +110,11 @@ def _network(address: str) -> str:
 
 
 class ViewerFrames:
-    """Frames of one kind, sent to each viewer at most once in `interval_s`. One frame is made for all viewers."""
+    """Frames of one kind, sent to each viewer at most once in `interval_s`. One frame is built for all viewers."""
 
     def __init__(self, make: Callable[[], str | None], interval_s: float, *, patience_s: float = PATIENCE_S) -> None:
-        """Take `make`, which returns the present frame. The object that was sent last is not sent again. None means
-        that there are no more frames: the connection is closed with code 1013, try again later.
+        """Create the frames. `make` returns the present frame. An object that was sent last is not sent again. If
+        `make` returns None, there are no more frames: the connection is closed with code 1013, try again later.
         """
         self._make = make
         self._interval_s = interval_s
@@ -124,7 +126,7 @@ class ViewerFrames:
 
     async def show(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Accept a websocket and serve it to its end. The caller has checked that the client is allowed."""
-        await receive()  # websocket.connect
+        await receive()  # the first message is websocket.connect
         disconnect = asyncio.create_task(_disconnected(receive))
         self.looking += 1
         self.looked.set()
@@ -133,7 +135,7 @@ class ViewerFrames:
             sent: str | None = None
             while not disconnect.done():
                 frame = self._frame()
-                async with asyncio.timeout(self._patience_s):  # sending waits for room in the connection's buffer
+                async with asyncio.timeout(self._patience_s):  # to send waits for room in the connection's buffer
                     if frame is None:
                         await send({"type": "websocket.close", "code": TRY_AGAIN_LATER})
                         return
@@ -142,10 +144,10 @@ class ViewerFrames:
                 sent = frame
                 await asyncio.wait({disconnect}, timeout=self._interval_s)
         except TimeoutError:
-            _logger.info("a websocket is disconnected: its client read nothing for %g s", self._patience_s)
+            _logger.info("a websocket is disconnected: its client has not read for %g s", self._patience_s)
             scope["extensions"]["abort"]()
         except OSError:
-            pass  # the client disconnected
+            pass  # this error means that the client has disconnected
         finally:
             self.looking -= 1
             if not self.looking:

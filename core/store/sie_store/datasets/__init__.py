@@ -1,4 +1,4 @@
-"""Rows of whole files and the answers to them: the input and the output of a job. This package sends nothing to a
+"""Rows of whole files and the answers to them: the input and the output of a job. This package sends no requests to a
 model.
 
     URL ──places──► Place ──plans──► spans of rows ──rows──► Row ──► (a model) ──► Answer ──answers──► Shard

@@ -1,8 +1,8 @@
-"""Answers to the rows of a span, as columns: the contents of a part of the output in any format.
+"""Answers to the rows of a span, as columns. They are the contents of a part of the output in any format.
 
-Columns are those of the API: `dense` with `dense_scale` and `dense_offset` of integers, `sparse_indices` and
-`sparse_values`, `multivector` with its scale and offset of each vector, `score`, and the lists of an extraction. A row
-with an error has none of them.
+The columns have the same names as in the API: `dense` with `dense_scale` and `dense_offset` of integers,
+`sparse_indices` and `sparse_values`, `multivector` with its scale and offset of each vector, `score`, and the lists of
+an extraction. A row with an error has none of them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class About(msgspec.Struct, frozen=True, omit_defaults=True):
 
 @dataclass(frozen=True)
 class RowAnswer:
-    """The answer to one row. The keys of `arrays` are the names of `messages.Ok`: `dense`, `dense.scale`,
+    """The answer to one row. The keys of `arrays` are names as in `messages.Ok`: `dense`, `dense.scale`,
     `sparse.indices`, ...
     """
 
@@ -56,8 +56,8 @@ class RowAnswer:
 @dataclass(frozen=True)
 class Shard:
     """Answers in the order of the rows. `dense`: [rows, width], with zeros for a row with an error. `ragged`: by
-    column, an array of any length for each row, None for a row without one. `numbers`: by column, float32 [rows], NaN
-    for a row without a number.
+    column, an array of any length for each row, None for a row that has none. `numbers`: by column, float32 [rows], NaN
+    for a row that has no number.
     """
 
     about: About
@@ -113,12 +113,12 @@ def shard_of(about: About, rows: Sequence[InputRow], answers: Sequence[RowAnswer
 
 
 def counted(codes: Iterable[str]) -> dict[str, int]:
-    """Count each code: the most frequent MAX_CODES by their names, and the rest together as OTHER."""
+    """Count each code. The most frequent MAX_CODES are listed by name, all other codes are counted as OTHER."""
     return most_frequent(Counter(codes))
 
 
 def most_frequent(counts: Counter[str]) -> dict[str, int]:
-    """Return the counts of the most frequent MAX_CODES, and the sum of the rest as OTHER."""
+    """Return the counts of the most frequent MAX_CODES, and the sum of all other counts as OTHER."""
     ordered = counts.most_common()
     frequent = dict(ordered[:MAX_CODES])
     if rest := sum(count for _, count in ordered[MAX_CODES:]):

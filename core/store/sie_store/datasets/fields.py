@@ -10,8 +10,8 @@ _FIELD = re.compile(r'(?:"([^"]*(?:""[^"]*)*)"|([^"\r\n,]*))(,|$)')
 
 
 def fields(row: bytes, most: int | None = None) -> tuple[str, ...] | None:
-    """Split a row into its fields; None if a quote or a carriage return is in the wrong place, or if the row is not
-    UTF-8. For a row with more than `most` fields, `most` + 1 fields are returned.
+    """Split a row into its fields. Return None if a quote or a carriage return is at a wrong position, or if the row is
+    not UTF-8. For a row with more than `most` fields, `most` + 1 fields are returned.
     """
     try:
         text = row.decode("utf-8")

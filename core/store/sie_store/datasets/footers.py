@@ -1,7 +1,8 @@
-"""Parquet: the footer says where the rows are, and a span reads only its own columns and row groups.
+"""Parquet: the footer has the positions of the rows, and a span reads only its own columns and row groups.
 
-Rows of a span are numbered in the whole object. Its `start` and `end` are the row groups in which the rows are: a span
-has whole groups, or a part of one group. The footer says at which row a group begins; the reader reads it anyway.
+Rows of a span are numbered in the whole object. Its `start` and `end` are the row groups that contain the rows: a span
+has whole groups, or a part of one group. The first row of a group is computed from the footer, which the reader reads
+anyway.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from pyarrow import Array, RecordBatch
     from pyarrow.parquet import ParquetFile
 
-BUFFER_BYTES = 8 << 20  # bytes of the buffer for each column chunk that is being read
+BUFFER_BYTES = 8 << 20  # bytes of the read buffer for each column chunk
 BATCH_ROWS = 1024
 MAX_DENSE_VALUES = (
     8_000_000  # values of a list column in a row group, if a value has less than a byte: one row is decoded as a whole
@@ -28,7 +29,7 @@ MAX_FOOTER_BYTES = 64 << 20
 
 
 class ParquetGroup(NamedTuple):
-    """A row group: its number of rows, and the decoded bytes and the values of the columns that are read."""
+    """A row group: its number of rows, and the decoded bytes and the number of values of the columns to read."""
 
     rows: int
     size: int
@@ -78,8 +79,8 @@ def _opened(place: Place, entry: ObjectEntry, compact: Collection[str] = ()) -> 
 
 
 def footer(place: Place, entry: ObjectEntry, names: Collection[str]) -> Footer:
-    """Read the footer of an object; sizes are those of the columns `names`. It blocks, so it runs in a thread. Raises
-    InvalidInput, StoreError.
+    """Read the footer of an object; sizes are sizes of the columns `names`. The call blocks, so it runs in a thread.
+    Raises InvalidInput, StoreError.
     """
     import pyarrow as pa
 
@@ -106,8 +107,8 @@ def footer(place: Place, entry: ObjectEntry, names: Collection[str]) -> Footer:
 
 
 def _check_dense(source: str, path: str, values: int, size: int) -> None:
-    """Raise InvalidInput for a column of lists that repeats a value so often that one row may take any amount of
-    memory. A row is decoded as a whole, and only then its number of values is known.
+    """Raise InvalidInput for a column of lists that repeats a value so often that one row may need any amount of
+    memory. A row is decoded as a whole, and its number of values is known only after that.
     """
     if values > max(MAX_DENSE_VALUES, size):
         raise InvalidInput(
@@ -119,8 +120,8 @@ def _check_dense(source: str, path: str, values: int, size: int) -> None:
 
 
 def cuts(groups: Sequence[ParquetGroup], max_rows: int, max_bytes: int) -> Iterator[Cut]:
-    """Yield spans of whole row groups, as many groups as fit; a larger group is split evenly by rows. Spans are planned
-    for half of the values that a span may have, because rows of a group have different numbers of values.
+    """Yield spans of whole row groups, each with as many groups as fit; a larger group is split evenly by rows. Spans
+    are planned for half of the values that a span may have, because rows of a group have different numbers of values.
     """
     most = ParquetGroup(max_rows, max_bytes, MAX_SPAN_VALUES // 2)
     first = row = start = 0
@@ -186,7 +187,7 @@ def read(place: Place, entry: ObjectEntry, cut: Cut, names: Sequence[str], size:
 
 
 def _values(array: Array) -> int:
-    """Count the Python objects that the values of an array become."""
+    """Return the number of Python objects into which the values of an array are converted."""
     import pyarrow as pa
 
     if isinstance(array, pa.DictionaryArray) or not pa.types.is_nested(array.type):
@@ -195,7 +196,7 @@ def _values(array: Array) -> int:
 
 
 def _decoded_bytes(array: Array) -> int:
-    """Compute the bytes that the values of an array take without dictionaries."""
+    """Compute the bytes of an array's values without dictionaries."""
     import pyarrow as pa
     import pyarrow.compute as pc
 

@@ -22,7 +22,7 @@ def format_of(name: str) -> InputFormat | None:
 
 
 def is_packed(name: str) -> bool:
-    """Return whether a name is that of a compressed file or an archive, which no job reads."""
+    """Return whether a name is the name of a compressed file or an archive, which no job reads."""
     return name.lower().endswith(_PACKED)
 
 

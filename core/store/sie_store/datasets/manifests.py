@@ -1,4 +1,4 @@
-"""The manifest of an output: written last, so that an output without one is not complete."""
+"""Manifest of an output. It is written last, so an output without a manifest is not complete."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ async def write(place: Place, manifest: JobManifest, patience: RetryPolicy = _PA
 
 
 async def read(place: Place, patience: RetryPolicy = _PATIENCE) -> JobManifest | None:
-    """Read the manifest; None if there is none. Raises StoreError."""
+    """Read the manifest; None if the output has none. Raises StoreError."""
     import obstore
 
     key = place.folder + MANIFEST

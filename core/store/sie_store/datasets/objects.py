@@ -1,5 +1,5 @@
-"""Bytes of one version of an object: a range that is streamed in pieces and resumed after a failure, or reads at any
-position for a library that needs a file.
+"""Bytes of one version of an object. A range is streamed in pieces and resumed after a failure; a library that needs a
+file can read at any position.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ READ_AHEAD_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class ObjectEntry:
-    """An object: its name in spans, its size in bytes, and its tag, which is different for each version."""
+    """An object: its name in spans, its size in bytes, and its tag, which differs between versions."""
 
     source: str
     size: int
@@ -31,8 +31,8 @@ class ObjectEntry:
 
 def tag_of(place: Place, meta: ObjectMeta) -> str:
     """Return a tag that no other version of the object has: its digest if it is known, else the tag of the store. For a
-    folder on the disk the tag is the size and the time: the tag of obstore contains the inode, which a copy of the
-    folder changes.
+    folder on the disk, the tag is the size and the time: the tag of obstore contains the inode, which changes when the
+    folder is copied.
     """
     own = None if place.root is not None else meta.get("e_tag")
     return place.digest or own or f"{meta['size']}-{meta['last_modified'].timestamp():.6f}"
@@ -63,8 +63,8 @@ async def find(place: Place, source: str, patience: RetryPolicy) -> ObjectEntry:
 
 async def pieces(place: Place, entry: ObjectEntry, start: int, end: int, patience: RetryPolicy) -> AsyncIterator[bytes]:
     """Yield the bytes from `start` to before `end`, all of one version: the version with the tag of `entry`, or,
-    without a tag, the version of the first answer. After a failure the rest is requested again. Raises InvalidInput
-    (reasons input_missing, input_changed), StoreError.
+    without a tag, the version of the first answer. After a failure, the missing bytes are requested again. Raises
+    InvalidInput (reasons input_missing, input_changed), StoreError.
     """
     import obstore
 
@@ -88,7 +88,7 @@ async def pieces(place: Place, entry: ObjectEntry, start: int, end: int, patienc
         except ObjectMissing as error:
             raise missing(entry.source) from error
         except StoreError as error:
-            # each store has another error for a range beyond the end of a shorter object
+            # stores have different errors for a range beyond the end of a shorter object
             if (now := await find(place, entry.source, patience)).tag != (tag or now.tag):
                 raise changed(entry.source) from error
             tries += 1
@@ -103,14 +103,14 @@ async def _next(stream: AsyncIterator[Any]) -> bytes | None:
 async def whole(
     place: Place, entry: ObjectEntry, patience: RetryPolicy, start: int = 0, end: int | None = None
 ) -> bytes:
-    """Read the bytes from `start` to before `end` at once; by default the whole object. See `pieces`."""
+    """Read the bytes from `start` to before `end` in one call; by default the whole object. See `pieces`."""
     return b"".join(
         [piece async for piece in pieces(place, entry, start, entry.size if end is None else end, patience)]
     )
 
 
 class RangeFile(io.RawIOBase):
-    """A file-like reader of an object, for a thread: each read is a request for a range, with a read-ahead. Raises
+    """A file-like reader of an object, for use in a thread: each read requests a range and reads ahead. Raises
     StoreError and InvalidInput (reason input_changed).
     """
 

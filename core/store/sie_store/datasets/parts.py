@@ -34,22 +34,20 @@ class PartFault(ValueError):
 
 
 def part_name(number: int, count: int, format: OutputFormat) -> str:
-    """Return the name of the part `number` (from 0) of `count`."""
+    """Return the name of part `number` (from 0) of `count` parts."""
     digits = max(MIN_DIGITS, len(str(count - 1)))
     return f"part-{number:0{digits}d}{SUFFIX[format]}"
 
 
 def encode(shard: Shard, format: OutputFormat) -> bytes:
-    """Encode a shard as a file. The same shard gives the same bytes in each process of a version."""
+    """Encode a shard as a file. In one version of SIE, every process encodes the same shard to the same bytes."""
     if format == "parquet":
         return tables.encode(shard)
     return b"".join(_lines(shard, has_arrays=True)) if format == "jsonl" else _npz(shard)
 
 
 def inspect(data: bytes, format: OutputFormat) -> About:
-    """Read the head of a part; a part in JSON Lines does not have the job, the number and the model. Raises
-    PartFault.
-    """
+    """Read the head of a part. A part in JSON Lines has no job, number and model. Raises PartFault."""
     if format == "parquet":
         try:
             return tables.inspect(data)
@@ -73,7 +71,7 @@ def _lines(shard: Shard, *, has_arrays: bool) -> Iterator[bytes]:
     for at, own in enumerate(shard.ids):
         error = shard.errors[at]
         row: dict[str, Any] = {"id": own}
-        for name, values in shard.copied.items():  # orjson has no integers beyond 64 bits, and no bytes
+        for name, values in shard.copied.items():  # orjson supports no integers beyond 64 bits, and no bytes
             row[name] = orjson.Fragment(kept_json(values[at]))
         if error is not None:
             row["error"] = error_of(error)

@@ -1,11 +1,11 @@
-"""The plan of a job: its input as spans of rows. Each span can be read without the others.
+"""The plan of a job: its input as spans of rows. Each span can be read separately.
 
-    folder ──listed──► objects by name ──┬─ jsonl, csv ── bytes pass once ──────┐
-                                         ├─ parquet ───── the footer alone ─────┼──► spans of an object, or Broken
+    folder ──listed──► objects by name ──┬─ jsonl, csv ── bytes are read once ──────┐
+                                         ├─ parquet ───── only the footer ─────┼──► spans of an object, or Broken
                                          └─ images ────── names, a run of them ─┘
 
 An object that cannot be read is one entry of the plan and does not stop the plan. Only a store that does not answer
-stops it.
+stops the plan.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import itertools
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 from sie_contracts.api.jobs import MAX_SHARD_ROWS, InputFormat, JobInput
@@ -32,12 +33,12 @@ from sie_store.datasets.scan import BOM, Cut, Cutter, Scanner
 from sie_store.datasets.templates import columns, reads_images
 from sie_store.object_stores import RetryPolicy, within
 
-MAX_OBJECTS = 1_000_000  # objects below a folder: their names are in memory while they are sorted
-MAX_SPANS = 100_000  # spans of a job: each is a record, and all are in memory
-TOO_MANY = "too_many_items"  # reason of an error
+MAX_OBJECTS = 1_000_000  # largest number of objects below a folder: their names are in memory while they are sorted
+MAX_SPANS = 100_000  # largest number of spans of a job: each is a record, and all are in memory
+TOO_MANY = "too_many_items"  # error reason for too many objects or spans
 MAX_HEADER_BYTES = 64 << 10
 SPAN_BYTES = 32 << 20  # bytes of the text of a span, unless one row has more
-MAX_SPAN_BYTES = 64 << 20  # bytes of a row that is a span by itself, and of the images of a span
+MAX_SPAN_BYTES = 64 << 20  # bytes of one row that is a span alone, and of the images of a span
 MAX_COLUMNS_SHOWN = 50
 SAMPLE_ROWS, SAMPLE_BYTES = 1000, 1 << 20
 LISTED_AT_ONCE = 1000
@@ -65,8 +66,8 @@ async def plan(
 ) -> AsyncIterator[Planned]:
     """Yield the spans of each object, in the order of the names of the objects, as soon as they are known. A span has
     at most `shard_rows` rows and `text_bytes` bytes, unless one row has more. If all objects of a job are broken, the
-    first error says why there is nothing to do. Raises InvalidInput if there is nothing to read or if there are more
-    than MAX_SPANS spans, and StoreError.
+    first error is the reason why the job has no work. Raises InvalidInput if there is no object to read or if there are
+    more than MAX_SPANS spans, and StoreError.
     """
     count = 0
     rows = min(shard_rows, sizes.MAX_SPAN_VALUES // (1 + len(columns(source))))
@@ -117,7 +118,7 @@ async def _planned_objects(
 
 
 async def inputs(place: Place, source: JobInput, patience: RetryPolicy = _PATIENCE) -> list[ObjectEntry]:
-    """List the objects that a job reads, by name. Raises InvalidInput, StoreError."""
+    """List the objects that a job reads, sorted by name. Raises InvalidInput, StoreError."""
     if not place.is_folder:
         return [await find(place, place.label or place.name, patience)]
     if reads_images(source):
@@ -167,7 +168,7 @@ async def _listed_once(
         if most is None and len(objects) > limit:
             raise InvalidInput(f"input.url: more than {limit} objects", reason=TOO_MANY, param="input.url")
         if most is not None and len(objects) >= limit + LISTED_AT_ONCE:
-            # buckets list objects in the order of names, folders on the disk in any order
+            # buckets list objects in the order of names, but folders on the disk do not
             objects = heapq.nsmallest(limit, objects, key=_name)
             if place.root is None:
                 break
@@ -203,7 +204,7 @@ async def _planned(
             return [_span(entry, kind, cut) for cut in cuts]
         return await _scanned(place, entry, kind, names, most, patience)
     except InvalidInput as error:
-        if error.reason == TOO_MANY:  # an error of the job, not of the object
+        if error.reason == TOO_MANY:  # an error of the whole job, not of the object
             raise
         return Broken(name, error.info())
 
@@ -226,6 +227,37 @@ def _check_columns(source: str, params: dict[str, str], there: Iterable[str]) ->
             )
 
 
+def check_file(path: Path, source: JobInput) -> None:
+    """Raise InvalidInput if a local file lacks a column of the job, as its plan would say. Only the beginning of the
+    file is read. Other faults are left to the plan.
+    """
+    kind = source.format or format_of(path.name)
+    names = columns(source)
+    if kind is None or kind == "images" or reads_images(source):
+        return
+    if kind == "parquet":
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        with contextlib.suppress(pa.ArrowInvalid):
+            _check_columns(path.name, names, pq.read_schema(path).names)
+        return
+    with path.open("rb") as file:
+        head = file.read(SAMPLE_BYTES)
+    is_whole = len(head) < SAMPLE_BYTES
+    head = head.removeprefix(BOM)
+    if kind == "csv":
+        line, _ = _first_row(path.name, head[:MAX_HEADER_BYTES], 0, is_whole=is_whole and len(head) <= MAX_HEADER_BYTES)
+        _check_columns(path.name, names, fields(line.encode()) or ())
+    elif there := _JsonSample.parse(head, names, is_whole=is_whole).columns:
+        _check_columns(path.name, _needed(names), there)
+
+
+def _needed(names: dict[str, str]) -> dict[str, str]:
+    """Return the columns without which each row in JSON fails: a row may lack one that is only repeated."""
+    return {name: param for name, param in names.items() if param != "input.keep"}
+
+
 async def _scanned(
     place: Place, entry: ObjectEntry, kind: str, names: dict[str, str], most: _Most, patience: RetryPolicy
 ) -> list[RowSpan]:
@@ -239,9 +271,7 @@ async def _scanned(
         data = await whole(place, entry, patience, begin, min(entry.size, begin + SAMPLE_BYTES))
         sample = await asyncio.to_thread(_JsonSample.parse, data, names, is_whole=begin + len(data) == entry.size)
         if sample.columns:
-            _check_columns(
-                entry.source, {name: why for name, why in names.items() if why != "input.keep"}, sample.columns
-            )
+            _check_columns(entry.source, _needed(names), sample.columns)
         # rows after the sample may have more values than the rows in it
         most = most._replace(rows=max(1, min(most.rows, sizes.MAX_SPAN_VALUES // 2 // max(1, sample.values))))
     spans: list[RowSpan] = []
@@ -261,9 +291,9 @@ async def _scanned(
 
 
 class _JsonSample(NamedTuple):
-    """The first rows of an object in JSON Lines. Its rows need not have the same columns. But if none of these rows has
-    a column of the job, the name of the column is probably wrong: the object is refused, or every row would fail.
-    `values`: the largest number of values that a row has in the columns of the job.
+    """First rows of an object in JSON Lines. Rows may have different columns. But if none of these rows has a column of
+    the job, the name of the column is probably wrong: then the object is refused, because every row would fail.
+    `values`: the largest number of values of one row in the columns of the job.
     """
 
     columns: list[str]
@@ -277,7 +307,8 @@ class _JsonSample(NamedTuple):
         names_of_columns: dict[str, None] = {}
         most = 0
         for line in lines[:SAMPLE_ROWS]:
-            with contextlib.suppress(ValueError, RecursionError):  # an invalid row fails later, by itself
+            # an invalid row is no fault of the sample: the row fails later
+            with contextlib.suppress(ValueError, RecursionError):
                 row = sizes.columns_of(line)
                 names_of_columns |= dict.fromkeys(row)
                 most = max(most, sum(sizes.values_of(row[name]) for name in names if name in row))
@@ -285,10 +316,17 @@ class _JsonSample(NamedTuple):
 
 
 async def _header(place: Place, entry: ObjectEntry, begin: int, patience: RetryPolicy) -> tuple[str, int]:
-    """Read the first row of a CSV. Returns it and the position at which the next row begins."""
+    """Read the first row of a CSV. Returns the row and the position at which the next row begins."""
     head = await whole(place, entry, patience, begin, min(entry.size, begin + MAX_HEADER_BYTES))
+    return _first_row(entry.source, head, begin, is_whole=begin + len(head) == entry.size)
+
+
+def _first_row(name: str, head: bytes, begin: int, *, is_whole: bool) -> tuple[str, int]:
+    """Return the first row of a CSV that begins with `head`, and the position at which the next row begins. Raises
+    InvalidInput.
+    """
     scanner = Scanner(is_quoted=True, at=begin)
-    rows = [*scanner.feed(head), *([scanner.end()] if begin + len(head) == entry.size else [])]
+    rows = [*scanner.feed(head), *([scanner.end()] if is_whole else [])]
     for starts, ends in rows:
         if len(starts):
             line = head[int(starts[0]) - begin : int(ends[0]) - begin].rstrip(b"\r\n")
@@ -296,14 +334,14 @@ async def _header(place: Place, entry: ObjectEntry, begin: int, patience: RetryP
                 break
             return line.decode("utf-8"), int(ends[0])
     raise InvalidInput(
-        f"{entry.source}: expected the names of columns in a first line of at most {MAX_HEADER_BYTES} bytes",
+        f"{name}: expected the names of columns in a first line of at most {MAX_HEADER_BYTES} bytes",
         reason="malformed",
         param="input.url",
     )
 
 
 def _runs(files: list[ObjectEntry], shard_rows: int) -> Iterable[RowSpan]:
-    """Yield runs of images in the order of their names."""
+    """Yield consecutive images, in the order of their names, as spans."""
     first, after = 0, ""
     run: list[ObjectEntry] = []
     size = 0

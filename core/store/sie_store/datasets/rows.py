@@ -1,4 +1,4 @@
-"""Rows of a span: only the bytes of the span are read, and each row gives the inputs for the model, or a fault.
+"""Rows of a span: only the bytes of the span are read. Each row becomes inputs for the model, or a fault.
 
 span ──► bytes of its lines | columns of its row groups | files of its images ──► columns ──templates──► Row
 """
@@ -48,8 +48,8 @@ class InputRow:
 
 
 async def read(place: Place, span: RowSpan, source: JobInput, patience: RetryPolicy = _PATIENCE) -> list[InputRow]:
-    """Read the rows of a span in their order; their number is that of the span. Raises InvalidInput (reasons
-    input_missing, input_changed, malformed), StoreError.
+    """Read the rows of a span in their order. The number of rows is the number in the span. Raises InvalidInput
+    (reasons input_missing, input_changed, malformed), StoreError.
     """
     if span.format == "images":
         return await _images(place, span, patience)
@@ -93,7 +93,7 @@ def _json(line: bytes, names: Sequence[str], size: SpanSize) -> _Columns:
             values += sizes.values_of(raw[name])
             if values > sizes.MAX_ROW_VALUES:
                 return _fault("too_large", f"column {name!r}: the row has more than {sizes.MAX_ROW_VALUES} values")
-        size.add(values - len(read), 0)  # values beyond one per column and row
+        size.add(values - len(read), 0)  # count the values in addition to one per column and row
         return {name: sizes.decoded(raw[name]) for name in read}
     except sizes.TooManyValues as error:
         return _fault("too_large", str(error))
@@ -118,7 +118,7 @@ def _fault(reason: str, message: str, param: str = "") -> ErrorInfo:
 
 
 class _RowMaker:
-    """Makes rows from their columns."""
+    """Builder of rows from their columns."""
 
     def __init__(self, span: RowSpan, source: JobInput) -> None:
         self._span, self._source = span, source
@@ -174,13 +174,13 @@ class _RowMaker:
 
 
 def _bytes_of(row: InputRow) -> int:
-    """Compute the bytes that the texts and images of a row take; its lists and maps are counted by their values."""
+    """Compute the bytes of a row's texts and images in memory; lists and maps are counted by their values."""
     texts = (row.text, row.query, row.document, *row.images, *row.copied.values())
     return sum(sys.getsizeof(text) for text in texts if isinstance(text, str | bytes))
 
 
 def _image(value: Any, column: str) -> bytes:
-    """Return the file of an image: the value is bytes, a map with `bytes` as in Hugging Face's data sets, or base64.
+    """Return the file of an image. The value is bytes, a map with `bytes` like in Hugging Face's data sets, or base64.
     Raises ColumnFault.
     """
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Rows of JSON Lines and of CSV by the positions of their bytes: nothing is decoded, and only one piece is in memory.
+"""Positions of the rows in the bytes of JSON Lines and CSV. No value is decoded, and only one piece is in memory.
 
     pieces of any size ──Scanner──► (start, end) of each row ──Cutter──► spans of rows
 
@@ -16,19 +16,20 @@ from numpy.typing import NDArray
 
 Offsets = NDArray[np.int64]
 BOM = b"\xef\xbb\xbf"
-STEP_BYTES = 1 << 20  # bytes scanned at once: the positions of short lines take eight times as many bytes
+# bytes that are scanned in one step: the positions of short lines need eight times more bytes than the lines
+STEP_BYTES = 1 << 20
 _LINE_FEED, _QUOTE = 10, 34
 _BLANK = np.zeros(256, bool)
 _BLANK[[9, 10, 13, 32]] = True
 
 
 class Scanner:
-    """Finds rows in the bytes of a text, piece by piece. `at`: the position of the next byte."""
+    """Finder of rows in the bytes of a text, which arrive in pieces. `at`: the position of the next byte."""
 
     def __init__(self, *, is_quoted: bool, at: int = 0) -> None:
         self._is_quoted = is_quoted
         self._at = self._start = at
-        self._is_odd = 0  # 1: the number of quotes so far is odd
+        self._is_odd = 0  # 1 if the number of quotes read so far is odd, else 0
         self._has_content = False  # True: the incomplete line has content
 
     def feed(self, piece: bytes) -> Iterator[tuple[Offsets, Offsets]]:
@@ -92,8 +93,8 @@ class Cut(NamedTuple):
 
 
 class Cutter:
-    """Makes spans of rows while the rows are found. A span has at most `max_rows` rows, and at most `max_bytes` bytes
-    unless one row alone has more.
+    """Builder of spans while rows are found. A span has at most `max_rows` rows, and at most `max_bytes` bytes unless
+    one row alone has more.
     """
 
     def __init__(self, max_rows: int, max_bytes: int) -> None:

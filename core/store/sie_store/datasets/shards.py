@@ -1,5 +1,5 @@
-"""Parts of an output in a store. Each part is written once, even if several processes write it; a part that exists
-already is used.
+"""Parts of an output in a store. Each part is written once, even if several processes write it; an existing part is
+used.
 
     shard ──encode──► bytes ──put, create only──┬─► written ──────────────────────► ShardRecord
                                                 └─► exists: read, inspected ──────► ShardRecord of the existing part
@@ -23,20 +23,20 @@ from sie_store.datasets.places import Place
 from sie_store.object_stores import FILES, ObjectMissing, RetryPolicy, StoreError, WrittenMeanwhile, room, within
 
 PUT_S = 300.0
-OWNER = ".sie-job"  # name of the object that says which job owns the output folder
+OWNER = ".sie-job"  # name of the object that contains the id of the job that writes to the output folder
 _PATIENCE = RetryPolicy()
 
 
 class PartDamaged(StoreError):
-    """Error for an object that has the name of a part but is not a part. Another attempt helps after somebody has moved
-    the object.
+    """Error for an object that has the name of a part but is not a part. Another attempt can succeed after a person has
+    moved the object.
     """
 
 
 async def claim(place: Place, owner: str, patience: RetryPolicy = _PATIENCE) -> None:
-    """Reserve a folder for one job, because parts of another job would be taken for its own. `owner`: a text that all
-    leaders of the job know, and no other job. Raises InvalidInput (reason output_in_use) if the folder has another
-    owner, or parts without an owner; StoreError.
+    """Reserve a folder for one job, because the job would mistake parts of another job for its own. `owner`: a text
+    that all leaders of the job know, and no other job. Raises InvalidInput (reason output_in_use) if the folder has
+    another owner, or parts without an owner; StoreError.
     """
     import obstore
 
@@ -59,7 +59,7 @@ async def claim(place: Place, owner: str, patience: RetryPolicy = _PATIENCE) -> 
 
 
 def in_use(why: str) -> InvalidInput:
-    """Return the error for an output folder that the job may not use."""
+    """Return the error for an output folder that the job may not use, with the reason `why`."""
     return InvalidInput(f"output.url: {why}; name another folder", reason="output_in_use", param="output.url")
 
 
@@ -80,8 +80,8 @@ async def _has_parts(place: Place, patience: RetryPolicy) -> bool:
 async def put_once(
     place: Place, name: str, data: bytes, format: OutputFormat, patience: RetryPolicy = _PATIENCE
 ) -> ShardRecord:
-    """Write `data` as the part `name`, unless the part exists. Returns the record of the part that the store has.
-    Raises PartDamaged, StoreError.
+    """Write `data` as the part `name`, unless the part exists. Returns the record of the part in the store. Raises
+    PartDamaged, StoreError.
     """
     import obstore
 
@@ -95,10 +95,10 @@ async def put_once(
                 lambda: within(PUT_S, obstore.put_async(place.store, key, data, mode="create", use_multipart=False))
             )
     except WrittenMeanwhile as error:
-        # another leader has written it, or this one, and the first answer was lost
+        # another leader has written the part, or this leader has, and the first answer was lost
         there = await existing(place, name, format, patience)
         if there is None:
-            raise StoreError("the part was written and removed meanwhile") from error
+            raise StoreError("the part was written, and then removed by another process") from error
         return there
     if place.root is not None:
         await asyncio.to_thread(_kept_on_disk, place.root / key)
@@ -152,7 +152,7 @@ def _record(name: str, data: bytes, format: OutputFormat) -> ShardRecord:
 
 
 def _kept_on_disk(path: Path) -> None:
-    """Sync a part to the disk, because its record says that it exists, also after a loss of power. Raises
+    """Sync a part to the disk, because its record states that it exists, also after a loss of power. Raises
     StoreError.
     """
     try:

@@ -1,6 +1,6 @@
-"""Sizes of the rows of a span in memory: values and bytes are counted before objects are made of them.
+"""Sizes of the rows of a span in memory: values and bytes are counted before objects are created from them.
 
-A gateway has at most three spans of each of its jobs in memory. A few bytes of a file may stand for millions of values:
+A gateway has at most three spans of each of its jobs in memory. A few bytes of a file may become millions of values:
 `[{},{},…]` in JSON, or a column of Parquet that repeats one value.
 """
 
@@ -14,10 +14,11 @@ import msgspec
 from sie_contracts.errors import InvalidInput
 from sie_contracts.jobs import RowSpan
 
-MAX_ROW_VALUES = 100_000  # values in the columns of a row that a job reads: lists, maps and their contents
-MAX_SPAN_VALUES = 1_000_000  # values of a span, about 100 bytes each
+# largest number of values in the columns of a row that a job reads: lists, maps and their contents
+MAX_ROW_VALUES = 100_000
+MAX_SPAN_VALUES = 1_000_000  # largest number of values of a span, about 100 bytes each
 MAX_DECODED_BYTES = 128 << 20  # bytes of the texts, images and kept columns of a span
-MAX_KEYS = 100_000  # keys of a row of JSON, also in columns that are not read
+MAX_KEYS = 100_000  # largest number of keys of a row of JSON, also in columns that are not read
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.S)
 _keys = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
@@ -34,7 +35,7 @@ class SpanSize:
         self._values = self._bytes = 0
 
     def add(self, values: int, size: int) -> None:
-        """Add values and bytes that are about to be made. Raises InvalidInput if the span has more than it may."""
+        """Add values and bytes that will be created. Raises InvalidInput if the span has more than the limit."""
         self._values += values
         self._bytes += size
         for have, most, kind in (
@@ -61,8 +62,8 @@ def columns_of(line: bytes) -> dict[str, msgspec.Raw]:
 
 
 def values_of(value: bytes | msgspec.Raw) -> int:
-    """Count the values in JSON: the value itself and all values in it. The result may be too high, but not too low.
-    Above MAX_ROW_VALUES it may be any higher number.
+    """Count the values in JSON: the value itself and all values in it. The result may be too high, but never too low.
+    Above MAX_ROW_VALUES, it may be any higher number.
     """
     text = bytes(value)
     return 1 if text[:1] not in (b"[", b"{") else 1 + _count(text, b",:[{", MAX_ROW_VALUES)
@@ -74,7 +75,7 @@ def decoded(value: msgspec.Raw) -> Any:
 
 
 def _count(text: bytes, marks: bytes, most: int) -> int:
-    """Count the bytes `marks` in the text. If there are more than `most`, count only those outside of strings, as
+    """Count the bytes `marks` in the text. If there are more than `most`, count only the ones outside of strings, like
     `count_outside`.
     """
     total = sum(text.count(marks[at : at + 1]) for at in range(len(marks)))

@@ -12,7 +12,7 @@ from sie_store.datasets.answers import About, Array, Shard, kept_json
 if TYPE_CHECKING:
     import pyarrow as pa
 
-KEY = b"sie"  # key of About in the metadata of the file
+KEY = b"sie"  # key of the struct About in the metadata of the file
 ROWS_OF_GROUP = 10_000
 
 
@@ -75,8 +75,8 @@ def outcomes(data: bytes) -> list[tuple[str, int, dict[str, str] | None]]:
 
 
 def _inferred(values: list[Any]) -> pa.Array:
-    """Build an array of the type that the values have, or of JSON if they have several types. An array without values
-    has the type null, which can be unified with any type that the column has in other parts.
+    """Build an array of the type of the values, or of JSON if they have several types. An array without values has the
+    type null, which can be unified with the type of the column in other parts.
     """
     import pyarrow as pa
 
@@ -103,7 +103,9 @@ def _as_json(values: list[Any]) -> pa.Array:
 
 
 def _fixed(matrix: Array, absent: Array | None = None) -> pa.Array:
-    """Build a column of lists of a fixed length from a matrix [rows, width]. `absent`: the rows that are null."""
+    """Build a column of lists of a fixed length from a matrix [rows, width]. `absent`: indices of the rows that are
+    null.
+    """
     import pyarrow as pa
 
     flat = pa.array(np.ascontiguousarray(matrix).reshape(-1))

@@ -1,7 +1,7 @@
 """Texts of a row: templates over its columns, and a check that the input of a job fits an operation.
 
-A template has columns in braces, `{title}: {body}`; `{{` and `}}` are braces. It is parsed here and never passed to
-`str.format`, which would reach attributes.
+A template has the names of columns in braces, `{title}: {body}`; `{{` and `}}` are braces. It is parsed here and never
+passed to `str.format`, which would give access to attributes.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ ANSWER_COLUMNS = frozenset(
 )
 
 
-MAX_REPEATS = 4  # times that a template may name a column: a short template must not make gigabytes of a row
+# number of times that a template may name a column: a short template must not expand a row to gigabytes
+MAX_REPEATS = 4
 
 
 class ColumnFault(ValueError):
-    """Error for a value that cannot be part of a text. The message never has the value."""
+    """Error for a value that cannot be part of a text. The message never contains the value."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +71,8 @@ class Template:
 
 
 def plain(row: Mapping[str, Any], column: str) -> str:
-    """Return the value of a column as a text: a string as it is, a number or a boolean as JSON has it, a time in ISO
-    8601. Raises ColumnFault.
+    """Return the value of a column as a text: a string unchanged, a number or a boolean as JSON, a time in ISO 8601.
+    Raises ColumnFault.
     """
     value = row.get(column)
     if value is None or (isinstance(value, float) and math.isnan(value)):
@@ -142,7 +143,7 @@ def check(source: JobInput, operation: str) -> None:
             raise InvalidInput("input.format: images cannot be scored", param="input.format")
     elif operation != "score" and "text" not in parsed and not source.image:
         raise InvalidInput(f"input.text: {operation} needs a text or an image", param="input.text")
-    for name in ("text", "document"):  # a query needs no column: all rows may have the same
+    for name in ("text", "document"):  # a query may be without a column: then all rows have the same query
         if name in parsed and not parsed[name].columns:
             raise InvalidInput(f"input.{name}: the template names no column, such as {{title}}", param=f"input.{name}")
 

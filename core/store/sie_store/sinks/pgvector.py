@@ -2,8 +2,9 @@
 
     rows ──binary COPY──► temporary table ──INSERT ... ON CONFLICT DO UPDATE──► table, all in one transaction
 
-The table itself has no distance: each query names one (`<=>` is the cosine distance), and each index has one. Only the
-operator creates an index, because it takes much longer to keep an index up to date than to build it after a job.
+The table itself has no distance: each query names a distance (`<=>` is the cosine distance), and each index has one.
+Only the operator creates an index, because it takes much longer to keep an index up to date than to build it after a
+job.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ from sie_store.sinks.sink import (
     encoded,
 )
 
-RACES = ("23505", "42P07", "42710")  # SQLSTATEs if two writers create the same table or type at once
+RACES = ("23505", "42P07", "42710")  # SQLSTATE codes if two writers create the same table or type at the same time
 MAX_DIMS = 16_000
 COPY_ROWS = 500
 CONNECT_S = 10.0
-BYTES_PER_S = 1 << 20  # lowest rate at which a database must take rows
+BYTES_PER_S = 1 << 20  # lowest rate at which a database must accept rows
 _STATE = re.compile(r"[0-9A-Z]{5}")
 _NUL = re.compile(r"(?<!\\)((?:\\\\)*)\\u0000")  # NUL in JSON: its escape, after an even number of backslashes
 _SCHEMA_OF_EXTENSION = """
@@ -60,11 +61,11 @@ class PgvectorSink:
         self._patience = patience
         self._dims = 0
         self._table = ""  # name of the table with its schema, quoted
-        self._extension = ""  # the schema of the type `vector`
+        self._extension = ""  # schema of the type `vector`
 
     async def prepare(self, collection: str, dims: int, kinds: Mapping[str, Kind]) -> None:
-        """Create the table or check it. `kinds` are not used: jsonb has the types of its values, and only the operator
-        creates an index.
+        """Create the table or check it. `kinds` are not used: jsonb stores the type of each value, and only the
+        operator creates an index.
         """
         checked_name(collection)
         if not 1 <= dims <= MAX_DIMS:
@@ -84,7 +85,7 @@ class PgvectorSink:
             await self._done(functools.partial(self._written, records=records), bound_s)
 
     async def close(self) -> None:
-        """Do nothing: no connection is open between calls."""
+        """Do nothing: the sink has no open connection between calls."""
 
     async def _written(self, connection: Any, records: list[tuple[str, bytes, str]]) -> None:
         await connection.set_type_codec("vector", schema=self._extension, encoder=bytes, decoder=bytes, format="binary")
@@ -111,7 +112,7 @@ class PgvectorSink:
         try:
             async with asyncio.timeout(bound_s), self._connection() as connection:
                 await connection.execute("BEGIN")
-                # time-out at the server, which would otherwise continue a statement whose client is gone
+                # time-out at the server, which would otherwise continue a statement whose client has disconnected
                 await connection.execute(f"SET LOCAL statement_timeout = {int(bound_s * 1000)}")
                 result = await work(connection)
                 await connection.execute("COMMIT")
@@ -127,7 +128,7 @@ class PgvectorSink:
 
     @contextlib.asynccontextmanager
     async def _connection(self) -> AsyncIterator[Any]:
-        # no cached prepared statements: a pooler in front of the server may not keep them after a transaction
+        # no cached prepared statements: a pooler in front of the server may drop them after a transaction
         connection = await asyncpg.connect(self._url, timeout=CONNECT_S, statement_cache_size=0)
         try:
             yield connection
@@ -173,7 +174,7 @@ async def _prepared(connection: Any, collection: str, dims: int) -> tuple[str, s
 
 
 def _records(rows: SinkRows) -> list[tuple[str, bytes, str]]:
-    """Encode rows for binary COPY. A vector is its number of dimensions, two zero bytes, and its float32 numbers; all
+    """Encode rows for binary COPY. A vector is its number of dimensions, two zero bytes, and its float32 numbers, all
     big-endian. PostgreSQL cannot store the character NUL, so U+FFFD replaces it in payloads. Raises RowsRefused.
     """
     head = struct.pack(">HH", rows.vectors.shape[1], 0)
@@ -183,7 +184,7 @@ def _records(rows: SinkRows) -> list[tuple[str, bytes, str]]:
     ):
         encoded(row_id, number)
         if "\0" in row_id:
-            raise RowsRefused(f"row {number} has an id with the character NUL, which PostgreSQL cannot keep")
+            raise RowsRefused(f"row {number} has an id with the character NUL, which PostgreSQL cannot store")
         text = encoded(payload, number).decode()
         encoded_rows.append(
             (row_id, head + vector.tobytes(), _NUL.sub(r"\1\\ufffd", text) if "\\u0000" in text else text)
@@ -205,7 +206,7 @@ def _failure(error: asyncpg.PostgresError) -> StoreError:
     if state == "3D000":
         return SinkUnsuitable("PostgreSQL has no such database")
     if state in RACES:
-        return StoreError(f"PostgreSQL: another writer was quicker ({error_name})")
+        return StoreError(f"PostgreSQL: another writer was faster ({error_name})")
     if state in ("42P01", "3F000"):
         return CollectionMissing(f"PostgreSQL has no such table ({error_name})")
     if state[:2] == "42":

@@ -1,6 +1,6 @@
 """Qdrant over its REST API.
 
-    PUT /collections/{name}                    create; 409 where it exists
+    PUT /collections/{name}                    create; 409 if it exists
     GET /collections/{name}                    dimensions and distance
     PUT /collections/{name}/index?wait=true    index a field of payloads
     PUT /collections/{name}/points?wait=true   replace points
@@ -38,7 +38,8 @@ from sie_store.sinks.sink import (
 DISTANCE = "Cosine"
 DISTANCES = (DISTANCE, "Dot", "Euclid", "Manhattan")
 MAX_DIMS = 65_536
-ANSWER_BYTES = 4 << 20  # limit of a reply: the largest is a collection with the fields of its payloads
+# limit of a reply in bytes: the largest reply describes a collection with the fields of its payloads
+ANSWER_BYTES = 4 << 20
 BODY_BYTES = 8 << 20  # bytes of a request body; Qdrant's default limit is 32 MiB
 
 
@@ -86,7 +87,7 @@ class QdrantSink:
         assert self._collection, "prepare comes first"
         bodies = self._bodies(rows.latest(self._dims))
         path = f"/collections/{self._collection}/points?wait=true"
-        # encoding takes as long as some requests to a model: it runs in a thread, so that the event loop goes on
+        # encoding takes as long as some requests to a model, so it runs in a thread and does not block the event loop
         while body := await asyncio.to_thread(next, bodies, b""):
             await self._send("PUT", path, body, completed=True)
 
@@ -94,7 +95,9 @@ class QdrantSink:
         await self._client.aclose()
 
     def _bodies(self, rows: SinkRows) -> Iterator[bytes]:
-        """Yield request bodies with points of at most `body_bytes`. A row that is larger has its own body."""
+        """Yield request bodies with points, each of at most `body_bytes`. A row that is larger has a body of its
+        own.
+        """
         points: list[bytes] = []
         size = 0
         for number, (row_id, vector, payload) in enumerate(zip(rows.ids, rows.vectors, rows.payloads, strict=True)):
@@ -153,8 +156,8 @@ class QdrantSink:
 
 
 async def _body(response: httpx.Response) -> bytes:
-    """Read a body without decompressing it: compression was not requested, and a compressed body is refused as it is
-    not JSON. Raises SinkUnsuitable.
+    """Read a body without decompressing it. The request does not ask for compression, so a compressed body is refused,
+    because it is not JSON. Raises SinkUnsuitable.
     """
     data = bytearray()
     async for piece in response.aiter_raw():

@@ -1,17 +1,18 @@
-"""Interface of the vector databases that jobs write to, and the code that its implementations share.
+"""Interface of the vector databases that jobs write to, and common code of its implementations.
 
     rows ──SinkRows.latest──► rows with distinct ids ──Sink.upsert──► database
                                                           └── RetryPolicy: repeated while the database is away
 
 StoreError                another attempt may help
-├── AccessRefused         the credentials are missing or wrong, or do not allow it
-├── SinkUnsuitable        the server cannot keep such vectors: no extension, no such database, another kind of server
+├── AccessRefused         the credentials are missing or wrong, or do not allow the call
+├── SinkUnsuitable        the server cannot store these vectors: no extension, no such database, another kind of server
 ├── CollectionRefused     the database cannot have a collection of this name or of these fields
 ├── CollectionMismatch    the collection exists with other dimensions, another distance or another shape
 ├── CollectionMissing     the collection was removed after `prepare`
-└── RowsRefused           the database cannot keep these rows
+└── RowsRefused           the database cannot store these rows
 
-No message has a credential or the contents of a row. Errors of libraries quote rows, so they are never kept as a cause.
+No message has a credential or the contents of a row. Errors of libraries quote rows, so they are never the cause
+of an exception.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ from numpy.typing import NDArray
 from sie_store.object_stores import RetryPolicy, StoreError
 
 Kind = Literal["keyword", "integer", "float", "bool"]
-# the pauses of ten attempts add up to two minutes: a database that is restarted or fails over is back by then
+# the pauses of ten attempts add up to two minutes, in which a database can restart or fail over
 PATIENCE = RetryPolicy(stall_s=60.0, tries=10)
 ROW_ID = "_id"  # field of a payload in Qdrant: the id of its row
-# a name of PostgreSQL has 63 bytes at most, and a longer one would be cut
+# a name of PostgreSQL has at most 63 bytes; PostgreSQL would shorten a longer name
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,62}")
 
 
 class SinkUnsuitable(StoreError):
-    """Error for a server that cannot keep these vectors."""
+    """Error for a server that cannot store these vectors."""
 
 
 class CollectionRefused(StoreError):
@@ -52,12 +53,12 @@ class CollectionMissing(StoreError):
 
 
 class RowsRefused(StoreError):
-    """Error for rows that the database cannot keep."""
+    """Error for rows that the database cannot store."""
 
 
 @dataclass(frozen=True)
 class SinkRows:
-    """Rows to write. `vectors`: [n, dimensions] float32. `payloads`: maps whose values JSON can represent."""
+    """Rows to write. `vectors`: [n, dimensions] float32. `payloads`: maps with values that JSON can represent."""
 
     ids: Sequence[str]
     vectors: NDArray[np.float32]
@@ -65,7 +66,7 @@ class SinkRows:
 
     def latest(self, dims: int) -> SinkRows:
         """Return the last row of each id, in the order of the rows. Raises RowsRefused for rows that no database can
-        keep.
+        store.
         """
         count = len(self.ids)
         if self.vectors.shape != (count, dims) or len(self.payloads) != count:
@@ -86,14 +87,14 @@ class SinkRows:
 
 
 class Sink(Protocol):
-    """A vector database. Its methods repeat a call that may succeed later, limit the time of each attempt, and raise
-    StoreError.
+    """A vector database. Its methods repeat a call whose failure may be temporary, limit the time of each attempt, and
+    raise StoreError.
     """
 
     async def prepare(self, collection: str, dims: int, kinds: Mapping[str, Kind]) -> None:
         """Create the collection for vectors of `dims` numbers under cosine distance, or check the collection that
-        exists. Later calls of `upsert` write to it. `kinds`: fields of payloads by which searches filter; the sink
-        creates an index for them if its database needs one.
+        exists. Later calls of `upsert` write to this collection. `kinds`: fields of payloads that searches use as
+        filters; the sink creates an index for them if its database needs one.
         """
 
     async def upsert(self, rows: SinkRows) -> None:

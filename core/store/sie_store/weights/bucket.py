@@ -1,8 +1,7 @@
-"""Snapshots of weights in a bucket. Every call is a coroutine that takes a limited time and raises StoreError or
-FetchFailed.
+"""Snapshots of weights in a bucket. Every call is a coroutine with a time limit. It raises StoreError or FetchFailed.
 
-    models--org--name/COMMIT/path/of/a/file      the files, as in the local cache
-    models--org--name/COMMIT/sie-manifest.json   written last: a snapshot without it is not complete
+models--org--name/COMMIT/path/of/a/file      the files, as in the local cache
+models--org--name/COMMIT/sie-manifest.json   written last: a snapshot without it is not complete
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from obstore import GetOptions, PutMode, UpdateVersion
     from obstore.store import ObjectStore
 
-MAX_OBJECTS = 100_000  # objects of one snapshot
+MAX_OBJECTS = 100_000  # largest number of objects of one snapshot
 GLANCE_S, GLANCES = 10.0, 3  # time limit and attempts to read a manifest
 _FOLDER = re.compile(r"models--(.+)")
 
@@ -36,7 +35,7 @@ def place(repository: str, revision: str) -> str:
 
 @dataclass(frozen=True)
 class CommitState:
-    """State of one commit in the bucket. `wrong`: its faults, one line each, by the name of the file; a missing
+    """State of one commit in the bucket. `wrong`: its faults, one line each, by the name of the file. A missing
     manifest is a fault too.
 
     `sizes`: bytes of every object by its name, except the manifest.
@@ -54,16 +53,17 @@ class CommitState:
 
 
 class WeightBucket:
-    """A bucket of snapshots. Its coroutines take a limited time and raise StoreError or FetchFailed."""
+    """A bucket of snapshots. Its coroutines have a time limit and raise StoreError or FetchFailed."""
 
     def __init__(self, url: str, store: ObjectStore, limits: DownloadLimits) -> None:
         self.url, self.store, self.limits = url, store, limits
-        # the load of a model that is not on the disk waits for the manifest before it tries the next source
+        # limits for reading the manifest: the load of a model that is not on the disk waits for it before it tries the
+        # next source
         self._glance = RetryPolicy(min(limits.stall_s, GLANCE_S), min(limits.tries, GLANCES), limits.pause_s)
 
     async def manifest(self, repository: str, revision: str) -> tuple[Manifest | None, PutMode]:
         """Read the manifest of a snapshot; None if the snapshot is not complete. Also returns the mode of a write that
-        replaces this manifest: the write fails if another writer has replaced it meanwhile.
+        replaces this manifest: the write fails if another writer has replaced it first.
         """
         key, snapshot = f"{place(repository, revision)}/{MANIFEST}", f"{repository}@{revision}"
 
@@ -143,7 +143,7 @@ class WeightBucket:
 
         folders = [name for name in await self.below(None) if _FOLDER.fullmatch(name)]
         all_snapshots = [stored for snapshots in await asyncio.gather(*map(states, folders)) for stored in snapshots]
-        # some stores keep objects for empty folders
+        # some stores have objects for empty folders
         return [stored for stored in all_snapshots if stored.sizes or stored.manifest is not None]
 
     async def removed(self, repository: str, revision: str) -> int:
@@ -154,7 +154,7 @@ class WeightBucket:
         with contextlib.suppress(ObjectMissing):
             await self.limits.call(lambda: obstore.delete_async(self.store, f"{prefix}/{MANIFEST}"))
         for name, size in (await self.sizes(repository, revision)).items():
-            with contextlib.suppress(ObjectMissing):  # somebody else removed it
+            with contextlib.suppress(ObjectMissing):  # another process removed the object
                 await self.limits.call(functools.partial(obstore.delete_async, self.store, f"{prefix}/{name}"))
             removed_bytes += size
         return removed_bytes
@@ -191,7 +191,7 @@ class BucketSource:
 
     def _broken(self, wrong: str) -> FetchFailed:
         """Return the failure of a bucket whose files differ from the manifest. A push can repair the bucket, so the
-        load is tried again.
+        load is tried again later.
         """
         return FetchFailed(
             "NETWORK", f"{self.label} is damaged there, {wrong}: `sie weights push --force` writes it again"

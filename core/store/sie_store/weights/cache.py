@@ -1,10 +1,11 @@
-"""The local cache: snapshots of weights on this node's disk, laid out as HF_HOME so that other programs find them too.
+"""Local cache: snapshots of weights on this node's disk. The folders are the same as in HF_HOME, so that other programs
+find them too.
 
-    hub/models--org--name/snapshots/COMMIT/     a snapshot: complete with a manifest, or as the hub's own client left it
+    hub/models--org--name/snapshots/COMMIT/     a snapshot, complete with a manifest, or written by the hub's own client
     hub/models--org--name/partial/COMMIT/       files of an unfinished fetch; the next fetch resumes there
     hub/.locks/models--org--name/COMMIT.fetch   exclusive lock of the one process of the node that fetches the snapshot;
                                                 it contains the progress
-    hub/.locks/models--org--name/COMMIT.use     shared lock of processes that load, hold or fetch the snapshot;
+    hub/.locks/models--org--name/COMMIT.use     shared lock of processes that load, use or fetch the snapshot;
                                                 exclusive lock of a process that removes it. Its mtime is the last use
 
 A fetch fills the partial folder. The manifest is written last, and then the folder is renamed into place.
@@ -47,7 +48,8 @@ from sie_store.weights.selection import LORA_FILES, Wanted, common
 _logger = logging.getLogger("sie.store")
 
 POLL_S = 0.2
-STALLED_S = 180.0  # time without progress after which another process's fetch has failed: its time-outs are shorter
+# seconds without progress after which another process's fetch counts as failed: the time-outs of a fetch are shorter
+STALLED_S = 180.0
 REMOVAL_S = 60.0
 FULL = (errno.ENOSPC, errno.EDQUOT)
 REMOVED = ".removed"
@@ -58,10 +60,10 @@ T = TypeVar("T")
 class Fetch(Protocol):
     """Fills a folder with the files of one snapshot and returns its manifest.
 
-    Files that earlier attempts left in the folder are used. A file grows under its name + PART and is renamed once its
-    digest is right. A file with its final name may be a hard link to somebody's file: it is checked, and replaced if it
-    is wrong, but never written into. Every file is synced to the disk. `progress.expect` is called before the first
-    byte is fetched. Raises FetchFailed, OSError.
+    Files that earlier attempts wrote into the folder are used. A file grows under its name + PART and is renamed when
+    its digest is correct. A file with its final name may be a hard link to somebody's file: it is checked, and replaced
+    if it is wrong, but no bytes are written into it. Every file is synced to the disk. `progress.expect` is called
+    before the first byte is fetched. Raises FetchFailed, OSError.
     """
 
     def __call__(self, folder: Path, progress: FetchProgress) -> Manifest: ...
@@ -92,9 +94,9 @@ class Candidate:
 class LocalCache:
     """Snapshots below `folder`. Every method may be called from any thread, and by any number of processes at once.
 
-    `room` is called before a fetch with a number of bytes: it frees this space on the disk, and raises FetchFailed if
-    it cannot. `relieve` removes snapshots while the disk is above its threshold, and returns whether the disk is below
-    the threshold then.
+    `room` is called before a fetch with a number of bytes: it frees this space on the disk, or raises FetchFailed.
+    `relieve` removes snapshots while the disk is above its threshold, and returns whether the disk is below the
+    threshold then.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -104,13 +106,13 @@ class LocalCache:
         self.relieve: Callable[[], bool] = lambda: True
 
     def place(self, repository: str, revision: str) -> Path:
-        """Return the folder of a snapshot, whether it exists or not. Raises ManifestError for invalid names."""
+        """Return the folder of a snapshot, even if it does not exist. Raises ManifestError for invalid names."""
         check_names(repository, revision)
         return self._folder_of(repository) / "snapshots" / revision
 
     def find(self, repository: str, revision: str, select: Wanted | None = None) -> Path | None:
-        """Return the folder of a snapshot that has all files that `select` accepts, by its manifest or by the
-        listing of the hub's own client. Without `select` it must have all files that were wanted when it was
+        """Return the folder of a snapshot that has all files that `select` accepts, according to its manifest or to the
+        listing of the hub's own client. Without `select`, it must have all files that were selected when it was
         fetched. Returns None if a file is missing, or if there is neither manifest nor listing. Raises ManifestError.
         """
         folder = self.place(repository, revision)
@@ -123,8 +125,8 @@ class LocalCache:
         return folder if is_whole else None
 
     def flaw(self, repository: str, revision: str) -> str:
-        """Return the evidence that a snapshot is not complete; empty if there is none. Files are compared with the
-        manifest, or with each other if there is no manifest. Raises ManifestError.
+        """Return the evidence that a snapshot is not complete; an empty text if there is none. Files are compared with
+        the manifest, or with one another if there is no manifest. Raises ManifestError.
         """
         folder, manifest = self.place(repository, revision), self.manifest(repository, revision)
         if manifest is None:
@@ -132,12 +134,14 @@ class LocalCache:
         return "; ".join(verify(folder, manifest, digests=False))
 
     def log_name(self, repository: str, revision: str) -> str:
-        """Return the name of a snapshot for logs, without the name of a LoRA, which may be input of a client."""
+        """Return the name of a snapshot for logs. The name of a LoRA is left out, because it may be input of a
+        client.
+        """
         return "a LoRA" if (self.place(repository, revision) / LORA_FILES[0]).exists() else f"{repository}@{revision}"
 
     def manifest(self, repository: str, revision: str) -> Manifest | None:
-        """Read the manifest of a snapshot; None if there is none, or if it belongs to another snapshot. The files are
-        not checked.
+        """Read the manifest of a snapshot. Return None if there is no manifest, or if it belongs to another snapshot.
+        The files are not checked.
         """
         try:
             manifest = decode((self.place(repository, revision) / MANIFEST).read_bytes())
@@ -149,8 +153,8 @@ class LocalCache:
         return manifest if (manifest.repository, manifest.revision) == (repository, revision) else None
 
     def lease(self, repository: str, revision: str) -> Lock:
-        """Take a lease on a snapshot: no process removes the snapshot until the lease is closed. The snapshot need not
-        exist yet.
+        """Acquire a lease on a snapshot: no process removes the snapshot until the lease is closed. The snapshot need
+        not exist yet.
 
         Raises FetchFailed if another process is removing it and does not finish, or if the disk has no room for the
         lease.
@@ -181,10 +185,10 @@ class LocalCache:
         progress: FetchProgress | None = None,
     ) -> Path:
         """Return the folder of a snapshot; fetch the snapshot if it is missing. One process of the node fetches it; the
-        other processes wait and find it afterwards.
+        other processes wait until it exists.
 
-        `label` names the snapshot in logs and errors. Raises FetchFailed. A caller that goes on using the snapshot must
-        hold a lease before the call.
+        `label` names the snapshot in logs and errors. Raises FetchFailed. A caller that uses the snapshot after the
+        call must acquire a lease before the call.
         """
         progress = progress or FetchProgress(label)
 
@@ -211,7 +215,7 @@ class LocalCache:
 
     def _with_room(self, act: Callable[[], T], label: str) -> T:
         """Call `act` and return its result. If the disk is full, space is freed and `act` is called once more: even a
-        lock or a folder needs a block.
+        lock or a folder needs a block of the disk.
 
         `label` names the action in errors. Raises FetchFailed.
         """
@@ -235,7 +239,7 @@ class LocalCache:
         ]
 
     def _with_manifest(self) -> list[Snapshot]:
-        """List all snapshots with a manifest, also those whose files are missing or cut off."""
+        """List all snapshots with a manifest, also snapshots whose files are missing or incomplete."""
         snapshots = []
         for path in sorted(self.hub.glob(f"models--*/snapshots/*/{MANIFEST}")):
             try:
@@ -247,8 +251,8 @@ class LocalCache:
         return snapshots
 
     def used_s(self, repository: str, revision: str) -> float:
-        """Return when a use of the snapshot last began or ended, in seconds since 1970; if it was never used, when it
-        was made; 0 if it does not exist.
+        """Return the time when a use of the snapshot last began or ended, in seconds since 1970. If it was never used,
+        return the time when it was created; 0 if it does not exist.
         """
         for path in (self._lock_file(repository, revision, "use"), self.place(repository, revision)):
             with contextlib.suppress(OSError):
@@ -262,14 +266,14 @@ class LocalCache:
         return self.discard(Candidate(repository, revision, 0.0, is_partial=False))
 
     def candidates(self) -> list[Candidate]:
-        """List the snapshots and partial folders that may be removed to make room, least recently used first. Only
-        snapshots that SIE fetched are listed, complete or not. None of them is in use now.
+        """List the snapshots and partial folders that may be removed to free space, least recently used first. Only
+        snapshots that SIE fetched are listed, complete or not. Snapshots in use are left out.
         """
         going = []
         for snapshot in self._with_manifest():
             repository, revision = snapshot.manifest.repository, snapshot.manifest.revision
             if snapshot.manifest.origin != "found" and not self._is_used(repository, revision):
-                with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+                with contextlib.suppress(FileNotFoundError):  # the file was removed in the meantime
                     going.append(
                         Candidate(
                             repository, revision, snapshot.used_s, is_partial=False, bytes=_bytes_in(snapshot.folder)
@@ -323,14 +327,14 @@ class LocalCache:
                 shutil.rmtree(removed)
             if place.exists() and not candidate.is_partial:
                 partial.mkdir(parents=True, exist_ok=True)
-                os.rename(place, removed)  # atomic: no process may find half a snapshot
+                os.rename(place, removed)  # atomic: no process may see half of a snapshot
             for folder in (removed, partial / revision):
                 if folder.exists():
                     shutil.rmtree(folder)
         return True
 
     def outstanding_bytes(self) -> int:
-        """Return the bytes that all fetches of this node, in any process, still have to write."""
+        """Return the bytes that all fetches of this node, in all its processes, have not written yet."""
         due = 0
         for path in self.hub.glob(".locks/*/*.fetch"):
             with contextlib.suppress(PermissionError):  # a file of another user cannot be read
@@ -350,7 +354,7 @@ class LocalCache:
 
     @contextlib.contextmanager
     def _sole_fetch(self, repository: str, revision: str, label: str, progress: FetchProgress) -> Iterator[Lock]:
-        """Hold the lock of the one process that fetches a snapshot. While another process holds it, wait and follow its
+        """Acquire the lock of the one process that fetches a snapshot. While another process has it, wait and show its
         progress. Raises FetchFailed if the other process makes no progress for STALLED_S.
         """
         path = self._lock_file(repository, revision, "fetch")
@@ -372,8 +376,8 @@ class LocalCache:
             yield lock
 
     def _merged(self, repository: str, revision: str, manifest: Manifest) -> Manifest:
-        """Merge the manifest of the fetched files with that of the existing snapshot. If the existing snapshot has no
-        manifest, its files are not from SIE, and the result has the origin `found`.
+        """Merge the manifest of the fetched files with the manifest of the existing snapshot. If the existing snapshot
+        has no manifest, its files are not from SIE, and the result has the origin `found`.
         """
         place, before = self.place(repository, revision), self.manifest(repository, revision)
         if before is None:
@@ -406,8 +410,8 @@ class LocalCache:
 
 
 def _disk_failed(label: str, folder: Path, error: OSError) -> FetchFailed:
-    """Return the failure of a write. A full disk may be tried again later; a folder without write permission may
-    not.
+    """Return the failure of a write. A write to a full disk may be retried later; a write to a folder without write
+    permission may not.
     """
     if error.errno in FULL:
         return FetchFailed(
@@ -426,7 +430,7 @@ def _note(lock: Lock, fetched: Fetched) -> None:
 
 
 def _bytes_in(folder: Path) -> int:
-    """Count the bytes of all files below a folder. Raises FileNotFoundError if one is removed meanwhile."""
+    """Count the bytes of all files below a folder. Raises FileNotFoundError if a file is removed during the count."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 

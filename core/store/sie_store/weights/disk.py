@@ -2,8 +2,8 @@
 also while the process serves (`DiskWatch`), because other programs fill the disk too.
 
 Only data of SIE is removed: snapshots whose manifest SIE wrote, and partial folders of fetches that no process
-continues. Files that the hub's own client, or anybody else, put into the same cache stay. A snapshot that a process of
-this node loads, holds or fetches is never removed: the process holds a lease (`LocalCache.lease`), and a removal is not
+continues. Files that the hub's own client or another program wrote into the same cache stay. A snapshot that a process
+of this node loads, uses or fetches is never removed: the process has a lease (`LocalCache.lease`), and a removal is not
 possible during a lease.
 """
 
@@ -41,7 +41,7 @@ Probe = Callable[[Path], DiskUsage]
 
 
 def usage(folder: Path, limit_bytes: int | None = None) -> DiskUsage:
-    """Return the usage of the file system that has `folder`, or that will have it. With `limit_bytes`, only the files
+    """Return the usage of the file system in which `folder` is or will be created. With `limit_bytes`, only the files
     below `folder` count as used, and they may have at most `limit_bytes`.
     """
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
@@ -53,7 +53,7 @@ def usage(folder: Path, limit_bytes: int | None = None) -> DiskUsage:
 
 
 def _size(path: str) -> int:
-    """Bytes of a file; 0 for a link, and for a file that was removed meanwhile."""
+    """Return the bytes of a file; 0 for a link, and for a file that was removed in the meantime."""
     try:
         status = os.lstat(path)
     except FileNotFoundError:
@@ -76,9 +76,9 @@ def limited(folder: Path, threshold_percent: float | None, probe: Probe = usage)
 
 
 def make_room(cache: LocalCache, threshold_percent: float | None, probe: Probe, needed_bytes: int) -> None:
-    """Evict snapshots until the disk has room below the threshold for `needed_bytes` and for the bytes that other
-    fetches of this node still have to write, or until nothing more may be removed. Raises FetchFailed if the bytes do
-    not fit. If they would not fit after all evictions, nothing is removed.
+    """Evict snapshots until the disk, below the threshold, has room for `needed_bytes` and for the bytes that other
+    fetches of this node have not written yet. Stop earlier if no more snapshots may be removed. Raises FetchFailed if
+    the bytes do not fit. If they would not fit after all evictions, no snapshot is removed.
     """
     with _sole_removal(cache):
         going = cache.candidates() if threshold_percent is not None else []
@@ -97,9 +97,10 @@ def make_room(cache: LocalCache, threshold_percent: float | None, probe: Probe, 
         _remove_while(is_above, cache, going, f"with the new files the disk would be above {threshold_percent:g} %")
         if is_above():
             _logger.warning(
-                "the disk of %s stays above %g %%: nothing else there may be removed", cache.folder, threshold_percent
+                "the disk of %s stays above %g %%: no other snapshot may be removed", cache.folder, threshold_percent
             )
-        if needed + SPARE_BYTES > (free := probe(cache.folder).free):  # other programs wrote meanwhile
+        # other programs have written to the disk in the meantime
+        if needed + SPARE_BYTES > (free := probe(cache.folder).free):
             raise _no_room(cache, threshold_percent, needed, others_bytes, free)
 
 
@@ -119,8 +120,8 @@ def relieve(cache: LocalCache, threshold_percent: float, probe: Probe) -> bool:
 
 
 class DiskWatch:
-    """A thread that calls `look` every LOOK_S until it is closed. `look` returns whether the disk is below its
-    threshold; when the result changes to False, a warning is logged.
+    """Thread that calls `look` every LOOK_S until it is closed. `look` returns whether the disk is below its threshold.
+    When the result changes to False, a warning is logged.
     """
 
     def __init__(self, look: Callable[[], bool], folder: Path) -> None:
@@ -143,7 +144,7 @@ class DiskWatch:
                 continue
             if was_well and not is_well:
                 _logger.warning(
-                    "the disk of %s is above SIE_DISK_PRESSURE_THRESHOLD_PERCENT: nothing there may be removed",
+                    "the disk of %s is above SIE_DISK_PRESSURE_THRESHOLD_PERCENT: no snapshot may be removed",
                     self._folder,
                 )
             was_well = is_well
@@ -162,9 +163,9 @@ def _remove_while(is_above: Callable[[], bool], cache: LocalCache, going: list[C
 def _removed(cache: LocalCache, candidate: Candidate) -> bool:
     try:
         return cache.discard(candidate)
-    except OSError as error:  # it belongs to another user; the next candidate may be removable
+    except OSError as error:  # the candidate belongs to another user; the next candidate may be removable
         name = cache.log_name(candidate.repository, candidate.revision)
-        why = error.strerror or type(error).__name__  # the path is left out, because it contains the name
+        why = error.strerror or type(error).__name__  # the path is left out, because it contains the snapshot's name
         _logger.warning("%s could not be removed from the local cache: %s", name, why)
         return False
 
@@ -172,8 +173,8 @@ def _removed(cache: LocalCache, candidate: Candidate) -> bool:
 def _no_room(
     cache: LocalCache, threshold_percent: float | None, needed_bytes: int, others_bytes: int, free: int
 ) -> FetchFailed:
-    """Return the failure of a fetch for which there is no room. Its class is tried again later, when there may be room.
-    `others_bytes`: the part of `needed_bytes` that other fetches need.
+    """Return the failure of a fetch for which the disk has no room. A load that fails with its class is tried again
+    later, when there may be room. `others_bytes`: the part of `needed_bytes` that other fetches need.
     """
     shared = f" ({others_bytes / 2**20:.1f} of them by other fetches)" if others_bytes else ""
     needs = (
@@ -186,8 +187,8 @@ def _no_room(
 
 
 def _sole_removal(cache: LocalCache) -> Lock:
-    """Take the lock for one removing process of the node at a time, because two would remove twice as much. If its
-    holder hangs, or if the lock cannot be written, space is freed without the lock.
+    """Acquire the lock for one removing process of the node at a time: two processes would remove twice the necessary
+    amount. If its holder hangs, or if the lock cannot be written, space is freed without the lock.
     """
     deadline_s = time.monotonic() + REMOVAL_S
     try:

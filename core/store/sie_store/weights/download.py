@@ -1,11 +1,11 @@
 """Download engine: fetches the files of a snapshot into a folder. Each file is resumed where an earlier attempt ended.
 
-    files ──► those that exist already are checked ──► the others are read on from the length of their part ──►
+    files ──► existing files are checked ──► the others are read from the length of their part on ──►
     appended and digested ──► renamed when the digest is right
 
 A file grows only at its end, under its name + PART, so its length is its progress. The next attempt continues there, in
 any process. A `Source` returns ranges of one file: the hub (`hub.py`) or a bucket (`bucket.py`). After a failure that
-may pass, the rest is requested again from the byte where the answer ended.
+may disappear, the missing bytes are requested again from the byte where the answer ended.
 """
 
 from __future__ import annotations
@@ -33,17 +33,20 @@ Piece = bytes | bytearray
 
 FILES_AT_ONCE = 8
 PIECE_BYTES = 1 << 18
-MIN_BYTES = 1 << 14  # bytes that an answer must bring in `stall_s`; as many bytes reset the count of tries
+# bytes that an answer must deliver in `stall_s`; the same number of bytes resets the count of tries
+MIN_BYTES = 1 << 14
 MAX_WAITING_BYTES = 1 << 20  # bytes of one file that may wait while earlier bytes are being written
-ROUNDS = 2  # a file with a wrong digest is read once more from its start: its part on the disk may be damaged
+# attempts for a file with a wrong digest: it is read once more from its start, because its part on the disk may be
+# damaged
+ROUNDS = 2
 
 
 @dataclass(frozen=True)
 class DownloadLimits(RetryPolicy):
     """Limits of one download. `stall_s`: the longest wait for the next MIN_BYTES. `tries` counts the answers in a row
-    that brought fewer bytes. `part_bytes`: bytes of one request. `parts_at_once`: parts of all files that are read
-    ahead and kept in memory. If `part_bytes` is 0, one request asks for the rest of a file, which is written as it
-    arrives.
+    that delivered fewer bytes. `part_bytes`: bytes of one request. `parts_at_once`: parts of all files that are read
+    ahead and kept in memory. If `part_bytes` is 0, one request reads all missing bytes of a file, which are written as
+    they arrive.
     """
 
     part_bytes: int = 8 << 20
@@ -52,8 +55,8 @@ class DownloadLimits(RetryPolicy):
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file of a snapshot. `size` is in bytes. `sha256` and `blob` (the digest that git gives a file) are in hex; a
-    digest is empty if the source does not have it.
+    """A file of a snapshot. `size` is in bytes. `sha256` and `blob` (git's digest of a file) are in hex; a digest is
+    empty if the source does not have it.
     """
 
     path: str
@@ -69,13 +72,13 @@ class Source(Protocol):
     limits: DownloadLimits
 
     def answer(self, file: RemoteFile, start: int, end: int) -> AsyncGenerator[Piece, None]:
-        """Yield the bytes from `start` to before `end`, or the first of these bytes. Raises StoreError for a failure
-        that may pass, and FetchFailed.
+        """Yield the bytes from `start` to before `end`. The answer may end early. Raises StoreError for a failure that
+        may disappear, and FetchFailed.
         """
         ...
 
     def damaged(self, file: RemoteFile) -> FetchFailed:
-        """Return the failure of a file whose digest is wrong in every round."""
+        """Return the failure of a file whose digest was wrong after every attempt."""
         ...
 
 
@@ -94,7 +97,7 @@ class Reader:
                 yield piece
 
     async def _parts(self, file: RemoteFile, start: int) -> AsyncGenerator[Piece, None]:
-        """Yield the parts of a file; some are read ahead. A part counts as read ahead until the caller takes it."""
+        """Yield the parts of a file; some are read ahead. A part counts as read ahead until the caller consumes it."""
         step = self._limits.part_bytes
         starts = iter(range(start, file.size, step))
         ahead = deque[asyncio.Task[bytearray]]()
@@ -117,7 +120,9 @@ class Reader:
         return data
 
     async def _resumed(self, file: RemoteFile, start: int, end: int) -> AsyncGenerator[Piece, None]:
-        """Yield the bytes from `start` to before `end`. If an answer ends early, the rest is requested again."""
+        """Yield the bytes from `start` to before `end`. If an answer ends early, the missing bytes are requested
+        again.
+        """
         at, tries = start, 0
         while at < end:
             before = at
@@ -138,8 +143,8 @@ class Reader:
 
 
 async def _brisk(answer: AsyncGenerator[Piece, None], stall_s: float) -> AsyncGenerator[Piece, None]:
-    """Yield the pieces of an answer. Raises StoreError if the answer brings less than MIN_BYTES in `stall_s`; time that
-    the caller takes does not count.
+    """Yield the pieces of an answer. Raises StoreError if the answer delivers less than MIN_BYTES in `stall_s`. Time
+    that the caller uses does not count.
     """
     waited_s, brought = 0.0, 0
     async with contextlib.aclosing(answer):
@@ -153,12 +158,12 @@ async def _brisk(answer: AsyncGenerator[Piece, None], stall_s: float) -> AsyncGe
             if brought >= MIN_BYTES:
                 waited_s, brought = 0.0, 0
             elif waited_s > stall_s:
-                raise StoreError(f"the answer brought {brought} bytes in {waited_s:.0f} s")
+                raise StoreError(f"the answer delivered {brought} bytes in {waited_s:.0f} s")
             yield piece
 
 
 class Digests:
-    """Digests of the bytes of a file that were added so far."""
+    """Digests of the bytes that were added so far."""
 
     def __init__(self, file: RemoteFile) -> None:
         self._file, self._bytes = file, 0
@@ -184,7 +189,7 @@ class Digests:
         return self._sha256.hexdigest()
 
     def fact(self) -> FileFact | None:
-        """Return size and digest of the file; None if they differ from those of its source."""
+        """Return size and digest of the file; None if they differ from the values of its source."""
         is_right = self._file.sha256 in ("", self.sha256) and self._file.blob in ("", self._blob.hexdigest())
         return FileFact(self._bytes, self.sha256) if is_right and self._bytes == self._file.size else None
 
@@ -209,9 +214,9 @@ class SnapshotDownload:
         return {path: fact or fetched[path] for path, fact in present.items()}
 
     def _present(self, file: RemoteFile) -> FileFact | None:
-        """Return size and digest of a correct file that exists under its final name, else None. A wrong file is
-        removed, and so is a part that is too long. Neither is written into, because it may be a hard link to somebody's
-        file.
+        """Return size and digest of a correct file that exists under its final name, else None. A wrong file and a part
+        that is too long are removed. No bytes are written into such a file, because it may be a hard link to a file of
+        another program.
         """
         path, part = self._folder / file.path, self._part(file)
         if path.exists():
@@ -261,7 +266,9 @@ class SnapshotDownload:
 
 
 class _Appending:
-    """Appends pieces to the part of a file, in a thread. Pieces that arrive during one write are written together."""
+    """Appender of pieces to the part of a file, in a thread. Pieces that arrive during one write are written
+    together.
+    """
 
     def __init__(self, part: Path, digests: Digests) -> None:
         self._part, self._digests = part, digests
@@ -269,8 +276,8 @@ class _Appending:
         self._writing: asyncio.Task[None] | None = None
 
     async def add(self, piece: Piece) -> None:
-        """Append a piece. Waits for the write if MAX_WAITING_BYTES or more are not written. Raises OSError, also for an
-        earlier piece.
+        """Append a piece. If MAX_WAITING_BYTES or more are not written yet, wait for the write. Raises OSError, also
+        for an earlier piece.
         """
         self._waiting += piece
         if self._writing is not None and self._writing.done():
@@ -282,7 +289,7 @@ class _Appending:
             await self._writing
 
     async def end(self) -> None:
-        """Wait until everything is written. Raises OSError."""
+        """Wait until all pieces are written. Raises OSError."""
         if self._writing is not None:
             await self._writing
 

@@ -1,9 +1,9 @@
 """The hub as a source of snapshots: one listing of the commit, then its files by the download engine.
 
-    listing ──► files that are wanted ──► download.py ──► manifest
+    listing ──► selected files ──► download.py ──► manifest
 
-The hub's own client downloads a file from the start if its process ended (huggingface_hub 2.4), and reads any answer to
-its end. So only its sessions and its errors are used.
+The hub's own client downloads a file from the start if its process ended (huggingface_hub 2.4), and reads every answer
+to its end. So only its sessions and its errors are used.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ from sie_store.weights.selection import Wanted, of_lora
 
 _T = TypeVar("_T")
 
-# One request asks for the rest of a file: the hub limits the number of requests, and redirects each to a signed URL.
+# One request reads all missing bytes of a file: the hub limits the number of requests, and redirects each to a signed
+# URL.
 LIMITS = DownloadLimits(tries=3, part_bytes=0)
 LISTING_S = 30.0  # time limit for one listing
-MAX_LORA_BYTES = 4 << 30  # a client may name any LoRA: its files must not take the disk space of models
+MAX_LORA_BYTES = 4 << 30  # a client may name any LoRA: its files must not use up the disk space for models
 
 
 class _Lfs(msgspec.Struct):
@@ -39,7 +40,7 @@ class _Lfs(msgspec.Struct):
 
 
 class _Sibling(msgspec.Struct):
-    """A file of a listing, as the hub describes it."""
+    """A file in the hub's listing of a repository."""
 
     rfilename: str
     size: Annotated[int, msgspec.Meta(ge=0)] | None = None
@@ -52,7 +53,7 @@ class _Listing(msgspec.Struct):
     siblings: tuple[_Sibling, ...] = ()
 
 
-# made at import: if two threads use a type for the first time at the same time, the process crashes
+# created at import: if two threads use a type for the first time at the same time, the process crashes
 _listings = msgspec.json.Decoder(_Listing)
 
 
@@ -129,7 +130,7 @@ async def _listing(session: Any, repository: str, revision: str | None) -> _List
 
 async def _file(session: Any, url: str, sibling: _Sibling, label: str) -> RemoteFile:
     """Describe a file of the listing. If a mirror leaves out the size, it is read from the headers of the file. A large
-    file has a SHA-256, any other file the digest of a git blob; a mirror may give neither.
+    file has a SHA-256, any other file the digest of a git blob; a mirror may leave out both.
     """
     name = sibling.rfilename
     if sibling.size is not None:
@@ -137,8 +138,8 @@ async def _file(session: Any, url: str, sibling: _Sibling, label: str) -> Remote
         return RemoteFile(name, sibling.size, sha256, blob)
 
     async def header(*names: str) -> str:
-        """Return the first of these headers that the hub, or the server to which it redirects, sends; empty if there is
-        none.
+        """Return the first of these headers in the answer of the hub, or of the server to which it redirects; an empty
+        text if there is none.
         """
         async with _answered(session, f"{url}/{quote(name)}", method="HEAD") as response:
             answers = (*response.history, response)
@@ -152,7 +153,7 @@ async def _file(session: Any, url: str, sibling: _Sibling, label: str) -> Remote
 
 
 def _session() -> Any:
-    """Return a session of the hub's client that reads an answer only as far as it is asked to. The client's own hook,
+    """Return a session of the hub's client that reads only the requested bytes of an answer. The client's own hook,
     which is removed, reads the whole body of an error.
     """
     from huggingface_hub import get_async_session
@@ -164,13 +165,13 @@ def _session() -> Any:
 
 @contextlib.asynccontextmanager
 async def _answered(session: Any, url: str, *, method: str = "GET", start: int = 0) -> AsyncIterator[Any]:
-    """Send a request and yield its answer. Its body is not read yet; it begins at byte `start` if the server supports
+    """Send a request and yield its answer. The body is not read yet; it begins at byte `start` if the server supports
     ranges. Raises StoreError and the exceptions of the hub's client.
     """
     from huggingface_hub import constants, get_token, hf_raise_for_status
 
-    # the client's own headers are not used: for them it downloads a list of any length;
-    # compression is not requested: a range would count compressed bytes, and few bytes may become very many
+    # The client's own headers are not used: with them, it downloads a list of any length.
+    # Compression is not requested: a range would count compressed bytes, and few bytes may become very many.
     headers = {"User-Agent": f"sie/{sie_contracts.__version__}", "Accept-Encoding": "identity"}
     if token := get_token():
         headers["Authorization"] = f"Bearer {token}"
@@ -207,7 +208,7 @@ class _Hub:
 
 
 async def _repeated(call: Callable[[], Awaitable[_T]], label: str) -> _T:
-    """Return the result of a call of the hub, which is repeated if that may help."""
+    """Return the result of a call of the hub. The call is repeated if another attempt may help."""
     tries = 0
     while True:
         try:
@@ -219,8 +220,8 @@ async def _repeated(call: Callable[[], Awaitable[_T]], label: str) -> _T:
 
 @contextlib.contextmanager
 def _passing() -> Iterator[None]:
-    """Turn a failure that may pass into StoreError. The text of the StoreError is safe for a log. The text of its cause
-    contains the URL, which may be signed or contain a password.
+    """Convert a failure that may disappear into StoreError. The text of the StoreError is safe for a log. The text of
+    its cause contains the URL, which may be signed or contain a password.
     """
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 

@@ -1,9 +1,9 @@
 """Checks whether a snapshot that SIE did not put into the cache is complete. The hub's own client may have put it
-there, in this or an older version, or somebody copied it.
+there, in this or an older version, or a person copied it.
 
-    is_listed_whole   by the listing that the hub's client keeps of a commit (trees/COMMIT.json): every file is there,
-                      with its size
-    contradiction     without a listing: whether the files refer to files that are missing
+    is_listed_whole   compare the files with the listing that the hub's client keeps of a commit (trees/COMMIT.json):
+                      each file must exist with its size
+    contradiction     without a listing: check whether the files refer to files that are missing
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NO_JSON = (
     UnicodeDecodeError,
     RecursionError,
 )
-_NO_FILES = ("Normalize",)  # modules of sentence-transformers that have no folder in a repository
+_NO_FILES = ("Normalize",)  # modules of sentence-transformers without a folder in a repository
 
 
 def is_listed_whole(cache: Path, repository: str, revision: str, select: Wanted) -> bool:
@@ -42,7 +42,7 @@ def is_listed_whole(cache: Path, repository: str, revision: str, select: Wanted)
 
 
 def contradiction(cache: Path, repository: str, revision: str) -> str:
-    """Return the evidence that a snapshot without a listing is not complete; empty if there is none."""
+    """Return the evidence that a snapshot without a listing is not complete; an empty text if there is none."""
     folder = _folder(cache, repository) / "snapshots" / revision
     if not folder.is_dir():
         return "it is not there"
@@ -65,8 +65,8 @@ def contradiction(cache: Path, repository: str, revision: str) -> str:
 
 
 def _missing(path: Path, stored: object) -> str:
-    """Return the first missing file or folder that an index of shards or a list of modules names; empty if none is
-    missing.
+    """Return the first missing file or folder that an index of shards or a list of modules names; an empty text if none
+    is missing.
     """
     named: list[str] = []
     if (
@@ -84,8 +84,8 @@ def _missing(path: Path, stored: object) -> str:
 
 
 def _wrong_with(path: Path) -> str:
-    """Return the fault of a safetensors file; empty if its length is right. Its header says where its last tensor
-    ends.
+    """Return the fault of a safetensors file; an empty text if its length is correct. The header has the position at
+    which the last tensor ends.
     """
     try:
         size = path.stat().st_size

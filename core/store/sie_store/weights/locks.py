@@ -17,8 +17,8 @@ _REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 class Lock:
-    """A lock that is held until `close`, or until the object is destroyed. Its file is never removed: otherwise the
-    lock could have a second holder.
+    """A lock that is held until `close`, or until the object is destroyed. Its file is never removed: otherwise two
+    processes could hold the lock.
     """
 
     def __init__(self, descriptor: int | None, *, is_use: bool = False) -> None:
@@ -28,8 +28,8 @@ class Lock:
         self._touch()
 
     def write(self, data: bytes) -> None:
-        """Write a note into the file for processes that wait. No note is written if the disk is full or the file
-        belongs to another user, because nothing depends on the note.
+        """Write a note into the file for processes that wait. The note is left out if the disk is full or the file
+        belongs to another user, because no process relies on it.
         """
         if self._descriptor is None:
             return
@@ -38,11 +38,11 @@ class Lock:
             os.ftruncate(self._descriptor, len(data))
         except OSError:
             with contextlib.suppress(OSError):
-                os.ftruncate(self._descriptor, 0)  # no note is better than an old one
+                os.ftruncate(self._descriptor, 0)  # an empty file is better than an old note
 
     def _touch(self) -> None:
         if self._descriptor is not None and self._is_use:
-            with contextlib.suppress(OSError):  # the file of another user, on a shared disk
+            with contextlib.suppress(OSError):  # the file belongs to another user, on a shared disk
                 os.utime(self._descriptor)
 
     def close(self) -> None:
@@ -65,11 +65,11 @@ class Lock:
 
 
 def try_lock(path: Path, *, shared: bool, is_use: bool = False) -> Lock | None:
-    """Take the lock at `path`; None while another lock excludes it. Never waits. Raises OSError.
+    """Acquire the lock at `path`; None while another lock excludes it. Never waits. Raises OSError.
 
-    The file of another user is locked without writing to it; network file systems may refuse that for an exclusive
-    lock. In a folder without write permission a shared lock locks nothing: a user who cannot write there cannot remove
-    anything either.
+    The file of another user is locked without writing to it. A network file system may refuse this for an exclusive
+    lock. In a folder without write permission, a shared lock has no effect: a user who cannot write there cannot remove
+    any file either.
     """
     refused: OSError | None = None
     try:

@@ -1,7 +1,7 @@
 """Manifest of a snapshot of weights: the files of one commit of a repository, with their sizes and SHA-256.
 
 The manifest marks a complete snapshot: it is written last, so a snapshot without a manifest is not complete. It is the
-same file in a local cache, a bucket and an archive: its name is MANIFEST, and it is beside the files that it names.
+same file in a local cache, a bucket and an archive. Its name is MANIFEST, and it is in the folder of the snapshot.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from sie_store.durable import PART
 MANIFEST = "sie-manifest.json"
 VERSION = 1
 MAX_MANIFEST_BYTES = 16 << 20
-MAX_FILES = 10_000  # files of one snapshot
+MAX_FILES = 10_000  # largest number of files of one snapshot
 MAX_NAME_BYTES = 255 - len(PART)  # bytes of the name of a file or folder; PART is added while it is fetched
 _PIECE_BYTES = 1 << 20
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
-MAX_REPOSITORY_CHARS = 200  # the name of its folder in a cache has at most 255 bytes
+# characters of a repository's name: the name of its folder in a cache may have at most 255 bytes
+MAX_REPOSITORY_CHARS = 200
 
 Origin = Literal["hub", "cluster", "archive", "found"]
 FetchErrorClass = Literal["GATED", "NOT_FOUND", "INCOMPATIBLE", "NETWORK", "UNKNOWN"]
@@ -36,8 +37,8 @@ class ManifestError(ValueError):
 
 
 class FetchFailed(Exception):
-    """Error of a source of weights that could not give a snapshot. `error_class` becomes the class of the failed load;
-    NETWORK may be tried again.
+    """Error of a source of weights that could not deliver a snapshot. `error_class` becomes the class of the failed
+    load; NETWORK may be tried again.
     """
 
     def __init__(self, error_class: FetchErrorClass, message: str) -> None:
@@ -56,9 +57,9 @@ class FileFact(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
     """Files of a snapshot, by their path below its folder, with `/`.
 
-    `revision` is the commit. `left_out`: files of the repository that were not wanted when it was fetched; for a model
-    that needs one of them the snapshot is not complete. `origin`: where this copy came from; another program made a
-    `found` copy, which is never removed to make room.
+    `revision` is the commit. `left_out`: files of the repository that were not selected when it was fetched; for a
+    model that needs one of them, the snapshot is not complete. `origin`: source of this copy; a `found` copy was
+    written by another program, and is never removed to free space.
     """
 
     repository: str
@@ -74,20 +75,20 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
         return sum(fact.bytes for fact in self.files.values())
 
 
-# made at import: if two threads use a type for the first time at the same time, the process crashes
+# created at import: if two threads use a type for the first time at the same time, the process crashes
 _manifest = msgspec.json.Decoder(Manifest)
 
 
 def encode(manifest: Manifest) -> bytes:
-    """Encode a manifest as JSON; equal manifests give equal bytes. Raises ManifestError for a manifest that `decode`
-    would refuse.
+    """Encode a manifest as JSON; equal manifests have equal encodings. Raises ManifestError for a manifest that
+    `decode` would refuse.
     """
     _check(manifest)
     return msgspec.json.format(msgspec.json.encode(manifest, order="sorted"), indent=1) + b"\n"
 
 
 def decode(data: bytes) -> Manifest:
-    """Decode and check a manifest. Raises ManifestError, which names the fault."""
+    """Decode and check a manifest. Raises ManifestError, which describes the fault."""
     if len(data) > MAX_MANIFEST_BYTES:
         raise ManifestError(f"a manifest has at most {MAX_MANIFEST_BYTES} bytes, this one has {len(data)}")
     try:
@@ -99,7 +100,7 @@ def decode(data: bytes) -> Manifest:
 
 
 def check_names(repository: str, revision: str) -> None:
-    """Raise ManifestError unless both names can be part of a path: they may come from an entry, a bucket or an
+    """Raise ManifestError unless both names can be part of a path: the names may be from an entry, a bucket or an
     archive.
     """
     is_long = len(repository) > MAX_REPOSITORY_CHARS
@@ -110,8 +111,8 @@ def check_names(repository: str, revision: str) -> None:
 
 
 def is_safe(name: str) -> bool:
-    """Return whether a file name is safe. The file must stay below the folder of its snapshot. Its name must not be
-    that of the manifest or of a part of a file, must fit a disk, and must be printable.
+    """Return whether a file name is safe. The file must stay below the folder of its snapshot. The name must differ
+    from the names of the manifest and of incomplete files, must fit a disk, and must be printable.
     """
     parts = name.split("/")
     if not name.isprintable() or len(name) > 1024 or "\\" in name or name == MANIFEST or name.endswith(PART):
@@ -120,7 +121,7 @@ def is_safe(name: str) -> bool:
 
 
 def check_paths(names: Collection[str]) -> None:
-    """Raise ManifestError unless files of these names can lie below one folder."""
+    """Raise ManifestError unless files with these names can exist together below one folder."""
     if len(names) > MAX_FILES:
         raise ManifestError(f"a snapshot has at most {MAX_FILES} files, this one has {len(names)}")
     files = frozenset(names)
@@ -167,8 +168,8 @@ def describe(
     origin: Origin = "found",
     read: Callable[[int], None] = lambda _: None,
 ) -> Manifest:
-    """Build the manifest of the files that are in `folder` now, except hidden files and a manifest. Reads every
-    `select` file and lists the others as left out. Raises OSError, ManifestError.
+    """Build the manifest of the present files in `folder`, except hidden files and a manifest. Reads every file that
+    `select` accepts; the other files are in `left_out`. Raises OSError, ManifestError.
     """
     files, left_out = {}, []
     for path in sorted(folder.rglob("*")):
@@ -187,8 +188,8 @@ def describe(
 def verify(
     folder: Path, manifest: Manifest, *, digests: bool = True, read: Callable[[int], None] = lambda _: None
 ) -> list[str]:
-    """List the faults of the files in `folder`, one line each; empty if all files exist and are right. Without
-    `digests` only sizes are compared.
+    """List the faults of the files in `folder`, one line each; an empty list if all files exist and are correct.
+    Without `digests`, only sizes are compared.
     """
     wrong = []
     for name, fact in manifest.files.items():

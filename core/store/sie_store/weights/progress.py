@@ -19,8 +19,8 @@ class FetchProgress:
     """Progress of one fetch. Every method may be called from any thread. `label` names the fetch in the log; `clock` is
     in seconds.
 
-    `on_expect` is called before the first byte with the number of bytes to come, and may raise FetchFailed. `on_step`
-    is called with the progress at most once a second, also while files are only checked.
+    `on_expect` is called before the first byte with the number of missing bytes, and may raise FetchFailed. `on_step`
+    is called with the progress at most once per second, also while files are only checked.
     """
 
     def __init__(self, label: str, clock: Callable[[], float] = time.monotonic) -> None:
@@ -32,13 +32,13 @@ class FetchProgress:
         self._arrived_bytes = 0
         self._followed_per_s = 0.0
         self._started_s = self._logged_s = clock()
-        self._stepped_s = -STEP_EVERY_S  # so that the first step is reported
+        self._stepped_s = -STEP_EVERY_S  # with this value the first step is reported
         self.on_expect: Callable[[int], None] = lambda _: None
         self.on_step: Callable[[Fetched], None] = lambda _: None
 
     def expect(self, total_bytes: int, had_bytes: int = 0) -> None:
-        """Set the bytes of the whole snapshot, and how many of them exist already. Calls `on_expect`, which makes room
-        for the missing bytes. Raises FetchFailed.
+        """Set the number of bytes of the whole snapshot, and the number of bytes that exist already. Calls `on_expect`,
+        which frees space for the missing bytes. Raises FetchFailed.
         """
         with self._lock:
             self._total_bytes, self._had_bytes, self._stepped_s = total_bytes, had_bytes, -STEP_EVERY_S
@@ -47,15 +47,17 @@ class FetchProgress:
         self._step(0)
 
     def add(self, count: int) -> None:
-        """Add bytes that arrived. If `count` is negative, as many bytes must be fetched again."""
+        """Add the number of bytes that arrived. A negative `count` means that this number of bytes must be fetched
+        again.
+        """
         self._step(count)
 
     def touch(self, _: int = 0) -> None:
-        """Note that work goes on without new bytes: a file is being checked."""
+        """Record that work continues without new bytes: a file is being checked."""
         self._step(0)
 
     def follow(self, fetched: Fetched) -> None:
-        """Show the progress of another process, which fetches the snapshot."""
+        """Show the progress of another process that fetches the snapshot."""
         with self._lock:
             self._total_bytes, self._had_bytes, self._followed_per_s = (
                 fetched.total_bytes,
@@ -79,7 +81,7 @@ class FetchProgress:
             _logger.info("fetching %s: %s", self.label, summary)
 
     def end(self) -> None:
-        """Log that everything is fetched."""
+        """Log that the snapshot is complete."""
         with self._lock:
             summary = self._summary(self._clock())
         _logger.info("fetched %s: %s", self.label, summary)

@@ -1,11 +1,10 @@
-"""A push of a snapshot into a bucket: its files first, its manifest last, so that a manifest never names a missing
-file.
+"""Push of a snapshot into a bucket: its files first, its manifest last, so that a manifest never names a missing file.
 
-    manifest there ──► files that it lacks ──► each digested, then written ──► manifest of both, unless it changed ──►
-    all listed again
+    read the manifest in the bucket ──► digest and write each missing file ──► write the merged manifest, unless
+    the one in the bucket changed ──► list all files again
 
 Any number of pushers may run at once. They write the same bytes. A manifest replaces only the manifest from which it
-was made. Each pusher checks at the end whether the files and the manifest are still there.
+was built. Each pusher checks at the end whether the files and the manifest still exist.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("sie.store")
 
-MAX_PARTS = 9_000  # parts of one object; stores allow 10,000
+MAX_PARTS = 9_000  # number of parts of one object; stores allow 10,000
 MIN_PART_BYTES = 8 << 20  # stores refuse parts below 5 MiB
-STALL_S = 180.0  # time limit for one part
+STALL_S = 180.0  # seconds: time limit for one part
 ROUNDS = 20  # rounds of check, write and check again
-DIGEST = "sha256"  # name of the attribute of an object that has the digest computed by its writer
+DIGEST = "sha256"  # name of the object attribute that contains the digest computed by the writer
 
 
 class PushRefused(Exception):
@@ -52,7 +51,7 @@ class Pushed:
 
 
 class Push:
-    """Push of the files of `manifest`, which are in `folder`."""
+    """Push of the files in `manifest` from `folder`."""
 
     def __init__(self, bucket: WeightBucket, folder: Path, manifest: Manifest, progress: FetchProgress) -> None:
         self._bucket, self._folder, self._manifest, self._progress = bucket, folder, manifest, progress
@@ -61,8 +60,8 @@ class Push:
         self._written: dict[str, int] = {}
 
     async def all(self, *, force: bool) -> Pushed:
-        """Push all files, then the manifest. `force`: also write files that the bucket has. Raises PushRefused,
-        FetchFailed, StoreError, OSError.
+        """Push all files, then the manifest. `force`: also write files that are already in the bucket. Raises
+        PushRefused, FetchFailed, StoreError, OSError.
         """
         for number in range(ROUNDS):
             there, version = await self._there(force=force)
@@ -86,11 +85,11 @@ class Push:
                     )
             except WrittenMeanwhile as error:
                 _logger.info("%s: %s", self._what, error)
-            await asyncio.sleep(random.uniform(0, self._bucket.limits.pause_s))  # noqa: S311  # spread pushers' retries
+            await asyncio.sleep(random.uniform(0, self._bucket.limits.pause_s))  # noqa: S311  # pushers must not retry at once
         raise StoreError("other writers keep removing or replacing it")
 
     async def _there(self, *, force: bool) -> tuple[Manifest | None, PutMode]:
-        """Read the manifest in the bucket, which must not contradict the files of this push. Returns it, or None, and
+        """Read the manifest in the bucket and compare it with the files of this push. Returns the manifest or None, and
         the mode of a write that replaces it. Raises PushRefused.
         """
         try:
@@ -115,8 +114,8 @@ class Push:
         return None if changed else there, version
 
     async def _lacking(self, there: Manifest | None, *, everything: bool) -> list[str]:
-        """Return the files that must be written: files of another size in the bucket, and files that nothing proves to
-        be right.
+        """Return the files that must be written: files whose size in the bucket differs, and files without a proof that
+        they are correct.
         """
         if everything:
             return list(self._manifest.files)
@@ -129,7 +128,7 @@ class Push:
         return lacking
 
     async def _is_ours(self, name: str, fact: FileFact) -> bool:
-        """Return whether another push, which did not finish, wrote these bytes."""
+        """Return whether an unfinished push wrote these bytes."""
         import obstore
 
         try:
@@ -157,9 +156,7 @@ class Push:
             path.stat().st_size != fact.bytes
             or await asyncio.to_thread(digest, path, self._progress.touch) != fact.sha256
         ):
-            raise PushRefused(
-                f"{path} is not what the manifest beside it says: `sie weights verify --local` lists all faults"
-            )
+            raise PushRefused(f"{path} differs from its manifest: `sie weights verify --local` lists all faults")
         attributes = {DIGEST: fact.sha256}
         if fact.bytes <= MIN_PART_BYTES:
             await self._put(name, await asyncio.to_thread(path.read_bytes), attributes, "overwrite")
@@ -218,7 +215,7 @@ class Push:
                     )
             is_whole = True
         except TimeoutError as error:
-            raise StoreError(f"no part was taken for {STALL_S:g} s") from error
+            raise StoreError(f"no part was accepted for {STALL_S:g} s") from error
         except BaseError as error:
             raise object_stores.failure(error) from error
         finally:

@@ -21,7 +21,7 @@ FILES = (
     "colbert_linear.pt",
     "best.pt",
 )
-PICKLED = "pytorch_model.bin"  # read as tensors only, for the one family whose checkpoints have nothing else
+PICKLED = "pytorch_model.bin"  # read only as tensors, for the one family whose checkpoints have no other file
 UNREAD = (MANIFEST, ".*", "*/.*", "onnx/*", "openvino/*")
 LORA_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
@@ -29,7 +29,7 @@ Wanted = Callable[[str], bool]
 
 
 def _matching(patterns: tuple[str, ...]) -> Wanted:
-    """Return a test whether a file name matches one of the patterns. `*` also matches /, as in the patterns of the
+    """Return a test whether a file name matches one of the patterns. `*` also matches /, like in the patterns of the
     hub's client.
     """
 
@@ -46,8 +46,8 @@ of_lora = _matching(LORA_FILES)
 
 
 def wanted_by(entry: ModelEntry) -> Wanted:
-    """Return a test whether a load of `entry` may read a file, by the file's name. A family of another package may read
-    any file that is not in UNREAD.
+    """Return a test by file name whether a load of `entry` may read a file. A family of another package may read any
+    file that is not in UNREAD.
     """
     if entry.family not in FAMILIES:
         return _matching(("*",))
@@ -65,8 +65,8 @@ def runs_code(entry: ModelEntry) -> bool:
 
 
 def is_model(folder: Path, entry: ModelEntry) -> bool:
-    """Return whether the folder has the files that every load of this family needs. A family of another package checks
-    that itself.
+    """Return whether the folder has the files that every load of this family needs. A family from another package has
+    its own check.
     """
     if entry.family not in FAMILIES:
         return folder.is_dir()
@@ -83,7 +83,7 @@ def has_safetensors(folder: Path) -> bool:
 
 
 def lacking(entry: ModelEntry) -> str:
-    """Return why a folder is not a model of this family."""
+    """Return the reason why a folder is not a model of this family."""
     if entry.family not in FAMILIES:
         return "is not a folder"
     family = FAMILIES[entry.family]

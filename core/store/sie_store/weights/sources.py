@@ -1,15 +1,13 @@
-"""The folder that holds the files of a model: a path, the local cache, the cluster cache, an installed package, or the
-hub.
+"""Folder with the files of a model: a path, the local cache, the cluster cache, an installed package, or the hub.
 
     weights.path ─► weights.hub in SIE_LOCAL_CACHE ─► in SIE_CLUSTER_CACHE ─► weights.package ─► weights.hub from the
     hub (SIE_HF_FALLBACK)
 
-The first source that is named and present is used. Only files are read here: a package is located, never imported.
-Snapshots of the cluster cache or the hub are stored in the local cache.
+The first source that the entry names and that exists is used. Only files are read here: a package is located, never
+imported. Snapshots of the cluster cache or the hub are stored in the local cache.
 
 A snapshot in the local cache without a manifest or listing may be incomplete. If downloads are allowed, it counts as a
-miss, and the download keeps its files and fetches the missing ones. Otherwise it is used if its files refer to no
-missing file.
+miss, and the download fetches only the missing files. Otherwise it is used if its files refer to no missing file.
 """
 
 from __future__ import annotations
@@ -45,7 +43,7 @@ _logger = logging.getLogger("sie.store")
 
 @dataclass(frozen=True)
 class Located:
-    """A folder of weights. Nobody removes it from the disk while the lease is held."""
+    """A folder of weights. No process removes it from the disk while the lease is open."""
 
     folder: Path
     lease: Lock = _NO_LEASE
@@ -59,7 +57,8 @@ class WeightSources:
     may_download: bool
     cluster: ClusterCache | None = None
     cache: LocalCache = None  # type: ignore[assignment]  # by default without limits, in cache_folder
-    begin: Callable[[str], FetchProgress] = FetchProgress  # makes the progress of a fetch, by the name of the snapshot
+    # creates the progress of a fetch, by the name of the snapshot
+    begin: Callable[[str], FetchProgress] = FetchProgress
     _fetching: dict[str, FetchProgress] = field(default_factory=dict, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
@@ -68,14 +67,14 @@ class WeightSources:
             object.__setattr__(self, "cache", LocalCache(self.cache_folder))
 
     def folder(self, entry: ModelEntry) -> Path:
-        """Return the folder of `entry`, which is downloaded if necessary. Raises ModelLoadFailed, which names the
-        sources that were tried and the fix.
+        """Return the folder of `entry`. It is downloaded if necessary. Raises ModelLoadFailed, which names the tried
+        sources and the fix.
         """
         return self.locate(entry).folder
 
     def locate(self, entry: ModelEntry) -> Located:
-        """Return the folder of `entry` as `folder` does, and a lease on it. The caller keeps the lease while the model
-        is loaded. Raises ModelLoadFailed.
+        """Return the folder of `entry`, like `folder`, and a lease on it. The caller keeps the lease while the model is
+        loaded. Raises ModelLoadFailed.
         """
         weights = entry.weights
         looked: list[str] = []
@@ -117,8 +116,8 @@ class WeightSources:
             return {name: progress.state() for name, progress in self._fetching.items()}
 
     def _cached(self, entry: ModelEntry, looked: list[str]) -> tuple[Located | None, FetchFailed | None]:
-        """Return the snapshot in the local cache, which is fetched from the cluster cache if necessary. If there is
-        none, the reasons are added to `looked`, and the failure of the cluster cache, if any, is returned.
+        """Return the snapshot in the local cache; fetch it from the cluster cache if necessary. If neither has it, add
+        the reasons to `looked`, and return the failure of the cluster cache if it failed.
         """
         weights = entry.weights
         revision = self._only_revision(entry) if weights.unpinned else weights.revision
@@ -138,7 +137,7 @@ class WeightSources:
                         self.cache.obtain(
                             weights.hub, revision, fetch, label, select=wanted_by(entry), progress=progress
                         )
-                    # it may have been pushed for a model that needs fewer files
+                    # the snapshot may have been pushed for a model that needs fewer files
                     folder = self.cache.find(weights.hub, revision, wanted_by(entry))
                     if folder is not None and self._has_all(folder, entry):
                         return Located(folder, lease), None
@@ -182,7 +181,7 @@ class WeightSources:
         return is_model(folder, entry) and not _absent(folder, entry)
 
     def _only_revision(self, entry: ModelEntry) -> str:
-        """Return the only commit in the cache of a model without a pin; empty if the cache has none. Raises
+        """Return the only cached commit of a model without a pinned commit; an empty text if the cache has none. Raises
         ModelLoadFailed if the cache has several.
         """
         hub = entry.weights.hub
@@ -229,7 +228,7 @@ class WeightSources:
 
     @contextlib.contextmanager
     def _reported(self, name: str, label: str) -> Iterator[FetchProgress]:
-        """Yield the progress of a fetch, which `fetching` shows while the fetch runs."""
+        """Yield the progress of a fetch. `fetching` shows it while the fetch runs."""
         progress = self.begin(label)
         with self._lock:
             self._fetching[name] = progress
@@ -244,7 +243,7 @@ class WeightSources:
         """Return the folder of a LoRA. `name` is a path that the entry names; a folder in `models_dir` (./models), by
         its path or its name; or a hub repository, as `name` or `name@commit`.
 
-        Raises LoraLoadFailed. Other paths are refused, because the name may come from a client.
+        Raises LoraLoadFailed. Other paths are refused, because the name may be text of a client.
         """
         is_named = name in named_loras(entry)
         path = Path(name).expanduser() if is_named else Path(name)
@@ -271,7 +270,7 @@ class WeightSources:
             error_type = {"NOT_FOUND": lora_not_found, "INCOMPATIBLE": lora_rejected}.get(
                 error.error_class, lora_failed
             )
-            # the client that named the LoRA knows its name
+            # the client that named the LoRA knows the name, so the message need not repeat it
             message = error.message.replace(private, "it") if private else error.message
             raise error_type(
                 name, f"no folder of the models folder, not in the local cache; {message}{allowed}"
@@ -321,7 +320,7 @@ class WeightSources:
 
     def _lora_commit(self, repository: str, branch: str, private: str) -> str:
         """Return the commit of a branch: the commit that the hub's client found last, else the only commit in the
-        cache, else the commit that the hub names.
+        cache, else the commit in the hub's answer.
         """
         place = self.cache.place(repository, "any")
         if branch and not is_safe(branch):
@@ -338,7 +337,7 @@ class WeightSources:
 
 
 def on_disk(entries: Iterable[ModelEntry], cache: LocalCache) -> tuple[str, ...]:
-    """Return the ids of the models whose weights this machine has, so that a load downloads nothing. Files are not
+    """Return the ids of the models whose weights this machine has, so that a load needs no download. Files are not
     compared with their digests.
     """
     return tuple(entry.id for entry in entries if _is_on_disk(entry.weights, entry, cache))
@@ -356,7 +355,9 @@ def _is_on_disk(weights: Weights, entry: ModelEntry, cache: LocalCache) -> bool:
 
 
 def package_folder(package: str) -> Path | None:
-    """Return the folder of an installed distribution with config.json and safetensors; None if there is none."""
+    """Return the folder of an installed distribution with config.json and safetensors; None if the distribution does
+    not have them.
+    """
     try:
         files = importlib.metadata.files(package) or []
     except importlib.metadata.PackageNotFoundError:
@@ -382,17 +383,19 @@ def _lacks_package(entry: ModelEntry) -> str:
 
 
 def private_name(lora: str) -> str:
-    """Return a name for logs of a LoRA that a client chose: a digest, from which the name cannot be read."""
+    """Return a name for the logs of a LoRA that a client chose. It is a digest, so the LoRA's name cannot be read from
+    it.
+    """
     return f"a LoRA of a client ({hashlib.sha256(lora.encode()).hexdigest()[:8]})"
 
 
 def named_loras(entry: ModelEntry) -> set[str]:
-    """Return the LoRAs that an entry itself names, for all requests or in a profile."""
+    """Return the LoRAs in the entry itself, for all requests or in a profile."""
     return {name for name in (entry.run.lora, *(profile.run.lora for profile in entry.profiles.values())) if name}
 
 
 def _absent(folder: Path, entry: ModelEntry) -> list[str]:
-    """Return the files for which the entry has digests and which the folder lacks."""
+    """Return the files for which the entry has digests and that are missing in the folder."""
     return [name for name in entry.weights.digests if not (folder / name).is_file()]
 
 

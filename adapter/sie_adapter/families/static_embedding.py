@@ -1,0 +1,127 @@
+"""Static embeddings: the vector of a text is the mean of the stored vectors of its tokens. There is no pass.
+
+StaticEmbedding, then Dense, LayerNorm, Normalize  as sentence-transformers reads modules.json
+model2vec without modules.json                     as its own package reads config.json
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+from torch.nn import functional
+
+from sie_adapter.engine.device import Compute
+from sie_adapter.loading.checkpoint import tensor
+from sie_adapter.loading.modules import read_modules
+from sie_contracts.errors import InvalidInput
+from sie_contracts.models.entries import LoadOptions, ModelEntry
+from sie_contracts.models.load_errors import load_failed
+from sie_contracts.wire.ipc import Rows
+from sie_contracts.wire.messages import RunOptions
+from sie_store.folder_files import read_json
+
+MAX_TOKENS = 1 << 20  # largest number of tokens of a text, if the model has no limit
+_CUT = 512  # number of tokens that model2vec reads if config.json has no max_length
+_FILE = "tokenizer.json"
+
+
+class StaticEmbedding:
+    """Loaded table of vectors. `encode` may run on several threads at once. A text without a token is an error."""
+
+    rows: ClassVar = {"encode": Rows("raw")}
+    precision, attention = "float32", "none"
+
+    @staticmethod
+    def fault_of_files(folder: Path, entry: ModelEntry) -> str:
+        """Return the fault for which a load would refuse the files; an empty string if there is none. Raises
+        ModelLoadFailed for a table or layers that cannot be read.
+        """
+        modules = read_modules(folder)
+        table = read_table(modules.folder)
+        words = _words(modules.folder)
+        if words.get_vocab_size() > len(table):
+            return f"its tokenizer has {words.get_vocab_size()} tokens, its table {len(table)} rows"
+        if (width := modules.width(table.shape[1])) != entry.outputs.get("dense"):
+            return f"outputs.dense is {entry.outputs.get('dense')}, the model's is {width} wide"
+        return ""
+
+    def __init__(self, folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> None:
+        if fault := self.fault_of_files(folder, entry):
+            raise load_failed("INCOMPATIBLE", f"{entry.id}: {fault}")
+        modules = read_modules(folder)
+        self._device = compute.device
+        self._table = read_table(modules.folder).to(compute.device)
+        self._layers = nn.Sequential(*modules.layers).to(compute.device)
+        self._words = _words(modules.folder)
+        self.tokenizer = self._words.to_str().encode()
+        self.max_tokens = entry.max_tokens
+        self.memory_bytes = self._table.nbytes
+        self._unknown: int | None = None
+        self._characters = 0
+        if not modules.kinds:
+            self._read_as_model2vec(folder)
+
+    def _read_as_model2vec(self, folder: Path) -> None:
+        """Drop unknown tokens, and truncate texts like the package model2vec: by characters first, then by tokens."""
+        length = read_json(folder / "config.json").get("max_length", _CUT)
+        if length is not None:
+            self._words.enable_truncation(length)
+            self._characters = length * int(np.median([len(token) for token in self._words.get_vocab()]))
+        model = json.loads(self._words.to_str())["model"]
+        self._unknown = self._words.token_to_id(model["unk_token"]) if model.get("unk_token") else model.get("unk_id")
+
+    def encode(self, texts: Sequence[str], options: RunOptions) -> list[Any]:
+        cut = [text[: self._characters] for text in texts] if self._characters else list(texts)
+        read = [encoding.ids for encoding in self._words.encode_batch_fast(cut, add_special_tokens=False)]
+        if self._unknown is not None:
+            read = [[number for number in ids if number != self._unknown] for ids in read]
+        answers: list[Any] = [InvalidInput("text: it has no token", reason="empty_text")] * len(read)
+        places = [place for place, ids in enumerate(read) if ids]
+        if not places:
+            return answers
+        ids = torch.tensor([number for place in places for number in read[place][: self.max_tokens]])
+        starts = np.cumsum([0, *(min(len(read[place]), self.max_tokens) for place in places[:-1])])
+        with torch.inference_mode():
+            vectors = functional.embedding_bag(
+                ids.to(self._device), self._table, torch.from_numpy(starts).to(self._device), mode="mean"
+            )
+            rows = self._layers(vectors).cpu().numpy()
+        for place, row in zip(places, rows, strict=True):
+            answers[place] = {"dense": row}
+        return answers
+
+
+def read_table(folder: Path) -> Tensor:
+    """Return the vectors of the tokens, float32 [tokens, width]. model2vec may store fewer vectors than tokens, with
+    `mapping`, the row of each token, and `weights`, a factor of each token. Raises ModelLoadFailed INCOMPATIBLE.
+    """
+    table = tensor(folder, "embedding.weight")
+    if table is None:
+        table, mapping, weights = (tensor(folder, name) for name in ("embeddings", "mapping", "weights"))
+        if table is not None and mapping is not None:
+            rows = mapping.long()
+            if table.ndim != 2 or mapping.ndim != 1 or int(rows.min()) < 0 or int(rows.max()) >= len(table):
+                raise load_failed("INCOMPATIBLE", f"{folder}: its mapping names rows that its embeddings lack")
+            table = table[rows]
+        if table is not None and weights is not None:
+            if weights.shape != (len(table),):
+                raise load_failed("INCOMPATIBLE", f"{folder}: it has {len(weights)} weights for {len(table)} tokens")
+            table = table * weights[:, None]
+    if table is None or table.ndim != 2 or not len(table):
+        raise load_failed("INCOMPATIBLE", f"{folder}: its safetensors have no table embedding.weight or embeddings")
+    return table.contiguous()
+
+
+def _words(folder: Path) -> Tokenizer:
+    if not (folder / _FILE).is_file():
+        raise load_failed("NOT_FOUND", f"{folder} has no {_FILE}")
+    words = Tokenizer.from_file(str(folder / _FILE))
+    words.no_padding()
+    return words

@@ -1,0 +1,65 @@
+"""Reduction of the rows of a document for late interaction: similar rows are replaced by their mean.
+
+    rows [tokens, width] ──► the first ones stay; Ward's clusters of the rest ──► means [fewer, width]
+
+Source: sentence-transformers' HierarchicalTokenPooling, whose clusters are also computed by scipy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from sie_contracts.models.load_errors import load_failed
+
+MAX_ROWS = 8192  # rows of a sequence: at this number, the distances of all pairs need 0.5 GB
+
+
+@dataclass(frozen=True)
+class TokenPooling:
+    """Settings of token pooling. The first `protected` rows are not changed. Of the other rows, about one of `factor`
+    remains. `normalizes`: all rows get length 1 afterwards. `queries` and `documents`: the sides whose rows are pooled.
+    """
+
+    factor: float
+    protected: int
+    normalizes: bool
+    queries: bool
+    documents: bool
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """Return the pooled rows of one sequence, finite float32 [rows, width], on their device."""
+        rest = rows[self.protected :]
+        clusters = max(int(len(rest) // self.factor), 1)
+        if self.factor > 1 and clusters < len(rest):
+            rows = torch.cat([rows[: self.protected], _means(rest, clusters)])
+        return functional.normalize(rows, p=2, dim=-1) if self.normalizes else rows
+
+
+def token_pooling_of(config: Mapping[str, Any]) -> TokenPooling:
+    """Return the settings in config.json of a HierarchicalTokenPooling. Raises ModelLoadFailed INCOMPATIBLE."""
+    factor, protected = config.get("pool_factor", 1.0), config.get("num_protected_tokens", 1)
+    if not (isinstance(factor, int | float) and factor >= 1 and isinstance(protected, int) and protected >= 0):
+        raise load_failed("INCOMPATIBLE", f"token pooling by {factor!r} with {protected!r} protected tokens")
+    tasks = config.get("tasks", ["document"])
+    tasks = [tasks] if isinstance(tasks, str) else tasks
+    normalizes = bool(config.get("normalize_embeddings", False))  # as the library reads files without it
+    return TokenPooling(float(factor), protected, normalizes, "query" in tasks, "document" in tasks)
+
+
+def _means(rows: Tensor, clusters: int) -> Tensor:
+    from scipy.cluster import hierarchy
+    from scipy.spatial.distance import squareform
+
+    own = rows.cpu()
+    distances = (1 - own @ own.T).clamp_(0, 2).numpy()
+    tree = hierarchy.linkage(squareform(distances, checks=False), method="ward")
+    labels = torch.from_numpy(hierarchy.fcluster(tree, t=clusters, criterion="maxclust")).long()
+    _, places, sizes = labels.unique(return_inverse=True, return_counts=True)
+    sums = torch.zeros(len(sizes), own.shape[1]).index_add_(0, places, own)
+    return (sums / sizes[:, None]).to(rows.device)

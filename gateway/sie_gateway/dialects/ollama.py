@@ -1,0 +1,139 @@
+"""`POST /api/embed` and `POST /api/embeddings` in the format of Ollama. Inputs are texts.
+
+A model is named as everywhere here, or with Ollama's tag `latest` after the name. Memory is managed by the workers, so
+`keep_alive` has no effect. Of `options`, `num_ctx` is read.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from sie_contracts.models.catalogue import Catalogue, Resolved
+from sie_gateway.dialects import fields
+from sie_gateway.dialects.selection import able
+from sie_gateway.inference import reply
+from sie_gateway.inference.body import RequestItem
+from sie_gateway.inference.call import Call, EncodedReply, InferRequest, decode_body, family
+from sie_gateway.inference.results import RequestResult
+
+if TYPE_CHECKING:
+    from sie_gateway.inference.handler import Inference
+
+PREFIX = "/api/"
+TAG = ":latest"
+NS_PER_MS = 1_000_000
+shape = family("ollama")
+
+
+def untagged(catalogue: Catalogue, name: str) -> str:
+    """Return the name without the tag `latest`. A model may have a profile of this name: then the tag is the
+    profile.
+    """
+    bare = name.removesuffix(TAG)
+    entry = catalogue.find(bare) if bare != name else None
+    return name if entry is not None and TAG[1:] in entry.profiles else bare
+
+
+def tagged(name: str, resolved: Resolved, profile: str | None) -> str:
+    """Return the name of a model or an alias (`profile` None) with a tag: its profile, else `latest`. A model with a
+    profile of that name has no tag, since the tag is the profile.
+    """
+    if profile not in (None, "default"):
+        return f"{name}:{profile}"
+    return name if profile and TAG[1:] in resolved.entry.profiles else name + TAG
+
+
+async def embed(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
+    """Answer `POST /api/embed` with a normalised vector for each input. An empty input is answered without vectors:
+    clients send it to see whether the model exists.
+    """
+    body = await decode_body(call, raw)
+    resolved = _model(inference, call, body)
+    value = body.get("input")
+    if value in (None, "", []):
+        return _json({"model": _name(body, resolved), "embeddings": []})
+    items = fields.items([value] if isinstance(value, str) else value, "input", inference.max_items(call))
+    parameters: dict[str, Any] = {
+        "truncate": "END" if fields.flag(body, "truncate", default=True) else "NONE",
+        "normalize": True,
+    }
+    if width := fields.whole(body, "dimensions", 0):
+        parameters["dimensions"] = width
+    finished = await _run(inference, call, body, resolved, items, parameters)
+    began_s = time.perf_counter()
+    vectors = finished.arrays("input", "dense")
+    shared = {
+        **finished.shared(explain=call.explains),
+        "model": _name(body, resolved),
+        "prompt_eval_count": finished.usage["total_tokens"],
+        "load_duration": _nanoseconds(finished.last.stages.load_ms if finished.last else 0.0),
+    }
+    rest = orjson.dumps(shared)
+    late = finished.late(call.received_s, began_s)
+
+    def after(spent_s: float) -> bytes:
+        timing = late(spent_s)
+        durations = {"total_duration": _nanoseconds(timing["timing"]["total_time"]), **timing}
+        return b"]," + rest[1:-1] + b"," + orjson.dumps(durations)[1:]
+
+    data = reply.listed(vectors, finished.values, b'{"embeddings":[', after)
+    return EncodedReply(data, "application/json", finished.headers(finished.reported_times))
+
+
+async def embeddings(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
+    """Answer `POST /api/embeddings` with the vector of one text. As in Ollama, it is not normalised, and a text that is
+    too long is truncated.
+    """
+    body = await decode_body(call, raw)
+    resolved = _model(inference, call, body)
+    if body.get("prompt") in (None, ""):
+        return _json({"embedding": []})
+    items = (RequestItem(fields.text(body, "prompt")),)
+    finished = await _run(inference, call, body, resolved, items, {"truncate": "END", "normalize": False})
+    (vector,) = finished.arrays("prompt", "dense")
+    finished.timing(call.received_s)
+    data = orjson.dumps({"embedding": vector}, option=orjson.OPT_SERIALIZE_NUMPY)
+    return EncodedReply(data, "application/json", finished.headers(finished.reported_times))
+
+
+def _model(inference: Inference, call: Call, body: fields.Body) -> Resolved:
+    name = body.get("model")
+    return able(inference, call, "embed", untagged(inference.catalogue, name) if isinstance(name, str) else name)
+
+
+def _name(body: fields.Body, resolved: Resolved) -> str:
+    """Return the name of the model for the reply: the name in the request, with its tag."""
+    return str(body.get("model") or resolved.requested)
+
+
+def _json(content: Any) -> EncodedReply:
+    return EncodedReply(orjson.dumps(content), "application/json", {})
+
+
+def _nanoseconds(milliseconds: float) -> int:
+    return round(milliseconds * NS_PER_MS)
+
+
+async def _run(
+    inference: Inference,
+    call: Call,
+    body: fields.Body,
+    resolved: Resolved,
+    items: tuple[RequestItem, ...],
+    parameters: dict[str, Any],
+) -> RequestResult:
+    """Run the model. Raises InvalidInput, and the errors of `Inference.execute`."""
+    options = body.get("options")
+    if options is not None and not isinstance(options, dict):
+        raise fields.refused("options", options, "a map")
+    with fields.named(num_ctx="options.num_ctx"):
+        context = fields.whole(options or {}, "num_ctx", 1)
+    if context is not None:
+        parameters["max_seq_length"] = min(context, resolved.entry.max_tokens)
+    parameters |= {"output_types": ["dense"], "output_dtype": "float32"}
+    with fields.named(output_types="model", normalize="model"):
+        understood = inference.understand(call, InferRequest("encode", resolved, items, parameters, side=""))
+    return await inference.execute(call, understood)
