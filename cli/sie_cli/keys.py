@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
@@ -12,10 +13,11 @@ import msgspec
 
 from sie_broker import Broker, WrongRevision
 from sie_cli import display
-from sie_cli.cluster import BROKER_URL, Cluster, cluster_options
+from sie_cli.cluster import BROKER_URL, Cluster, cluster_options, data_dir_option
 from sie_cli.moments import Deadline, moment
-from sie_cli.options import AnyPosition
+from sie_cli.options import AnyPosition, loaded, refuse
 from sie_cli.refusal import CommandRefused
+from sie_contracts.settings import SettingError
 from sie_contracts.wire import topology
 from sie_runtime import keys as records
 from sie_runtime.http.routes import SCOPES
@@ -57,6 +59,7 @@ def keys() -> None:
     sie keys create search-team                            may encode, score, extract, list models, reserve pools
     sie keys create nightly --scopes infer --expires 90d --tokens-per-minute 2000000
     sie keys create ops --scopes config,read               may change the catalogue
+    sie keys admin                                         the administrator's token of a `sie serve` of this user
     sie keys list                                          what there is, never a token
     sie keys revoke ID                                     no gateway takes it from a second later on
     sie keys revoke --token                                the same for a token that was found somewhere
@@ -136,6 +139,25 @@ def create(
     line = f"key {key.id} {name}: {', '.join(scopes)}; {_end(key, now_s)}."
     click.echo(f"{line} Gateways ask for its token where SIE_AUTH_MODE is token. It is shown this once:", err=True)
     click.echo(token)
+
+
+@keys.command("admin")
+@data_dir_option
+def admin_command(data_dir: Path | None) -> None:
+    """The administrator's token of the `sie serve` that this user runs: its console asks for it. It holds until that
+    server ends, or for as long as SIE_ADMIN_TOKEN does.
+    """
+    try:
+        cluster = Cluster.locate(loaded({}), data_dir)
+        running = cluster.local()
+    except SettingError as error:
+        refuse(error)
+    if running is None:
+        raise CommandRefused(
+            f"no `sie serve` runs with the data directory {cluster.data_dir}: `{cluster.serve}` starts one; the token "
+            "of another cluster is its SIE_ADMIN_TOKEN"
+        )
+    click.echo(running.admin_token)
 
 
 @keys.command("list")

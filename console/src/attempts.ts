@@ -1,8 +1,8 @@
 import { useState } from "preact/hooks";
 import { SIEError } from "sie-client";
 
-/** What a person asks for, one after another: whether it runs, what it said, and why it was refused. `need`: what a key
- * lacks that may not do it. */
+/** What a person asks for, one after another: whether it runs, what it said, and why it was refused. `need`: what is said
+ * in place of a refusal for want of a key. */
 export function useAttempts(need = "") {
   const [isBusy, setBusy] = useState(false);
   const [said, setSaid] = useState("");
@@ -19,7 +19,7 @@ export function useAttempts(need = "") {
     } catch (error) {
       if (!(error instanceof SIEError) && !(error instanceof SyntaxError)) throw error;
       const isLacking = need && error instanceof SIEError && (error.status === 401 || error.status === 403);
-      setRefusal(isLacking ? `${error.message}: ${need}` : error.message);
+      setRefusal(isLacking ? need : error.message);
       return false;
     } finally {
       setBusy(false);

@@ -80,7 +80,7 @@ function Chart({ title, series, times }: { title: string; series: Series[]; time
         width: place.current.clientWidth || 300,
         height: HEIGHT,
         legend: { live: false },
-        axes: [axis, { ...axis, size: 62 }],
+        axes: [{ ...axis, space: 80 }, { ...axis, size: 62 }],
         series: [
           {},
           ...series.map(([label], number) => ({

@@ -7,16 +7,18 @@ import { Doctor } from "./doctor";
 import { Placement } from "./placement";
 import { RequestPage, Requests } from "./requests";
 import { Reservations } from "./reservations";
-import { href } from "./routes";
+import { href, type Route } from "./routes";
 import type { Cluster as State, History } from "./types";
 import { bytes } from "./units";
+import { Words } from "./words";
 
 const EVERY_MS = 1000;
 const HISTORY_EVERY_MS = 10_000;
+const SETTLED_MS = 5_000; // after which the parts of the page have been read
 const LISTED = 8; // findings that are seen at once
 
-/** `parts`: of the address, a part of this view that is open, or `requests` and an id. */
-export function Cluster({ parts, scopes }: { parts: string[]; scopes: string[] }) {
+/** `route`: of this view, a part of it that is open, or `requests` and an id. */
+export function Cluster({ route: { parts, query } }: { route: Route }) {
   const [part = "", id = ""] = parts;
   if (part === "requests" && id) {
     return (
@@ -26,10 +28,10 @@ export function Cluster({ parts, scopes }: { parts: string[]; scopes: string[] }
       </section>
     );
   }
-  return <Overview part={part} scopes={scopes} />;
+  return <Overview part={part} showsFailed={query.has("failed")} />;
 }
 
-function Overview({ part, scopes }: { part: string; scopes: string[] }) {
+function Overview({ part, showsFailed }: { part: string; showsFailed: boolean }) {
   const [filter, setFilter] = useState("");
   const { value: state, trouble } = useAsked<State>(`/v1/cluster?filter=${encodeURIComponent(filter.trim())}`, EVERY_MS);
   const { value: history } = useAsked<History>("/v1/history", HISTORY_EVERY_MS);
@@ -42,11 +44,11 @@ function Overview({ part, scopes }: { part: string; scopes: string[] }) {
       {state && trouble && <p class="warn">What follows was known before that.</p>}
       {state && <Figures state={state} />}
       {state && <Attention state={state} history={history} />}
-      <h2>Last hour, at this gateway</h2>
+      <div class="row title"><h2>Last hour, at this gateway</h2>{history?.steps.length ? <a href={href("cluster", ["requests"])}>Slowest requests</a> : null}</div>
       {history && <Charts history={history} />}
       <h2>Workers</h2>
       {state && <Workers state={state} />}
-      {folded("requests", "Slow and failed requests", () => <Requests />)}
+      {folded("requests", "Slow and failed requests", () => <Requests key={`${showsFailed}`} showsFailed={showsFailed} />)}
       {folded("queue", "Queue", () => state && <Lanes state={state} />)}
       {folded("models", "Models in use", () => (
         <>
@@ -59,7 +61,7 @@ function Overview({ part, scopes }: { part: string; scopes: string[] }) {
       ))}
       {folded("placement", "Placement: which worker has which model, and why", () => <Placement />)}
       {folded("pools", "Pools and reservations", () => <Reservations />)}
-      {folded("dead-letters", "Dead letters: work that was given up", () => <DeadLetters scopes={scopes} />)}
+      {folded("dead-letters", "Dead letters: work that was given up", () => <DeadLetters />)}
       {folded("doctor", "Doctor: checks of every part, with remedies", () => <Doctor />)}
     </section>
   );
@@ -72,7 +74,17 @@ function Part({ name, title, isWanted, children }: { name: string; title: string
   useEffect(() => {
     if (!isWanted) return;
     setOpen(true);
-    place.current?.scrollIntoView();
+    // what is above it grows while it is read: the part stays in view until somebody moves
+    const seen = new ResizeObserver(() => place.current?.scrollIntoView());
+    const end = () => seen.disconnect();
+    seen.observe(document.body);
+    const timer = window.setTimeout(end, SETTLED_MS);
+    for (const event of ["wheel", "keydown", "pointerdown"]) window.addEventListener(event, end, { once: true });
+    return () => {
+      end();
+      window.clearTimeout(timer);
+      for (const event of ["wheel", "keydown", "pointerdown"]) window.removeEventListener(event, end);
+    };
   }, [isWanted]);
   return (
     <details
@@ -111,22 +123,25 @@ interface Trouble {
   link: string;
 }
 
+const FAILED = href("cluster", ["requests"], { failed: "yes" });
 const DOCTOR = { address: href("cluster", ["doctor"]), link: "Ask the doctor" };
 /** Where more is told of a finding, by its check. */
 const PLACES: Record<string, { address: string; link: string }> = {
   loads: { address: href("models", [], { state: "failed" }), link: "Models that failed" },
   queue: { address: href("cluster", ["queue"]), link: "Queue" },
-  refusals: { address: href("cluster", ["requests"]), link: "Requests" },
+  refusals: { address: FAILED, link: "Failed requests" },
 };
 
 /** What somebody should look at, the worst first. */
 function troublesOf({ queues, findings, counts }: State, history: History | undefined): Trouble[] {
-  const errors = history ? errorsOf(history) : [];
+  // each cause once: a finding names the code of what it is about, and what could not be loaded has findings of its own
+  const isFound = (code: string): boolean => findings.some(({ check, wrong }) => wrong.includes(code) || (check === "loads" && code === "MODEL_LOAD_FAILED"));
+  const errors = history ? errorsOf(history).filter(([code]) => !isFound(code)) : [];
   return [
     ...(queues ? [] : [{ words: "The broker did not answer: what waits is not known.", ...DOCTOR }]),
     ...findings.slice(0, LISTED).map(({ check, wrong, fix }) => ({ words: wrong, remedy: fix, ...(PLACES[check] ?? DOCTOR) })),
     ...(findings.length > LISTED ? [{ words: `${findings.length - LISTED} more findings.`, ...DOCTOR }] : []),
-    ...(errors.length ? [{ words: `Requests failed in the last hour: ${errors.map(([code, count]) => `${code} ${count}`).join(", ")}.`, address: href("cluster", ["requests"]), link: "Requests" }] : []),
+    ...(errors.length ? [{ words: `Requests failed in the last hour: ${errors.map(([code, count]) => `${code} ${count}`).join(", ")}.`, address: FAILED, link: "Failed requests" }] : []),
     ...(counts.dead_letters ? [{ words: `${counts.dead_letters} dead letters.`, address: href("cluster", ["dead-letters"]), link: "Dead letters" }] : []),
   ];
 }
@@ -140,9 +155,8 @@ function Attention({ state, history }: { state: State; history: History | undefi
       <ul id="attention">
         {troubles.map(({ words, remedy, address, link }) => (
           <li>
-            {`${words} `}
-            <a href={address}>{link}</a>
-            {remedy && <p class="about">{`Remedy: ${remedy}`}</p>}
+            <Words text={words} /> <a href={address}>{link}</a>
+            {remedy && <p class="about">Remedy: <Words text={remedy} /></p>}
           </li>
         ))}
       </ul>
@@ -243,19 +257,19 @@ function Models({ state }: { state: State }) {
   return (
     <>
       <div class="scroll tall" tabIndex={0} role="region" aria-label="Models">
-        <table>
+        <table class="cards">
           <thead><tr><th scope="col">model</th><th scope="col">state</th><th scope="col" class="number">workers</th><th scope="col">machine profiles</th><th scope="col" class="number">queue</th></tr></thead>
           <tbody id="models">
             {state.models.map((model) => (
               <tr key={model.name}>
                 <td class="name"><a href={href("models", [model.name])}>{model.name}</a></td>
-                <td class="wrap">
+                <td data-label="state" class="wrap">
                   <span class={`state ${model.state}`}>{model.state === "available" ? "not loaded" : model.state}</span>
                   {model.state === "failed" && <p class="dim failure">{state.failures[model.name] ?? ""}</p>}
                 </td>
-                <td class="number">{model.worker_count}</td>
-                <td>{model.gpu_types.join(", ")}</td>
-                <td class="number">{model.total_queue_depth}</td>
+                <td data-label="workers" class="number">{model.worker_count}</td>
+                <td data-label="machine profiles">{model.gpu_types.join(", ")}</td>
+                <td data-label="queue" class="number">{model.total_queue_depth}</td>
               </tr>
             ))}
           </tbody>

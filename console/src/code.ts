@@ -9,8 +9,11 @@ export interface Program {
   whole: () => string;
 }
 
+/** A command of a shell, by its first words. */
+export const program = (text: string, name = text): Program => ({ name, shown: `${text}\n`, whole: () => `${text}\n` });
+
 /** A word of a shell, in which nothing is replaced. */
-export const quoted = (text: string): string => `'${text.replaceAll("'", "'\\''")}'`;
+export const quoted = (text: string): string => (/^[\w./:@%+,-]+$/.test(text) ? text : `'${text.replaceAll("'", "'\\''")}'`);
 
 /** Where this gateway is, as clients name it. */
 export const serverUrl = (): string => address("").replace(/\/$/, "");

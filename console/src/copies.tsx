@@ -1,21 +1,21 @@
 import { useState } from "preact/hooks";
 import type { Program } from "./code";
 
-/** The same as programs to copy. `open`: they are seen at once. */
+/** The same as programs to copy. `open`: they are seen at once, without their names. */
 export function Copies({ programs, title, open = false }: { programs: Program[]; title: string; open?: boolean }) {
   const [copied, setCopied] = useState("");
   return (
     <div class="row copies">
       {title && <span class="dim">{title}</span>}
-      {programs.map(({ name, shown, whole }) => (
-        <details open={open}>
-          <summary>{name}</summary>
+      {programs.map(({ name, shown, whole }) => {
+        const button = (
           <button type="button" data-copies={name} onClick={() => copy(whole()).then((done) => setCopied(done ? name : `no ${name}`))}>
-            {copied === name ? "Copied" : copied === `no ${name}` ? "The browser does not allow it" : `Copy as ${name}`}
+            {copied === name ? "Copied" : copied === `no ${name}` ? "The browser does not allow it" : open ? "Copy" : `Copy as ${name}`}
           </button>
-          <pre class="code" data-kind={name}>{shown}</pre>
-        </details>
-      ))}
+        );
+        const text = <pre class="code" data-kind={name}>{shown}</pre>;
+        return open ? <>{text}{button}</> : <details><summary>{name}</summary>{button}{text}</details>;
+      })}
     </div>
   );
 }

@@ -2,12 +2,14 @@ import { useState } from "preact/hooks";
 import { SIEError } from "sie-client";
 import { ask, get } from "./api";
 import { Confirm } from "./confirm";
+import { Lacking, useScope } from "./session";
 import type { DeadLetterPage, Purged, Replayed, ReplayedAll } from "./types";
 
 const PATH = "/v1/dead-letters";
 
 /** Work that was given up: the list, one letter, its replay and its removal. Inputs are never told. */
-export function DeadLetters({ scopes }: { scopes: string[] }) {
+export function DeadLetters() {
+  const mayRead = useScope("admin");
   const [page, setPage] = useState<DeadLetterPage>();
   const [asked, setAsked] = useState<Record<string, string>>({}); // the filter of the list on screen
   const [after, setAfter] = useState(""); // where the next replay of all that fit goes on
@@ -71,8 +73,8 @@ export function DeadLetters({ scopes }: { scopes: string[] }) {
   );
   return (
     <>
-      {!scopes.includes("admin") && <p class="dim">Dead letters need the scope admin. Sign in with a key that has it.</p>}
-      {scopes.includes("admin") && (
+      <Lacking scope="admin" what="Dead letters need" />
+      {mayRead && (
         <form class="row" onSubmit={(event) => { event.preventDefault(); void show(); }}>
           {field("pool", "Pool")}{field("code", "Code")}{field("reason", "Reason")}{field("model", "Model")}{field("lane", "Lane")}
           <button type="submit" disabled={isBusy}>Show</button>

@@ -2,6 +2,7 @@ import { useState } from "preact/hooks";
 import { get } from "./api";
 import { useAttempts } from "./attempts";
 import type { Report } from "./types";
+import { Words } from "./words";
 
 const LIMIT_MS = 60_000;
 const WORDS = { fine: "fine", wrong: "wrong", absent: "not there", blind: "not seen" } as const;
@@ -10,11 +11,11 @@ const CLASSES = { fine: "healthy", wrong: "failed", absent: "", blind: "loading"
 /** What `sie doctor` finds, each with its remedy, when it is asked for: it connects to the broker and to each part. */
 export function Doctor() {
   const [report, setReport] = useState<Report>();
-  const { isBusy, refusal, attempt } = useAttempts("the doctor needs a key with the scope admin");
+  const { isBusy, refusal, attempt } = useAttempts("The doctor needs a key with the scope admin: sign in above.");
   const run = () => attempt(async () => (setReport(await get<Report>("/v1/doctor", LIMIT_MS)), ""));
   return (
     <>
-      <p class="dim">It connects to the broker and to each part, as `sie doctor` does.</p>
+      <p class="dim">It connects to the broker and to each part, as <code>sie doctor</code> does.</p>
       <button type="button" id="doctor" disabled={isBusy} onClick={run}>{isBusy ? "examining" : "Examine the cluster"}</button>
       {refusal && <p class="bad" role="alert">{refusal}</p>}
       {report && (
@@ -28,7 +29,7 @@ export function Doctor() {
                   <td data-label="state"><span class={`state ${CLASSES[each.state]}`}>{WORDS[each.state]}</span></td>
                   <td class="wide">
                     {each.says}
-                    {each.findings.map((finding) => <p><b>{finding.wrong}</b><br />{`Remedy: ${finding.fix}`}</p>)}
+                    {each.findings.map((finding) => <p><b><Words text={finding.wrong} /></b><br />Remedy: <Words text={finding.fix} /></p>)}
                   </td>
                 </tr>
               ))}

@@ -36,12 +36,13 @@ export function JobDetail({ job, onChange }: { job: Job; onChange: () => void })
     ["started", job.started_at ? clock(job.started_at) : ""],
     ["ended", job.ended_at ? `${clock(job.ended_at)}${job.started_at ? `, after ${duration(job.ended_at - job.started_at)}` : ""}` : ""],
     ["fingerprint", job.fingerprint ?? ""],
-    ["id", job.id],
   ];
+  const isWriting = !hasEnded(job) && Boolean(counts.rows) && counts.done === counts.rows;
   return (
     <article class="detail job">
-      <h2>{job.name || job.id}</h2>
-      <p class="row head"><span class={`state ${job.state}`}>{job.state}</span><Progress name={nameOf(job)} done={counts.done ?? 0} of={counts.rows} isOver={hasEnded(job)} /><a href={href("models", [job.model])}>{job.model}</a></p>
+      <h2>{nameOf(job)}</h2>
+      <p class="dim">{job.id}</p>
+      <p class="row head"><span class={`state ${job.state}`}>{job.state}</span><Progress name={nameOf(job)} done={counts.done ?? 0} of={counts.rows} isOver={hasEnded(job)} />{isWriting && <span class="dim">writing the output</span>}<a href={href("models", [job.model])}>{job.model}</a></p>
       <JobActions job={job} onChange={onChange} />
       {error && <p class="bad" role="alert">{`${error.code} ${error.message}${error.param ? ` (${error.param})` : ""}`}</p>}
       {trouble && <p class="warn">{`It waits and tries again: ${trouble.code} ${trouble.message}`}</p>}

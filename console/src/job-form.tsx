@@ -4,6 +4,7 @@ import { client } from "./api";
 import { useAttempts } from "./attempts";
 import { Copies } from "./copies";
 import { jobPrograms } from "./job-requests";
+import { rank } from "./model-words";
 import { Picker } from "./picker";
 import { AsJson, complaintsOf, Controls, outputsOf, paramsOf, type Settings, UNSET } from "./playground-controls";
 import { short } from "./playground-parts";
@@ -91,12 +92,13 @@ export function JobForm({ models, onDone, onFind }: { models: Model[]; onDone: (
   const { isBusy, said, refusal, attempt } = useAttempts();
   const fitting = useMemo(() => models.filter((model) => model.tasks.includes(given.operation)), [models, given.operation]);
   useEffect(() => {
-    setGiven((old) => (fitting.some((model) => model.id === old.model) ? old : { ...old, model: fitting.find((model) => model.loaded)?.id ?? fitting[0]?.id ?? "" }));
+    setGiven((old) => (fitting.some((model) => model.id === old.model) ? old : { ...old, model: [...fitting].sort((one, two) => rank(one) - rank(two))[0]?.id ?? "" }));
   }, [fitting]);
   const model = fitting.find((each) => each.id === given.model);
   const isSound = !Object.values(complaintsOf(given.operation, settings)).some(Boolean);
   const hasData = Boolean(file) !== Boolean(given.url.trim());
-  const isReady = !isBusy && isSound && Boolean(given.model) && hasData;
+  const isUnread = Boolean(unread) && !given.input; // whoever names the format knows better than the name of the file
+  const isReady = !isBusy && isSound && Boolean(given.model) && hasData && !isUnread;
   const request = useMemo(() => (isSound ? requestOf(given, settings, model) : undefined), [given, settings, model, isSound]);
 
   async function pick(next: File | undefined) {
@@ -112,6 +114,7 @@ export function JobForm({ models, onDone, onFind }: { models: Model[]; onDone: (
         ...old, // what was typed stays
         text: old.text === EMPTY.text && text ? `{${text}}` : old.text,
         id: old.id || (found.columns.includes("id") ? "id" : ""),
+        name: old.name || next.name,
       }));
     } catch (error) {
       setUnread((error as Error).message);
@@ -155,6 +158,7 @@ export function JobForm({ models, onDone, onFind }: { models: Model[]; onDone: (
     </label>
   );
   const isImage = Boolean(given.image.trim());
+  const kept = listed(given.keep);
   const target = given.operation === "score" ? "document" : "text";
   return (
     <form class="steps" id="job-form" aria-label="New job" onSubmit={submit}>
@@ -170,7 +174,7 @@ export function JobForm({ models, onDone, onFind }: { models: Model[]; onDone: (
         </div>
         {file && given.url.trim() && <p class="bad" role="alert">A job reads a file or an address, not both.</p>}
         {unread && <p class="bad" role="alert">{`${file?.name}: ${unread}`}</p>}
-        {seen && <Rows seen={seen} onColumn={isImage ? undefined : (name) => set(target, `${given[target] === EMPTY[target] ? "" : given[target]}{${name}}`)} />}
+        {seen && <Rows seen={seen} onColumn={isImage ? undefined : (name) => set(target, given[target] === EMPTY[target] || !given[target].trim() ? `{${name}}` : `${given[target]}\n{${name}}`)} />}
         <div class="fields">{field("id", "Column of ids", "by default the number of the row")}</div>
       </fieldset>
       <fieldset class="panel">
@@ -181,6 +185,7 @@ export function JobForm({ models, onDone, onFind }: { models: Model[]; onDone: (
           {given.operation !== "score" && field("image", "Column of images, in place of the text")}
         </div>
         {!isImage && given.operation !== "score" && written("text", "Text: columns in braces, \\n is a line break")}
+        {!isImage && seen && <FirstText seen={seen} template={given[target].replaceAll("\\n", "\n")} />}
         {!isImage && given.operation === "score" && <>{written("query", "Query: columns in braces")}{written("document", "Document: columns in braces")}</>}
         <Controls prefix="job-with-" verb={given.operation} model={model} settings={settings} set={(name, value) => setSettings((old) => ({ ...old, [name]: value }))} />
         <AsJson prefix="job-with-" verb={given.operation} settings={settings} set={(name, value) => setSettings((old) => ({ ...old, [name]: value }))} />
@@ -190,9 +195,15 @@ export function JobForm({ models, onDone, onFind }: { models: Model[]; onDone: (
         <div class="fields">
           {choice("format", "Format of the output", OUTPUTS)}
           {field("place", "Address of the output", "kept with the job, to download")}
-          {field("keep", "Columns that the output repeats", "title, url")}
+          {field("keep", "Columns copied from the input", "title, url")}
           {field("name", "Name of the job")}
         </div>
+        {seen && (
+          <p class="row" id="job-copied">
+            <span class="dim">Press a column to copy it:</span>
+            {seen.columns.map((name) => <button type="button" class={`chip ${kept.includes(name) ? "on" : ""}`} aria-pressed={kept.includes(name)} onClick={() => set("keep", (kept.includes(name) ? kept.filter((each) => each !== name) : [...kept, name]).join(", "))}>{name}</button>)}
+          </p>
+        )}
         <details id="job-more">
           <summary>Deadline, times of day, speed, database</summary>
           <div class="fields">
@@ -216,12 +227,28 @@ export function JobForm({ models, onDone, onFind }: { models: Model[]; onDone: (
         <span class="row">
           <button type="submit" id="job-submit" disabled={!isReady}>Submit</button>
           {!hasData && <span class="dim">Step 1 needs a file or an address.</span>}
+          {isUnread && <span class="dim">Step 1 needs a file whose rows can be read, or its format.</span>}
         </span>
         <p role="status">{isBusy ? (file ? `sending ${file.name}` : "submitting") : said}</p>
         {refusal && <p class="bad" role="alert">{refusal}</p>}
         {request && hasData && <Copies programs={jobPrograms({ request, file: file?.name ?? "" })} title="The same as" />}
       </div>
     </form>
+  );
+}
+
+const COLUMN = /\{([^{}]+)\}/g;
+const SHOWN = 300; // characters of a text
+
+/** The text of the first row, as it will be read. */
+function FirstText({ seen: { columns, rows: [first] }, template }: { seen: Preview; template: string }) {
+  if (!first) return null;
+  const text = template.replace(COLUMN, (whole, name: string) => first[columns.indexOf(name)] ?? whole);
+  return (
+    <div id="job-first-text">
+      <p class="dim">The first row reads:</p>
+      <pre class="code">{short(text, SHOWN)}</pre>
+    </div>
   );
 }
 

@@ -57,7 +57,7 @@ export function JobParts({ job }: { job: Job }) {
       {job.request.output?.url && <p class="dim">{`The files are at ${job.output_url || job.request.output.url}`}</p>}
       {manifest.parts.length === 0 && <p class="dim">No part is written yet.</p>}
       {manifest.parts.length > 0 && (
-        <div class="scroll" tabIndex={0} role="region" aria-label={`Output of ${job.id}`}>
+        <div class="scroll tall" tabIndex={0} role="region" aria-label={`Output of ${job.id}`}>
           <table class="parts">
             <thead><tr><th scope="col">file</th><th scope="col" class="number">rows</th><th scope="col" class="number">failed</th><th scope="col" class="number">size</th><th scope="col">of the input</th><th scope="col">sha256</th></tr></thead>
             <tbody>
@@ -105,11 +105,11 @@ export function JobRows({ job }: { job: Job }) {
       {refusal && <p class="bad" role="alert">{refusal}</p>}
       {rows && rows.length > 0 && (
         <div class="scroll" tabIndex={0} role="region" aria-label={`Rows of ${job.id}`}>
-          <table>
+          <table class="cards">
             <thead><tr><th scope="col">row</th><th scope="col" class="number">tokens</th><th scope="col">error</th></tr></thead>
             <tbody class="rows">
               {rows.map((row) => (
-                <tr><td class="name">{row.id}</td><td class="number">{row.tokens}</td><td class="wide">{row.error && <span class="bad">{`${row.error.code} ${row.error.message}`}</span>}</td></tr>
+                <tr><td class="name">{row.id}</td><td data-label="tokens" class="number">{row.tokens}</td><td data-label="error" class="wide">{row.error && <span class="bad">{`${row.error.code} ${row.error.message}`}</span>}</td></tr>
               ))}
             </tbody>
           </table>

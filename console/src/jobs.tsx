@@ -7,6 +7,7 @@ import { JobForm } from "./job-form";
 import { EVERY_MS, Pages, Progress, usePages } from "./job-table";
 import { clock, forecastOf, hasEnded, nameOf, rateOf, troubleOf } from "./job-words";
 import { go, href } from "./routes";
+import { Lacking, useScope } from "./session";
 import type { Model } from "./types";
 
 const PAGE = 10;
@@ -15,14 +16,13 @@ const STATES: JobState[] = ["queued", "planning", "running", "paused", "finalizi
 interface Props {
   models: Model[];
   parts: string[];
-  scopes: string[];
   onFind: (text: string) => void;
 }
 
 /** Work on whole files: jobs and batches of this key, all of them for an administrator. `parts`: of the address, `new`, the
  * id of a job, or `batch` and the id of one. */
-export function Jobs({ models, parts: [first = "", second = ""], scopes, onFind }: Props) {
-  if (!scopes.includes("infer")) return <p class="dim">Your key lacks the scope infer, which jobs and batches need. Sign in with one that has it.</p>;
+export function Jobs({ models, parts: [first = "", second = ""], onFind }: Props) {
+  if (!useScope("infer")) return <Lacking scope="infer" what="Jobs and batches need" />;
   if (!first) return <section><JobList /><Batches /></section>;
   return (
     <section>
@@ -38,7 +38,7 @@ function OneJob({ id }: { id: string }) {
   const { value, trouble } = useAsked<Job>(`/v1/jobs/${encodeURIComponent(id)}`, EVERY_MS, look);
   return (
     <>
-      {trouble && <p class="bad" role="alert">{trouble}</p>}
+      {trouble && <p class="bad" role="alert">{trouble.startsWith("NOT_FOUND") ? `There is no job ${id}: it was deleted, or another key owns it.` : trouble}</p>}
       {value ? <JobDetail job={value} onChange={() => setLook((old) => old + 1)} /> : !trouble && <p class="dim" role="status">reading the job</p>}
     </>
   );

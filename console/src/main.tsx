@@ -3,19 +3,23 @@ import { useEffect, useRef, useState } from "preact/hooks";
 import { SIEError } from "sie-client";
 import { address, get, keep, key } from "./api";
 import { Cluster } from "./cluster";
+import { program } from "./code";
+import { Copies } from "./copies";
 import { Jobs } from "./jobs";
 import { pathOf } from "./model-words";
 import { Models } from "./models";
+import { recent } from "./picker";
 import { Playground } from "./playground";
 import { href, type Route, useRoute, VIEWS, type View } from "./routes";
+import { SessionContext } from "./session";
 import type { Model, Models as Listed, Whoami } from "./types";
 
 const MODELS_EVERY_MS = 5_000;
 const LOADING_EVERY_MS = 2_000; // while something is loaded or downloaded
-const MODELS = 200; // that are read; a name finds others
+const MODELS = 200; // that are read; a search finds others
 const TYPED_MS = 250; // of rest, after which what was typed is asked for
 
-const listed = (name: string): Promise<Listed> => get<Listed>(`/v1/models?limit=${MODELS}&filter=${encodeURIComponent(name)}`);
+const listed = (filter: Record<string, string> = {}): Promise<Listed> => get<Listed>(`/v1/models?${new URLSearchParams({ limit: `${MODELS}`, ...filter })}`);
 
 /** A model, undefined where there is none of this name. */
 const one = (id: string): Promise<Model | undefined> =>
@@ -24,13 +28,16 @@ const one = (id: string): Promise<Model | undefined> =>
     throw error;
   });
 
-/** The first models, and those of `extras`: what was found by a name, and what the address names. */
-async function known(search: string, named: string[], extras: Map<string, Model>): Promise<{ models: Model[]; total: number }> {
-  const [all, found] = await Promise.all([listed(""), search ? listed(search) : undefined]);
-  const total = all.total ?? 0;
-  const far = total > MODELS ? named.filter((id) => !extras.has(id) && !all.models.some((model) => model.id === id)) : [];
-  for (const model of [...(found?.models ?? []), ...(await Promise.all(far.map(one)))]) if (model) extras.set(model.id, model);
-  return { models: [...new Map([...extras.values(), ...all.models].map((model) => [model.id, model])).values()], total };
+/** The first models of the catalogue. Of one that is larger also those that are loaded, that `named` names, and that were
+ * searched, which stay in `found`. */
+async function known(search: string, named: string[], found: Map<string, Model>): Promise<{ models: Model[]; total: number }> {
+  const [first, searched] = await Promise.all([listed(), search ? listed({ filter: search }) : undefined]);
+  const total = first.total ?? 0;
+  if (total <= MODELS) return { models: first.models, total };
+  for (const model of searched?.models ?? []) found.set(model.id, model);
+  const [loaded, ...others] = await Promise.all([listed({ loaded: "true" }), ...named.filter((id) => !first.models.some((model) => model.id === id)).map(one)]);
+  const all = [...found.values(), ...others.filter((model) => model !== undefined), ...loaded.models, ...first.models];
+  return { models: [...new Map(all.map((model) => [model.id, model])).values()], total };
 }
 
 function App() {
@@ -46,7 +53,7 @@ function App() {
   const played = useRef<Route>(undefined); // what was typed there, and what came back, stays while another view is looked at
   const [wantsKey, setWantsKey] = useState(false); // where reading needs none
 
-  const extras = useRef(new Map<string, Model>()); // of a catalogue that is not read whole: what was found, and what the address names
+  const found = useRef(new Map<string, Model>()); // by searches of a catalogue that is not read whole
   const named = view === "playground" ? [route.parts.slice(1).join("/"), route.query.get("with") ?? ""].join(" ") : "";
 
   const showsModels = view !== "cluster";
@@ -59,7 +66,7 @@ function App() {
     async function turn() {
       if (document.visibilityState === "visible") {
         try {
-          const [who, now] = await Promise.all([hasScopes ? undefined : get<Whoami>("/v1/whoami"), known(search, named.split(" ").filter(Boolean), extras.current)]);
+          const [who, now] = await Promise.all([hasScopes ? undefined : get<Whoami>("/v1/whoami"), known(search, [...new Set([...named.split(" "), ...recent()])].filter(Boolean), found.current)]);
           if (ended) return;
           hasScopes = true;
           if (who) setScopes(who.scopes);
@@ -101,7 +108,7 @@ function App() {
   if (isRefused || wantsKey) return <SignIn refusal={isRefused ? refusal : undefined} onKey={signIn} onBack={isRefused ? undefined : () => setWantsKey(false)} />;
   const addressOf = (name: View): string => (name === "playground" && playground ? href(name, playground.parts, Object.fromEntries(playground.query)) : href(name));
   return (
-    <>
+    <SessionContext.Provider value={{ scopes: mine, signIn: () => setWantsKey(true), unread: Math.max(0, total - (models?.length ?? 0)) }}>
       <header>
         <h1>SIE</h1>
         <nav aria-label="Views">
@@ -118,12 +125,12 @@ function App() {
       <main>
         {refusal && view !== "cluster" && <p class="bad" role="alert">{refusal.status ? refusal.message : "The gateway does not answer. This page asks again by itself."}</p>}
         {!models ? <p class="dim" role="status">{refusal && view !== "cluster" ? "" : "reading the catalogue"}</p>
-          : view === "cluster" ? <Cluster key={signedIn} parts={route.parts} scopes={mine} />
+          : view === "cluster" ? <Cluster key={signedIn} route={route} />
           : view === "models" ? <Models models={models} total={total} route={route} onFind={setWanted} />
-          : view === "jobs" && <Jobs key={signedIn} models={models} parts={route.parts} scopes={mine} onFind={setWanted} />}
-        {models && playground && <div hidden={view !== "playground"}><Playground key={signedIn} models={models} route={playground} canInfer={mine.includes("infer")} onFind={setWanted} /></div>}
+          : view === "jobs" && <Jobs key={signedIn} models={models} parts={route.parts} onFind={setWanted} />}
+        {models && playground && <div hidden={view !== "playground"}><Playground key={signedIn} models={models} route={playground} onFind={setWanted} /></div>}
       </main>
-    </>
+    </SessionContext.Provider>
   );
 }
 
@@ -149,8 +156,9 @@ function SignIn({ refusal, onKey, onBack }: { refusal?: SIEError | undefined; on
           {onBack && <button type="button" onClick={onBack}>Continue without</button>}
         </span>
         <h2>Which key?</h2>
-        <p>On the machine of a <code>sie serve</code>: the administrator's token is <code>admin_token</code> of the file <code>access.json</code> in its data directory, <code>~/.local/share/sie</code> unless it was started with another.</p>
-        <p>Elsewhere: a key of <code>sie keys create</code>. What its scopes open here:</p>
+        <p>In a terminal on the machine of a <code>sie serve</code>, this prints the administrator's token. If the server was started with <code>--data-dir FOLDER</code>, add the same.</p>
+        <Copies title="" programs={[program("sie keys admin")]} open />
+        <p>Elsewhere: a key that <code>sie keys create NAME</code> prints. What its scopes open here:</p>
         <dl class="pairs-of">
           <div><dt>read</dt><dd>models and the state of the cluster</dd></div>
           <div><dt>infer</dt><dd>the playground and jobs</dd></div>

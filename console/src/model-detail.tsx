@@ -21,7 +21,7 @@ export function ModelDetail({ model }: { model: Model }) {
     ["engine", [model.backend, model.engine.reason].filter(Boolean).join(", ")],
     ["score scale", model.score_scale ?? ""],
     ["shorter dense vectors", (model.matryoshka_dims ?? []).join(", ")],
-    ["LoRA", model.supports_lora ? "taken" : ""],
+    ["LoRA adapters", model.supports_lora ? "yes" : ""],
   ];
   return (
     <article class="detail">
@@ -32,7 +32,7 @@ export function ModelDetail({ model }: { model: Model }) {
         {model.tasks.map((task) => <a class="try" href={href("playground", [task, model.id])}>{`Try ${task} in the playground`}</a>)}
         {model.variant_of && <a href={href("models", [base(model)])}>{`Profile of ${base(model)}`}</a>}
       </p>
-      {model.last_error && <p class="bad">{`It could not be loaded: ${model.last_error.message}. Once that is mended, Load tries again.`}</p>}
+      {model.last_error && <p class="bad">{`It could not be loaded: ${model.last_error.message}. Once that is mended, Load tries again, and so does the next request.`}</p>}
       {alias && <Alias alias={alias} />}
       <dl class="facts">
         {rows.filter(([, value]) => value).map(([name, value]) => <div><dt>{name}</dt><dd>{value}</dd></div>)}
@@ -40,7 +40,7 @@ export function ModelDetail({ model }: { model: Model }) {
       {downloads.map((each) => <Download key={each.worker} download={each} />)}
       <h3>On workers</h3>
       {hosts.length ? <Hosts model={model.id} hosts={hosts} /> : <p class="dim">No worker has loaded it yet. The first request does.</p>}
-      <ModelResidency model={model.id} />
+      <ModelResidency model={model} />
       <Certificate model={model} />
       <Profiles model={base(model)} profiles={model.profiles} />
       <Prompts texts={model.prompt_texts} />

@@ -1,6 +1,7 @@
 import { useEffect, useState } from "preact/hooks";
 import { ask, get } from "./api";
 import { useAttempts } from "./attempts";
+import { Lacking, useScope } from "./session";
 import type { ModelDocument, ModelHistory as History, Written } from "./types";
 
 type Revision = History["revisions"][number];
@@ -14,15 +15,19 @@ function line(change: Revision["changes"][number]): string {
   return [op, path, ...values].filter(Boolean).join("  ");
 }
 
+const AUTHORS: Record<string, string> = { packaged: "the packaged catalogue", overlay: "a file of the models folder" };
+const OPERATIONS: Record<string, string> = { seed: "read at the start", create: "added", put: "replaced", patch: "changed", delete: "removed", rollback: "rolled back", restore: "put back: the change did not load" };
+
 const pathOf = (model: string): string => `/console/configs/${model.split("/").map(encodeURIComponent).join("/")}`;
 
 /** The revisions of a model with their authors and differences, a way back, and its entry to read and to change. */
 export function ModelHistory({ model }: { model: string }) {
   const [revisions, setRevisions] = useState<Revision[]>();
-  const { isBusy, said, refusal, attempt } = useAttempts("a key with the scope config may change models");
+  const { isBusy, said, refusal, attempt } = useAttempts();
   const [asking, setAsking] = useState(0); // the revision whose rollback is to be confirmed
   const [document, setDocument] = useState<string>();
   const own = pathOf(model);
+  const mayChange = useScope("config");
 
   const load = async (words: string) => {
     setRevisions((await get<History>(`${own}/history`)).revisions);
@@ -54,18 +59,18 @@ export function ModelHistory({ model }: { model: string }) {
       <h3>History</h3>
       {revisions && (
         <div class="scroll" tabIndex={0} role="region" aria-label={`History of ${model}`}>
-          <table>
-            <thead><tr><th class="number">revision</th><th>when</th><th>author</th><th>operation</th><th>what changed</th><th>way back</th></tr></thead>
+          <table class="cards">
+            <thead><tr><th class="number">revision</th><th>when</th><th>author</th><th>operation</th><th>what changed</th><th><span class="unseen">way back</span></th></tr></thead>
             <tbody class="revisions">
               {revisions.map((each, place) => (
                 <tr key={each.revision}>
-                  <td class="number">{each.revision}</td>
-                  <td>{new Date(each.created_at).toLocaleString()}</td>
-                  <td>{each.author}</td>
-                  <td>{each.operation}</td>
-                  <td class="wide">{each.note}{each.changes.map((change) => <code>{line(change)}</code>)}</td>
+                  <td data-label="revision" class="number">{each.revision}</td>
+                  <td data-label="when">{new Date(each.created_at).toLocaleString()}</td>
+                  <td data-label="author">{AUTHORS[each.author] ?? each.author}</td>
+                  <td data-label="operation">{OPERATIONS[each.operation] ?? each.operation}</td>
+                  <td data-label="what changed" class="wide">{each.note}{each.changes.map((change) => <code>{line(change)}</code>)}</td>
                   <td>
-                    {place > 0 && (asking === each.revision ? (
+                    {place > 0 && mayChange && (asking === each.revision ? (
                       <>
                         <button type="button" class="confirm" disabled={isBusy} onClick={() => rollback(each.revision)}>{`Make revision ${each.revision} the newest`}</button>
                         <button type="button" onClick={() => setAsking(0)}>Keep as it is</button>
@@ -80,6 +85,7 @@ export function ModelHistory({ model }: { model: string }) {
           </table>
         </div>
       )}
+      <Lacking scope="config" what="To change it, or to go back to an earlier revision, takes" />
       <p role="status">{said}</p>
       {refusal && <p class="bad" role="alert">{refusal}</p>}
       {document === undefined ? (
@@ -90,7 +96,7 @@ export function ModelHistory({ model }: { model: string }) {
             {`Entry of ${model}, as JSON`}
             <textarea class="entry" rows={16} spellcheck={false} value={document} onInput={(event) => setDocument(event.currentTarget.value)} />
           </label>
-          <button type="button" class="write" disabled={isBusy} onClick={write}>Write</button>
+          <button type="button" class="write" disabled={isBusy || !mayChange} onClick={write}>Write</button>
         </>
       )}
     </div>

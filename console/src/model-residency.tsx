@@ -1,7 +1,8 @@
-import { useEffect, useRef } from "preact/hooks";
+import { useEffect, useRef, useState } from "preact/hooks";
 import { ask, get } from "./api";
 import { useAttempts } from "./attempts";
 import { pathOf } from "./model-words";
+import { Lacking, useScope } from "./session";
 import type { Model, ModelResidency as Residency } from "./types";
 
 const POLL_MS = 1000;
@@ -16,8 +17,11 @@ function summary(reply: Residency): string {
 }
 
 /** Has a model loaded before its first request, or unloaded, and shows its state until that is done. */
-export function ModelResidency({ model }: { model: string }) {
-  const { isBusy, said, setSaid, refusal, attempt } = useAttempts("a key with the scope admin may load and unload models");
+export function ModelResidency({ model: { id: model, loaded, state } }: { model: Model }) {
+  const { isBusy, said, setSaid, refusal, attempt } = useAttempts();
+  const mayChange = useScope("admin");
+  const [last, setLast] = useState<Action>(); // the list of models is some seconds older
+  const isThere = last ? last === "load" : loaded || state === "loading";
   const ended = useRef(false);
   const own = pathOf(model);
   useEffect(() => {
@@ -43,15 +47,20 @@ export function ModelResidency({ model }: { model: string }) {
     attempt(async () => {
       const told = await ask<Residency>({ method: "POST", path: `${own}/${action}` });
       setSaid(summary(told));
-      return told.state === "loaded" || told.state === "available" ? summary(told) : settled(action);
+      const words = told.state === "loaded" || told.state === "available" ? summary(told) : await settled(action);
+      setLast(action);
+      return words;
     });
 
   return (
     <div class="residency">
-      <p>
-        <button type="button" class="load" disabled={isBusy} onClick={() => send("load")}>Load</button>{" "}
-        <button type="button" class="unload" disabled={isBusy} onClick={() => send("unload")}>Unload</button>
-      </p>
+      <Lacking scope="admin" what="To load or unload it by hand takes" />
+      {mayChange && (
+        <p>
+          <button type="button" class="load" disabled={isBusy} onClick={() => send("load")}>Load</button>{" "}
+          <button type="button" class="unload" disabled={isBusy || !isThere} onClick={() => send("unload")}>Unload</button>
+        </p>
+      )}
       <p role="status">{said}</p>
       {refusal && <p class="bad" role="alert">{refusal}</p>}
     </div>

@@ -5,6 +5,7 @@ import { ModelAdd } from "./model-add";
 import { base, hasWords, isOfKind, kindsOf, pathOf, rank, sizeOf, stateOf } from "./model-words";
 import { href, type Route } from "./routes";
 import type { Model } from "./types";
+import { Words } from "./words";
 
 const PAGE = 16; // models of a page
 const TASKS = ["encode", "score", "extract"] as const;
@@ -36,7 +37,7 @@ export function Models(props: Props) {
 function Unlisted({ id }: { id: string }) {
   const { value, trouble } = useAsked<Model>(pathOf(id), EVERY_MS);
   if (value) return <ModelDetail model={value} />;
-  return trouble ? <p class="bad" role="alert">{trouble}</p> : <p class="dim" role="status">reading the model</p>;
+  return trouble ? <p class="bad" role="alert"><Words text={trouble} />{trouble.startsWith("MODEL_NOT_FOUND") && <> <a href={href("models", [], { add: id })}>Add it</a></>}</p> : <p class="dim" role="status">reading the model</p>;
 }
 
 function ModelList({ models, total, route, onFind }: Props) {
@@ -79,9 +80,14 @@ function ModelList({ models, total, route, onFind }: Props) {
         {choice("kind", "Kind", kinds.map((each) => [each, each]))}
         {choice("state", "State", STATES.map((each) => [each, each]))}
       </div>
-      <ModelAdd />
-      <p class="dim">{`${groups.length} models${total > models.length ? `, of the first ${models.length} of ${total} with their profiles: a part of a name finds the others` : ""}`}</p>
-      {!groups.length && <p>No model has all of this. Most that read several languages are described as multilingual, not by the names of the languages.</p>}
+      <ModelAdd key={route.query.get("add")} models={models} wished={route.query.get("add") ?? ""} />
+      <p class="dim">{`${groups.length} models${total > models.length ? `, of ${models.length} of ${total} with their profiles: a search finds the others` : ""}`}</p>
+      {!groups.length && (
+        <p>
+          No model has all of this. Most that read several languages are described as multilingual, not by the names of the languages.
+          {find.trim() && <>{" "}<a href={href("models", [], { add: find.trim() })}>{`Add ${find.trim()}`}</a></>}
+        </p>
+      )}
       {groups.length > 0 && (
         <div class="scroll" tabIndex={0} role="region" aria-label="Models">
           <table class="cards models">

@@ -1,12 +1,15 @@
 import { useEffect, useMemo, useRef, useState } from "preact/hooks";
-import { base, hasWords, isOfKind, kindsOf, rank, sizeOf, stateOf } from "./model-words";
+import { base, hasWords, isOfKind, kindsOf, rank, stateOf } from "./model-words";
+import { href } from "./routes";
+import { useUnread } from "./session";
 import type { Model } from "./types";
 
 const SHOWN = 60; // options; a search finds the rest
 const RECENT = 5;
 const STORED = "sie.recent"; // names of models, which are no secret
 
-function recent(): string[] {
+/** The names of the models that were used last. */
+export function recent(): string[] {
   try {
     const names: unknown = JSON.parse(localStorage.getItem(STORED) ?? "[]");
     return Array.isArray(names) ? names.filter((name) => typeof name === "string") : [];
@@ -83,6 +86,7 @@ function Choices({ id, label, models, value, onChange, none, near, onFind }: Pro
   const [text, setText] = useState("");
   const [kind, setKind] = useState("");
   const [at, setAt] = useState(0);
+  const unread = useUnread();
   const list = useRef<HTMLDivElement>(null);
   const search = useRef<HTMLInputElement>(null);
   useEffect(() => {
@@ -152,15 +156,15 @@ function Choices({ id, label, models, value, onChange, none, near, onFind }: Pro
             {group.models.map((model) => option(model.id, (
               <>
                 <span class="name">{model.id}</span>
-                <span class={`state ${model.state}`}>{[stateOf(model), sizeOf(model) && `${sizeOf(model)} parameters`].filter(Boolean).join(", ")}</span>
+                <span class={`state ${model.state}`}>{stateOf(model)}</span>
                 {model.description && <small>{model.description}</small>}
               </>
             )))}
           </div>
         ))}
       </div>
-      {!groups.length && <p class="dim">{`No model for this task has "${text}" in its name or description. \`sie pull ID\` adds one of the hub.`}</p>}
-      {rest > 0 && <p class="dim">{`${rest} more: type a part of a name.`}</p>}
+      {!groups.length && <p class="dim">{`No model for this task has "${text}" in its name or description. `}<a href={href("models", [], { add: text.trim() })}>Add it</a></p>}
+      {(text.trim() ? rest : rest + unread) > 0 && <p class="dim">{text.trim() ? "More fit: type another word." : `${rest + unread} more: type a part of a name, a task or a language.`}</p>}
     </div>
   );
 }

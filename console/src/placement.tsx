@@ -26,7 +26,7 @@ export function Placement() {
   const [filter, setFilter] = useState("");
   const { value, trouble } = useAsked<Told>(`/v1/placement?filter=${encodeURIComponent(filter.trim())}`, EVERY_MS);
   if (!value) return trouble ? <p class="bad">{trouble}</p> : null;
-  if (!value.lanes.length && !filter) return <p class="dim">No model is placed yet: the first request for one places it.</p>;
+  if (!value.lanes.some((lane) => lane.models) && !filter) return <p class="dim">No model is placed yet: the first request for one places it.</p>;
   return (
     <>
       <label class="row">
@@ -37,7 +37,7 @@ export function Placement() {
         <div key={lane.lane}>
           <h3>{`${lane.lane}: healthy workers ${lane.workers}, models placed ${lane.models}`}</h3>
           <div class="scroll" tabIndex={0} role="region" aria-label={`Placement of ${lane.lane}`}>
-            <table>
+            <table class="cards">
               <thead>
                 <tr><th>model</th><th>workers</th><th class="number">device memory</th><th class="number">tokens/s</th><th class="number">waiting</th><th class="number">oldest, s</th><th>why there</th></tr>
               </thead>
@@ -45,12 +45,12 @@ export function Placement() {
                 {lane.shown.map((row) => (
                   <tr key={row.model}>
                     <td class="name">{row.model}</td>
-                    <td>{Object.entries(row.hosts).map(([worker, state]) => <span class={`state ${state}`}>{`${worker} ${state === "-" ? "not loaded" : state} `}</span>)}</td>
-                    <td class="number">{row.memory_bytes ? bytes(row.memory_bytes) : ""}</td>
-                    <td class="number">{row.tokens_per_s.toFixed(0)}</td>
-                    <td class="number">{row.waiting}</td>
-                    <td class="number">{row.oldest_s ? row.oldest_s.toFixed(1) : ""}</td>
-                    <td class="wide">{why(row, lane.workers)}</td>
+                    <td data-label="workers">{Object.entries(row.hosts).map(([worker, state]) => <span class={`state ${state}`}>{`${worker} ${state === "-" ? "not loaded" : state} `}</span>)}</td>
+                    <td data-label="device memory" class="number">{row.memory_bytes ? bytes(row.memory_bytes) : ""}</td>
+                    <td data-label="tokens/s" class="number">{row.tokens_per_s.toFixed(0)}</td>
+                    <td data-label="waiting" class="number">{row.waiting}</td>
+                    <td data-label="oldest, s" class="number">{row.oldest_s ? row.oldest_s.toFixed(1) : ""}</td>
+                    <td data-label="why there" class="wide">{why(row, lane.workers)}</td>
                   </tr>
                 ))}
               </tbody>

@@ -49,6 +49,8 @@ function Ranks({ one, other, asked }: { one: Reply; other: Reply; asked: Asked[]
   );
 }
 
+const SAME = 0.00005; // of a cosine: four digits are shown
+
 function Vectors({ a, b, names, asked }: { a: number[][]; b: number[][]; names: [string, string]; asked: Asked[] }) {
   const [one, other] = [cosines(a), cosines(b)];
   const gaps = one.flatMap((row, i) => row.slice(i + 1).map((value, offset) => ({ i, j: i + 1 + offset, by: (other[i]?.[i + 1 + offset] ?? 0) - value })));
@@ -59,9 +61,10 @@ function Vectors({ a, b, names, asked }: { a: number[][]; b: number[][]; names: 
       <h2>What differs</h2>
       {gaps.length > 0 && (
         <>
-          <h3>{`Pairs whose cosine differs most: ${names[1]} less ${names[0]}`}</h3>
+          <h3>{`Pairs whose cosine differs most: ${names[1]} minus ${names[0]}`}</h3>
+          {Math.abs(gaps[0]?.by ?? 0) < SAME && <p class="dim">The two agree on every pair.</p>}
           <ol class="pairs">
-            {gaps.slice(0, 5).map(({ i, j, by }) => <li>{`${by < 0 ? "−" : "+"}${Math.abs(by).toFixed(4)}  ${short(asked[i]?.name ?? "")} · ${short(asked[j]?.name ?? "")}`}</li>)}
+            {gaps.filter(({ by }) => Math.abs(by) >= SAME).slice(0, 5).map(({ i, j, by }) => <li>{`${by < 0 ? "−" : "+"}${Math.abs(by).toFixed(4)}  ${short(asked[i]?.name ?? "")} · ${short(asked[j]?.name ?? "")}`}</li>)}
           </ol>
         </>
       )}

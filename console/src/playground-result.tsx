@@ -24,7 +24,10 @@ export function Result({ outcome, asked }: { outcome: Outcome; asked: Asked[] })
       <article class="panel">
         <h2>{model.id}</h2>
         <p class="bad" role="alert">{refusal?.message}</p>
-        {refusal?.requestId && <p><a href={href("cluster", ["requests", refusal.requestId])}>{`Status ${refusal.status}: what is known of this request`}</a></p>}
+        <p class="row">
+          {refusal?.requestId && <a href={href("cluster", ["requests", refusal.requestId])}>{`Status ${refusal.status}: what is known of this request`}</a>}
+          <a href={href("models", [model.id])}>{`About ${model.id}`}</a>
+        </p>
         {copies}
       </article>
     );

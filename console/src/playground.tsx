@@ -10,6 +10,7 @@ import { type Call, type Input, type Outcome, run, type Verb } from "./playgroun
 import { Result } from "./playground-result";
 import { parsed } from "./json-map";
 import { go, href, type Route } from "./routes";
+import { Lacking, useScope } from "./session";
 import type { Model } from "./types";
 
 const DEFAULT_MODEL = "sentence-transformers/all-MiniLM-L6-v2";
@@ -24,7 +25,8 @@ const KINDS = { image: "Images", document: "Documents", audio: "Sounds" };
 const verbOf = (text: string | undefined): Verb => (text !== undefined && text in VERBS ? (text as Verb) : "encode");
 
 /** `route`: of this view, `encode/MODEL?with=MODEL`. */
-export function Playground({ models, route, canInfer, onFind }: { models: Model[]; route: Route; canInfer: boolean; onFind: (text: string) => void }) {
+export function Playground({ models, route, onFind }: { models: Model[]; route: Route; onFind: (text: string) => void }) {
+  const canInfer = useScope("infer");
   const verb = verbOf(route.parts[0]);
   const named = route.parts.slice(1).join("/");
   // what is loaded answers at once; the default model is the next best to begin with
@@ -160,7 +162,8 @@ export function Playground({ models, route, canInfer, onFind }: { models: Model[
             <Picker id="model" label="Model" models={fitting} value={first} onChange={(id) => go(address({ first: id }))} onFind={onFind} />
             <Picker id="beside" label="Compare with" models={fitting} value={second} onChange={(id) => go(address({ second: id }))} none="nothing" near={model} onFind={onFind} />
           </div>
-          {named && named !== first && <p class="warn">{`${named} is not among the models that ${verb}: ${first || "none"} is asked instead. \`sie pull ${named}\` adds a model of the hub.`}</p>}
+          {named && named !== first && <p class="warn">{`${named} is not among the models that ${verb}: ${first || "none"} is asked instead. `}<a href={href("models", [], { add: named })}>Add it</a></p>}
+          <div class="ask">
           {(verb === "score" || late) && (
             <label>
               Query
@@ -173,12 +176,14 @@ export function Playground({ models, route, canInfer, onFind }: { models: Model[
           {texts && (
             <label>
               {verb === "score" || late ? "Documents, one per line" : "Texts, one per line"}
-              <textarea id="texts" rows={6} value={text} onInput={(event) => setText(event.currentTarget.value)} />
+              <textarea id="texts" rows={second ? 4 : 6} value={text} onInput={(event) => setText(event.currentTarget.value)} />
             </label>
           )}
           {kinds.length > 0 && (
             <Files id="files" label={`${kinds.map((kind) => KINDS[kind]).join(", ")}, each an input`} kinds={kinds} files={sendable} onChange={setFiles} refused={refused} onFiles={add} texts={texts} pasted />
           )}
+          </div>
+          <div class="ask">
           <Controls verb={verb} model={model} settings={settings} set={set} />
           <AsJson verb={verb} settings={settings} set={set} />
           <span class="row">
@@ -186,8 +191,9 @@ export function Playground({ models, route, canInfer, onFind }: { models: Model[
             {running && <button type="button" id="stop" onClick={() => running.abort()}>Stop</button>}
             {running && model?.state !== "loaded" && <span class="dim">{`${first} is loaded first, which may take a while.`}</span>}
           </span>
-          {!canInfer && <p class="warn">Your key lacks the scope infer, which requests need. Sign in with one that has it.</p>}
-          {!fitting.length && <p class="warn">{`No model of the catalogue can ${verb}. \`sie pull ID\` adds one of the hub.`}</p>}
+          <Lacking scope="infer" what="Requests need" />
+          {!fitting.length && <p class="warn">{`No model of the catalogue can ${verb}. `}<a href={href("models", [], { add: "ID" })}>Add a model</a></p>}
+          </div>
         </form>
         <p class="unseen" role="status">{running ? "Running" : shown.map((each) => `${each.model.id} ${each.refusal ? "refused" : "answered"}`).join(", ")}</p>
         <div class="beside" aria-busy={Boolean(running)}>

@@ -12,8 +12,8 @@ const SLOWEST = 12;
 const KEPT = 1000; // all that a gateway keeps
 
 /** The slow and failed requests of the last hour, and one by its id. */
-export function Requests() {
-  const [onlyFailed, setOnlyFailed] = useState(false); // most of them are fast, and not among the slowest
+export function Requests({ showsFailed }: { showsFailed: boolean }) {
+  const [onlyFailed, setOnlyFailed] = useState(showsFailed); // most of them are fast, and not among the slowest
   const { value } = useAsked<SlowRequests>(`/v1/requests?limit=${onlyFailed ? KEPT : SLOWEST}`, EVERY_MS);
   const [wanted, setWanted] = useState("");
   const kept = (value?.requests ?? []).filter((each) => !onlyFailed || each.code);
@@ -165,13 +165,22 @@ export function RequestPage({ id }: { id: string }) {
       <dl class="facts">{facts.filter(([, value]) => value).map(([name, value]) => <div><dt>{name}</dt><dd>{value}</dd></div>)}</dl>
       <h3>Where the time went</h3>
       {request.timing ? <Waterfall timing={request.timing} /> : <p class="dim">It did not run.</p>}
-      {request.chunks?.filter((chunk) => chunk.batch.items).map((chunk) => (
-        <p class="dim">{`${chunk.worker}: a batch of ${chunk.batch.items ?? 0} inputs and ${chunk.batch.tokens ?? 0} tokens, of ${chunk.batch.chunks ?? 0} message${chunk.batch.chunks === 1 ? "" : "s"}`}</p>
-      ))}
+      {batchesOf(request).map(([words, count]) => <p class="dim">{count > 1 ? `${count} times: ${words}` : words}</p>)}
       {request.model && <p><a href={href("models", [request.model])}>{`About ${request.model}`}</a></p>}
       <Log id={request.id} />
     </article>
   );
+}
+
+/** The batches that its parts ran in, those that are alike together. */
+function batchesOf({ chunks = [] }: Slow): [string, number][] {
+  const counts = new Map<string, number>();
+  for (const { worker, batch } of chunks) {
+    if (!batch.items) continue;
+    const words = `${worker}: a batch of ${batch.items} inputs and ${batch.tokens ?? 0} tokens${(batch.chunks ?? 1) > 1 ? `, of ${batch.chunks} requests or parts of them` : ""}`;
+    counts.set(words, (counts.get(words) ?? 0) + 1);
+  }
+  return [...counts];
 }
 
 /** What the gateway's log says of a request. */

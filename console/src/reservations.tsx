@@ -14,17 +14,17 @@ export function Reservations() {
   return (
     <>
       <div class="scroll" tabIndex={0} role="region" aria-label="Pools and reservations">
-        <table>
+        <table class="cards">
           <thead><tr><th>pool</th><th>state</th><th>reserves</th><th>pinned models</th><th class="number">workers</th><th class="number">lease ends in, s</th></tr></thead>
           <tbody id="pools">
             {pools.map(({ name, spec, status }) => (
               <tr key={name}>
                 <td class="name">{name}</td>
-                <td>{status.state}</td>
-                <td>{Object.entries(spec.gpus).map(([profile, count]) => `${count} ${profile}`).join(", ")}</td>
-                <td class="name">{(spec.pinned_models ?? []).join(", ")}</td>
-                <td class="number">{status.assigned_workers.length}</td>
-                <td class="number">{status.expires_at ? Math.max(0, Math.round(status.expires_at - Date.now() / 1000)) : ""}</td>
+                <td data-label="state">{status.state}</td>
+                <td data-label="reserves">{Object.entries(spec.gpus).map(([profile, count]) => `${count} ${profile}`).join(", ")}</td>
+                <td data-label="pinned models" class="name">{(spec.pinned_models ?? []).join(", ")}</td>
+                <td data-label="workers" class="number">{status.assigned_workers.length}</td>
+                <td data-label="lease ends in, s" class="number">{status.expires_at ? Math.max(0, Math.round(status.expires_at - Date.now() / 1000)) : ""}</td>
               </tr>
             ))}
           </tbody>

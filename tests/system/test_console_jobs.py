@@ -407,7 +407,7 @@ def test_a_key_needs_the_scope_infer_and_is_in_no_address(
     with running(tmp_path_factory.mktemp("signed"), *argv, environ=environ) as signed:
         with tab(devtools) as page:
             signed_in(page, signed, key_of(signed, "reads", "read"))
-            page.wait("document.body.innerText", lambda text: "lacks the scope infer" in text)
+            page.wait("document.body.innerText", lambda text: "need a key with the scope infer" in text)
             assert not any("/v1/jobs" in asked for asked in page.asked)
             page.evaluate("sessionStorage.clear()")
         with tab(devtools) as page:

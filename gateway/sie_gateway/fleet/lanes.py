@@ -421,6 +421,10 @@ class Fleet:
             self._on_disk = (now_s, models)
         return models
 
+    def reported(self) -> frozenset[str]:
+        """Return the ids of the models that workers report, without their profiles."""
+        return frozenset(model.partition(":")[0] for model in self._statuses)
+
     def _reports(self, model: str) -> Iterable[tuple[str, ModelStatus]]:
         return self._statuses.get(model, {}).items()
 

@@ -269,7 +269,12 @@ _MODEL_QUERY = (
     Parameter("output", "query", str, "Only models with this output."),
     Parameter("loaded", "query", _FLAG, "Only models that a worker has loaded."),
     Parameter("variants", "query", _FLAG, "Whether the list has profiles too, as `model:profile`."),
-    Parameter("filter", "query", str, "Only models with this in their name."),
+    Parameter(
+        "filter",
+        "query",
+        str,
+        "Only models with each of these words in their name, description, licence, tasks, inputs or outputs.",
+    ),
     Parameter("limit", "query", Annotated[int, Meta(ge=1, le=1000)], "How many at most; `total` tells how many fit."),
 )
 _MODELS = control(

@@ -54,7 +54,7 @@ async def _listed(gateway: Gateway, query: QueryParams) -> dict[str, Any]:
         output=query.get("output", ""),
         loaded=query.get("loaded", "") == "true",
         variants=query.get("variants", "") != "false",
-        named=query.get("filter", "").strip(),
+        text=query.get("filter", ""),
         limit=int(number(query, "limit", 1, 1, 1000)) if "limit" in query else None,
         figures=gateway.inference.shadows.figures,
     )

@@ -197,15 +197,18 @@ async def model_list(
     output: str = "",
     loaded: bool = False,
     variants: bool = True,
-    named: str = "",
+    text: str = "",
     limit: int | None = None,
     figures: Measured,
 ) -> ModelList:
-    """Return the models in the order of their names, each with its variants after it, then the aliases. `named`: select
-    names that contain this text, in upper or lower case. `limit`: return only the first ones; without other filters,
-    the later ones are not described at all.
+    """Return the models in the order of their names, each with its variants after it, then the aliases. `text`: select
+    those with each of its words in their name or in what their entry says, in upper or lower case. `limit`: return only
+    the first ones; without other filters, the rest are not described at all.
     """
-    names = listed_names(catalogue, named.lower(), variants=variants)
+    names = listed_names(catalogue, text.lower().split(), variants=variants)
+    if loaded:
+        reported = fleet.reported()
+        names = [(name, profile) for name, profile in names if profile is None or name.partition(":")[0] in reported]
     picks = bool(task or output or loaded)
     infos: list[dict[str, Any]] = []
     for number, (name, profile) in enumerate(names, 1):
@@ -230,18 +233,21 @@ async def model_list(
     return ModelList(infos[:limit], len(infos) if picks else len(names))
 
 
-def listed_names(catalogue: Catalogue, kind: str, *, variants: bool) -> list[tuple[str, str | None]]:
+def listed_names(catalogue: Catalogue, words: Sequence[str], *, variants: bool) -> list[tuple[str, str | None]]:
     """Return the names of entries with their profiles, in order, then of the aliases that can serve. An alias has the
-    profile None.
+    profile None. Each word is in the name of a model, or in what its entry says for people.
     """
-    names: list[tuple[str, str | None]] = [
-        (entry.id, profile)
-        for _, entry in sorted(catalogue.entries.items())
-        for profile in ("default", *(sorted(entry.profiles) if variants else ()))
-        if not kind or kind in (entry.id if profile == "default" else f"{entry.id}:{profile}").lower()
-    ]
+    names: list[tuple[str, str | None]] = []
+    for _, entry in sorted(catalogue.entries.items()):
+        about = (
+            " ".join((entry.description, entry.license, *entry.tasks, *entry.inputs, *entry.outputs)) if words else ""
+        )
+        for profile in ("default", *(sorted(entry.profiles) if variants else ())):
+            name = entry.id if profile == "default" else f"{entry.id}:{profile}"
+            if not words or all(word in f"{name} {about}".lower() for word in words):
+                names.append((entry.id, profile))
     for _, alias in sorted(catalogue.aliases.items()):
-        if kind in alias.id.lower():
+        if all(word in alias.id.lower() for word in words):
             with contextlib.suppress(ModelNotFound, BundleConflict):  # the model of the alias was removed
                 catalogue.resolve(alias.heaviest.model, follow=False)
                 names.append((alias.id, None))

@@ -36,7 +36,7 @@ _SLICE = 200  # models that are described before other tasks may run: a millisec
 async def _listed(gateway: Gateway) -> AsyncIterator[tuple[str, Resolved]]:
     """Yield the models with vectors, with the names for a list."""
     catalogue = gateway.inference.catalogue
-    for number, (name, profile) in enumerate(listed_names(catalogue, "", variants=True), 1):
+    for number, (name, profile) in enumerate(listed_names(catalogue, (), variants=True), 1):
         if profile is None:
             resolved = catalogue.resolve(catalogue.aliases[name].heaviest.model, follow=False)
         else:
