@@ -177,7 +177,7 @@ class Mirror:
         self._bucket = bucket
         self._lock = asyncio.Lock()
         self._now = CatalogueSnapshot()
-        self._read = 0  # the bucket's revision of the last read
+        self._read = 0  # revision of the bucket at the last read
         self._created = ""  # time when the bucket was created; empty before the first read
         self.is_lost = False  # the broker has another bucket now
         self.suspect = asyncio.Event()  # set if the bucket may be lost; `check` finds out

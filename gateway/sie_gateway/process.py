@@ -85,9 +85,9 @@ async def serve(
     network: Network = NETWORK,
     data_dir: Path | None = None,
 ) -> int:
-    """Serve until `stop`. Continue for `lame_duck_s` seconds, then complete the accepted requests for at most `drain_s`
-    seconds (by default as long as any request may take). Images at URLs are fetched over `network`. `data_dir` is the
-    data folder of the `sie serve` that this gateway is a part of.
+    """Serve until `stop`. Then accept requests for `lame_duck_s` more seconds, and complete the accepted ones for at
+    most `drain_s` seconds (by default as long as any request may take). Images at URLs are fetched over `network`.
+    `data_dir` is the data folder of the `sie serve` that this gateway is a part of.
 
     Return the exit status. Raises SettingError.
     """

@@ -51,8 +51,8 @@ def item(value: Any, path: str) -> Any:
 
 
 def mapped(value: Any, path: str) -> dict[str, Any]:
-    """Return an item as a new map. A scalar of pyarrow is its value. Raises InvalidInputError for a value that is
-    neither text nor a map.
+    """Return an item as a new map. A scalar of pyarrow is replaced by its Python value. Raises InvalidInputError for a
+    value that is neither text nor a map.
     """
     if isinstance(value, str):
         return {"text": value}

@@ -68,7 +68,7 @@ class _CachedBackbone(nn.Module):  # type: ignore[misc]  # the type checker skip
 
     @contextlib.contextmanager
     def giving(self, maps: Sequence[Tensor]) -> Iterator[None]:
-        """Set the feature maps for a pass of this thread."""
+        """Use these feature maps in the passes that this thread runs inside the `with` block."""
         self._given.maps = maps
         try:
             yield

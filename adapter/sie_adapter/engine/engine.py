@@ -328,8 +328,8 @@ class AdapterEngine:
 
 
 def prepare_process() -> None:
-    """Set the state of the whole process: one torch thread per operation, since the lanes are the parallelism; the
-    allocator; the caches of oneDNN; and switches that keep libraries from sending telemetry.
+    """Set the state of the whole process: one torch thread per operation, because the lanes already run in
+    parallel; the allocator; the caches of oneDNN; and switches that keep libraries from sending telemetry.
     """
     torch.set_num_threads(1)
     torch.set_num_interop_threads(1)

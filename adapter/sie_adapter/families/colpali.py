@@ -82,8 +82,8 @@ def late_rows(width: int, images: Recipe, tokens: ImageTokens) -> dict[str, Rows
 
 
 def _attend_both_ways(language: Any) -> None:
-    """Make attention bidirectional: each token of a prompt attends to all others, which the token types of the
-    processor require.
+    """Make attention bidirectional: each token of a prompt attends to all others. The model does so for the token types
+    that its processor sets.
     """
     language.config.is_causal = False
     for module in language.modules():

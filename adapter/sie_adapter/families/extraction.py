@@ -75,8 +75,8 @@ class ExtractOptions:
 
 
 class PreparedTexts(Protocol):
-    """Texts with equal options, in the form that the device reads. `padding`: positions of their passes without a
-    token.
+    """Texts with equal options, in the form that the device reads. `padding`: number of positions
+    in their passes that hold no token.
     """
 
     @property

@@ -73,7 +73,7 @@ def safetensors_of(folder: Path) -> list[Path]:
 def _stored(file: Path) -> Iterator[tuple[str, Tensor]]:
     _check_length(file)
     with safe_open(file, "pt") as opened:
-        for name in opened.keys():  # noqa: SIM118  no mapping
+        for name in opened.keys():  # noqa: SIM118  `opened` cannot be iterated
             yield name, opened.get_tensor(name)
 
 

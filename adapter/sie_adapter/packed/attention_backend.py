@@ -30,7 +30,7 @@ class AttentionFacts:
 
 
 def attention_facts(device: torch.device, dtype: torch.dtype) -> AttentionFacts:
-    """Return the facts of this machine."""
+    """Return the facts about this machine that determine its attention backend."""
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     return AttentionFacts(
         device_type=device.type,

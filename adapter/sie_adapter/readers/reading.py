@@ -130,7 +130,7 @@ class _GenerationRow:
 
 
 class _Loop:
-    """Rows of one model. `rows[i]` is in slot i."""
+    """Loop that generates for the rows of one model. `rows[i]` is the row in slot i."""
 
     def __init__(
         self,

@@ -210,7 +210,7 @@ class Migration:
             if "dense" not in info.dims or "text" not in info.inputs:
                 raise CommandRefused(
                     f"{name} does not encode texts as dense vectors (it has {', '.join(info.outputs)}): without an "
-                    "index there is nothing to migrate, and `sie models alias` flips at once"
+                    "index there is nothing to migrate: `sie models alias` moves the alias at once"
                 )
             width, fingerprint = self._probed(name)
             widths.append(width)

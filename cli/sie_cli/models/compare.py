@@ -308,7 +308,7 @@ def _ranks(client: SIEClient, names: tuple[str, str], sample: ComparisonSample) 
 
 
 def figures(agreement: Agreement) -> dict[str, Any]:
-    """Return the figures of an agreement, for a program."""
+    """Return the figures of a comparison as a document for programs."""
     document: dict[str, Any] = {
         "models": list(agreement.names),
         "fingerprints": list(agreement.fingerprints),

@@ -98,7 +98,9 @@ def _yaml(entry: dict[str, Any], detected: list[str], assumed: list[str]) -> str
 
 
 def _located(settings: Settings, source: str, revision: str | None) -> tuple[Path, dict[str, Any], str]:
-    """Return the local folder, the `weights` of an entry, and a name. Raises CommandRefused, ModelLoadFailed."""
+    """Return the local folder of the model, the `weights` of its entry, and its default name. Raises CommandRefused,
+    ModelLoadFailed.
+    """
     folder = Path(source).expanduser()
     if folder.is_dir():
         if revision:

@@ -219,7 +219,7 @@ class Keys:
         return key.ended(self._clock.now_s())
 
     def lost(self) -> list[Key]:
-        """Return the keys of the copy that the bucket lacks, or has without their revocation."""
+        """Return the keys of the copy that the bucket lacks, and those that are revoked only in the copy."""
         return lost_keys(*self._sides)
 
     async def run(self, stop: Stop) -> None:

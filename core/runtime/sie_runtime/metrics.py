@@ -131,8 +131,7 @@ class Labelled(Generic[Child]):
         return values
 
     def turn(self, traffic: Traffic) -> None:
-        """Give the busiest names series of their own, among the names that have or need series. The other names lose
-        their series.
+        """Of the names that have or need a series, give one to each of the busiest. The other names lose theirs.
 
         A name that has series keeps them until another name is KEEPS times busier.
         """

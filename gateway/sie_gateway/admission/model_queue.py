@@ -52,7 +52,7 @@ CHANGED_SAMPLES = 2
 # factor: a sample this many times longer than every other sample is a stall, and is left out of the prediction
 OUTLIER = 4.0
 STALL_S = 0.25  # seconds without a result after which the queue may be stalled
-UNKNOWN_STALL_S = 5.0  # seconds without a result after which the queue may be stalled, while no batch was measured
+UNKNOWN_STALL_S = 5.0  # STALL_S until the time of a first batch is measured
 STALL_BATCHES = 3.0
 LOOK_S = 0.1  # seconds for which a measured batch stays valid, and between two checks for requests that would be late
 # factor: a batch of more than MAX_GROWTH measured batches is assumed to take no longer than MAX_GROWTH of them

@@ -111,7 +111,7 @@ transcriptions = functools.partial(_transcribe, "transcribe")
 translations = functools.partial(_transcribe, "translate")
 
 
-# reading of the recording
+# how a recording is read
 
 
 async def _read(inference: Inference, call: Call, planned: PlannedRequest) -> tuple[Transcript, RequestResult]:

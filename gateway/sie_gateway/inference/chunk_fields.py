@@ -16,7 +16,7 @@ from sie_contracts.models.option_values import describe
 from sie_contracts.wire.messages import BOUNDARIES, MAX_RULE_TOKENS, ChunkRule, TextChunks
 
 FIELDS = frozenset({"chunks", "context"})
-# largest number of chunks of one item; the worker has the same limit for chunks that follow from a rule
+# largest number of chunks of one item; the worker has the same limit for chunks that it computes by a rule
 MAX_CHUNKS = 4096
 MAX_REQUEST_CHUNKS = 16384  # largest number of spans of all items of a request
 MAX_TEXT = 1 << 18  # largest number of code points of a text with chunks

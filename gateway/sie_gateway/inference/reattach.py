@@ -24,7 +24,7 @@ from sie_runtime.process import Tasks
 
 REATTACH_WINDOW_S = 10.0  # seconds (contract 2.7)
 MAX_AWAY = 256
-MAX_AWAY_BYTES = 256 << 20  # largest number of bytes of the bodies of all runs without a client
+MAX_AWAY_BYTES = 256 << 20  # bytes: limit on the bodies of all runs whose client has disconnected
 # headers that distinguish requests, in addition to path and body
 HEADERS = (
     "authorization",

@@ -291,8 +291,8 @@ def array_of(result: WorkResult, outcome: Ok, name: str) -> arrays.Array:
 
 
 def _packed_of(result: WorkResult, outcome: Ok, name: str) -> dict[bytes, Any]:
-    """Return one output in its msgpack form, without a copy of its bytes: to build an array per row would take longer
-    than the rest of the reply.
+    """Return one output in its msgpack form. It points at the bytes of the result: building an array for each row would
+    take longer than building the rest of the reply.
     """
     piece = outcome.outputs[name]
     size = math.prod(piece.shape) * int(piece.dtype[2:])

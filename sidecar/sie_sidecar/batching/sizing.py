@@ -38,8 +38,8 @@ UNKNOWN_S = 10.0
 
 
 class Ask(NamedTuple):
-    """Needs of an entry: its cost in tokens of short texts (`costs`), the seconds from the start of the batch to its
-    deadline, and the seconds of budget that it had when it was published.
+    """Needs of an entry: its cost, in units of one token of a short text (`costs`); the seconds from the start of the
+    batch to its deadline; the seconds from its publication to its deadline.
     """
 
     cost: float

@@ -71,7 +71,7 @@ class SecondCopies:
     """Models whose work is too much for their devices while another device is idle."""
 
     def __init__(self) -> None:
-        self._behind: dict[str, int] = {}  # by residency, number of checks in a row in which it was behind
+        self._behind: dict[str, int] = {}  # residency -> number of consecutive checks that had waiting work for it
 
     def check(self, behind: Mapping[str, Sequence[DeviceView]]) -> dict[str, int]:
         """Return the models that must be loaded on one more device, each with the number of this device. Called once a

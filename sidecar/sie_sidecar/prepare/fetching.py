@@ -1,5 +1,5 @@
-"""Fetch of inputs that are too large for a message from the payload store. Their bytes are limited, and each chunk has
-its own task, so that no other work waits for it.
+"""Fetch, from the payload store, of inputs that are too large for a message. The number of bytes in memory is limited.
+Each chunk is fetched in its own task, so that other work does not wait for the fetch.
 
 delivery with a key ──► memory for its bytes ──► object, with retries until the budget ends ──► complete work item
 """

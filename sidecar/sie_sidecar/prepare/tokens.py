@@ -37,8 +37,8 @@ LONG_CHARACTERS = 4096  # characters; texts up to this length are never read in 
 class Tokens:
     """Ids of one text, int32 [length]. `full` is the length before truncation.
 
-    If a long text was truncated with END or START, `full` is only a number above the length, because the remaining text
-    is not read.
+    If a long text was truncated with END or START, `full` is not exact: it is some number larger than the length of the
+    ids, because the remaining text is not read.
     """
 
     ids: Ids

@@ -110,7 +110,7 @@ def _weight(parameters: str) -> float:
 
 
 def rendered(document: Any, content_type: str) -> bytes:
-    """Encode a document of builtins as JSON or YAML."""
+    """Encode a document of maps, lists, texts and numbers as JSON or YAML."""
     if content_type == JSON:
         return msgspec.json.encode(document)
     import yaml

@@ -250,8 +250,8 @@ def model_token(model: str) -> str:
 
 
 def slot_subject(lane: Lane, priority: str, model: str) -> str:
-    """Return the subject of a model that uses the consumer of a slot. The slot depends only on the model, so every
-    publisher uses the same slot.
+    """Return the subject of a model without a consumer of its own, which shares the consumer of a slot. The slot
+    depends only on the model, so every publisher uses the same slot.
     """
     name = model_token(model)
     slot = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big") % SLOTS

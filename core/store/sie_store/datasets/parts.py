@@ -40,7 +40,7 @@ def part_name(number: int, count: int, format: OutputFormat) -> str:
 
 
 def encode(shard: Shard, format: OutputFormat) -> bytes:
-    """Encode a shard as a file. In one version of SIE, every process encodes the same shard to the same bytes."""
+    """Encode a shard as a file. All processes of the same SIE version encode the same shard to the same bytes."""
     if format == "parquet":
         return tables.encode(shard)
     return b"".join(_lines(shard, has_arrays=True)) if format == "jsonl" else _npz(shard)

@@ -48,7 +48,7 @@ class InputRow:
 
 
 async def read(place: Place, span: RowSpan, source: JobInput, patience: RetryPolicy = _PATIENCE) -> list[InputRow]:
-    """Read the rows of a span in their order. The number of rows is the number in the span. Raises InvalidInput
+    """Read the rows of a span in their order, exactly as many as it has. Raises InvalidInput
     (reasons input_missing, input_changed, malformed), StoreError.
     """
     if span.format == "images":
