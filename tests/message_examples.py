@@ -15,6 +15,7 @@ from sie_contracts.models.muvera import Muvera
 from sie_contracts.wire import device_reports, ipc, messages
 from sie_contracts.wire.configs import ConfigDelta, ConfigExport, ConfigModel
 from sie_contracts.wire.heartbeats import (
+    DeviceBeat,
     Fetched,
     GatewayBeat,
     Heartbeat,
@@ -164,6 +165,10 @@ EXAMPLES: dict[str, Any] = {
         outcomes=(Ok({}, 5, score=-0.5), Ok({}, 6, data={"entities": [{"label": "person", "text": "é", "start": 1}]})),
     ),
     "result-1-images": _result(outcomes=(Ok({}, 5, first_of_several=True),)),
+    "work-1-recording": _work(
+        operation="extract", inputs=(Input(audio=b"RIFF"),), options=RunOptions(sound_from_s=569.5)
+    ),
+    "result-1-recording": _result(outcomes=(Ok({}, 1500, data={"entities": []}, sound_s=1234.5),)),
     "result-1-swapped": _result(
         outcomes=(Ok({}, 5),),
         batch=BatchNote("w1-7", 12, 3, 400, 90_000, 2, 12, True),
@@ -246,6 +251,13 @@ EXAMPLES: dict[str, Any] = {
     "heartbeat-1-clock": Heartbeat("w5", "_default", "l4", "default", True, "0.2.0", clock_ahead_s=7.25),
     "heartbeat-1-listens": Heartbeat("w6", "_default", "l4", "default", True, "0.3.0", listens=True),
     "heartbeat-1-on-disk": Heartbeat("w7", "_default", "l4", "default", True, "0.3.0", on_disk=("org/a", "org/b")),
+    "heartbeat-1-devices": _heartbeat(
+        device="cuda:0,cuda:1",
+        devices=(
+            DeviceBeat("cuda:0", True, "NVIDIA L4", 1 << 30, 24 << 30, 3, ("org/a",)),
+            DeviceBeat("cuda:1", False),
+        ),
+    ),
     "heartbeat-1-items": _heartbeat(
         credit_items=24,
         batch_cost=16_384,
@@ -447,6 +459,7 @@ EXAMPLES: dict[str, Any] = {
         shortages=(device_reports.Shortages("org/model", 1, 2, 3, 4, 5, 6),),
     ),
     "ipc3-Description-towers": ipc.Description(3, 4711, "cpu", "0.1.0", towers=device_reports.TowerUse(9, 1, 1 << 20)),
+    "ipc3-Description-devices": ipc.Description(3, 4711, "cuda:1", "0.1.0", devices=2),
     "ipc3-Description-batches": ipc.Description(
         3,
         4711,

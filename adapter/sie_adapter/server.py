@@ -133,7 +133,7 @@ class AdapterServer:
             except OSError as error:
                 broken.append(error)
 
-        # created before the batch waits for a lane, so that a model used meanwhile is not dropped
+        # created before the batch waits for a lane, so that a model that is used in that time is not dropped
         permission = self._engine.residency.permission(request.may_drop)
         if self._engine.writes(request):
             self._write(request, answer, permission, functools.partial(_is_gone, connection))

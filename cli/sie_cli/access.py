@@ -59,7 +59,7 @@ def write_private(path: Path, content: bytes) -> None:
 
 
 def publish(data_dir: Path, access: Access) -> None:
-    """Write the file of this start."""
+    """Write the access file of this start of `sie serve`."""
     write_private(data_dir / FILE, msgspec.json.format(msgspec.json.encode(access)))
 
 

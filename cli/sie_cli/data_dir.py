@@ -74,7 +74,7 @@ class DataDir:
     def __enter__(self) -> DataDir:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            # an existing folder keeps its mode, since its contents are private in any case
+            # the mode of an existing folder is not changed, since its contents are private in any case
             self._path.mkdir(mode=0o700, exist_ok=True)
             if why := distrusted(self._path):
                 raise SettingError(

@@ -32,7 +32,7 @@ def main() -> None:
 
 
 def _end_on_signals() -> None:
-    """End on SIGTERM and SIGHUP as other processes do, until the process sets its handlers. This has an effect only in
+    """End on SIGTERM and SIGHUP, like other processes, until the process sets its handlers. This has an effect only in
     process 1.
     """
     if os.getpid() != 1:

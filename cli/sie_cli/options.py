@@ -1,4 +1,4 @@
-"""Settings as command-line options: one option per setting, made from the settings table."""
+"""Settings as command-line options: one option per setting, created from the settings table."""
 
 from __future__ import annotations
 

@@ -256,8 +256,8 @@ def _if_match(request: Request) -> int | None:
 
 
 def _flags(request: Request, *names: str) -> list[bool]:
-    """Read the flags in the query of a write. Any other parameter is refused: a write with a misspelt `dry_run` would
-    be done.
+    """Read the flags in the query of a write. Any other parameter is refused: otherwise a write with a misspelt
+    `dry_run` would be executed.
     """
     for name in request.query_params:
         if name not in names:

@@ -1,10 +1,10 @@
 """Writes of an operator. Each write is one compare-and-set on the present model, and is repeated if another writer was
 faster.
 
-    request ──► known Idempotency-Key? its reply ──► the present model ──► If-Match? ──► edited, checked ──► one batch
-    ──► deltas
-                                                        ▲                                                    │
-                                                        └────────────── another writer was faster ◄─────────┘
+    request ──► known Idempotency-Key? its reply
+            └─► present model ──► If-Match? ──► edited, checked ──► one batch ──► deltas
+                   ▲                                                    │
+                   └────────────── another writer was faster ◄──────────┘
 
 Each attempt applies the request to the present model, so no update is lost: a patch, for example, is merged again.
 """

@@ -49,7 +49,7 @@ from sie_client.types import (
 
 MAX_ITEMS = 2048
 PART_BYTES = 32 << 20  # bytes of one body: an eighth of the server's limit
-ASIDE_BYTES = 1 << 20  # bytes; a body or a reply of this size and more is not converted on the event loop
+ASIDE_BYTES = 1 << 20  # bytes; a body or reply of this size or more is converted in a thread
 ASIDE_ITEMS = 256
 GROWTH = 1.25  # growth factor of an array of vectors whose number is unknown
 _ALWAYS_TOLD = ("model", "timing", "usage", "fingerprint")

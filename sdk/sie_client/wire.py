@@ -111,7 +111,7 @@ _encoder = msgspec.msgpack.Encoder(enc_hook=_hook)
 
 def encode(body: Mapping[str, Any], subject: str) -> bytes:
     """Return a request body as msgpack. Raises InvalidInputError, which begins with `subject`, for values that msgpack
-    cannot hold.
+    cannot represent.
     """
     try:
         return _encoder.encode(body)
@@ -220,7 +220,7 @@ def _array(sent: _ArrayMap) -> NDArray[Any]:
 
 
 def decode(body: bytes) -> dict[str, Any]:
-    """Return a reply of score or extract. Raises as `decode_vectors` does."""
+    """Return a reply of score or extract. Raises the same errors as `decode_vectors`."""
     reply = arrays.unpack(arrays.decode_msgpack(body))
     if not isinstance(reply, dict):
         raise ValueError(f"expected a map, got {type(reply).__name__}")

@@ -15,7 +15,7 @@ import pytest
 import shared
 import soundfile
 import torch
-from cluster import Cluster, until
+from cluster import Cluster, running, until
 from local_models import LocalModels
 from numpy.typing import NDArray
 from pages import DOCS, blocks, run
@@ -93,7 +93,7 @@ def test_sounds_are_found_by_words(
     scores = library[0] @ library[1]
     names = list(FILES)
     expected = [f"{names[place]} {scores[place]:.2f}" for place in np.argsort(-scores)[:3]]
-    block, _ = blocks(DOCS / "sounds.md", "python")
+    block, *_ = blocks(DOCS / "sounds.md", "python")
     assert run(block.code, open_cluster) == expected
 
 
@@ -126,7 +126,7 @@ def whisper(open_cluster: Cluster, open_models: LocalModels) -> Path:
 def test_what_is_said_is_written_down_as_the_library_does_it(
     open_cluster: Cluster, whisper: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The block of the page, of a recording of several windows. One request: a text and a recording with parameters. A
+    """The blocks of the page, of a recording of several windows. One request: a text and a recording with parameters. A
     language that the model does not have.
     """
     from parity.test_sound_reader import Oracle, asks
@@ -140,9 +140,10 @@ def test_what_is_said_is_written_down_as_the_library_does_it(
     with torch.inference_mode():
         expected = oracle.segments(heard, asks(most=LIMIT - 3))
     lines = [f"{each.start_s:.2f} {each.end_s:.2f} {text}" for each in expected if (text := oracle.text(each.ids))]
-    _, block = blocks(DOCS / "sounds.md", "python")
+    _, block, of_openai = blocks(DOCS / "sounds.md", "python")
     *printed, language = run(block.code, open_cluster)
     assert "\n".join(printed) == "\n".join(lines)
+    assert [line.split() for line in run(of_openai.code, open_cluster)] == [line.split() for line in lines]
     assert language in ("en", "de", "fr")
 
     audio = base64.b64encode(recording).decode()
@@ -155,3 +156,80 @@ def test_what_is_said_is_written_down_as_the_library_does_it(
     body = {"items": [{"audio": audio}], "params": {"language": "klingon"}}
     refused = httpx.post(f"{open_cluster.url}/v1/extract/{WHISPER}", json=body, timeout=60)
     assert (refused.status_code, refused.json()["error"]["reason"]) == (400, "language")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the client's own
+def test_the_client_of_openai_gets_the_words_of_a_recording_in_each_format(
+    open_cluster: Cluster, whisper: Path
+) -> None:
+    """An unmodified client. Segments are those of the library's model, and the text that of its pipeline."""
+    import openai
+    from parity.test_sound_reader import Oracle, asks
+    from transformers import pipeline
+
+    sound = tone(4.4, rate=RATE, seed=2)
+    recording = encoded(sound, "FLAC", rate=RATE)
+    samples = soundfile.read(io.BytesIO(recording), dtype="float32")[0]
+    oracle = Oracle(whisper)
+    most = LIMIT - 3
+    with torch.inference_mode():
+        spoken = oracle.segments(samples, asks(most=most, language="de"))
+        pipe = pipeline("automatic-speech-recognition", model=str(whisper), device="cpu")
+        options = {"max_new_tokens": most, "num_beams": 1, "do_sample": False, "language": "de"}
+        piped = pipe({"raw": samples, "sampling_rate": RATE}, return_timestamps=True, generate_kwargs=options)
+    segments = [(each.start_s, each.end_s, text) for each in spoken if (text := oracle.text(each.ids))]
+    assert segments
+    with openai.OpenAI(base_url=f"{open_cluster.url}/v1", api_key="any", max_retries=0, timeout=60) as api:
+        create = api.audio.transcriptions.create
+
+        def ask(format_: Any, **more: Any) -> Any:
+            file = ("interview.flac", recording)
+            return create(model=WHISPER, file=file, language="de", response_format=format_, **more)
+
+        verbose = ask("verbose_json", timestamp_granularities=["segment"])
+        assert [(each.start, each.end, each.text.strip()) for each in verbose.segments] == segments
+        assert (verbose.language, verbose.duration) == ("german", 4.4)
+        assert verbose.text.strip() == piped["text"].strip()
+        assert ask("json").text == verbose.text
+        assert ask("text") == f"{verbose.text}\n"
+        assert ask("srt").count(" --> ") == ask("vtt").count(" --> ") == len(segments)
+        assert ask("vtt").startswith("WEBVTT\n\n00:00:")
+        assert api.audio.translations.create(model=WHISPER, file=recording, temperature=0).text
+        with pytest.raises(openai.BadRequestError, match="temperature: expected 0") as raised:
+            ask("json", temperature=0.5)
+        assert raised.value.param == "temperature"
+        with pytest.raises(openai.BadRequestError, match="undecodable"):
+            create(model=WHISPER, file=b"no sound")
+        with pytest.raises(openai.NotFoundError, match="no model named"):
+            create(model="openai/whisper-smal", file=recording)
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_recording_of_more_than_one_part_is_read_to_its_end(tmp_path: Path) -> None:
+    """The longest budget: on two cores, the 320 windows of the small model take minutes."""
+    import openai
+    from parity import sound_checkpoints
+
+    models = LocalModels(tmp_path / "models", tmp_path / "weights")
+    models.folder.mkdir()
+    sound_checkpoints.whisper(models.weights / "whisper")
+    outputs = {"entities": 0, "data": 0}
+    models.add("whisper", {"family": "sound-reader", "inputs": ["audio"], "outputs": outputs, "max_tokens": 12})
+    seconds = 640.0
+    recording = encoded(tone(seconds, rate=8000, seed=3), "FLAC", rate=8000)
+    budget = {"SIE_GATEWAY_REQUEST_TIMEOUT": "600"}
+    with (
+        running(tmp_path / "data", *models.arguments, environ=budget) as cluster,
+        openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="any", max_retries=0, timeout=600) as api,
+    ):
+        found = api.audio.transcriptions.create(
+            model="test/whisper", file=("long.flac", recording), response_format="verbose_json"
+        )
+    assert found.duration == seconds
+    assert found.segments is not None
+    ends = [each.end for each in found.segments]
+    assert ends == sorted(ends)
+    assert all(each.start <= each.end <= seconds + 2 for each in found.segments)
+    assert any(570 <= each.start <= 600 for each in found.segments), "the second part begins where the first was whole"
+    assert ends[-1] > seconds - 10

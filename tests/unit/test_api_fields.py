@@ -14,14 +14,24 @@ from sie_contracts.api import dialects, inference
 from sie_contracts.models import entries, options
 from sie_contracts.models.families import FAMILIES
 from sie_gateway.dialects import cohere, vocabulary
-from sie_gateway.http.routes import DIALECTS, TEI
+from sie_gateway.http.routes import DIALECTS, OLLAMA, TEI
 from sie_gateway.inference import body as bodies
 from sie_gateway.inference import reply
+from sie_runtime.http.routes import FORM
 
 # declared, for clients that send them, and without a meaning here
-IGNORED = {"EmbeddingsRequest": {"user"}, "TeiSimilarityParameters": {"model"}}
+IGNORED = {
+    "EmbeddingsRequest": {"user"},
+    "TeiSimilarityParameters": {"model"},
+    "OllamaEmbed": {"keep_alive"},
+    "OllamaPrompt": {"keep_alive"},
+}
 MODELS = {"rerank": "toy/score", "predict": "toy/classes", "classify": "toy/classes", "embed_sparse": "toy/wide"}
-ROUTES = [route for route in (*DIALECTS, *TEI) if route.body is not None and not isinstance(route.body.type, tuple)]
+ROUTES = [
+    route
+    for route in (*DIALECTS, *OLLAMA, *TEI)
+    if route.body is not None and FORM not in route.body.media and not isinstance(route.body.type, tuple)
+]
 
 
 class Recorded(dict[str, Any]):

@@ -52,7 +52,7 @@ DOCUMENTED = """
     infer  POST /tei/org/name/embed_sparse /tei/org/name/predict
     infer  POST /tei/org/name/similarity /tei/org/name/tokenize /tei/org/name/decode /tei/org/name/rerank
     infer  GET /info /tei/org/name/info
-    infer  POST /api/embed /api/embeddings
+    infer  POST /api/embed /api/embeddings /v1/audio/transcriptions /v1/audio/translations
     read   GET /api/tags /api/ps /api/version
     read   POST /api/show
     infer  GET /v1/files /v1/files/mine /v1/files/mine/content

@@ -42,7 +42,7 @@ BLOCKS = {
     "doctor.md": {"": 2, "machine": 1},
     "documents.md": {"": 1},
     "image-search.md": {"": 4},
-    "sounds.md": {"": 2},
+    "sounds.md": {"": 3},
     "files.md": {"": 1},
     "jobs.md": {"": 4},
     "kubernetes.md": {"kubernetes": 3},

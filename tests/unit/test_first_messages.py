@@ -61,13 +61,6 @@ def test_a_route_of_language_models_names_what_this_server_does(path: str) -> No
     assert caught.value.message.startswith("this server does not generate text: use /v1/encode, /v1/score or /v1/extr")
 
 
-@pytest.mark.parametrize("path", ["/v1/audio/transcriptions", "/v1/audio/translations"])
-def test_a_route_of_transcription_names_that_of_extraction(path: str) -> None:
-    with pytest.raises(NotFound) as caught:
-        Gate(load(environ={}).settings).check("POST", path, "")
-    assert caught.value.message == "this server writes what is spoken at /v1/extract, with a model that reads sounds"
-
-
 @pytest.mark.parametrize("path", ["/v1/chat", "/none", "/v1", "/x" * 5000, "/" + "é" * 300])
 def test_a_path_that_is_like_no_route_names_the_page_of_all(path: str) -> None:
     with pytest.raises(NotFound) as caught:

@@ -13,7 +13,7 @@ from sound_files import RATE, claiming, encoded, replaced, tone
 
 from sie_contracts.errors import InvalidInput
 from sie_contracts.media import sounds as recipes
-from sie_contracts.media.sounds import SoundRecipe, UnknownExtractor, from_extractor
+from sie_contracts.media.sounds import SoundHeader, SoundRecipe, UnknownExtractor, check, from_extractor
 from sie_sidecar.prepare import sounds
 
 CLAP: dict[str, Any] = {"feature_extractor_type": "ClapFeatureExtractor", "max_length_s": 1}
@@ -25,7 +25,7 @@ FUSED = from_extractor({**CLAP, "truncation": "fusion"}, positions=POSITIONS)
 
 
 def decoded(data: bytes) -> NDArray[np.float32]:
-    return sounds._decoded(data, RATE)[0]
+    return sounds._decoded(data, RATE, None)[0]
 
 
 def refusal(data: bytes) -> str:
@@ -236,3 +236,61 @@ def test_the_limits_are_those_of_the_header() -> None:
     for header in (recipes.SoundHeader(1, 0, 1), recipes.SoundHeader(0, RATE, 1), recipes.SoundHeader(RATE, RATE, 0)):
         with pytest.raises(InvalidInput, match="undecodable"):
             recipes.check(header)
+
+
+HOURS = 2.5  # seconds of `long`, whose parts have one
+
+
+@pytest.fixture
+def long(monkeypatch: pytest.MonkeyPatch) -> NDArray[np.float32]:
+    """A sound of several parts."""
+    monkeypatch.setattr(sounds, "MAX_SECONDS", 1)
+    return tone(HOURS, rate=RATE)
+
+
+@pytest.mark.parametrize(("kind", "gap"), [("WAV", 0.0), ("FLAC", 0.0), ("OGG", 0.01), ("MP3", 0.2)])
+@pytest.mark.parametrize(("from_s", "length_s"), [(0.0, 1.0), (0.75, 1.0), (1.5, 1.0), (1.75, 0.75), (2.25, 0.25)])
+def test_a_part_has_the_samples_of_its_place_and_tells_the_length_of_the_whole(
+    long: NDArray[np.float32], kind: str, gap: float, from_s: float, length_s: float
+) -> None:
+    data = encoded(long, kind, rate=RATE)
+    whole = decoded(data)
+    samples, seconds = sounds._decoded(data, RATE, from_s)
+    assert abs(seconds - len(whole) / RATE) <= 0.001
+    first = round(from_s * RATE)
+    expected = whole[first : first + round(length_s * RATE)]
+    assert abs(len(samples) - len(expected)) <= (0 if kind in ("WAV", "FLAC") else 0.1 * RATE)
+    count = min(len(samples), len(expected))
+    assert np.abs(samples[:count] - expected[:count]).max() <= gap
+
+
+def test_the_features_of_a_part_are_those_of_its_samples(long: NDArray[np.float32]) -> None:
+    data = encoded(long, subtype="FLOAT", rate=RATE)
+    recipe = from_extractor({**WHISPER, "sampling_rate": RATE, "chunk_length": 1}, positions=50)
+    part = sounds.prepare(data, recipe, 0.5)
+    assert np.array_equal(part.values, sounds.features(long[RATE // 2 : RATE // 2 + RATE], recipe))
+    assert part.seconds == HOURS
+
+
+def test_a_sound_that_is_read_in_parts_may_be_longer_but_has_limits_too() -> None:
+    long = SoundHeader(3 * 3600 * 44_100, 44_100, 2)
+    check(long, 0.0)
+    check(long, 10_700.0)
+    with pytest.raises(InvalidInput, match=r"too_large: the sound lasts 10800\.0 s, at most 600 s are read"):
+        check(long)
+    with pytest.raises(InvalidInput, match=r"too_large: the sound lasts 14401\.0 s, at most 14400 s are read"):
+        check(SoundHeader(14_401 * 8000, 8000, 1), 0.0)
+    with pytest.raises(InvalidInput, match="its part begins after"):
+        check(long, 10_800.0)
+    with pytest.raises(InvalidInput, match="too_large: the sound has 115200000 samples in 2 channels"):
+        check(SoundHeader(700 * 96_000, 96_000, 2), 0.0)
+
+
+def test_a_part_of_a_file_that_is_shorter_than_its_header_says_tells_where_it_ends(
+    long: NDArray[np.float32],
+) -> None:
+    data = encoded(long, rate=RATE)
+    broken = data[: len(data) - 2 * RATE]  # a second is missing
+    samples, seconds = sounds._decoded(broken, RATE, 1.0)
+    assert len(samples) == RATE // 2
+    assert seconds == 1.5

@@ -56,7 +56,7 @@ SILENT = """
     POST   /tei/{model:path}/predict /tei/{model:path}/similarity /tei/{model:path}/tokenize
     POST   /tei/{model:path}/decode /tei/{model:path}/rerank
     GET    /info /tei/{model:path}/info /api/tags /api/ps /api/version
-    POST   /api/embed /api/embeddings /api/show
+    POST   /api/embed /api/embeddings /api/show /v1/audio/transcriptions /v1/audio/translations
     GET    /v1/models /v1/models/{model:path} /models /models/{model:path}
     POST   /v1/models/{model:path}/load /v1/models/{model:path}/unload
     POST   /v1/pools /v1/files /v1/jobs /v1/batches

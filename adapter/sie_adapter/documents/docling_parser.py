@@ -37,7 +37,7 @@ _READ = (ConversionStatus.SUCCESS, ConversionStatus.PARTIAL_SUCCESS)
 
 
 class DoclingParser:
-    """Converter for one thread. It does not fetch anything that a document links to."""
+    """Converter for one thread. It never fetches a linked resource."""
 
     def __init__(self) -> None:
         """Make the converter. Raises ImportError without docling."""

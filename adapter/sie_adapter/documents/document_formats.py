@@ -1,5 +1,5 @@
 """Format of a document: read from its content, or, for text, named by the client. Only the standard library is
-imported: this runs in the parser processes, before other code reads the file.
+imported: this module runs in the parser processes, before other code reads the file.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -69,6 +69,13 @@ def _end_process() -> None:
     os._exit(DEVICE_LOST_STATUS)
 
 
+class WorkerDevices(NamedTuple):
+    """Number of the devices of the worker, each with an adapter, and the name of this adapter's device among them."""
+
+    number: int
+    name: str
+
+
 class AdapterEngine:
     """One device with its models and lanes. Owns the lanes until `stop`. Raises SettingError for a device that is
     absent.
@@ -77,10 +84,17 @@ class AdapterEngine:
     that the supervisor restarts it.
     """
 
-    def __init__(self, settings: Settings, on_device_lost: Callable[[], None] = _end_process) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        on_device_lost: Callable[[], None] = _end_process,
+        worker_devices: WorkerDevices | None = None,
+    ) -> None:
+        """`worker_devices`: the devices of the worker, if there are several."""
         self.device = devices.resolve_device(settings.device)
         self._on_device_lost = on_device_lost
         self._settings = settings
+        self._worker_devices = worker_devices or WorkerDevices(1, str(self.device))
         self._label = devices.label(self.device) or self.device.type
         self.outputs = TowerOutputs(devices.capacity_bytes(self.device) // SHARE)
         self.loader = Loader(self.device, weight_sources(settings), settings, self.outputs)
@@ -117,7 +131,7 @@ class AdapterEngine:
         self._log_choices(settings)
 
     def _shed(self) -> bool:
-        """Drop cached outputs and graphs, because memory is short. Return whether anything was dropped."""
+        """Drop cached outputs and graphs, because memory is short. Return whether an output was dropped."""
         return any([self.outputs.clear(), drop_graphs()])
 
     def _load(self, resolved: Resolved) -> Any:
@@ -148,7 +162,7 @@ class AdapterEngine:
             raise
 
     def _end_if_lost(self, error: Exception) -> None:
-        """End the process if the device is lost: on a dead context later batches would fail or give wrong results."""
+        """End the process if the device is lost: on a dead context later batches would fail or return wrong results."""
         if is_device_fatal(error):
             _logger.critical("the device is lost, the process ends: %s", error)
             self._on_device_lost()
@@ -287,7 +301,7 @@ class AdapterEngine:
         return ipc.Description(
             protocol=ipc.PROTOCOL,
             pid=os.getpid(),
-            device=str(self.device),
+            device=self._worker_devices.name,
             version=importlib.metadata.version("sie-cluster"),
             lanes=len(self.device_threads),
             gpu=devices.label(self.device),
@@ -299,6 +313,7 @@ class AdapterEngine:
             shortages=self.oom_counters.all(),
             towers=self.outputs.use(),
             batches=self._instrumentation.batches() if self._instrumentation else None,
+            devices=self._worker_devices.number,
         )
 
     def stop(self, timeout_s: float) -> bool:

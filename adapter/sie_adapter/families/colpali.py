@@ -25,7 +25,7 @@ _PATCHES_PER_TOKEN = 4  # patches of the tower that take about as long as one to
 
 
 class ColPali:
-    """ColPali, a `vision_language.VisionLanguageKind` that gives token vectors."""
+    """ColPali, a `vision_language.VisionLanguageKind` with token vectors."""
 
     output = "multivector"
 

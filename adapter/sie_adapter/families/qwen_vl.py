@@ -84,7 +84,7 @@ class QwenVL:
 
 
 class ColQwen(QwenVL):
-    """A `vision_language.VisionLanguageKind` that gives token vectors of Qwen2.5-VL."""
+    """A `vision_language.VisionLanguageKind` with token vectors, based on Qwen2.5-VL."""
 
     output = "multivector"
     consumed = (LANGUAGE_HEAD, f"{_PROJECTION}.weight", f"{_PROJECTION}.bias")

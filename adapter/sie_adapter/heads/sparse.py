@@ -40,8 +40,8 @@ class MaskedLanguageHead:
         max_entries: int = 0,
         sums: bool = False,
     ) -> None:
-        """Make the head. `twice` applies log1p twice. `dropped` ids get no weight. A row keeps its `max_entries`
-        largest weights; 0 keeps all.
+        """Make the head. `twice` applies log1p twice. `dropped` ids get no weight. Only the `max_entries` largest
+        weights of a row are returned; 0 means all.
         """
         self._head, self._vocabulary, self._twice, self._max_entries = head, vocabulary, twice, max_entries
         self._sums = sums
@@ -191,7 +191,8 @@ class TokenTable:
     """
 
     def __init__(self, weights: Tensor, max_entries: int = 0) -> None:
-        """Keep `weights`, float32 [vocabulary], on the host. A row keeps its `max_entries` largest; 0 keeps all."""
+        """Keep `weights`, float32 [vocabulary], on the host. Only the `max_entries` largest weights of a row are
+        returned; 0 means all."""
         self._weights, self._max_entries = weights, max_entries
 
     def row(self, ids: Int64) -> Row:

@@ -282,7 +282,9 @@ def _check_quantisation(config: PretrainedConfig) -> None:
 
 
 def _empty_backbone(config: PretrainedConfig) -> Any:
-    """Return the architecture without storage, so that the sizes of its tables can be read as a load would."""
+    """Return the architecture without storage, so that the sizes of its tables can be read in the same way as in a
+    load.
+    """
     try:
         with construction(), torch.device("meta"):
             return AutoModel.from_config(config)
@@ -386,7 +388,9 @@ def _head(
 
 
 def _chat_pair(folder: Path, modules: Modules, entry: dict[str, Any], report: Inspection) -> None:
-    """Set the pair of a reranker that puts its texts into a chat template. Refuse any other model that uses one."""
+    """Set the pair of a reranker that inserts its texts into a chat template. Refuse any other model that uses a chat
+    template.
+    """
     tokenizer = read_tokenizer(modules.folder, **modules.transformer.tokenizer)
     # for these models, the library uses the template of the tokenizer
     is_bare = not modules.kinds and entry["family"] == "cross-encoder"

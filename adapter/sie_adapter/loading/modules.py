@@ -85,7 +85,7 @@ _OUTPUTS = {  # task of a Transformer module -> the name of the model's output, 
     "sequence-classification": ("logits", "scores"),
     "text-generation": ("logits", "causal_logits"),
 }
-# activations of torch without weights of their own that read one number at a time
+# activations of torch that have no weights and read one number at a time
 _ACTIVATIONS: Mapping[str, type[nn.Module]] = {
     kind.__name__: kind
     for kind in (
@@ -154,7 +154,7 @@ def output_width(layers: Iterable[nn.Module], hidden: int) -> int:
 
 
 def pooled_width(token_layers: Iterable[nn.Module], pooling: str, layers: Iterable[nn.Module], hidden: int) -> int:
-    """Return the width of the vectors that `pooling`, between two groups of layers, makes of states with `hidden`
+    """Return the width of the vectors that `pooling`, between two groups of layers, computes from states with `hidden`
     numbers. Empty: no pooling.
     """
     return output_width(layers, output_width(token_layers, hidden) * len(pooling.split("+")))
@@ -402,8 +402,8 @@ def read_transformer(folder: Path) -> TransformerSettings:
 
 
 def _reads_messages(name: str, task: str, raw: Mapping[str, Any]) -> bool:
-    """Return whether texts are put into the chat template. Raises ModelLoadFailed for outputs that this adapter does
-    not read.
+    """Return whether texts are inserted into the chat template. Raises ModelLoadFailed for outputs that this adapter
+    does not read.
     """
     config = raw.get("modality_config")
     if not config:

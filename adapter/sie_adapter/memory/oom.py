@@ -122,7 +122,7 @@ def halved(items: Items) -> tuple[Items, Items]:
 
 
 def exhausted() -> ResourceExhausted:
-    """Return the error of an item that does not fit alone."""
+    """Return the error of an item that does not fit into memory, even without other items."""
     return ResourceExhausted("the device has too little memory for this item alone", reason="out_of_memory")
 
 
@@ -175,7 +175,7 @@ class OomRecovery:
         *,
         is_tried: bool = False,
     ) -> bool:
-        """Do the work of `run`. Return whether memory ran out meanwhile."""
+        """Do the work of `run`. Return whether memory ran out in it."""
         if not len(items):
             return False
         tries = 0

@@ -138,8 +138,8 @@ def items(
 
 
 def images(places: bytes, pixels: bytes, recipe: Recipe | None, keys: bytes = b"") -> BatchFiles[Shown] | None:
-    """Decode the images of a batch, made by `recipe`, with their keys (`ipc.RunBatch.image_keys`). Returns None if the
-    batch has no images. Raises MalformedBatch.
+    """Decode the images of a batch, prepared by `recipe`, with their keys (`ipc.RunBatch.image_keys`). Returns None if
+    the batch has no images. Raises MalformedBatch.
     """
     if len(places) % 20:
         raise MalformedBatch("the places of images are int32 [images, 5], their bytes do not divide by 20")
@@ -168,7 +168,7 @@ def images(places: bytes, pixels: bytes, recipe: Recipe | None, keys: bytes = b"
 
 
 def sounds(places: bytes, features: bytes, recipe: SoundRecipe | None) -> BatchFiles[Heard] | None:
-    """Decode the sounds of a batch, made by `recipe`. Returns None if the batch has no sounds. Raises
+    """Decode the sounds of a batch, prepared by `recipe`. Returns None if the batch has no sounds. Raises
     MalformedBatch.
     """
     if len(places) % 16 or len(features) % 4:

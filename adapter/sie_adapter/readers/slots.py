@@ -72,7 +72,7 @@ def _whole(positions: int) -> int:
 
 
 class _Layer(CacheLayerMixin):  # type: ignore[misc]  # the type checker skips transformers
-    """Cache of one layer, as the attention of transformers calls it during a step."""
+    """Cache of one layer, in the form that the attention of transformers calls during a step."""
 
     is_sliding = False
 
@@ -316,7 +316,7 @@ class DecoderSlots:
 
     @property
     def mask(self) -> Tensor:
-        """Mask of each row over its own states, bool [rows, 1, 1, positions]."""
+        """Mask that limits each row to its own states, bool [rows, 1, 1, positions]."""
         return self._own.mask(with_next=True)
 
     @property

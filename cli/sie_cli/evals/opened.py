@@ -121,7 +121,7 @@ class OpenSources:
 
     def _scores_pairs(self) -> bool:
         """Return whether the model scores pairs: by the first source, or by the catalogue of this installation. A model
-        that the catalogue does not have gives vectors.
+        that is not in the catalogue counts as a model with vectors.
         """
         if self.sources:
             return self.sources[0].scores_pairs

@@ -188,7 +188,7 @@ def _compared(client: SIEClient, names: tuple[str, str], sample: ComparisonSampl
         return _ranks(client, names, sample)
     outputs = "; ".join(f"{name} has {', '.join(info['outputs'])}" for name, info in zip(names, infos, strict=True))
     raise CommandRefused(
-        f"there is nothing to compare: {outputs}. Expected two models with dense vectors, or two that score"
+        f"there is nothing to compare: {outputs}. Expected two models with dense vectors, or two models with scores"
     )
 
 

@@ -213,8 +213,8 @@ def weights_folder(settings: Settings, entry: ModelEntry) -> Path:
 
 
 def answers(entry: ModelEntry, settings: Settings) -> list[str]:
-    """Load `entry` on the CPU and run a sample of each of its tasks, as a worker does. Return a line for each output.
-    Raises ModelLoadFailed.
+    """Load `entry` on the CPU and run a sample of each of its tasks, in the same way as a worker. Return a line for
+    each output. Raises ModelLoadFailed.
     """
     from sie_adapter.engine.engine import AdapterEngine
     from sie_sidecar.prepare.tokens import ModelTokenizer

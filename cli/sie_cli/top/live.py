@@ -89,7 +89,7 @@ async def _follow_past(view: View, url: str, token: str | None) -> None:
 
 
 async def _ask_past(view: View, url: str, token: str | None) -> None:
-    """Read the last hour. The earlier values stay if the gateway does not answer or has another version."""
+    """Read the last hour. If the gateway does not answer or has another version, the earlier values are kept."""
     headers = {"authorization": f"Bearer {token}"} if token else {}
     try:
         async with httpx.AsyncClient(timeout=PAST_S, transport=direct(url, httpx.AsyncHTTPTransport)) as client:

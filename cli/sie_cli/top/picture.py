@@ -91,8 +91,8 @@ class Queued:
 
 @dataclass
 class LaneRow:
-    """Lane (pool.machine profile.bundle) with its healthy workers and all workers. `queued` is None while it is not
-    known.
+    """Lane (pool.machine profile.bundle) with the numbers of its healthy workers and of all its workers. `queued` is
+    None while it is unknown.
     """
 
     name: str

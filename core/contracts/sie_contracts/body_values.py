@@ -20,8 +20,8 @@ _NO_MARK = bytes(set(range(256)) - set(b"{[,:"))
 
 
 class Excess(ValueError):
-    """Error of a body above a limit of the decoder. The message names the limit. `reason` is the reason in the client's
-    error.
+    """Raised if a body exceeds a limit of the decoder. The message names the limit. `reason` is the reason in the
+    client's error.
     """
 
     def __init__(self, message: str, reason: str) -> None:

@@ -16,7 +16,9 @@ Key = tuple[bool, int, int]  # (has no room, planned use in tenths, number of mo
 
 @dataclass(frozen=True)
 class Holdings:
-    """The models of one live worker: loaded, loading, and refused because they did not fit."""
+    """The models of one live worker: models that are loaded, models that are loading, and models that were refused
+    because they did not fit.
+    """
 
     loaded: frozenset[str] = frozenset()
     loading: frozenset[str] = frozenset()

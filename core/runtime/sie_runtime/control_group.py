@@ -76,7 +76,9 @@ def cores() -> float | None:
 
 
 def _groups(controller: str) -> Iterator[tuple[Path, int]]:
-    """Yield the folders from the group of this process up to the root, each with the version of its interface."""
+    """Yield the folders from the group of this process up to the root, each with the version of its cgroup
+    interface.
+    """
     try:
         lines = _OWN.read_text().splitlines()
     except OSError:

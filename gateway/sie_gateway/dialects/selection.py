@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from sie_contracts.errors import InvalidInput
 from sie_contracts.models.catalogue import Resolved
-from sie_contracts.models.entries import classifies
 from sie_contracts.models.option_values import describe
 from sie_gateway.fleet.capabilities import CAN
 from sie_gateway.inference.call import Call
@@ -16,7 +15,7 @@ from sie_gateway.inference.call import Call
 if TYPE_CHECKING:
     from sie_gateway.inference.handler import Inference
 
-Capability = Literal["embed", "embed_sparse", "embed_all", "rerank", "predict"]
+Capability = Literal["embed", "embed_sparse", "embed_all", "rerank", "predict", "transcribe"]
 
 _VERBS: dict[Capability, str] = {
     "embed": "encode",
@@ -24,8 +23,15 @@ _VERBS: dict[Capability, str] = {
     "embed_all": "encode",
     "rerank": "score",
     "predict": "extract",
+    "transcribe": "extract",
 }
-_MISSING = {"encode": "gives no vectors", "score": "gives no scores", "extract": "has no classes of its own to predict"}
+_MISSING: dict[Capability, str] = {
+    **dict.fromkeys(("embed", "embed_sparse", "embed_all"), "gives no vectors"),
+    "rerank": "gives no scores",
+    "predict": "has no classes of its own to predict",
+    "transcribe": "writes down no speech",
+}
+_CHECKED: tuple[Capability, ...] = ("predict", "transcribe")  # of which the task does not say enough
 
 
 NOT_NAMED = "default/not-specified"  # sent by Infinity's client if its user names no model
@@ -39,7 +45,8 @@ def able(inference: Inference, call: Call, capability: Capability, named: Any = 
     for another task has other fields, and an error about them would mislead.
     """
     resolved = model_for(inference, call, capability, named)
-    if _VERBS[capability] not in resolved.entry.tasks or (capability == "predict" and not classifies(resolved.entry)):
+    entry = resolved.entry
+    if _VERBS[capability] not in entry.tasks or (capability in _CHECKED and not CAN[capability](entry)):
         raise unable(resolved, capability)
     return resolved
 
@@ -48,7 +55,7 @@ def unable(resolved: Resolved, capability: Capability) -> InvalidInput:
     """Return the error for a model without the task of the route. It names the routes that serve the model."""
     verb = _VERBS[capability]
     routes = " and ".join(f"POST /v1/{task}/{resolved.requested}" for task in resolved.entry.tasks)
-    message = f"{resolved.requested} {_MISSING[verb]}; use {routes}"
+    message = f"{resolved.requested} {_MISSING[capability]}; use {routes}"
     return InvalidInput(message, reason="unsupported_output" if verb == "encode" else "unsupported_task", param="model")
 
 

@@ -33,4 +33,5 @@ CAN: Mapping[str, Able] = {
     "embed_all": lambda entry: "dense" in entry.outputs and families.row(entry.family).gives_vectors,
     "rerank": _task("score"),
     "predict": classifies,
+    "transcribe": lambda entry: "audio" in entry.inputs and "extract" in entry.tasks,
 }

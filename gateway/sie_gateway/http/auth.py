@@ -50,10 +50,6 @@ _ELSEWHERE = (
         "this server does not generate text, and its models are added with `sie models add`: of Ollama's routes it has"
         " /api/embed, /api/embeddings, /api/tags, /api/show, /api/ps and /api/version",
     ),
-    (
-        re.compile(r"/v1/audio/(transcriptions|translations)$"),
-        "this server writes what is spoken at /v1/extract, with a model that reads sounds",
-    ),
 )
 
 

@@ -20,7 +20,7 @@ from sie_contracts.api import operations as operations_api
 from sie_contracts.api import tei as tei_api
 from sie_contracts.api.faults import Provisioning
 from sie_contracts.wire.configs import config_shape
-from sie_gateway.dialects import cohere, infinity, native, ollama, openai, rerank, tei
+from sie_gateway.dialects import cohere, infinity, native, ollama, openai, rerank, tei, transcriptions
 from sie_gateway.fleet import assignments
 from sie_gateway.http.route_kinds import HEADERS, PLACEHOLDERS, GatewayRoute, control
 from sie_gateway.inference.call import ErrorShape, family
@@ -31,7 +31,7 @@ from sie_gateway.operations import configs as config_forward
 from sie_gateway.operations import ollama as ollama_models
 from sie_gateway.operations.status import CLUSTER_PATH, WORKER_PATH
 from sie_runtime.http import config_routes, openapi
-from sie_runtime.http.routes import ARROW, HTML, JSON, MSGPACK, OPEN, RAW, TEXT, Content, Parameter, Route, Table
+from sie_runtime.http.routes import ARROW, FORM, HTML, JSON, MSGPACK, OPEN, RAW, TEXT, Content, Parameter, Route, Table
 
 # encode, score, extract
 
@@ -137,6 +137,31 @@ DIALECTS = (
     _dialect("/v2/embed", "embed", cohere.v2, _EMBED, api.EmbedV2Body, api.Embedded, family("cohere")),
     _CLASSIFY,
     replace(_CLASSIFY, path="/classify"),
+    *(
+        _dialect(
+            f"/v1/audio/{name}",
+            "transcribe",
+            handler,
+            ("OpenAI", summary),
+            Content(form, (FORM,)),
+            Content(api.Transcription, (JSON, TEXT, transcriptions.VTT)),
+            family("openai"),
+        )
+        for name, handler, summary, form in (
+            (
+                "transcriptions",
+                transcriptions.transcriptions,
+                "What is said in a recording",
+                api.TranscriptionForm,
+            ),
+            (
+                "translations",
+                transcriptions.translations,
+                "What is said in a recording, in English",
+                api.TranslationForm,
+            ),
+        )
+    ),
 )
 
 

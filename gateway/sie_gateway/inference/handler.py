@@ -48,7 +48,7 @@ from sie_gateway.metrics import Metrics
 from sie_runtime.feed import CatalogueFeed
 
 WATCH_AFTER_S = 1.0
-MAX_ATTEMPTS = 4  # attempts of a request if the entry of its model changes meanwhile
+MAX_ATTEMPTS = 4  # attempts of a request if the entry of its model changes during an attempt
 RENEWED_WITHIN_S = 1.0  # seconds within which the gateway's catalogue receives a new entry that a worker already has
 _HUB_ID = re.compile(r"[a-zA-Z0-9][\w.-]*/[\w.-]+", re.ASCII)
 _NO_PARAMETERS = frozenset({"items", "inputs", "input", "query", "model"})
@@ -217,7 +217,7 @@ class Inference:
             loop.call_later(self.watch_after_s, self._watch)
 
     async def _handled(self, call: Call, route: InferenceRoute, raw: bytes) -> EncodedReply:
-        """Run the handler of the route with one entry of the model throughout. If the entry changes meanwhile, start
+        """Run the handler of the route with one entry of the model throughout. If the entry of the model changes, start
         again.
         """
         while True:
@@ -406,7 +406,7 @@ def _error_mode(call: Call) -> str:
 
 
 def _check_remote(headers: Mapping[str, str]) -> None:
-    """Raise InvalidInput if the client asks for another server to answer: this gateway always answers itself."""
+    """Raise InvalidInput for a value of X-SIE-Remote other than forbid: this gateway always answers requests itself."""
     named = headers.get("x-sie-remote")
     if named is not None and named.strip().lower() != "forbid":
         raise InvalidInput("X-SIE-Remote: expected forbid", reason="schema", param="X-SIE-Remote")

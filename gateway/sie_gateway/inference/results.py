@@ -433,7 +433,7 @@ class OutcomeCollector:
             self._done.set_exception(error)
 
     async def wait(self, timeout_s: float) -> None:
-        """Wait until the collector is complete. Raises TimeoutError, or the error given to `fail`."""
+        """Wait until the collector is complete. Raises TimeoutError, or the argument of `fail`."""
         done, _ = await asyncio.wait((self._done,), timeout=timeout_s)
         if not done:
             raise TimeoutError
@@ -526,7 +526,7 @@ class ResultInbox:
         self._metrics.inbox_dropped.inc()
         collector = self._open.get(subject.rpartition(".")[2])
         if collector is not None:
-            collector.fail(ResourceExhausted("this gateway could not take in a result of this request in time"))
+            collector.fail(ResourceExhausted("this gateway could not accept a result of this request in time"))
 
     async def _on_result(self, message: CoreMessage) -> None:
         try:

@@ -499,7 +499,7 @@ class JobRun:
         self._job = await self._ledger.change(self._id, noted)
 
     async def _pause(self, error: ErrorInfo | None, *, is_asked: bool = False) -> None:
-        """Pause the job until its owner resumes it. `is_asked`: the owner asked for the pause.
+        """Pause the job until its owner resumes it. `is_asked`: the owner requested the pause.
 
         If the owner has cancelled or resumed the job while the work was being stopped, the job is not paused. The next
         leader then carries out that command.

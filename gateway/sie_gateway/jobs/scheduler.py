@@ -146,7 +146,8 @@ class JobScheduler:
             entry.task.cancel()
         await asyncio.gather(*(entry.task for entry in running.values()), return_exceptions=True)
         for job_id, entry in running.items():
-            with contextlib.suppress(BrokerError):  # then the lease expires, and this gateway counts as dead
+            # without a release the lease expires, and this gateway is treated as dead
+            with contextlib.suppress(BrokerError):
                 await self._hand_over(job_id, entry)
 
     async def _hand_over(self, job_id: str, running: _Running) -> None:

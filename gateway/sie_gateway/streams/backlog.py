@@ -84,7 +84,7 @@ class Backlog:
         """
         stream = topology.stream_name(pool)
         questions = (self._queue.first_stored(stream, subject=subject) for subject in subjects)
-        # wait for all, so that no read runs on after this call
+        # wait for all queries, so that no query is still running after this call
         answers = await asyncio.gather(*questions, return_exceptions=True)
         failed = next((answer for answer in answers if isinstance(answer, BaseException)), None)
         if failed is not None:

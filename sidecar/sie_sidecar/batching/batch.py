@@ -321,7 +321,7 @@ class _PriorityLine(Generic[T]):
             self._reorder(model)
 
     def _reorder(self, model: _ModelLine[T]) -> None:
-        """Place a model again after its oldest entry may have been removed."""
+        """Restore the order of the models after the oldest entry of this model may have been removed."""
         if not model.queues:
             del self.models[model.name]
             model.push_number = 0

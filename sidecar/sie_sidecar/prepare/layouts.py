@@ -403,7 +403,7 @@ def _document(tokenizer: ModelTokenizer, text: str, most: int) -> str:
     if not 0 < most < max_bytes:
         return text
     read = tokenizer.prefix_of(text, most)
-    return text if read == text else read.rstrip()  # a space before the next token may belong to that token
+    return text if read == text else read.rstrip()  # a space before the next token may be part of that token
 
 
 def _place(options: RunOptions) -> int:

@@ -27,11 +27,12 @@ class ImageJob(msgspec.Struct, frozen=True, tag=True):
 
 
 class SoundJob(msgspec.Struct, frozen=True, tag=True):
-    """Sound file, as a client sent it."""
+    """Sound file, as a client sent it. With `from_s`, only the part that begins there is read."""
 
     number: int
     recipe: SoundRecipe
     data: bytes
+    from_s: float | None = None
 
 
 class MadeImage(msgspec.Struct, frozen=True, tag=True):

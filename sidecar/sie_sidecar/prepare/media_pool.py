@@ -68,7 +68,9 @@ class _MediaFile(Protocol[T_co]):
     def job(self, number: int) -> Job: ...
 
     def outcome(self, reply: Made) -> T_co:
-        """Return the outcome from the answer of a worker. Raises _WorkerLost if the answer cannot be true."""
+        """Return the outcome from the answer of a worker. Raises _WorkerLost if the answer is not possible for the
+        file.
+        """
 
 
 @dataclass(frozen=True)
@@ -99,10 +101,11 @@ class _ImageFile:
 class _SoundFile:
     data: bytes
     recipe: SoundRecipe
+    from_s: float | None
     noun = "sound"
 
     def job(self, number: int) -> Job:
-        return SoundJob(number, self.recipe, self.data)
+        return SoundJob(number, self.recipe, self.data, self.from_s)
 
     def outcome(self, reply: Made) -> SoundFeatures:
         if not isinstance(reply, MadeSound):
@@ -128,7 +131,9 @@ class _PendingFile(Generic[T]):
             self.done.set_exception(error)
 
     def succeed(self, reply: Made) -> None:
-        """Set the outcome from the answer of a worker. Raises _WorkerLost if the answer cannot be true."""
+        """Set the outcome from the answer of a worker. Raises _WorkerLost if the answer is not possible for the
+        file.
+        """
         outcome = self.file.outcome(reply)
         if not self.done.done():
             self.done.set_result(outcome)
@@ -174,16 +179,18 @@ class MediaPool:
     async def prepare(self, data: bytes, recipe: Recipe) -> PreparedImage: ...
 
     @overload
-    async def prepare(self, data: bytes, recipe: SoundRecipe) -> SoundFeatures: ...
+    async def prepare(self, data: bytes, recipe: SoundRecipe, from_s: float | None = None) -> SoundFeatures: ...
 
-    async def prepare(self, data: bytes, recipe: Recipe | SoundRecipe) -> PreparedImage | SoundFeatures:
-        """Return the pixels of an image file, or the features of a sound file. Raises InvalidInput with reason
-        invalid_media for an unusable file; its message begins with the cause. Raises QueueFull, ResourceExhausted or
-        ShuttingDown if the file is not the cause.
+    async def prepare(
+        self, data: bytes, recipe: Recipe | SoundRecipe, from_s: float | None = None
+    ) -> PreparedImage | SoundFeatures:
+        """Return the pixels of an image file, or the features of a sound file or of a part of it. Raises
+        InvalidInput with reason invalid_media for an unusable file; its message begins with the cause. Raises
+        QueueFull, ResourceExhausted or ShuttingDown if the file is not the cause.
         """
         if isinstance(recipe, Recipe):
             return await self._prepared(_ImageFile(data, recipe))
-        return await self._prepared(_SoundFile(data, recipe))
+        return await self._prepared(_SoundFile(data, recipe, from_s))
 
     async def _prepared(self, file: _MediaFile[T]) -> T:
         try:
@@ -412,7 +419,7 @@ class _MediaProcess:
         return status
 
     async def end(self) -> None:
-        """Kill the process in any state: it has no data that could be lost."""
+        """Kill the process in any state. It has no data that could be lost."""
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
         self._writer.close()

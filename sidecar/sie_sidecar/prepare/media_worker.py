@@ -53,7 +53,7 @@ def _sound(job: media_frames.SoundJob) -> media_frames.MadeSound:
     # imported here: a worker that gets no sounds does not need numpy and libsndfile
     from sie_sidecar.prepare import sounds
 
-    sound = sounds.prepare(job.data, job.recipe)
+    sound = sounds.prepare(job.data, job.recipe, job.from_s)
     return media_frames.MadeSound(job.number, *sound.shape, sound.seconds, sound.digest(), sound.values.tobytes())
 
 

@@ -115,6 +115,7 @@ class Prepare:
             group = self._settle.still_wanted(group)
         if not group:
             return []
+        hosted = group[0].hosted or hosted  # another one if the work moved to another device
         loaded_s = self._clock()
         for flight in group:
             flight.loaded_s = loaded_s
@@ -198,12 +199,13 @@ class Prepare:
         if recipe is None:
             return {}
         sounds = {index: source.audio for index, source in enumerate(item.inputs) if source.audio}
-        features = await asyncio.gather(*(self._features(audio, recipe) for audio in sounds.values()))
+        from_s = item.options.sound_from_s
+        features = await asyncio.gather(*(self._features(audio, recipe, from_s) for audio in sounds.values()))
         return dict(zip(sounds, features, strict=True))
 
-    async def _features(self, audio: bytes, recipe: SoundRecipe) -> SoundFeatures | InvalidInput:
+    async def _features(self, audio: bytes, recipe: SoundRecipe, from_s: float | None) -> SoundFeatures | InvalidInput:
         try:
-            return await self._media.prepare(audio, recipe)
+            return await self._media.prepare(audio, recipe, from_s)
         except InvalidInput as error:
             error.message, error.param = f"audio: {error.message}", "audio"
             return error

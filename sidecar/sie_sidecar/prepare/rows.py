@@ -117,7 +117,7 @@ class WorkRows:
 def checked_work(
     tokenizer: ModelTokenizer, layout: Rows, item: WorkItemInput
 ) -> tuple[WorkItemInput, InvalidInput | None, dict[int, InvalidInput]]:
-    """Check a work item before its rows are made. Return the work item, the error of the whole, and the errors of
+    """Check a work item before its rows are built. Return the work item, the error of the whole, and the errors of
     single inputs. An input with an error is replaced by an empty text.
     """
     error = _excess(layout, item)
@@ -308,7 +308,7 @@ def effort_of(layout: Rows, item: WorkItemInput) -> int:
 
 
 def prompted(source: Input, options: RunOptions, empty: str = "") -> str:
-    """Return a text in its prompt; `empty` is used if there is no text."""
+    """Return a text inside its prompt. If there is no text, `empty` is used."""
     return options.prefix + (source.text or empty) + options.suffix
 
 
@@ -342,9 +342,7 @@ def offsets_of(rows: Sequence[TokenRow]) -> bytes:
 
 
 class BatchPart(NamedTuple):
-    """Rows of one work item that run, and the work that they were made from, limited to the inputs that run. `context`
-    is its trace context. `asker` identifies its client (`messages.WorkItem`). `chunked` is that of `WorkRows`.
-    """
+    """Rows of one work item that run, and their work item, limited to the inputs that run."""
 
     rows: Sequence[TokenRow]
     work: WorkItemInput
@@ -353,8 +351,8 @@ class BatchPart(NamedTuple):
     chunked: tuple[ChunkedRows, ...] = ()
 
     def image_keys(self) -> bytes:
-        """Return the cache keys of the images of its rows: digests of the asker and the pixels; zeros without an
-        asker.
+        """Return the cache keys of the images of its rows: digests of the client and the pixels; zeros if the client is
+        unknown.
         """
         images = [image for row in self.rows for image in row.images]
         if not self.asker:

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from sie_contracts.errors import InvalidInput
 from sie_contracts.media.media import fault
-from sie_contracts.media.sounds import Shape, SoundHeader, SoundRecipe, check
+from sie_contracts.media.sounds import MAX_SECONDS, Shape, SoundHeader, SoundRecipe, check
 
 # test of the first bytes, and the format names of libsndfile that fit it
 _MAGIC: tuple[tuple[Callable[[bytes], bool], frozenset[str]], ...] = (
@@ -59,12 +59,12 @@ class Spectrograms(NamedTuple):
         return digest.digest()
 
 
-def prepare(data: bytes, recipe: SoundRecipe) -> Spectrograms:
-    """Return the features of a file. Raises InvalidInput with reason invalid_media. Its message begins with the cause:
-    too_large or undecodable.
+def prepare(data: bytes, recipe: SoundRecipe, from_s: float | None = None) -> Spectrograms:
+    """Return the features of a file, or of the part of it that begins at `from_s`. Raises InvalidInput
+    with reason invalid_media. Its message begins with the cause: too_large or undecodable.
     """
     try:
-        samples, seconds = _decoded(data, recipe.rate)
+        samples, seconds = _decoded(data, recipe.rate, from_s)
         return Spectrograms(features(samples, recipe), seconds)
     except InvalidInput:
         raise
@@ -74,8 +74,10 @@ def prepare(data: bytes, recipe: SoundRecipe) -> Spectrograms:
         raise fault("undecodable", "the sound file is damaged or incomplete") from error
 
 
-def _decoded(data: bytes, rate: int) -> tuple[Float32, float]:
-    """Return one channel at this rate, and the length of the file in seconds."""
+def _decoded(data: bytes, rate: int, from_s: float | None) -> tuple[Float32, float]:
+    """Return one channel at this rate, and the length of the file in seconds. With `from_s`, the samples are those of
+    the part that begins there.
+    """
     if not data:
         raise fault("undecodable", "the sound file is empty")
     kinds = next((kinds for is_of, kinds in _MAGIC if is_of(data[:16])), None)
@@ -87,15 +89,20 @@ def _decoded(data: bytes, rate: int) -> tuple[Float32, float]:
         if file.frames >= _UNKNOWN_LENGTH:
             raise fault("undecodable", "the header of the sound file does not say how long the sound is")
         header = SoundHeader(file.frames, file.samplerate, file.channels)
-        check(header)
-        channels: Float32 = file.read(dtype="float32", always_2d=True)
+        check(header, from_s)
+        first = round((from_s or 0.0) * header.rate)
+        most = -1 if from_s is None else MAX_SECONDS * header.rate
+        if first:
+            file.seek(first)
+        channels: Float32 = file.read(most, dtype="float32", always_2d=True)
     own = channels[:, 0] if channels.shape[1] == 1 else channels.mean(axis=1)
     if not np.isfinite(own).all():
         raise fault("undecodable", "the sound file has samples that are no finite numbers")
     samples = own if header.rate == rate else soxr.resample(own, header.rate, rate, quality="HQ")
     if not len(samples):
         raise fault("undecodable", "the sound file holds no samples")
-    return samples, len(channels) / header.rate
+    is_cut = len(channels) == most  # a file may be shorter than its header says, which its end shows
+    return samples, header.seconds if is_cut else (first + len(channels)) / header.rate
 
 
 def features(samples: Float32, recipe: SoundRecipe) -> Float32:

@@ -132,7 +132,7 @@ class ResultDelivery:
             except PayloadTooBig:  # after a reconnect, the broker has a lower limit
                 continue
             _logger.error(
-                "request %s: a result of %d bytes was not whole at the gateway, it is sent again",
+                "request %s: a result of %d bytes was incomplete at the gateway, so it is sent again",
                 item.request,
                 len(data),
             )
@@ -155,7 +155,7 @@ class ResultDelivery:
                     _logger.warning("a result of request %s was not confirmed in time: %s", item.request, error)
                     return "unconfirmed"
             except msgspec.DecodeError:
-                _logger.error("request %s: its inbox answers with something else than a confirmation", item.request)
+                _logger.error("request %s: the answer of its inbox is not a confirmation", item.request)
                 return "unconfirmed"
             await asyncio.sleep(pause_s)  # pause between attempts, because the gateway may be unreachable
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
@@ -317,7 +317,7 @@ class Settle:
         await self._leases.refuse(lease, error.message)
 
     async def hand_back(self, flight: InFlight) -> None:
-        """Hand a work item back to the queue, because another worker may be able to run it."""
+        """Return a work item to the queue, because another worker may be able to run it."""
         if not flight.settled:
             self._withdraw(flight, "handed_back")
             await self._leases.hand_back(flight.lease, HAND_BACK_DELAY_S)
@@ -355,7 +355,7 @@ _leases_logger = logging.getLogger("sie.sidecar.leases")
 
 
 class LeaseLedger:
-    """File of held leases. One process at a time writes it. `now_s` returns the broker's time in seconds."""
+    """File of leases. One process at a time writes it. `now_s` returns the broker's time in seconds."""
 
     def __init__(self, path: Path, file: int, now_s: Callable[[], float]) -> None:
         self.path = path
@@ -491,7 +491,7 @@ class Leases:
         lease = self._held.get(_place(delivery))
         if (
             lease is None or lease.delivery.data != delivery.data
-        ):  # sequences begin again in a stream that was lost and created again
+        ):  # sequences start at 1 again in a stream that was lost and created again
             return None
         lease.delivery, lease.renewed_s = delivery, self._clock()
         if self._ledger:
@@ -514,7 +514,8 @@ class Leases:
                 _leases_logger.warning("the ledger of leases: %s", error)
             except BrokerError as error:
                 _leases_logger.warning(
-                    "deliveries of the earlier process come again only after their leases lapse: %s", error
+                    "deliveries of the earlier process are delivered again only after their leases have lapsed: %s",
+                    error,
                 )
                 break
         return count

@@ -11,12 +11,13 @@ import { Ollama } from "ollama";
 const CLIENTS = {
   async ollama(url, key, model, retries, inputs) {
     const client = new Ollama({ host: url, headers: { Authorization: `Bearer ${key}` } });
+    const { embeddings } = await client.embed({ model: `${model}:latest`, input: inputs, keep_alive: "5m" });
     const { models } = await client.list();
     if (!models.some(({ name }) => name === `${model}:latest`)) throw new Error(`${model} is not listed`);
     const { version } = await client.version();
     const shown = await client.show({ model });
     if (!version || !shown.capabilities.includes("embedding")) throw new Error("no version or no capability");
-    return (await client.embed({ model: `${model}:latest`, input: inputs, keep_alive: "5m" })).embeddings;
+    return embeddings;
   },
 
   async "ai-sdk"(url, key, model, retries, inputs) {

@@ -78,7 +78,7 @@ class Follower(Struct, kw_only=True):
 
 
 class WorkerFollower(Follower, kw_only=True):
-    """A worker, with the copy of the model that it has loaded."""
+    """A worker, with the revision of the model that it has loaded."""
 
     bundle: Text = UNSET
     state: Text = UNSET

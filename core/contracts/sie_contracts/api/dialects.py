@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec import UNSET, Meta, Struct, UnsetType, field
 
 from sie_contracts.api.inference import Truncation
 from sie_contracts.api.shapes import (
@@ -143,7 +143,58 @@ class EmbeddingsReply(Reply, kw_only=True):
     data: list[Embedding] | UnsetType = UNSET
 
 
-# Bodies of Cohere, Jina, Voyage
+class _RecordingForm(Struct, kw_only=True):
+    file: Annotated[str, Meta(extra_json_schema={"format": "binary"})]
+    model: Text = UNSET
+    prompt: Annotated[Text, Meta(description="Words as they are to be written, such as names.")] = UNSET
+    response_format: Literal["json", "text", "srt", "verbose_json", "vtt"] | UnsetType = UNSET
+    temperature: Annotated[Number, Meta(description="Only 0 is supported.")] = UNSET
+
+
+class TranslationForm(_RecordingForm, kw_only=True):
+    """A recording whose words are written in English."""
+
+
+class TranscriptionForm(_RecordingForm, kw_only=True):
+    """A recording whose words are written. `verbose_json` has segments with their times."""
+
+    language: Annotated[Text, Meta(description="Its code or its English name. Without it, it is recognised.")] = UNSET
+    granularities: list[Literal["segment"]] | UnsetType = field(name="timestamp_granularities[]", default=UNSET)
+    stream: Annotated[Flag, Meta(description="Only false is supported.")] = UNSET
+
+
+class SegmentInfo(Struct, kw_only=True):
+    """Words from `start` to `end`, in seconds. `avg_logprob` and `no_speech_prob` are null: they are not
+    computed.
+    """
+
+    id: int
+    seek: int
+    start: float
+    end: float
+    text: str
+    tokens: list[int]
+    temperature: float
+    avg_logprob: None
+    compression_ratio: float
+    no_speech_prob: None
+
+
+class Transcription(Struct, kw_only=True):
+    """Words of a recording. Only `verbose_json` has more than `text`, `usage` and `warnings`."""
+
+    EXAMPLE: ClassVar[Any] = {"text": "And what did you do then?", "usage": {"type": "duration", "seconds": 3}}
+
+    text: str
+    task: Literal["transcribe", "translate"] | UnsetType = UNSET
+    language: Text = UNSET
+    duration: Number = UNSET
+    segments: list[SegmentInfo] | UnsetType = UNSET
+    usage: Map = UNSET
+    warnings: Texts = UNSET
+
+
+# Cohere, Jina, Voyage
 
 
 class Document(Struct, kw_only=True):
@@ -252,7 +303,7 @@ EmbedV2Body = Annotated[EmbedV2, _needs_inputs]
 
 
 class ShownImage(Struct, kw_only=True):
-    """Facts of an image, from the first bytes of its file."""
+    """Width, height, format and bit depth of an image, from the first bytes of its file."""
 
     width: Whole = UNSET
     height: Whole = UNSET

@@ -17,8 +17,9 @@ import msgspec
 
 from sie_contracts.media.media import fault
 
-MAX_SECONDS = 600
-MAX_SAMPLES = 64_000_000  # largest number of samples of a file, in all its channels
+MAX_SECONDS = 600  # seconds of a sound, or of a part of one, that are read at once
+MAX_RECORDING_S = 14_400  # seconds of a sound that is read in parts
+MAX_SAMPLES = 64_000_000  # samples of a file, in all its channels
 RATES = (1_000, 384_000)  # lowest and highest sample rate of a file, in Hz
 MAX_FEATURE_BYTES = 64 << 20  # bytes of the features of one sound
 
@@ -117,19 +118,23 @@ class SoundRecipe(msgspec.Struct, frozen=True, omit_defaults=True):
         return -(-shape.frames * self.hop // self.chunk) if self.whole else self.tokens
 
 
-def check(header: SoundHeader) -> None:
-    """Raise the fault of a sound whose header has a rate, a length or a number of channels outside the limits."""
+def check(header: SoundHeader, from_s: float | None = None) -> None:
+    """Raise the fault of a sound whose header has a rate, a length or a number of channels outside the limits. With
+    `from_s`, only the part that begins there is read, and the whole may be longer.
+    """
     frames, rate, channels = header
     if not RATES[0] <= rate <= RATES[1]:
         raise fault("undecodable", f"the sound has {rate} samples a second, {RATES[0]} to {RATES[1]} are read")
     if min(frames, channels) < 1:
         raise fault("undecodable", "the sound file holds no samples")
-    if header.seconds > MAX_SECONDS:
-        raise fault("too_large", f"the sound lasts {header.seconds:.1f} s, at most {MAX_SECONDS} s are read")
-    if frames * channels > MAX_SAMPLES:
-        raise fault(
-            "too_large", f"the sound has {frames * channels} samples in {channels} channels, at most {MAX_SAMPLES}"
-        )
+    most_s = MAX_SECONDS if from_s is None else MAX_RECORDING_S
+    if header.seconds > most_s:
+        raise fault("too_large", f"the sound lasts {header.seconds:.1f} s, at most {most_s} s are read")
+    samples = channels * (frames if from_s is None else min(frames, MAX_SECONDS * rate))
+    if samples > MAX_SAMPLES:
+        raise fault("too_large", f"the sound has {samples} samples in {channels} channels, at most {MAX_SAMPLES}")
+    if from_s is not None and from_s >= header.seconds:
+        raise fault("undecodable", f"the sound lasts {header.seconds:.1f} s, its part begins after {from_s:.1f} s")
 
 
 class UnknownExtractor(ValueError):

@@ -479,7 +479,7 @@ def _overlaid(below: Any, above: Any) -> Any:
 
 
 def _beside(own: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of `changed` whose values differ from those in `own`."""
+    """Return the keys of `changed` whose values differ from the values in `own`."""
     return {key: value for key, value in changed.items() if own.get(key) != value}
 
 

@@ -33,11 +33,16 @@ from sie_contracts.wire.messages import Mention, Operation, Outcome, RunOptions
 
 MAX_FRAME_BYTES = 1 << 30
 MAX_REQUEST_BYTES = 128 << 20  # largest frame that an adapter reads: 32 million token ids
-FRAME_TIMEOUT_S = 30.0  # seconds from the first byte of a frame to its last
+FRAME_TIMEOUT_S = 30.0  # time limit for the rest of a frame after its first byte, in seconds
 PROTOCOL = 3
 IMAGE_KEY_BYTES = 16
 
 _HEADER = struct.Struct(">I")
+
+
+def device_socket(path: str, number: int) -> str:
+    """Return the socket of the adapter of a worker's device: `path` itself for the first device, number 0."""
+    return f"{path}.{number}" if number else path
 
 
 class FrameError(Exception):
@@ -240,7 +245,7 @@ class Cancel(msgspec.Struct, frozen=True, tag=True):
 
 
 class Drain(msgspec.Struct, frozen=True, tag=True):
-    """Finish the running batches and exit with status 0. Answered by Done at once."""
+    """Finish the running batches and exit with status 0. The adapter answers at once with Done."""
 
 
 class Pong(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -288,7 +293,8 @@ class Description(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     if it cannot be measured.
 
     `threshold_percent`: memory use above which models are evicted. `batches`: the last batches, the newest last; None
-    unless the adapter was started with the option that stores them.
+    unless the adapter was started with the option that stores them. `devices`: number of devices of this worker, each
+    with an adapter and a socket of its own (`device_socket`).
     """
 
     protocol: int
@@ -305,6 +311,7 @@ class Description(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     shortages: tuple[Shortages, ...] = ()
     towers: TowerUse = TowerUse()
     batches: tuple[RanBatch, ...] | None = None
+    devices: int = 1
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):

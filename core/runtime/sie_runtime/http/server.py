@@ -58,7 +58,8 @@ __all__ = [
 ]
 
 WEBSOCKET_MESSAGE_BYTES = 4096  # largest number of bytes of a message from a client; messages are discarded
-KEEP_ALIVE_S = 120  # above the idle time-out of common load balancers, so that they close first
+# seconds; longer than the idle time-out of common load balancers, so that the load balancer closes first
+KEEP_ALIVE_S = 120
 STOP_S = 5.0
 MAX_TURNS = 100  # iterations of the event loop that `hang_up` waits for requests that have arrived
 

@@ -59,7 +59,7 @@ async def claim(place: Place, owner: str, patience: RetryPolicy = _PATIENCE) -> 
 
 
 def in_use(why: str) -> InvalidInput:
-    """Return the error for an output folder that the job may not use."""
+    """Return the error for an output folder that the job may not use, with the reason `why`."""
     return InvalidInput(f"output.url: {why}; name another folder", reason="output_in_use", param="output.url")
 
 
@@ -98,7 +98,7 @@ async def put_once(
         # another leader has written it, or this one, and the first answer was lost
         there = await existing(place, name, format, patience)
         if there is None:
-            raise StoreError("the part was written and removed meanwhile") from error
+            raise StoreError("the part was written, and then removed by another process") from error
         return there
     if place.root is not None:
         await asyncio.to_thread(_kept_on_disk, place.root / key)

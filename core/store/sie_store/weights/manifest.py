@@ -37,8 +37,8 @@ class ManifestError(ValueError):
 
 
 class FetchFailed(Exception):
-    """Error of a source of weights that could not give a snapshot. `error_class` becomes the class of the failed load;
-    NETWORK may be tried again.
+    """Error of a source of weights that could not deliver a snapshot. `error_class` becomes the class of the failed
+    load; NETWORK may be tried again.
     """
 
     def __init__(self, error_class: FetchErrorClass, message: str) -> None:
@@ -80,8 +80,8 @@ _manifest = msgspec.json.Decoder(Manifest)
 
 
 def encode(manifest: Manifest) -> bytes:
-    """Encode a manifest as JSON; equal manifests give equal bytes. Raises ManifestError for a manifest that `decode`
-    would refuse.
+    """Encode a manifest as JSON; equal manifests have equal encodings. Raises ManifestError for a manifest that
+    `decode` would refuse.
     """
     _check(manifest)
     return msgspec.json.format(msgspec.json.encode(manifest, order="sorted"), indent=1) + b"\n"

@@ -1,0 +1,264 @@
+"""`POST /v1/audio/transcriptions` and `POST /v1/audio/translations` in the format of OpenAI: a recording in a form, its
+words as JSON, text or subtitles.
+
+    recording ──► part of 600 s ──► segments ──► the next part begins where the last whole segment ends ──► reply
+
+A part is a work item of its own. So a recording of hours takes its turn in the queue after each part, and no process
+holds the features of all of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+import orjson
+
+from sie_contracts.errors import InvalidInput
+from sie_contracts.media.languages import NAMES
+from sie_contracts.media.sounds import MAX_SECONDS
+from sie_contracts.wire.messages import Ok
+from sie_gateway.dialects import fields
+from sie_gateway.dialects.selection import able
+from sie_gateway.http.form import Form
+from sie_gateway.inference import body as bodies
+from sie_gateway.inference.body import RequestItem
+from sie_gateway.inference.call import Call, EncodedReply, InferRequest, beside
+from sie_gateway.inference.results import PlannedRequest, RequestResult
+from sie_runtime.http.routes import JSON, TEXT
+
+if TYPE_CHECKING:
+    from sie_gateway.inference.handler import Inference
+
+VTT = "text/vtt"
+# a segment that ends in the last seconds of a part may have lost its end: it is heard again, as the begin of the next
+# part. Whisper hears 30 s at a time, so no segment is longer
+AGAIN_S = 30
+GRANULARITIES = "timestamp_granularities[]"
+# fields of OpenAI for what these models do not do, with the values that ask for nothing
+_REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
+    "stream": (("false",), "false: the whole text comes at once"),
+    "temperature": (("0", "0.0"), "0: the most likely words are written, none at random"),
+    "chunking_strategy": ((), "none: a model of speech chooses its windows"),
+}
+_REFUSED_LISTS = {
+    "include[]": "none: words have no probabilities here",
+    "known_speaker_names[]": "none: speakers are not told apart",
+    "known_speaker_references[]": "none: speakers are not told apart",
+    "keywords[]": "none: prompt has the words to expect",
+    "languages[]": "none: language names the language",
+}
+
+
+class SpokenSegment(NamedTuple):
+    """Words between two times, in seconds of the recording."""
+
+    start: float
+    end: float
+    text: str
+
+
+@dataclass
+class Transcript:
+    """Text and segments of the parts of a recording that were read. `language` is the code of the first part."""
+
+    seconds: float = 0.0
+    language: str = ""
+    text: str = ""
+    segments: list[SpokenSegment] = field(default_factory=list)
+    space: str = " "  # text between two segments: empty in a language without spaces
+    tokens: int = 0
+
+    def add(self, segments: Sequence[SpokenSegment], text: str) -> None:
+        """Add the segments of a part. `text`: the text of all of them, empty if some are left out."""
+        self.segments += segments
+        own = text or self.space.join(segment.text for segment in segments)
+        self.text = self.space.join(filter(None, (self.text, own)))
+
+
+async def _transcribe(task: str, inference: Inference, call: Call, raw: bytes) -> EncodedReply:
+    """Answer with what is said in the recording, or with its translation into English."""
+    form = Form(call.headers.get("content-type", ""), listed=(GRANULARITIES, *_REFUSED_LISTS))
+    file = await beside(raw, lambda: form.whole(raw))
+    resolved = able(inference, call, "transcribe", form.fields.get("model"))
+    if not file:
+        raise InvalidInput("file: expected a sound file, got 0 bytes", reason="empty_item", param="file")
+    write = _writer(form)
+    parameters: dict[str, Any] = {"task": task} if task == "translate" else {}
+    if prompt := form.fields.get("prompt", "").strip():
+        parameters["instruction"] = bodies.utf8(prompt, "prompt")
+    if language := form.fields.get("language", "").strip():
+        parameters["language"] = language
+    item = RequestItem(None, modalities=("audio",), audio=file)
+    with fields.named(instruction="prompt"):
+        planned = inference.understand(call, InferRequest("extract", resolved, (item,), parameters))
+    transcript, finished = await _read(inference, call, planned)
+    finished.timing(call.received_s)
+    headers = finished.headers(finished.reported_times) | {"X-SIE-Units-Input-Tokens": str(transcript.tokens)}
+    content, content_type = write(transcript, task, finished)
+    return EncodedReply(content, content_type, headers)
+
+
+transcriptions = functools.partial(_transcribe, "transcribe")
+translations = functools.partial(_transcribe, "translate")
+
+
+# the recording
+
+
+async def _read(inference: Inference, call: Call, planned: PlannedRequest) -> tuple[Transcript, RequestResult]:
+    """Read a recording part by part. Returns the result of the last part too. Raises the errors of
+    `Inference.execute`.
+    """
+    transcript = Transcript()
+    from_s = 0.0
+    for number in itertools.count():
+        # with a separate id, a late answer to a part cannot be taken for an answer to the next one
+        own = replace(call, id=f"{call.id}-part{number}") if number else call
+        run = planned.options.run
+        # recognised once, as in a recording of one part
+        language = {"language": transcript.language} if transcript.language else {}
+        parameters = {**run.parameters, **language}
+        part = planned.with_run(msgspec.structs.replace(run, sound_from_s=from_s, parameters=parameters))
+        finished = call.finished = await inference.execute(own, part)
+        outcome = finished.succeeded("file")[0][1]
+        next_s = _add(transcript, outcome, from_s)
+        transcript.tokens += finished.usage["prompt_tokens"]
+        if next_s >= outcome.sound_s:
+            break
+        from_s = next_s
+    return transcript, finished
+
+
+def _add(transcript: Transcript, outcome: Ok, from_s: float) -> float:
+    """Add the segments of a part, and return where the next part begins: at the end of the recording if this part was
+    the last one.
+    """
+    result = outcome.data or {}
+    transcript.seconds = outcome.sound_s
+    data = result.get("data", {})
+    transcript.language = transcript.language or data.get("language", "")
+    segments = [
+        SpokenSegment(round(from_s + start, 2), round(from_s + end, 2), entity["text"])
+        for entity in result.get("entities", ())
+        for start, end in (entity["seconds"],)
+    ]
+    text = data.get("text", "")
+    if len(segments) > 1 and "".join(segment.text for segment in segments) == text:
+        transcript.space = ""
+    if from_s + MAX_SECONDS >= outcome.sound_s:
+        transcript.add(segments, text)
+        return outcome.sound_s
+    whole_s = from_s + MAX_SECONDS - AGAIN_S
+    cut = [segment for segment in segments if segment.end > whole_s]
+    transcript.add([segment for segment in segments if segment.end <= whole_s], "" if cut else text)
+    # a segment from the beginning of the part to its end cannot stop the progress
+    return max(from_s + AGAIN_S, min([whole_s, *(segment.start for segment in cut)]))
+
+
+# the reply
+
+Write = Callable[[Transcript, str, RequestResult], tuple[bytes, str]]
+
+
+def _writer(form: Form) -> Write:
+    """Return the function that writes the reply in the format of the request. Raises InvalidInput, also for a field
+    that cannot be served.
+    """
+    for name, (accepted, expected) in _REFUSED.items():
+        value = form.fields.get(name, "")
+        if value and value.lower() not in accepted:
+            raise fields.refused(name, value, expected, "unsupported_parameter")
+    for name, expected in _REFUSED_LISTS.items():
+        if form.lists[name]:
+            raise fields.refused(name, form.lists[name], expected, "unsupported_parameter")
+    format_ = fields.choice(form.fields, "response_format", tuple(_WRITERS), "json")
+    granularities = form.lists[GRANULARITIES]
+    for value in granularities:
+        if value not in ("segment", "word"):
+            raise fields.refused(GRANULARITIES, value, "segment or word")
+    if granularities and format_ != "verbose_json":
+        raise fields.refused(GRANULARITIES, granularities, "response_format verbose_json beside it")
+    if "word" in granularities:
+        raise fields.refused(GRANULARITIES, "word", "segment: words have no times here", "unsupported_parameter")
+    return _WRITERS[format_]
+
+
+def _usage(transcript: Transcript) -> dict[str, Any]:
+    return {"type": "duration", "seconds": math.ceil(transcript.seconds)}
+
+
+def _json(transcript: Transcript, task: str, finished: RequestResult) -> tuple[bytes, str]:
+    content = {"text": transcript.text, "usage": _usage(transcript), **_warnings(finished)}
+    return orjson.dumps(content), JSON
+
+
+def _verbose(transcript: Transcript, task: str, finished: RequestResult) -> tuple[bytes, str]:
+    code = "en" if task == "translate" else transcript.language
+    content = {
+        "task": task,
+        "language": NAMES.get(code, code) or "english",
+        "duration": round(transcript.seconds, 2),
+        "text": transcript.text,
+        "segments": [_segment(number, segment, transcript.space) for number, segment in enumerate(transcript.segments)],
+        "usage": _usage(transcript),
+        **_warnings(finished),
+    }
+    return orjson.dumps(content), JSON
+
+
+def _segment(number: int, segment: SpokenSegment, space: str) -> dict[str, Any]:
+    utf8 = segment.text.encode()
+    return {
+        "id": number,
+        "seek": round(100 * segment.start),
+        "start": segment.start,
+        "end": segment.end,
+        "text": space + segment.text,
+        "tokens": [],
+        "temperature": 0.0,
+        "avg_logprob": None,
+        "compression_ratio": round(len(utf8) / len(zlib.compress(utf8)), 4),
+        "no_speech_prob": None,
+    }
+
+
+def _warnings(finished: RequestResult) -> dict[str, Any]:
+    warnings = finished.request.options.warnings
+    return {"warnings": list(warnings)} if warnings else {}
+
+
+def _text(transcript: Transcript, task: str, finished: RequestResult) -> tuple[bytes, str]:
+    return f"{transcript.text}\n".encode(), TEXT
+
+
+def _srt(transcript: Transcript, task: str, finished: RequestResult) -> tuple[bytes, str]:
+    cues = (f"{number}\n{cue}" for number, cue in enumerate(_cues(transcript.segments, ","), 1))
+    return "\n".join(cues).encode(), TEXT
+
+
+def _vtt(transcript: Transcript, task: str, finished: RequestResult) -> tuple[bytes, str]:
+    return "\n".join(["WEBVTT\n", *_cues(transcript.segments, ".")]).encode(), VTT
+
+
+def _cues(segments: Sequence[SpokenSegment], mark: str) -> list[str]:
+    """Return the cues of subtitles. A text cannot end its cue, and has no arrow that a reader takes for times."""
+    return [
+        f"{_time(segment.start, mark)} --> {_time(segment.end, mark)}\n"
+        f"{' '.join(segment.text.split()).replace('-->', '->')}\n"
+        for segment in segments
+    ]
+
+
+def _time(seconds: float, mark: str) -> str:
+    whole, milliseconds = divmod(round(1000 * seconds), 1000)
+    return f"{whole // 3600:02}:{whole // 60 % 60:02}:{whole % 60:02}{mark}{milliseconds:03}"
+
+
+_WRITERS: dict[str, Write] = {"json": _json, "text": _text, "srt": _srt, "verbose_json": _verbose, "vtt": _vtt}
