@@ -93,8 +93,8 @@ def _import() -> None:
     transformers.logging.disable_progress_bar()
     logging.getLogger("huggingface_hub").handlers.clear()  # the handler of the root logger receives these lines too
     engine.prepare_process()
-    # Imported objects stay. If the garbage collector skips them, the lanes pause for a shorter time and the pages stay
-    # shared.
+    # Imported objects are never freed.
+    # If the garbage collector skips these objects, the lanes pause for a shorter time and the pages stay shared.
     gc.collect()
     gc.freeze()
 
@@ -106,7 +106,7 @@ def _name_temporary_folder() -> None:
     try:
         tempfile.gettempdir()
     except FileNotFoundError as error:
-        tempfile.tempdir = folder = os.environ.get("TMPDIR", "/tmp")  # noqa: S108  nothing is written
+        tempfile.tempdir = folder = os.environ.get("TMPDIR", "/tmp")  # noqa: S108  no file is written into this folder
         # torch would create this folder below the temporary folder
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", folder)
         _logger.warning("no temporary file can be written: %s", error)

@@ -185,8 +185,8 @@ class Mirror:
 
     @property
     def last(self) -> CatalogueSnapshot | None:
-        """Return the last snapshot without asking the broker; None before the first read and while a whole read is
-        due.
+        """Return the last snapshot without asking the broker; None before the first read, and if the next read must
+        read the whole catalogue.
         """
         return self._now if self._now.epoch else None
 
@@ -303,9 +303,9 @@ class Mirror:
                 stored = decoded(_stored, entry)
                 before = held.get(stored.model, HeldModel())
                 if stored.revision <= before.revision:
-                    continue  # the revision is older: it was restored from a backup
+                    continue  # the revision is lower than before, so it was restored from a backup
                 if stored.revision > before.revision + 1:
-                    unknown = read  # the revisions between them are no longer in the bucket
+                    unknown = read  # the revisions between `before` and `stored` are no longer in the bucket
                 for bundle in concerns(bundles, stored.entry, before.entry):
                     concerned[bundle] = read
                 held[stored.model] = HeldModel(stored, read - 1)

@@ -58,7 +58,7 @@ async def prepare(settings: Settings, broker: Broker, cached_overlay: Overlay | 
         _logger.error("the models are seeded as they were read last: %s: %s", overlay.name, error)
         folders = overlay.last
     store = await open_store(broker, settings)
-    await store.snapshot()  # from now on the store accepts this bucket and no later one
+    await store.snapshot()  # from now on the store accepts only this bucket, and no bucket that is created later
     if lost := await retry_conflicts(store.recover):
         names = ", ".join(lost[:MAX_TOLD]) + (", ..." if len(lost) > MAX_TOLD else "")
         _logger.warning(

@@ -132,7 +132,7 @@ def _slot_key(number: int) -> str:
 
 
 def normalised(entry: ModelEntry | Alias) -> dict[str, Any]:
-    """Return an entry in the form in which it is stored, exported and shown: equal entries are equal maps."""
+    """Return an entry in the form in which it is stored, exported and shown: equal entries have equal maps."""
     document: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(entry))
     return document
 

@@ -41,7 +41,7 @@ from sie_contracts.models.public_models import is_public, translated
 from sie_contracts.models.trust import Trust
 
 MAX_IDS = 50_000  # models and aliases whose revisions are kept, including removed ones
-MAX_ENTRY_BYTES = 256 << 10  # bytes of one entry; the bucket has up to 100 revisions of each
+MAX_ENTRY_BYTES = 256 << 10  # largest number of bytes of one entry; the bucket has up to 100 revisions of each entry
 WRITE_S = 10.0  # seconds: time limit for one write, including the wait for earlier writes of this replica
 # operations that need no existing model; for the others, a missing model is a 404
 _FROM_NOTHING = ("create", "rollback")

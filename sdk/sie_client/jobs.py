@@ -50,7 +50,7 @@ class JobInfo(api.JobInfo, kw_only=True, frozen=True):
     request: dict[str, Any]  # type: ignore[assignment]
 
     def request_map(self, name: str) -> dict[str, Any]:
-        """Return a map in the request, such as its `output`; an empty map if the request does not have it."""
+        """Return a map in the request, such as its `output`; an empty map if the request does not have this field."""
         value = self.request.get(name)
         return value if isinstance(value, dict) else {}
 
@@ -72,7 +72,7 @@ class _RowPage(msgspec.Struct):
 
 
 class SeenJob:
-    """A job as the client last read it. `info` has all of the server's fields."""
+    """A job in the state that the client read last. `info` has all of the server's fields."""
 
     def __init__(self, info: JobInfo) -> None:
         self.info = info

@@ -98,7 +98,7 @@ class _VerbRequest:
             ]
         body = yield from _aside(lambda: wire.encode({"items": sent, **self.fixed}, subject), part.size_bytes)
         sent = []
-        part.items.clear()  # the body contains the items now: their files need not be in memory twice
+        part.items.clear()  # the body contains the items now, so their files need not be in memory twice
         headers = {
             **self.session.sent_headers(),
             "accept": "application/msgpack",

@@ -51,9 +51,13 @@ def item(value: Any, path: str) -> Any:
 
 
 def mapped(value: Any, path: str) -> dict[str, Any]:
-    """Return an item as a new map. Raises InvalidInputError for a value that is neither text nor a map."""
+    """Return an item as a new map. A scalar of pyarrow is its value. Raises InvalidInputError for a value that is
+    neither text nor a map.
+    """
     if isinstance(value, str):
         return {"text": value}
+    if hasattr(value, "as_py"):
+        return mapped(value.as_py(), path)
     if not isinstance(value, Mapping):
         message = f"{path}: expected a str or a map, got {type(value).__name__}"
         raise InvalidInputError(message, code="INVALID_INPUT", details={"param": path, "reason": "schema"})

@@ -210,9 +210,11 @@ class WorkerHealth:
         self._on_disk = models[:ON_DISK]
 
     async def refresh(self) -> None:
-        """Ask each adapter for its current memory. If one does not answer, the next heartbeat asks it again."""
+        """Request the current memory from each adapter. If an adapter does not answer, the next heartbeat repeats
+        the request.
+        """
         connected = [link for link in self.links if link.connected]
-        if len(connected) > 1:  # one that hangs must not delay the others
+        if len(connected) > 1:  # an adapter that hangs must not delay the requests to other adapters
             await asyncio.gather(*(self._refresh(link) for link in connected))
             return
         for link in connected:

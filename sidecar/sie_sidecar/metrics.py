@@ -134,7 +134,7 @@ class OomCounts:
         self._devices: defaultdict[int, _Counts] = defaultdict(_Counts)  # by number of the device
 
     def update(self, description: Description, device: int = 0) -> None:
-        """Take over the counts of the adapter of this device."""
+        """Update the counts with the counts that the adapter of this device reports."""
         counts: dict[tuple[str, ...], int] = {
             (shortage.model, remedy): getattr(shortage, remedy) for shortage in description.shortages for remedy in OOM
         }
@@ -155,7 +155,7 @@ class TowerCounts:
         self._devices: defaultdict[int, _Counts] = defaultdict(_Counts)  # by number of the device
 
     def update(self, description: Description, device: int = 0) -> None:
-        """Take over the counts of the adapter of this device."""
+        """Update the counts with the counts that the adapter of this device reports."""
         use = description.towers
         self._devices[device].advance(description.pid, {("hit",): use.hits, ("miss",): use.misses})
 

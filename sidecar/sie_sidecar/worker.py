@@ -280,7 +280,7 @@ class Worker:
 
     def check_copies(self) -> None:
         """Load a model on one more device if its devices cannot keep up with its work. Called once a second."""
-        for hosted in self.models.second_copies(lambda hosted: self.queues.all[hosted.device].waits(hosted.name)):
+        for hosted in self.models.second_copies(lambda hosted: self.queues.all[hosted.device].is_behind(hosted)):
             self.loading.copy(hosted)
 
     async def drain(self, grace_s: float) -> None:

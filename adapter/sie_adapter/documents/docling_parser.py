@@ -40,7 +40,7 @@ class DoclingParser:
     """Converter for one thread. It never fetches a linked resource."""
 
     def __init__(self) -> None:
-        """Make the converter. Raises ImportError without docling."""
+        """Create the converter. Raises ImportError without docling."""
         native = NativePdfPipelineOptions(parser_threads=1, generate_page_images=False, generate_picture_images=False)
         self._converter = DocumentConverter(
             allowed_formats=list(_INPUTS.values()),

@@ -228,7 +228,7 @@ def _cuda_memory(device: torch.device) -> list[MemoryUse]:
 @functools.cache
 def _nvml_handle(device: torch.device) -> object | None:
     """Return the handle of the card in NVML, by its UUID, because CUDA_VISIBLE_DEVICES does not change the UUID. None
-    without package or library.
+    if the package or the library is missing.
     """
     try:
         import pynvml

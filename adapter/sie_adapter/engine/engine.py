@@ -708,7 +708,7 @@ def _unfit(batch: Items, model: TextModel) -> dict[int, SIEError]:
 def _fits(work: Callable[[Int64], None], items: Int64) -> bool:
     """Run `work` on all the items. Return whether memory sufficed."""
     # This is a separate function: after it returns, no frame refers to the tensors of a failed pass.
-    # The traceback of an error that is being handled would refer to them.
+    # Inside an `except` block, the traceback would still refer to these tensors.
     try:
         work(items)
     except (RuntimeError, MemoryError) as error:

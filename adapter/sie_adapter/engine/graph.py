@@ -225,7 +225,7 @@ def has_windows(config: PretrainedConfig) -> bool:
 
 def most_filling(config: PretrainedConfig) -> int:
     """Return the largest number of padding tokens that a text may get. In a layer that attends to a window, each
-    padding token must see a token of the text: if it sees none, it becomes NaN, which corrupts the text.
+    padding token must attend to a token of the text: otherwise the padding token becomes NaN, which corrupts the text.
     """
     if not has_windows(config):
         return sys.maxsize

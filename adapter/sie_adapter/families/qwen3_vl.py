@@ -108,7 +108,9 @@ class Qwen3Reranker(_Qwen3):
         return rows
 
     def framed(self, tokenizer: Tokenizer) -> Tokenizer:
-        """Return the tokenizer without special tokens around a text: the pieces of the template contain them."""
+        """Return the tokenizer without special tokens around a text: the pieces of the template contain these
+        tokens.
+        """
         tokenizer.post_processor = processors.TemplateProcessing(single="$A", pair="$A $B", special_tokens=[])
         return tokenizer
 

@@ -28,7 +28,7 @@ from sie_contracts.wire.messages import RunOptions
 from sie_store.folder_files import read_json
 
 MAX_TOKENS = 1 << 20  # largest number of tokens of a text, if the model has no limit
-_CUT = 512  # tokens that model2vec reads if config.json has no max_length
+_CUT = 512  # number of tokens that model2vec reads if config.json has no max_length
 _FILE = "tokenizer.json"
 
 

@@ -140,7 +140,7 @@ class Builder:
             "pruner": self._pruner,
         }[self.entry.family]()
 
-    # Heads of text-encoder
+    # heads of the models of family text-encoder
 
     def _text_encoder(self) -> Parts:
         outputs = self.entry.outputs

@@ -18,7 +18,7 @@ from sie_adapter.engine.device import to_device
 from sie_adapter.packed.packing import Int64, PackedBatch
 
 # Output of one sequence: a vector [width], rows [tokens, width], sparse (ids int32, weights float32), or logits.
-# float32 on the device.
+# The tensors are float32 on the device.
 Row = Any
 
 

@@ -40,7 +40,7 @@ class MaskedLanguageHead:
         max_entries: int = 0,
         sums: bool = False,
     ) -> None:
-        """Make the head. `twice` applies log1p twice. `dropped` ids get no weight. Only the `max_entries` largest
+        """Create the head. `twice` applies log1p twice. `dropped` ids get no weight. Only the `max_entries` largest
         weights of a row are returned; 0 means all.
         """
         self._head, self._vocabulary, self._twice, self._max_entries = head, vocabulary, twice, max_entries
@@ -191,8 +191,9 @@ class TokenTable:
     """
 
     def __init__(self, weights: Tensor, max_entries: int = 0) -> None:
-        """Keep `weights`, float32 [vocabulary], on the host. Only the `max_entries` largest weights of a row are
-        returned; 0 means all."""
+        """Store `weights`, float32 [vocabulary], in the memory of the host. Only the `max_entries` largest weights of a
+        row are returned; 0 means all.
+        """
         self._weights, self._max_entries = weights, max_entries
 
     def row(self, ids: Int64) -> Row:

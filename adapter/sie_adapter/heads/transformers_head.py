@@ -49,7 +49,7 @@ class TransformersHead:
             model.config.pad_token_id = 0
         self._model = model.float() if in_float32 else model
         self._in_float32 = in_float32
-        # tensors that head and backbone have in common, often the embedding
+        # tensors that the head shares with the backbone, often the embedding
         self._shared = {parameter.data_ptr() for parameter in self.backbone.parameters()}
 
     @property

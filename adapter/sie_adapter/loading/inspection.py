@@ -35,6 +35,7 @@ from sie_contracts.models.entries import HeadOptions, ModelEntry, parse_entry
 from sie_contracts.models.load_errors import load_failed
 from sie_store.entry_faults import MODEL_FILE, positions
 from sie_store.folder_files import line_of, read_json, read_value, reading
+from sie_store.weights.manifest import MANIFEST
 from sie_store.weights.selection import FILES, PICKLED
 
 # patterns of the files that a load downloads, without the model card
@@ -80,6 +81,9 @@ def inspect(folder: Path, model: str, weights: Mapping[str, Any], current: Model
     with reading(folder):
         report.assumed += compare_files(folder, parse_entry(report.entry))
     report.entry["weights"]["digests"] = digests(folder)
+    if "hub" in weights:  # the folder was filled with the files that a load wants, and their manifest
+        files = [path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST]
+        report.entry["download_bytes"] = sum(path.stat().st_size for path in files)
     if licence := _licence(folder):
         report.entry["license"] = licence
     return report

@@ -136,7 +136,7 @@ class Modules:
     transformer: TransformerSettings = TransformerSettings()
     # config.json of each module except the transformer, by kind
     settings: dict[str, dict[str, Any]] = field(default_factory=dict)
-    token_pooling: TokenPooling | None = None  # of late interaction
+    token_pooling: TokenPooling | None = None  # pooling of the rows of a document for late interaction
 
     def width(self, hidden: int) -> int:
         """Return the width of a vector of a model with hidden states of `hidden` numbers."""
@@ -225,7 +225,7 @@ def read_modules(folder: Path) -> Modules:
             f"modules.json begins with {kinds[0] if kinds else 'nothing'}, expected a Transformer or a {STATIC}"
         )
     folder_of_transformer = listed[0][1]
-    is_static = kinds[0] == STATIC  # it gives one vector for each text
+    is_static = kinds[0] == STATIC  # a static model returns one vector for each text
     transformer = TransformerSettings() if is_static else read_transformer(folder_of_transformer)
     settings: dict[str, dict[str, Any]] = {}
     steps: list[tuple[str, str, nn.Module]] = []  # kind, the feature that it changes, the layer
@@ -271,7 +271,7 @@ def read_modules(folder: Path) -> Modules:
     normalizes = bool(steps) and steps[-1][0] == "Normalize" and pooled_at != len(steps)
     first = 0 if pooled_at is None else pooled_at
     modules = [module for _, _, module in steps]
-    if clustered_at is not None:  # what follows scales the rows that were pooled
+    if clustered_at is not None:  # a Normalize after the token pooling scales the pooled rows
         normalizes = clustered_at < len(steps)
         layers = modules[:clustered_at]
     else:

@@ -206,7 +206,7 @@ class OomRecovery:
     @staticmethod
     def _fits(work: Callable[[Items], None], items: Items) -> bool:
         # This is a separate function: after it returns, no frame refers to the tensors of a failed pass.
-        # The traceback of an error that is being handled would refer to them.
+        # Inside an `except` block, the traceback would still refer to these tensors.
         try:
             on_usable_thread(work, items)
         except (RuntimeError, MemoryError) as error:

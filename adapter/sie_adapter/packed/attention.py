@@ -39,7 +39,7 @@ class Kernel(IntEnum):
 
     SDPA = 0  # torch's fused kernel, sequences of equal length
     BLOCKS = 2  # matrix products over blocks of queries, sequences of equal length, any window
-    REFERENCE = 3  # one sequence after the other, with the definition of attention
+    REFERENCE = 3  # computes one sequence after the other, by the definition of attention
     VARLEN = 4  # torch's variable-length kernel, all sequences at once, CUDA
     FLASH = 5  # flash_attn_varlen_func, all sequences at once, CUDA
 

@@ -54,7 +54,7 @@ class NotApplicable(Exception):
 @dataclass(frozen=True)
 class ProbeResult:
     """Answer over HTTP. `trouble`: the reason if there is no answer. `ahead_s`: the server's wall clock minus ours,
-    from the id of the request, correct to `margin_s`; None without an id.
+    from the id of the request, correct to `margin_s`; None if the reply has no id.
     """
 
     url: str
@@ -357,7 +357,7 @@ async def probe_socket(path: Path) -> AdapterSocket:
         wrong = f"{path} may be opened by other users (mode {stat.S_IMODE(status.st_mode):04o}, expected 0600)"
         return AdapterSocket(path, wrong, f"chmod 600 {path}, and find out who changed it: the adapter makes it so")
     if status.st_uid != os.geteuid():
-        return AdapterSocket(path, is_unseen=True)  # an adapter answers only its own user
+        return AdapterSocket(path, is_unseen=True)  # an adapter answers only processes of the same user
     try:
         async with asyncio.timeout(CALL_S):
             answer = await _describe(path)

@@ -23,7 +23,7 @@ from sie_cli.evals.report import EvalReport
 from sie_cli.refusal import CommandRefused
 
 GIT_S = 5.0
-TOLD_ITEMS = 3  # number of queries or pairs that are listed: the ones with the largest decrease of the metric
+TOLD_ITEMS = 3  # number of queries or pairs that are listed, namely those whose metric decreased most
 
 
 class StoredReport(msgspec.Struct):

@@ -157,7 +157,7 @@ class SentenceTransformers:
     def __init__(self, model: str, *, scores_pairs: bool) -> None:
         self.name = "st"
         self.scores_pairs = scores_pairs
-        import sentence_transformers as library  # `packages` looked for it
+        import sentence_transformers as library  # `packages` has checked that the library is installed
 
         where = _weights_of(model)
         kind = library.CrossEncoder if scores_pairs else library.SentenceTransformer

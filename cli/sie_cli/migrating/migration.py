@@ -652,7 +652,9 @@ class Aliases:
         return self._written(alias, "PATCH", "", {"alias": [{"model": model}], "shadow": None}, dry_run=dry_run)
 
     def back(self, alias: Present, revision: int) -> int:
-        """Make an earlier revision the newest. Returns its new number. Raises CommandRefused."""
+        """Write the content of an earlier revision as the newest revision. Returns its new number. Raises
+        CommandRefused.
+        """
         return self._written(alias, "POST", "/rollback", {"revision": revision})
 
     def _written(self, alias: Present, method: str, suffix: str, body: dict[str, Any], *, dry_run: bool = False) -> int:

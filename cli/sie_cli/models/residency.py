@@ -72,8 +72,7 @@ class _GatewayClient:
         try:
             return self.request("POST", name, action, headers)
         except (httpx.TransportError, httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
-            why = f"no gateway answers at {public_url(self.url)} ({str(error)[:200] or type(error).__name__})"
-            raise CommandRefused(f"{why}\n{self._cluster.without_gateway()}") from error
+            raise CommandRefused(self._cluster.without_gateway(self.url, error)) from error
 
     def states(self, name: str, wait_s: float) -> Iterator[tuple[float, dict[str, Any]]]:
         """Yield the gateway's state of a model every POLL_S for `wait_s`, with the seconds since the start. If the

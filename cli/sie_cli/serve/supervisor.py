@@ -170,7 +170,7 @@ class Supervisor:
             self.fatal.set_result(reason)
 
     async def stop(self, children: Sequence[Child]) -> None:
-        """Send SIGTERM to all children, wait for the grace time of each, then send SIGKILL. Return when all have
+        """Send SIGTERM to all children, wait for the grace time of each, then send SIGKILL. Wait until all of them have
         ended.
         """
         await asyncio.gather(*(self._stop_one(child) for child in children))

@@ -327,7 +327,7 @@ class LeaderLease:
         self._observed = (0, 0.0)  # revision of the key, and the time at which this process first read it
 
     async def acquire(self) -> bool:
-        """Take the lease or renew it. Returns whether this process is the leader. Raises BrokerError."""
+        """Acquire the lease, or renew it. Returns whether this process is the leader. Raises BrokerError."""
         entry = await self._bucket.get(self._key)
         now_s = self._clock()
         revision = 0 if entry is None else entry.revision

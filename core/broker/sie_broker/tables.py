@@ -76,7 +76,7 @@ class StoredTable:
         self.clear()
 
     def clear(self) -> None:
-        """Forget the table: the contents of the bucket are unknown from now on."""
+        """Discard the table: the contents of the bucket are unknown from now on."""
         self.table: Placement | None = None
         self.revision = 0  # revision of the lane's key
         self._head: Placement | None = None

@@ -40,7 +40,7 @@ class HostWorker:
     holdings: Holdings
     slots: int
     models: set[str] = field(default_factory=set)
-    use: float = 0.0  # use that is planned in this step
+    use: float = 0.0  # planned use of a worker in this planning step
 
     @property
     def free(self) -> int:

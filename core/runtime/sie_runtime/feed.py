@@ -33,7 +33,7 @@ from sie_contracts.wire import configs, topology
 from sie_contracts.wire.configs import ConfigDelta, ConfigEpoch, ConfigExport, ConfigModel, has_seen
 from sie_runtime.process import Stop, Trouble, retry
 
-READ_S = 30.0  # time limit for one answer of the config service
+READ_S = 30.0  # time limit for one answer of the config service, in seconds
 FIRST_RETRY_S = 0.5  # seconds before the first retry; the pause doubles up to the poll interval
 # upper bound in seconds of the random pause before a request: all readers see the same event at the same time
 SPREAD_S = 0.2

@@ -51,7 +51,7 @@ from sie_runtime.process import Stop
 EVERY_S = 1.0
 BUSY_S = 0.2  # seconds between announcements while this gateway has work in the queue
 SILENT_S = 5.0
-HALF_LIFE_S = 60.0  # half-life of the messages that the mean cost is computed from
+HALF_LIFE_S = 60.0  # seconds after which a message has half its weight in the mean cost
 RATE_S = 10.0  # time constant of the rate in tokens per second
 QPS_S = 10.0  # seconds over which answers are counted
 MAX_BEATS = round(QPS_S / BUSY_S)

@@ -29,7 +29,7 @@ GRACE_S = 2.0  # seconds after its due time before which no turn lapses
 # share of its wait by which a client may be early; also by which it may be late, if that is more than GRACE_S
 GRACE_SHARE = 0.3
 SLOT_S = 0.25  # seconds of a slot: the costs of due turns are summed by slot
-SLOTS = round(1 / SLOT_S)  # slots in a second
+SLOTS = round(1 / SLOT_S)  # number of slots in a second
 OVERDUE_SLOTS = math.ceil(GRACE_SHARE * MAX_RETRY_S / SLOT_S)  # past slots that may contain turns that have not lapsed
 CRUMB = 1e-6  # tokens: a smaller sum of costs is a rounding error
 MEMORY = 0.02  # weight of the newest turn in the share of clients that try again

@@ -146,7 +146,7 @@ class Fleet:
         self.note(heartbeat)
 
     def note(self, heartbeat: Heartbeat) -> None:
-        """Take the heartbeat of a worker."""
+        """Record the heartbeat of a worker."""
         now_s, worker = self._clock(), heartbeat.worker
         while self._seen:
             name, (seen_s, _) = next(iter(self._seen.items()))

@@ -137,7 +137,7 @@ class Planner:
             beats = [*beats, *self._served(silent, table, backlog)]
         self._remember(table, backlog, now_s)
         if not beats:
-            return None  # no worker is live; a worker that returns uses the present table
+            return None  # no worker is live; a worker that returns uses the table that exists
         self._sync_workers(beats, now_s)
         self._forget_unused(now_s)
         if table is not self._table:

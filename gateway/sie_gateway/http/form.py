@@ -57,8 +57,8 @@ class Form:
         )
 
     async def file(self, body: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-        """Yield the bytes of the file. After the last piece, the whole form has been read. Errors of `body` pass
-        through.
+        """Yield the bytes of the file. When the iteration has ended, the whole form has been read. Errors of `body` are
+        not caught.
         """
         async for chunk in body:
             for piece in self._read(chunk):

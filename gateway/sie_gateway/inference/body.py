@@ -33,8 +33,8 @@ ID_BYTES = 4  # bytes that are assumed for a token id: about as many bytes as th
 
 @dataclass(frozen=True)
 class RequestItem:
-    """Input of a request as the client sent it: a text, token ids of the model, a multivector (float32 [tokens,
-    width]), image files, a sound file or a document file.
+    """Input of a request in the form in which the client sent it: a text, token ids of the model, a multivector
+    (float32 [tokens, width]), image files, a sound file or a document file.
 
     `pair` is the second text of a pair. An item without any of these has no content for a model; then `instead` names
     an unknown field that it has. `unfit` is the reason why no model can run the item. `unknown` has its fields that the
@@ -151,7 +151,7 @@ def query(body: Mapping[str, Any]) -> RequestItem:
     """Read the query to which the items are compared. Raises InvalidInput with reason schema."""
     raw = body.get("query")
     if raw is None:
-        message = f"query: expected a map or a string, got null{in_its_place(body, 'query', FIELDS)}"
+        message = f"query: missing{in_its_place(body, 'query', FIELDS)}"
         raise InvalidInput(message, reason="schema", param="query")
     return _item(raw, "query")
 
@@ -173,8 +173,10 @@ def in_its_place(body: Mapping[str, Any], name: str, fields: Collection[str]) ->
 _ELSEWHERE: Mapping[str, Mapping[str, str]] = {
     "items": dict.fromkeys(("text", "texts", "documents", "docs", "sentences", "passages"), "items"),
     "text": {
-        "content": "text",
-        "input": "text",
+        **dict.fromkeys(
+            ("content", "page_content", "input", "title", "body", "value", "string", "sentence", "passage"), "text"
+        ),
+        **dict.fromkeys(("doc", "chunk", "caption", "description", "data", "prompt", "query", "texts"), "text"),
         "image": "images",
         "image_url": "images",
         "documents": "document",

@@ -36,11 +36,11 @@ from sie_runtime.http.protocol import matches, parts
 if TYPE_CHECKING:
     from sie_gateway.inference.body import RequestItem
 
-MAX_BYTES = 32 << 20  # bytes of an image
+MAX_BYTES = 32 << 20  # largest number of bytes of an image
 MAX_REQUEST_BYTES = 256 << 20  # bytes of the images of a request: the same as the limit of its body
 MAX_HELD_BYTES = 1 << 30  # bytes of the images of all requests
 MAX_URLS = 256  # largest number of URLs of a request
-MAX_URL = 8192  # characters of a URL
+MAX_URL = 8192  # largest number of characters of a URL
 MAX_HEAD_BYTES = 64 << 10  # bytes of the head of an answer: interim answers and headers
 # largest number of pieces of an answer, plus one for each PIECE_BYTES: each piece takes time of the event loop
 MAX_PIECES, PIECE_BYTES = 1000, 64

@@ -272,7 +272,7 @@ def _json(value: Any) -> bytes:
 
 
 def slot_error(info: ErrorInfo) -> dict[str, Any]:
-    """Return the map of an error, which replaces a value."""
+    """Return the map of an error, which replaces the value of an input in the reply."""
     error = SIEError.from_info(info)
     error_map: dict[str, Any] = {"code": error.code, "message": error.message, "retryable": error.retryable}
     if error.reason:

@@ -550,7 +550,7 @@ class ResultInbox:
             self._metrics.deliveries.observe(result.batch.deliveries)
         return verdict
 
-    # Results in parts
+    # results that are sent in several parts
 
     def _keep(self, part: Fragment, reply: str) -> Verdict | None:
         """Store a part and return the verdict on it. Return None while the digest of the complete result is checked."""

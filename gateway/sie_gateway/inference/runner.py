@@ -18,7 +18,6 @@ from sie_contracts.errors import CONFIG_CHANGED, ErrorInfo, GatewayTimeout, Inte
 from sie_contracts.models import families
 from sie_contracts.models.costs import ImageCost
 from sie_contracts.models.entries import ModelEntry, is_joinable
-from sie_contracts.models.option_values import describe
 from sie_contracts.wire.messages import Failed, Input, Operation, TextChunks, Vectors, WorkItem, WorkResult
 from sie_gateway.admission.admission import Admission, Permits
 from sie_gateway.fleet.demand import ColdStarts
@@ -230,7 +229,7 @@ class _Sending:
             self._collector.fail(InternalFailure("the gateway failed while it queued this request"))
 
     async def finish(self) -> None:
-        """Return when the last message is stored: its result may arrive before the broker's acknowledgement."""
+        """Wait until the last message is stored: its result may arrive before the broker's acknowledgement."""
         if self._rest is not None:
             await self._rest
 
@@ -357,7 +356,7 @@ def _unusable(item: RequestItem, request: PlannedRequest, takers: _Takers) -> Fa
     if item.unfit is not None:
         return Failed(item.unfit)
     if item.is_empty:
-        message = f"text: expected a string, got {describe(None)}{item.instead}"
+        message = f"text: missing{item.instead}"
         return Failed(ErrorInfo("INVALID_INPUT", message, reason="empty_item", param="text"))
     if item.chunks is not None and (fault := _fault_of_chunks(item.chunks, request, takers)) is not None:
         return Failed(fault)

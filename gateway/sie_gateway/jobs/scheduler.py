@@ -90,7 +90,7 @@ class JobScheduler:
                     trouble.passed()
                 except BrokerError as error:
                     trouble.met(error)
-                if await stop.wait_for(0.1):  # wait a moment, so that a burst of changes causes only one round
+                if await stop.wait_for(0.1):  # wait a short time, so that a burst of changes causes only one round
                     break
         finally:
             await self._leave()

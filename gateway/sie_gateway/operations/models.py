@@ -80,6 +80,7 @@ def model_info(catalogue: Catalogue, fleet: Fleet, entry: ModelEntry, profile: s
         "capabilities": _capabilities(entry),
         "stats": {"queue_absolute": sum(status.queued for _, status in reports)},
         "on_disk": entry.id in fleet.on_disk(),
+        "download_bytes": entry.download_bytes or None,
     }
     if profile != "default":
         info["variant_of"] = entry.id

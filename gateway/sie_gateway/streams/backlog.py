@@ -21,7 +21,7 @@ from sie_gateway.streams.shared import SharedTasks
 from sie_runtime.process import Stop, Trouble
 
 EVERY_S = 1.0
-UNKNOWN_S = 5.0  # seconds after which numbers that were not read again count as unknown
+UNKNOWN_S = 5.0  # seconds; after this time without a new read, numbers are treated as unknown
 _logger = logging.getLogger("sie.gateway.backlog")
 
 
@@ -63,7 +63,7 @@ class Backlog:
         self._read.pop(pool, None)
 
     async def fresh(self, pool: str, max_age_s: float) -> None:
-        """Return when the pool's numbers are at most `max_age_s` old. Raises BrokerError if the broker does not
+        """Wait until the pool's numbers are at most `max_age_s` old. Raises BrokerError if the broker does not
         answer.
         """
         read = self._read.get(pool)

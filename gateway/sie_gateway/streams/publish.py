@@ -336,7 +336,9 @@ class WorkConsumers:
         )
 
     async def run(self, stop: Stop) -> None:
-        """Keep the needed consumers in existence. While this gateway is the leader, also delete the unused ones."""
+        """Create the needed consumers again whenever they are missing. While this gateway is the leader, also delete
+        the unused ones.
+        """
         trouble, pause_s = Trouble(_consumers_logger, "not every consumer could be checked"), 0.0
         while not await stop.wait_for(pause_s):
             pause_s = ROUND_S

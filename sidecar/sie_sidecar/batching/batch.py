@@ -65,7 +65,8 @@ class BatchLimits:
     wait_s: float
     bulk_max_overtakes: int = 4
     reorder_s: float = 0.25
-    media_bytes: int = 96 << 20  # bytes, of the 128 MiB that a frame to the adapter may have
+    # largest number of bytes of media in a batch; a frame to the adapter has at most 128 MiB
+    media_bytes: int = 96 << 20
 
 
 @dataclass(frozen=True)

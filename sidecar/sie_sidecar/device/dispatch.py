@@ -42,7 +42,7 @@ from sie_sidecar.device.in_flight import InFlight, Inventory, changed, cut, merg
 from sie_sidecar.device.link import AdapterGone, AdapterLink
 from sie_sidecar.metrics import SidecarMetrics
 from sie_sidecar.models.loading import Loading
-from sie_sidecar.models.models import WorkerModels
+from sie_sidecar.models.models import ModelState, WorkerModels
 from sie_sidecar.prepare import rows
 from sie_sidecar.prepare.rows import BatchPart, WorkItemInput
 from sie_sidecar.results import spans
@@ -70,8 +70,9 @@ class DeviceQueue:
         clock: Callable[[], float],
     ) -> None:
         self._pipeline_depth = settings.rust_pipeline_depth
-        self._most = min(settings.max_concurrent_batches, settings.pool_size)  # batches at the adapter
-        # batches have other names on each device
+        # largest number of batches at the adapter
+        self._most = min(settings.max_concurrent_batches, settings.pool_size)
+        # the names of batches differ between the devices of a worker
         self._name = f"{worker_id}.{link.number}" if link.number else worker_id
         self.limits = limits
         self.link = link
@@ -98,7 +99,7 @@ class DeviceQueue:
 
     @property
     def depth(self) -> int:
-        """Most batches at the adapter at once."""
+        """Largest number of batches at the adapter at the same time."""
         ahead = self.lanes + self._pipeline_depth - 1
         return min(ahead, self._most)
 
@@ -114,10 +115,13 @@ class DeviceQueue:
         """Number of batches that were sent and have not ended."""
         return self.sent + len(self._written)
 
-    def waits(self, residency: str) -> bool:
-        """Return True if work of this residency waits although the device is busy."""
-        is_busy = self.sent >= min(self.lanes, self.depth)
-        return is_busy and any(residency in line.models for line in self.waiting.lines)
+    def is_behind(self, hosted: ModelState) -> bool:
+        """Return True if work of this model waits because all lanes are busy: here, or in a batch that was sent
+        ahead.
+        """
+        lanes = min(self.lanes, self.depth)
+        is_queued = any(hosted.name in line.models for line in self.waiting.lines)
+        return bool(hosted.held) and (self.sent > lanes or (self.sent == lanes and is_queued))
 
     # ---- waiting work
 
@@ -266,7 +270,9 @@ class DeviceQueue:
         return self._written.get(id(batch.entries[0].work))
 
     def alone(self, flight: InFlight) -> Batch[InFlight]:
-        """Return a batch of this work item alone, without the queue. Raises NotReady if its model has changed."""
+        """Return a batch with only this work item, without using the queue. Raises NotReady if its model has
+        changed.
+        """
         if flight.is_outdated:
             raise changed()
         entry = self.entry(flight, flight.received_s)
@@ -274,13 +280,13 @@ class DeviceQueue:
         return Batch(entry.key, (entry,), entry.cost)
 
     async def reserve(self) -> None:
-        """Send no more batches until `end_reservation`. Return when no batch is left at the adapter."""
+        """Send no more batches until `end_reservation`. Wait until no batch is left at the adapter."""
         self.is_reserved = True
         while self.sent or self._written:
             await self.next_end()
 
     async def next_end(self) -> None:
-        """Return when a batch has left the adapter."""
+        """Wait until a batch has left the adapter."""
         self._ended.clear()
         await self._ended.wait()
 

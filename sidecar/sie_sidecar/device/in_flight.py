@@ -66,7 +66,8 @@ class InFlight:
     item: WorkItem
     received_s: float
     deadline_s: float  # time after which the work item is certainly late
-    due_s: float = math.inf  # end of its budget; earlier than `deadline_s` by the uncertainty of the broker's clock
+    # end of the item's budget; earlier than `deadline_s` by the uncertainty of the broker's clock
+    due_s: float = math.inf
     hosted: ModelState | None = None
     # entry of the work item's model when `hosted` was set, None until then; the work item never runs with another entry
     entry: ModelEntry | None = None
@@ -90,7 +91,7 @@ class InFlight:
     given_up: SIEError | None = None  # reason why the work item becomes a dead letter
     dead: list[Mark] = field(default_factory=list)  # marks of the inputs that are poison
     payload_bytes: int = 0  # bytes of its inputs that were read from the payload store
-    counted: int = 0  # part of the cost that waits for the device which belongs to this work item
+    counted: int = 0  # cost of this work item that is counted as waiting for the device
     span: Span | None = None  # span of the work item; None if it is not traced
 
     def move(self, stage: Stage, batch_entry: BatchEntry[InFlight] | None = None) -> None:
@@ -158,7 +159,9 @@ def runnable(flight: InFlight) -> tuple[list[TokenRow], list[int]]:
 
 
 def changed() -> NotReady:
-    """Return the refusal of work that was planned with an old entry of its model. Its gateway plans it again."""
+    """Return the refusal of work that was planned with an old entry of its model. The gateway of the work plans it
+    again.
+    """
     return NotReady(
         "the model was changed or removed while this request was on its way", reason=CONFIG_CHANGED, retry_after_s=1
     )

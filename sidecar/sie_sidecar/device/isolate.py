@@ -186,9 +186,7 @@ class Isolate:
             raise
 
     async def _take_device(self) -> None:
-        """Return when no other work is at the device. If a batch waits and the slice has ended, the batch runs
-        first.
-        """
+        """Wait until no other work is at the device. If a batch waits and the slice has ended, the batch runs first."""
         device = self._device
         if device.is_reserved and self._clock() - self._slice_s > SLICE_S and len(device.waiting):
             before = device.number

@@ -136,8 +136,8 @@ class WorkIntake:
             self._queues.wake()
 
     def gathering(self) -> tuple[float | None, float]:
-        """Return the recent median time at this worker in seconds, None without answers, and the seconds for which
-        deliveries are gathered.
+        """Return the recent median time at this worker in seconds, None if there are no answers, and the seconds for
+        which deliveries are gathered.
         """
         return self._quantum.p50_s, self._quantum.seconds(self._clock())
 

@@ -85,7 +85,7 @@ class PoolMembership:
             self._again.set()
 
     async def run(self, stop: Stop) -> None:
-        """Ask now, every ASK_S seconds and after each hint, until `stop`."""
+        """Request the pool now, every ASK_S seconds and after each hint, until `stop`."""
         trouble, pool = Trouble(_logger, "no gateway assigns a pool", START_S), self.pool()
         try:
             while True:

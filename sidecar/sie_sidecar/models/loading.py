@@ -59,7 +59,7 @@ class LoraLoads:
         return self._turns.setdefault((hosted.device, hosted.name), asyncio.Lock())
 
     async def ensure(self, hosted: ModelState, name: str, *, in_turn: bool = False) -> None:
-        """Return when the LoRA `name` is loaded for a loaded model. Raises LoraLoading after HOLD_S, LoraLoadFailed,
+        """Ensure that the LoRA `name` is loaded for a loaded model. Raises LoraLoading after HOLD_S, LoraLoadFailed,
         ModelLoading, AdapterGone.
         """
         if name in hosted.loras:
@@ -164,8 +164,8 @@ class Loading:
         return self._feed.catalogue.revisions.get(model, 0)
 
     async def renewed(self, item: WorkItem, within_s: float) -> None:
-        """Return when this worker's catalogue has the model of `item` at the gateway's revision or a later one, or
-        after `within_s` seconds.
+        """Wait until this worker's catalogue has the model of `item` at the gateway's revision or a later one, or after
+        `within_s` seconds.
         """
         await self._feed.renewed(
             lambda catalogue: catalogue.revisions.get(item.model, 0) >= item.config_revision, max(0.0, within_s)
@@ -198,7 +198,7 @@ class Loading:
         for name in names:
             with contextlib.suppress(
                 ModelNotFound, BundleConflict
-            ):  # this worker's catalogue is older than the sender's catalogue, or newer
+            ):  # the catalogue of this worker is older or newer than the catalogue of the sender
                 resolved = self._feed.catalogue.resolve(name)
                 self._work.start(self._obtain_and_load(resolved), "load ahead")
 
@@ -220,7 +220,8 @@ class Loading:
     async def ensure(
         self, hosted: ModelState, flights: Sequence[InFlight], *, past_gate: bool = False, in_turn: bool = False
     ) -> None:
-        """Return when the model of these work items and their LoRA are loaded, or when no work item is left to run.
+        """Ensure that the model of these work items and their LoRA are loaded. Return earlier if no work item is left
+        to run.
 
         It works like Hosting.ensure, but continues with the next adapter if one is lost, until the last of the
         deadlines: an input that kills every adapter must not run for ever, nor occupy memory while a load does not end.

@@ -96,9 +96,10 @@ class ModelState:
         self.failed_s = 0.0
         self.attempts = 0
         self.held = 0
-        # functions of the callers that wait before the gate; each returns the number of its work items
+        # functions of the callers that wait while the model is closed to new work; each returns the number of its work
+        # items
         self.before_gate: list[Callable[[], int]] = []
-        self.arriving = False  # true while the adapter loads it
+        self.arriving = False  # true while the adapter loads the model
         self.leaves = False  # true if an operator requested its unload as soon as it is idle
         # true while new work waits, because another model needs the memory of this model
         self.is_closed = False
@@ -129,12 +130,14 @@ class ModelState:
 
     @property
     def parked(self) -> int:
-        """Number of the model's work items at this worker that wait before the gate."""
+        """Number of the model's work items at this worker that wait because the model is closed to new work."""
         return sum(count() for count in self.before_gate)
 
     @property
     def is_quiet(self) -> bool:
-        """True if all of its work waits before the gate, so that the model may be unloaded."""
+        """True if all work of the model waits because the model is closed to new work, so that the model may be
+        unloaded.
+        """
         return self.held == self.parked
 
     def came_in(self, cost: int, now_s: float) -> None:
@@ -296,7 +299,7 @@ class ModelStates:
         to its other memory; 0 while unknown.
         """
         sizes = [hosted.memory_bytes for hosted in self._hosted.values() if hosted.memory_bytes]
-        # the bytes of a model that is loading are not counted for any model yet
+        # the bytes of a model that is being loaded are not counted for any model yet
         if not any(hosted.state == "loading" for hosted in self._hosted.values()):
             beside_bytes = max(0, device.memory_used_bytes - sum(model.memory_bytes for model in device.models))
             self._usable_bytes = usable_bytes(device) - beside_bytes
@@ -347,8 +350,8 @@ class ModelStates:
         hosted.before_gate.remove(items)
 
     def idle(self, seconds: float) -> list[ModelState]:
-        """Return the loaded models without work, except work before the gate, whose last use was at least `seconds`
-        ago.
+        """Return the loaded models without work, except work that waits because a model is closed to new work, whose
+        last use was at least `seconds` ago.
         """
         before_s = self._clock() - seconds
         loaded = (hosted for hosted in self._hosted.values() if hosted.state == "loaded")
@@ -464,7 +467,9 @@ class Hosting(ModelStates):
         self._asked = 0  # number of requested loads
         # callers that wait for memory: start of the wait, and the future that wakes the caller
         self._waiters: list[tuple[float, asyncio.Future[None]]] = []
-        self._gates: dict[str, asyncio.Event] = {}  # gates of closed models; the event is set when the model opens
+        self._gates: dict[
+            str, asyncio.Event
+        ] = {}  # models that are closed to new work; the event is set when the model is opened again
         self._loading: dict[str, asyncio.Task[None]] = {}
         self._releasing: dict[str, asyncio.Task[None]] = {}
         self.link = link
@@ -501,12 +506,12 @@ class Hosting(ModelStates):
     async def ensure(
         self, hosted: ModelState, items: Callable[[], int] | None = None, *, past_gate: bool = False
     ) -> None:
-        """Return when the model is loaded and its gate is open, or when no caller needs it any more. Raises
+        """Ensure that the model is loaded and open to new work. Return earlier if no caller needs it any more. Raises
         ModelLoadFailed, AdapterGone.
 
         `items` returns the number of held work items that wait for it, without cancelled ones; if it is None, the model
-        is loaded without work. `past_gate`: the work items passed the gate before and have resources that other work
-        waits for, so they must not wait at the gate again.
+        is loaded without work. `past_gate`: the work items were admitted to the model before and have resources that
+        other work waits for, so they must not wait even if the model is closed to new work.
         """
         count = items or _one_item
         hosted.waiting_counts.append(count)
@@ -615,12 +620,12 @@ class Hosting(ModelStates):
         if isinstance(arriving, (list, tuple)) and set(arriving) - {
             hosted.name for hosted in self.all() if hosted.arriving
         }:
-            await asyncio.sleep(EARLIER_LOAD_S)  # there is no notice of its end
+            await asyncio.sleep(EARLIER_LOAD_S)  # the end of that load is not reported
             return True
         await self.link.describe()
         there = {loaded.model for loaded in self._described()}
         finding = [load for name, load in self._loading.items() if name in there]
-        if finding:  # another load of this process finds the model loaded; then it has work or can be offered
+        if finding:  # these loads will find their models loaded; afterwards a model has work or can be evicted
             await asyncio.wait(finding, timeout=EARLIER_LOAD_S)
             return True
         return any(name not in offered for name in self.left_over(self._described()))
@@ -630,7 +635,9 @@ class Hosting(ModelStates):
         return self.link.description.models if self.link.description else ()
 
     async def _before_gate(self, hosted: ModelState, items: Callable[[], int]) -> None:
-        """Wait until the gate of the model opens. Until then its work items are parked, so the model may be evicted."""
+        """Wait until the model is open to new work. Until then its work items are parked, so the model may be
+        evicted.
+        """
         self.park(hosted, items)
         try:
             await self._gates[hosted.name].wait()
@@ -640,9 +647,9 @@ class Hosting(ModelStates):
     async def _wait_for_memory(
         self, hosted: ModelState, asked_s: float, closed: ModelState | None
     ) -> ModelState | None:
-        """Return when one more of the other models has no work, or when no caller needs this model any more. After
-        `hosted` has waited `swap_after_s`, the model whose turn ends first is closed to new work at the end of its
-        turn, until `hosted` is loaded. Return the closed model.
+        """Wait until one more of the other models has no work, or no caller needs this model any more. After `hosted`
+        has waited `swap_after_s`, the model whose turn ends first is closed to new work at the end of its turn, until
+        `hosted` is loaded. Return the closed model.
         """
         had_work = self.busy(hosted)
         while hosted.has_waiters and had_work and all(busy_model in self.busy(hosted) for busy_model in had_work):
@@ -661,7 +668,7 @@ class Hosting(ModelStates):
         return closed
 
     async def _until_quiet(self, asked_s: float, timeout_s: float | None) -> None:
-        """Return when a model may have no more work, or after `timeout_s` seconds."""
+        """Wait until a model may have no more work, at most for `timeout_s` seconds."""
         waiter = asked_s, asyncio.get_running_loop().create_future()
         self._waiters.append(waiter)
         try:
@@ -680,7 +687,7 @@ class Hosting(ModelStates):
                 waiter.set_result(None)
 
     def _close(self, hosted: ModelState) -> None:
-        """Make new work of the model wait before its gate."""
+        """Close the model to new work, which then waits."""
         hosted.is_closed = True
         self._gates[hosted.name] = asyncio.Event()
         self._on_role(hosted)
@@ -717,7 +724,7 @@ class Hosting(ModelStates):
 
         After `ModelState.retain` the model stays loaded.
         """
-        if hosted.leaves:  # another call waits for this already
+        if hosted.leaves:  # another call is waiting for this already
             return False
         hosted.leaves = True
         try:
@@ -819,9 +826,9 @@ class WorkerModels:
             idle_since_s=evictable[0].used_s if evictable else math.inf,
         )
 
-    def second_copies(self, waits: Callable[[ModelState], bool]) -> list[ModelState]:
-        """Return the residencies to load on one more device. Called once a second. `waits` returns True if work of a
-        residency waits although its device is busy.
+    def second_copies(self, is_behind: Callable[[ModelState], bool]) -> list[ModelState]:
+        """Return the residencies to load on one more device. Called once a second. `is_behind` returns True if work of
+        a residency waits because its device is busy.
         """
         if len(self.devices) == 1:
             return []
@@ -829,7 +836,7 @@ class WorkerModels:
         for hosted in self:
             if hosted.state == "loaded":
                 loaded.setdefault(hosted.name, []).append(hosted)
-        behind = {name: states[0] for name, states in loaded.items() if all(map(waits, states))}
+        behind = {name: states[0] for name, states in loaded.items() if all(map(is_behind, states))}
         states = {
             name: [device.obtain(first.resolved, first.revision) for device in self.devices]
             for name, first in behind.items()

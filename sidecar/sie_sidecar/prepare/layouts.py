@@ -187,7 +187,9 @@ def _sides(
 
 
 def _document_side(tokenizer: ModelTokenizer, side: Side, options: RunOptions) -> Side:
-    """Return the side of documents, limited to `document_tokens` if that is set."""
+    """Return `side`, which is the layout of documents, with a limit of `document_tokens` tokens if that option is
+    set.
+    """
     if not options.document_tokens:
         return side
     most = (

@@ -254,7 +254,7 @@ class MediaPool:
                     if worker is not None:
                         await self._end(worker)
                     worker = None
-                finally:  # without an outcome only if this task was cancelled
+                finally:  # there is no outcome only if this task was cancelled
                     job.fail(ShuttingDown("the media workers have ended"))
         finally:
             if worker is not None:
@@ -283,7 +283,7 @@ class MediaPool:
         except _WorkerLost as error:
             status = await worker.ended()
             how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}: {error}"
-            # this pool did not kill the process: the kernel needed memory, and the file may be valid
+            # this pool did not send the signal: the kernel needed memory, so the file may be valid
             if status == -signal.SIGKILL:
                 job.fail(ResourceExhausted("the media worker was killed, as when a machine runs out of memory"))
             else:

@@ -342,7 +342,9 @@ def offsets_of(rows: Sequence[TokenRow]) -> bytes:
 
 
 class BatchPart(NamedTuple):
-    """Rows of one work item that run, and their work item, limited to the inputs that run."""
+    """Rows of one work item that run, and the work that they were made from, limited to the inputs that run. `context`
+    is its trace context. `asker` identifies its client (`messages.WorkItem`). `chunked` is that of `WorkRows`.
+    """
 
     rows: Sequence[TokenRow]
     work: WorkItemInput

@@ -282,7 +282,7 @@ class Settle:
             stages,
             batch,
         )
-        self._inventory.let_model_go(flight)  # until a result is confirmed, its lease is needed, but its model is not
+        self._inventory.let_model_go(flight)  # the lease is needed until the result is confirmed, but the model is not
         self._work.start(self._answer(flight, result, hosted.name if hosted else "other"), "answer")
 
     async def _answer(self, flight: InFlight, result: WorkResult, name: str) -> None:
@@ -308,7 +308,7 @@ class Settle:
         return None
 
     def bury(self, lease: Lease, error: SIEError) -> None:
-        """Give up a message that cannot be decoded."""
+        """Reject a message that cannot be decoded, and write it to the dead letters."""
         self._work.start(self._bury(lease, error), "bury")
 
     async def _bury(self, lease: Lease, error: SIEError) -> None:
@@ -365,7 +365,7 @@ class LeaseLedger:
         self._free = list(range(SLOTS, 0, -1))
 
     def put(self, reply: str) -> int:
-        """Note a delivery by its ack subject. Return its slot for `clear`, or 0 if it could not be noted."""
+        """Record a delivery by its ack subject. Return its slot for `clear`, or 0 if it could not be noted."""
         data = reply.encode()
         if not self._free or len(data) > SLOT_BYTES - _SLOT.size:
             return 0

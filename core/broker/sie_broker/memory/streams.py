@@ -360,7 +360,7 @@ class StreamServer:
                 None,
             )
             if stream is None:
-                raise BrokerUnavailable(f"no stream takes {subject}")
+                raise BrokerUnavailable(f"no stream stores messages of {subject}")
             if len(self._by_subject) < 100_000:
                 self._by_subject[subject] = stream
         return stream

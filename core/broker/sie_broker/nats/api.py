@@ -187,7 +187,7 @@ def update_of(current: dict[str, Any], desired: dict[str, Any]) -> dict[str, Any
     """
     config = {**current, **desired, "metadata": {**(current.get("metadata") or {}), **desired["metadata"]}}
     if "mem_storage" in desired:
-        config["mem_storage"] = current.get("mem_storage", False)  # the broker refuses to change it
+        config["mem_storage"] = current.get("mem_storage", False)  # the broker refuses to change this setting
     return config
 
 

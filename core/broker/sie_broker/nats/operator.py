@@ -98,7 +98,7 @@ async def damage(broker: NatsBroker, info: StreamInfo) -> str:
         later = await broker.stream_state(name)  # messages may have been removed after the first read
         is_same = later.messages and later.first_sequence == state.first_seq
         return f"none of its {later.messages} messages can be read" if is_same else ""
-    if state.num_subjects != state.messages:  # a bucket has one message for each key
+    if state.num_subjects != state.messages:  # a bucket has exactly one message per key
         return f"it has {state.num_subjects} keys and {state.messages} entries"
     try:
         await NatsKeyValue(broker, bucket).entries()

@@ -194,7 +194,7 @@ class Transcription(Struct, kw_only=True):
     warnings: Texts = UNSET
 
 
-# Cohere, Jina, Voyage
+# Bodies of Cohere, Jina, Voyage
 
 
 class Document(Struct, kw_only=True):

@@ -107,6 +107,13 @@ class ScoreParams(_Params, kw_only=True):
     score_weights: ScoreWeights | UnsetType = UNSET
 
 
+class ExtractExample(Struct, kw_only=True):
+    """A text and the labels that it has."""
+
+    text: str
+    labels: list[str]
+
+
 class ExtractParams(_Params, kw_only=True):
     """Parameters of an extract."""
 
@@ -126,7 +133,15 @@ class ExtractParams(_Params, kw_only=True):
     prune_threshold: Number = UNSET
     highlight_threshold: Number = UNSET
     top_k: Whole = UNSET
-    task: Annotated[Text, Meta(description="Readers: what to write, such as `<s_docvqa>` or `translate`.")] = UNSET
+    examples: Annotated[
+        list[ExtractExample] | UnsetType, Meta(description="GLiClass: texts with their labels, read before the text.")
+    ] = UNSET
+    task: Annotated[
+        Text,
+        Meta(
+            description="Readers: what to write, such as `<s_docvqa>` or `translate`. GLiNER2: what the classes are of."
+        ),
+    ] = UNSET
     language: Annotated[Text, Meta(description="Readers of sounds: what is spoken, such as `en`.")] = UNSET
     max_new_tokens: Annotated[
         Whole, Meta(description="Readers: the most that is written, of a sound for each 30 s.")

@@ -13,7 +13,7 @@ from sie_contracts.api.shapes import MINI, Text, Texts, Whole
 
 TTL_S, MAX_TTL_S = 1200, 3600
 MAX_MINIMUM_WORKERS = 4
-MAX_GPUS = 4096  # workers of one machine profile in a reservation; no cluster has more
+MAX_GPUS = 4096  # largest number of workers of one machine profile in a reservation; no cluster has more
 MAX_PINNED = 64
 Count = Annotated[int, Meta(ge=1, le=MAX_GPUS)]
 

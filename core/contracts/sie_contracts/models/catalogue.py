@@ -258,7 +258,9 @@ class Catalogue:
 
 
 def _with(mapping: Mapping[str, _Value], key: str, value: _Value | None) -> Mapping[str, _Value]:
-    """Return the map with a key changed, or removed if `value` is None. Return the map itself if nothing changes."""
+    """Return a copy of the map in which a key is changed, or removed if `value` is None. Return the map itself if
+    nothing changes.
+    """
     if value is None and key not in mapping:
         return mapping
     new = dict(mapping)

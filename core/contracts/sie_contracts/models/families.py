@@ -137,7 +137,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         ),
         "gliner2": Family(
             implementation="sie_adapter.families.gliner2:Gliner2Model",
-            parameters=frozenset({"threshold"}),
+            parameters=frozenset({"threshold", "multi_label", "task"}),
             needs_labels=True,
         ),
         "glirel": Family(
@@ -151,7 +151,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         ),
         "gliclass": Family(
             implementation="sie_adapter.families.gliclass:GliclassModel",
-            parameters=frozenset({"threshold", "multi_label"}),
+            parameters=frozenset({"threshold", "multi_label", "examples"}),
             needs_labels=True,
         ),
         "document-reader": Family(

@@ -11,7 +11,7 @@ import msgspec
 
 from sie_contracts.errors import InvalidInput
 
-MAX_WIDTH = 1 << 20  # values of one result: 4 MiB of float32
+MAX_WIDTH = 1 << 20  # largest number of values of one result: 4 MiB of float32
 MAX_CELLS = 1 << 23  # values of one item before the final projection; the projection matrix has an index for each value
 
 _WHOLE = {

@@ -134,7 +134,9 @@ class _Parameters:
             self._found.pop(name, None)
 
     def side(self, defaults: RunDefaults) -> Side | None:
-        """Return the side of the texts if neither the request nor the defaults have a side or a prompt, else None."""
+        """Return the default side of the texts, query or document, if neither the request nor the defaults set a side
+        or a prompt; else None.
+        """
         is_named = self.is_set("is_query", "input_type", "prompt_name") or defaults.is_query is not None
         return None if is_named else self._side
 

@@ -128,6 +128,8 @@ def listed(model: str, document: Mapping[str, Any], source: str, note: str = "")
     else:
         row["tasks"] = list(tasks_of(document.get("outputs", ())))
         row["languages"] = list(document.get("languages", ()))
+    if size := document.get("download_bytes"):
+        row["download_bytes"] = size
     return {**row, "note": note} if note else row
 
 

@@ -143,14 +143,14 @@ class RunOptions(msgspec.Struct, frozen=True, omit_defaults=True):
     """Options with which a model runs a request: the result of all precedence rules, which every path executes
     identically.
 
-    `prefix` and `suffix` are the prompt around a text, `query_prefix` and `query_suffix` the prompt around the query
-    against which the text is scored. `pieces` is the template of a pair, for models that have one: each piece is
-    literal text, then in turn a field (`query` or `document`) and literal text. `dimensions` and `max_tokens` 0 mean
-    the model's own. `document_tokens`: the largest number of tokens that are read of a scored document; 0: as many as
-    fit. `parameters` are options of one family, with their JSON types. `variant`: digest of the options in which a
-    request differs from its profile. The fingerprint of the answer covers it. It is empty if no option differs.
-    `sound_from_s`: of a sound, only the part is read that begins after these seconds and has `MAX_SECONDS` at most; if
-    it is None, the whole sound is read, and a longer one is refused.
+    `prefix` and `suffix` are the prompt around a text, `query_prefix` and `query_suffix` the prompt around the query to
+    which the text is compared. `pieces` is the template of a pair, for models that have one: each piece is literal
+    text, then alternately a field (`query` or `document`) and literal text. If `dimensions` or `max_tokens` is 0, the
+    model's own value is used. `document_tokens`: the largest number of tokens that are read of a scored document; 0: as
+    many tokens as fit. `parameters` are options of one family, with their JSON types. `variant`: digest of the options
+    in which a request differs from its profile. The fingerprint of the answer covers it. It is empty if no option
+    differs. `sound_from_s`: of a sound, only the part is read that begins after these seconds and has `MAX_SECONDS` at
+    most; if it is None, the whole sound is read, and a longer one is refused.
     """
 
     outputs: tuple[str, ...] = ("dense",)
@@ -238,7 +238,7 @@ class Ok(msgspec.Struct, frozen=True, omit_defaults=True, tag="ok"):
     `chunks`, int32 [chunks, 5]: first and end code point, tokens, vectors of its multivector, entries of its sparse
     vector. Its arrays have the values of all chunks, one after the other. `data` of tokenize has the lists
     `ids`, `texts`, `special`, `starts` and `stops` (byte offsets in the UTF-8 of the prompted text, None for special
-    tokens); `data` of decode has `text`. `tokens` counts the tokens that ran, after truncation, with special
+    tokens); `data` of decode has `text`. `tokens` counts the tokens that ran, after truncation, including special
     tokens. `sound_s`: length of the whole sound, of which a part may have been read; 0 for an input without a sound.
     """
 
@@ -287,7 +287,7 @@ class BatchNote(msgspec.Struct, frozen=True, omit_defaults=True):
     items: int = 0
     chunks: int = 0
     tokens: int = 0
-    attention: int = 0  # sum of squared lengths
+    attention: int = 0  # sum of the squared lengths of all rows
     deliveries: int = 1
     padding: int = 0
     swapped: bool = False

@@ -147,7 +147,7 @@ class ViewerFrames:
             _logger.info("a websocket is disconnected: its client has not read for %g s", self._patience_s)
             scope["extensions"]["abort"]()
         except OSError:
-            pass  # the client disconnected
+            pass  # this error means that the client has disconnected
         finally:
             self.looking -= 1
             if not self.looking:

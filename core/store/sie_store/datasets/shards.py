@@ -23,7 +23,7 @@ from sie_store.datasets.places import Place
 from sie_store.object_stores import FILES, ObjectMissing, RetryPolicy, StoreError, WrittenMeanwhile, room, within
 
 PUT_S = 300.0
-OWNER = ".sie-job"  # name of the object that contains the id of the job that owns the output folder
+OWNER = ".sie-job"  # name of the object that contains the id of the job that writes to the output folder
 _PATIENCE = RetryPolicy()
 
 
@@ -95,7 +95,7 @@ async def put_once(
                 lambda: within(PUT_S, obstore.put_async(place.store, key, data, mode="create", use_multipart=False))
             )
     except WrittenMeanwhile as error:
-        # another leader has written it, or this one, and the first answer was lost
+        # another leader has written the part, or this leader has, and the first answer was lost
         there = await existing(place, name, format, patience)
         if there is None:
             raise StoreError("the part was written, and then removed by another process") from error

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from obstore import GetOptions, PutMode, UpdateVersion
     from obstore.store import ObjectStore
 
-MAX_OBJECTS = 100_000  # objects of one snapshot
+MAX_OBJECTS = 100_000  # largest number of objects of one snapshot
 GLANCE_S, GLANCES = 10.0, 3  # time limit and attempts to read a manifest
 _FOLDER = re.compile(r"models--(.+)")
 

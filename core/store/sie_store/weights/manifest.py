@@ -19,7 +19,7 @@ from sie_store.durable import PART
 MANIFEST = "sie-manifest.json"
 VERSION = 1
 MAX_MANIFEST_BYTES = 16 << 20
-MAX_FILES = 10_000  # files of one snapshot
+MAX_FILES = 10_000  # largest number of files of one snapshot
 MAX_NAME_BYTES = 255 - len(PART)  # bytes of the name of a file or folder; PART is added while it is fetched
 _PIECE_BYTES = 1 << 20
 _SHA256 = re.compile(r"[0-9a-f]{64}")

@@ -85,7 +85,7 @@ class Push:
                     )
             except WrittenMeanwhile as error:
                 _logger.info("%s: %s", self._what, error)
-            await asyncio.sleep(random.uniform(0, self._bucket.limits.pause_s))  # noqa: S311  # spread pushers' retries
+            await asyncio.sleep(random.uniform(0, self._bucket.limits.pause_s))  # noqa: S311  # pushers must not retry at once
         raise StoreError("other writers keep removing or replacing it")
 
     async def _there(self, *, force: bool) -> tuple[Manifest | None, PutMode]:
