@@ -71,6 +71,14 @@ VAGUE_VALUES = frozenset(
 )
 VAGUE_FUNCTIONS = frozenset(["of", "take", "forget", "look", "tell", "say", "ask", "hear", "told", "heard", "given"])
 NO_SUBJECT = re.compile(r"^(What|Of|Who|Whom|That|Those|Which|Where|As|Else|None of|Nothing|Such)\b")
+# beginnings that leave open what is done, or with what
+VAGUE_BEGINNING = re.compile(
+    r"^(Forget|Note|Tell|Hear|Say|Return when|To be \w+ed|(\w+ )?(it|its|they|them|their))\b", re.I
+)
+RIDDLE = re.compile(
+    r"\b(?:None|empty|infinite) without (?:one|an?|it|the)\b|\b(?:anew|thereby|whereupon)\b|\bTo be \w+ed\b|"
+    r"\bas (?:the )?[`\w.]+ does\b"
+)
 FILE = re.compile(r"(?<![\w/.-])[a-z_]+\.py\b")
 RAISES = re.compile(r"\bRaises ((?:[A-Z]\w+(?:, and | and |, )?)+)")
 FOREIGN_EXCEPTIONS = frozenset(
@@ -218,6 +226,23 @@ def docstrings_without_subject(module: Module) -> Iterator[str]:
                 yield f"{module.name}:{getattr(node, 'lineno', 1)} {text[:60]!r}"
 
 
+def is_command(node: ast.AST) -> bool:
+    """Return whether a function is a command of `sie`, whose docstring is its help text."""
+    decorators = getattr(node, "decorator_list", [])
+    return any(re.search(r"\b(command|group)\(", ast.unparse(decorator)) for decorator in decorators)
+
+
+def vague_docstrings(module: Module) -> Iterator[str]:
+    """Yield docstrings with a vague beginning, or with a phrase that readers have to solve. Help texts are left out."""
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and not is_command(
+            node
+        ):
+            text = " ".join((ast.get_docstring(node) or "").split())
+            if phrase := VAGUE_BEGINNING.match(text) or RIDDLE.search(text):
+                yield f"{module.name}:{getattr(node, 'lineno', 1)} {phrase[0]!r}"
+
+
 def files_by_folder() -> Counter[str]:
     """Return the number of modules directly in each folder of the product."""
     return Counter(str(module.file.parent.relative_to(ROOT)) for package in PACKAGES for module in modules(package))
@@ -260,6 +285,7 @@ def main() -> int:
         for module in own:
             places["values and functions called by a participle or pronoun"] += vague_names(module)
             places["docstrings without a subject"] += docstrings_without_subject(module)
+            places["docstrings with a vague phrase"] += vague_docstrings(module)
             places["attributes of other objects that are set"] += assigned(module)
     print(f"{'all':16}{files:6}{total:8,}")
     reused = reused_classes()

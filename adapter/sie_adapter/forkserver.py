@@ -37,8 +37,8 @@ _NOT_FORKED = "the adapter is not forked, so a new one starts with its imports"
 
 
 class ForkResult(NamedTuple):
-    """Result of `keep_serving`. `number`: number of the child that this process is, and as which it must serve; None in
-    the parent, which ends with `status`.
+    """Result of `keep_serving`. `number`: the number of this child, which must serve the device with this number; None
+    in the parent, which ends with `status`.
     """
 
     number: int | None
@@ -46,11 +46,12 @@ class ForkResult(NamedTuple):
 
 
 def keep_serving(count: int = 1, died: Callable[[int], None] = lambda number: None) -> ForkResult:
-    """Fork `count` children that serve, and fork each of them again whenever it dies. Return in each child, and in the
-    parent after all children drained, one refused its settings, or a signal ended them. If this process cannot fork, a
-    single child is this process itself. `died` is called with the number of a dead child before it is replaced.
+    """Fork `count` children that serve, and fork each of them again whenever it dies. Return in each child. Return in
+    the parent after all children drained, a child refused its settings, or a signal ended the children. If this process
+    cannot fork, a single child is this process itself. `died` is called with the number of a dead child before it is
+    replaced.
 
-    Call this on the only thread, with SIGNALS blocked; they are blocked in the children too.
+    Call this while the process has only one thread, with SIGNALS blocked; the signals are blocked in the children too.
     """
     # an inherited setting may ignore SIGCHLD; then no process could wait for a child
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -83,13 +84,14 @@ def keep_serving(count: int = 1, died: Callable[[int], None] = lambda number: No
 
 
 class _Children:
-    """Children of the parent: those that run, and those to fork."""
+    """Children of the parent: children that run, and children that must be forked."""
 
     def __init__(self, count: int, died: Callable[[int], None]) -> None:
         self._died = died
-        self._due_s = dict.fromkeys(range(count), 0.0)  # by number of a child that does not run: when to fork it
+        # by number of a child that does not run: time at which the child must be forked
+        self._due_s = dict.fromkeys(range(count), 0.0)
         self._pauses_s = dict.fromkeys(range(count), 0.0)
-        self._running: dict[int, tuple[int, float]] = {}  # by pid: number, and time of the start
+        self._running: dict[int, tuple[int, float]] = {}  # by process id: number of the child, and time of its start
         self._is_ending = False
         self.status = 0
 
@@ -98,30 +100,32 @@ class _Children:
         return bool(self._running or self._due_s)
 
     def next_due(self) -> int | None:
-        """Return the number of a child to fork now, or None."""
+        """Return the number of a child that must be forked now; None if there is none."""
         now_s = time.monotonic()
         return next((number for number, due_s in self._due_s.items() if due_s <= now_s), None)
 
     def pause_s(self) -> float | None:
-        """Return the seconds until a child is to be forked; None if all run."""
+        """Return the seconds until the next child must be forked; None if all children run."""
         return max(0.0, min(self._due_s.values()) - time.monotonic()) if self._due_s else None
 
     def started(self, number: int, pid: int) -> None:
-        """Note that a child was forked. Failpoints apply to the first fork of each child only."""
+        """Record that a child was forked. Failpoints apply only to the first fork of each child."""
         del self._due_s[number]
         self._running[pid] = number, time.monotonic()
         if not self._due_s:
             failpoints.arm("")
 
     def end(self, status: int) -> None:
-        """Fork no more, and end the children that run. `status` is that of this process if they end well."""
+        """Fork no more children, and end the children that run. `status` is the exit status of this process if the
+        children end without an error.
+        """
         self._is_ending, self.status = True, status
         self._due_s.clear()
         for pid in self._running:
-            os.kill(pid, signal.SIGTERM)  # the pid of a child stays valid until it is reaped
+            os.kill(pid, signal.SIGTERM)  # the process id of a child stays valid until the child is reaped
 
     def reap(self) -> None:
-        """Reap all processes that ended: in a container this process inherits every orphan."""
+        """Reap all processes that have ended. In a container, this process becomes the parent of every orphan."""
         while self._running:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
@@ -137,7 +141,7 @@ class _Children:
         if status == EXIT_BAD_SETTING:
             self.end(status)
             return
-        if status == 0:  # it drained
+        if status == 0:  # the child has drained
             return
         pause_s = self._pauses_s[number]
         pause_s = 0.0 if lived_s > STEADY_S else min(max(FIRST_PAUSE_S, 2 * pause_s), LONGEST_PAUSE_S)

@@ -2,7 +2,8 @@
 
     bundle ──► imports ──► bind the socket ──► fork (`forkserver`) ──► serve ──► drain ──► exit
 
-A worker with several devices has one process for each, with a socket of its own; their parent is this process.
+A worker with several devices has one process and one socket for each device. These processes are children of this
+process.
 
 The import of this module is cheap: torch and the model code are imported inside `run`.
 """
@@ -53,12 +54,13 @@ def run(settings: Settings, *, spare: bool = False) -> int:
         _logger.warning("%s", warning)
     signal.pthread_sigmask(signal.SIG_BLOCK, forkserver.SIGNALS)  # blocked until a wait or a handler for them is set up
     _import()
-    adapters = _one_for_each_device(settings)  # before a socket exists: probes take an adapter with a socket as ready
+    # checked before a socket exists: probes treat an adapter with a socket as ready
+    adapters = _one_for_each_device(settings)
     for adapter in adapters:
         if _is_served(path := Path(adapter.ipc_socket_path)):
             _logger.error("another adapter serves on %s", path)
             return 1
-    for number in range(len(adapters), MAX_DEVICES):  # of a killed adapter with more devices
+    for number in range(len(adapters), MAX_DEVICES):  # remove the sockets of a killed adapter that had more devices
         Path(ipc.device_socket(settings.ipc_socket_path, number)).unlink(missing_ok=True)
     with contextlib.ExitStack() as sockets:
         listeners = [sockets.enter_context(_listener(Path(adapter.ipc_socket_path))) for adapter in adapters]
@@ -124,7 +126,7 @@ def _learning(settings: Settings) -> Callable[[], None]:
 
 
 def _one_for_each_device(settings: Settings) -> list[Settings]:
-    """Return the settings of the adapter of each device. Raises SettingError if one is absent."""
+    """Return the settings of the adapter of each device. Raises SettingError if a device is absent."""
     from sie_adapter.engine import device
 
     names = device.names_of(settings.device)
@@ -141,7 +143,7 @@ def _one_for_each_device(settings: Settings) -> list[Settings]:
 def _serve(
     listener: socket.socket, settings: Settings, devices: int, wake: socket.socket, waker: socket.socket
 ) -> None:
-    """Serve one of `devices` devices."""
+    """Serve one of the `devices` devices."""
     from sie_adapter.engine.device import hide_other_gpus
     from sie_adapter.engine.engine import AdapterEngine, WorkerDevices
     from sie_adapter.server import AdapterServer

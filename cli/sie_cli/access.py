@@ -76,8 +76,8 @@ def published(data_dir: Path, access: Access) -> Iterator[None]:
 
 
 def read(data_dir: Path) -> Access | None:
-    """Read the file that the `sie serve` of this data directory wrote. Return None if none runs: a `sie serve` that was
-    killed leaves its file behind, but not its lock. Raises SettingError for a file that cannot be used.
+    """Read the file that the `sie serve` of this data directory wrote. Return None if no `sie serve` runs: after a `sie
+    serve` was killed, its file still exists, but its lock is free. Raises SettingError for a file that cannot be used.
     """
     path = data_dir / FILE
     if _is_unlocked(data_dir / LOCK):
@@ -93,7 +93,9 @@ def read(data_dir: Path) -> Access | None:
 
 
 def _is_unlocked(lock: Path) -> bool:
-    """Return whether there is a lock that no process holds. A lock that this user may not read counts as held."""
+    """Return whether the lock file exists and no process has locked it. A lock file that this user may not read is
+    treated as locked.
+    """
     try:
         with open(lock) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

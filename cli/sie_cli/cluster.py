@@ -158,13 +158,13 @@ class Cluster:
 
     @property
     def first_patience_s(self) -> float:
-        """Return for how long a command waits for a first connection to the gateway, seconds. Nobody starts a server of
-        this machine if no `sie serve` is known.
+        """Return the seconds for which a command waits for its first connection to the gateway. It does not wait for a
+        server of this machine if no `sie serve` is known, because then no process will start the server.
         """
         return 0.0 if self.local() is None and is_local(self.gateway_urls[0]) else FIRST_S
 
     def without_gateway(self, url: str, error: BaseException) -> str:
-        """Return the refusal of a command that got `error` instead of an answer of the gateway at `url`."""
+        """Return the error of a command that got `error` instead of an answer of the gateway at `url`."""
         cause = "" if is_refused(error) else f" ({cause_of(error)})"
         advice = (
             f"start one with `{self.serve}`, or name another address with --url"

@@ -92,7 +92,8 @@ class DataDir:
                 raise SettingError(
                     "--data-dir", f"{sockets}, for sockets, is another user's; name a directory with a shorter path"
                 ) from None
-            self._lock = open(self._path / LOCK, "w", opener=_private)  # otherwise another user could lock it
+            # with other permissions, another user could lock the file
+            self._lock = open(self._path / LOCK, "w", opener=_private)
             os.fchmod(self._lock.fileno(), 0o600)
         except OSError as error:
             raise SettingError("--data-dir", f"{self._path}: {error.strerror}") from error

@@ -24,7 +24,7 @@ def size(count: float) -> str:
 
 
 def rounded_size(count: int) -> str:
-    """Format an estimate of bytes in two figures and powers of 1,000, as the hub does; `-` for 0."""
+    """Format an estimate of bytes with two digits and a unit in powers of 1,000, like the hub; `-` for 0."""
     if not count:
         return "-"
     rounded = float(f"{count:.2g}")

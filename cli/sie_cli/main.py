@@ -57,7 +57,7 @@ class _Program(AnyPosition):
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
-            click.echo(err=True)  # the line of ^C
+            click.echo(err=True)  # end the line in which the terminal shows ^C
             raise SystemExit(INTERRUPTED) from None
 
     def __call__(self, *args: Any, **options: Any) -> Any:

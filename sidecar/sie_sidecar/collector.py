@@ -60,7 +60,9 @@ class WorkerCollector(Collector):
             )
 
     def _devices(self) -> Iterator[Metric]:
-        """Metrics of the devices by the last descriptions of their adapters. Unknown values are absent, never zero."""
+        """Metrics of the devices, from the last descriptions of their adapters. A metric without a known value is
+        absent, not zero.
+        """
         health, gauge = self._health, self._scrape.gauge
         shown = {(health.device_name(health.links[number]),): here for number, here in health.descriptions.items()}
         away = {(health.device_name(link),): 0 for link in health.links if link.number not in health.descriptions}

@@ -73,12 +73,12 @@ class WorkerHealth:
 
     @property
     def descriptions(self) -> dict[int, ipc.Description]:
-        """Descriptions of the connected adapters, by number of their device."""
+        """Descriptions of the connected adapters, by the numbers of their devices."""
         return {link.number: link.description for link in self.links if link.connected and link.description is not None}
 
     def device_name(self, link: AdapterLink) -> str:
-        """Return the name of the device of the current or the last adapter on this link; empty before the first one. It
-        has a number if several devices have the same name.
+        """Return the name of the device of the current or the last adapter on this link; empty before the first one.
+        The name has a number if several devices have the same name.
         """
         names = [described.device for adapter in self.links if (described := adapter.description) is not None]
         name = link.description.device if link.description else ""
@@ -95,14 +95,18 @@ class WorkerHealth:
         return len(self.links) if len(self.links) > 1 else self._settings.gpu_count
 
     def memory(self) -> tuple[int, int]:
-        """Return the used and the total bytes of the memory of the connected devices, in which CPUs share theirs."""
+        """Return the used bytes and the total bytes of the memory of the connected devices. The memory that several CPU
+        devices share is counted once.
+        """
         shown = list(self.descriptions.values())
         if any(description.device == "cpu" for description in shown):
             shown = shown[:1]
         return sum(device.memory_used_bytes for device in shown), sum(device.memory_total_bytes for device in shown)
 
     def devices(self) -> tuple[DeviceBeat, ...]:
-        """Return the state of each device; nothing if there is one, which the other fields of a heartbeat describe."""
+        """Return the state of each device. The result is empty for a worker with one device, because the other fields
+        of a heartbeat describe that device.
+        """
         if len(self.links) == 1:
             return ()
         states = []

@@ -106,7 +106,7 @@ class SidecarMetrics:
 
 
 class _Counts:
-    """Counts of all adapters of one device. The counts of each adapter begin at zero."""
+    """Counts of all adapters of one device. Each adapter counts from zero."""
 
     def __init__(self) -> None:
         self._before: Sum[tuple[str, ...]] = Sum()  # counts of adapters that have ended
@@ -131,7 +131,7 @@ class OomCounts:
     """Counts of remedies after a device ran out of memory, by model and remedy."""
 
     def __init__(self) -> None:
-        self._devices: defaultdict[int, _Counts] = defaultdict(_Counts)  # by number of the device
+        self._devices: defaultdict[int, _Counts] = defaultdict(_Counts)  # counts by number of the device
 
     def update(self, description: Description, device: int = 0) -> None:
         """Update the counts with the counts that the adapter of this device reports."""
@@ -152,7 +152,7 @@ class TowerCounts:
     """Number of tower outputs that were cached when needed (`hit`) or not (`miss`)."""
 
     def __init__(self) -> None:
-        self._devices: defaultdict[int, _Counts] = defaultdict(_Counts)  # by number of the device
+        self._devices: defaultdict[int, _Counts] = defaultdict(_Counts)  # counts by number of the device
 
     def update(self, description: Description, device: int = 0) -> None:
         """Update the counts with the counts that the adapter of this device reports."""

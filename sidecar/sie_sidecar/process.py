@@ -39,7 +39,8 @@ DRAIN_S = 9.0
 MIN_CONNECTIONS = 6  # connections for batches; loads of models use some of them too
 REFILL_S = 1.0
 PRELOAD_RETRY_S = 5.0
-DEVICES_S = 30.0  # seconds to wait before a preload for the adapters of all devices, which share the models
+# seconds for which a preload waits for the adapters of all devices, because the models are distributed over the devices
+DEVICES_S = 30.0
 SERVE_RETRY_S = 0.5
 PING_ANSWER_S = 0.25  # seconds; an answer in transit does not count as silence, even with a stale multiplier of 1
 _logger = logging.getLogger("sie.sidecar")
@@ -165,7 +166,7 @@ async def serve(
                     await _unless_stopped(stop, admission.asked.wait())
                     following = tasks.start(_follow(admission, worker, health, stop), "pool assignment")
                 health.worker = worker
-                health.changed()  # from now on, gateways may place models on this worker
+                health.changed()  # gateways may place models on this worker from now on
                 await _unless_stopped(stop, _preload(settings, feed, links, worker, health, stop))
                 tasks.start(_upkeep(worker, stop), "upkeep")
                 idle_s = settings.idle_evict_s

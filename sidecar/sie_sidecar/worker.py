@@ -6,8 +6,8 @@ items of the stage.
                           model,                            killed an adapter)
                           tokens)
 
-Each device has a link to its adapter, models (`Hosting`), a queue, a dispatch and an isolation of its own. All other
-parts are shared by the devices.
+Each device has its own link to its adapter, models (`Hosting`), queue, dispatch and isolation. All other parts are
+shared by the devices.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Worker:
         fetching = PayloadFetching(identity.store, clock) if identity.store is not None else None
         # stages in reverse order: each passes its items to later ones
         self._settle = Settle(worker_id, results, dead_letters, self.inventory, fetching, metrics, self._work, clock)
-        self._isolates: list[Isolate] = []  # by number of the device
+        self._isolates: list[Isolate] = []  # isolations by number of the device
         self._dispatches: list[Dispatch] = []
         self.intake = WorkIntake(
             self.leases,
@@ -224,7 +224,7 @@ class Worker:
         self.queues.wake()
 
     def _dispatch(self, flight: InFlight) -> None:
-        if flight.hosted is not None:  # else it is settled
+        if flight.hosted is not None:  # otherwise the work item is settled
             self._dispatches[flight.hosted.device].add(flight)
 
     def _is_tokenising(self) -> bool:
@@ -279,7 +279,9 @@ class Worker:
         self.queues.wake()
 
     def check_copies(self) -> None:
-        """Load a model on one more device if its devices cannot keep up with its work. Called once a second."""
+        """Load a model on an additional device if its present devices cannot run its work fast enough. Called once a
+        second.
+        """
         for hosted in self.models.second_copies(lambda hosted: self.queues.all[hosted.device].is_behind(hosted)):
             self.loading.copy(hosted)
 

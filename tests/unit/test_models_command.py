@@ -462,7 +462,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], int, tuple[str, ...]]] = {
     "both ways": (
         ("add", "{file}", "--models-dir", "x"),
         2,
-        ("--models-dir writes a file, --url asks a config service",),
+        ("--models-dir writes a file, --url sends the entry to a config service",),
     ),
     "no model there": (("add", "./nowhere"), 1, ("there is no folder ./nowhere", "organisation/name")),
 }

@@ -12,6 +12,7 @@ pytestmark = pytest.mark.xdist_group("sources")  # one process reads them
 MOST_REUSED_CLASSES = 13
 MOST_VAGUE_NAMES = 5
 MOST_UNCLEAR_DOCSTRINGS = 0
+MOST_VAGUE_DOCSTRINGS = 5
 
 # Attributes of other objects that may be set, each with its reason.
 SET_ELSEWHERE = {
@@ -79,6 +80,16 @@ def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
         for place in measure.docstrings_without_subject(module)
     ]
     assert len(unclear) <= MOST_UNCLEAR_DOCSTRINGS, unclear
+
+
+def test_docstrings_have_no_vague_phrases() -> None:
+    vague = [
+        place
+        for package in measure.PACKAGES
+        for module in measure.modules(package)
+        for place in measure.vague_docstrings(module)
+    ]
+    assert len(vague) <= MOST_VAGUE_DOCSTRINGS, vague
 
 
 def test_docstrings_name_files_and_exceptions_that_exist() -> None:

@@ -117,7 +117,7 @@ class Owlv2:
         return None
 
     def detect(self, images: Sequence[Shown], prompt: Tensor) -> Sight:
-        """Detect objects in images. To be called under inference mode."""
+        """Detect objects in images. Call it under inference mode."""
         grid = torch.stack([own for (own,) in self._outputs.for_images(images, self._read)])
         patches = grid.flatten(1, 2).float()
         logits, _ = self._model.class_predictor(patches, prompt.expand(len(images), -1, -1))

@@ -46,8 +46,8 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # parameters of m
 
 
 def names_of(setting: str) -> list[str]:
-    """Return the devices that SIE_DEVICE `setting` names, each for a process of its own. Call this on the only thread,
-    before any use of CUDA.
+    """Return the names of the devices for the value of SIE_DEVICE. Each device gets a separate process. Call this while
+    the process has only one thread, before any use of CUDA.
     """
     if setting != "all":
         return setting.split(",")
@@ -55,8 +55,8 @@ def names_of(setting: str) -> list[str]:
 
 
 def _cuda_devices() -> int:
-    """Return the number of GPUs that torch sees, at most MAX_DEVICES. A forked process counts them: one that has called
-    CUDA could not fork processes that use it.
+    """Return the number of GPUs that torch finds, at most MAX_DEVICES. The GPUs are counted in a forked process: a
+    process that has called CUDA could not fork processes that use CUDA.
     """
     if torch.version.cuda is None and torch.version.hip is None:
         return 0
@@ -72,8 +72,9 @@ def _cuda_devices() -> int:
 
 
 def hide_other_gpus(name: str) -> None:
-    """Let this process, which has not used CUDA yet, and the processes that it starts see `cuda:N` alone, as `cuda:0`:
-    no library can then use the GPU of another adapter. Raises SettingError if CUDA_VISIBLE_DEVICES has fewer GPUs.
+    """Make only the GPU `cuda:N` visible, as `cuda:0`, to this process and to the processes that it starts, so that no
+    library can use the GPU of another adapter. The process must not have used CUDA yet. Raises SettingError if
+    CUDA_VISIBLE_DEVICES has fewer GPUs.
     """
     index = int(name.removeprefix("cuda:"))
     visible = [part.strip() for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if part.strip()]

@@ -70,7 +70,9 @@ def _end_process() -> None:
 
 
 class WorkerDevices(NamedTuple):
-    """Number of the devices of the worker, each with an adapter, and the name of this adapter's device among them."""
+    """Number of devices of the worker, each with one adapter, and the name of this adapter's device among these
+    devices.
+    """
 
     number: int
     name: str
@@ -610,7 +612,7 @@ class BatchRun:
         return results
 
     def _chunk_answers(self, group: Group, late: LateChunks) -> list[tuple[ItemResult | SIEError, int]]:
-        """Return the results of a group in which texts have chunks, with the tokens that ran for each."""
+        """Return the results of a group in which texts have chunks, each with the number of its tokens that ran."""
         units = late.units(group)
         faults = [next((self._errors[row] for row in own if row in self._errors), None) for own, _ in units]
         good = [[row] for (_, rows), fault in zip(units, faults, strict=True) if fault is None for row in rows]

@@ -10,8 +10,8 @@ sglang      a server of that package, in a separate process                  dec
 torch       the packed path of `backbone`                                    everything
 
 The measurements behind the rules are in bench/results/engine.md. The rule for sglang has none: an operator chooses
-SGLang by naming its environment. An engine whose states differ from those of the stock path is not used, whatever the
-rules say (`backbone`).
+SGLang by naming its environment. An engine whose states differ from the states of the stock path is not used, even
+if the rules select it (`backbone`).
 """
 
 from __future__ import annotations

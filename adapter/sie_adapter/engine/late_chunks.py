@@ -22,12 +22,13 @@ from sie_adapter.packed.packing import Int64, Items, MalformedBatch, Positions, 
 from sie_contracts.errors import InternalFailure, SIEError
 from sie_contracts.wire.ipc import ChunkedRows, Group
 
-_LISTS = ("dense", "multivector", "sparse.indices", "sparse.values")  # arrays that have an entry for each chunk
+# arrays of a result that have an entry for each chunk
+_LISTS = ("dense", "multivector", "sparse.indices", "sparse.values")
 
 
 class LateChunks:
-    """Segments of the windows of one batch, and the parts that heads compute of them. `count`: the number of rows of
-    the batch. Raises MalformedBatch for segments outside of their rows.
+    """Segments of the windows of one batch, and the parts that heads compute from these segments. `count`: the number
+    of rows of the batch. Raises MalformedBatch for segments outside of their rows.
     """
 
     def __init__(self, groups: Sequence[Group], lengths: Int64) -> None:
@@ -71,7 +72,7 @@ class LateChunks:
         within = np.arange(len(source)) - np.repeat(packed.bounds[:-1], packed.lengths)
         source = source[np.repeat(items.starts[packed.order], packed.lengths) + within]
         hidden = states.hidden[to_device(source, states.hidden.device)]
-        none = np.zeros(len(numbers), bool)  # no chunk is of a query
+        none = np.zeros(len(numbers), bool)  # chunks are always parts of documents, never of a query
         segments = States(hidden, packed, none, states.pooling, begins[packed.order] > 0)
         reduced = head.parts(segments, np.arange(len(numbers)))
         parts = self._parts.setdefault(name, [None] * len(self._segments))
@@ -81,8 +82,8 @@ class LateChunks:
         return set(owners[bad].tolist())
 
     def joined(self, heads: Mapping[str, Head], pooling: str) -> dict[str, list[Row | None]]:
-        """Return the rows of all chunks, by head; None for a chunk of which a part is missing. `pooling` is that of the
-        batch.
+        """Return the rows of all chunks, by head; None for a chunk of which a part is missing. `pooling`: the pooling
+        of the batch.
         """
         bounds = np.searchsorted(self._segments[:, 0], np.arange(self.chunks + 1))
         lengths = self._segments[:, 3] - self._segments[:, 2]
@@ -136,8 +137,8 @@ def _checked(table: Int64, described: ChunkedRows, lengths: Int64) -> Int64:
 
 
 def result_of(described: ChunkedRows, results: Sequence[ItemResult | SIEError]) -> ItemResult | SIEError:
-    """Return the result of one input from those of its chunks: their arrays one after the other, and the table of the
-    chunks (`messages.Ok`). The first error of a chunk is that of the input.
+    """Return the result of one input from the results of its chunks: the arrays of the chunks one after the other, and
+    the table of the chunks (`messages.Ok`). If chunks have errors, the first error is the error of the input.
     """
     if not described.spans:
         (result,) = results
@@ -159,7 +160,7 @@ def result_of(described: ChunkedRows, results: Sequence[ItemResult | SIEError]) 
 
 
 def results_of(group: Group, results: ItemResults) -> ItemResults:
-    """Return the results of the inputs of a group from those of all their chunks, in order."""
+    """Return the results of the inputs of a group from the results of all chunks of these inputs, in order."""
     joined: ItemResults = []
     at = 0
     for described in group.chunked:

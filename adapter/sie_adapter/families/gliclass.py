@@ -59,7 +59,7 @@ class GliclassTexts:
 
 @dataclass(frozen=True)
 class _Around:
-    """Parts of a prompt beside labels and text. `examples`: maps with `text` and `labels`."""
+    """Parts of a prompt in addition to labels and text. `examples`: maps with `text` and `labels`."""
 
     examples: tuple[dict[str, Any], ...]
     instruction: str
@@ -134,8 +134,8 @@ class GliclassModel(Extractor[GliclassTexts]):
         return results
 
     def _passes(self, lengths: list[int]) -> list[list[int]]:
-        """Return the rows of each pass. The package pools padding too, unless it reads the first token of a text, so
-        then all rows of a pass have one length.
+        """Return the rows of each pass. The package also pools padding, except with the pooling `first`. So with
+        other poolings, all rows of a pass have the same length.
         """
         chosen = list(passes(lengths, _TOKENS_PER_PASS.get(self._device.type, _TOKENS_PER_PASS_ELSEWHERE)))
         if self._model.config.pooling_strategy == "first":
@@ -174,8 +174,8 @@ class GliclassModel(Extractor[GliclassTexts]):
         return prompt
 
     def _encoded(self, texts: list[str], labels: list[str], around: _Around, prompt: int) -> list[list[int]]:
-        """Return the token ids of each text with its labels, at most `max_tokens`. If labels or examples stand behind
-        the text, the text is cut here, since the package would cut these.
+        """Return the token ids of each text with its labels, at most `max_tokens`. If labels or examples follow the
+        text, the text is truncated here, because the package would truncate the labels or examples.
         """
         if not texts:
             return []

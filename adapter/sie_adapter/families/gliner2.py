@@ -62,7 +62,7 @@ _CHARACTERS_PER_TOKEN = 16  # characters per token of a word; a longer word is c
 _CANDIDATES = 16384  # largest number of spans of a window that are kept, best first
 _ENDS = (".", "!", "?")  # if a text ends with none of these characters, the package adds a full stop
 _COUNTING = ("count_lstm", "count_lstm_moe", "count_lstm_v2")
-_TASK = "category"  # name of the task of classes, if neither request nor entry has one
+_TASK = "category"  # name of the classification task, if neither the request nor the entry has a name
 
 
 @dataclass(frozen=True)

@@ -114,7 +114,7 @@ class DenseHead:
 
 
 def _joined(parts: Sequence[Tensor], lengths: Int64, pooling: str) -> Tensor:
-    """Return the pooled states of a chunk from those of its parts."""
+    """Return the pooled states of a chunk from the pooled states of its parts."""
     if len(parts) == 1:
         return parts[0]
     weights = to_device(lengths.astype(np.float32), parts[0].device)

@@ -173,7 +173,7 @@ class TokenWeightHead:
 
 
 def _largest(rows: Sequence[Row], max_entries: int) -> Row:
-    """Return the largest weight of each id of several rows; with `max_entries` only the largest of them."""
+    """Return the largest weight of each id of several rows; with `max_entries` only the largest weights."""
     if len(rows) == 1:
         return rows[0]
     ids, place = torch.cat([ids for ids, _ in rows]).unique(return_inverse=True)

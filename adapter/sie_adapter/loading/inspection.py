@@ -81,7 +81,7 @@ def inspect(folder: Path, model: str, weights: Mapping[str, Any], current: Model
     with reading(folder):
         report.assumed += compare_files(folder, parse_entry(report.entry))
     report.entry["weights"]["digests"] = digests(folder)
-    if "hub" in weights:  # the folder was filled with the files that a load wants, and their manifest
+    if "hub" in weights:  # the folder was downloaded with the files that a load needs, and with their manifest
         files = [path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST]
         report.entry["download_bytes"] = sum(path.stat().st_size for path in files)
     if licence := _licence(folder):

@@ -62,7 +62,9 @@ _NOT_STARTED = (
 
 
 def is_device_fatal(error: BaseException) -> bool:
-    """Return whether the device is lost after this error: asynchronous CUDA errors stay in the context for good."""
+    """Return whether the device is lost after this error: an asynchronous CUDA error stays in the context until the
+    process ends.
+    """
     import torch
 
     survived = is_out_of_memory(error) or any(text in str(error) for text in _NOT_STARTED)

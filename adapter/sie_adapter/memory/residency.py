@@ -246,8 +246,8 @@ class ResidentModels:
 
     @contextlib.contextmanager
     def use(self, model: str, fingerprint: str = "") -> Iterator[Resident]:
-        """Yield the resident `model` for one batch; it is not evicted meanwhile. Raises ModelLoading if it is not
-        loaded, or if its fingerprint differs from `fingerprint`, since its entry was changed.
+        """Yield the resident `model` for one batch; it is not evicted while the batch runs. Raises ModelLoading if it
+        is not loaded, or if its fingerprint differs from `fingerprint`, since its entry was changed.
         """
         with self._lock:
             resident = self._residents.get(model)

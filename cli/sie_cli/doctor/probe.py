@@ -331,7 +331,7 @@ class ClusterProbe:
 
 
 def _sockets_of_devices(first: Path) -> list[Path]:
-    """Return the socket of a worker's first device, and those of its other devices that are there."""
+    """Return the socket of a worker's first device, and the existing sockets of its other devices."""
     further = (Path(ipc.device_socket(str(first), number)) for number in range(1, MAX_DEVICES))
     return [first, *(path for path in further if path.exists())]
 

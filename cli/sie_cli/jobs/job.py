@@ -279,8 +279,8 @@ BAR = 40
 
 
 def check_columns(path: Path, job_options: JobOptions) -> None:
-    """Raise CommandRefused if a file of this machine lacks a column that the job reads, before the file is sent. An
-    installation without the packages of jobs leaves this to the server.
+    """Raise CommandRefused if a file of this machine lacks a column that the job reads, before the file is sent. If the
+    packages for jobs are not installed, only the server checks the columns.
     """
     from sie_contracts.api.jobs import JobInput
     from sie_contracts.errors import InvalidInput

@@ -40,7 +40,7 @@ _SIZES = (
     ("up to 8 GB", 8e9),
     ("more than 8 GB", float("inf")),
 )
-# what models are grouped by -> the groups of a model
+# property by which models are grouped -> function that returns the groups of a model
 _GROUPS: dict[str, Callable[[dict[str, Any]], Sequence[str]]] = {
     "task": lambda model: model.get("tasks") or (_UNSTATED,),
     "language": lambda model: model.get("languages") or (_UNSTATED,),

@@ -153,7 +153,7 @@ def _commit(settings: Settings, hub: str, revision: str | None) -> str:
 
 
 def _without_hub(hub: str, revision: str | None) -> str:
-    """Return the advice that needs no answer of the hub about a commit."""
+    """Return advice for the choice of a commit without an answer of the hub."""
     if revision:
         return "give --revision the whole commit, 40 hex digits"
     return f"name its commit: `sie models add {hub} --revision COMMIT`"

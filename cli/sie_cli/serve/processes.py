@@ -81,7 +81,7 @@ class LocalCluster:
         self._environ = dict(plan.environ)
         self._stop = asyncio.Event()
         self._readiness: dict[str, Probe] = {}
-        self._visibility: dict[str, Probe] = {}  # probes of what gateways see of processes that are ready
+        self._visibility: dict[str, Probe] = {}  # probes that check whether gateways see the processes that are ready
         self._lacking = ""  # reason why a model of the command line cannot be served
         self._embedded: EmbeddedBroker | None = None
         self._admin_token = plan.settings.admin_token or Secret(secrets.token_urlsafe(32))
@@ -112,7 +112,7 @@ class LocalCluster:
         self._say(name, line, level)
 
     async def _supervised(self, supervisor: Supervisor, *groups: list[Child]) -> int:
-        """Start all processes in order, run until the end, stop all in order. Return the exit status."""
+        """Start all processes in order, run until the end, then stop all processes in order. Return the exit status."""
         broker, config, gateways, sidecars, adapters = groups
         children = [*broker, *config, *gateways, *sidecars, *adapters]
         self._say("serve", f"starting {', '.join(child.name for child in children)}")
@@ -145,7 +145,7 @@ class LocalCluster:
         set.
         """
         plan = self._plan
-        device, _, _ = plan.settings.device.partition(",")  # several devices are alike
+        device, _, _ = plan.settings.device.partition(",")  # all devices of a worker have the same type
         cpu = device == "cpu" or (
             device in ("auto", "all") and not Path("/dev/nvidia0").exists() and sys.platform != "darwin"
         )
@@ -256,7 +256,7 @@ class LocalCluster:
         """Wait for this gateway before the start counts as ready: it must answer, and report all workers as healthy."""
         self._await_answer(name, port)
         if self._plan.settings.gateway_workers is not None:
-            return  # with SIE_GATEWAY_HEALTH_MODE=ws the gateway knows only the workers of that list
+            return  # with SIE_GATEWAY_HEALTH_MODE=ws the gateway knows only the workers in SIE_GATEWAY_WORKERS
         self._visibility[f"workers, as {name} sees them"] = functools.partial(
             lacks_workers,
             url=f"http://{_reachable(self._plan.host)}:{port}/health",
@@ -296,8 +296,8 @@ class LocalCluster:
         return Child(name, argv, environ, grace_s, self._plan.once)
 
     async def _until_ready(self, supervisor: Supervisor) -> None:
-        """Wait until all processes are ready, and print meanwhile for what. End the start if a model of the command
-        line cannot be loaded: the server would answer no request for it.
+        """Wait until all processes are ready, and print which processes are not ready yet. End the start if a model of
+        the command line cannot be loaded: the server would answer no request for it.
         """
         started_s = last_reported_s = time.monotonic()
         waiting = {**self._readiness, **self._visibility}
@@ -323,10 +323,10 @@ class LocalCluster:
                     break
                 if time.monotonic() - last_reported_s > TELL_EVERY_S:
                     last_reported_s = time.monotonic()
-                    name = next(iter(waiting))  # the probes after it usually wait for the same process
+                    name = next(iter(waiting))  # the later probes usually wait for the same process
                     self._say("serve", f"waiting for {name}: {reasons[name]}")
                     self._tell_unread()
-                await asyncio.sleep(READY_POLL_S)  # the pause between readiness probes
+                await asyncio.sleep(READY_POLL_S)  # pause between two readiness probes
         supervisor.is_up = True
         self._say("serve", f"ready in {time.monotonic() - started_s:.1f} s")
         self._greet()

@@ -62,8 +62,8 @@ async def lacks_workers(client: httpx.AsyncClient, url: str, token: Secret, coun
 
 @dataclass(frozen=True)
 class FailedLoad:
-    """Load of a model that failed on all workers that tried it. `attempts`: the tries so far of the worker that was
-    most patient. `is_permanent`: no worker tries again.
+    """A model whose load failed on all workers that tried it. `attempts`: the largest number of attempts of a worker.
+    `is_permanent`: no worker tries again.
     """
 
     message: str
@@ -72,7 +72,7 @@ class FailedLoad:
 
     @property
     def is_final(self) -> bool:
-        """Return whether a preload is not tried again."""
+        """Return whether a preload of this model makes no further attempt."""
         return self.is_permanent or self.attempts >= MAX_ATTEMPTS
 
     def __str__(self) -> str:
@@ -82,14 +82,14 @@ class FailedLoad:
 
 
 async def failed_load(client: httpx.AsyncClient, url: str, token: Secret, model: str) -> FailedLoad | None:
-    """Return the failed load of a model by the reports of a gateway's workers; None if none failed, if a worker has or
-    loads the model, or if the gateway does not answer.
+    """Return the failed load of a model by the reports of a gateway's workers; None if no load failed, if a worker has
+    loaded the model or loads it, or if the gateway does not answer.
     """
     try:
         answer = await client.get(f"{url}/v1/models/{model}", headers={"Authorization": f"Bearer {token.reveal()}"})
         info = answer.json() if answer.status_code == 200 else {}
     except (httpx.HTTPError, ValueError):
-        return None  # the probe of its readiness reports it
+        return None  # the readiness probe of the gateway reports the error
     errors = [host["error"] for host in info.get("hosts", ()) if host["error"] is not None]
     if info.get("state") != "failed" or not errors:
         return None

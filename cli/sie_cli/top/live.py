@@ -30,7 +30,7 @@ from sie_client.errors import RequestError, SIEConnectionError, SIEError
 from sie_contracts.loopback import direct
 
 PAST_EVERY_S = 10.0
-PAST_S = 3.0  # seconds: time limit of a reply
+PAST_S = 3.0  # time limit of a reply, in seconds
 REDRAW_S = 1.0
 PIPE_WIDTH, PIPE_HEIGHT = 120, 60
 

@@ -1,4 +1,5 @@
-"""Spans of a text by a rule: chunks that end where a paragraph or a sentence ends, as far as their tokens allow.
+"""Split of a text into spans by a rule: chunks end at the end of a paragraph or a sentence, if the limits on their
+tokens allow it.
 
     text ──► blocks of Markdown, sentences, words ──► places by level ──► greedy: the last place that fits ──► spans
 
@@ -24,7 +25,7 @@ from sie_contracts.wire.messages import Boundary, ChunkRule
 
 Places = NDArray[np.int64]
 PARAGRAPH, SENTENCE, LINE, WORD, TOKEN = range(5)  # levels of places, the highest first
-# Language of the abbreviations after which no sentence ends. Sentences of other scripts end at their own marks.
+# language of the abbreviations whose full stop does not end a sentence
 _LANGUAGE = "en"
 _FIRST_LEVEL: dict[Boundary, int] = {"paragraph": PARAGRAPH, "sentence": SENTENCE, "token": TOKEN}
 _LINE_END = re.compile(r"\r\n?|\n")
@@ -49,7 +50,8 @@ def spans(text: str, ends: Sequence[int] | NDArray[Any], rule: ChunkRule) -> lis
     places = _places(text, token_ends, rule.boundary)
     counts = [np.searchsorted(token_ends, level, side="right") for level in places]
     chunks: list[tuple[int, int]] = []
-    start = first = end_count = 0  # the last two: tokens before the start of the chunk, and before the end of the last
+    # the last two values: number of tokens before the start of the chunk, and before the end of the last chunk
+    start = first = end_count = 0
     while len(token_ends) - first > rule.max_tokens:
         least = max(first + max(1, rule.min_tokens), end_count + 1)
         end = _end(places, counts, least, first + rule.max_tokens)
@@ -97,7 +99,9 @@ def _next_start(
 
 
 def _places(text: str, token_ends: Places, boundary: Boundary) -> list[Places]:
-    """Return the places of each level, from that of the boundary down to that of tokens, ascending."""
+    """Return the places of each level in ascending order, from the level of the boundary down to the level of
+    tokens.
+    """
     first = _FIRST_LEVEL[boundary]
     levels: list[set[int]] = [set() for _ in range(TOKEN)]
     if first < TOKEN:
@@ -117,7 +121,7 @@ def _places(text: str, token_ends: Places, boundary: Boundary) -> list[Places]:
 def _add_blocks(text: str, levels: list[set[int]]) -> None:
     """Add the places between blocks, sentences, items of lists, and lines of code and tables."""
     starts = np.array([0, *(match.end() for match in _LINE_END.finditer(text)), len(text)])
-    whole = np.zeros(len(text) + 1, bool)  # places inside a block in which a full stop ends no sentence
+    whole = np.zeros(len(text) + 1, bool)  # places inside a block in which a full stop does not end a sentence
     heading: int | None = None  # start of the heading before this block
     for token in _markdown().parse(text):
         if token.map is None:
@@ -127,7 +131,7 @@ def _add_blocks(text: str, levels: list[set[int]]) -> None:
             _add_lines(starts, first, stop, levels, whole)
         if token.level == 0:
             levels[PARAGRAPH if heading is None else LINE].add(first)
-            if heading is not None:  # it stays with this block
+            if heading is not None:  # the heading stays in the chunk of this block
                 whole[heading + 1 : first + 1] = True
             heading = first if token.type == "heading_open" else None
         elif token.type == "list_item_open":
@@ -153,7 +157,7 @@ def _sentence_ends(text: str) -> Iterator[int]:
         if start + size >= len(text):
             yield from ends
             return
-        if len(ends) > 1:  # the last one may go on
+        if len(ends) > 1:  # the last sentence may continue in the next piece
             yield from ends[:-1]
             start, size = ends[-2], _PIECE
         elif size < _LONGEST_PIECE:
@@ -165,7 +169,7 @@ def _sentence_ends(text: str) -> Iterator[int]:
 @cache
 def _markdown() -> MarkdownIt:
     """Return the reader of blocks. Indented code and HTML are read as text: most texts with them are no Markdown.
-    Tables are found by their lines, since the reader makes an object of each cell.
+    Tables are found by their lines, because the reader creates an object for each cell.
     """
     return MarkdownIt("commonmark").disable(["inline", "code", "html_block"])
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 T = TypeVar("T")
-MAX_CAUSE = 200  # characters of a cause in a line
+MAX_CAUSE = 200  # largest number of characters of a cause in an error line
 
 # The list has no networks: httpx and the standard library accept only names and addresses.
 _HOSTS = ("localhost", "127.0.0.1", "::1")
@@ -43,7 +43,7 @@ def is_refused(error: BaseException) -> bool:
     while cause is not None:
         if isinstance(cause, ConnectionRefusedError):
             return True
-        # one exception for each address of a host name
+        # one exception for each address to which the host name resolves
         causes = [exception for exception in getattr(cause, "exceptions", ()) if isinstance(exception, BaseException)]
         if causes and all(map(is_refused, causes)):
             return True
@@ -52,7 +52,7 @@ def is_refused(error: BaseException) -> bool:
 
 
 def cause_of(error: BaseException) -> str:
-    """Return the cause of a failed call in one line, without the words of the exceptions that wrap it."""
+    """Return the cause of a failed call in one line, without the messages of the exceptions that wrap the cause."""
     while error.__cause__ is not None and not isinstance(error, OSError):
         error = error.__cause__
     return " ".join(str(error).split())[:MAX_CAUSE] or type(error).__name__

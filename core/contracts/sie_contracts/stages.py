@@ -1,6 +1,6 @@
 """Stages of a request, in the order of their times: the key of each in `timing` of a reply, and its word for people.
 
-The words are those of the console, of `sie try` and of the documentation. The stages are contiguous: they add up to
+The console, `sie try` and the documentation use these words. The stages are contiguous: they add up to
 `total_time`.
 """
 

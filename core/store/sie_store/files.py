@@ -109,5 +109,5 @@ def _remove_unfinished(path: Path) -> None:
 
 
 def open_files(url: str | None, *, setting: str = "SIE_PAYLOAD_STORE_URL") -> FileObjects | None:
-    """Open the files at a URL in the form of SIE_PAYLOAD_STORE_URL; None without a URL. Raises SettingError."""
+    """Open the files at a URL in the form of SIE_PAYLOAD_STORE_URL; None if there is no URL. Raises SettingError."""
     return None if url is None else FileObjects(object_stores.opened(url, setting))

@@ -124,7 +124,7 @@ async def _within(timeout_s: float, work: Coroutine[Any, Any, _T]) -> _T:
 
 
 def open_store(url: str | None, *, setting: str = "SIE_PAYLOAD_STORE_URL") -> PayloadStore | None:
-    """Open the store at a URL in the form of SIE_PAYLOAD_STORE_URL; None without a URL. Raises SettingError.
+    """Open the store at a URL in the form of SIE_PAYLOAD_STORE_URL; None if there is no URL. Raises SettingError.
 
     A folder is created if it does not exist, with permissions for its owner alone: it contains input of clients.
     Buckets are not checked: they may be created later.

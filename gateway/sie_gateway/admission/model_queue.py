@@ -17,7 +17,7 @@ Rules of `judge`, in this order:
 
 Only measured time counts. The time between two results is a sample if the later work was in the queue before the
 earlier result came: then the workers had no pause in between. So an idle worker yields no sample, and without a sample
-no wait is predicted. The samples are those of this gateway alone, so they include the effects of other gateways,
+no wait is predicted. The samples come from this gateway alone, so they include the effects of other gateways,
 workers, models and priorities.
 
 `AnswerPace` measures the speed of the gateway itself, for requests that it refuses before it has read them.
@@ -116,7 +116,7 @@ class _BatchResults:
         chunks: int,
     ) -> None:
         self.name = name
-        # results that have not arrived yet, also those of other gateways, which never arrive here
+        # results that have not arrived yet, including results for other gateways, which never arrive here
         self.missing = chunks
         self.at_s = at_s
         self.before_s = before_s

@@ -47,7 +47,7 @@ async def infer(operation: Operation, inference: Inference, call: Call, raw: byt
 
 
 def _check_whole(items: Sequence[RequestItem], format_: str) -> None:
-    """Check that no item has chunks, whose vectors have no place in a format with one row for each item. Raises
+    """Check that no item has chunks. A format with one row for each item cannot contain their vectors. Raises
     InvalidInput.
     """
     index = next((index for index, item in enumerate(items) if item.chunks is not None), None)

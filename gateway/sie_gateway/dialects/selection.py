@@ -31,7 +31,7 @@ _MISSING: dict[Capability, str] = {
     "predict": "has no classes of its own to predict",
     "transcribe": "writes down no speech",
 }
-_CHECKED: tuple[Capability, ...] = ("predict", "transcribe")  # of which the task does not say enough
+_CHECKED: tuple[Capability, ...] = ("predict", "transcribe")  # capabilities that do not follow from the task alone
 
 
 NOT_NAMED = "default/not-specified"  # sent by Infinity's client if its user names no model

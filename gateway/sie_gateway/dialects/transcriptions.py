@@ -37,11 +37,11 @@ if TYPE_CHECKING:
     from sie_gateway.inference.handler import Inference
 
 VTT = "text/vtt"
-# a segment that ends in the last seconds of a part may have lost its end: it is heard again, as the begin of the next
-# part. Whisper hears 30 s at a time, so no segment is longer
+# the last seconds of a part are read again at the start of the next part, because a segment at the end of a part may be
+# incomplete. Whisper reads 30 s at a time, so no segment is longer
 AGAIN_S = 30
 GRANULARITIES = "timestamp_granularities[]"
-# fields of OpenAI for what these models do not do, with the values that ask for nothing
+# fields of OpenAI that these models do not support, with the values that change nothing
 _REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
     "stream": (("false",), "false: the whole text comes at once"),
     "temperature": (("0", "0.0"), "0: the most likely words are written, none at random"),
@@ -57,7 +57,7 @@ _REFUSED_LISTS = {
 
 
 class SpokenSegment(NamedTuple):
-    """Words between two times, in seconds of the recording."""
+    """Words that were spoken between two times, in seconds of the recording."""
 
     start: float
     end: float
@@ -76,14 +76,16 @@ class Transcript:
     tokens: int = 0
 
     def add(self, segments: Sequence[SpokenSegment], text: str) -> None:
-        """Add the segments of a part. `text`: the text of all of them, empty if some are left out."""
+        """Add the segments of a part. `text`: the text of all segments of the part; empty if some segments are left
+        out.
+        """
         self.segments += segments
         own = text or self.space.join(segment.text for segment in segments)
         self.text = self.space.join(filter(None, (self.text, own)))
 
 
 async def _transcribe(task: str, inference: Inference, call: Call, raw: bytes) -> EncodedReply:
-    """Answer with what is said in the recording, or with its translation into English."""
+    """Answer with the words that are spoken in the recording, or with their translation into English."""
     form = Form(call.headers.get("content-type", ""), listed=(GRANULARITIES, *_REFUSED_LISTS))
     file = await beside(raw, lambda: form.whole(raw))
     resolved = able(inference, call, "transcribe", form.fields.get("model"))
@@ -109,20 +111,20 @@ transcriptions = functools.partial(_transcribe, "transcribe")
 translations = functools.partial(_transcribe, "translate")
 
 
-# the recording
+# reading of the recording
 
 
 async def _read(inference: Inference, call: Call, planned: PlannedRequest) -> tuple[Transcript, RequestResult]:
-    """Read a recording part by part. Returns the result of the last part too. Raises the errors of
+    """Read a recording part by part. Also returns the result of the last part. Raises the errors of
     `Inference.execute`.
     """
     transcript = Transcript()
     from_s = 0.0
     for number in itertools.count():
-        # with a separate id, a late answer to a part cannot be taken for an answer to the next one
+        # with a separate id, a late answer to a part cannot be confused with the answer to the next part
         own = replace(call, id=f"{call.id}-part{number}") if number else call
         run = planned.options.run
-        # recognised once, as in a recording of one part
+        # the language is recognised once, in the first part
         language = {"language": transcript.language} if transcript.language else {}
         parameters = {**run.parameters, **language}
         part = planned.with_run(msgspec.structs.replace(run, sound_from_s=from_s, parameters=parameters))
@@ -158,7 +160,7 @@ def _add(transcript: Transcript, outcome: Ok, from_s: float) -> float:
     whole_s = from_s + MAX_SECONDS - AGAIN_S
     cut = [segment for segment in segments if segment.end > whole_s]
     transcript.add([segment for segment in segments if segment.end <= whole_s], "" if cut else text)
-    # a segment from the beginning of the part to its end cannot stop the progress
+    # with this minimum, a segment that fills the whole part cannot stop the progress
     return max(from_s + AGAIN_S, min([whole_s, *(segment.start for segment in cut)]))
 
 
@@ -168,8 +170,8 @@ Write = Callable[[Transcript, str, RequestResult], tuple[bytes, str]]
 
 
 def _writer(form: Form) -> Write:
-    """Return the function that writes the reply in the format of the request. Raises InvalidInput, also for a field
-    that cannot be served.
+    """Return the function that writes the reply in the format of the request. Raises InvalidInput for an invalid field,
+    or a field that is not supported.
     """
     for name, (accepted, expected) in _REFUSED.items():
         value = form.fields.get(name, "")
@@ -248,7 +250,9 @@ def _vtt(transcript: Transcript, task: str, finished: RequestResult) -> tuple[by
 
 
 def _cues(segments: Sequence[SpokenSegment], mark: str) -> list[str]:
-    """Return the cues of subtitles. A text cannot end its cue, and has no arrow that a reader takes for times."""
+    """Return the cues of subtitles. The text of a cue has no empty line, which would end the cue, and no arrow, which
+    readers would parse as a line of times.
+    """
     return [
         f"{_time(segment.start, mark)} --> {_time(segment.end, mark)}\n"
         f"{' '.join(segment.text.split()).replace('-->', '->')}\n"

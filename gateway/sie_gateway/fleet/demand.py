@@ -70,7 +70,7 @@ class DemandRecords:
             self._wake.set()
 
     def drop_pool(self, pool: str) -> None:
-        """Forget the lanes of a pool that does not exist any more. Its records in the broker expire by their age."""
+        """Drop the lanes of a pool that no longer exists. Its records in the broker expire by their age."""
         for entries in (self._noted, self._written):
             for lane in [lane for lane in entries if lane.pool == pool]:
                 del entries[lane]
@@ -156,7 +156,7 @@ class ColdStarts:
             self._starts.setdefault(lane, _ColdStart(now_s)).last_s = now_s
 
     def drop_pool(self, pool: str) -> None:
-        """Forget the lanes of a pool that does not exist any more."""
+        """Drop the lanes of a pool that no longer exists."""
         for entries in (self._starts, self._took_s):
             for lane in [lane for lane in entries if lane.pool == pool]:
                 del entries[lane]

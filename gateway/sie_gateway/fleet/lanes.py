@@ -223,7 +223,7 @@ class Fleet:
         return [(self._seen[name][1], name in self._healthy) for name in sorted(self._seen)]
 
     def is_starting(self, worker: str) -> bool:
-        """Return whether a worker is not ready yet, and its heartbeats are in time."""
+        """Return whether a worker is not ready yet but sends its heartbeats in time."""
         return self.is_heard(worker) and not (self._seen[worker][1].ready or self._seen[worker][1].leaving)
 
     def is_heard(self, worker: str) -> bool:
@@ -394,7 +394,7 @@ class Fleet:
 
     def model(self, model: str) -> tuple[str, list[tuple[Heartbeat, ModelStatus]]]:
         """Return the state of a model over all healthy workers, and the report of each worker, sorted by name. Reports
-        of workers that start count while they load the model, or have failed to.
+        of workers that are starting count if these workers load the model or failed to load it.
         """
         self._expire()
         reports = [
@@ -406,7 +406,9 @@ class Fleet:
         return next((state for state in STATES if state in present), "available"), reports
 
     def on_disk(self) -> frozenset[str]:
-        """Return the models on the disks of workers that are healthy or start. The result may be some seconds old."""
+        """Return the models on the disks of workers that are healthy or are starting. The result may be some seconds
+        old.
+        """
         since_s, models = self._on_disk
         if (now_s := self._clock()) - since_s >= ON_DISK_S or not models:
             models = frozenset(

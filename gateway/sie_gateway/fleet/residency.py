@@ -139,7 +139,7 @@ class Residencies:
         await self._bus.send(topology.residency_subject(beat.worker), data)
 
     def drop_pool(self, pool: str) -> None:
-        """Forget the wishes for a pool that does not exist any more."""
+        """Drop the wishes for a pool that no longer exists."""
         for key in [key for key in self._wishes if key[0].pool == pool]:
             del self._wishes[key]
 

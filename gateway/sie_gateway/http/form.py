@@ -16,12 +16,12 @@ from sie_contracts.errors import InvalidInput
 MAX_FIELDS = 16
 MAX_FIELD_BYTES = 4096
 MAX_NAME_CHARS = 255
-MAX_BOUNDARY_BYTES = 70  # RFC 2046, 5.1.1
+MAX_BOUNDARY_BYTES = 70  # limit of RFC 2046, section 5.1.1
 
 
 class Form:
-    """Reader of one form. Raises InvalidInput for a body that is no form, for a second file, and for a second value of
-    a field. The fields in `listed` may have several values, which are in `lists`.
+    """Reader of one form. Raises InvalidInput for a body that is not a form, for a second file, and for a second value
+    of a field. The fields in `listed` may have several values, which are in `lists`.
     """
 
     def __init__(self, content_type: str, listed: Collection[str] = ()) -> None:
@@ -66,7 +66,7 @@ class Form:
         self._check_end()
 
     def whole(self, body: bytes) -> bytes:
-        """Return the bytes of the file of a form in memory."""
+        """Return the bytes of the file in a form whose body is in memory."""
         pieces = self._read(body)
         self._check_end()
         return b"".join(pieces)

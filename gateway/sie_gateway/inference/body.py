@@ -139,7 +139,7 @@ def items(body: Mapping[str, Any], *, limit: int) -> tuple[RequestItem, ...]:
 
 
 def _check_chunks(inputs: Sequence[RequestItem], name: str) -> None:
-    """Raise InvalidInput if the items have too many spans in all."""
+    """Raise InvalidInput if the items have too many spans in total."""
     spans = sum(len(item.chunks.spans) // 8 for item in inputs if item.chunks is not None)
     if spans > chunk_fields.MAX_REQUEST_CHUNKS:
         limit = chunk_fields.MAX_REQUEST_CHUNKS

@@ -63,8 +63,8 @@ class ItemFiles(NamedTuple):
 
 
 class TextParts(NamedTuple):
-    """Rows and results of the text of an input. `longest`: its most tokens; `vectors`: the results for it, more than
-    one for a text with chunks.
+    """Rows and results of the text of an input. `longest`: upper bound of the tokens of the text. `vectors`: number of
+    results for the text, more than one for a text with chunks.
     """
 
     longest: int

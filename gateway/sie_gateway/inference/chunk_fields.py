@@ -16,9 +16,10 @@ from sie_contracts.models.option_values import describe
 from sie_contracts.wire.messages import BOUNDARIES, MAX_RULE_TOKENS, ChunkRule, TextChunks
 
 FIELDS = frozenset({"chunks", "context"})
-MAX_CHUNKS = 4096  # chunks of one item; the worker has the same limit for those that a rule makes
-MAX_REQUEST_CHUNKS = 16384  # spans of all items of a request
-MAX_TEXT = 1 << 18  # code points of a text with chunks
+# largest number of chunks of one item; the worker has the same limit for chunks that follow from a rule
+MAX_CHUNKS = 4096
+MAX_REQUEST_CHUNKS = 16384  # largest number of spans of all items of a request
+MAX_TEXT = 1 << 18  # largest number of code points of a text with chunks
 _RULE = frozenset(ChunkRule.__struct_fields__)
 
 
@@ -45,7 +46,7 @@ def read(item: Mapping[str, Any], text: str | None, path: str) -> TextChunks | N
 
 
 def estimated_chunks(chunks: TextChunks, tokens: int) -> int:
-    """Return how many chunks a text of about so many tokens has."""
+    """Return the estimated number of chunks of a text with about `tokens` tokens."""
     if chunks.rule is None:
         return len(chunks.spans) // 8
     fresh = max(1, max(chunks.rule.min_tokens, chunks.rule.max_tokens // 2) - chunks.rule.overlap_tokens)
@@ -62,7 +63,7 @@ def _spans(value: list[Any], length: int, path: str) -> bytes:
         raise _bad(path, "expected at least one span")
     if len(value) > MAX_CHUNKS:
         raise _bad(path, f"got {len(value)} spans, at most {MAX_CHUNKS} are allowed", "too_many_chunks", MAX_CHUNKS)
-    before, earlier_end = (-1, 0), 0  # the span before, and the end of the one before that
+    before, earlier_end = (-1, 0), 0  # the previous span, and the end of the span before it
     for index, span in enumerate(value):
         where = f"{path}[{index}]"
         if not isinstance(span, list) or len(span) != 2 or set(map(type, span)) != {int}:

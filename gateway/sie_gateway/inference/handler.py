@@ -143,7 +143,7 @@ class Inference:
             raise
 
     def _loaded(self, catalogue: Catalogue, able: Able) -> list[str]:
-        """Return the loaded models that are able, at most two."""
+        """Return at most two loaded models that have the capability."""
         loaded = {status.model for beat in self._fleet.healthy() for status in beat.models if status.state == "loaded"}
         entries = (catalogue.find(name) for name in sorted(loaded))
         return [entry.id for entry in entries if entry is not None and able(entry)][:2]
@@ -393,7 +393,7 @@ def _remedy(name: str, like: list[str]) -> str:
     return f"; {adds or 'GET /v1/models lists those that there are'}"
 
 
-# companies whose models are no files, by the beginning of a model's name
+# companies whose models cannot be downloaded, by the first part of a model's name
 _FOREIGN = {
     "text-embedding-": "OpenAI",
     "voyage-": "Voyage",

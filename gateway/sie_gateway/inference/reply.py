@@ -197,7 +197,7 @@ class _Listed:
 
 
 def _is_wide(value: Any) -> bool:
-    """Return True if the value has a matrix, or chunks with numbers, of more than a piece."""
+    """Return True if the value has a matrix, or chunks, with more numbers than one piece may have."""
     if isinstance(value, np.ndarray):
         return value.ndim == 2 and value.size > PIECE_VALUES
     if isinstance(value, list):

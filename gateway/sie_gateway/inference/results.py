@@ -179,7 +179,7 @@ class RequestResult:
         if failure is None:
             return
         error, listed = failure
-        is_input = isinstance(error, InvalidInput)  # any other error is not caused by this input
+        is_input = isinstance(error, InvalidInput)  # an error other than InvalidInput is not caused by this input
         # The error may name a field of the input. Fields of images and chunks are left out for other client families,
         # because their names differ.
         own = error.param.startswith(("images[", "chunks"))

@@ -369,8 +369,8 @@ def _unusable(item: RequestItem, request: PlannedRequest, takers: _Takers) -> Fa
 
 
 def _fault_of_chunks(chunks: TextChunks, request: PlannedRequest, takers: _Takers) -> ErrorInfo | None:
-    """Return the reason why this model gives no vectors of chunks, with the models that do, or None. The pooling of an
-    entry that does not name one is known to the worker.
+    """Return the reason why this model returns no vectors of chunks, with the names of models that return them; None if
+    there is no such reason. Only the worker knows the pooling of an entry without `pooling`.
     """
     entry, run = request.resolved.entry, request.options.run
     if request.operation != "encode":

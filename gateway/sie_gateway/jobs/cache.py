@@ -10,7 +10,7 @@ A segment is written in one step, and never changed:
 Numbers are little-endian. When a job begins, it reads the digests of all segments of its space, the newest segment
 first, at most MAX_ITEMS digests. Values are read by whole segments, and the last SEGMENTS_KEPT segments stay in memory:
 the rows of a corpus that changed little are in the order in which their values were stored. Long computations run in a
-thread, because the event loop must renew the leases of jobs meanwhile.
+thread, because the event loop must renew the leases of jobs at the same time.
 """
 
 from __future__ import annotations

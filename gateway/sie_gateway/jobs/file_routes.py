@@ -1,4 +1,4 @@
-"""Routes of files. A form with one file is read while it arrives, piece by piece."""
+"""Routes of files. A form with one file is read in pieces while it arrives."""
 
 from __future__ import annotations
 

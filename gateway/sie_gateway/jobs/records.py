@@ -112,7 +112,7 @@ class RecordValues(Mapping[str, T], Generic[T]):
         return len(self._values)
 
     async def change(self, id_: str, make: Callable[[T | None], T | None]) -> T | None:
-        """Change a record as `Record.change` does. The new value is `bounded`."""
+        """Change a record like `Record.change`. The new value is `bounded`."""
 
         def changed(before: T | None) -> T | None:
             after = make(before)

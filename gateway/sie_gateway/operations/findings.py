@@ -58,7 +58,7 @@ _ENTRY = (
     "change its entry (`sie models set {name}`), or make the revision before it the newest again "
     "(`sie models history {name}`, `sie models rollback {name} REVISION`)"
 )
-# remedy of a load that failed, by error class; {name} is the model
+# remedy for a failed load, by error class; {name} is the model
 _LOADS: Mapping[LoadErrorClass, str] = {
     "OOM": "give it a larger worker, or fewer models beside it (`sie models unload {name}`)",
     "NETWORK": "let the worker reach the source of the weights that the reason names and write them to its disk, or "
@@ -75,12 +75,12 @@ _LOADS: Mapping[LoadErrorClass, str] = {
 
 
 def _of_load(error_class: str, model: str) -> str:
-    """Return the remedy for a load of a model that failed."""
+    """Return the remedy for a failed load of a model."""
     remedy = next((text for name, text in _LOADS.items() if name == error_class), _LOADS["UNKNOWN"])
     return remedy.format(name=shlex.quote(model.partition(":")[0]))
 
 
-# remedy for a worker that is not healthy, by the beginning of its reason
+# remedy for a worker that is not healthy, by the first words of its reason
 _UNHEALTHY = {
     "preloading": "it serves as soon as these models of its SIE_PRELOAD_MODELS are loaded or given up",
     "draining": "it ends by request, and gets no more work: start it again, or another worker",

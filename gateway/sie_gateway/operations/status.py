@@ -113,7 +113,7 @@ class ViewedWorker:
 
 
 def of_heartbeat(beat: Heartbeat, *, healthy: bool, starting: bool = False) -> ViewedWorker:
-    """Describe a worker by its heartbeat. A worker that is neither healthy nor starting has no models any more."""
+    """Describe a worker by its heartbeat. For a worker that is neither healthy nor starting, no models are listed."""
     reason = "" if healthy else beat.unready if starting or beat.leaving else "its heartbeats have stopped"
     reports = [status for status in beat.models if healthy or (starting and status.state in LOADS)]
     info = WorkerInfo(

@@ -112,7 +112,7 @@ class DeviceQueue:
 
     @property
     def at_adapter(self) -> int:
-        """Number of batches that were sent and have not ended."""
+        """Number of batches that were sent to the adapter and have not ended."""
         return self.sent + len(self._written)
 
     def is_behind(self, hosted: ModelState) -> bool:
@@ -170,21 +170,23 @@ class DeviceQueue:
         return self.writing if entry.writes else self.waiting
 
     def writes_for(self, consumer: str) -> bool:
-        """Return True if written work of this consumer came here."""
+        """Return True if work of this consumer whose answer is written token by token was given to this device."""
         return consumer in self._writers
 
     def is_full_of(self, consumer: str) -> bool:
-        """Return True if no more work of this consumer should be pulled, because enough written work waits."""
+        """Return True if no more work of this consumer should be pulled, because enough of its work waits whose answer
+        is written token by token.
+        """
         return self.writes_for(consumer) and len(self.writing) >= WRITTEN_READY
 
     def withdraw(self, flight: InFlight) -> None:
-        """Remove a work item that must not run here any more."""
+        """Remove a work item that must not run on this device."""
         if flight.batch_entry is not None:
             self._line(flight.batch_entry).remove(flight.batch_entry)
             flight.batch_entry = None
 
     def withdraw_all(self) -> list[InFlight]:
-        """Remove and return all work items that wait here, in the order of arrival."""
+        """Remove and return all work items that wait for this device, in the order of arrival."""
         entries = sorted([*self.waiting, *self.writing], key=lambda entry: entry.arrived_s)
         for entry in entries:
             self.withdraw(entry.work)
@@ -304,53 +306,53 @@ class DeviceQueues:
         self._models = models
         self._inventory = inventory
         self.limits = limits
-        self.all: list[DeviceQueue] = []  # by number of the device
+        self.all: list[DeviceQueue] = []  # queues of the devices, by number of the device
 
     def queue_of(self, flight: InFlight) -> DeviceQueue:
-        """Return the queue of the device that is to run this work item, whose model was found."""
+        """Return the queue of the device that should run this work item. The model of the work item must be set."""
         assert flight.hosted is not None
         return self.all[flight.hosted.device]
 
     def wake(self) -> None:
-        """Let each dispatch decide again which batch is sent next."""
+        """Wake all dispatches, so that each decides again which batch is sent next."""
         for queue in self.all:
             queue.wake.set()
 
     @property
     def connected(self) -> list[DeviceQueue]:
-        """Queues of the devices whose adapter is connected."""
+        """Queues of the devices whose adapters are connected."""
         return [queue for queue in self.all if queue.link.connected]
 
     def capacity(self) -> tuple[int, int]:
-        """Return the most tokens and work items of one priority that this worker takes in; of its first device alone
-        while no adapter is connected.
+        """Return the largest number of tokens and of work items of one priority that this worker accepts. While no
+        adapter is connected, return the numbers of its first device.
         """
         capacities = [queue.capacity() for queue in self.connected or self.all[:1]]
         return sum(cost for cost, _ in capacities), sum(items for _, items in capacities)
 
     @property
     def depth(self) -> int:
-        """Most batches at the adapters at once."""
+        """Largest number of batches at the adapters at the same time."""
         return sum(queue.depth for queue in self.connected or self.all[:1])
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens per second while the devices are busy; a device that has not run yet counts as the mean of the others.
-        It is 0 until a batch has ended.
+        """Tokens per second while the devices are busy; for a device that has not run a batch yet, the mean of the
+        other devices is used. The number is 0 until a batch has ended.
         """
         queues = self.connected or self.all
         rates = [rate for queue in queues if (rate := queue.rate.tokens_per_s)]
         return sum(rates) * len(queues) / len(rates) if rates else 0.0
 
     def backlog(self, bulk: bool) -> Load | None:
-        """Return the load ahead of the next work item of that priority; None while nothing can run. Interactive work
-        does not wait at the broker because of bulk work that is here.
+        """Return the load ahead of the next work item of that priority; None while no work can run. Bulk work at this
+        worker does not make interactive work wait at the broker.
         """
         queues = self.connected
         return Load(*self._inventory.load(bulk=bulk), sum(queue.lanes for queue in queues)) if queues else None
 
     def narrowed(self, load: Load, bulk: bool, models: Collection[str]) -> Load:
-        """Return the part of `load` that is on the devices that take work of these models."""
+        """Return the part of `load` on the devices that run work of these models."""
         if len(self.all) == 1:
             return load
         able = [
@@ -363,8 +365,8 @@ class DeviceQueues:
         return Load(*self._inventory.load(bulk=bulk, devices=able), sum(self.all[number].lanes for number in able))
 
     def is_full_of(self, consumer: str) -> bool:
-        """Return True if no more work of this consumer should be pulled, because enough written work waits on each
-        device that has it.
+        """Return True if no more work of this consumer should be pulled: on each device with its work, enough work
+        waits whose answer is written token by token.
         """
         full = [queue.is_full_of(consumer) for queue in self.all if queue.writes_for(consumer)]
         return bool(full) and all(full)
@@ -423,7 +425,7 @@ class SuspectRuns(Protocol):
 
 
 class Dispatch:
-    """Sends batches to one device. One task calls `run`; `work` keeps the tasks of single batches."""
+    """Sends batches to one device. One task calls `run`; `work` has the tasks of single batches."""
 
     def __init__(
         self,
@@ -611,5 +613,5 @@ class Dispatch:
             device.wake.set()
 
     def move_away(self) -> None:
-        """Let other devices run the work that waits for this one, whose adapter is gone."""
+        """Move the work that waits for this device to other devices, because the adapter of this device is lost."""
         self._again(self._device.withdraw_all())

@@ -295,10 +295,10 @@ class Inventory:
         self._on_free = on_free
         self._clock = clock
         self._all: dict[Lease, InFlight] = {}
-        # cost and number of work items that are not at their device yet, interactive and bulk; by device, and for those
-        # that have none yet
+        # cost and number of work items that are not on the device yet, for interactive and bulk work; by device, and
+        # for work items without a device
         self._loads: dict[int, tuple[list[int], list[int]]] = defaultdict(lambda: ([0, 0], [0, 0]))
-        self._coming: Counter[str] = Counter()  # number of deliveries that no device counts yet, by model
+        self._coming: Counter[str] = Counter()  # number of deliveries that are not assigned to a device yet, by model
 
     def __iter__(self) -> Iterator[InFlight]:
         """Iterate over a copy, in the order of delivery."""
@@ -310,7 +310,7 @@ class Inventory:
         self.count(flight, max(1, flight.item.cost))
 
     def is_coming(self, model: str) -> bool:
-        """Return True if work of this model was delivered but is not counted by a device yet."""
+        """Return True if work of this model was delivered but is not assigned to a device yet."""
         return model in self._coming
 
     def keep_model(self, flight: InFlight, hosted: ModelState) -> None:
@@ -321,7 +321,7 @@ class Inventory:
         hosted.came_in(flight.item.cost, flight.received_s)
 
     def move(self, flight: InFlight, hosted: ModelState) -> None:
-        """Note that the work item needs its model on another device."""
+        """Record that the work item needs its model on another device."""
         assert flight.hosted is not None
         self._models.device_of(flight.hosted).let_go(flight.hosted, flight.item.cost)
         self._assign(flight, hosted)
@@ -369,7 +369,7 @@ class Inventory:
         self._add(flight, cost - flight.counted)
 
     def _add(self, flight: InFlight, cost: int) -> None:
-        """Add to the tokens of the work item that wait for its device."""
+        """Add `cost` to the tokens of the work item that wait for its device."""
         device = _NO_DEVICE if flight.hosted is None else flight.hosted.device
         load, before = self._loads[device][flight.item.priority == "bulk"], flight.counted
         flight.counted = before + cost

@@ -48,7 +48,7 @@ class Isolate:
         work: Tasks,
         isolates: Sequence[Isolate],
     ) -> None:
-        """`isolates` are those of all devices, by number of the device."""
+        """Create the isolation of `device`. `isolates` has the isolations of all devices, by number of the device."""
         self._isolates = isolates
         self._device = device
         self._marks = marks
@@ -111,7 +111,7 @@ class Isolate:
                 return
             try:
                 outcome, block, ran = await self._outcome(flight, index, keys[index])
-            except AdapterGone:  # and it stays away
+            except AdapterGone:  # the adapter is lost and does not return in time
                 assert flight.hosted is not None
                 self._isolates[self._loading.moved(flight.hosted, [flight]).device].add(flight)
                 return
@@ -149,7 +149,7 @@ class Isolate:
                     done, note = await self._run_alone(flight, single, key, hosted)
                 except AdapterGone:
                     continue
-            except ModelLoading:  # the model was evicted meanwhile
+            except ModelLoading:  # the model was evicted in the meantime
                 hosted.mark_unloaded()
                 continue
             except LoraLoading:  # the LoRA was evicted in the meantime for other LoRAs

@@ -1,5 +1,5 @@
-"""Connections to the adapters of a worker, one adapter for each device. To each: a pool for batches and loads, one
-control connection for short requests, and the ping that decides readiness.
+"""Connections to the adapters of a worker, one adapter for each device. For each adapter there are a pool of
+connections for batches and loads, one control connection for short requests, and a ping that decides readiness.
 
     AdapterLinks.run ──► link to the first adapter ──► its description: number of devices ──► links to the others
 """
@@ -20,7 +20,7 @@ from sie_runtime.process import START_S, Stop, Trouble
 
 CONTROL_TIMEOUT_S = 5.0
 CONNECT_PAUSE_S = 0.05
-AWAY_S = 10.0  # seconds after which an adapter that is gone is not waited for if another device can take over
+AWAY_S = 10.0  # seconds to wait for a lost adapter if another device can run its work
 _logger = logging.getLogger("sie.sidecar.link")
 
 
@@ -129,7 +129,7 @@ class AdapterLink:
         self._lost = asyncio.Event()
         self._given_up = False  # true if this process ended the connection: the state of the work on it is then unknown
         self._last_pong_s = -1e9
-        self._lost_s = clock()  # time since when it is not connected
+        self._lost_s = clock()  # time since which the adapter is not connected
         self._up = asyncio.Event()
         self.listeners: list[Callable[[bool], None]] = []
         self._may_drop: Callable[[], tuple[str, ...]] = tuple
@@ -149,7 +149,9 @@ class AdapterLink:
         await self._up.wait()
 
     async def is_back(self) -> bool:
-        """Wait until the adapter is connected, at most until AWAY_S seconds after it was lost. Return whether it is."""
+        """Wait until the adapter is connected, but not longer than AWAY_S seconds after the adapter was lost. Return
+        whether it is connected.
+        """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, self._lost_s + AWAY_S - self._clock())):
                 await self._up.wait()
@@ -381,14 +383,14 @@ class AdapterLink:
 
 
 class AdapterLinks:
-    """Links to the adapters of one worker, by number of their device. The first adapter tells how many there are. A
-    link is never removed: an adapter that stays away is a device that the worker lacks.
+    """Links to the adapters of one worker, by number of their device. The first adapter reports the number of devices.
+    A link is never removed: while an adapter is lost, the worker does not use its device.
     """
 
     def __init__(
         self, path: str, *, size: int | Callable[[int], int], ping_s: float, stale_s: float, clock: Callable[[], float]
     ) -> None:
-        """`path` is the socket of the first adapter; the other arguments are those of each link."""
+        """Create the links. `path` is the socket of the first adapter; the other arguments are passed to each link."""
         self._path = path
         self._size = size
         self._ping_s = ping_s
@@ -408,7 +410,7 @@ class AdapterLinks:
         return self._all[number]
 
     def for_every(self, use: Callable[[AdapterLink], object]) -> None:
-        """Call `use` with each link, now or as soon as the worker learns of its device, and before it connects."""
+        """Call `use` with each link before it connects: now, or as soon as the number of devices is known."""
         self._on_new.append(use)
         for link in self._all:
             use(link)
@@ -430,13 +432,13 @@ class AdapterLinks:
         return any(link.connected for link in self._all)
 
     def is_fresh(self) -> bool:
-        """Return True if at least one adapter has answered a ping in time. If one hangs, its link is given up, and its
-        work goes to the devices of the others.
+        """Return True if at least one adapter has answered a ping in time. If an adapter hangs, its link is closed, and
+        its work is moved to the devices of the other adapters.
         """
         return any(link.is_fresh() for link in self._all)
 
     async def wait_connected(self) -> None:
-        """Return when an adapter is connected."""
+        """Wait until an adapter is connected."""
         if len(self._all) == 1:
             await self._all[0].wait_connected()
             return
@@ -448,14 +450,16 @@ class AdapterLinks:
                 wait.cancel()
 
     async def wait_all_connected(self, within_s: float) -> None:
-        """Return when the adapters of all devices are connected, or `within_s` seconds after the first one was."""
+        """Wait until the adapters of all devices are connected, at most for `within_s` seconds after the first adapter
+        was connected.
+        """
         await self._all[0].wait_connected()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within_s):
                 await asyncio.gather(*(link.wait_connected() for link in self._all))
 
     async def run(self, stop: Stop) -> None:
-        """Keep all links connected until cancelled, or until `stop` is requested while the adapters are away."""
+        """Keep all links connected until cancelled. Also end if `stop` is requested while no adapter is connected."""
         async with asyncio.TaskGroup() as running:
 
             def grow(_connected: bool) -> None:

@@ -165,7 +165,7 @@ class WorkIntake:
         gathered = _grouped(arrived)
         if len(self._queues.all) == 1:
             return gathered
-        # each part goes to the device with the least work
+        # each part is given to the device with the least work
         parts = [part for group in gathered.groups for part in batch_parts(group, self._limits)]
         return gathered._replace(groups=parts)
 
@@ -197,7 +197,7 @@ def _grouped(arrived: list[InFlight]) -> Gathered:
 
 
 def batch_parts(group: list[InFlight], limits: BatchLimits) -> list[list[InFlight]]:
-    """Cut a group into parts that are no larger than a batch, by the gateway's estimate of their cost."""
+    """Split a group into parts that are not larger than a batch, by the costs that the gateway has estimated."""
     parts: list[list[InFlight]] = []
     cost = 0
     for flight in group:

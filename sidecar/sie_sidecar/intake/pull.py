@@ -164,7 +164,9 @@ class HostAssignment:
         return self._mine
 
     def models_of(self, consumer: str) -> Collection[str]:
-        """Return the models of this worker whose work the consumer of this name may deliver; none while unknown."""
+        """Return the models of this worker whose work may be delivered by the consumer of this name; empty while
+        unknown.
+        """
         return self._consumers.get(consumer, ())
 
     def is_old(self) -> bool:
@@ -245,7 +247,8 @@ class _DeliveryStatistics:
 class Pulling:
     """Open pulls of a lane. At each refill, `backlog` returns the work that waits for the device before work of a
     priority (True for bulk), or None if no work should be pulled. `role` returns the work that a consumer may deliver,
-    like `HostAssignment.role`. `narrowed` returns the part of such a backlog that is on the devices of a consumer.
+    like `HostAssignment.role`. `narrowed` returns the part of a backlog that is on the devices that run the work of a
+    consumer.
     """
 
     def __init__(

@@ -13,18 +13,20 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-MEMORY_STEPS = 8  # differences of free memory below this part of a device do not decide
-CHECKS_BEHIND = 3  # checks in a row, a second apart, after which a model gets a copy on a second device
+MEMORY_STEPS = 8  # number of steps in which the free memory of devices is compared; smaller differences are ignored
+# number of checks in a row, one per second, after which a model that is behind gets a copy on another device
+CHECKS_BEHIND = 3
 
 
 @dataclass(frozen=True)
 class DeviceView:
-    """One device, as the choice for a model sees it.
+    """Properties of one device that decide whether a model is loaded on it.
 
-    `loaded`, `coming`: the model takes work there, or it is being loaded or closed for another load. `refused`: its
-    load failed there and may not be tried yet; `gives_up`: that failure stands until the entry changes. `models`:
-    number of models that are loaded or coming. `size_bytes`: memory of the model, 0 if not known. `idle_since_s`: time
-    of the last use of the model that would be evicted first, infinite if none may be.
+    `loaded`: the model is loaded and open to work on the device. `coming`: it is being loaded, or closed for another
+    load. `refused`: its load failed on the device and may not be tried again yet; `gives_up`: its load is not tried
+    again until the entry changes. `models`: number of models that are loaded or coming. `size_bytes`: memory of the
+    model, 0 if not known. `idle_since_s`: time of the last use of the model that would be evicted first, infinite if
+    none may be.
     """
 
     connected: bool
@@ -41,7 +43,7 @@ class DeviceView:
 
     @property
     def fits(self) -> bool:
-        """True if the model fits beside the models that are loaded."""
+        """True if the model fits on the device in addition to the loaded models."""
         return self.free_bytes >= max(1, self.size_bytes)
 
 
@@ -51,7 +53,7 @@ def choose(views: Sequence[DeviceView]) -> int:
     for able in (
         [number for number in numbers if views[number].loaded],
         [number for number in numbers if views[number].coming],
-        [number for number in numbers if views[number].gives_up],  # another device would fail with it as well
+        [number for number in numbers if views[number].gives_up],  # the load would probably fail on another device too
     ):
         if able:
             return min(able, key=lambda number: (views[number].held_cost, number))
@@ -66,14 +68,14 @@ def _load_order(view: DeviceView) -> tuple[bool, float, float, int]:
 
 
 class SecondCopies:
-    """Models that one device cannot keep up with, while another device idles."""
+    """Models whose work is too much for their devices while another device is idle."""
 
     def __init__(self) -> None:
-        self._behind: dict[str, int] = {}  # by residency, checks in a row that found it behind
+        self._behind: dict[str, int] = {}  # by residency, number of checks in a row in which it was behind
 
     def check(self, behind: Mapping[str, Sequence[DeviceView]]) -> dict[str, int]:
-        """Return the models to load on one more device, with its number. Called once a second with the models whose
-        work waits on each device that has them.
+        """Return the models that must be loaded on one more device, each with the number of this device. Called once a
+        second with the models whose work waits on every device that has the model.
         """
         copies = {}
         counts = {}

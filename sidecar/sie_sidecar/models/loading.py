@@ -203,18 +203,18 @@ class Loading:
                 self._work.start(self._obtain_and_load(resolved), "load ahead")
 
     def copy(self, hosted: ModelState) -> None:
-        """Load a model on one more device in the background."""
+        """Load a model on an additional device in the background."""
         _logger.info("%s is loaded on device %d too", hosted.name, hosted.device, extra={"model": hosted.name})
         self._work.start(self._load(hosted), "load of a copy")
 
     async def _obtain_and_load(self, resolved: Resolved) -> None:
-        # each load chooses its device when those before it have begun
+        # each load chooses its device after the earlier loads have begun
         await self._load(self.models.obtain(resolved, self.revision(resolved.entry.id)))
 
     async def _load(self, hosted: ModelState) -> None:
         try:
             await self.models.device_of(hosted).ensure(hosted)
-        except (SIEError, AdapterGone) as error:  # no caller waits for it; later work is answered with the reason
+        except (SIEError, AdapterGone) as error:  # no caller waits for this load; later work gets the error
             _logger.warning("%s could not be loaded ahead: %s", hosted.name, error, extra={"model": hosted.name})
 
     async def ensure(
@@ -268,7 +268,7 @@ class Loading:
         raise GatewayTimeout("the budget of the request was over before its model was loaded")
 
     def moved(self, hosted: ModelState, flights: Sequence[InFlight]) -> ModelState:
-        """Give these work items to another device, and return their model there."""
+        """Move these work items to another device, and return the state of their model on that device."""
         chosen = self.models.obtain(hosted.resolved, hosted.revision)
         for flight in flights:
             if flight.hosted is not None:

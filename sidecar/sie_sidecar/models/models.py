@@ -50,7 +50,7 @@ COOL_DOWN_S = {"OOM": 60.0}
 OTHER_COOL_DOWN_S = 30.0
 PASSING = ("OOM", "NETWORK")  # error classes of loads that are tried again without a limit
 PERMANENT = ("GATED", "NOT_FOUND", "DEPENDENCY", "INCOMPATIBLE", "CERTIFICATE")
-MEMORY_USED = 0.85  # share of the device's memory to use if the adapter reports no threshold
+MEMORY_USED = 0.85  # part of the device's memory that is used if the adapter reports no threshold
 RATE_OVER_S = 10.0
 FILL_WEIGHT = 0.1  # weight of the newest batch in the mean
 # largest time in seconds that a model keeps its memory after its load: the request for the next model waits for
@@ -82,7 +82,9 @@ def _precision(loaded: ipc.LoadedModel) -> ServedPrecision:
 
 
 class ModelState:
-    """One residency on one device of this worker. `held` counts its work items there, in any stage."""
+    """One residency on one device of this worker. `held` is the number of its work items on this device, in any
+    stage.
+    """
 
     def __init__(self, resolved: Resolved, device: int = 0) -> None:
         self.resolved = resolved
@@ -329,13 +331,13 @@ class ModelStates:
 
     def add_items(self, hosted: ModelState, items: int = 1, cost: int = 0) -> None:
         """Add `items` to the number of work items that need `hosted`, and `cost` tokens. The model is not evicted until
-        they are parked or released.
+        these work items are parked or released.
         """
         hosted.add_items(items, self._clock())
         self.held_cost += cost
 
     def let_go(self, hosted: ModelState, cost: int = 0) -> None:
-        """Record that one work item of `hosted` with `cost` tokens is settled, or goes to another device."""
+        """Record that one work item of `hosted` with `cost` tokens is settled, or is moved to another device."""
         hosted.add_items(-1, self._clock())
         self.held_cost -= cost
 
@@ -787,11 +789,13 @@ class WorkerModels:
         self.devices: list[Hosting] = []  # by number of the device
 
     def __iter__(self) -> Iterator[ModelState]:
-        """Iterate over the residencies of all devices: one that several devices have comes several times."""
+        """Iterate over the residencies of all devices. A residency on several devices is yielded once for each
+        device.
+        """
         return (hosted for device in self.devices for hosted in device.all())
 
     def device_of(self, hosted: ModelState) -> Hosting:
-        """Return the models of the device that has this residency."""
+        """Return the `Hosting` of the device that has this residency."""
         return self.devices[hosted.device]
 
     def find(self, residency: str) -> list[ModelState]:
@@ -847,11 +851,13 @@ class WorkerModels:
     # the worker as a whole, for placement and heartbeats
 
     def is_open(self, model: str) -> bool:
-        """Return True if work of this model may come: some device has it loaded and not closed to new work."""
+        """Return True if this worker can run work of this model: it is loaded on a device and is not closed to new work
+        there.
+        """
         return any(device.is_open(model) for device in self.devices)
 
     def holds(self, model: str) -> bool:
-        """Return True if work of this model is held here."""
+        """Return True if this worker has work items of this model."""
         return any(device.holds(model) for device in self.devices)
 
     def is_closed(self, model: str) -> bool:
@@ -863,8 +869,8 @@ class WorkerModels:
         return list(dict.fromkeys(model for device in self.devices for model in device.loaded_models()))
 
     def statuses(self) -> tuple[ModelStatus, ...]:
-        """Return one status for each residency: that of the device on which it is nearest to loaded, with the memory
-        and the work of all devices.
+        """Return one status for each residency: the status of the device on which its load is most advanced, with the
+        memory and the work of all devices.
         """
         if len(self.devices) == 1:
             return self.devices[0].statuses()
@@ -883,7 +889,7 @@ class WorkerModels:
         )
 
     def slots(self) -> int:
-        """Return how many models of the mean loaded size fit on the connected devices; 0 while unknown."""
+        """Return the number of models of the mean loaded size that fit on the connected devices; 0 while unknown."""
         return sum(
             device.slots(device.link.description)
             for device in self.devices

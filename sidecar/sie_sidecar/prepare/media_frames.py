@@ -27,7 +27,9 @@ class ImageJob(msgspec.Struct, frozen=True, tag=True):
 
 
 class SoundJob(msgspec.Struct, frozen=True, tag=True):
-    """Sound file, as a client sent it. With `from_s`, only the part that begins there is read."""
+    """A sound file in the form in which a client sent it. With `from_s`, only the part that begins at this time is
+    read.
+    """
 
     number: int
     recipe: SoundRecipe

@@ -115,7 +115,7 @@ class Prepare:
             group = self._settle.still_wanted(group)
         if not group:
             return []
-        hosted = group[0].hosted or hosted  # another one if the work moved to another device
+        hosted = group[0].hosted or hosted  # another state if the work was moved to another device
         loaded_s = self._clock()
         for flight in group:
             flight.loaded_s = loaded_s

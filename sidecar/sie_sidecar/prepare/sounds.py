@@ -75,8 +75,8 @@ def prepare(data: bytes, recipe: SoundRecipe, from_s: float | None = None) -> Sp
 
 
 def _decoded(data: bytes, rate: int, from_s: float | None) -> tuple[Float32, float]:
-    """Return one channel at this rate, and the length of the file in seconds. With `from_s`, the samples are those of
-    the part that begins there.
+    """Return one channel at this rate, and the length of the file in seconds. With `from_s`, only samples of the part
+    that begins at this time are returned.
     """
     if not data:
         raise fault("undecodable", "the sound file is empty")
@@ -101,7 +101,8 @@ def _decoded(data: bytes, rate: int, from_s: float | None) -> tuple[Float32, flo
     samples = own if header.rate == rate else soxr.resample(own, header.rate, rate, quality="HQ")
     if not len(samples):
         raise fault("undecodable", "the sound file holds no samples")
-    is_cut = len(channels) == most  # a file may be shorter than its header says, which its end shows
+    # a file may be shorter than its header says; then the end of the file is reached earlier
+    is_cut = len(channels) == most
     return samples, header.seconds if is_cut else (first + len(channels)) / header.rate
 
 

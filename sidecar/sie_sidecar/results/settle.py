@@ -535,7 +535,7 @@ class Leases:
         return lease.renewed_s + FENCE * self._ack_wait_s - self._clock()
 
     def drop(self, lease: Lease) -> None:
-        """Forget a lease without a message to the broker."""
+        """Remove a lease without sending a message to the broker."""
         if self._ledger:
             self._ledger.clear(lease.slot)
             lease.slot = 0

@@ -1,4 +1,4 @@
-"""Names of spoken languages by the codes of models of speech: ISO 639-1, and `haw`, `jw` and `yue`."""
+"""Names of spoken languages by the codes that speech models use: ISO 639-1, and `haw`, `jw` and `yue`."""
 
 from __future__ import annotations
 

@@ -17,8 +17,8 @@ import msgspec
 
 from sie_contracts.media.media import fault
 
-MAX_SECONDS = 600  # seconds of a sound, or of a part of one, that are read at once
-MAX_RECORDING_S = 14_400  # seconds of a sound that is read in parts
+MAX_SECONDS = 600  # largest number of seconds of a sound, or of a part of a sound, that are read at once
+MAX_RECORDING_S = 14_400  # largest number of seconds of a sound that is read in parts
 MAX_SAMPLES = 64_000_000  # largest number of samples of a file or a part, in all its channels
 RATES = (1_000, 384_000)  # lowest and highest sample rate of a file, in Hz
 MAX_FEATURE_BYTES = 64 << 20  # largest number of bytes of the features of one sound
@@ -120,7 +120,7 @@ class SoundRecipe(msgspec.Struct, frozen=True, omit_defaults=True):
 
 def check(header: SoundHeader, from_s: float | None = None) -> None:
     """Raise the fault of a sound whose header has a rate, a length or a number of channels outside the limits. With
-    `from_s`, only the part that begins there is read, and the whole may be longer.
+    `from_s`, only the part that begins at this time is read, so the whole sound may be longer.
     """
     frames, rate, channels = header
     if not RATES[0] <= rate <= RATES[1]:

@@ -24,8 +24,8 @@ class BundleEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     """Packages of one worker image, and the families that its workers can serve.
 
     `requires` are requirements in the form of PEP 508; an adapter that lacks one refuses to start. `families` are the
-    families that the bundle serves; empty means all families, also those of other packages. If several bundles can
-    serve a model, the one with the lowest `priority` is used.
+    families that the bundle serves; empty means all families, including families of other packages. If several bundles
+    can serve a model, the one with the lowest `priority` is used.
     """
 
     id: str

@@ -23,9 +23,10 @@ Engine = Literal["openvino", "sglang", "torch"]
 # the only list of poolings; all code that reads a pooling uses it
 Pooling = Literal["cls", "mean", "last", "weighted", "max", "sqrt"]
 POOLINGS: tuple[Pooling, ...] = get_args(Pooling)
-# poolings of a text that follow from those of its parts, so that a chunk of a long text may lie in several windows
+# poolings of a text that can be computed from the poolings of its parts, so that a chunk of a long text may lie in
+# several windows
 JOINABLE_POOLINGS: tuple[Pooling, ...] = ("mean", "max")
-MAX_POOLINGS = 6  # poolings that a model may join, as `cls+mean`
+MAX_POOLINGS = 6  # largest number of poolings that a model may combine, for example `cls+mean`
 # name of a pooling in a request -> pooling
 POOLING_OPTIONS: Mapping[str, Pooling] = {**{name: name for name in POOLINGS}, "last_token": "last"}
 VECTORS = ("dense", "sparse", "multivector")

@@ -6,7 +6,7 @@ from typing import Literal
 
 from sie_contracts.errors import LoraLoadFailed, ModelLoadFailed
 
-MAX_ATTEMPTS = 3  # tries of a load whose cause is unknown; a preload tries no more often either
+MAX_ATTEMPTS = 3  # attempts at a load whose failure has an unknown cause; a preload makes the same number of attempts
 
 LoadErrorClass = Literal["GATED", "NOT_FOUND", "DEPENDENCY", "INCOMPATIBLE", "CERTIFICATE", "UNKNOWN", "OOM", "NETWORK"]
 

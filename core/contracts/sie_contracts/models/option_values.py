@@ -21,11 +21,12 @@ SCORE_MODES = {
     "colbert": ("multivector",),
     "hybrid": ("dense", "sparse", "multivector"),
 }
-MAX_HYPOTHESIS = 1000  # characters
+MAX_HYPOTHESIS = 1000  # largest number of characters of a hypothesis
 MAX_EXAMPLES = 100
-MAX_TASK = 100  # characters
+MAX_TASK = 100  # largest number of characters of a task
 MAX_NEW_TOKENS = 1 << 20
-MAX_OWN_BYTES = 64 << 10  # bytes of an option without a form of its own, such as one of a family outside this project
+# largest number of bytes of an option whose form is not checked here, for example of a family outside this project
+MAX_OWN_BYTES = 64 << 10
 
 
 def bad(path: str, value: object, expected: str, reason: str = "schema") -> InvalidInput:

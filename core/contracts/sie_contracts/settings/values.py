@@ -16,7 +16,7 @@ from sie_contracts.wire.topology import pool_name
 Parse = Callable[[str], Any]
 Kind = tuple[str, Parse]  # (text after "expected", parser that raises ValueError)
 
-MAX_DEVICES = 16  # devices of one worker
+MAX_DEVICES = 16  # largest number of devices of one worker
 
 
 class Secret:

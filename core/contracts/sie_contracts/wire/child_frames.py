@@ -46,7 +46,7 @@ class ChildFrames(Generic[J, A]):
         self._answers: msgspec.msgpack.Decoder[A] = msgspec.msgpack.Decoder(answers)
 
     def frame(self, message: J | A) -> tuple[bytes, bytes]:
-        """Return header and body of a frame separately: to join them would copy a file once more."""
+        """Return header and body of a frame separately: joining them would copy a file one more time."""
         body = _encode(message)
         return _HEADER.pack(len(body)), body
 

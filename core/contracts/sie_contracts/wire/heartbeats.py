@@ -70,7 +70,7 @@ class ModelStatus(msgspec.Struct, frozen=True, omit_defaults=True):
 
 class DeviceBeat(msgspec.Struct, frozen=True, omit_defaults=True):
     """State of one device of a worker. `ready` is false while its adapter does not answer. `queue_depth`: work items
-    that it has or that wait for it. `models`: the models that are loaded there.
+    that run on the device or wait for it. `models`: the models that are loaded on the device.
     """
 
     device: str

@@ -41,7 +41,9 @@ _HEADER = struct.Struct(">I")
 
 
 def device_socket(path: str, number: int) -> str:
-    """Return the socket of the adapter of a worker's device: `path` itself for the first device, number 0."""
+    """Return the path of the socket of the adapter of a worker's device; for the first device, number 0, it is
+    `path`.
+    """
     return f"{path}.{number}" if number else path
 
 
@@ -293,8 +295,8 @@ class Description(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     if it cannot be measured.
 
     `threshold_percent`: memory use above which models are evicted. `batches`: the last batches, the newest last; None
-    unless the adapter was started with the option that stores them. `devices`: number of devices of this worker, each
-    with an adapter and a socket of its own (`device_socket`).
+    unless the adapter was started with the option that stores them. `devices`: number of devices of this worker; each
+    has a separate adapter and socket (`device_socket`).
     """
 
     protocol: int

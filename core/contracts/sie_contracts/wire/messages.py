@@ -26,7 +26,7 @@ Operation = Literal["encode", "score", "extract", "tokenize", "decode"]
 Truncate = Literal["END", "START", "NONE"]
 Boundary = Literal["sentence", "paragraph", "token"]
 BOUNDARIES: tuple[Boundary, ...] = get_args(Boundary)
-MAX_RULE_TOKENS = 1 << 16  # most tokens that a rule may give a chunk
+MAX_RULE_TOKENS = 1 << 16  # largest number of tokens of a chunk that a rule may request
 TOKEN_ID_BYTES = 5  # upper bound of the bytes of one token id in a message
 MENTION_BYTES = 16  # upper bound of the bytes of one mention in a message, without its label
 
@@ -85,9 +85,9 @@ class ChunkRule(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class TextChunks(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Chunks of a text that get vectors of their own: those of `rule`, or `spans`, int32 [chunks, 2]: first and end
-    code point. With `context` the vectors of a chunk are pooled from the states of its tokens in the whole text;
-    without it each chunk is encoded alone.
+    """Chunks of a text, each with separate vectors. The chunks follow from `rule`, or are `spans`, int32 [chunks, 2]:
+    first and end code point. With `context` the vectors of a chunk are pooled from the states of its tokens in the
+    whole text; without it each chunk is encoded alone.
     """
 
     rule: ChunkRule | None = None

@@ -228,8 +228,8 @@ def _check_columns(source: str, params: dict[str, str], there: Iterable[str]) ->
 
 
 def check_file(path: Path, source: JobInput) -> None:
-    """Raise InvalidInput if a local file lacks a column of the job, as its plan would say. Only the beginning of the
-    file is read. Other faults are left to the plan.
+    """Raise InvalidInput if a local file lacks a column of the job, with the message of the job's plan. Only the
+    beginning of the file is read. Other faults are found by the plan.
     """
     kind = source.format or format_of(path.name)
     names = columns(source)
@@ -254,7 +254,7 @@ def check_file(path: Path, source: JobInput) -> None:
 
 
 def _needed(names: dict[str, str]) -> dict[str, str]:
-    """Return the columns without which each row in JSON fails: a row may lack one that is only repeated."""
+    """Return the columns that each row of JSON needs. A row may lack a column that is only copied to the output."""
     return {name: param for name, param in names.items() if param != "input.keep"}
 
 

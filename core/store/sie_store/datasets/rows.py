@@ -125,7 +125,7 @@ class _RowMaker:
         self._templates = templates(source)
 
     def all(self, rows: Iterable[_Columns], size: SpanSize) -> list[InputRow]:
-        """Make the rows of a span. Raises InvalidInput if they are too large together."""
+        """Build the rows of a span. Raises InvalidInput if they are too large together."""
         complete = []
         for at, read_columns in enumerate(rows):
             row = self(at, read_columns)
