@@ -28,6 +28,7 @@ export async function item(input: Input, path: string): Promise<Sent> {
   }
   const value: Record<string, unknown> = { ...input };
   let { tokens, bytes } = weight(typeof input.text === "string" ? input.text : "");
+  if (input.chunks != null) tokens = Math.max(tokens, Math.floor(bytes / BYTES_PER_TOKEN)); // read to its end
   const add = (sent: unknown, cost: number) => {
     const data = typeof sent === "string" ? sent : (sent as { data: string | Uint8Array }).data;
     tokens += cost;

@@ -30,7 +30,14 @@ export interface Item {
   video?: Media;
   metadata?: Record<string, unknown>;
   multivector?: Matrix | ArrayLike<number>[];
+  /** Parts of the text with vectors of their own: spans in code points (of `Array.from(text)`), or a rule. */
+  chunks?: [number, number][] | ChunkRule;
+  /** True, the default: chunks are pooled from one pass over the text. False: each is encoded alone. */
+  context?: boolean;
 }
+
+/** A chunk has at most `max_tokens` tokens and ends at a `boundary` if one leaves it at least `min_tokens`. */
+export type ChunkRule = Schemas["ChunkRule"];
 
 export type Input = string | Item;
 
@@ -101,14 +108,27 @@ export interface Output {
   source?: string;
 }
 
-/** `error` stands in place of outputs that failed. `outputs` describes each output. `muvera`: what made `dense`. */
-export interface EncodeResult extends Shared {
-  id?: string;
-  metadata?: Record<string, unknown>;
+/** Vectors of one chunk of a text. `start` and `end` count code points, `tokens` those of the chunk's text. */
+export interface ChunkResult extends Outputs {
+  start: number;
+  end: number;
+  tokens: number;
+}
+
+/** `outputs` describes each output. */
+export interface Outputs {
   dense?: Numbers;
   sparse?: { indices: Int32Array; values: Numbers };
   multivector?: Matrix;
   outputs: { dense?: Output; sparse?: Output; multivector?: Output };
+}
+
+/** `error` stands in place of outputs that failed, `chunks` in place of those of an item with chunks. `muvera`: what
+ * made `dense`. */
+export interface EncodeResult extends Shared, Outputs {
+  id?: string;
+  metadata?: Record<string, unknown>;
+  chunks?: ChunkResult[];
   muvera?: Record<string, unknown>;
   usage: ItemUsage;
   error?: SIEError;

@@ -7,8 +7,8 @@ import { idOf, item } from "./items.js";
 import { askAll, itemUsage, type Reply, Request, summed, timing } from "./parts.js";
 import type { Session } from "./options.js";
 import type {
-  EncodeParams, EncodeResult, ExtractParams, ExtractResult, Input, Output, Results, ScoreEntry, ScoreParams, ScoreResult,
-  Usage,
+  EncodeParams, EncodeResult, ExtractParams, ExtractResult, Input, Output, Outputs, Results, ScoreEntry, ScoreParams,
+  ScoreResult, Usage,
 } from "./types.js";
 
 /** A verb that gives one result per item. */
@@ -110,10 +110,23 @@ function common(reply: Reply, slot: Record<string, unknown>) {
 }
 
 function encoded(reply: Reply, slot: Record<string, unknown>): EncodeResult {
-  const { id, dense, sparse, multivector } = slot;
-  const found: EncodeResult = { ...common(reply, slot), outputs: {} };
+  const { id, chunks } = slot;
+  const found: EncodeResult = { ...common(reply, slot), ...outputs(slot) };
   if (typeof id === "string") found.id = id;
   if (isMap(reply.body["muvera"])) found.muvera = reply.body["muvera"];
+  if (Array.isArray(chunks)) {
+    found.chunks = chunks.filter(isMap).map((chunk) => {
+      const place = { start: Number(chunk["start"]), end: Number(chunk["end"]), tokens: Number(chunk["tokens"]) };
+      return { ...place, ...outputs(chunk) };
+    });
+  }
+  return found;
+}
+
+/** The outputs of an item or of a chunk. */
+function outputs(slot: Record<string, unknown>): Outputs {
+  const { dense, sparse, multivector } = slot;
+  const found: Outputs = { outputs: {} };
   if (isMap(dense)) {
     found.dense = vector(dense["values"]);
     found.outputs.dense = output(dense);

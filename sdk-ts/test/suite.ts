@@ -56,6 +56,11 @@ export function suite(options: ClientOptions): Record<string, () => Promise<void
       check(requestId.length > 10, "request id");
       equal(model, MINI);
       const one = await client.encode(MINI, { id: "mine", text: TEXTS[0] });
+      const whole = Array.from(TEXTS[0]!).length;
+      const parts = await client.encode(MINI, { text: TEXTS[0]!, chunks: [[0, whole]] });
+      equal(parts.chunks!.map(({ start, end }) => [start, end]), [[0, whole]]);
+      near(parts.chunks![0]!.dense!, one.dense!, 1e-5);
+      equal(parts.chunks![0]!.outputs.dense!.dims, one.outputs.dense!.dims);
       equal(one.id, "mine");
       near(one.dense!, found[0]!.dense!, 1e-3);
     },

@@ -49,10 +49,13 @@ def test_the_curl_example_prints_the_vector(cluster: Cluster) -> None:
 def test_the_example_of_a_search_ranks_the_nearest_texts(cluster: Cluster) -> None:
     search, _ = blocks(README, "python")
     printed = [line.partition(" ") for line in run(search.code, cluster)]
-    scores = [float(score) for score, _, _ in printed]
-    assert len(printed) == 2
+    ranked, chunks = printed[:2], printed[2:]
+    scores = [float(score) for score, _, _ in ranked]
     assert scores == sorted(scores, reverse=True)
-    assert "Ada Lovelace wrote the first program." in [text for _, _, text in printed]
+    assert "Ada Lovelace wrote the first program." in [text for _, _, text in ranked]
+    assert len(chunks) > 1
+    assert chunks[0][0] == "0"
+    assert all(shape.endswith(" (384,)") for _, _, shape in chunks)
 
 
 def test_the_example_of_openai_s_client_prints_what_it_shows(cluster: Cluster) -> None:

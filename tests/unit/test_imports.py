@@ -301,6 +301,7 @@ def test_the_public_surface_of_the_sdk() -> None:
     public = {name for name in vars(sie_client) if not name.startswith("_")} | {"__version__"}
     modules = {
         "async_client",
+        "chunker",
         "client",
         "cluster",
         "core",

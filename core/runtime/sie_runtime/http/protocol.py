@@ -561,7 +561,7 @@ class HostNames:
         return any(matches(host, name, port) for host in self._allowed if host != _ANY)
 
     def check(self, scope: Scope) -> None:
-        """Raise PermissionDenied for a Host that is not allowed, and for a request from a web page of another origin."""
+        """Raise PermissionDenied for a Host that is not allowed, and for requests of web pages of other origins."""
         host, origins, site = b"", [], b""
         for name, value in scope["headers"]:
             if name == b"host" and value:
