@@ -1,4 +1,4 @@
-# make serve               the whole cluster on this machine; ARGS="MODEL --port 8081" are those of `sie serve`
+# make serve               the whole cluster on this machine, with MODEL=ID too; ARGS="--port 8081" are those of `sie serve`
 # make install             the environment of make serve, in .venv
 # make eval                how good and fast a model is: make eval ARGS="MODEL -t TASK"
 # make test                what CI runs first; installs what tests need
@@ -86,7 +86,7 @@ eval: $(VENV)/.evals
 	$(BIN)/sie eval $(ARGS)
 
 serve: $(VENV)/.serve
-	@exec $(BIN)/sie serve --exit-with-parent $(ARGS)
+	@exec $(BIN)/sie serve --exit-with-parent $(MODEL) $(ARGS)
 
 # in lanes, with lint beside them; of one part: make test ARGS="-k name", make test ARGS=tests/unit
 test: $(VENV)/.dev

@@ -32,6 +32,7 @@ FOR = {
     "gateway": ("sie_gateway",),
     "jobs": ("sie_store.datasets",),
     "config": ("sie_config_service",),
+    "chunker": ("sie_contracts.chunker",),
     "sidecar": ("sie_sidecar",),
     "adapter": ("sie_adapter",),
     "gliner": ("sie_adapter.families.gliner", "sie_adapter.families.gliner_folder"),
@@ -53,7 +54,8 @@ _HUB = ("sie_store.weights.hub", "sie_store.weights.listing", "sie_cli.airgap", 
 # commands that bring components into their own process
 _COMPONENTS = ("sie_cli.replay.bench", "sie_cli.replay.replay", "sie_cli.serve.standalone", "sie_cli.serve.processes")
 APART: dict[str, tuple[str, ...]] = {
-    "sdk": ("sie_client.watching", "sie_contracts.wire.configs"),  # the client reads no configuration
+    # the client reads no configuration, and cuts texts only with the extra for that
+    "sdk": ("sie_client.watching", "sie_contracts.wire.configs", "sie_contracts.chunker"),
     "gateway": ("sie_store.datasets", "sie_store.sinks.pgvector"),
     "adapter": (
         "sie_adapter.families.gliner",

@@ -82,8 +82,12 @@ class FakeAdapter:
     a LoRA, with an error, `failures` answers inputs of these texts with one. It keeps the last `most_loras` of a model.
     """
 
-    def __init__(self, path: Path | str, *, device: str = "fake", gpu: str = "", lanes: int = 1) -> None:
+    def __init__(
+        self, path: Path | str, *, device: str = "fake", gpu: str = "", lanes: int = 1, devices: int = 1
+    ) -> None:
         self.path = str(path)
+        self.devices = devices  # of its worker
+        self.memory_bytes = 1 << 20, 1 << 30  # used, total
         self.device = device
         self.gpu = gpu
         self.lanes = lanes
@@ -226,10 +230,10 @@ class FakeAdapter:
                     "fake",
                     self.lanes,
                     self.gpu,
-                    1 << 20,
-                    1 << 30,
+                    *self.memory_bytes,
                     tuple(self.loaded.values()),
                     batches=self.described,
+                    devices=self.devices,
                 )
             case ipc.Release(model):
                 self.loaded.pop(model, None)

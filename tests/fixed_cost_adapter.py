@@ -98,8 +98,10 @@ class Adapter:
         slots: int = 0,
         load_s_of: Mapping[str, float] = MappingProxyType({}),
         width: int = WIDTH,
+        devices: int = 1,
     ) -> None:
         self.device = device
+        self.devices = devices  # of its worker
         self._load_s = load_s
         self._load_s_of = load_s_of
         self.slots = slots
@@ -150,7 +152,16 @@ class Adapter:
                 lanes = len(self.device.free_s)
                 version = sie_contracts.__version__
                 return ipc.Description(
-                    ipc.PROTOCOL, os.getpid(), "clock", version, lanes, "", used, self.total_bytes, models
+                    ipc.PROTOCOL,
+                    os.getpid(),
+                    "clock",
+                    version,
+                    lanes,
+                    "",
+                    used,
+                    self.total_bytes,
+                    models,
+                    devices=self.devices,
                 )
             case ipc.Release(model):
                 self.loaded.pop(model, None)
@@ -264,6 +275,7 @@ def main() -> None:
     )
     parser.add_argument("--width", type=int, default=WIDTH, help="of a vector, a multiple of the default")
     parser.add_argument("--slots", type=int, default=0, help="models that fit, 0: any number")
+    parser.add_argument("--devices", type=int, default=1, help="of the worker; each has a process of this kind")
     parser.add_argument("--deadly", default="", help="a text that ends the process when the device takes it")
     options = parser.parse_args()
     device = Device(options.lanes, options.batch_ms / 1000, options.token_us / 1e6)
@@ -275,6 +287,7 @@ def main() -> None:
         slots=options.slots,
         load_s_of=load_s_of,
         width=options.width,
+        devices=options.devices,
     )
     os.umask(0o177)  # of the socket
     uvloop.run(serve(options.socket, adapter))

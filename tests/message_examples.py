@@ -15,6 +15,7 @@ from sie_contracts.models.muvera import Muvera
 from sie_contracts.wire import device_reports, ipc, messages
 from sie_contracts.wire.configs import ConfigDelta, ConfigExport, ConfigModel
 from sie_contracts.wire.heartbeats import (
+    DeviceBeat,
     Fetched,
     GatewayBeat,
     Heartbeat,
@@ -30,6 +31,7 @@ from sie_contracts.wire.messages import (
     ArraySlice,
     BatchNote,
     CancelRequests,
+    ChunkRule,
     Confirmation,
     DeadLetter,
     Failed,
@@ -41,6 +43,7 @@ from sie_contracts.wire.messages import (
     Residency,
     RunOptions,
     Stages,
+    TextChunks,
     Vectors,
     WorkItem,
     WorkResult,
@@ -212,6 +215,13 @@ EXAMPLES: dict[str, Any] = {
         query=Input("first"),
         asker="static-1",
     ),
+    "work-1-chunks": _work(
+        operation="encode",
+        inputs=(
+            Input("Ada met Bob", chunks=TextChunks(spans=b"\0\0\0\0\x03\0\0\0", context=False)),
+            Input("first", chunks=TextChunks(ChunkRule(256, 32, "paragraph", 16))),
+        ),
+    ),
     "result-1-payload": _result(outcomes=(), stages=Stages(fetch_ms=2.5)),
     "confirm-1": Confirmation("duplicate"),
     "work-1-traced": _work(
@@ -241,6 +251,13 @@ EXAMPLES: dict[str, Any] = {
     "heartbeat-1-clock": Heartbeat("w5", "_default", "l4", "default", True, "0.2.0", clock_ahead_s=7.25),
     "heartbeat-1-listens": Heartbeat("w6", "_default", "l4", "default", True, "0.3.0", listens=True),
     "heartbeat-1-on-disk": Heartbeat("w7", "_default", "l4", "default", True, "0.3.0", on_disk=("org/a", "org/b")),
+    "heartbeat-1-devices": _heartbeat(
+        device="cuda:0,cuda:1",
+        devices=(
+            DeviceBeat("cuda:0", True, "NVIDIA L4", 1 << 30, 24 << 30, 3, ("org/a",)),
+            DeviceBeat("cuda:1", False),
+        ),
+    ),
     "heartbeat-1-items": _heartbeat(
         credit_items=24,
         batch_cost=16_384,
@@ -398,6 +415,14 @@ EXAMPLES: dict[str, Any] = {
         sounds=b"\0\0\0\0\1\0\0\0\2\0\0\0\3\0\0\0",
         features=bytes(24),
     ),
+    "ipc3-RunBatch-chunks": ipc.RunBatch(
+        "w1-15",
+        "org/model",
+        "encode",
+        bytes(8),
+        b"",
+        (Group(0, 2, inputs=1, chunked=(ipc.ChunkedRows(2, bytes(12), bytes(16)),)),),
+    ),
     "ipc3-RunBatch-documents": ipc.RunBatch(
         "w1-13",
         "org/model",
@@ -434,6 +459,7 @@ EXAMPLES: dict[str, Any] = {
         shortages=(device_reports.Shortages("org/model", 1, 2, 3, 4, 5, 6),),
     ),
     "ipc3-Description-towers": ipc.Description(3, 4711, "cpu", "0.1.0", towers=device_reports.TowerUse(9, 1, 1 << 20)),
+    "ipc3-Description-devices": ipc.Description(3, 4711, "cuda:1", "0.1.0", devices=2),
     "ipc3-Description-batches": ipc.Description(
         3,
         4711,
@@ -479,6 +505,7 @@ EXAMPLES: dict[str, Any] = {
             )
         },
     ),
+    "ipc3-Ready-chunks": ipc.Ready(_LOADED, b"{}", 512, {"encode": Rows(chunks=True, pooling="mean")}),
     "ipc3-Ready-documents": ipc.Ready(_LOADED, b"{}", 512, {"extract": Rows("raw", documents=DocumentLimits(1 << 20))}),
     "ipc3-Ready-images": ipc.Ready(
         _LOADED, b"{}", 512, {"encode": Rows(images=_RECIPE, image_tokens=ImageTokens(9, 2, (1,), (2, 3)))}

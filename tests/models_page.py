@@ -9,6 +9,7 @@ import itertools
 import re
 from pathlib import Path
 
+from sie_cli import display
 from sie_contracts.models.entries import ModelEntry
 from sie_runtime.feed import packaged_catalogue
 
@@ -18,7 +19,16 @@ PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 def _row(entry: ModelEntry) -> str:
     outputs = ", ".join(f"{name} {width}" if width else name for name, width in entry.outputs.items())
     name = f"`{entry.id}`" + (" (unproven)" if entry.unproven else "")
-    cells = (name, outputs, ", ".join(entry.inputs), ", ".join(entry.languages), str(entry.max_tokens), entry.license)
+    size = display.rounded_size(entry.download_bytes)
+    cells = (
+        name,
+        outputs,
+        ", ".join(entry.inputs),
+        ", ".join(entry.languages),
+        str(entry.max_tokens),
+        size,
+        entry.license,
+    )
     return f"| {' | '.join(cells)} |"
 
 
@@ -28,7 +38,7 @@ def table() -> str:
     parts = []
     for tasks, group in itertools.groupby(entries, key=lambda entry: entry.tasks):
         rows = [_row(entry) for entry in group]
-        head = "| model | outputs | inputs | languages | tokens | licence |\n|---|---|---|---|---|---|"
+        head = "| model | outputs | inputs | languages | tokens | download | licence |\n|---|---|---|---|---|---|---|"
         parts.append("\n".join([f"### {' and '.join(tasks).capitalize()}: {len(rows)}", "", head, *rows]))
     return "\n\n".join(parts)
 

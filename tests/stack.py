@@ -33,6 +33,7 @@ from nats_server import binary
 from zygote import Forked, Kind, end_with_parent, reads_at_start
 
 from sie_cli.serve.ports import free_port
+from sie_contracts.wire.ipc import device_socket
 
 Role = Literal["broker", "config", "gateway", "sidecar", "adapter"]
 START_S = 30.0
@@ -159,17 +160,22 @@ class Part:
 
 @dataclass
 class Worker:
-    """`url` is that of the sidecar's probes and metrics."""
+    """`url` is that of the sidecar's probes and metrics. `more_adapters`: those of its other devices."""
 
     sidecar: Part
     adapter: Part
     url: str
+    more_adapters: Sequence[Part] = ()
+
+    @property
+    def parts(self) -> list[Part]:
+        return [self.sidecar, self.adapter, *self.more_adapters]
 
 
 @dataclass(frozen=True)
 class Device:
     """Of the fixed-cost adapter: its cost per batch and per token, its lanes, what a load takes, of which models it
-    takes otherwise, how many models fit (0: any number).
+    takes otherwise, how many models fit (0: any number). `devices`: of these that a worker has.
     """
 
     batch_ms: float = 0.0
@@ -180,6 +186,7 @@ class Device:
     deadly: str = ""
     slots: int = 0
     width: int = WIDTH  # of a vector
+    devices: int = 1
 
     def argv(self, path: Path) -> list[str]:
         own_loads = (word for model, load_s in self.load_s_of.items() for word in ("--load-s-of", f"{model}={load_s}"))
@@ -202,6 +209,8 @@ class Device:
             str(self.slots),
             "--width",
             str(self.width),
+            "--devices",
+            str(self.devices),
             *own_loads,
         ]
 
@@ -250,12 +259,11 @@ class Stack:
                     part.start()
                 for part in group:
                     part.wait_ready(self.plan.start_s)
-            for worker in self.workers:
-                worker.adapter.start()
-                worker.sidecar.start()
-            for worker in self.workers:
-                worker.adapter.wait_ready(self.plan.start_s)
-                worker.sidecar.wait_ready(self.plan.start_s)
+            parts = [part for worker in self.workers for part in (*worker.parts[1:], worker.sidecar)]
+            for part in parts:
+                part.start()
+            for part in parts:
+                part.wait_ready(self.plan.start_s)
         except BaseException:
             self.stop()
             raise
@@ -268,13 +276,13 @@ class Stack:
 
     @property
     def parts(self) -> list[Part]:
-        workers = [part for worker in self.workers for part in (worker.sidecar, worker.adapter)]
+        workers = [part for worker in self.workers for part in worker.parts]
         return [*self.brokers, self.config, *self.gateways, *workers]
 
     def stop(self) -> None:
         """End everything in the order of a drain; what does not end by SIGTERM is killed, and told."""
         failures = []
-        workers = [part for worker in self.workers for part in (worker.sidecar, worker.adapter)]
+        workers = [part for worker in self.workers for part in worker.parts]
         for part in [*self.gateways, *workers, self.config, *self.brokers]:
             try:
                 part.stop()
@@ -425,7 +433,19 @@ class Stack:
         else:
             argv, environ = device.argv(path), self._environ()
         adapter = Part("adapter", f"adapter {number}", argv, environ, functools.partial(listens, path))
-        self.workers.append(Worker(sidecar, adapter, f"http://127.0.0.1:{metrics}"))
+        more = []
+        for place in range(1, device.devices if device else 1):
+            own_path = Path(device_socket(str(path), place))
+            more.append(
+                Part(
+                    "adapter",
+                    f"adapter {number}.{place}",
+                    device.argv(own_path) if device else [],
+                    environ,
+                    functools.partial(listens, own_path),
+                )
+            )
+        self.workers.append(Worker(sidecar, adapter, f"http://127.0.0.1:{metrics}", more))
 
 
 def _forked_as(argv: Sequence[str], environ: Mapping[str, str]) -> Kind | None:

@@ -56,7 +56,8 @@ def checked_version(*, dirty: bool) -> str:
 
 
 def distributions(out: Path) -> None:
-    """Build the source archive, and the wheel from it. So the archive is known to have all that the wheel needs."""
+    """Build the source archive, and the wheel from it. This proves that the archive contains all files for the
+    wheel."""
     at = run("git", "log", "-1", "--format=%ct").strip()
     build = (sys.executable, "-m", "build", "--no-isolation", "--outdir", out)
     run(*build, ROOT, SOURCE_DATE_EPOCH=at)

@@ -1,8 +1,8 @@
-"""Parent process that has finished the imports and forks the process that serves. If this child dies, a new child
-starts within milliseconds.
+"""Parent process that has finished the imports and forks a process that serves for each device. If such a child dies, a
+new child starts within milliseconds, and the other children continue.
 
     imports ──► fork ──► a child serves ──► it dies ──► fork again
-                                └──► it drained, or refuses its settings ──► the parent ends with its status
+                                └──► all drained, or one refuses its settings ──► the parent ends with their status
 
 The kernel shares the pages of the imported modules between the processes, so the parent needs little memory and, while
 no child dies, no processor time. A fork copies only one thread, so the parent has no second thread. The parent also
@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from sie_runtime import failpoints
 from sie_runtime.process import EXIT_BAD_SETTING, end_signals
@@ -31,41 +32,120 @@ _PR_SET_PDEATHSIG = 1
 _TASKS = Path("/proc/self/task")
 _LOOKS, _LOOK_S = 100, 0.001
 _logger = logging.getLogger("sie.adapter")
+_NO_FORK = 1  # exit status of a parent that cannot fork a process for each device
 _NOT_FORKED = "the adapter is not forked, so a new one starts with its imports"
 
 
-def keep_one_serving(died: Callable[[], None] = lambda: None) -> int | None:
-    """Fork a child that serves, and fork again whenever it dies. Return None in the process that must serve: in each
-    child, or in this process if it cannot fork. Return the exit status in the parent, after a child drained or refused
-    its settings, or a signal ended it. `died` is called before a dead child is replaced.
-
-    Call it while the process has only one thread, with SIGNALS blocked; they are blocked in the child too.
+class ForkResult(NamedTuple):
+    """Result of `keep_serving`. `number`: number of the child that this process is, and as which it must serve; None in
+    the parent, which ends with `status`.
     """
-    parent, pause_s, stopping = os.getpid(), 0.0, False
+
+    number: int | None
+    status: int = 0
+
+
+def keep_serving(count: int = 1, died: Callable[[int], None] = lambda number: None) -> ForkResult:
+    """Fork `count` children that serve, and fork each of them again whenever it dies. Return in each child, and in the
+    parent after all children drained, one refused its settings, or a signal ended them. If this process cannot fork, a
+    single child is this process itself. `died` is called with the number of a dead child before it is replaced.
+
+    Call this on the only thread, with SIGNALS blocked; they are blocked in the children too.
+    """
     # an inherited setting may ignore SIGCHLD; then no process could wait for a child
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    while True:
-        child = _fork()
-        if child is None:
-            return None
-        if child == 0:
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != parent:  # the parent died before the call of prctl
-                os._exit(1)
-            return None
-        failpoints.arm("")  # failpoints apply to the first child only
-        started_s = time.monotonic()
-        status, stopping = _ended(child)
-        if stopping or status in (0, EXIT_BAD_SETTING):
-            return status if status >= 0 else 128 - status
-        pause_s = (
-            0.0 if time.monotonic() - started_s > STEADY_S else min(max(FIRST_PAUSE_S, 2 * pause_s), LONGEST_PAUSE_S)
-        )
+    parent, children = os.getpid(), _Children(count, died)
+    while children.are_left:
+        while (number := children.next_due()) is not None:
+            pid = _fork()
+            if pid is None:
+                if count == 1:
+                    return ForkResult(0)
+                _logger.error("%d devices need a process each, and this process cannot fork them", count)
+                children.end(_NO_FORK)
+                break
+            if pid == 0:
+                ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+                if os.getppid() != parent:  # the parent died before the call of prctl
+                    os._exit(1)
+                return ForkResult(number)
+            children.started(number, pid)
+        if not children.are_left:
+            break
+        timeout_s = children.pause_s()
+        news = signal.sigwaitinfo(SIGNALS) if timeout_s is None else signal.sigtimedwait(SIGNALS, timeout_s)
+        if news is None:
+            continue
+        if news.si_signo != signal.SIGCHLD:
+            children.end(0)
+        children.reap()
+    return ForkResult(None, children.status)
+
+
+class _Children:
+    """Children of the parent: those that run, and those to fork."""
+
+    def __init__(self, count: int, died: Callable[[int], None]) -> None:
+        self._died = died
+        self._due_s = dict.fromkeys(range(count), 0.0)  # by number of a child that does not run: when to fork it
+        self._pauses_s = dict.fromkeys(range(count), 0.0)
+        self._running: dict[int, tuple[int, float]] = {}  # by pid: number, and time of the start
+        self._is_ending = False
+        self.status = 0
+
+    @property
+    def are_left(self) -> bool:
+        return bool(self._running or self._due_s)
+
+    def next_due(self) -> int | None:
+        """Return the number of a child to fork now, or None."""
+        now_s = time.monotonic()
+        return next((number for number, due_s in self._due_s.items() if due_s <= now_s), None)
+
+    def pause_s(self) -> float | None:
+        """Return the seconds until a child is to be forked; None if all run."""
+        return max(0.0, min(self._due_s.values()) - time.monotonic()) if self._due_s else None
+
+    def started(self, number: int, pid: int) -> None:
+        """Note that a child was forked. Failpoints apply to the first fork of each child only."""
+        del self._due_s[number]
+        self._running[pid] = number, time.monotonic()
+        if not self._due_s:
+            failpoints.arm("")
+
+    def end(self, status: int) -> None:
+        """Fork no more, and end the children that run. `status` is that of this process if they end well."""
+        self._is_ending, self.status = True, status
+        self._due_s.clear()
+        for pid in self._running:
+            os.kill(pid, signal.SIGTERM)  # the pid of a child stays valid until it is reaped
+
+    def reap(self) -> None:
+        """Reap all processes that ended: in a container this process inherits every orphan."""
+        while self._running:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            if pid in self._running:
+                number, started_s = self._running.pop(pid)
+                self._ended(number, pid, os.waitstatus_to_exitcode(status), time.monotonic() - started_s)
+
+    def _ended(self, number: int, pid: int, status: int, lived_s: float) -> None:
+        if self._is_ending:
+            self.status = self.status or (status if status >= 0 else 128 - status)
+            return
+        if status == EXIT_BAD_SETTING:
+            self.end(status)
+            return
+        if status == 0:  # it drained
+            return
+        pause_s = self._pauses_s[number]
+        pause_s = 0.0 if lived_s > STEADY_S else min(max(FIRST_PAUSE_S, 2 * pause_s), LONGEST_PAUSE_S)
+        self._pauses_s[number] = pause_s
         how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
-        _logger.warning("the adapter's process %d %s; a new one starts in %g s", child, how, pause_s)
-        died()
-        if signal.sigtimedwait(SIGNALS - {signal.SIGCHLD}, pause_s) is not None:
-            return 0
+        _logger.warning("the adapter's process %d %s; a new one starts in %g s", pid, how, pause_s)
+        self._died(number)
+        self._due_s[number] = time.monotonic() + pause_s
 
 
 def _fork() -> int | None:
@@ -96,21 +176,3 @@ def _is_alone() -> bool:
             return True
         time.sleep(_LOOK_S)  # the kernel removes an ended thread from the list with a short delay
     return False
-
-
-def _ended(child: int) -> tuple[int, bool]:
-    """Wait for a child. Return its exit status, negative for a signal, and whether this process got a signal to end.
-    Forward that signal to the child as SIGTERM. Reap all other processes that end: in a container this process inherits
-    every orphan.
-    """
-    stopping = False
-    while True:
-        if signal.sigwait(SIGNALS) != signal.SIGCHLD:
-            stopping = True
-            os.kill(child, signal.SIGTERM)  # the child's pid stays valid until it is reaped, below
-            continue
-        pid = -1
-        while pid not in (0, child):
-            pid, status = os.waitpid(-1, os.WNOHANG)
-        if pid == child:
-            return os.waitstatus_to_exitcode(status), stopping

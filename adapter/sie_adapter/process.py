@@ -2,12 +2,15 @@
 
     bundle ──► imports ──► bind the socket ──► fork (`forkserver`) ──► serve ──► drain ──► exit
 
+A worker with several devices has one process for each, with a socket of its own; their parent is this process.
+
 The import of this module is cheap: torch and the model code are imported inside `run`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import gc
 import logging
@@ -24,7 +27,8 @@ from sie_adapter import forkserver
 from sie_adapter.engine import spans
 from sie_adapter.loading import dependencies
 from sie_contracts.models.trust import Allowed
-from sie_contracts.settings import Settings
+from sie_contracts.settings import MAX_DEVICES, SettingError, Settings
+from sie_contracts.wire import ipc
 from sie_runtime import tracing
 from sie_runtime.process import end_signals
 from sie_store.models_folder import examined, worker_trust
@@ -41,27 +45,31 @@ def run(settings: Settings, *, spare: bool = False) -> int:
     thread.
 
     `spare`: serve in a child process, which is replaced at once when it dies (Linux). The call then returns in both
-    processes. Running batches may take DRAIN_S to finish; waiting batches are refused. Raises SettingError if the
-    device or a dependency of the bundle is absent.
+    processes. Several devices are always served by child processes. Running batches may take DRAIN_S to finish; waiting
+    batches are refused. Raises SettingError if the device or a dependency of the bundle is absent.
     """
     dependencies.check(settings)
     if warning := examined(allowed(settings)):
         _logger.warning("%s", warning)
     signal.pthread_sigmask(signal.SIG_BLOCK, forkserver.SIGNALS)  # blocked until a wait or a handler for them is set up
     _import()
-    _require_device(settings.device)  # check before the socket exists: probes treat an adapter with a socket as ready
-    path = Path(settings.ipc_socket_path)
-    if _is_served(path):
-        _logger.error("another adapter serves on %s", path)
-        return 1
-    with _listener(path) as listener:
-        learn = _learning(settings)
-        if spare and sys.platform.startswith("linux"):
-            status = forkserver.keep_one_serving(learn)
-            if status is not None:
-                return status
+    adapters = _one_for_each_device(settings)  # before a socket exists: probes take an adapter with a socket as ready
+    for adapter in adapters:
+        if _is_served(path := Path(adapter.ipc_socket_path)):
+            _logger.error("another adapter serves on %s", path)
+            return 1
+    for number in range(len(adapters), MAX_DEVICES):  # of a killed adapter with more devices
+        Path(ipc.device_socket(settings.ipc_socket_path, number)).unlink(missing_ok=True)
+    with contextlib.ExitStack() as sockets:
+        listeners = [sockets.enter_context(_listener(Path(adapter.ipc_socket_path))) for adapter in adapters]
+        learns = [_learning(adapter) for adapter in adapters]
+        process = forkserver.ForkResult(0)
+        if (spare or len(adapters) > 1) and sys.platform.startswith("linux"):
+            process = forkserver.keep_serving(len(adapters), lambda dead: learns[dead]())
+        if process.number is None:
+            return process.status
         with _woken_by_signals() as (wake, waker):
-            _serve(path, listener, settings, wake, waker)
+            _serve(listeners[process.number], adapters[process.number], len(adapters), wake, waker)
     return 0
 
 
@@ -85,8 +93,8 @@ def _import() -> None:
     transformers.logging.disable_progress_bar()
     logging.getLogger("huggingface_hub").handlers.clear()  # the handler of the root logger receives these lines too
     engine.prepare_process()
-    # Imported objects stay. If the garbage collector skips them, the lanes pause for a shorter time and the pages stay
-    # shared.
+    # Imported objects are never freed.
+    # If the garbage collector skips these objects, the lanes pause for a shorter time and the pages stay shared.
     gc.collect()
     gc.freeze()
 
@@ -98,7 +106,7 @@ def _name_temporary_folder() -> None:
     try:
         tempfile.gettempdir()
     except FileNotFoundError as error:
-        tempfile.tempdir = folder = os.environ.get("TMPDIR", "/tmp")  # noqa: S108  nothing is written
+        tempfile.tempdir = folder = os.environ.get("TMPDIR", "/tmp")  # noqa: S108  no file is written into this folder
         # torch would create this folder below the temporary folder
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", folder)
         _logger.warning("no temporary file can be written: %s", error)
@@ -115,19 +123,36 @@ def _learning(settings: Settings) -> Callable[[], None]:
     return crash_record.learn
 
 
-def _require_device(name: str) -> None:
+def _one_for_each_device(settings: Settings) -> list[Settings]:
+    """Return the settings of the adapter of each device. Raises SettingError if one is absent."""
     from sie_adapter.engine import device
 
-    device.require(name)
+    names = device.names_of(settings.device)
+    for name in names:
+        device.require(name)
+    if len(names) > 1 and not sys.platform.startswith("linux"):
+        raise SettingError("SIE_DEVICE", "several devices need Linux, name one")
+    return [
+        dataclasses.replace(settings, device=name, ipc_socket_path=ipc.device_socket(settings.ipc_socket_path, number))
+        for number, name in enumerate(names)
+    ]
 
 
-def _serve(path: Path, listener: socket.socket, settings: Settings, wake: socket.socket, waker: socket.socket) -> None:
-    from sie_adapter.engine.engine import AdapterEngine
+def _serve(
+    listener: socket.socket, settings: Settings, devices: int, wake: socket.socket, waker: socket.socket
+) -> None:
+    """Serve one of `devices` devices."""
+    from sie_adapter.engine.device import hide_other_gpus
+    from sie_adapter.engine.engine import AdapterEngine, WorkerDevices
     from sie_adapter.server import AdapterServer
     from sie_store.weights import disk
 
     tracer = tracing.start(settings.tracing, "adapter")
-    engine = AdapterEngine(settings)
+    path, name = Path(settings.ipc_socket_path), settings.device
+    if devices > 1 and name.startswith("cuda:"):
+        hide_other_gpus(name)
+        settings = dataclasses.replace(settings, device="cuda:0")
+    engine = AdapterEngine(settings, worker_devices=WorkerDevices(devices, name) if devices > 1 else None)
     if tracer is not None:
         engine.device_threads.listeners.append(functools.partial(spans.ran, tracer))
     server = AdapterServer(listener, engine, lambda: _wake(waker, _DRAIN), worker_trust(allowed(settings)))

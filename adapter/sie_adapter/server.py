@@ -133,7 +133,7 @@ class AdapterServer:
             except OSError as error:
                 broken.append(error)
 
-        # created before the batch waits for a lane, so that a model used meanwhile is not dropped
+        # created before the batch waits for a lane, so that a model that is used in that time is not dropped
         permission = self._engine.residency.permission(request.may_drop)
         if self._engine.writes(request):
             self._write(request, answer, permission, functools.partial(_is_gone, connection))
@@ -160,7 +160,7 @@ class AdapterServer:
         permission: Permission,
         is_gone: Callable[[], bool],
     ) -> None:
-        """Run a batch that generates text outside of the lanes. The calling thread waits for it."""
+        """Run a batch that generates text outside of the lanes. The calling thread blocks until the batch has ended."""
         answer(ipc.BatchStarted(request.batch))
         job = DeviceJob(request, answer, is_started=True)
         reply, began_ns, ended_ns = timed(lambda: self._engine.execute(request, permission=permission, is_gone=is_gone))

@@ -29,7 +29,7 @@ def main(folder: str, out: str) -> None:
     from sentence_transformers import SentenceTransformer
 
     model = SentenceTransformer(folder, device="cpu", local_files_only=True, model_kwargs={"dtype": torch.float32})
-    # one by one, so that no text has padding
+    # one by one, so that no text is padded
     vectors = [model.encode([text], normalize_embeddings=True, show_progress_bar=False)[0] for text in TEXTS]
     cases = [
         {"text": text, "vector": [float(f"{value:.9g}") for value in vector]}

@@ -8,6 +8,7 @@ The file is written at each start and removed at the end.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import tempfile
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ import msgspec
 
 from sie_contracts.settings import SettingError
 
-FILE = "access.json"
+FILE, LOCK = "access.json", "lock"
 OPERATOR = "operator"
 
 
@@ -28,7 +29,7 @@ class Access(msgspec.Struct, frozen=True, kw_only=True):
 
     gateway_url: str
     config_url: str = ""
-    broker_url: str = ""  # URL without a user
+    broker_url: str = ""  # URL without user and password
     broker_monitor_url: str = ""  # secret path: the monitor of the server has no passwords
     operator_password: str = ""
     admin_token: str = ""
@@ -59,13 +60,13 @@ def write_private(path: Path, content: bytes) -> None:
 
 
 def publish(data_dir: Path, access: Access) -> None:
-    """Write the file of this start."""
+    """Write the access file of this start of `sie serve`."""
     write_private(data_dir / FILE, msgspec.json.format(msgspec.json.encode(access)))
 
 
 @contextlib.contextmanager
 def published(data_dir: Path, access: Access) -> Iterator[None]:
-    """Keep the file of this start while the context is open."""
+    """Keep the access file of this start of `sie serve` while the context is open."""
     publish(data_dir, access)
     try:
         yield
@@ -75,10 +76,12 @@ def published(data_dir: Path, access: Access) -> Iterator[None]:
 
 
 def read(data_dir: Path) -> Access | None:
-    """Read the file of the `sie serve` with this data directory. Return None if none runs. Raises SettingError for a
-    file that cannot be used.
+    """Read the file that the `sie serve` of this data directory wrote. Return None if none runs: a `sie serve` that was
+    killed leaves its file behind, but not its lock. Raises SettingError for a file that cannot be used.
     """
     path = data_dir / FILE
+    if _is_unlocked(data_dir / LOCK):
+        return None
     try:
         return msgspec.json.decode(path.read_bytes(), type=Access)
     except (FileNotFoundError, NotADirectoryError):
@@ -87,6 +90,16 @@ def read(data_dir: Path) -> Access | None:
         raise SettingError("--data-dir", f"{path}: {error.strerror}; run this as the user of `sie serve`") from error
     except msgspec.DecodeError as error:
         raise SettingError("--data-dir", f"{path} was not written by this version of `sie serve`") from error
+
+
+def _is_unlocked(lock: Path) -> bool:
+    """Return whether there is a lock that no process holds. A lock that this user may not read counts as held."""
+    try:
+        with open(lock) as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 def as_operator(broker_url: str) -> str:

@@ -25,6 +25,7 @@ from sie_cli.access import Access, as_operator
 from sie_cli.data_dir import default_data_dir
 from sie_cli.options import DATA_DIR, loaded, named_options, refuse, url_option
 from sie_contracts import client_environment
+from sie_contracts.loopback import cause_of, is_local, is_refused
 from sie_contracts.settings import BY_NAME, Loaded, Secret, SettingError, Settings, public_url
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 CONNECT_S = 5.0  # seconds to connect to the broker
+FIRST_S = 5.0  # seconds of attempts to connect to a gateway
 SOURCE = "data directory"  # source of an address or a credential that a `sie serve` wrote
 GATEWAY = client_environment.LOOPBACK  # address of the gateway if none is known
 BROKER_URL, CONFIG_URL, GATEWAY_URL = "SIE_NATS_URL", "SIE_CONFIG_SERVICE_URL", "SIE_GATEWAY_URL"
@@ -154,11 +156,22 @@ class Cluster:
         own = None if self.sources.get(GATEWAY_URL) == SOURCE else self.settings.admin_token
         return own or self.gateway_token
 
-    def without_gateway(self) -> str:
-        """Return advice if no gateway answers."""
-        if self.settings.gateway_url is not None:
-            return "is it running, and is that its address? --url names another one"
-        return f"that is the default address, for {self.missing(GATEWAY_URL)}"
+    @property
+    def first_patience_s(self) -> float:
+        """Return for how long a command waits for a first connection to the gateway, seconds. Nobody starts a server of
+        this machine if no `sie serve` is known.
+        """
+        return 0.0 if self.local() is None and is_local(self.gateway_urls[0]) else FIRST_S
+
+    def without_gateway(self, url: str, error: BaseException) -> str:
+        """Return the refusal of a command that got `error` instead of an answer of the gateway at `url`."""
+        cause = "" if is_refused(error) else f" ({cause_of(error)})"
+        advice = (
+            f"start one with `{self.serve}`, or name another address with --url"
+            if self.local() is None and is_local(url)
+            else "is it running, and is that its address? --url names another one"
+        )
+        return f"no gateway answers at {public_url(url)}{cause}: {advice}"
 
     # ---- config service
 

@@ -11,6 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import TextIO
 
+from sie_cli.access import LOCK
 from sie_contracts.settings import SettingError
 from sie_contracts.wire.ownership import distrusted
 
@@ -60,7 +61,11 @@ class InUse(SettingError):
 
     def __init__(self, data_dir: Path, url: str = "") -> None:
         at = f" at {url}" if url else ""
-        super().__init__("--data-dir", f"{data_dir} is in use by another sie serve{at}; name another one")
+        message = (
+            f"a `sie serve` runs{at} with {data_dir}: `sie run MODEL TEXT` and `sie pull MODEL` add a model to it; a "
+            "second server needs another --data-dir and another --port"
+        )
+        super().__init__("--data-dir", message)
         self.data_dir = data_dir
 
 
@@ -74,7 +79,7 @@ class DataDir:
     def __enter__(self) -> DataDir:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            # an existing folder keeps its mode, since its contents are private in any case
+            # the mode of an existing folder is not changed, since its contents are private in any case
             self._path.mkdir(mode=0o700, exist_ok=True)
             if why := distrusted(self._path):
                 raise SettingError(
@@ -87,7 +92,7 @@ class DataDir:
                 raise SettingError(
                     "--data-dir", f"{sockets}, for sockets, is another user's; name a directory with a shorter path"
                 ) from None
-            self._lock = open(self._path / "lock", "w", opener=_private)  # otherwise another user could lock it
+            self._lock = open(self._path / LOCK, "w", opener=_private)  # otherwise another user could lock it
             os.fchmod(self._lock.fileno(), 0o600)
         except OSError as error:
             raise SettingError("--data-dir", f"{self._path}: {error.strerror}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,15 @@ def size(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:.1f} GiB"
+
+
+def rounded_size(count: int) -> str:
+    """Format an estimate of bytes in two figures and powers of 1,000, as the hub does; `-` for 0."""
+    if not count:
+        return "-"
+    rounded = float(f"{count:.2g}")
+    power = min(3, int(math.log10(rounded)) // 3)
+    return f"{rounded / 1000**power:.3g} {('B', 'kB', 'MB', 'GB')[power]}"
 
 
 def counted(count: int, noun: str, plural: str | None = None) -> str:

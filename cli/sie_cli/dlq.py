@@ -179,7 +179,8 @@ async def _waiting(answer: Awaitable[T], timeout_s: float) -> T:
         return await task
     except TimeoutError:
         raise CommandRefused(
-            f"no answer within {timeout_s:.0f} s; the dead letter is kept, and the work runs if a worker comes in time"
+            f"no answer within {timeout_s:.0f} s; the dead letter remains, and the work runs if a worker is ready in "
+            "time"
         ) from None
 
 
@@ -209,7 +210,7 @@ def purge(cluster: Cluster, name: str | None, yes: bool) -> None:
 
 
 def _on(cluster: Cluster, body: Callable[[Broker], Awaitable[T]]) -> T:
-    """Run against the broker. Raises CommandRefused if it has no dead letters of the pool."""
+    """Run the command against the broker. Raises CommandRefused if the broker has no dead letters of the pool."""
 
     pool = cluster.settings.pool
 

@@ -10,11 +10,12 @@ import os
 import signal
 import sys
 from types import FrameType
+from typing import Any
 
 
 def main() -> None:
     """Run `sie` with the arguments of this process, and end the process."""
-    _end_on_signals()
+    interrupt = _end_on_signals()
     from sie_contracts.loopback import bypass_proxies
 
     bypass_proxies(os.environ)
@@ -28,18 +29,24 @@ def main() -> None:
         sys.exit(2)
     from sie_cli.main import main as command
 
+    if interrupt is not None:
+        signal.signal(signal.SIGINT, interrupt)
     command()
 
 
-def _end_on_signals() -> None:
-    """End on SIGTERM and SIGHUP as other processes do, until the process sets its handlers. This has an effect only in
-    process 1.
+def _end_on_signals() -> Any:
+    """End at once on Ctrl-C, without the traceback of an import. Return the handler to restore for the command; None if
+    SIGINT is ignored.
+
+    In process 1, end on SIGTERM and SIGHUP as other processes do, until the process sets its handlers.
     """
-    if os.getpid() != 1:
-        return
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is signal.SIG_DFL:
-            signal.signal(number, _end)
+    if os.getpid() == 1:
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is signal.SIG_DFL:
+                signal.signal(number, _end)
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        return None
+    return signal.signal(signal.SIGINT, _end)
 
 
 def _end(number: int, _frame: FrameType | None) -> None:

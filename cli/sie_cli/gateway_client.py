@@ -11,18 +11,16 @@ from sie_cli.cluster import Cluster
 from sie_cli.display import printable
 from sie_cli.options import refuse
 from sie_cli.refusal import CommandRefused
-from sie_contracts.settings import public_url
 
 if TYPE_CHECKING:
     from sie_client import SIEClient
-
-FIRST_S = 5.0  # of attempts to connect
 
 
 @contextlib.contextmanager
 def gateway_client(cluster: Cluster, scopes: str, *, is_patient: bool = False) -> Iterator[SIEClient]:
     """Return a client for a command that needs a token with these scopes. A patient client waits while a gateway
-    restarts. Errors are handled like in `gateway_errors`.
+    restarts. A refused connection to this machine ends the command at once if no `sie serve` is known that may be
+    starting. Errors are handled as in `gateway_errors`.
     """
     from sie_client import SIEClient
 
@@ -32,7 +30,7 @@ def gateway_client(cluster: Cluster, scopes: str, *, is_patient: bool = False) -
         SIEClient(
             cluster.gateway_urls[0],
             api_key=secret.reveal() if secret else None,
-            connection_budget_s=None if is_patient else FIRST_S,
+            connection_budget_s=None if is_patient else cluster.first_patience_s,
         ) as client,
     ):
         yield client
@@ -48,7 +46,7 @@ def gateway_errors(cluster: Cluster, scopes: str) -> Iterator[None]:
     except AuthenticationError as error:
         refuse(printable(f"{error}: set SIE_API_KEY to a token with {scopes}"))
     except SIEConnectionError as error:
-        refuse(f"no gateway answers at {public_url(cluster.gateway_urls[0])}: {error}; {cluster.without_gateway()}")
+        refuse(printable(cluster.without_gateway(cluster.gateway_urls[0], error)))
     except ModelNotFoundError as error:
         raise CommandRefused(f"{printable(str(error))} (`sie models list` shows all)") from error
     except SIEError as error:

@@ -121,11 +121,11 @@ def create(
         keys = [present for present, _ in await buckets.read()]
         if len(keys) >= MAX_KEYS:
             raise CommandRefused(
-                f"there are {len(keys)} keys, at most {MAX_KEYS} are kept: `sie keys revoke ID --forget` those that "
-                "have ended"
+                f"there are {len(keys)} keys, at most {MAX_KEYS} are allowed: remove ended keys with `sie keys revoke "
+                "ID --forget`"
             )
         if any(key.name == name and not key.ended(now_s) for key in keys):
-            raise CommandRefused(f"a key named {name} is in use; revoke it first, or take another name")
+            raise CommandRefused(f"a key named {name} is in use; revoke it first, or choose another name")
         await buckets.write(key, 0)
         return key, token, now_s
 
@@ -188,7 +188,7 @@ def revoke(cluster: Cluster, identifier: str | None, by_token: bool, forget: boo
                 await (buckets.remove(key.id, revision) if forget else buckets.write(ended, revision))
             except WrongRevision as error:
                 raise CommandRefused(
-                    f"key {key.id} was changed meanwhile: look at `sie keys list` and try again"
+                    f"key {key.id} was changed by another command: check `sie keys list` and try again"
                 ) from error
             return key
         raise CommandRefused(

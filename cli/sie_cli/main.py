@@ -28,6 +28,7 @@ from sie_cli.options import (
     refuse,
     settings_options,
 )
+from sie_cli.refusal import INTERRUPTED
 from sie_contracts.errors import SIEError
 from sie_contracts.settings import ROWS, SettingError, default_worker_id, shown
 from sie_runtime.process import Stop, own_stderr
@@ -50,6 +51,14 @@ class _Program(AnyPosition):
             if like := difflib.get_close_matches(args[0], self.commands, 1):
                 raise click.UsageError(f"No such command '{args[0]}'. Did you mean `sie {like[0]}`?", ctx) from None
             raise
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command. Ctrl-C ends the process with the status of a shell, also while the command is imported."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            click.echo(err=True)  # the line of ^C
+            raise SystemExit(INTERRUPTED) from None
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         try:

@@ -59,7 +59,7 @@ def local(at_s: float, now_s: float) -> str:
 
 
 def span(seconds: float) -> str:
-    """Format a length of time in the largest unit that it fills twice."""
+    """Format a length of time in the largest unit of which it has at least two."""
     for unit, length in (("days", 86400.0), ("h", 3600.0), ("min", 60.0)):
         if seconds >= 2 * length:
             return f"{seconds / length:.0f} {unit}"

@@ -1,4 +1,4 @@
-"""Settings as command-line options: one option per setting, made from the settings table."""
+"""Settings as command-line options: one option per setting, created from the settings table."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 DATA_DIR = (
     "That of a `sie serve` of this machine, whose addresses and passwords are used.  [default: ~/.local/share/sie]"
 )
-# help texts of more than one command
+# help texts that several commands share
 DRAIN = "Longest wait for requests in progress at the end, seconds."
 LAME_DUCK = (
     "Seconds after SIGTERM in which it serves on, unready, every connection's next answer its last: balancers learn "
@@ -80,17 +80,35 @@ class SettingOption(click.Option):
         self.heading = heading
 
 
+_ALL = "sie.help_all"
+_HELP_ALL = "Show all settings as options, too."
+
+
+def _help_all(context: click.Context, parameter: click.Parameter, value: bool) -> None:
+    if value and not context.resilient_parsing:
+        context.meta[_ALL] = True
+        click.echo(context.get_help())
+        context.exit()
+
+
 class ManyOptions(click.Command):
     """Command with the options of many settings. --help sorts them by group and alphabet.
 
-    The options in `first` are before them, under FIRST and in that order, then the command's own options.
+    The options in `first` come before them, under FIRST and in that order, then the command's own options. With
+    `first`, --help ends there, and --help-all shows all of them.
     """
 
-    FIRST, OWN = "Most used options", "Options"
+    FIRST, OWN, ALL = "Most used options", "Options", "--help-all"
 
     def __init__(self, *args: Any, first: Sequence[str] = (), **attributes: Any) -> None:
         super().__init__(*args, **attributes)
         self._first = tuple(first)
+        if first:
+            self.params.append(
+                click.Option(
+                    [self.ALL], is_flag=True, is_eager=True, expose_value=False, callback=_help_all, help=_HELP_ALL
+                )
+            )
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         sections: dict[str, dict[str, tuple[str, str]]] = {}
@@ -98,7 +116,8 @@ class ManyOptions(click.Command):
             record = param.get_help_record(ctx)
             if record is not None:
                 sections.setdefault(self._heading(param), {})[param.opts[0]] = record
-        headings = [self.FIRST, self.OWN, *dict.fromkeys(row.heading for row in ROWS)]
+        is_short = bool(self._first) and not ctx.meta.get(_ALL)
+        headings = [self.FIRST, self.OWN, *(() if is_short else dict.fromkeys(row.heading for row in ROWS))]
         for heading in (title for title in headings if title in sections):
             order = self._first if heading == self.FIRST else sorted(sections[heading])
             with formatter.section(heading):

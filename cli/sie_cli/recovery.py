@@ -98,7 +98,7 @@ def read_backup(file: Path) -> Backup:
     if not head.startswith(FORMAT):
         raise CommandRefused(f"{file} is no backup that this version of `sie` can read")
     if head.removeprefix(FORMAT).decode("ascii", "replace") != hashlib.sha256(content).hexdigest():
-        raise CommandRefused(f"{file} is damaged: its digest is another one; take another backup")
+        raise CommandRefused(f"{file} is damaged: its digest differs; use another backup")
     try:
         return msgspec.msgpack.decode(content, type=Backup)
     except msgspec.DecodeError as error:

@@ -11,6 +11,7 @@ from sie_cli.display import printable
 from sie_contracts.errors import SIEError
 
 MAX_CHARS = 20_000  # largest number of characters of a refusal
+INTERRUPTED = 130  # status of a shell after Ctrl-C
 
 
 class CommandRefused(click.ClickException):

@@ -60,7 +60,7 @@ class AliasIndex:
 
 @dataclass(frozen=True)
 class GuardedWrite:
-    """Additions to a permitted write. `index`: a write of the index, if the index must not have changed meanwhile.
+    """Additions to a permitted write. `index`: a write of the index, if the guarded write requires an unchanged index.
     `reply_fields`: more fields of the reply.
     """
 
@@ -96,7 +96,7 @@ async def guard(
         try:
             check(after, concerned)
         except ValidationFailed:
-            check(after, await catalogue())  # again, so that the error can suggest similar names
+            check(after, await catalogue())  # checked again, so that the error can suggest similar names
             raise
         changed = was_alias and (not isinstance(before, Alias) or changes_vectors(before, after, concerned))
         bundles = {concerned.resolve(target.model).bundle for target in after.alias}
@@ -204,7 +204,9 @@ def index_of(models: Mapping[str, dict[str, Any] | None]) -> dict[str, Alias | N
 
 
 def index_in(read: CatalogueSnapshot, index: AliasIndex) -> dict[str, tuple[str, ...]]:
-    """Build the index from the aliases of the catalogue. An alias that cannot be parsed keeps its row of `index`."""
+    """Build the index from the aliases of the catalogue. For an alias that cannot be parsed, the row in `index`
+    remains.
+    """
     targets: dict[str, tuple[str, ...]] = {}
     for name, stored in read.live.items():
         if is_alias(stored.entry):

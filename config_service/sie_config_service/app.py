@@ -132,7 +132,7 @@ def _answer_to(error: Exception, request_id: str) -> Response:
     if error.retryable:
         headers["Retry-After"] = str(max(1, error.retry_after_s))
     if error.reason == "content_encoding":
-        headers["Accept-Encoding"] = "gzip"  # header from RFC 7694
+        headers["Accept-Encoding"] = "gzip"  # this header is defined in RFC 7694
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     status, body = configs.config_shape(error, request_id, None)

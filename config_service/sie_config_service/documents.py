@@ -232,7 +232,9 @@ def _line(node: yaml.Node, path: str) -> int:
 
 
 def merged(target: Any, patch: Any) -> Any:
-    """Apply a JSON merge patch (RFC 7396): null removes a key, a map is merged, and any other value replaces."""
+    """Apply a JSON merge patch (RFC 7396): null removes a key, a map is merged into the old map, and any other value
+    replaces the old value.
+    """
     if not isinstance(patch, dict):
         return patch
     result = dict(target) if isinstance(target, dict) else {}

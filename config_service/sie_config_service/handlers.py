@@ -152,7 +152,7 @@ async def create(service: ConfigService, request: Request) -> Response:
 
 
 async def rollback(service: ConfigService, request: Request) -> Response:
-    """Make a former revision the newest again."""
+    """Write the content of an earlier revision as the newest revision."""
     model = request.path_params["id"]
     parameters, body = await _read(request)
     return await _write(service, request, "rollback", model, (await service.edits()).rollback(model, parameters), body)
@@ -190,7 +190,7 @@ async def _write(
     profiles: Collection[str] | None = None,
     warnings: tuple[str, ...] = (),
 ) -> Response:
-    """Do one write and reply to it."""
+    """Execute one write and send its reply."""
     dry_run, force = _flags(request, "dry_run", "force")
     answered = await service.require_writer().write(
         WriteRequest(
@@ -256,8 +256,8 @@ def _if_match(request: Request) -> int | None:
 
 
 def _flags(request: Request, *names: str) -> list[bool]:
-    """Read the flags in the query of a write. Any other parameter is refused: a write with a misspelt `dry_run` would
-    be done.
+    """Read the flags in the query of a write. Any other parameter is refused: otherwise a write with a misspelt
+    `dry_run` would be executed.
     """
     for name in request.query_params:
         if name not in names:

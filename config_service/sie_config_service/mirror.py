@@ -113,7 +113,7 @@ class CatalogueSnapshot:
         return self.epoch.rpartition(":")[0]
 
     def since(self, bundle: str) -> str:
-        """Return the epoch of the last write that concerned a bundle."""
+        """Return the epoch of the last write that changed models of a bundle."""
         return f"{self.created}:{max(self.unknown, self.concerned.get(bundle, 0))}"
 
     def revisions(self, bundle: str) -> dict[str, int]:
@@ -130,7 +130,7 @@ class CatalogueSnapshot:
 
     @cached_property
     def catalogue_epoch(self) -> ConfigEpoch:
-        """Return the epoch and the hashes that followers compare with their own."""
+        """Return the epoch and the hashes that readers of the catalogue compare with their own."""
         hashes = {bundle: configs.bundle_hash(revisions) for bundle, revisions in self._revisions.items()}
         return ConfigEpoch(
             self.epoch,
@@ -171,7 +171,7 @@ def decoded(decoder: msgspec.json.Decoder[_Record], entry: Entry) -> _Record:
 
 
 class Mirror:
-    """Reads the new writes of the bucket at each call. If they cannot be read, the last snapshot stays."""
+    """Reads the new writes of the bucket at each call. If they cannot be read, the last snapshot is returned."""
 
     def __init__(self, bucket: RecordBucket) -> None:
         self._bucket = bucket
@@ -185,8 +185,8 @@ class Mirror:
 
     @property
     def last(self) -> CatalogueSnapshot | None:
-        """Return the last snapshot without asking the broker; None before the first read and while a whole read is
-        due.
+        """Return the last snapshot without asking the broker; None before the first read, and if the next read must
+        read the whole catalogue.
         """
         return self._now if self._now.epoch else None
 
@@ -255,7 +255,7 @@ class Mirror:
             return before if before.epoch else None, last
 
     async def _begin(self, created: str, last: int) -> None:
-        """Read all models and all bundles. It is not known which bundles the writes up to `last` concerned."""
+        """Read all models and all bundles. It is unknown which bundles the writes up to `last` changed."""
         models = await self._bucket.use(lambda bucket: bucket.entries("model"))
         entries = await self._bucket.use(lambda bucket: bucket.entries("bundle"))
         bundles = [decoded(_bundle, entry) for entry in entries]
@@ -303,9 +303,9 @@ class Mirror:
                 stored = decoded(_stored, entry)
                 before = held.get(stored.model, HeldModel())
                 if stored.revision <= before.revision:
-                    continue  # the revision is older: it was restored from a backup
+                    continue  # the revision is lower than before, so it was restored from a backup
                 if stored.revision > before.revision + 1:
-                    unknown = read  # the revisions between them are no longer in the bucket
+                    unknown = read  # the revisions between `before` and `stored` are no longer in the bucket
                 for bundle in concerns(bundles, stored.entry, before.entry):
                     concerned[bundle] = read
                 held[stored.model] = HeldModel(stored, read - 1)

@@ -122,7 +122,7 @@ class Overlay:
         return signature
 
     def folders(self) -> Folders:
-        """Read and check everything. Raises SettingError, OSError, ValidationFailed with file, field and line."""
+        """Read and check all files. Raises SettingError, OSError, ValidationFailed with file, field and line."""
         if not self._packaged:  # the package does not change
             self._packaged = {
                 model: (entry, "packaged") for model, entry in read_folder(packaged_folder() / "models").items()

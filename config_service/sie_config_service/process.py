@@ -58,7 +58,7 @@ async def prepare(settings: Settings, broker: Broker, cached_overlay: Overlay | 
         _logger.error("the models are seeded as they were read last: %s: %s", overlay.name, error)
         folders = overlay.last
     store = await open_store(broker, settings)
-    await store.snapshot()  # from now on the store accepts this bucket and no later one
+    await store.snapshot()  # from now on the store accepts only this bucket, and no bucket that is created later
     if lost := await retry_conflicts(store.recover):
         names = ", ".join(lost[:MAX_TOLD]) + (", ..." if len(lost) > MAX_TOLD else "")
         _logger.warning(
@@ -73,7 +73,7 @@ async def prepare(settings: Settings, broker: Broker, cached_overlay: Overlay | 
     read = await store.snapshot()
     warn_of_others(folders, read)
     log_broken(read, await store.alias_index(), changes)
-    _logger.info("the catalogue holds %d models, seeding changed %d", len(folders.models), len(changes))
+    _logger.info("the catalogue has %d models, seeding changed %d of them", len(folders.models), len(changes))
     return PreparedCatalogue(store, overlay, signature)
 
 
@@ -104,7 +104,7 @@ async def keep(
         recovered = set(again.store.written_over_api())
         if lost := [name for name in prepared.store.written_over_api() if name not in recovered]:
             listed = ", ".join(lost[:MAX_TOLD]) + (", ..." if len(lost) > MAX_TOLD else "")
-            _logger.warning("%d changes over the API were lost with it, make them again: %s", len(lost), listed)
+            _logger.warning("%d changes over the API were lost with the catalogue, repeat them: %s", len(lost), listed)
         prepared = again
 
 
@@ -133,7 +133,7 @@ async def seeded(
 
 
 async def _make_streams(settings: Settings, stop: Stop) -> None:
-    """Make streams and buckets for all processes until `stop`, over a separate connection."""
+    """Create streams and buckets on request of all processes until `stop`, over a separate connection."""
     password = settings.nats_streams_password
     async with connected(settings.nats_url, "sie-streams", stop, password=password, user="streams") as broker:
         if broker is not None:
@@ -150,7 +150,9 @@ async def run(
     lame_duck_s: float = 0.0,
     on_listening: Callable[[int], None] | None = None,
 ) -> int:
-    """Serve until `stop` and for `lame_duck_s` more, then finish the requests that were begun. Raises SettingError."""
+    """Serve until `stop`, then for another `lame_duck_s` seconds, then finish the running requests. Raises
+    SettingError.
+    """
     tracer = tracing.start(settings.tracing, "config")
     service = ConfigService(settings)
     service.tracer = tracer

@@ -50,8 +50,8 @@ def warn_of_others(folders: Folders, read: CatalogueSnapshot) -> None:
 
 
 def log_broken(read: CatalogueSnapshot, index: AliasIndex, done: Iterable[CatalogueChange]) -> None:
-    """Log which aliases are not valid after these changes. A change of the folder is not refused because of an alias
-    that was written over the API.
+    """Log the aliases that are not valid after these changes. A change of the folder is accepted even if it makes an
+    alias invalid that was written over the API.
     """
     for alias, why in broken_by(read, index, (change.model for change in done)).items():
         _logger.error("the alias %s is not valid with the models of the folder: %s", alias, why)
@@ -59,7 +59,7 @@ def log_broken(read: CatalogueSnapshot, index: AliasIndex, done: Iterable[Catalo
 
 @dataclass
 class _Watched:
-    """A stored change, kept until the workers of its bundles have its epoch."""
+    """A stored change that is watched until the workers of its bundles have its epoch."""
 
     outcome: str
     epoch: str
@@ -109,7 +109,7 @@ class Reload:
         try:
             folders = await asyncio.to_thread(self.overlay.folders)
             if await asyncio.to_thread(self.overlay.read_signature) != now:
-                return  # the folder was changed meanwhile
+                return  # the folder has changed again
             await self._check_files(folders)
             bundles = await self.store.seed_bundles(folders.bundles)
             done = await self.store.seed(folders.models)
@@ -130,7 +130,9 @@ class Reload:
             _logger.info("%s was changed: %s", self.overlay.name, outcome)
 
     async def _check_files(self, folders: Folders) -> None:
-        """Raise ValidationFailed for an entry that no worker could load: workers then keep the former entry."""
+        """Raise ValidationFailed for an entry that no worker could load: then workers continue with the former
+        entry.
+        """
         if self.check is None:
             return
         for change in await self.store.to_seed(folders.models):

@@ -2,8 +2,8 @@
 
     heartbeat: permanent failure ──► newest revision? ──► loaded on no worker? ──► earlier one loaded? ──► written again
 
-The write is a new revision, with the reason as its note: history, list and `sie doctor` show it. It keeps the source of
-the model, so that the next change of its file in SIE_MODELS_DIR is applied.
+The write is a new revision, with the reason as its note: history, list and `sie doctor` show it. The new revision has
+the same source as the model, so that the next change of its file in SIE_MODELS_DIR is applied.
 """
 
 from __future__ import annotations

@@ -26,5 +26,5 @@ TABLE = Table(ROUTES)
 
 
 def openapi_document(about: Mapping[str, Any]) -> dict[str, Any]:
-    """Build the OpenAPI document of the config service. `about` is its head."""
+    """Build the OpenAPI document of the config service. `about`: its title and version."""
     return openapi.document(ROUTES, config_routes.PLACEHOLDERS, lambda _: openapi.statuses(config_shape), about=about)

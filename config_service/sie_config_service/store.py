@@ -70,7 +70,7 @@ _logger = logging.getLogger("sie.config")
 
 @dataclass(frozen=True)
 class CatalogueChange:
-    """Write of a model: the new entry, or None for a removal. `held` is the stored model that it replaces."""
+    """Write of a model: the new entry, or None for a removal. `held` is the stored model that the change replaces."""
 
     model: str
     held: HeldModel
@@ -132,7 +132,7 @@ def _slot_key(number: int) -> str:
 
 
 def normalised(entry: ModelEntry | Alias) -> dict[str, Any]:
-    """Return an entry in the form in which it is stored, exported and shown: equal entries are equal maps."""
+    """Return an entry in the form in which it is stored, exported and shown: equal entries have equal maps."""
     document: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(entry))
     return document
 
@@ -152,11 +152,11 @@ class CatalogueStore:
         return (await self.snapshot()).epoch
 
     async def catalogue_epoch(self) -> ConfigEpoch:
-        """Return the epoch of the catalogue, for followers."""
+        """Return the epoch of the catalogue, for the processes that read the catalogue."""
         return (await self.snapshot()).catalogue_epoch
 
     async def snapshot(self) -> CatalogueSnapshot:
-        """Return all models at one epoch, as the broker's leader has them now. Raises BrokerError, NotReady."""
+        """Return all models at the last epoch of the broker's leader. Raises BrokerError, NotReady."""
         return await self._mirror.snapshot()
 
     @property
@@ -173,7 +173,7 @@ class CatalogueStore:
     async def lost(self, stop: Stop) -> bool:
         """Wait until the broker has lost the bucket, then return True; return False at `stop`.
 
-        The broker is asked only after a reconnect and after a read that failed.
+        The check runs only after a reconnect and after a failed read.
         """
         while not await stop.wait_woken(self._mirror.suspect):
             action = "looking whether the broker still has the catalogue"
@@ -217,7 +217,7 @@ class CatalogueStore:
         return self._parsed[1]
 
     async def held(self, model: str) -> HeldModel:
-        """Return one model as the broker's leader has it now."""
+        """Return one model at the last revision of the broker's leader."""
         entry = await self._bucket.get(model_key(model))
         return (
             HeldModel()
@@ -268,7 +268,7 @@ class CatalogueStore:
         return revision_at
 
     async def revision(self, model: str, revision: int) -> StoredModel | None:
-        """Return one revision of a model; None if it is not stored any more."""
+        """Return one revision of a model; None if that revision is no longer stored."""
         entry = await self._bucket.get(_history_key(model, revision))
         stored = None if entry is None or entry.value is None else _stored.decode(entry.value)
         return stored if stored is not None and stored.revision == revision else None
@@ -295,7 +295,7 @@ class CatalogueStore:
         await self._bucket.write([reply])
 
     async def alias_index(self) -> AliasIndex:
-        """Return the index of aliases as the broker's leader has it now."""
+        """Return the index of aliases at the last revision of the broker's leader."""
         entry = await self._bucket.get(INDEX_KEY)
         return AliasIndex() if entry is None else AliasIndex.read(entry.value, entry.revision)
 
@@ -445,7 +445,7 @@ class CatalogueStore:
 
     async def seed_bundles(self, packaged: Mapping[str, BundleEntry]) -> bool:
         """Make the bucket have these bundles and no others. Returns whether it was changed. Raises WrongRevision if
-        other writers kept changing it during SEED_ATTEMPTS attempts.
+        other writers changed it in each of SEED_ATTEMPTS attempts.
         """
         values = {bundle_key(name): msgspec.json.encode(bundle) for name, bundle in packaged.items()}
 
@@ -469,7 +469,7 @@ class CatalogueStore:
 
     async def seed(self, packaged: Mapping[str, tuple[ModelEntry | Alias, str]]) -> list[CatalogueChange]:
         """Make the bucket have the models of the folders; models written over the API are not changed. Returns the
-        changes. Raises WrongRevision if other writers kept changing the catalogue during SEED_ATTEMPTS attempts.
+        changes. Raises WrongRevision if other writers changed the catalogue in each of SEED_ATTEMPTS attempts.
         """
         done: list[CatalogueChange] = []
 
@@ -551,7 +551,7 @@ def reply_of(key: str, request: str, body: dict[str, Any]) -> RecordedReply:
 
 
 async def open_store(broker: Broker, settings: Settings) -> CatalogueStore:
-    """Open the store; its bucket is made if it does not exist."""
+    """Open the store; create its bucket if it does not exist."""
     bucket, copy = (
         RecordBucket(broker, name, storage=settings.stream_storage, replicas=settings.stream_replicas)
         for name in (topology.CATALOGUE_BUCKET, topology.CATALOGUE_COPY_BUCKET)

@@ -1,10 +1,10 @@
 """Writes of an operator. Each write is one compare-and-set on the present model, and is repeated if another writer was
 faster.
 
-    request ──► known Idempotency-Key? its reply ──► the present model ──► If-Match? ──► edited, checked ──► one batch
-    ──► deltas
-                                                        ▲                                                    │
-                                                        └────────────── another writer was faster ◄─────────┘
+    request ──► known Idempotency-Key? its reply
+            └─► present model ──► If-Match? ──► edited, checked ──► one batch ──► deltas
+                   ▲                                                    │
+                   └────────────── another writer was faster ◄──────────┘
 
 Each attempt applies the request to the present model, so no update is lost: a patch, for example, is merged again.
 """
@@ -41,7 +41,7 @@ from sie_contracts.models.public_models import is_public, translated
 from sie_contracts.models.trust import Trust
 
 MAX_IDS = 50_000  # models and aliases whose revisions are kept, including removed ones
-MAX_ENTRY_BYTES = 256 << 10  # bytes of one entry; the bucket has up to 100 revisions of each
+MAX_ENTRY_BYTES = 256 << 10  # largest number of bytes of one entry; the bucket has up to 100 revisions of each entry
 WRITE_S = 10.0  # seconds: time limit for one write, including the wait for earlier writes of this replica
 # operations that need no existing model; for the others, a missing model is a 404
 _FROM_NOTHING = ("create", "rollback")

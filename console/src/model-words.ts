@@ -1,6 +1,7 @@
 /** What the views say of a model in a word or two. */
 
 import type { Model } from "./types";
+import { about } from "./units";
 
 /** The path of a model in the API. */
 export const pathOf = (id: string): string => `/v1/models/${id.split("/").map(encodeURIComponent).join("/")}`;
@@ -17,7 +18,8 @@ export function stateOf(model: Model): string {
   const [done, total] = downloads.reduce(([done, total], each) => [done + each.done_bytes, total + each.total_bytes], [0, 0]);
   if (total) return `${state} ${Math.floor((100 * done) / total)} %`;
   if (state !== "available") return state;
-  return model.on_disk ? "on disk" : "to download";
+  if (model.on_disk) return "on disk";
+  return model.download_bytes ? `to download, ${about(model.download_bytes)}` : "to download";
 }
 
 /** The size that its description names. */

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from sie_broker import Broker, BrokerError, TopologyMismatch
-from sie_contracts.errors import QueueUnavailable, ShuttingDown
+from sie_contracts.errors import SHUTTING_DOWN, QueueUnavailable, ShuttingDown
 from sie_contracts.settings import SettingError, Settings
 from sie_contracts.wire import topology
 from sie_gateway.admission.admission import Admission
@@ -270,7 +270,7 @@ async def serve(
             async with asyncio.timeout_at(drained_s):
                 await inference.idle.wait()
         if inference.in_progress:
-            inbox.fail_all(ShuttingDown("this gateway is shutting down; another one takes the request"))
+            inbox.fail_all(ShuttingDown(SHUTTING_DOWN))
     finally:
         stop.request()
         drained.request()

@@ -31,7 +31,7 @@ class GatewayReadiness:
         self._keys = keys
         self.started = False
         self.leaving = False  # true: replies tell clients to open no new connections here; requests are still answered
-        self.draining = False  # new work is refused
+        self.draining = False  # true after the start of the shutdown: new work is refused
 
     def not_ready(self) -> str | None:
         """Return the reason why this gateway is not ready, or None if it is ready. Workers make no difference: they may

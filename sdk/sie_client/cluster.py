@@ -19,7 +19,7 @@ RENEW_EVERY_S = 60.0
 LEASE_S = 1200.0
 CLOSE_S = 5.0  # seconds for the deletion of a pool at the end of a reservation
 _logger = logging.getLogger("sie_client")
-_DOT = bytes.fromhex(  # bytes of an image of one pixel
+_DOT = bytes.fromhex(  # bytes of an image file with one pixel
     "89504e470d0a1a0a0000000d4948445200000001000000010802000000907753de0000000c49444154789c63606060000000040001f61738550000000049454e44"
     "ae426082"
 )

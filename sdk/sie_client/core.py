@@ -97,7 +97,7 @@ class Pause:
 
 @dataclass(frozen=True)
 class BlockingWork:
-    """Call a function in a place where it does not block other calls; the reply is its result."""
+    """Request to call a function where it does not block other calls. The answer is the result of the function."""
 
     function: Callable[[], Any]
 
@@ -363,8 +363,9 @@ def _judged(answer: Received | TransportFailed) -> tuple[SIEError, float, float,
     """
     if isinstance(answer, TransportFailed):
         where = f"no answer from {answer.address}: " if answer.address else ""
-        hint = "; is a server running there? `sie serve` starts one" if answer.is_nobody else ""
-        message = f"{where}{type(answer.cause).__name__}: {answer.cause}{hint}"
+        message = f"{where}{type(answer.cause).__name__}: {answer.cause}"
+        if answer.is_nobody:
+            message = f"no server at {answer.address}: the connection is refused; `sie serve` starts one"
         failure: SIEError = SIEConnectionError(message, retryable=not answer.is_permanent)
         failure.__cause__ = answer.cause
         return failure, CONNECTION_PAUSE_S, MAX_CONNECTION_PAUSE_S, True

@@ -175,7 +175,7 @@ class JobFailedError(SIEError):
 
 
 class JobTimeoutError(SIEError):
-    """A job has not ended within the `timeout_s` of `wait`. It goes on. `details` has `job` and `state`."""
+    """A job has not ended within the `timeout_s` of `wait`. The job continues. `details` has `job` and `state`."""
 
 
 class ServerError(SIEError):

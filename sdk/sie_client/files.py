@@ -162,7 +162,7 @@ class Arriving:
         self._come = 0
 
     def begin(self) -> None:
-        """Start the file again. Raises InvalidInputError, as all methods."""
+        """Start the download again, with an empty file. Raises InvalidInputError, like all methods of this class."""
         self._close()
         self._tell(-self._come)
         self._digest, self._come = hashlib.sha256(), 0

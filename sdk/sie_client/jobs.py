@@ -50,7 +50,7 @@ class JobInfo(api.JobInfo, kw_only=True, frozen=True):
     request: dict[str, Any]  # type: ignore[assignment]
 
     def request_map(self, name: str) -> dict[str, Any]:
-        """Return a map in the request, such as its `output`; an empty map if the request does not have it."""
+        """Return a map in the request, such as its `output`; an empty map if the request does not have this field."""
         value = self.request.get(name)
         return value if isinstance(value, dict) else {}
 
@@ -72,7 +72,7 @@ class _RowPage(msgspec.Struct):
 
 
 class SeenJob:
-    """A job as the client last read it. `info` has all of the server's fields."""
+    """A job in the state that the client read last. `info` has all of the server's fields."""
 
     def __init__(self, info: JobInfo) -> None:
         self.info = info
@@ -158,7 +158,7 @@ def _body(model: str, place: dict[str, str], chosen: Mapping[str, Any]) -> dict[
 
 
 def _post(path: str, session: Session, body: Any, key: str) -> Plan[JobInfo]:
-    """Send a POST with an idempotency key, since it may be sent twice: without the key that would make two jobs."""
+    """Send a POST with an idempotency key. It may be sent twice; without the key, this would create two jobs."""
     return cast(
         JobInfo,
         (yield from json_call("POST", path, session, body, headers={"idempotency-key": key}, type=JobInfo)),
@@ -254,7 +254,7 @@ def waited(
         left_s = MAX_PAUSE_S if timeout_s is None else timeout_s - (clock() - started_s)
         if left_s <= 0:
             raise JobTimeoutError(
-                f"{info.id} has not ended within {timeout_s:g} s: it is {info.state}, and goes on",
+                f"{info.id} has not ended within {timeout_s:g} s: it is {info.state}, and continues",
                 retryable=True,
                 details={"job": info.id, "state": info.state},
             )

@@ -69,7 +69,7 @@ def media(value: Any, path: str, *, urls: bool = False) -> Any:
 
 
 def sound(value: Any, path: str) -> Any:
-    """Convert a sound as `media` does; numpy samples with their `sample_rate` become a WAV file."""
+    """Convert a sound in the same way as `media`; numpy samples with their `sample_rate` become a WAV file."""
     if isinstance(value, Mapping) and isinstance(value.get("data"), np.ndarray):
         return {"data": _wav(value["data"], value.get("sample_rate"), path), "format": "wav"}
     if isinstance(value, np.ndarray):

@@ -14,7 +14,7 @@ from sie_client.core import HttpAnswer, Pause, Session
 from sie_client.types import Progress
 
 LOG_EVERY_S = 60.0
-BAR_AFTER_S = 1.0  # seconds; a call that ends earlier shows no bar
+BAR_AFTER_S = 1.0  # seconds; a call that ends before this time shows no bar
 DRAW_EVERY_S = 0.1
 NOTEBOOK_STREAM = "ipykernel.iostream"  # the module of a notebook's output stream class
 # the server worked on the request and ran out of time; the client does not wait for capacity
@@ -50,7 +50,7 @@ class Meter:
         self._started_s = clock()
         self._logged_s: float | None = None
         self._drawn_s = 0.0
-        self._width = 0  # characters on the bar's line now
+        self._width = 0  # present width of the bar's line, in characters
         self._latest = Progress(0, total or 0)
 
     def __enter__(self) -> Meter:

@@ -14,7 +14,7 @@ import httpx
 from sie_client.core import BodySink, Received, Send, Session, TransportFailed, UploadStream
 from sie_client.types import Item
 from sie_contracts import client_environment
-from sie_contracts.loopback import direct, is_local
+from sie_contracts.loopback import direct, is_local, is_refused
 
 CONNECT_S = 10.0
 PIECE_BYTES = 1 << 20  # bytes of a piece of a body for a sink
@@ -75,7 +75,7 @@ def failed(error: Exception, started_s: float, url: str, *, has_answered: bool) 
     before (`has_answered`), it may be restarting.
     """
     is_permanent = isinstance(error, _NEVER_SENT) or is_unknown_host(error) or _is_without_tls(error)
-    is_nobody = not has_answered and _is_refused(error) and is_local(url)
+    is_nobody = not has_answered and is_refused(error) and is_local(url)
     return TransportFailed(error, time.monotonic() - started_s, is_permanent, public(url), is_nobody)
 
 
@@ -98,19 +98,6 @@ def public(url: str) -> str:
     scheme, mark, rest = url.partition("://")
     host, slash, path = rest.partition("/")
     return f"{scheme}{mark}{host.rpartition('@')[2]}{slash}{path}"
-
-
-def _is_refused(error: BaseException) -> bool:
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, ConnectionRefusedError):
-            return True
-        # one exception for each address of a host name
-        causes = [exception for exception in getattr(cause, "exceptions", ()) if isinstance(exception, BaseException)]
-        if causes and all(map(_is_refused, causes)):
-            return True
-        cause = cause.__cause__ or cause.__context__
-    return False
 
 
 def is_unknown_host(error: BaseException) -> bool:
@@ -150,26 +137,28 @@ def log_of_background(error: BaseException | None) -> None:
 
 
 def is_single(items: Item | str | Iterable[Item | str]) -> TypeGuard[Item | str]:
-    return isinstance(items, Mapping | str)
+    return isinstance(items, Mapping | str) or hasattr(items, "as_py")
 
 
 def as_list(items: Item | str | Sequence[Item | str]) -> list[Item | str]:
-    """Return the items of a call as a list. A value that is not a list becomes one item; if it is no item,
-    `wire.mapped` raises later. Raises TypeError for a table, whose elements are the names of its columns.
+    """Return the items of a call as a list. A value that is not a list becomes one item; if that value is not an item,
+    `wire.mapped` raises an error later. Raises TypeError for a table, whose elements are the names of its columns.
     """
-    iterable, _ = as_iterable(items)
-    return list(iterable)
+    iterable: Iterable[Any] = as_iterable(items)[0]
+    return [item.as_py() if hasattr(item, "as_py") else item for item in iterable]
 
 
 def as_iterable(items: Item | str | Iterable[Item | str]) -> tuple[Iterable[Item | str], int | None]:
-    """Return the items of a call, and their number if it is known. The rules are the rules of `as_list`, but the items
-    are not read.
+    """Return the items of a call, and their number if it is known: as `as_list`, but without reading them. A column of
+    Arrow is converted to a list.
     """
     if hasattr(items, "columns") and len(getattr(items, "shape", ())) == 2:
         column = f"df[{_column_of_texts(items)!r}]"
         raise TypeError(
             f"items: expected texts, got a {type(items).__name__}: pass one of its columns, such as {column}"
         )
+    if hasattr(items, "to_pylist"):  # a column of pyarrow or nanoarrow, whose elements are no texts but scalars
+        items = items.to_pylist()
     if not isinstance(items, Iterable) or isinstance(items, Mapping | str | bytes | bytearray):
         return [cast("Item | str", items)], 1
     return items, len(items) if isinstance(items, Sized) else None

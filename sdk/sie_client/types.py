@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, BinaryIO, Generic, Literal, NotRequired, Protocol, TypeAlias, TypedDict, TypeVar
+from typing import Any, BinaryIO, Generic, Literal, NotRequired, Protocol, Required, TypeAlias, TypedDict, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,9 +29,26 @@ Media: TypeAlias = "_File | Mapping[str, Any] | Picture | NDArray[np.uint8]"
 Sound: TypeAlias = "_File | Mapping[str, Any]"
 
 
+class Chunking(TypedDict, total=False):
+    """Rule by which a text is cut into chunks of at most `max_tokens` tokens of the model. A chunk ends at a `boundary`
+    (sentence) if one leaves it at least `min_tokens` tokens, and repeats at most `overlap_tokens` tokens of the one
+    before.
+    """
+
+    max_tokens: Required[int]
+    overlap_tokens: int
+    boundary: Literal["sentence", "paragraph", "token"]
+    min_tokens: int
+
+
+# spans of a text in code points, or a rule
+Chunks: TypeAlias = "Sequence[Sequence[int]] | Chunking"
+
+
 class Item(TypedDict, total=False):
     """One input. `id` and `metadata` come back with the result. `multivector`: vectors [tokens, width] of a text that
-    was encoded before, in place of the text.
+    was encoded before, in place of the text. `chunks`: parts of the text that get vectors of their own; with `context`
+    (True) pooled from the whole text, without it encoded alone.
     """
 
     id: str
@@ -42,6 +59,8 @@ class Item(TypedDict, total=False):
     video: Media
     metadata: dict[str, Any]
     multivector: NDArray[Any] | Sequence[Sequence[float]]
+    chunks: Chunks
+    context: bool
 
 
 @dataclass(frozen=True)
@@ -114,7 +133,9 @@ class Params(CallOptions, total=False):
 
 
 class EncodeParams(Params, total=False):
-    """Parameters of encode. `muvera`: true, or its parameters."""
+    """Parameters of encode. `muvera`: true, or its parameters. `chunks` and `context` are those of each item that has
+    none of its own.
+    """
 
     output_types: Sequence[str] | None
     output_dtype: str | None
@@ -122,6 +143,8 @@ class EncodeParams(Params, total=False):
     dimensions: int | None
     normalize: bool | None
     muvera: bool | dict[str, Any] | None
+    chunks: Chunks | None
+    context: bool | None
 
 
 class ExtractParams(Params, total=False):
@@ -218,12 +241,26 @@ class Sparse(TypedDict):
     values: NDArray[Any]
 
 
+class ChunkResult(TypedDict, total=False):
+    """Vectors of one chunk of a text, with its place in code points and the tokens of its text. Arrays are as in
+    EncodeResult.
+    """
+
+    start: Required[int]
+    end: Required[int]
+    tokens: Required[int]
+    dense: NDArray[Any]
+    sparse: Sparse
+    multivector: NDArray[Any]
+    outputs: Required[dict[str, dict[str, Any]]]
+
+
 class EncodeResult(Shared, total=False):
     """One result of encode, at the position of its input. `error` replaces the outputs if the item failed.
 
     `dense`: [width], `multivector`: [tokens, width], float32 unless the call has another `output_dtype`; arrays are
     writable. `outputs` describes each array: its dims, dtype, scale and offset. `muvera`: the parameters that `dense`
-    was made with.
+    was made with. `chunks` replaces the outputs of an item with chunks.
     """
 
     id: str
@@ -231,6 +268,7 @@ class EncodeResult(Shared, total=False):
     dense: NDArray[Any]
     sparse: Sparse
     multivector: NDArray[Any]
+    chunks: list[ChunkResult]
     outputs: dict[str, dict[str, Any]]
     muvera: dict[str, Any]
     usage: ItemUsage

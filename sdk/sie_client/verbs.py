@@ -49,7 +49,7 @@ from sie_client.types import (
 
 MAX_ITEMS = 2048
 PART_BYTES = 32 << 20  # bytes of one body: an eighth of the server's limit
-ASIDE_BYTES = 1 << 20  # bytes; a body or a reply of this size and more is not converted on the event loop
+ASIDE_BYTES = 1 << 20  # bytes; a body or reply of this size or more is converted in a thread
 ASIDE_ITEMS = 256
 GROWTH = 1.25  # growth factor of an array of vectors whose number is unknown
 _ALWAYS_TOLD = ("model", "timing", "usage", "fingerprint")
@@ -98,7 +98,7 @@ class _VerbRequest:
             ]
         body = yield from _aside(lambda: wire.encode({"items": sent, **self.fixed}, subject), part.size_bytes)
         sent = []
-        part.items.clear()  # the body contains the items now: their files need not be in memory twice
+        part.items.clear()  # the body contains the items now, so their files need not be in memory twice
         headers = {
             **self.session.sent_headers(),
             "accept": "application/msgpack",
@@ -225,8 +225,21 @@ def encode(
         return Results()
     session, params = session.for_call(params)
     _check_names("encode", params)
+    items, params = _with_chunks(items, params)
     replies = yield from _send_parts("encode", model, items, {"params": params}, session, wire.decode_vectors)
     return _of_items(replies, items, named=False)
+
+
+def _with_chunks(
+    items: Sequence[Item | str], params: Mapping[str, Any]
+) -> tuple[Sequence[Item | str], Mapping[str, Any]]:
+    """Return the items with the chunks and the context of the call, and the other parameters."""
+    own = {name: params[name] for name in ("chunks", "context") if params.get(name) is not None}
+    rest = {name: value for name, value in params.items() if name not in ("chunks", "context")}
+    if not own:
+        return items, rest
+    mapped = (wire.mapped(item, f"items[{index}]") for index, item in enumerate(items))
+    return [cast("Item", {**own, **item}) for item in mapped], rest
 
 
 def embed(
@@ -237,6 +250,8 @@ def embed(
     """
     session, params = session.for_call({"on_item_error": "fail", **params, "output_types": ["dense"]})
     _check_names("encode", params)
+    if params.get("chunks") is not None:
+        raise InvalidInputError("chunks: embed returns a vector for each text; call encode", code="INVALID_INPUT")
     path = f"/v1/encode/{quoted(model)}"
     request = _VerbRequest(path, {"params": params}, session, Patience(session.policy), wire.decode_vectors, "items")
     rows = _VectorRows(count)

@@ -21,7 +21,8 @@ from sie_contracts.loopback import is_local
 
 CLUSTER_STATUS = "/ws/cluster-status"
 AGAIN_AFTER_S = 1.0  # seconds between a broken connection and the next one
-SILENCE_S = 30.0  # seconds; the server sends one frame per second, so a connection without frames for this long is dead
+# seconds; the server sends one frame per second, so a connection without a frame in this time counts as broken
+SILENCE_S = 30.0
 CLOSE_S = 2.0
 MAX_FRAME_BYTES = 64 << 20
 

@@ -51,9 +51,13 @@ def item(value: Any, path: str) -> Any:
 
 
 def mapped(value: Any, path: str) -> dict[str, Any]:
-    """Return an item as a new map. Raises InvalidInputError for a value that is neither text nor a map."""
+    """Return an item as a new map. A scalar of pyarrow is its value. Raises InvalidInputError for a value that is
+    neither text nor a map.
+    """
     if isinstance(value, str):
         return {"text": value}
+    if hasattr(value, "as_py"):
+        return mapped(value.as_py(), path)
     if not isinstance(value, Mapping):
         message = f"{path}: expected a str or a map, got {type(value).__name__}"
         raise InvalidInputError(message, code="INVALID_INPUT", details={"param": path, "reason": "schema"})
@@ -70,6 +74,8 @@ def weight(sent: Any) -> tuple[int, int]:
         size = len(sent) if sent.isascii() else len(sent.encode("utf-8", "replace"))
         return min(_MAX_TOKENS, size // _BYTES_PER_TOKEN + _SPECIAL_TOKENS), size
     tokens, size = weight(sent["text"]) if isinstance(sent.get("text"), str) else (_SPECIAL_TOKENS, 0)
+    if sent.get("chunks") is not None:  # read to its end
+        tokens = max(tokens, size // _BYTES_PER_TOKEN)
     matrix = sent.get("multivector")
     if isinstance(matrix, np.ndarray):
         tokens, size = tokens + len(matrix), size + matrix.nbytes
@@ -109,7 +115,7 @@ _encoder = msgspec.msgpack.Encoder(enc_hook=_hook)
 
 def encode(body: Mapping[str, Any], subject: str) -> bytes:
     """Return a request body as msgpack. Raises InvalidInputError, which begins with `subject`, for values that msgpack
-    cannot hold.
+    cannot represent.
     """
     try:
         return _encoder.encode(body)
@@ -132,12 +138,22 @@ class _OutputMap(TypedDict, total=False):
     source: str
 
 
+class _ChunkSlot(TypedDict, total=False):
+    start: int
+    end: int
+    tokens: int
+    dense: _OutputMap
+    sparse: _OutputMap
+    multivector: _OutputMap
+
+
 class _OutputSlot(TypedDict, total=False):
     id: str
     metadata: Any
     dense: _OutputMap
     sparse: _OutputMap
     multivector: _OutputMap
+    chunks: list[_ChunkSlot]
     timing: dict[str, float]
     usage: ItemUsage
     error: dict[str, Any]
@@ -173,21 +189,23 @@ def decode_vectors(body: bytes) -> dict[str, Any]:
     """
     reply = cast("dict[str, Any]", _decoder.decode(body))
     for slot in reply["items"]:
-        slot["outputs"] = {}
-        for name in _OUTPUTS:
-            if name in slot:
-                vectors = {
-                    key: _array(value) if isinstance(value, dict) else value for key, value in slot[name].items()
-                }
-                slot[name] = (
-                    {key: vectors.pop(key) for key in ("indices", "values")}
-                    if name == "sparse"
-                    else vectors.pop("values")
-                )
-                slot["outputs"][name] = vectors
+        for vectors in (slot, *slot.get("chunks", ())):
+            _read_outputs(vectors)
         if "metadata" in slot:
             slot["metadata"] = arrays.unpack(slot["metadata"])
     return reply
+
+
+def _read_outputs(slot: dict[str, Any]) -> None:
+    """Replace the outputs of an item or a chunk by their arrays, and put the descriptions of these under `outputs`."""
+    slot["outputs"] = {}
+    for name in _OUTPUTS:
+        if name in slot:
+            vectors = {key: _array(value) if isinstance(value, dict) else value for key, value in slot[name].items()}
+            slot[name] = (
+                {key: vectors.pop(key) for key in ("indices", "values")} if name == "sparse" else vectors.pop("values")
+            )
+            slot["outputs"][name] = vectors
 
 
 def _array(sent: _ArrayMap) -> NDArray[Any]:
@@ -206,7 +224,7 @@ def _array(sent: _ArrayMap) -> NDArray[Any]:
 
 
 def decode(body: bytes) -> dict[str, Any]:
-    """Return a reply of score or extract. Raises as `decode_vectors` does."""
+    """Return a reply of score or extract. Raises the same errors as `decode_vectors`."""
     reply = arrays.unpack(arrays.decode_msgpack(body))
     if not isinstance(reply, dict):
         raise ValueError(f"expected a map, got {type(reply).__name__}")

@@ -9,7 +9,6 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 import sie_contracts
-from sie_contracts.wire.ipc import Description
 from sie_runtime.metrics import Scrape, epoch_number
 from sie_runtime.metrics_table import OOM, OTHER
 from sie_sidecar.health import WorkerHealth
@@ -29,9 +28,10 @@ class WorkerCollector(Collector):
         yield gauge("sie_config_epoch", epoch_number(health.feed.catalogue.epoch))
         yield gauge("sie_config_behind", health.feed.is_behind)
         yield counter("sie_config_deltas", health.feed.deltas)
-        yield from self._device(health.description)
+        yield from self._devices()
         worker = health.worker
-        all_hosted = worker.hosting.all() if worker else []
+        yield gauge("sie_batches_in_progress", sum(queue.at_adapter for queue in worker.queues.all) if worker else 0)
+        all_hosted = list(worker.models) if worker else []
         depths: Sum[tuple[str, ...]] = Sum(
             {(OTHER,): worker.depth - sum(hosted.held for hosted in all_hosted)} if worker else {}
         )
@@ -40,7 +40,8 @@ class WorkerCollector(Collector):
         engines: Sum[tuple[str, ...]] = Sum()
         for hosted in all_hosted:
             depths[hosted.name,] += hosted.held
-            loaded[hosted.name, health.device] += hosted.state == "loaded"
+            if hosted.device == 0 or hosted.state == "loaded":
+                loaded[hosted.name, health.device_name(health.links[hosted.device])] += hosted.state == "loaded"
             memory[hosted.name,] += hosted.ready.loaded.memory_bytes if hosted.ready else 0
             if hosted.ready:
                 engines[hosted.name, hosted.ready.loaded.engine] += 1
@@ -48,8 +49,9 @@ class WorkerCollector(Collector):
         yield gauge("sie_model_loaded", loaded)
         yield gauge("sie_model_memory_bytes", memory)
         yield gauge("sie_model_engine", engines)
-        yield counter("sie_model_swaps", worker.hosting.swaps if worker else 0)
-        yield counter("sie_idle_evictions", worker.hosting.idle_evictions if worker else 0)
+        devices = worker.models.devices if worker else []
+        yield counter("sie_model_swaps", sum(device.swaps for device in devices))
+        yield counter("sie_idle_evictions", sum(device.idle_evictions for device in devices))
         yield counter("sie_tower_outputs", health.towers.counts())
         model_names = sorted({hosted.name for hosted in all_hosted} | health.remedies.models())
         for remedy in OOM:
@@ -57,12 +59,16 @@ class WorkerCollector(Collector):
                 f"sie_oom_{remedy}", {(model,): health.remedies.count(model, remedy) for model in model_names}
             )
 
-    def _device(self, description: Description | None) -> Iterator[Metric]:
-        """Yield metrics of the device from the adapter's last description. Unknown values are absent, never zero."""
-        gauge = self._scrape.gauge
-        yield gauge("sie_device_lanes", description.lanes if description else 0)
-        busy = description.utilization_percent if description else None
-        yield gauge("sie_device_utilization_ratio", {} if busy is None else busy / 100)
-        yield gauge("sie_device_memory_used_bytes", description.memory_used_bytes if description else {})
-        yield gauge("sie_device_memory_total_bytes", description.memory_total_bytes if description else {})
-        yield gauge("sie_tower_output_bytes", description.towers.held_bytes if description else {})
+    def _devices(self) -> Iterator[Metric]:
+        """Metrics of the devices by the last descriptions of their adapters. Unknown values are absent, never zero."""
+        health, gauge = self._health, self._scrape.gauge
+        shown = {(health.device_name(health.links[number]),): here for number, here in health.descriptions.items()}
+        away = {(health.device_name(link),): 0 for link in health.links if link.number not in health.descriptions}
+        yield gauge("sie_device_lanes", {**away, **{name: here.lanes for name, here in shown.items()}})
+        busy = {name: here.utilization_percent for name, here in shown.items()}
+        yield gauge(
+            "sie_device_utilization_ratio", {name: used / 100 for name, used in busy.items() if used is not None}
+        )
+        yield gauge("sie_device_memory_used_bytes", {name: here.memory_used_bytes for name, here in shown.items()})
+        yield gauge("sie_device_memory_total_bytes", {name: here.memory_total_bytes for name, here in shown.items()})
+        yield gauge("sie_tower_output_bytes", {name: here.towers.held_bytes for name, here in shown.items()})

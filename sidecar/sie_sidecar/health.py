@@ -14,11 +14,11 @@ from sie_broker import BrokerError, Bus, CoreMessage
 from sie_contracts.errors import SIEError
 from sie_contracts.settings import Settings
 from sie_contracts.wire import ipc, messages, topology
-from sie_contracts.wire.heartbeats import ON_DISK, Heartbeat
+from sie_contracts.wire.heartbeats import ON_DISK, DeviceBeat, Heartbeat
 from sie_contracts.wire.topology import Lane
 from sie_runtime.connection import because
 from sie_runtime.feed import CatalogueFeed
-from sie_sidecar.device.link import AdapterGone, AdapterLink
+from sie_sidecar.device.link import AdapterGone, AdapterLink, AdapterLinks
 from sie_sidecar.metrics import OomCounts, TowerCounts
 from sie_sidecar.worker import Worker
 from sie_store.weights.cache import LocalCache
@@ -32,19 +32,19 @@ class WorkerHealth:
     """Heartbeats and readiness of one worker. `changed` requests a heartbeat at once."""
 
     def __init__(
-        self, settings: Settings, bus: Bus, lane: Lane, worker_id: str, link: AdapterLink, feed: CatalogueFeed
+        self, settings: Settings, bus: Bus, lane: Lane, worker_id: str, links: AdapterLinks, feed: CatalogueFeed
     ) -> None:
         self._settings = settings
         self._bus = bus
         self._lane = lane
         self._id = worker_id
-        self._link = link
+        self.links = links
         self.feed = feed
         self.remedies, self.towers = OomCounts(), TowerCounts()
         self._change = asyncio.Event()
         self.worker: Worker | None = None
         self.leaving = False
-        self.asks = False  # true if gateways assign the pool to serve
+        self.asks = False  # true if gateways decide which pool this worker serves
         self.preloading = ""
         self._listens = False
         self._on_disk: tuple[str, ...] = ()
@@ -56,10 +56,10 @@ class WorkerHealth:
     def not_ready(self) -> str | None:
         if self.leaving:
             return "draining"
-        if not self._link.connected:
+        if not self.links.connected:
             # the address of the adapter is only in the log, because any client of the port can read this text
             return "no adapter is connected"
-        if not self._link.is_fresh():
+        if not self.links.is_fresh():
             return "the adapter does not answer"
         if not self._bus.connected:
             return "no connection to the broker"
@@ -72,61 +72,102 @@ class WorkerHealth:
         return f"preloading {self.preloading}" if self.preloading else None
 
     @property
-    def description(self) -> ipc.Description | None:
-        """Description of the adapter; None while it is not connected."""
-        return self._link.description if self._link.connected else None
+    def descriptions(self) -> dict[int, ipc.Description]:
+        """Descriptions of the connected adapters, by number of their device."""
+        return {link.number: link.description for link in self.links if link.connected and link.description is not None}
 
-    @property
-    def device(self) -> str:
-        """Device of the current or the last adapter; empty before the first one."""
-        return self._link.description.device if self._link.description else ""
+    def device_name(self, link: AdapterLink) -> str:
+        """Return the name of the device of the current or the last adapter on this link; empty before the first one. It
+        has a number if several devices have the same name.
+        """
+        names = [described.device for adapter in self.links if (described := adapter.description) is not None]
+        name = link.description.device if link.description else ""
+        return f"{name}:{link.number}" if names.count(name) > 1 else name
 
     @property
     def gpu_count(self) -> int:
-        """SIE_GPU_COUNT, or 0 if the adapter computes on a CPU."""
-        return 0 if self.device == "cpu" else self._settings.gpu_count
+        """Number of GPUs: 0 if the adapters compute on a CPU, the number of the devices if there are several, else
+        SIE_GPU_COUNT.
+        """
+        first = self.links[0].description
+        if first is not None and first.device == "cpu":
+            return 0
+        return len(self.links) if len(self.links) > 1 else self._settings.gpu_count
+
+    def memory(self) -> tuple[int, int]:
+        """Return the used and the total bytes of the memory of the connected devices, in which CPUs share theirs."""
+        shown = list(self.descriptions.values())
+        if any(description.device == "cpu" for description in shown):
+            shown = shown[:1]
+        return sum(device.memory_used_bytes for device in shown), sum(device.memory_total_bytes for device in shown)
+
+    def devices(self) -> tuple[DeviceBeat, ...]:
+        """Return the state of each device; nothing if there is one, which the other fields of a heartbeat describe."""
+        if len(self.links) == 1:
+            return ()
+        states = []
+        for link in self.links:
+            description = self.descriptions.get(link.number)
+            models = self.worker.models.devices[link.number].all() if self.worker else []
+            states.append(
+                DeviceBeat(
+                    self.device_name(link),
+                    ready=description is not None and link.is_fresh(),
+                    gpu=description.gpu if description else "",
+                    memory_used_bytes=description.memory_used_bytes if description else 0,
+                    memory_total_bytes=description.memory_total_bytes if description else 0,
+                    queue_depth=sum(hosted.held for hosted in models),
+                    models=tuple(hosted.name for hosted in models if hosted.state == "loaded"),
+                )
+            )
+        return tuple(states)
 
     def heartbeat(self) -> Heartbeat:
-        description = self.description
+        descriptions = self.descriptions
+        first = next(iter(descriptions.values()), None)
+        memory_used_bytes, memory_total_bytes = self.memory()
         worker = self.worker
         held_cost, oldest_s = worker.inventory.ages() if worker else (0, {})
         statuses = (
             tuple(
                 msgspec.structs.replace(status, oldest_s=oldest_s.get(status.model, 0.0))
-                for status in worker.hosting.statuses()
+                for status in worker.models.statuses()
             )
             if worker
             else ()
         )
-        credit_cost, credit_items = worker.device.capacity() if worker else (0, 0)
+        credit_cost, credit_items = worker.queues.capacity() if worker else (0, 0)
         ahead_s = worker.broker_clock.ahead_s() if worker else None
+        reason = self.not_ready()
         return Heartbeat(
             worker=self._id,
             pool=worker.source.lane.pool if worker else self._lane.pool,
             own_pool=self._lane.pool if self.asks else "",
             machine_profile=self._lane.machine_profile,
             bundle=self._lane.bundle,
-            ready=self.not_ready() is None,
+            ready=reason is None,
+            unready=reason or "",
             version=sie_contracts.__version__,
             leaving=self.leaving,
             gpu_count=self.gpu_count,
-            gpu=self._settings.gpu_type or (description.gpu if description else ""),
-            device=description.device if description else "",
-            memory_used_bytes=description.memory_used_bytes if description else 0,
-            memory_total_bytes=description.memory_total_bytes if description else 0,
+            gpu=self._settings.gpu_type or (first.gpu if first else ""),
+            device=",".join(self.device_name(self.links[number]) for number in descriptions),
+            memory_used_bytes=memory_used_bytes,
+            memory_total_bytes=memory_total_bytes,
             queue_depth=worker.depth if worker else 0,
             config_epoch=self.feed.catalogue.epoch,
             models=statuses,
-            slots=worker.hosting.slots(description) if worker and description else 0,
-            rate=worker.device.rate.tokens_per_s if worker else 0.0,
+            slots=worker.models.slots() if worker else 0,
+            rate=worker.queues.tokens_per_s if worker else 0.0,
             held_cost=held_cost,
             credit_cost=credit_cost,
             credit_items=credit_items,
-            batch_cost=worker.device.limits.cost if worker else 0,
-            pipeline=worker.device.depth if worker else 0,
+            batch_cost=worker.queues.limits.cost if worker else 0,
+            pipeline=worker.queues.depth if worker else 0,
             clock_ahead_s=None if ahead_s is None else round(ahead_s, 3),
             listens=self._listens,
             on_disk=self._on_disk,
+            devices=self.devices(),
         )
 
     async def listen(self) -> None:
@@ -169,10 +210,18 @@ class WorkerHealth:
         self._on_disk = models[:ON_DISK]
 
     async def refresh(self) -> None:
-        """Ask the adapter for its current memory. If it does not answer, the next heartbeat asks again."""
-        if not self._link.connected:
+        """Request the current memory from each adapter. If an adapter does not answer, the next heartbeat repeats
+        the request.
+        """
+        connected = [link for link in self.links if link.connected]
+        if len(connected) > 1:  # an adapter that hangs must not delay the requests to other adapters
+            await asyncio.gather(*(self._refresh(link) for link in connected))
             return
+        for link in connected:
+            await self._refresh(link)
+
+    async def _refresh(self, link: AdapterLink) -> None:
         with contextlib.suppress(AdapterGone, SIEError):
-            if (description := await self._link.describe()) is not None:
-                self.remedies.update(description)
-                self.towers.update(description)
+            if (description := await link.describe()) is not None:
+                self.remedies.update(description, link.number)
+                self.towers.update(description, link.number)

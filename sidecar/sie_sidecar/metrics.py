@@ -6,6 +6,7 @@ The adapter has no port: its counts are in its description.
 from __future__ import annotations
 
 from collections import Counter as Sum
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -37,7 +38,6 @@ class SidecarMetrics:
         self.padding = make.counters("sie_padding_tokens")
         self.device_seconds = make.counters("sie_device_seconds")
         self.gathered = make.histogram("sie_gathered_deliveries")
-        self.batches = make.gauge("sie_batches_in_progress")
         self.loads = make.counters("sie_model_loads")
         self.load_failures = make.counters("sie_model_load_failures")
         self.certificates = make.counters("sie_certificates")
@@ -106,7 +106,7 @@ class SidecarMetrics:
 
 
 class _Counts:
-    """Counts of all adapters of this process. The counts of each adapter begin at zero."""
+    """Counts of all adapters of one device. The counts of each adapter begin at zero."""
 
     def __init__(self) -> None:
         self._before: Sum[tuple[str, ...]] = Sum()  # counts of adapters that have ended
@@ -131,36 +131,36 @@ class OomCounts:
     """Counts of remedies after a device ran out of memory, by model and remedy."""
 
     def __init__(self) -> None:
-        self._counts = _Counts()
+        self._devices: defaultdict[int, _Counts] = defaultdict(_Counts)  # by number of the device
 
-    def update(self, description: Description) -> None:
-        """Take over the counts of an adapter."""
+    def update(self, description: Description, device: int = 0) -> None:
+        """Update the counts with the counts that the adapter of this device reports."""
         counts: dict[tuple[str, ...], int] = {
             (shortage.model, remedy): getattr(shortage, remedy) for shortage in description.shortages for remedy in OOM
         }
-        self._counts.advance(description.pid, counts)
+        self._devices[device].advance(description.pid, counts)
 
     def count(self, model: str, remedy: str) -> int:
-        return self._counts[model, remedy]
+        return sum(counts[model, remedy] for counts in self._devices.values())
 
     def models(self) -> set[str]:
         """Return the models for which memory ran out at least once."""
-        return {model for model, _ in self._counts}
+        return {model for counts in self._devices.values() for model, _ in counts}
 
 
 class TowerCounts:
     """Number of tower outputs that were cached when needed (`hit`) or not (`miss`)."""
 
     def __init__(self) -> None:
-        self._counts = _Counts()
+        self._devices: defaultdict[int, _Counts] = defaultdict(_Counts)  # by number of the device
 
-    def update(self, description: Description) -> None:
-        """Take over the counts of an adapter."""
+    def update(self, description: Description, device: int = 0) -> None:
+        """Update the counts with the counts that the adapter of this device reports."""
         use = description.towers
-        self._counts.advance(description.pid, {("hit",): use.hits, ("miss",): use.misses})
+        self._devices[device].advance(description.pid, {("hit",): use.hits, ("miss",): use.misses})
 
     def counts(self) -> dict[tuple[str, ...], int]:
-        return {(result,): self._counts[result,] for result in ("hit", "miss")}
+        return {(result,): sum(counts[result,] for counts in self._devices.values()) for result in ("hit", "miss")}
 
 
 def of_models(registry: CollectorRegistry) -> tuple[dict[str, dict[str, float]], dict[str, dict[str, Any]]]:

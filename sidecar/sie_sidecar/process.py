@@ -15,6 +15,7 @@ from sie_broker import Broker, BrokerError, Queue
 from sie_contracts.errors import BundleConflict, ModelNotFound, SIEError
 from sie_contracts.models.alias_checks import resolve_all
 from sie_contracts.models.catalogue import Catalogue, Resolved
+from sie_contracts.models.load_errors import MAX_ATTEMPTS
 from sie_contracts.settings import Mode, SettingError, Settings, default_worker_id
 from sie_contracts.wire import topology
 from sie_contracts.wire.topology import Lane
@@ -26,11 +27,10 @@ from sie_runtime.http.websocket import WebSocketProtocol
 from sie_runtime.process import WORKER, Stop, Tasks, Trouble, retry
 from sie_sidecar.batching.batch import BatchLimits
 from sie_sidecar.collector import WorkerCollector
-from sie_sidecar.device.link import AdapterGone, AdapterLink
+from sie_sidecar.device.link import AdapterGone, AdapterLinks
 from sie_sidecar.health import WorkerHealth
 from sie_sidecar.intake.pool_membership import PoolMembership
 from sie_sidecar.metrics import SidecarMetrics
-from sie_sidecar.models.models import MAX_ATTEMPTS
 from sie_sidecar.status import WorkerStatus, worker_app
 from sie_sidecar.worker import Worker, WorkerIdentity
 from sie_store.payloads import open_store
@@ -39,6 +39,7 @@ DRAIN_S = 9.0
 MIN_CONNECTIONS = 6  # connections for batches; loads of models use some of them too
 REFILL_S = 1.0
 PRELOAD_RETRY_S = 5.0
+DEVICES_S = 30.0  # seconds to wait before a preload for the adapters of all devices, which share the models
 SERVE_RETRY_S = 0.5
 PING_ANSWER_S = 0.25  # seconds; an answer in transit does not count as silence, even with a stale multiplier of 1
 _logger = logging.getLogger("sie.sidecar")
@@ -88,8 +89,8 @@ async def serve(
     ping_s = settings.worker_ping_interval_ms / 1000
     stale_s = ping_s * settings.worker_readyz_stale_mult + PING_ANSWER_S
     size = functools.partial(connections_of, settings)
-    link = AdapterLink(settings.ipc_socket_path, size=size, ping_s=ping_s, stale_s=stale_s, clock=time.monotonic)
-    health = WorkerHealth(settings, broker, lane, worker_id, link, feed)
+    links = AdapterLinks(settings.ipc_socket_path, size=size, ping_s=ping_s, stale_s=stale_s, clock=time.monotonic)
+    health = WorkerHealth(settings, broker, lane, worker_id, links, feed)
     metrics.registry.register(WorkerCollector(health))
     feed.on_change(health.changed)
     status = WorkerStatus(settings, health, metrics, lane, worker_id, limits_of(settings, mode))
@@ -107,8 +108,8 @@ async def serve(
     try:
         tasks.start(feed.run(stop), "catalogue feed")
         tasks.start(_in_a_bundle(feed, settings.bundle), "bundle")
-        link.listeners.append(lambda _: health.changed())
-        tasks.start(link.run(stop), "adapter link")
+        links.for_every(lambda link: link.listeners.append(lambda _: health.changed()))
+        tasks.start(links.run(stop), "adapter links")
         await retry(
             health.listen,
             errors=(BrokerError,),
@@ -127,7 +128,7 @@ async def serve(
             tracer=tracer,
         )
         worker = Worker(
-            identity, settings, broker, feed, link, metrics, on_failure=stop.request, on_change=health.changed
+            identity, settings, broker, feed, links, metrics, on_failure=stop.request, on_change=health.changed
         )
         admission: PoolMembership | None = None
         following: asyncio.Task[None] | None = None
@@ -165,9 +166,10 @@ async def serve(
                     following = tasks.start(_follow(admission, worker, health, stop), "pool assignment")
                 health.worker = worker
                 health.changed()  # from now on, gateways may place models on this worker
-                await _unless_stopped(stop, _preload(settings, feed, link, worker, health, stop))
+                await _unless_stopped(stop, _preload(settings, feed, links, worker, health, stop))
                 tasks.start(_upkeep(worker, stop), "upkeep")
-                tasks.start(worker.hosting.run(settings.idle_evict_s), "hosting")
+                idle_s = settings.idle_evict_s
+                links.for_every(lambda link: tasks.start(worker.models.devices[link.number].run(idle_s), "hosting"))
                 _logger.info("sidecar %s serves lane %s, metrics on %d", worker_id, lane, http.port)
                 await stop.wait()
         finally:
@@ -222,7 +224,7 @@ async def _follow(admission: PoolMembership, worker: Worker, health: WorkerHealt
 
 
 async def _preload(
-    settings: Settings, feed: CatalogueFeed, link: AdapterLink, worker: Worker, health: WorkerHealth, stop: Stop
+    settings: Settings, feed: CatalogueFeed, links: AdapterLinks, worker: Worker, health: WorkerHealth, stop: Stop
 ) -> None:
     """Load SIE_PRELOAD_MODELS. Before that, the worker is not ready. An unknown name ends the process.
 
@@ -236,22 +238,24 @@ async def _preload(
         pass
     if stop.requested:
         return
+    await links.wait_all_connected(DEVICES_S)
     resolved = [entry for name in settings.preload_models for entry in _named(feed.catalogue, name, settings.bundle)]
     for index, model in enumerate(resolved):
         left = ", ".join(entry.canonical for entry in resolved[index:])
         health.preloading = left
         while not stop.requested:
-            hosted = worker.hosting.obtain(model, feed.catalogue.revisions.get(model.entry.id, 0))
+            hosted = worker.models.obtain(model, feed.catalogue.revisions.get(model.entry.id, 0))
             try:
-                await worker.hosting.ensure(hosted)
+                await worker.models.device_of(hosted).ensure(hosted)
                 break
             except AdapterGone:
-                await link.wait_connected()
+                await links.wait_connected()
             except SIEError as error:
                 if error.extras.get("permanent") or hosted.attempts >= MAX_ATTEMPTS:
                     _logger.error("preloading %s is given up: %s", model.canonical, error)
                     break
-                health.preloading = f"{left} ({error})"
+                health.preloading = f"{left} (try {hosted.attempts} of {MAX_ATTEMPTS} failed: {error})"
+                health.changed()
                 await stop.wait_for(PRELOAD_RETRY_S)
     health.preloading = ""
     health.changed()
@@ -301,10 +305,11 @@ def _named(catalogue: Catalogue, name: str, bundle: str) -> tuple[Resolved, ...]
 
 
 async def _upkeep(worker: Worker, stop: Stop) -> None:
-    """Run the upkeep of pulls once a second. Every ten seconds it also lists the consumers."""
+    """Run the upkeep of pulls and of copies of models once a second. Every ten seconds it also lists the consumers."""
     rounds = 0
     while not await stop.wait_for(REFILL_S):
         rounds += 1
+        worker.check_copies()
         try:
             await worker.source.upkeep(is_check=rounds % 10 == 0)
         except BrokerError as error:

@@ -98,10 +98,14 @@ class WorkerStatus:
 
     def _frame(self) -> str:
         worker, health = self._health.worker, self._health
-        hosted = {state.name: state for state in worker.hosting.all()} if worker else {}
+        hosted: dict[str, list[ModelState]] = {}
+        for state in worker.models if worker else ():
+            hosted.setdefault(state.name, []).append(state)
         counters, histograms = self._summed
-        ran = health.description.batches if health.description else None
-        batches = {} if ran is None else {"batches": [msgspec.structs.asdict(batch) for batch in ran]}
+        shown = health.descriptions.values()
+        ran = [batch for description in shown for batch in description.batches or ()]
+        is_reported = any(description.batches is not None for description in shown)
+        batches = {"batches": [msgspec.structs.asdict(batch) for batch in ran]} if is_reported else {}
         return msgspec.json.encode(
             {
                 "timestamp": time.time(),
@@ -112,7 +116,9 @@ class WorkerStatus:
                 "gpu_count": health.gpu_count,
                 "bundle": self._lane.bundle,
                 "bundle_config_hash": health.feed.catalogue.epoch,
-                "loaded_models": [name for name, state in hosted.items() if state.state == "loaded"],
+                "loaded_models": [
+                    name for name, states in hosted.items() if any(state.state == "loaded" for state in states)
+                ],
                 "max_batch_requests": self._limits.requests,
                 "server": {**self._server, "uptime_seconds": round(time.monotonic() - self._started_s, 3)},
                 "gpus": self._devices(),
@@ -124,13 +130,11 @@ class WorkerStatus:
         ).decode()
 
     def _devices(self) -> list[dict[str, Any]]:
-        """Return the one device of the adapter; an empty list while there is no adapter."""
-        description = self._health.description
-        if description is None:
-            return []
+        """Return the devices of the connected adapters."""
+        health = self._health
         return [
             {
-                "device": description.device,
+                "device": health.device_name(health.links[number]),
                 "name": description.gpu or platform.machine(),
                 "gpu_type": self._settings.gpu_type or description.gpu or description.device.partition(":")[0],
                 "utilization_pct": description.utilization_percent,
@@ -138,11 +142,13 @@ class WorkerStatus:
                 "memory_total_bytes": description.memory_total_bytes,
                 "memory_threshold_pct": description.threshold_percent,
             }
+            for number, description in health.descriptions.items()
         ]
 
-    def _models(self, worker: Worker | None, hosted: dict[str, ModelState]) -> list[dict[str, Any]]:
+    def _models(self, worker: Worker | None, hosted: dict[str, list[ModelState]]) -> list[dict[str, Any]]:
         """Return the models of this bundle, and other models on this worker, sorted by memory, the largest first."""
         pending = worker.inventory.pending_inputs() if worker else {}
+        statuses = {status.model: status for status in worker.models.statuses()} if worker else {}
         catalogue = self._health.feed.catalogue
         rows = []
         for name in sorted(
@@ -151,24 +157,24 @@ class WorkerStatus:
                 *hosted,
             }
         ):
-            here = hosted.get(name)
-            status = here.status(time.monotonic()) if here else None
-            if here is not None:
-                entry, run = here.resolved.entry, here.resolved.run
+            here, status = hosted.get(name, []), statuses.get(name)
+            loaded = [state for state in here if state.state == "loaded"]
+            if here:
+                entry, run = here[0].resolved.entry, here[0].resolved.run
             else:
                 entry = catalogue.entries[name]
                 run = entry.run
             row = {
                 "name": name,
                 "state": status.state if status else "available",
-                "device": self._health.device if status and status.state == "loaded" else "",
+                "device": ",".join(self._health.device_name(self._health.links[state.device]) for state in loaded),
                 "memory_bytes": status.memory_bytes if status else 0,
                 "config": self._config(name, entry, run),
-                "queue_depth": here.held if here else 0,
+                "queue_depth": status.queued if status else 0,
                 "queue_pending_items": pending.get(name, 0),
             }
-            if worker is not None and here is not None and here.state == "loaded":
-                row["adaptive_batching"] = self._batching(worker, here)
+            if worker is not None and loaded:
+                row["adaptive_batching"] = self._batching(worker, loaded[0])
             rows.append(row)
         return sorted(rows, key=lambda row: -row["memory_bytes"])
 

@@ -2,8 +2,12 @@
 items of the stage.
 
     Source ──► Intake ──► Prepare ──► Dispatch ──► Settle
-    (pulls)   (groups)   (model,     (batches) └─► Isolate (one of its inputs was in a batch that
-                          tokens)                           killed an adapter)
+    (pulls)   (groups)   (device,    (batches) └─► Isolate (one of its inputs was in a batch that
+                          model,                            killed an adapter)
+                          tokens)
+
+Each device has a link to its adapter, models (`Hosting`), a queue, a dispatch and an isolation of its own. All other
+parts are shared by the devices.
 """
 
 from __future__ import annotations
@@ -28,16 +32,16 @@ from sie_runtime.feed import CatalogueFeed
 from sie_runtime.process import Stop, Tasks, retry
 from sie_sidecar.batching.batch import BatchLimits
 from sie_sidecar.batching.sizing import quantum_of
-from sie_sidecar.device.dispatch import DeviceQueue, Dispatch
+from sie_sidecar.device.dispatch import DeviceQueue, DeviceQueues, Dispatch
 from sie_sidecar.device.in_flight import InFlight, Inventory
 from sie_sidecar.device.isolate import Isolate
-from sie_sidecar.device.link import AdapterLink
+from sie_sidecar.device.link import AdapterLink, AdapterLinks
 from sie_sidecar.device.poison import PoisonMarks
 from sie_sidecar.intake.intake import WorkIntake
 from sie_sidecar.intake.pull import WorkSource
 from sie_sidecar.metrics import SidecarMetrics
 from sie_sidecar.models.loading import Loading, LoraLoads, ResidencyRequests
-from sie_sidecar.models.models import Hosting, ModelState
+from sie_sidecar.models.models import Hosting, ModelState, WorkerModels
 from sie_sidecar.prepare.fetching import PayloadFetching
 from sie_sidecar.prepare.media_pool import MediaPool
 from sie_sidecar.prepare.prepare import Prepare
@@ -78,67 +82,89 @@ class Worker:
         settings: Settings,
         broker: Broker,
         feed: CatalogueFeed,
-        link: AdapterLink,
+        links: AdapterLinks,
         metrics: SidecarMetrics,
         on_failure: Callable[[], None],
         on_change: Callable[[], None],
     ) -> None:
         worker_id, lane, limits, clock = identity.id, identity.lane, identity.limits, time.monotonic
+        self._identity = identity
+        self._settings = settings
         self._broker = broker
+        self._links = links
         self._metrics = metrics
         self._clock = clock
+        self._on_change = on_change
         self._heard: list[Subscription] = []  # subscriptions to messages of gateways, from the start on
         self._work = Tasks(_logger, on_failure)
         self._loops = Tasks(_logger, on_failure)
         self.broker_clock = BrokerClock(broker, topology.stream_name(lane.pool), clock)
         broker_s = self.broker_clock.now_s
         self._ledger = open_ledger(identity.ledger, broker_s) if identity.ledger else None
-        self.leases = Leases(float(settings.ack_wait_s), link.is_fresh, clock, self._ledger, broker.flush)
-        self.hosting = Hosting(
-            link,
-            clock,
-            on_change,
-            settings.swap_after_ms / 1000,
-            assigned=self._assigned_models,
-            on_loaded=self._on_loaded,
-            on_failed=self._on_load_failed,
-            on_role=self._on_role,
-        )
-        self._loras = LoraLoads(link, clock)
+        self.leases = Leases(float(settings.ack_wait_s), links.is_fresh, clock, self._ledger, broker.flush)
+        self.models = WorkerModels(clock)
+        self._loras = LoraLoads(links, clock)
         self._marks = PoisonMarks(broker, worker_id, broker_s)
         self._tokenizers = TokenizerPool(settings.preprocessor_workers)
         self._media = MediaPool(settings.image_workers, metrics.count_file)
-        self.loading = Loading(feed, link, self.hosting, self._loras, self._work, clock)
+        self.inventory = Inventory(self.models, self._on_less, self._on_free, clock)
+        self.loading = Loading(feed, links, self.models, self.inventory, self._loras, self._work, clock)
         self._residency = ResidencyRequests(self.loading, self._work, self._on_unloaded)
         self._residency_subject = topology.residency_subject(worker_id)
-        self.inventory = Inventory(self.hosting, self._on_less, self._on_free, clock)
-        self.device = DeviceQueue(settings, worker_id, limits, link, self.inventory, metrics, identity.tracer, clock)
-        quantum = quantum_of(settings)
+        self.queues = DeviceQueues(self.models, self.inventory, limits)
+        self._quantum = quantum_of(settings)
         results = ResultDelivery(broker, self.leases, metrics, clock)
         dead_letters = DeadLetterWriter(broker, lane.pool, worker_id, metrics, broker_s)
         fetching = PayloadFetching(identity.store, clock) if identity.store is not None else None
         # stages in reverse order: each passes its items to later ones
         self._settle = Settle(worker_id, results, dead_letters, self.inventory, fetching, metrics, self._work, clock)
-        self._isolate = Isolate(self.device, self._marks, self.loading, self._settle, metrics, self._work)
-        self.dispatch = Dispatch(self.device, self._isolate, self.loading, self._settle, quantum, metrics, self._work)
+        self._isolates: list[Isolate] = []  # by number of the device
+        self._dispatches: list[Dispatch] = []
         self.intake = WorkIntake(
             self.leases,
             self.inventory,
-            self.device,
+            self.queues,
             self._settle,
             self.broker_clock,
-            quantum,
+            self._quantum,
             metrics,
             identity.tracer,
+            clock,
         )
         self.source = WorkSource(
-            broker, lane, worker_id, broker_s, self.device, self.loading, self.inventory, self.intake.accept
+            broker, lane, worker_id, broker_s, self.queues, self.loading, self.inventory, self.intake.accept, clock
         )
         self._prepare = Prepare(
             self.source, self.loading, self.inventory, self._settle, fetching, self._tokenizers, self._media, clock
         )
         broker.on_reconnect(self._on_reconnect)
-        link.listeners.append(self._on_link)
+        links.for_every(self._add_device)
+
+    def _add_device(self, link: AdapterLink) -> None:
+        """Build the parts of one device."""
+        self.models.devices.append(
+            Hosting(
+                link,
+                self._clock,
+                self._on_change,
+                self._settings.swap_after_ms / 1000,
+                assigned=self._assigned_models,
+                on_loaded=self._on_loaded,
+                on_failed=self._on_load_failed,
+                on_role=self._on_role,
+                device=link.number,
+            )
+        )
+        identity, metrics = self._identity, self._metrics
+        queue = DeviceQueue(
+            self._settings, identity.id, identity.limits, link, self.inventory, identity.tracer, self._clock
+        )
+        self.queues.all.append(queue)
+        isolate = Isolate(queue, self._marks, self.loading, self._settle, metrics, self._work, self._isolates)
+        dispatch = Dispatch(queue, self.queues, isolate, self.loading, self._settle, self._quantum, metrics, self._work)
+        self._isolates.append(isolate)
+        self._dispatches.append(dispatch)
+        link.listeners.append(lambda connected: self._on_link(link, connected))
 
     @property
     def depth(self) -> int:
@@ -153,15 +179,19 @@ class Worker:
         with contextlib.suppress(BrokerError):  # before the first answer, the clock of this machine is used
             await self.broker_clock.measure()
         if left := await self.leases.release_left(self._broker):
-            _logger.warning("%d deliveries that this worker held when it was killed are handed back", left)
+            _logger.warning(
+                "%d deliveries that were leased to this worker when it was killed are returned to the queue", left
+            )
         with contextlib.suppress(BrokerError):  # if opening fails, `run` tries again to open the marks
             await self._marks.open()
         self._loops.start(self.broker_clock.run(), "broker clock")
         self._loops.start(self._marks.run(), "marks")
-        self._loops.start(self._isolate.run(), "isolate")
+        self._links.for_every(lambda link: self._loops.start(self._isolates[link.number].run(), "isolate"))
         await retry(self._listen, errors=(BrokerError,), stop=stop, logger=_logger, task="listening to gateways")
         self._loops.start(self._take_in(), "intake")
-        self._loops.start(self.dispatch.run(self._more_expected), "dispatch")
+        self._links.for_every(
+            lambda link: self._loops.start(self._dispatches[link.number].run(self._more_expected), "dispatch")
+        )
         self._loops.start(self.leases.run(), "leases")
 
     async def _listen(self) -> None:
@@ -189,9 +219,13 @@ class Worker:
     async def _prepare_and_dispatch(self, group: list[InFlight], together: int) -> None:
         with self._settle.answering(group, "preparing the input"):
             for flight in await self._prepare.run(group, together):
-                self.dispatch.add(flight)
+                self._dispatch(flight)
                 self.source.weigh(flight)
-        self.device.wake.set()
+        self.queues.wake()
+
+    def _dispatch(self, flight: InFlight) -> None:
+        if flight.hosted is not None:  # else it is settled
+            self._dispatches[flight.hosted.device].add(flight)
 
     def _is_tokenising(self) -> bool:
         return self._prepare.tokenising > 0
@@ -214,7 +248,7 @@ class Worker:
         self.source.refill_soon()
 
     def _on_free(self, consumer: str) -> None:
-        """Refill one consumer after a work item that held back its other messages."""
+        """Refill one consumer after a work item that delayed its other messages."""
         self.source.pulling.refill_one(consumer)
 
     def _on_role(self, hosted: ModelState) -> None:
@@ -236,11 +270,18 @@ class Worker:
         self.source.pulling.refill_all()
         self._work.start(self._loras.preload(hosted), "loras")
 
-    def _on_link(self, connected: bool) -> None:
+    def _on_link(self, link: AdapterLink, connected: bool) -> None:
         if not connected:
             self._metrics.adapter_deaths.inc()
+            if self._links.connected:
+                self._dispatches[link.number].move_away()
         self.source.pulling.refill()
-        self.device.wake.set()
+        self.queues.wake()
+
+    def check_copies(self) -> None:
+        """Load a model on one more device if its devices cannot keep up with its work. Called once a second."""
+        for hosted in self.models.second_copies(lambda hosted: self.queues.all[hosted.device].is_behind(hosted)):
+            self.loading.copy(hosted)
 
     async def drain(self, grace_s: float) -> None:
         """Stop pulling, complete the work in flight, and return the work that is not completed in time to the queue.
@@ -252,7 +293,9 @@ class Worker:
             async with asyncio.timeout(max(0.0, end_s - self._clock())):
                 await self.leases.empty.wait()
         except TimeoutError:
-            _logger.warning("draining took longer than %g s: %d work items are handed back", grace_s, len(self.leases))
+            _logger.warning(
+                "draining took longer than %g s: %d work items are returned to the queue", grace_s, len(self.leases)
+            )
         await self._work.cancel()
         for flight in self.inventory:
             if flight.span is not None:
@@ -262,7 +305,7 @@ class Worker:
             await self.leases.hand_back(lease)
         await self._loops.cancel()
         await asyncio.gather(
-            self.hosting.stop(),
+            self.models.stop(),
             self._loras.stop(),
             self._marks.close(),
             self._media.close(),

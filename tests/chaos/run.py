@@ -43,9 +43,10 @@ def _minilm() -> Expected:
     return Expected(MINILM, texts, list(oracle.encode(texts)))
 
 
-def plan(*, minilm: bool, code: Path | None = None) -> Plan:
-    device = Device(batch_ms=5, token_us=50)
-    workers = [device, device, *([None] if minilm else [])]
+def plan(*, minilm: bool, code: Path | None = None, devices: int = 1) -> Plan:
+    """`devices`: of each worker with the fixed-cost adapter; one such worker if there are several."""
+    device = Device(batch_ms=5, token_us=50, devices=devices)
+    workers = [*([device, device] if devices == 1 else [device]), *([None] if minilm else [])]
     environ = {"OMP_NUM_THREADS": "1"}
     return Plan([TOY], gateways=2, workers=workers, brokers=3, toy_bundle="toy", environ=environ, code=code)
 
@@ -76,6 +77,9 @@ def main() -> None:
     parser.add_argument("--duration", type=float, default=300.0, help="seconds of faults")
     parser.add_argument("--every", type=float, default=10.0, help="seconds from one fault to the next")
     parser.add_argument("--seed", type=int, default=None)
+    parser.add_argument(
+        "--devices", type=int, default=1, help="one worker with so many devices in place of two workers with one each"
+    )
     parser.add_argument("--no-minilm", action="store_true")
     parser.add_argument("--code", type=Path, help="another checkout whose processes are to be run")
     parser.add_argument(
@@ -85,16 +89,22 @@ def main() -> None:
     seed = random.randrange(1 << 32) if options.seed is None else options.seed
     print(f"seed {seed}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        stack = Stack(Path(folder, "stack"), plan(minilm=not options.no_minilm, code=options.code))
+        stack = Stack(
+            Path(folder, "stack"), plan(minilm=not options.no_minilm, code=options.code, devices=options.devices)
+        )
         with stack:
             run = chaos(
                 stack, duration_s=options.duration, every_s=options.every, seed=seed, minilm=not options.no_minilm
             )
             report = uvloop.run(run)
             log = stack.log(200)
+    several = options.devices > 1
+    workers = (
+        f"one worker with {options.devices} fixed-cost adapters" if several else "2 workers with the fixed-cost adapter"
+    )
     text = (
         f"# Chaos\n\n`python tests/chaos/run.py --duration {options.duration:g} --every {options.every:g} --seed "
-        f"{seed}`, {os.cpu_count()} cores: 2 gateways, 2 workers with the fixed-cost adapter, "
+        f"{seed}{f' --devices {options.devices}' if several else ''}`, {os.cpu_count()} cores: 2 gateways, {workers}, "
         f"{'' if options.no_minilm else 'one with MiniLM, '}3 brokers with 3 copies on "
         f"disk.\n\n{table(report)}\n\n![answers over time]({options.out.with_suffix('.svg').name})\n"
     )

@@ -274,6 +274,8 @@ def test_one_adapter_for_each_gpu(found: tuple[dict[str, Any], ...]) -> None:
         ({"machineProfile": "l4"}, "cuda"),
         ({"machineProfile": "mine", "gpu": True}, "cuda"),  # auto would serve on the CPU of a node without a driver
         ({"machineProfile": "mine", "gpu": True, "device": "cuda:0"}, "cuda:0"),
+        ({"machineProfile": "l4", "gpuCount": 2}, "cuda:0,cuda:1"),  # a start fails if one of them is missing
+        ({"machineProfile": "mine", "gpu": False, "gpuCount": 2}, "auto"),
         ({"machineProfile": "mine", "gpu": False}, "auto"),
     ],
 )
@@ -285,6 +287,9 @@ def test_a_gpu_worker_asks_for_its_card_and_for_nothing_else_of_the_driver(group
     assert variables(adapter)["SIE_DEVICE"] == device
     on_gpu = device.startswith("cuda")
     assert variables(adapter).get("NVIDIA_DRIVER_CAPABILITIES") == ("compute,utility" if on_gpu else None)
+    cards = group.get("gpuCount", 1) if on_gpu else 0
+    assert variables(sidecar)["SIE_GPU_COUNT"] == str(cards)
+    assert adapter["resources"]["limits"].get("nvidia.com/gpu", 0) == cards
     # over what the device plugin says: which card a container got
     assert "NVIDIA_VISIBLE_DEVICES" not in variables(adapter)
     assert variables(folder) == ({"NVIDIA_VISIBLE_DEVICES": "void"} if on_gpu else {})

@@ -30,12 +30,12 @@ logging.basicConfig(stream=sys.stdout, format="%(message)s")
 signal.pthread_sigmask(signal.SIG_BLOCK, forkserver.SIGNALS)
 began_s = time.monotonic()
 {before}
-status = forkserver.keep_one_serving()
-if status is not None:
+number, status = forkserver.keep_serving({count})
+if number is None:
     sys.exit(status)
 signal.signal(signal.SIGTERM, lambda *_: os._exit(7))
 signal.pthread_sigmask(signal.SIG_UNBLOCK, forkserver.SIGNALS)
-print("serving", os.getpid(), flush=True)
+print("serving", os.getpid(), number, flush=True)
 {child}
 """
 # in short turns: a handler of Python runs after the sleep that its signal came just before
@@ -47,8 +47,8 @@ Start = Callable[..., "subprocess.Popen[str]"]
 def start() -> Iterator[Start]:
     started: list[subprocess.Popen[str]] = []
 
-    def begin(child: str, before: str = "") -> subprocess.Popen[str]:
-        code = PROGRAM.format(child=textwrap.dedent(child), before=textwrap.dedent(before))
+    def begin(child: str, before: str = "", count: int = 1) -> subprocess.Popen[str]:
+        code = PROGRAM.format(child=textwrap.dedent(child), before=textwrap.dedent(before), count=count)
         started.append(subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True))
         return started[-1]
 

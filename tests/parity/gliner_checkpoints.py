@@ -166,8 +166,8 @@ def gliner_folder(
     return folder
 
 
-def gliclass_folder(folder: Path, *, prompt_first: bool = True) -> Path:
-    """A uni-encoder with a DeBERTa backbone that the package loads too."""
+def gliclass_folder(folder: Path, *, prompt_first: bool = True, **settings: Any) -> Path:
+    """A uni-encoder that the package loads too, with a DeBERTa backbone unless `settings` has another one."""
     from gliclass import GLiClassModel, GLiClassModelConfig
 
     tokenizer = _wrapped("unigram", *_CLASS_MARKS)
@@ -176,11 +176,12 @@ def gliclass_folder(folder: Path, *, prompt_first: bool = True) -> Path:
         for name, mark in zip(("class", "text", "example"), _CLASS_MARKS, strict=True)
     }
     config = GLiClassModelConfig(
-        encoder_config={**DEBERTA, "vocab_size": len(tokenizer)},
+        encoder_config={**settings.pop("backbone", DEBERTA), "vocab_size": len(tokenizer)},
         encoder_model="no/backbone",
         hidden_size=32,
         vocab_size=len(tokenizer),
         prompt_first=prompt_first,
+        **settings,
         **{f"{name}_token_index": number for name, number in marks.items()},
     )
     torch.manual_seed(0)
@@ -271,10 +272,15 @@ def glirel_folder(folder: Path, *, seed: int = 0, **config: Any) -> Path:
 
 
 def entry_of(
-    folder: Path, family: str, *, max_tokens: int = 512, parameters: dict[str, Any] | None = None
+    folder: Path,
+    family: str,
+    *,
+    max_tokens: int = 512,
+    parameters: dict[str, Any] | None = None,
+    output: str = "",
 ) -> ModelEntry:
-    """A catalogue entry for a folder."""
-    output = {"gliclass": "classifications", "glirel": "relations"}.get(family, "entities")
+    """A catalogue entry for a folder. `output`: empty stands for that of the family."""
+    output = output or {"gliclass": "classifications", "glirel": "relations"}.get(family, "entities")
     run = {"parameters": parameters} if parameters else {}
     raw = {
         "id": f"test/{folder.name}",

@@ -72,6 +72,11 @@ class HeadsModel:
         outcomes = iter(reply.outcomes)
         return [[_arrays(reply, next(outcomes)) for _ in texts] for texts, _ in items]
 
+    def encode_inputs(self, inputs: Sequence[Input], *outputs: str, **options: Any) -> list[dict[str, Array]]:
+        """As `encode`, for inputs of any form."""
+        reply = self._run("encode", [WorkItemInput(inputs, None, RunOptions(outputs=outputs, **options))])
+        return [_arrays(reply, outcome) for outcome in reply.outcomes]
+
     def score(self, query: str, texts: Sequence[str], *outputs: str, **options: Any) -> Array:
         """The score of each text against the query, one batch: float64 [texts]."""
         options = {"outputs": outputs, **options}
@@ -88,7 +93,8 @@ class HeadsModel:
         made = layouts.make(self.tokenizer, self.encoder.rows[operation], works)
         groups, stop = [], 0
         for work, each in zip(works, made, strict=True):
-            groups.append(Group(stop, stop + len(each.rows), work.options))
+            inputs = len(work.inputs) if each.chunked else -1
+            groups.append(Group(stop, stop + len(each.rows), work.options, inputs, chunked=each.chunked))
             stop += len(each.rows)
         ids = [row.ids for each in made for row in each.rows]
         lengths = np.array([len(row) for row in ids], "<i4")

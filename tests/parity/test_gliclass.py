@@ -16,6 +16,7 @@ from parity.gliner_checkpoints import edit_weights, entry_of, gliclass_folder, o
 from parity.table import ParityTable, Scores, path_of
 from transformers import AutoTokenizer
 
+from sie_adapter.families import gliclass as family
 from sie_adapter.families.extraction import ExtractOptions
 from sie_adapter.families.gliclass import GliclassModel
 from sie_contracts.errors import InferenceFailed, InvalidInput, ModelLoadFailed, SIEError
@@ -41,7 +42,7 @@ def load(folder: Path) -> GliclassModel:
 
 
 def oracle(
-    folder: Path, texts: list[str], labels: tuple[str, ...], *, multi_label: bool = False
+    folder: Path, texts: list[str], labels: tuple[str, ...], *, multi_label: bool = False, **around: Any
 ) -> list[dict[str, float]]:
     """All scores, which the package gives in its hierarchical form alone."""
     pipeline = ZeroShotClassificationPipeline(
@@ -52,7 +53,7 @@ def oracle(
         classification_type="multi-label" if multi_label else "single-label",
         progress_bar=False,
     )
-    return pipeline(texts, list(labels), batch_size=1, return_hierarchical=True)  # type: ignore[no-any-return]
+    return pipeline(texts, list(labels), batch_size=1, return_hierarchical=True, **around)  # type: ignore[no-any-return]
 
 
 def scores(result: Any) -> dict[str, float]:
@@ -81,6 +82,97 @@ def test_scores_equal_those_of_the_package(
     assert max(found[LABELS[0]] for found in theirs) - min(found[LABELS[0]] for found in theirs) > 0.1
     if not multi_label:
         assert all(sum(scores(found).values()) == pytest.approx(1.0, abs=1e-5) for found in ours)
+
+
+MODERNBERT = {
+    "model_type": "modernbert",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "global_attn_every_n_layers": 3,
+    "local_attention": 16,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "cls_token_id": 1,
+    "sep_token_id": 2,
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "losses at all layers": {"layer_wise": True},
+    "ModernBERT": {"backbone": MODERNBERT},
+    "means of label tokens": {"class_token_pooling": "average", "normalize_features": True},
+    "scorer of weighted products": {"scorer_type": "weighted-dot"},
+    "scorer of layers": {"scorer_type": "mlp"},
+    "means of text tokens": {"pooling_strategy": "avg", "logit_scale_init_value": 1.5},
+    "last of text tokens": {"pooling_strategy": "last"},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_scores_of_the_variants_that_are_published_equal_those_of_the_package(
+    variant: str, tmp_path: Path, table: ParityTable
+) -> None:
+    folder = gliclass_folder(tmp_path / "model", **VARIANTS[variant])
+    model = load(folder)
+    texts = ragged_texts(12, seed=7, longest=40)
+    theirs = oracle(folder, texts, LABELS)
+    for own, expected in zip(model.extract(texts, [ExtractOptions(LABELS)] * len(texts)), theirs, strict=True):
+        assert scores(own) == pytest.approx(expected, abs=1e-5)
+        difference = max(abs(score - expected[label]) for label, score in scores(own).items())
+        table.record(f"gliclass {variant}", path_of(model.attention), model.precision, Scores(difference))
+
+
+EXAMPLES = [
+    {"text": "The river runs.", "labels": ["river mountain"]},
+    {"text": "A vector.", "labels": ["vector", "Engine"]},
+]
+
+
+def test_a_sum_of_the_states_of_all_layers_is_refused(tmp_path: Path) -> None:
+    folder = gliclass_folder(tmp_path / "model", squeeze_layers=True)
+    with pytest.raises(ModelLoadFailed, match="squeeze_layers"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    "around",
+    [{"prompt": "Say what the text is about:"}, {"examples": EXAMPLES}, {"prompt": "Topic?", "examples": EXAMPLES}],
+    ids=lambda around: " and ".join(around),
+)
+def test_an_instruction_and_examples_are_read_as_the_package_reads_them(
+    model: GliclassModel, folder: Path, around: dict[str, Any]
+) -> None:
+    texts = ragged_texts(8, seed=6, longest=12)
+    parameters = {"examples": around["examples"]} if "examples" in around else {}
+    options = ExtractOptions(LABELS, None, parameters, instruction=around.get("prompt", ""))
+    own = [scores(result) for result in model.extract(texts, [options] * len(texts))]
+    for result, expected in zip(own, oracle(folder, texts, LABELS, **around), strict=True):
+        assert result == pytest.approx(expected, abs=1e-5)
+    [plain] = model.extract(texts[:1], [ExtractOptions(LABELS)])
+    assert own[0] != pytest.approx(scores(plain), abs=1e-4)
+
+
+def test_examples_behind_a_long_text_are_not_cut(model: GliclassModel) -> None:
+    text = " ".join(ragged_texts(40, seed=4))
+    around = family._Around(tuple(EXAMPLES), "Topic?")
+    labels = list(LABELS)
+    [row] = model._encoded([text], labels, around, model._prompt_tokens(labels, around))
+    assert len(row) <= MAX_TOKENS
+    assert row.count(model._tokenizer.convert_tokens_to_ids(model._pipeline.example_token)) == len(EXAMPLES)
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        (ExtractOptions(LABELS, instruction="a <<LABEL>> b"), "instruction"),
+        (ExtractOptions(LABELS, None, {"examples": [{"text": "<<SEP>>", "labels": []}]}), "examples"),
+    ],
+)
+def test_a_reserved_token_around_the_text_is_refused(model: GliclassModel, options: ExtractOptions, param: str) -> None:
+    [result] = model.extract(["a"], [options])
+    assert failed(result, InvalidInput).param == param
 
 
 def test_an_item_is_independent_of_its_batch(model: GliclassModel) -> None:
@@ -128,7 +220,8 @@ def test_a_long_text_is_cut_and_its_labels_are_not(model: GliclassModel, folder:
     if model._model.config.prompt_first:
         assert scores(long) == pytest.approx(oracle(folder, [text], LABELS)[0], abs=1e-5)
     else:
-        rows = model._encoded([text], list(LABELS), model._prompt_tokens(list(LABELS)))
+        around = family._Around((), "")
+        rows = model._encoded([text], list(LABELS), around, model._prompt_tokens(list(LABELS), around))
         assert MAX_TOKENS - 6 <= len(rows[0]) <= MAX_TOKENS
         assert rows[0].count(model._model.config.class_token_index) == len(LABELS)
 

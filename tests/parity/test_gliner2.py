@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from gliner2 import GLiNER2
@@ -137,6 +138,64 @@ def test_entities_equal_those_of_the_package(kind: str, tmp_path: Path, table: P
             (abs(one["score"] - other["score"]) for one, other in zip(found, inside, strict=True)), default=0
         )
         table.record(f"gliner2 {kind}", path_of(model.attention), model.precision, Scores(difference))
+
+
+def classifier(folder: Path, **kwargs: Any) -> Gliner2Model:
+    return load(folder, output="classifications", **kwargs)
+
+
+def class_scores(result: Any) -> dict[str, float]:
+    return {row["label"]: row["score"] for row in result["classifications"]}
+
+
+@pytest.mark.parametrize("pooling", ["first", "mean"])
+@pytest.mark.parametrize("multi_label", [False, True])
+def test_classes_equal_those_of_the_package(
+    multi_label: bool, pooling: str, tmp_path: Path, table: ParityTable
+) -> None:
+    folder = gliner2_folder(tmp_path / "model", pooling=pooling)
+    package = GLiNER2.from_pretrained(str(folder), map_location="cpu").eval()
+    model = classifier(folder)
+    texts = [*ragged_texts(20, seed=4, longest=80), "Zürich, the harbour (search): 3.14!"]
+    task = "prompt safety"
+    wanted = ExtractOptions(LABELS, 0.0, {"multi_label": multi_label, "task": task})
+    for text, result in zip(texts, model.extract(texts, [wanted] * len(texts)), strict=True):
+        own = class_scores(result)
+        config = {"labels": list(LABELS), "multi_label": multi_label, "cls_threshold": 0.0}
+        theirs = package.classify_text(text, {task: config}, include_confidence=True)[task]
+        chosen = theirs if multi_label else [theirs]
+        expected = {row["label"]: row["confidence"] for row in chosen}
+        assert set(own) == set(LABELS)
+        assert list(own.values()) == sorted(own.values(), reverse=True)
+        assert {label: own[label] for label in expected} == pytest.approx(expected, abs=1e-5)
+        if not multi_label:
+            assert next(iter(own)) in expected
+        difference = max(abs(own[label] - score) for label, score in expected.items())
+        table.record(
+            f"gliner2 classes, {pooling} of tokens", path_of(model.attention), model.precision, Scores(difference)
+        )
+
+
+def test_the_name_of_the_task_changes_the_classes_and_a_long_text_is_cut(folder: Path) -> None:
+    model = classifier(folder, max_tokens=64, parameters={"task": "topic"})
+    text = " ".join(ragged_texts(40, seed=4))
+    by_task = [
+        class_scores(model.extract([text], [ExtractOptions(LABELS, 0.0, {"task": task})])[0])
+        for task in ("topic", "language of the text")
+    ]
+    assert by_task[0] != pytest.approx(by_task[1], abs=1e-4)
+    [longer, empty] = model.extract([text + " queue" * 500, ""], [ExtractOptions(LABELS, 0.0, {"task": "topic"})] * 2)
+    assert class_scores(longer) == pytest.approx(by_task[0], abs=1e-6)
+    assert empty == {"classifications": []}
+    [refused] = model.extract(["a"], [ExtractOptions(LABELS, 0.0, {"task": "[L]"})])
+    assert "task: it has no token" in str(failed(refused, InvalidInput))
+
+
+def test_an_entry_gives_entities_or_classes(folder: Path) -> None:
+    entry = entry_of(folder, "gliner2")
+    both = msgspec.structs.replace(entry, outputs={"entities": 0, "classifications": 0})
+    with pytest.raises(ModelLoadFailed, match="expected one"):
+        Gliner2Model(folder, both, both.load, on_device())
 
 
 def test_the_ids_are_those_of_the_package(model: Gliner2Model, package: Any) -> None:

@@ -170,11 +170,12 @@ class Checks:
             worker, adapter = process.part, process.adapter
             if worker is None or adapter is None or process.scope.dead:
                 continue
-            waiting = worker.device.waiting
+            (device,) = worker.queues.all
+            waiting = device.waiting
             if not waiting:
                 self._idle_s.pop(process.scope.name, None)
                 continue
-            link = worker.device.link
+            link = device.link
             bound_s = process.settings.batcher_coalesce_ms / 1000
             is_free = (
                 link.connected and link.is_fresh() and not adapter.frozen and not adapter.running and adapter.listens
@@ -215,9 +216,10 @@ class Checks:
         for process in self._world.workers:
             worker = process.part
             self._expect(process, "held cost", worker.inventory.load(bulk=True)[0])
-            self._expect(process, "batches sent", worker.device.sent)
-            self._expect(process, "work items waiting", len(worker.device.waiting))
-            for hosted in worker.hosting.all():
+            for device in worker.queues.all:
+                self._expect(process, "batches sent", device.sent)
+                self._expect(process, "work items waiting", len(device.waiting))
+            for hosted in worker.models:
                 self._expect(process, f"work held for {hosted.name}", hosted.held)
                 self._expect(process, f"work parked for {hosted.name}", hosted.parked)
         for process in self._world.gateways:

@@ -432,4 +432,4 @@ def test_a_misspelt_key_of_an_item_is_told_with_the_one_that_is_missing(client: 
     answer = client.post(f"/v1/encode/{MODEL}", json={"items": [{"txet": "a"}]})
     error = answer.json()["error"]
     assert (answer.status_code, error["reason"], error["param"]) == (400, "empty_item", "items[0].text")
-    assert error["message"] == "items[0].text: expected a string, got null; unknown field `txet`; did you mean `text`?"
+    assert error["message"] == "items[0].text: missing; unknown field `txet`; did you mean `text`?"

@@ -136,7 +136,7 @@ def test_images_are_found_by_texts(open_cluster: Cluster, tmp_path: Path) -> Non
     assert perf["rows"][0]["errors"] == {}
     other = f"infinity:{open_cluster.url}/v1"
     told = evaluated("test/clip", "-t", str(folder), "-s", other, *where, status=1).stderr
-    assert "takes only texts, and the task has images" in told
+    assert "accepts only texts, and the task has images" in told
     fast = ("--type", "perf", "--seconds", "1", *where)
     told = evaluated("test/clip", "-t", str(folder), "-s", other, *fast, status=1).stderr
     assert told.startswith("Error: infinity:")

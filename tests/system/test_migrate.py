@@ -134,7 +134,7 @@ def test_models_that_agree_too_little_change_nothing(cluster: Cluster, corpus: P
     alias(cluster, "strict", OLD)
     found = sie(cluster, *migration("strict", OTHER, corpus), status=1)
     assert "the widths differ" in found.stdout
-    assert "is below --min-agreement 0.5; nothing was changed" in found.stderr
+    assert "is below --min-agreement 0.5; the alias was not changed" in found.stderr
     assert [each["revision"] for each in history(cluster, "strict")] == [1]
     assert json.loads(sie(cluster, "jobs", "list", "--json").stdout) == []
     for arguments, why in (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from cluster import SIE, Cluster
 from hub_stub import COMMIT, HubStub
 from zygote import Forked
 
+from sie_cli.serve.ports import free_port
 from sie_store.weights.sources import package_folder
 
 
@@ -62,3 +64,26 @@ def test_models_of_the_hub_are_served_by_their_names_alone(hub: HubStub, tmp_pat
         assert '"model": "org/late"' in told
     finally:
         assert cluster.stop() == 0
+
+
+@pytest.mark.parametrize("mode", [(), ("--standalone",)])
+def test_a_start_whose_model_cannot_be_loaded_ends_with_the_reason(tmp_path: Path, mode: tuple[str, ...]) -> None:
+    """The last line names the model and the cause; neither `ready` nor an example of a request is printed."""
+    gone = tmp_path / "gone"
+    entry = {
+        "id": "org/gone",
+        "weights": {"path": str(gone)},
+        "family": "text-encoder",
+        "outputs": {"dense": 384},
+        "max_tokens": 64,
+    }
+    models = tmp_path / "models"
+    models.mkdir()
+    (models / "gone.yaml").write_text(yaml.safe_dump(entry))
+    place = ["--port", str(free_port()), "--data-dir", str(tmp_path / "data"), "--models-dir", str(models)]
+    served = Forked("engine", [SIE, "serve", "org/gone", *place, "--no-spare", *mode], dict(os.environ))
+    with served.stdout as output:
+        lines = output.read().splitlines()
+    assert served.wait(60) == 1, lines
+    assert lines[-1].startswith("[serve] org/gone cannot be loaded: no weights for org/gone: weights.path …/gone")
+    assert not [line for line in lines if "ready in" in line or "try     " in line]

@@ -41,7 +41,8 @@ def test_two_serves_do_not_share_a_data_directory(cluster: Cluster) -> None:
         [SIE, "serve", "--data-dir", str(cluster.data_dir)], capture_output=True, text=True, timeout=60, check=False
     )
     assert second.returncode == 2
-    assert f"in use by another sie serve at {cluster.url}; name another one" in second.stderr
+    assert f"a `sie serve` runs at {cluster.url} with " in second.stderr
+    assert "`sie pull MODEL` add a model to it; a second server needs another --data-dir" in second.stderr
 
 
 def test_a_taken_port_ends_the_start_and_names_the_setting(cluster: Cluster, tmp_path: Path) -> None:

@@ -367,9 +367,9 @@ def test_a_load_that_is_repeated_changes_nothing_and_another_archive_is_refused(
     again = site.sie("load", str(first), "--folder", str(folder))
     assert f"loaded {folder}" in again.output
     assert folder.stat().st_ino == inode
-    assert "holds another archive" in site.sie("load", str(second), "--folder", str(folder), status=1).output
+    assert "has another archive" in site.sie("load", str(second), "--folder", str(folder), status=1).output
     assert (
-        "holds something else: name another --folder"
+        "has other contents: name another --folder"
         in site.sie("load", str(second), "--folder", str(site.folder), status=1).output
     )
     (folder / "weights" / "my_2fpath" / "config.json").write_text("[]x")
@@ -379,9 +379,7 @@ def test_a_load_that_is_repeated_changes_nothing_and_another_archive_is_refused(
 def test_the_index_that_create_printed_can_be_asked_for(archive: Archive, site: Site) -> None:
     """A chain of custody without signatures: one line to be carried apart from the file."""
     folder, index = site.folder / "airgap", archive.index
-    assert (
-        "--index says" in site.sie("load", str(archive), "--index", "0" * 64, "--folder", str(folder), status=1).output
-    )
+    assert "--index is" in site.sie("load", str(archive), "--index", "0" * 64, "--folder", str(folder), status=1).output
     assert not folder.exists()
     site.sie("load", str(archive), "--index", index.upper(), "--folder", str(folder))
     assert index in site.sie("verify", str(folder), "--index", index).output
@@ -413,7 +411,7 @@ def test_a_folder_that_was_moved_says_where_it_is_once_it_is_served(archive: Arc
 
 def test_serve_refuses_a_folder_that_is_not_whole(archive: Archive, site: Site) -> None:
     folder = site.folder / "airgap"
-    assert "is no folder that `sie airgap load` made" in site.sie("serve", "--folder", str(folder), status=1).output
+    assert "was not created by `sie airgap load`" in site.sie("serve", "--folder", str(folder), status=1).output
     site.sie("load", str(archive), "--folder", str(folder))
     (folder / "weights" / "my_2fpath" / "config.json").unlink()
     assert "weights/my_2fpath/config.json is missing" in site.sie("serve", "--folder", str(folder), status=1).output
@@ -463,7 +461,7 @@ def test_what_is_in_the_way_and_what_the_disk_cannot_hold_is_refused_before_anyt
     )
     os.truncate(office.folder / "weights" / "path" / "model.safetensors", 8 << 40)  # reading so much would take an hour
     refused = office.sie("create", "--models", "my/path", "-o", str(archive), "--force", status=1)
-    assert "8192.0 GiB: make room" in refused.output
+    assert "8192.0 GiB: free space" in refused.output
     assert archive.read_bytes() == b"precious"
 
 

@@ -282,19 +282,22 @@ def test_bytes_behind_the_end_are_refused(folder: Path, behind: bytes) -> None:
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"version": 2}, r"version 2, this sie reads 1: load it with the sie version that made it"),
+        ({"version": 2}, r"version 2, this sie reads 1: load it with the sie version that created it"),
         ({"entries": [{**ENTRY, "weights": {"path": "/etc"}}]}, r"weights\.path '/etc', expected weights/my_2fmodel"),
         ({"entries": [{**ENTRY, "weights": {"path": "weights/.."}}]}, r"weights\.path 'weights/\.\.', expected"),
         ({"entries": [{**ENTRY, "weights": {"hub": "a/b", "revision": "c"}}]}, r"weights\.path '', expected"),
         ({"entries": [{**ENTRY, "golden": "/etc/passwd"}]}, r"golden '/etc/passwd', which is no file of the archive"),
-        ({"entries": [{**ENTRY, "surprise": 1}]}, r"sie 0\.1\.0 made it, and this version of sie cannot read"),
-        ({"aliases": [{"id": "a"}]}, r"has an alias that sie 0\.1\.0 made and this one cannot read"),
+        (
+            {"entries": [{**ENTRY, "surprise": 1}]},
+            r"it was created by sie 0\.1\.0, and this version of sie cannot read",
+        ),
+        ({"aliases": [{"id": "a"}]}, r"has an alias that was created by sie 0\.1\.0 and that this version cannot read"),
         ({"aliases": [{"id": "../../x", "alias": "my/model"}]}, r"id '\.\./\.\./x' is not of the form"),
         ({"aliases": [ENTRY]}, r"has a model among its aliases"),
         ({"entries": [{**ENTRY, "id": "../../x"}]}, r"id '\.\./\.\./x' is not of the form"),
         (
             {"files": {"weights/my_2fmodel/a": FileFact(1 << 60, "0" * 64)}},
-            r"free, the archive needs .* GiB: make room",
+            r"free, the archive needs .* GiB: free space",
         ),
         ({"files": {"weights/my_2fmodel/a": FileFact(-1, "0" * 64)}}, r"no size and SHA-256"),
         ({"files": {"weights/my_2fmodel/a": FileFact(1, "A" * 64)}}, r"no size and SHA-256"),

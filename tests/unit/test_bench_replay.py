@@ -344,7 +344,7 @@ def test_the_command_makes_a_trace_and_never_over_another(tmp_path: Path) -> Non
         (("--what-if", "workers=0"), "workers=0"),
         (("--device", "base_ms=-1"), "must not be negative"),
         ((), "--device"),
-        (("--device", "base_ms=0"), "must take some time"),
+        (("--device", "base_ms=0"), "must be above 0"),
         (("--base", "min_quantum_ms=20", "--device", "base_ms=1"), "above max_quantum_ms"),
     ],
 )

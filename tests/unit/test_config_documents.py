@@ -104,7 +104,7 @@ def test_a_right_document_is_the_same_entry_in_yaml_and_json() -> None:
     ("old", "new", "loc", "line", "says"),
     [
         ("dense: 384", "dense: many", "$.outputs.dense", 5, "expected a whole number, got a string: 'many'"),
-        ("pooling: mean", "pooling: max", "$.run.pooling", 8, "max"),
+        ("pooling: mean", "pooling: median", "$.run.pooling", 8, "median"),
         ("pooling: mean", "poling: mean", "$.run.poling", 8, "unknown field"),
         ("normalize: false", "normalise: false", "$.profiles.v1.5.run.normalise", 13, "unknown field"),
         (

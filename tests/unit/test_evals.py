@@ -481,7 +481,7 @@ def test_a_server_is_asked_in_parts_and_its_order_is_not_trusted() -> None:
         (
             [[1.0]],
             200,
-            "does not answer in the format of such a server: 2 texts were sent, vectors of the shape .1, 1. were",
+            "does not answer in the format of this kind of server: 2 texts were sent, vectors of the shape .1, 1. were",
         ),
         ({"data": 1}, 200, "does not answer in the format"),
         ([[1.0], [1.0, 2.0]], 200, "does not answer in the format"),

@@ -6,6 +6,7 @@ import re
 import shlex
 from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
+from typing import get_args
 
 import click
 import msgspec
@@ -17,6 +18,7 @@ from sie_cli.main import main
 from sie_contracts.api.operations import WorkerInfo
 from sie_contracts.api.views import ClusterFinding
 from sie_contracts.errors import ErrorInfo
+from sie_contracts.models.load_errors import LoadErrorClass, load_failed
 from sie_contracts.status import QueueInfo
 from sie_gateway.operations import findings
 from sie_gateway.operations.findings import (
@@ -32,7 +34,7 @@ from sie_gateway.operations.findings import (
 WORKER = WorkerInfo("w0", None, "l4", 1, "_default", [], 0, 0, 0, True, "default", "", "cuda:0")
 QUEUE = QueueInfo("_default", "l4", "default", "interactive", 10, 1.0)
 EVERY_S = 5.0
-CODES = ("OOM", "NETWORK", "GATED", "DEPENDENCY", "UNKNOWN", "CERTIFICATE")
+CLASSES = get_args(LoadErrorClass)
 
 
 @pytest.fixture
@@ -45,8 +47,9 @@ def texts(found: Iterable[ClusterFinding]) -> list[str]:
     return [finding.wrong for finding in found]
 
 
-def error(code: str, message: str = "why") -> ErrorInfo:
-    return ErrorInfo(code, message)
+def error(error_class: LoadErrorClass, message: str = "why") -> ErrorInfo:
+    """The error of a failed load, as a heartbeat has it."""
+    return load_failed(error_class, message).info()
 
 
 def filled(*lengths: int) -> QueueTrend:
@@ -72,9 +75,55 @@ def test_workers_that_are_absent_unhealthy_or_without_their_gpu_are_found() -> N
 def test_models_that_fail_for_one_cause_on_a_worker_are_one_finding() -> None:
     failed = {"bad": error("CERTIFICATE"), "bad:small": error("CERTIFICATE"), "large": error("OOM")}
     (entry, room) = of_loads([("w0", failed), ("w1", {})])
-    assert entry.wrong == "worker w0 cannot load bad, bad:small: CERTIFICATE: why"
+    assert entry.wrong == "worker w0 cannot load bad, bad:small: why"
     assert "`sie models rollback bad REVISION`" in entry.fix
     assert "`sie models unload large`" in room.fix
+
+
+# words of the remedy of each class, and words that would send the reader to a part that is not the cause
+ENTRY = ("sie models set", "rollback")
+REMEDIES: dict[LoadErrorClass, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "NETWORK": (("source of the weights", "SIE_LOCAL_CACHE", "sie models load m"), ENTRY),
+    "OOM": (("larger worker", "sie models unload m"), ENTRY),
+    "GATED": (("licence", "HF_TOKEN"), ENTRY),
+    "DEPENDENCY": (("install the package",), ENTRY),
+    "NOT_FOUND": (("weights", "sie models load m", "sie models set m"), ("rollback", "HF_TOKEN")),
+    "INCOMPATIBLE": (("mend that file", "sie models set m", "rollback m"), ("HF_TOKEN",)),
+    "CERTIFICATE": (("fetch the weights anew", "sie models set m", "rollback m"), ("HF_TOKEN",)),
+    "UNKNOWN": (("traceback", "sie models load m"), ENTRY),
+}
+
+
+@pytest.mark.parametrize("error_class", CLASSES)
+def test_the_remedy_of_a_failed_load_is_that_of_its_error_class(error_class: LoadErrorClass) -> None:
+    (found,) = of_loads([("w0", {"m:half": error(error_class)})])
+    needed, misleading = REMEDIES[error_class]
+    assert [words for words in needed if words not in found.fix] == []
+    assert [words for words in misleading if words in found.fix] == []
+
+
+def test_a_failed_load_is_listed_once_and_not_again_as_a_refusal() -> None:
+    errors = {"MODEL_LOAD_FAILED": 4, "QUEUE_FULL": 9}
+    assert len(of_refusals(40, errors)) == 2
+    (full,) = of_refusals(40, errors, has_loads=True)
+    assert "QUEUE_FULL" in full.wrong
+
+
+@pytest.mark.parametrize(
+    ("reason", "remedy"),
+    [
+        ("preloading a/b (try 1 of 3 failed: no network)", "as soon as these models"),
+        ("draining", "it ends by request"),
+        ("its heartbeats have stopped", "whether it runs"),
+        ("no connection to the broker", "tests the broker"),
+        ("no adapter is connected", "looks at its socket"),
+        ("", "GET /readyz"),
+    ],
+)
+def test_an_unhealthy_worker_is_listed_with_its_reason(reason: str, remedy: str) -> None:
+    (found,) = of_workers([msgspec.structs.replace(WORKER, healthy=False, reason=reason)])
+    assert found.wrong == f"worker w0 (_default.l4.default) is not healthy{': ' if reason else ''}{reason}"
+    assert remedy in found.fix
 
 
 def test_a_clock_is_found_if_it_is_off_in_either_direction() -> None:
@@ -125,7 +174,7 @@ def test_the_pool_of_another_key_is_not_named() -> None:
 
 def test_each_command_of_a_remedy_exists() -> None:
     remedies = [
-        *(finding.fix for code in CODES for finding in of_loads([("w0", {"m": error(code)})])),
+        *(finding.fix for code in CLASSES for finding in of_loads([("w0", {"m": error(code)})])),
         *(finding.fix for code in findings._REFUSALS for finding in of_refusals(1, {code: 1})),
         *(
             finding.fix

@@ -103,6 +103,7 @@ UNCHANGED: dict[type, dict[str, Any]] = {
         "description": "a model",
         "license": "MIT",
         "languages": ["de"],
+        "download_bytes": 1,
     },
     Weights: {"hub": "org/hub", "unpinned": True, "path": "/models/moved"},
     LoadOptions: {"engine": "openvino"},
@@ -120,6 +121,7 @@ NEUTRAL: dict[type, dict[str, str]] = {
         "description": "a text for people",
         "license": "a text for people",
         "languages": "a text for people",
+        "download_bytes": "a number for people",
     },
     Weights: {
         "hub": "a commit or digests say what the files hold",

@@ -37,7 +37,6 @@ from sie_store.weights.sources import WeightSources
         ("/v1/encode", "/v1/encode/{model}"),
         ("/encode/org/model", "/v1/encode/{model}"),
         ("/v1/encdoe/org/model", "/v1/encode/{model}"),
-        ("/v1/v1/encode/org/model", "/v1/encode/{model}"),
         ("/v1/model", "/v1/models"),
         ("/embeding", "/embeddings"),
         ("/helth", "/health"),
@@ -49,6 +48,31 @@ def test_a_path_that_is_none_names_the_route_that_is_like_it(path: str, near: st
     with pytest.raises(NotFound) as caught:
         Gate(load(environ={}).settings).check("POST", path, "")
     assert caught.value.message == f"no such path; did you mean {near}?"
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        (
+            "/v1/v1/encode/org/model",
+            "no such path: it begins with /v1 twice; did you mean /v1/encode/{model}, and a base URL without /v1?",
+        ),
+        ("/v1/v1/none", "no such path: it begins with /v1 twice; /docs lists all"),
+        (
+            "/v1/embed/org/model",
+            "no such path; did you mean /v1/encode/{model}? /v1/embed and /v1/embeddings take the model in the body",
+        ),
+        (
+            "/embeddings/org/model",
+            "no such path; did you mean /v1/encode/{model}? /v1/embed and /v1/embeddings take the model in the body",
+        ),
+        ("/v1/rerank/m", "no such path; did you mean /v1/score/{model}? /v1/rerank takes the model in the body"),
+    ],
+)
+def test_a_path_with_a_part_too_many_names_the_route_that_has_it_there(path: str, message: str) -> None:
+    with pytest.raises(NotFound) as caught:
+        Gate(load(environ={}).settings).check("POST", path, "")
+    assert caught.value.message == message
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,11 @@ class Plain:
         found = sorted(self.seen.items())
         return [beat for _, (at_s, beat) in found if now_s - at_s < TIMEOUT_S and beat.ready and not beat.leaving]
 
+    def starting(self, now_s: float) -> list[Heartbeat]:
+        return [
+            beat for at_s, beat in self.seen.values() if now_s - at_s < TIMEOUT_S and not (beat.ready or beat.leaving)
+        ]
+
     def of_lane(self, lane: Lane, now_s: float) -> list[Heartbeat]:
         return [beat for beat in self.healthy(now_s) if Lane(beat.pool, beat.machine_profile, beat.bundle) == lane]
 
@@ -110,7 +115,14 @@ def test_the_indexes_say_what_a_look_at_every_heartbeat_says(events: list[tuple[
                 assert lane == Lane(pool, expected, "default")
                 assert fleet.of_lane(lane) == plain.of_lane(lane, clock.now_s)
                 assert fleet.hosts(lane, model) == plain.hosts(lane, model, clock.now_s)
-                reports = [(each, status) for each in healthy for status in each.models if status.model == model]
+                told = [(each, ("loading", "failed")) for each in plain.starting(clock.now_s)]
+                told = sorted([*told, *((each, STATES) for each in healthy)], key=lambda pair: pair[0].worker)
+                reports = [
+                    (each, status)
+                    for each, states in told
+                    for status in each.models
+                    if status.model == model and status.state in states
+                ]
                 assert fleet.model(model)[1] == reports
                 is_loading = any(
                     status.state == "unloading" or (status.model == model and status.state == "loading")

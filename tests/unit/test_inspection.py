@@ -475,7 +475,8 @@ def test_inspect_prints_an_entry_and_with_check_what_it_answers(tmp_path: Path) 
     ("arguments", "text"),
     [
         (("inspect", "./nowhere"), "there is no folder ./nowhere, and it is no id of the hub"),
-        (("inspect", "org/unknown"), "give --revision COMMIT"),
+        (("inspect", "org/unknown"), "name its commit: `sie models add org/unknown --revision COMMIT`"),
+        (("inspect", "BAAI/bge-m33"), "--revision COMMIT`; did you mean BAAI/bge-m3"),
         (("inspect", "org/unknown", "--revision", "a" * 40), "is not in the local cache"),
         (("add", ".", "--revision", "a" * 40), "--revision is for repositories of the hub"),
         (("add", ".", "--models-dir", "s3://bucket/models"), "not a local folder"),

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pyarrow
+import pyarrow.parquet
 import pytest
 from click.testing import CliRunner, Result
 from job_server import FILE, HANGING, JOB, JobServer
@@ -45,7 +47,7 @@ def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[JobServe
 @pytest.fixture
 def docs(tmp_path: Path) -> Path:
     path = tmp_path / "docs.jsonl"
-    path.write_text('{"id": "a", "title": "one"}\n')
+    path.write_text('{"id": "a", "title": "one", "body": "two", "year": 1, "lang": "en"}\n')
     return path
 
 
@@ -166,19 +168,19 @@ def test_a_job_that_is_refused_or_fails_leaves_no_folder_and_takes_none(
     server.refuses["POST /v1/jobs"] = 400, "INVALID_INPUT", "no column titel"
     (tmp_path / "there").mkdir()
     for name in ("new", "there"):
-        assert sie(server, "submit", "org/m", docs, "--text", "{titel}", "-o", tmp_path / name).exit_code == 1
+        assert sie(server, "submit", "org/m", docs, "--text", "{title}", "-o", tmp_path / name).exit_code == 1
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["there"]
     del server.refuses["POST /v1/jobs"]
     why = {"code": "INVALID_INPUT", "message": "input.text: no column titel", "param": "input.text"}
     server.script = [{"state": "failed", "error": why}]
-    found = sie(server, "submit", "org/m", docs, "--text", "{titel}", "-o", tmp_path / "new")
+    found = sie(server, "submit", "org/m", docs, "--text", "{title}", "-o", tmp_path / "new")
     assert (found.exit_code, found.output.count("input.text")) == (1, 1), found.output
     assert not (tmp_path / "new").exists()
 
 
 def test_the_words_of_the_server_are_shown_and_obeyed_by_no_terminal(server: JobServer, docs: Path) -> None:
     server.refuses["POST /v1/jobs"] = 400, "INVALID_INPUT", "no column titel\x1b[2J; did you mean title?"
-    found = sie(server, "submit", "org/m", docs, "--text", "{titel}")
+    found = sie(server, "submit", "org/m", docs, "--text", "{title}")
     assert found.exit_code == 1
     assert "no column titel?[2J; did you mean title?" in found.output
     server.refuses["POST /v1/jobs"] = 404, "MODEL_NOT_FOUND", "no model org/m"
@@ -365,3 +367,23 @@ def test_the_result_is_fetched_once(server: JobServer, tmp_path: Path) -> None:
     assert (found.exit_code, "is running: these are its files so far" in found.stderr) == (1, True)
     found = sie(server, "result", f"{JOB}1", tmp_path / "out")
     assert (found.exit_code, "has the files of" in found.output) == (1, True)
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet", "jsonl"])
+def test_a_column_that_a_file_of_this_machine_lacks_is_named_before_the_file_is_sent(
+    server: JobServer, tmp_path: Path, suffix: str
+) -> None:
+    table = pyarrow.table({"id": ["1", "2"], "title": ["a", "b"], "price": ["3", "4"]})
+    file = tmp_path / f"docs.{suffix}"
+    if suffix == "csv":
+        file.write_bytes(b"\xef\xbb\xbf" + b'id,"title",price\r\n1,"a\nb",3\r\n')
+    elif suffix == "parquet":
+        pyarrow.parquet.write_table(table, file)
+    else:
+        file.write_text("".join(json.dumps(row) + "\n" for row in table.to_pylist()))
+    for options, param in ((["--text", "{titel}"], "text"), (["--text", "{title}", "--id", "titel"], "id")):
+        found = sie(server, "submit", "org/m", file, *options)
+        message = f"Error: input.{param}: docs.{suffix} has no column 'titel'; it has id, title, price"
+        assert (found.exit_code, found.output.strip()) == (1, message)
+    assert server.seen == [], "nothing was sent"
+    assert sie(server, "submit", "org/m", file, "--text", "{title} {price}", "--keep", "id").exit_code == 0

@@ -153,5 +153,7 @@ async def test_what_a_killed_sidecar_held_comes_back_at_once(tmp_path: Path, cap
         assert time.monotonic() - began_s < 8
         assert all(is_right(result, item, 0) for result, item in zip(results, items, strict=True))
         assert {result.batch.deliveries for result in results} == {2}
-        assert "5 deliveries that this worker held when it was killed are handed back" in caplog.text
+        assert (
+            "5 deliveries that were leased to this worker when it was killed are returned to the queue" in caplog.text
+        )
         await cluster.left(0)

@@ -71,6 +71,7 @@ def test_an_id_of_the_hub_is_added_with_its_present_commit_and_found_the_next_ti
     assert model.message == f"added org/mini, org/mini@{COMMIT}: {file}"
     entry = parse_entry(yaml.safe_load(file.read_text()))
     assert (entry.id, entry.weights.hub, entry.weights.revision) == ("org/mini", "org/mini", COMMIT)
+    assert entry.download_bytes == sum(hub.sent.values()) > 0
     hub.asked.clear()
     again = look_up(settings_at(tmp_path), "org/mini")
     assert (again.entry.weights.revision, again.added, hub.asked) == (COMMIT, None, [])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 from fake_adapter import toy_entry
 from inprocess import settings_of
@@ -49,6 +50,13 @@ def test_the_precision_that_is_asked_for_what_is_served_and_why(
     expected: tuple[str | None, list[str], str | None],
 ) -> None:
     assert tuple(told(precision, *served).values()) == expected
+
+
+def test_the_size_of_a_download_is_that_of_the_entry_or_unknown() -> None:
+    entries = [msgspec.structs.replace(toy_entry("toy/one"), download_bytes=91_000_000), toy_entry("toy/two")]
+    catalogue = Catalogue({entry.id: entry for entry in entries})
+    fleet = Fleet(MemoryServer().connect("gateway"), settings_of(), lambda: 0.0)
+    assert [model_info(catalogue, fleet, entry)["download_bytes"] for entry in entries] == [91_000_000, None]
 
 
 def test_a_model_is_on_disk_where_a_healthy_worker_says_so() -> None:

@@ -218,8 +218,9 @@ def test_a_model_is_added_shown_changed_rolled_back_and_removed(served: Served, 
     (line,) = [line for line in done("history", "org/two", *at).splitlines() if " patch " in line]
     assert re.search(r"^2 +patch +\S+ +SIE_ADMIN_TOKEN +.*max_tokens: \S+ -> 8", line), line
     done("rollback", "org/two", "1", *at)
-    assert re.search(r"^org/two +encode +default, v1.5 +api$", done("list", *at), re.MULTILINE)
-    assert "revision 6 from api" in done("status", "org/two", *at)
+    done("set", "org/two", "download_bytes=91234567", *at)
+    assert re.search(r"^org/two +encode +91 MB +default, v1.5 +api$", done("list", *at), re.MULTILINE)
+    assert "revision 7 from api" in done("status", "org/two", *at)
     assert "org/two: revision" in done("status", "org/two", SIE_CONFIG_SERVICE_URL=served.url)
     done("rm", "org/two", *at)
 
@@ -245,7 +246,13 @@ def test_models_are_listed_by_task_and_by_language(one: str) -> None:
         "de: 1 model",
         "en: 1 model",
         "multilingual: 1 model",
-        "none stated: 1 model",
+        "not stated: 1 model",
+    ]
+    done("set", "org/many", "download_bytes=2000000001", "--url", one)
+    by_size = done("list", "--by", "size", "--url", one)
+    assert [line for line in by_size.splitlines() if line.endswith(("model", "models"))] == [
+        "up to 8 GB: 1 model",
+        "not stated: 2 models",
     ]
     assert done("list", "--task", "extract", "--url", one).endswith("no models\n")
     done("rm", "org/german", "--url", one)
@@ -385,9 +392,9 @@ COMMANDS: dict[str, tuple[tuple[str, ...], int, tuple[str, ...]]] = {
         ("Error: run.normalize", "expected true, false or null, got a string"),
     ),
     "a wrong value": (
-        ("set", "org/one", "run.pooling=sum"),
+        ("set", "org/one", "run.pooling=median"),
         1,
-        ("run.pooling:", "expected one of cls, mean, last"),
+        ("run.pooling:", "expected one of cls, mean, last, weighted, max, sqrt", "got 'median'"),
     ),
     "a wrong value in a profile": (
         ("set", "org/one", 'profiles."v1.5".run.pooling=x'),
@@ -455,7 +462,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], int, tuple[str, ...]]] = {
     "both ways": (
         ("add", "{file}", "--models-dir", "x"),
         2,
-        ("--models-dir writes a file, --url asks a config service",),
+        ("--models-dir writes a file, --url sends the entry to a config service",),
     ),
     "no model there": (("add", "./nowhere"), 1, ("there is no folder ./nowhere", "organisation/name")),
 }

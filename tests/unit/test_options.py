@@ -134,6 +134,7 @@ QUERY: Asked = ("org/rich", "encode", {"is_query": True})
 HYBRID: Asked = ("org/m3", "score", {})
 LABELS = {"labels": ["person"]}
 GLINER: Asked = ("org/gliner", "extract", LABELS)
+CLASSIFIER: Asked = ("org/gliclass", "extract", LABELS)
 GLIREL: Asked = ("org/glirel", "extract", LABELS)
 PRUNER: Asked = ("org/pruner", "extract", {"instruction": "what is asked"})
 NLI: Asked = ("org/nli", "extract", LABELS)
@@ -142,6 +143,7 @@ DETECTOR: Asked = ("org/detector", "extract", LABELS)
 READER: Asked = ("org/reader", "extract", {})
 LISTENER: Asked = ("org/listener", "extract", {})
 MORE = [
+    entry("org/gliclass", family="gliclass", outputs={"classifications": 0}),
     entry("org/glirel", family="glirel", outputs={"relations": 0}),
     entry("org/pruner", family="pruner", outputs={"entities": 0}),
     entry("org/classes", family="text-classifier", outputs={"classifications": 0}),
@@ -170,6 +172,7 @@ VARYING: dict[str, tuple[Asked, Any, Any]] = {
     "hypothesis_template": (NLI, "It is {}.", "About {}."),
     "raw_scores": (CLASSES, True, False),
     "top_k": (GLIREL, 1, 2),
+    "examples": (CLASSIFIER, [{"text": "a", "labels": ["b"]}], [{"text": "a", "labels": ["c"]}]),
     "prune_threshold": (PRUNER, 0.1, 0.2),
     "highlight_threshold": (PRUNER, 0.1, 0.2),
     "box_threshold": (DETECTOR, 0.1, 0.2),
@@ -264,7 +267,7 @@ def test_truncation_has_three_ways_and_two_old_spellings(given: Any, expected: s
         ("is_query", "x", "schema"),
         ("input_type", 1, "schema"),
         ("instruction", 5, "schema"),
-        ("pooling", "maximum", "schema"),
+        ("pooling", "median", "schema"),
         ("output_types", "dense", "schema"),
         ("output_types", [1], "schema"),
         ("output_types", ["multivector"], "unsupported_output"),

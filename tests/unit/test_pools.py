@@ -23,6 +23,7 @@ from sie_contracts.models.catalogue import Catalogue
 from sie_contracts.settings import Settings
 from sie_contracts.wire import topology
 from sie_contracts.wire.records import Reservation, ReservationSpec
+from sie_gateway.fleet import pool_reconciler
 from sie_gateway.fleet.assignments import AssignableWorker, assign, is_held_back, is_met, lacking, requested_workers
 from sie_gateway.fleet.placement import Placer
 from sie_gateway.fleet.pool_rules import HELD_BACK, MAX_RESERVATIONS, TOO_FEW
@@ -503,6 +504,27 @@ async def test_a_worker_that_dies_is_replaced_and_its_reservation_pending_until_
     assert (await town.gateways[1].encode("x", X_SIE_Pool="team")).headers["x-sie-worker"] == left
     await workers[left].end()
     assert (await town.state("pending"))["status"]["assigned_workers"] == []
+
+
+async def test_a_worker_that_is_not_ready_keeps_its_reservation_for_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its adapter may be back within seconds."""
+    monkeypatch.setattr(pool_reconciler, "UNREADY_S", 2.0)
+    patient = {**FAST, **L4, "SIE_HEARTBEAT_TIMEOUT_MS": "30000"}
+    async with Town(tmp_path, toy_entry()) as town:
+        town.gateways = await town.gateway(**patient), await town.gateway(**patient)
+        names = [(await town.worker()).worker for _ in range(2)]
+        await town.gateways[0].client.post("/v1/pools", json=SPEC)
+        [first] = (await town.state("active"))["status"]["assigned_workers"]
+        number = names.index(first["name"])
+        await town.adapters[number].stop()
+        await until(lambda: town.last_beat(first["name"], ready=False), "a heartbeat that says not ready")
+        since_s = asyncio.get_running_loop().time()
+        async with asyncio.timeout(30):
+            while (await town.state("active"))["status"]["assigned_workers"][0]["name"] == first["name"]:
+                pass
+        assert asyncio.get_running_loop().time() - since_s >= 1.5
 
 
 async def test_pinned_models_are_loaded_by_the_worker_that_takes_up_the_reservation(town: Town) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import nanoarrow
 import numpy as np
 import pandas
 import polars
@@ -15,7 +16,7 @@ import pyarrow
 import pytest
 
 import sie_client
-from sie_client import SIEAsyncClient, SIEClient, transport, verbs
+from sie_client import SIEAsyncClient, SIEClient, transport, verbs, wire
 from sie_client.core import (
     BlockingWork,
     Hedges,
@@ -740,6 +741,49 @@ async def test_a_table_is_refused_with_the_remedy_before_anything_is_sent(frame:
         ):
             with pytest.raises(TypeError, match="pass one of its columns"):
                 await coroutine
+
+
+def columns(*texts: str) -> dict[str, Any]:
+    """The same texts as columns of each library and type that holds texts."""
+    array = pyarrow.array(texts)
+    return {
+        "array": array,
+        "chunked": pyarrow.chunked_array([texts[:1], texts[1:]]),
+        "large": array.cast(pyarrow.large_string()),
+        "view": array.cast(pyarrow.string_view()),
+        "dictionary": array.dictionary_encode(),
+        "table": pyarrow.table({"title": array})["title"],
+        "batch": pyarrow.record_batch({"title": array})["title"],
+        "scalars": list(array),
+        "nanoarrow": nanoarrow.Array(list(texts), nanoarrow.string()),
+        "pandas": pandas.Series(texts),
+        "pandas of arrow": pandas.Series(texts, dtype="string[pyarrow]"),
+        "polars": polars.Series(texts),
+        "polars categories": polars.Series(texts, dtype=polars.Categorical),
+        "numpy": np.array(texts),
+        "numpy objects": np.array(texts, object),
+        "tuple": texts,
+    }
+
+
+@pytest.mark.parametrize("kind", columns("a", "b"))
+def test_a_column_of_texts_is_sent_as_its_texts(kind: str) -> None:
+    listed = transport.as_list(columns("a", "b")[kind])
+    assert [wire.mapped(wire.item(value, "items"), "items") for value in listed] == [{"text": "a"}, {"text": "b"}]
+    iterable, count = transport.as_iterable(columns("a", "b")[kind])
+    assert ([str(value) for value in iterable], count) == (["a", "b"], 2)
+
+
+def test_a_column_of_maps_is_sent_as_items_and_a_value_that_is_none_is_named() -> None:
+    column = pyarrow.array([{"id": "1", "text": "a"}])
+    assert transport.as_list(column[0]) == [{"id": "1", "text": "a"}]
+    assert transport.is_single(column[0])
+    assert transport.as_list(column) == [{"id": "1", "text": "a"}]
+    with pytest.raises(sie_client.InvalidInputError, match=r"items\[1\]: expected a str or a map, got NoneType"):
+        [
+            wire.item(value, f"items[{place}]")
+            for place, value in enumerate(transport.as_list(pyarrow.array(["a", None])))
+        ]
 
 
 def test_one_text_is_one_item_not_its_letters() -> None:

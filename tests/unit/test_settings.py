@@ -59,7 +59,22 @@ class _DocumentedSettings(dict[str, Documented]):
 # is unset here.
 DOCUMENTED = _DocumentedSettings(
     {
-        "SIE_DEVICE": Documented("auto", "cuda:1", ("gpu", "cuda:", "cuda:x", "")),
+        "SIE_DEVICE": Documented(
+            "auto",
+            "cuda:1",
+            (
+                "gpu",
+                "cuda:",
+                "cuda:x",
+                "",
+                "cpu,",
+                "cpu,cuda:0",
+                "cuda:0,cuda:0",
+                "mps,mps",
+                "auto,cpu",
+                ",".join(17 * ["cpu"]),
+            ),
+        ),
         "SIE_MODELS_DIR": Documented(UNSET, "s3://bucket/models", ("ftp://host/models", "s3://")),
         "SIE_ALLOW_REMOTE_CODE": Documented("false", "true", ("maybe", "")),
         "SIE_MODEL_PATHS": Documented(UNSET, "/srv/models,~/models", (",", " , ")),

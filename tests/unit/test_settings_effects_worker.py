@@ -460,7 +460,7 @@ async def test_a_preload_that_fails_shows_in_readiness_while_it_is_tried_again_a
     cluster: InProcess, caplog: pytest.LogCaptureFixture
 ) -> None:
     """SIE_PRELOAD_MODELS: no room for one model is no reason to serve none; an unknown name ends the start."""
-    await cluster.gateway()
+    gateway = await cluster.gateway()
     adapter = await cluster.adapter()
     adapter.refusals["toy/one"] = ModelLoadFailed("too little memory", extras={"error_class": "OOM"})
     adapter.refusals["toy/two"] = ModelLoadFailed("no such file", extras={"error_class": "NOT_FOUND"})
@@ -468,7 +468,14 @@ async def test_a_preload_that_fails_shows_in_readiness_while_it_is_tried_again_a
     await until(
         lambda: (beat := cluster.last_beat("w0")) and [each.state for each in beat.models] == ["failed"], "the failure"
     )
-    assert (await passing.get("/readyz")).text == "not ready: preloading toy/one, toy/two (too little memory)"
+    reason = "preloading toy/one, toy/two (try 1 of 3 failed: too little memory)"
+    assert (await passing.get("/readyz")).text == f"not ready: {reason}"
+    await until(lambda: (beat := cluster.last_beat("w0")) and beat.unready == reason, "the heartbeat has the reason")
+    model = (await gateway.client.get("/v1/models/toy/one")).json()
+    assert (model["state"], model["last_error"]["attempts"]) == ("failed", 1), "the models API has it meanwhile"
+    view = (await gateway.client.get("/v1/cluster")).json()
+    assert [finding["check"] for finding in view["findings"]] == ["gateway", "loads"]
+    assert reason in view["findings"][0]["wrong"]
     other = await cluster.adapter("other.sock")
     other.refusals["toy/two"] = adapter.refusals["toy/two"]
     await cluster.sidecar(other, SIE_PRELOAD_MODELS="toy/two,toy/one")

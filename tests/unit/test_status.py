@@ -541,10 +541,12 @@ def test_a_model_is_summed_up_over_all_healthy_workers_and_copies() -> None:
     assert [each.state for each in summaries(["m", "nobody"], [*seen, loading])] == ["loading", "available"]
 
 
-def test_the_reason_of_a_failed_load_is_told_of_healthy_workers() -> None:
-    def worker(name: str, *models: ModelStatus, healthy: bool = True) -> ViewedWorker:
-        beat = Heartbeat(name, "_default", "l4", "default", True, "test", models=models)
-        return of_heartbeat(beat, healthy=healthy)
+def test_the_reason_of_a_failed_load_is_that_of_workers_that_are_healthy_or_start() -> None:
+    def worker(name: str, *models: ModelStatus, healthy: bool = True, starting: bool = False) -> ViewedWorker:
+        beat = Heartbeat(
+            name, "_default", "l4", "default", healthy, "test", models=models, unready="" if healthy else "x"
+        )
+        return of_heartbeat(beat, healthy=healthy, starting=starting)
 
     def failed(model: str, why: str) -> ModelStatus:
         return ModelStatus(model, "failed", error=ErrorInfo("MODEL_LOAD_FAILED", why))
@@ -553,8 +555,11 @@ def test_the_reason_of_a_failed_load_is_told_of_healthy_workers() -> None:
         worker("a", failed("m:half", "no such file"), ModelStatus("n", "loaded")),
         worker("b", failed("m", "another reason")),
         worker("c", failed("gone", "not seen any more"), healthy=False),
+        worker("d", failed("p", "no network"), ModelStatus("q", "loaded"), healthy=False, starting=True),
     ]
-    assert failures(seen) == {"m": "no such file"}
+    assert failures(seen) == {"m": "no such file", "p": "no network"}
+    assert [worker.info.reason for worker in seen] == ["", "", "its heartbeats have stopped", "x"]
+    assert [model.state for model in summaries(["gone", "p", "q"], seen)] == ["available", "failed", "available"]
 
 
 async def test_the_rate_of_requests_is_that_of_all_gateways(cluster: InProcess) -> None:

@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from inprocess import InProcess
+from fake_adapter import toy_entry
+from inprocess import InProcess, until
 
+from sie_gateway.inference.handler import _FOREIGN
 from sie_runtime.feed import packaged_catalogue
 
 NAMED: dict[str, dict[str, Any]] = {
@@ -26,7 +28,7 @@ HUB = "BAAI/bge-small-en-v1.5"
 TASK = {"embeddings": "encode", "embed": "encode", "rerank": "score"}
 
 
-@pytest.mark.parametrize("name", ["text-embedding-3-small", "bge-reranker-base", "gliner_small", "bge-m33", HUB])
+@pytest.mark.parametrize("name", ["bge-reranker-base", "gliner_small", "bge-m33", HUB])
 async def test_a_name_that_is_unknown_brings_models_that_do_what_was_asked(tmp_path: Path, name: str) -> None:
     entries = packaged_catalogue().entries
     async with InProcess(tmp_path, *entries.values()) as cluster:
@@ -43,8 +45,41 @@ async def test_a_name_that_is_unknown_brings_models_that_do_what_was_asked(tmp_p
             assert all(TASK.get(part, part) in entries[each].tasks for each in like), (path, like)
             meant = f"; did you mean {' or '.join(like)}?" if like else ";"
             lists = "" if like else " GET /v1/models lists those that there are"
-            adds = f" `sie models add {HUB}` adds it if the Hugging Face Hub has it" if name == HUB else lists
+            adds = f" `sie pull {HUB}` adds it if the Hugging Face Hub has it" if name == HUB else lists
             assert told["message"].endswith(meant + adds)
         assert (await gateway.client.post("/v1/embeddings", json={"model": "bge-m33", "input": "a"})).json()["error"][
             "suggestions"
         ]
+
+
+async def test_a_model_of_a_company_is_no_misspelling_of_one_that_is_here(tmp_path: Path) -> None:
+    async with InProcess(tmp_path, *packaged_catalogue().entries.values(), toy_entry("toy/one")) as cluster:
+        gateway = await cluster.gateway()
+
+        async def told(path: str, model: str) -> dict[str, Any]:
+            answer = await gateway.client.post(
+                path, json={"model": model, "input": "a", "query": "a", "documents": ["b"]}
+            )
+            assert answer.status_code == 404
+            error: dict[str, Any] = answer.json()["error"]
+            return error
+
+        alias = "`sie models alias text-embedding-3-small MODEL` lets MODEL answer for it"
+        cold = await told("/v1/embeddings", "text-embedding-3-small")
+        assert cold["suggestions"] == []
+        assert cold["message"].endswith(
+            f"; that is a model of OpenAI: GET /v1/models lists those that there are, and {alias}"
+        )
+        await cluster.sidecar(await cluster.adapter())
+        assert (await gateway.client.post("/v1/encode/toy/one", json={"items": ["a"]})).status_code == 200
+        await until(lambda: (beat := cluster.last_beat("w0")) and beat.models[0].state == "loaded", "it is loaded")
+        warm = await told("/v1/embeddings", "text-embedding-3-small")
+        assert warm["suggestions"] == ["toy/one"]
+        assert warm["message"].endswith(f"; that is a model of OpenAI: toy/one is loaded here, and {alias}")
+        assert "a model of Cohere or Voyage: GET" in (await told("/v1/rerank", "rerank-2"))["message"], (
+            "it does not rank"
+        )
+
+
+def test_no_model_of_the_catalogue_begins_like_one_of_a_company() -> None:
+    assert not [name for name in packaged_catalogue().entries if name.startswith(tuple(_FOREIGN))]

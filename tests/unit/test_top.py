@@ -543,7 +543,7 @@ def test_once_is_one_picture() -> None:
 
 
 def test_no_gateway_is_an_error_with_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sie_cli.top.live.FIRST_S", 0.2)
+    monkeypatch.setattr("sie_cli.cluster.FIRST_S", 0.2)
     port = free_port()
     found = CliRunner().invoke(main, ["top", "--once", "--url", f"http://127.0.0.1:{port}"])
     assert found.exit_code == 2

@@ -349,7 +349,7 @@ def test_a_collector_that_never_answers_holds_up_neither_spans_nor_the_end(
         for _ in range(3000):
             tracer.begin("a").end()
         tracer.close()
-    assert "the last spans were not taken within 1 s" in caplog.text
+    assert "the last spans were not exported within 1 s" in caplog.text
 
 
 @pytest.mark.parametrize(

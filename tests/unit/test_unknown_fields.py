@@ -56,13 +56,24 @@ async def test_what_other_servers_call_the_items_is_named(gateway: GatewayProces
     assert error["message"] == f"items: expected at least one item; unknown field `{field}`; did you mean `items`?"
 
 
-@pytest.mark.parametrize(("field", "meant"), [("image", "images"), ("content", "text"), ("documents", "document")])
+@pytest.mark.parametrize(
+    ("field", "meant"),
+    [
+        ("image", "images"),
+        ("content", "text"),
+        ("page_content", "text"),
+        ("title", "text"),
+        ("body", "text"),
+        ("sentence", "text"),
+        ("documents", "document"),
+    ],
+)
 async def test_what_other_servers_call_a_field_of_an_item_is_named(
     gateway: GatewayProcess, field: str, meant: str
 ) -> None:
     error = await refused(gateway, f"/v1/encode/{ONE}", {"items": [{field: "secret"}]})
     assert error["param"] == "items[0].text"
-    assert error["message"].endswith(f"got null; unknown field `{field}`; did you mean `{meant}`?")
+    assert error["message"].endswith(f"missing; unknown field `{field}`; did you mean `{meant}`?")
 
 
 async def test_no_field_is_named_that_is_known_or_may_be_content(gateway: GatewayProcess) -> None:
@@ -78,12 +89,10 @@ async def test_no_field_is_named_that_is_known_or_may_be_content(gateway: Gatewa
 
 async def test_a_field_in_place_of_the_query_or_of_a_text_is_named(gateway: GatewayProcess) -> None:
     error = await refused(gateway, "/v1/score/toy/score", {"qurey": "secret", "items": ["secret"]})
-    assert (
-        error["message"] == "query: expected a map or a string, got null; unknown field `qurey`; did you mean `query`?"
-    )
+    assert error["message"] == "query: missing; unknown field `qurey`; did you mean `query`?"
     error = await refused(gateway, f"/v1/encode/{ONE}", {"items": [{"id": "1", "txet": "secret"}]})
     assert (error["reason"], error["param"]) == ("empty_item", "items[0].text")
-    assert error["message"].endswith("text: expected a string, got null; unknown field `txet`; did you mean `text`?")
+    assert error["message"].endswith("text: missing; unknown field `txet`; did you mean `text`?")
 
 
 @pytest.mark.parametrize(

@@ -178,9 +178,9 @@ def test_a_folder_gets_a_name_and_prints_what_its_entry_says(node: Node, tmp_pat
         (
             ["push", "my/packaged"],
             1,
-            "are in the package x, where workers take them from. To have them in the bucket: sie weights push",
+            "are in the package x, from where workers read them. To copy them to the bucket, run sie weights push",
         ),
-        (["push", "my/folder"], 1, "are in the folder /somewhere, where workers take them from"),
+        (["push", "my/folder"], 1, "are in the folder /somewhere, from where workers read them"),
         (["verify", "org/none"], 1, "there is no org/none; there is nothing"),
         (["rm", "org/none", "--yes"], 1, "there is no org/none; there is nothing"),
         (["rm"], 2, "Missing argument"),
@@ -242,7 +242,7 @@ def test_what_is_damaged_is_found_and_repaired(node: Node) -> None:
     (folder / "config.json").write_text("[]")
     assert "config.json has the SHA-256" in node.run("verify", "--local", expected=1).stdout
     refused = node.run("push", "org/model", "--force", expected=1)
-    assert "config.json is not what the manifest beside it says" in refused.stderr
+    assert "config.json differs from its manifest" in refused.stderr
 
 
 def test_what_is_removed_is_asked_about_and_what_is_used_stays(node: Node) -> None:

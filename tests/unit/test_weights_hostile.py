@@ -205,7 +205,7 @@ def test_what_follows_a_file_is_not_read(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_file_that_comes_byte_by_byte_has_stalled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = of_weights(lambda handler: handler.endless(b"x", b"x", 0.01))
     with serving(lambda handler: handler.whole(page(siblings())), file) as server:
-        assert "could not be downloaded: the answer brought" in refused(server, tmp_path, monkeypatch)
+        assert "could not be downloaded: the answer delivered" in refused(server, tmp_path, monkeypatch)
 
 
 def test_a_lora_that_a_client_names_does_not_fill_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -148,8 +148,8 @@ def test_no_log_has_an_address_which_may_be_signed_or_hold_a_password(
             WeightSources(tmp_path / "other", True).folder(entry())
     assert (folder / BIG).read_bytes() == FILES[BIG]
     told = f"{capsys.readouterr().err}{raised.value.message}"
-    assert f"{REPOSITORY}@{COMMIT} is asked for again: status 503" in told
-    assert f"{BIG} is asked for again from byte 0: status 503" in told
+    assert f"{REPOSITORY}@{COMMIT} is requested again: status 503" in told
+    assert f"{BIG} is requested again from byte 0: status 503" in told
     for secret in ("canary", "/cdn/", "/resolve/", "://"):
         assert secret not in told, told
 

@@ -51,7 +51,7 @@ class _DetectorKind(Protocol):
         """Return the prompt of the labels. Raises InvalidInput for labels that cannot be used."""
 
     def misfit(self, image: Shown) -> InvalidInput | None:
-        """Return the error of an image that the model cannot read; None if it can."""
+        """Return the error of an image that the model cannot read; None if the model can read it."""
 
     def detect(self, images: Sequence[Shown], prompt: Any) -> Sight:
         """Detect objects in images whose pixels have one size."""

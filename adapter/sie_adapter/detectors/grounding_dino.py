@@ -44,7 +44,8 @@ _SPACES = str.maketrans(".?", "  ")
 # The configuration declares an encoder-decoder, which affects only generation.
 # Custom kernels would be downloaded from the hub.
 _CHANGES: Mapping[str, Any] = MappingProxyType({"is_encoder_decoder": False, "disable_custom_kernels": True})
-_PLACES_PER_TOKEN = 4  # places of the narrow encoder whose cost equals one token of a text
+# number of positions in a feature map of the narrow encoder whose cost equals one token of a text
+_PLACES_PER_TOKEN = 4
 
 
 @dataclass(frozen=True)
@@ -148,8 +149,8 @@ class GroundingDino:
         )
 
     def misfit(self, image: Shown) -> InvalidInput | None:
-        """Return the error for a narrow image, which has fewer places than the model needs for its candidates; None for
-        other images.
+        """Return the error for a narrow image, whose feature maps have fewer positions than the model needs for its
+        candidates; None for other images.
         """
         height, width, _ = image.pixels.shape
         places = _places(height, width, self._strides)
@@ -195,7 +196,7 @@ def _foreign(tokenizer: Tokenizer) -> str:
 
 
 def _strides(entry: ModelEntry, config: Any) -> list[int]:
-    """Return the distance in pixels between two neighbouring places, for each feature map. Raises ModelLoadFailed for
+    """Return the distance in pixels between two neighbouring positions of each feature map. Raises ModelLoadFailed for
     another backbone than swin. Source: transformers, GroundingDinoModel.
     """
     backbone = config.backbone_config

@@ -84,8 +84,8 @@ class Owlv2:
         self.recipe = Recipe("fit", longest=_OVERSAMPLED * self._side, multiple=1, resample="bicubic", tokens=patches)
 
     def prompt(self, labels: Sequence[str]) -> Tensor:
-        """Return the vector of each label, float32 [labels, width]. To be called under inference mode. Raises
-        InvalidInput, reason labels.
+        """Return the vector of each label, float32 [labels, width]. Call it under inference mode. Raises InvalidInput,
+        reason labels.
         """
         if not labels:
             raise labels_refused("expected at least one")
@@ -169,8 +169,8 @@ def _sampling(side: int, size: int, submitted: int) -> Float32:
 
 
 def _cutting(tokenizer: Any, limit: int) -> Any:
-    """Return a copy of the tokenizer that cuts a label at `limit` tokens, keeps its end token, and fills shorter labels
-    up.
+    """Return a copy of the tokenizer that truncates a label to `limit` tokens with its end token, and pads shorter
+    labels.
     """
     words = type(tokenizer).from_str(tokenizer.to_str())
     words.enable_truncation(limit)

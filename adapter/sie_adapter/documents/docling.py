@@ -60,7 +60,7 @@ class DoclingModel:
         return self._parsers.pids
 
     def reading(self, read: object, is_gone: IsGone) -> DoclingCall:
-        """Return a call for one batch. `is_gone` returns True once its client has left."""
+        """Return a call for one batch. `is_gone` returns True when the client of the batch has disconnected."""
         return DoclingCall(self._parsers, is_gone)
 
 

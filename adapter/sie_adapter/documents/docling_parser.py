@@ -37,10 +37,10 @@ _READ = (ConversionStatus.SUCCESS, ConversionStatus.PARTIAL_SUCCESS)
 
 
 class DoclingParser:
-    """Converter for one thread. It does not fetch anything that a document links to."""
+    """Converter for one thread. It never fetches a linked resource."""
 
     def __init__(self) -> None:
-        """Make the converter. Raises ImportError without docling."""
+        """Create the converter. Raises ImportError without docling."""
         native = NativePdfPipelineOptions(parser_threads=1, generate_page_images=False, generate_picture_images=False)
         self._converter = DocumentConverter(
             allowed_formats=list(_INPUTS.values()),

@@ -1,5 +1,5 @@
 """Format of a document: read from its content, or, for text, named by the client. Only the standard library is
-imported: this runs in the parser processes, before other code reads the file.
+imported: this module runs in the parser processes, before other code reads the file.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def format_of(document: DocumentFile) -> str:
             "undecodable", f"the document is said to be {_named(format_name)}, its content is not; supported: {_READ}"
         )
     text_format = _TEXTS.get(format_name, "md")
-    if text_format != "html" and not _is_text(data):  # an HTML page names its encoding itself
+    if text_format != "html" and not _is_text(data):  # the encoding is declared inside an HTML page
         raise fault("undecodable", f"the content has no supported format and is not UTF-8 text, supported: {_READ}")
     return text_format
 

@@ -47,7 +47,7 @@ def serve(make: Callable[[], _Parser]) -> None:
     confined.limit(memory_bytes)
     confined.die_with(parent)
     parser = make()
-    # the adapter has ended
+    # these exceptions mean that the adapter has ended
     with socket.socket(fileno=0) as adapter, contextlib.suppress(EOFError, FrameError, OSError):
         _send(adapter, parser_frames.frame(Hello(os.getpid())))
         confined.silence()

@@ -145,7 +145,7 @@ class Parsers:
                 answer = process.run(document, self._deadline_s)
         except _Late as error:
             self._dismiss()
-            _logger.warning("the parsing process %d took longer than %g s; it is killed", process.pid, self._deadline_s)
+            _logger.warning("the parsing process %d exceeded %g s and is killed", process.pid, self._deadline_s)
             raise fault("timeout", f"parsing the document took longer than {self._deadline_s:g} s") from error
         except _ParserLost as error:
             status = process.status()
@@ -154,14 +154,16 @@ class Parsers:
                 raise cancelled() from error
             how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}: {error}"
             _logger.warning("the parsing process %d %s", process.pid, how)
-            # this pool did not kill the process: the kernel needed memory, and the file may be valid
+            # this pool did not send the signal: the kernel needed memory, so the file may be valid
             if status == -signal.SIGKILL:
                 message = "the process that parsed the document was killed, as when a machine runs out of memory"
                 raise ResourceExhausted(message) from error
             raise fault("undecodable", "the parser of the document crashed") from error
         if (held := process.resident_bytes()) > KEPT_BYTES:  # libraries do not free the memory that a document needed
             _logger.info(
-                "the parsing process %d holds %d MiB after a document; it is replaced", process.pid, held >> 20
+                "the parsing process %d has %d MiB of memory after a document, so it is replaced",
+                process.pid,
+                held >> 20,
             )
             self._dismiss()
         if isinstance(answer, Unusable):

@@ -1,7 +1,7 @@
 """Device of this process: it is resolved once, logged and reported. The modules `precision` and `attention_backend`
 choose its precision and its attention.
 
-SIE_DEVICE ──► resolve_device ──► torch.device
+SIE_DEVICE ──► names_of (one for each process) ──► resolve_device ──► torch.device
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch import Tensor
 from sie_adapter.engine.engines import NO_TEXTS, TORCH, Choice, EngineFacts
 from sie_adapter.packed.attention_backend import AttentionFacts, Backend
 from sie_adapter.packed.tower_outputs import TowerOutputs
-from sie_contracts.settings import SettingError
+from sie_contracts.settings import MAX_DEVICES, SettingError
 from sie_runtime import control_group
 
 _logger = logging.getLogger("sie.adapter")
@@ -43,6 +43,43 @@ _APART_BYTES = 1 << 20
 _apart, _apart_lock = 0, threading.Lock()  # number of loads in progress; a capture of a graph holds the lock
 _CLAIM_BYTES = 8 << 20  # several times the bytes that oneDNN allocates for one new shape, which are about 1 MB
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # parameters of mallopt in malloc.h
+
+
+def names_of(setting: str) -> list[str]:
+    """Return the devices that SIE_DEVICE `setting` names, each for a process of its own. Call this on the only thread,
+    before any use of CUDA.
+    """
+    if setting != "all":
+        return setting.split(",")
+    return [f"cuda:{index}" for index in range(_cuda_devices())] or ["auto"]
+
+
+def _cuda_devices() -> int:
+    """Return the number of GPUs that torch sees, at most MAX_DEVICES. A forked process counts them: one that has called
+    CUDA could not fork processes that use it.
+    """
+    if torch.version.cuda is None and torch.version.hip is None:
+        return 0
+    child = os.fork()
+    if child == 0:
+        count = 0
+        try:
+            count = torch.cuda.device_count()
+        finally:
+            os._exit(min(count, MAX_DEVICES))
+    _, status = os.waitpid(child, 0)
+    return max(0, os.waitstatus_to_exitcode(status))
+
+
+def hide_other_gpus(name: str) -> None:
+    """Let this process, which has not used CUDA yet, and the processes that it starts see `cuda:N` alone, as `cuda:0`:
+    no library can then use the GPU of another adapter. Raises SettingError if CUDA_VISIBLE_DEVICES has fewer GPUs.
+    """
+    index = int(name.removeprefix("cuda:"))
+    visible = [part.strip() for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if part.strip()]
+    if visible and index >= len(visible):
+        raise SettingError("SIE_DEVICE", f"{name} is not available here, CUDA_VISIBLE_DEVICES has {len(visible)} GPUs")
+    os.environ["CUDA_VISIBLE_DEVICES"] = visible[index] if visible else str(index)
 
 
 def require(name: str) -> None:
@@ -140,7 +177,7 @@ def usable_cores() -> int:
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Memory of the device that models live on, in bytes, used by any process."""
+    """Memory of the device that runs the models, in bytes, as used by all processes."""
 
     used_bytes: int
     total_bytes: int
@@ -191,7 +228,7 @@ def _cuda_memory(device: torch.device) -> list[MemoryUse]:
 @functools.cache
 def _nvml_handle(device: torch.device) -> object | None:
     """Return the handle of the card in NVML, by its UUID, because CUDA_VISIBLE_DEVICES does not change the UUID. None
-    without package or library.
+    if the package or the library is missing.
     """
     try:
         import pynvml
@@ -228,7 +265,7 @@ class UtilisationProbe:
 
     def percent(self) -> float | None:
         """Return the utilisation, %. CUDA: from NVML, if its package is installed. CPU: of the machine's cores, since
-        the last call. None if it is not known.
+        the last call. None if the utilisation is unknown.
         """
         if self._device.type == "cuda":
             return self._nvml_percent()

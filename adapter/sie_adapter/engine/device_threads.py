@@ -133,7 +133,9 @@ class DeviceThreads:
             RuntimeError
         ) as error:  # no memory for a new stack: this slower thread continues, and tries again after the next batch
             _logger.warning(
-                "%s keeps a thread on which oneDNN runs no new shapes: %s", threading.current_thread().name, error
+                "%s continues with a thread on which oneDNN cannot run new shapes: %s",
+                threading.current_thread().name,
+                error,
             )
             return False
         return True
@@ -166,7 +168,7 @@ class DeviceThreads:
             self.notify(job, *ran)
 
     def notify(self, job: DeviceJob, reply: Reply, began_ns: int, ended_ns: int) -> None:
-        """Call the listeners for a batch that was answered, by a device thread or another thread."""
+        """Call the listeners for an answered batch. A device thread or another thread may call this."""
         for listener in self.listeners:
             try:
                 listener(job, reply, began_ns, ended_ns)

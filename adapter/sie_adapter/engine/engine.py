@@ -20,7 +20,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -33,6 +33,7 @@ from sie_adapter.engine.device import to_device
 from sie_adapter.engine.device_threads import DeviceThreads
 from sie_adapter.engine.instrumentation import Instrumentation
 from sie_adapter.engine.item_results import ClientVectors, ItemResult, ItemResults, batch_reply, check_groups
+from sie_adapter.engine.late_chunks import LateChunks, results_of
 from sie_adapter.engine.raw import extract_options, run_raw
 from sie_adapter.heads import Head, Row, States
 from sie_adapter.loading.loading import Loader, classed
@@ -68,6 +69,13 @@ def _end_process() -> None:
     os._exit(DEVICE_LOST_STATUS)
 
 
+class WorkerDevices(NamedTuple):
+    """Number of the devices of the worker, each with an adapter, and the name of this adapter's device among them."""
+
+    number: int
+    name: str
+
+
 class AdapterEngine:
     """One device with its models and lanes. Owns the lanes until `stop`. Raises SettingError for a device that is
     absent.
@@ -76,10 +84,17 @@ class AdapterEngine:
     that the supervisor restarts it.
     """
 
-    def __init__(self, settings: Settings, on_device_lost: Callable[[], None] = _end_process) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        on_device_lost: Callable[[], None] = _end_process,
+        worker_devices: WorkerDevices | None = None,
+    ) -> None:
+        """`worker_devices`: the devices of the worker, if there are several."""
         self.device = devices.resolve_device(settings.device)
         self._on_device_lost = on_device_lost
         self._settings = settings
+        self._worker_devices = worker_devices or WorkerDevices(1, str(self.device))
         self._label = devices.label(self.device) or self.device.type
         self.outputs = TowerOutputs(devices.capacity_bytes(self.device) // SHARE)
         self.loader = Loader(self.device, weight_sources(settings), settings, self.outputs)
@@ -116,7 +131,7 @@ class AdapterEngine:
         self._log_choices(settings)
 
     def _shed(self) -> bool:
-        """Drop cached outputs and graphs, because memory is short. Return whether anything was dropped."""
+        """Drop cached outputs and graphs, because memory is short. Return whether an output was dropped."""
         return any([self.outputs.clear(), drop_graphs()])
 
     def _load(self, resolved: Resolved) -> Any:
@@ -147,7 +162,7 @@ class AdapterEngine:
             raise
 
     def _end_if_lost(self, error: Exception) -> None:
-        """End the process if the device is lost: on a dead context later batches would fail or give wrong results."""
+        """End the process if the device is lost: on a dead context later batches would fail or return wrong results."""
         if is_device_fatal(error):
             _logger.critical("the device is lost, the process ends: %s", error)
             self._on_device_lost()
@@ -286,7 +301,7 @@ class AdapterEngine:
         return ipc.Description(
             protocol=ipc.PROTOCOL,
             pid=os.getpid(),
-            device=str(self.device),
+            device=self._worker_devices.name,
             version=importlib.metadata.version("sie-cluster"),
             lanes=len(self.device_threads),
             gpu=devices.label(self.device),
@@ -298,6 +313,7 @@ class AdapterEngine:
             shortages=self.oom_counters.all(),
             towers=self.outputs.use(),
             batches=self._instrumentation.batches() if self._instrumentation else None,
+            devices=self._worker_devices.number,
         )
 
     def stop(self, timeout_s: float) -> bool:
@@ -392,6 +408,8 @@ class BatchRun:
             image_files = images(message.images, message.pixels, rows.images, message.image_keys)
             sound_files = sounds(message.sounds, message.features, rows.sounds)
             self._items = items(message.lengths, message.ids, message.types, image_files, sound_files)
+            chunked = any(group.chunked for group in message.groups)
+            self._late = LateChunks(message.groups, self._items.lengths) if chunked else None
         except MalformedBatch as error:
             raise InternalFailure(str(error), reason="malformed_batch") from error
         count = len(self._items.lengths)
@@ -455,6 +473,9 @@ class BatchRun:
                 self._learn(part, True)
             else:
                 self._recover(part, is_tried=is_tried)
+        if self._late is not None:
+            for head, rows in self._late.joined(self._model.heads, self._message.pooling).items():
+                self._rows[head] += rows
         if self._device.type == "cuda":
             # synchronize only this stream, not the whole device: another thread may be capturing a graph
             torch.cuda.current_stream(self._device).synchronize()
@@ -548,6 +569,11 @@ class BatchRun:
         doubtful: set[int] = set()
         for head, mask in self._masks.items():
             sequences = np.flatnonzero(mask[packed.order])
+            if self._late is not None:
+                is_window = self._late.windows[packed.order[sequences]]
+                windows, sequences = packed.order[sequences[is_window]], sequences[~is_window]
+                if len(windows):
+                    doubtful |= self._late.reduce(head, self._model.heads[head], states, windows)
             if not len(sequences):
                 continue
             reduced = self._model.heads[head].reduce(states, sequences)
@@ -565,6 +591,8 @@ class BatchRun:
         """Return the results of a group, with the tokens that ran for each. The tokens of a shared query count for the
         first input.
         """
+        if self._late is not None and group.chunked:
+            return self._chunk_answers(group, self._late)
         shared = [group.start] if self._layout == "sides" and group.stop > group.start else []
         first = group.start + len(shared)
         due = group.due - len(shared) if group.inputs < 0 else group.due
@@ -580,6 +608,20 @@ class BatchRun:
             tokens = int(self._items.lengths[unit].sum()) + (int(self._items.lengths[shared].sum()) if not index else 0)
             results.append((fault if fault is not None else next(answers), tokens))
         return results
+
+    def _chunk_answers(self, group: Group, late: LateChunks) -> list[tuple[ItemResult | SIEError, int]]:
+        """Return the results of a group in which texts have chunks, with the tokens that ran for each."""
+        units = late.units(group)
+        faults = [next((self._errors[row] for row in own if row in self._errors), None) for own, _ in units]
+        good = [[row] for (_, rows), fault in zip(units, faults, strict=True) if fault is None for row in rows]
+        answers = iter(self._group_results(group, [], good))
+        results: ItemResults = [
+            fault if fault is not None else next(answers)
+            for (_, rows), fault in zip(units, faults, strict=True)
+            for _ in rows
+        ]
+        tokens = [int(self._items.lengths[own].sum()) for own, _ in units]
+        return list(zip(results_of(group, results), tokens, strict=True))
 
     def _group_results(self, group: Group, shared: list[int], units: list[list[int]]) -> ItemResults:
         """Return the answers of the inputs. `units` has the rows of each input."""
@@ -666,7 +708,7 @@ def _unfit(batch: Items, model: TextModel) -> dict[int, SIEError]:
 def _fits(work: Callable[[Int64], None], items: Int64) -> bool:
     """Run `work` on all the items. Return whether memory sufficed."""
     # This is a separate function: after it returns, no frame refers to the tensors of a failed pass.
-    # The traceback of an error that is being handled would refer to them.
+    # Inside an `except` block, the traceback would still refer to these tensors.
     try:
         work(items)
     except (RuntimeError, MemoryError) as error:

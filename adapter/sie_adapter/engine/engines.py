@@ -182,7 +182,7 @@ def choose(requested: Engine | None, facts: EngineFacts, missing: Callable[[str]
 
 
 def of_batch(choice: Choice, batch: RunBatch) -> Engine:
-    """Return the engine of a batch. A LoRA that requests name runs on torch only. SGLang returns only normalised
+    """Return the engine of a batch. A LoRA that a request selects runs on torch only. SGLang returns only normalised
     vectors of the last token, so all other batches run on torch.
     """
     if batch.lora:

@@ -50,7 +50,7 @@ _PRECISIONS = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
 
 class NoGraph(Exception):
-    """OpenVINO cannot convert or run this model."""
+    """Raised if OpenVINO cannot convert or run this model."""
 
 
 class _PositionalModel(nn.Module):  # type: ignore[misc]  # the type checker skips torch
@@ -225,7 +225,7 @@ def has_windows(config: PretrainedConfig) -> bool:
 
 def most_filling(config: PretrainedConfig) -> int:
     """Return the largest number of padding tokens that a text may get. In a layer that attends to a window, each
-    padding token must see a token of the text: if it sees none, it becomes NaN, which corrupts the text.
+    padding token must attend to a token of the text: otherwise the padding token becomes NaN, which corrupts the text.
     """
     if not has_windows(config):
         return sys.maxsize
@@ -253,8 +253,8 @@ def _runtime() -> Any:
 
 @contextmanager
 def _traceable(model: PreTrainedModel) -> Iterator[None]:
-    """Prepare the model for a trace: float32 weights and an empty loss function. The front end makes a wrong graph of
-    16-bit weights. A trace reads every attribute, and transformers warns of a model without a loss function.
+    """Prepare the model for a trace: float32 weights and an empty loss function. The front end builds a wrong graph
+    from 16-bit weights. A trace reads every attribute, and transformers warns of a model without a loss function.
     """
     before = {name: tensor.dtype for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     model.float()

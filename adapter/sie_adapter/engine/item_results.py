@@ -237,8 +237,8 @@ def side_scores(options: RunOptions, query: Mapping[str, Row], documents: Rows, 
 
 
 def is_relevance(options: RunOptions) -> bool:
-    """Return whether the client asked for a score from 0 to 1 that grows with relevance, as rerankers of other vendors
-    return it.
+    """Return whether the client requested a score from 0 to 1 that grows with relevance, like the scores of other
+    vendors' rerankers.
     """
     return bool(options.parameters.get("relevance"))
 

@@ -75,7 +75,7 @@ class SglangNotStarted(Exception):
 
 
 class _SglangLost(Exception):
-    """The server does not answer, or its answer is not valid."""
+    """Raised if the server does not answer, or if its answer is not valid."""
 
 
 class _SglangVector(msgspec.Struct):

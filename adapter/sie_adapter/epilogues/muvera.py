@@ -76,11 +76,11 @@ def _encode_block(
     """Add the encodings of `rows` to `result` [items, width], which is zeros."""
     device, items, partitions = result.device, len(rows), parameters.partitions
     lengths = torch.tensor([len(item) for item in rows])
-    item_of = torch.repeat_interleave(torch.arange(items), lengths).to(device)  # [tokens]
-    tokens = (rows[0] if items == 1 else torch.cat(list(rows))).float()  # [tokens, dim]
+    item_of = torch.repeat_interleave(torch.arange(items), lengths).to(device)  # shape [tokens]
+    tokens = (rows[0] if items == 1 else torch.cat(list(rows))).float()  # shape [tokens, dim]
     if not len(tokens):
         return
-    part_of = _partitions_of(tokens, parameters, matrices.planes, budget)  # [tokens, repetitions]
+    part_of = _partitions_of(tokens, parameters, matrices.planes, budget)  # shape [tokens, repetitions]
     inner = matrices.inner
     dim = tokens.shape[1]
     cell = parameters.projection_dim or dim
@@ -91,7 +91,7 @@ def _encode_block(
         bag_of = (item_of[:, None] * count + torch.arange(count, device=device)) * partitions + part_of[:, first:last]
         vectors = tokens
         if inner:
-            vectors = inner.projected(tokens, first, last).view(-1, cell)  # [tokens * count, cell]
+            vectors = inner.projected(tokens, first, last).view(-1, cell)  # shape [tokens * count, cell]
         sums = _aggregate(
             vectors, bag_of.flatten(), items * count * partitions, 1 if inner else count, parameters, is_query=is_query
         )

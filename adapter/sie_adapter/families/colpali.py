@@ -21,11 +21,11 @@ from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.wire.ipc import Rows
 
 _PAGE_PROMPT = "<bos>Describe the image.\n"  # follows the image. Source: transformers, ColPaliProcessor
-_PATCHES_PER_TOKEN = 4  # patches of the tower that take about as long as one token of the language model
+_PATCHES_PER_TOKEN = 4  # number of patches of the tower that take about as long as one token of the language model
 
 
 class ColPali:
-    """ColPali, a `vision_language.VisionLanguageKind` that gives token vectors."""
+    """ColPali, a `vision_language.VisionLanguageKind` with token vectors."""
 
     output = "multivector"
 

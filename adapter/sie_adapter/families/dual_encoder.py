@@ -199,7 +199,7 @@ class TwoTowers(PackedModel, ABC):
             )
 
     def prepare(self, batch: Items, queries: np.ndarray) -> Items:
-        """Fill texts up to the length that the model was trained with."""
+        """Pad texts to the length that the model was trained with."""
         if not self._towers.filled:
             return batch
         lengths = np.where(batch.lengths > 0, self._towers.filled, 0)
@@ -223,7 +223,7 @@ class TwoTowers(PackedModel, ABC):
         )
 
     def forward(self, packed: PackedBatch) -> Tensor:
-        """Return the vector of each row, float32 [rows, width]. To be called under inference mode."""
+        """Return the vector of each row, float32 [rows, width]. Call it under inference mode."""
         assert isinstance(packed, _DualPass)
         vectors = []
         if packed.texts is not None:

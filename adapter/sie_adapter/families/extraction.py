@@ -43,7 +43,7 @@ _HARMLESS = ("pooler.", "position_ids")
 _WASTE = 1.25  # largest ratio of padded positions to tokens in a pass
 _MIN_ROOM = 8  # divisor: labels leave at least one eighth of the tokens of a pass to the text
 _WORDS_PER_COUNT = 8192
-_OVERLAP = 8  # divisor: one eighth of the words of a window are also in the next window
+_OVERLAP = 8  # divisor: windows overlap by one eighth of their words
 
 
 @dataclass(frozen=True)
@@ -309,6 +309,22 @@ def tokens_of(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[NDArray[np.in
     encoding = tokenizer.encode(list(words), is_pretokenized=True, add_special_tokens=False)
     owners = np.array(encoding.word_ids, np.int64)
     return np.array(encoding.ids, np.int32), np.bincount(owners, minlength=len(words)).astype(np.int64)
+
+
+def classified(logits: Tensor, labels: list[str], options: ExtractOptions) -> Result:
+    """Return the classes of one text whose score reaches the threshold (default 0), best first. `logits`: float32
+    [labels], on the host. Scores are a softmax, or with `multi_label` a sigmoid for each label.
+    """
+    if not bool(torch.isfinite(logits).all()):
+        return scores_not_finite()
+    scores = torch.sigmoid(logits) if options.parameters.get("multi_label") else torch.softmax(logits, -1)
+    threshold = options.threshold_or(0.0)
+    classes = [
+        {"label": label, "score": score}
+        for label, score in zip(labels, scores.tolist(), strict=True)
+        if score >= threshold
+    ]
+    return {"classifications": sorted(classes, key=lambda row: -row["score"])}
 
 
 def scores_not_finite() -> InferenceFailed:

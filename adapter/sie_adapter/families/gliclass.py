@@ -1,11 +1,12 @@
 """GLiClass, by the package `gliclass`: scores for the classes that a request names. One prompt contains the labels and
 the text.
 
-    text, labels ──► the package's prompt ──► ids; the text is cut, labels never ──► passes of equal length ──►
+    text, labels ──► the package's prompt ──► ids; the text is cut, the rest never ──► passes of equal length ──►
     softmax or sigmoid
 
-A score depends on all labels and their order. Scores are a softmax over the labels of a request; with `multi_label`
-each label has a sigmoid instead.
+The prompt may also have an instruction, and `examples` of texts with their labels, which models of the kind instruct
+were trained with. A score depends on all labels and their order. Scores are a softmax over the labels of a request;
+with `multi_label` each label has a sigmoid instead.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from sie_adapter.families.extraction import (
     Result,
     bound_length,
     check_encoder,
+    classified,
     labels_refused,
     padding_of,
     passes,
     refuse_misfits,
-    scores_not_finite,
     tokenizer_fault,
 )
 from sie_adapter.loading.checkpoint import _cast, construction
@@ -54,6 +55,17 @@ class GliclassTexts:
     results: list[Result]
     passes: list[tuple[list[int], Any]]
     padding: int
+
+
+@dataclass(frozen=True)
+class _Around:
+    """Parts of a prompt beside labels and text. `examples`: maps with `text` and `labels`."""
+
+    examples: tuple[dict[str, Any], ...]
+    instruction: str
+
+    def texts(self) -> list[str]:
+        return [text for example in self.examples for text in (example["text"], *example["labels"])]
 
 
 class GliclassModel(Extractor[GliclassTexts]):
@@ -97,7 +109,8 @@ class GliclassModel(Extractor[GliclassTexts]):
 
     def _make(self, texts: Sequence[str], options: ExtractOptions) -> GliclassTexts:
         labels = list(options.labels)
-        prompt = self._prompt_tokens(labels)
+        around = _Around(tuple(options.parameters.get("examples", ())), options.instruction)
+        prompt = self._prompt_tokens(labels, around)
         results: list[Result] = [{"classifications": []} for _ in texts]
         places: list[int] = []
         for index, text in enumerate(texts):
@@ -107,9 +120,9 @@ class GliclassModel(Extractor[GliclassTexts]):
                 )
             elif text.strip():
                 places.append(index)
-        rows = self._encoded([texts[index] for index in places], labels, prompt)
+        rows = self._encoded([texts[index] for index in places], labels, around, prompt)
         lengths = [len(row) for row in rows]
-        chosen = list(passes(lengths, _TOKENS_PER_PASS.get(self._device.type, _TOKENS_PER_PASS_ELSEWHERE)))
+        chosen = self._passes(lengths)
         padded = [([places[index] for index in part], self._padded([rows[index] for index in part])) for part in chosen]
         return GliclassTexts(results, padded, padding_of(lengths, chosen))
 
@@ -117,12 +130,25 @@ class GliclassModel(Extractor[GliclassTexts]):
         labels, results = list(options.labels), list(prepared.results)
         for places, batch in prepared.passes:
             for index, scores in zip(places, self._logits(batch, labels), strict=True):
-                results[index] = _classified(scores, labels, options)
+                results[index] = classified(scores, labels, options)
         return results
 
-    def _prompt_tokens(self, labels: list[str]) -> int:
-        """Return the number of tokens of a request without its text. Raises InvalidInput for labels that cannot be
-        used.
+    def _passes(self, lengths: list[int]) -> list[list[int]]:
+        """Return the rows of each pass. The package pools padding too, unless it reads the first token of a text, so
+        then all rows of a pass have one length.
+        """
+        chosen = list(passes(lengths, _TOKENS_PER_PASS.get(self._device.type, _TOKENS_PER_PASS_ELSEWHERE)))
+        if self._model.config.pooling_strategy == "first":
+            return chosen
+        return [
+            [row for row in part if lengths[row] == length]
+            for part in chosen
+            for length in sorted({lengths[row] for row in part})
+        ]
+
+    def _prompt_tokens(self, labels: list[str], around: _Around) -> int:
+        """Return the number of tokens of a request without its text. Raises InvalidInput for labels, examples or an
+        instruction that cannot be used.
         """
         if not labels:
             raise labels_refused("expected at least one")
@@ -131,7 +157,11 @@ class GliclassModel(Extractor[GliclassTexts]):
             raise labels_refused(f"got {len(labels)}, the model takes {limit}")
         if any(self._reserved(label) for label in labels):
             raise labels_refused("one of them holds a token that the model reserves")
-        ids = self._counter.encode(self._pipeline.prepare_input("", labels)).ids
+        for name, text in (("instruction", around.instruction), *(("examples", text) for text in around.texts())):
+            if self._reserved(text):
+                message = f"{name}: it holds a token that the model reserves"
+                raise InvalidInput(message, reason="reserved_token", param=name)
+        ids = self._counter.encode(self._prompt("", labels, around)).ids
         self._check_room(len(ids))
         return len(ids)
 
@@ -139,23 +169,27 @@ class GliclassModel(Extractor[GliclassTexts]):
         pipeline = self._pipeline
         return any(token in text for token in (pipeline.label_token, pipeline.sep_token, pipeline.example_token))
 
-    def _encoded(self, texts: list[str], labels: list[str], prompt: int) -> list[list[int]]:
-        """Return the token ids of each text with its labels, at most `max_tokens`. If the labels follow the text, the
-        text is cut here, since the package would cut the labels.
+    def _prompt(self, text: str, labels: list[str], around: _Around) -> str:
+        prompt: str = self._pipeline.prepare_input(text, labels, list(around.examples), around.instruction)
+        return prompt
+
+    def _encoded(self, texts: list[str], labels: list[str], around: _Around, prompt: int) -> list[list[int]]:
+        """Return the token ids of each text with its labels, at most `max_tokens`. If labels or examples stand behind
+        the text, the text is cut here, since the package would cut these.
         """
         if not texts:
             return []
         texts = [self._head(text) for text in texts]
-        if not self._model.config.prompt_first:
+        if around.examples or not self._model.config.prompt_first:
             texts = [self._cut(text, self.max_tokens - prompt) for text in texts]
-        inputs = [self._pipeline.prepare_input(text, labels) for text in texts]
+        inputs = [self._prompt(text, labels, around) for text in texts]
         with self._tokenizing:
             rows: list[list[int]] = self._tokenizer(inputs, truncation=True, max_length=self.max_tokens)["input_ids"]
         return rows
 
     def _cut(self, text: str, room: int) -> str:
         offsets = self._counter.encode(text, add_special_tokens=False).offsets
-        # one token less: inside the prompt, the end of the text may become one token more
+        # one token fewer: inside the prompt, the last word of the text may need one more token
         return text if len(offsets) <= room else text[: offsets[max(0, room - 2)][1]]
 
     def _head(self, text: str) -> str:
@@ -185,19 +219,6 @@ class GliclassModel(Extractor[GliclassTexts]):
         return logits
 
 
-def _classified(logits: Tensor, labels: list[str], options: ExtractOptions) -> Result:
-    if not bool(torch.isfinite(logits).all()):
-        return scores_not_finite()
-    scores = torch.sigmoid(logits) if options.parameters.get("multi_label") else torch.softmax(logits, -1)
-    threshold = options.threshold_or(0.0)
-    classes = [
-        {"label": label, "score": score}
-        for label, score in zip(labels, scores.tolist(), strict=True)
-        if score >= threshold
-    ]
-    return {"classifications": sorted(classes, key=lambda row: -row["score"])}
-
-
 def _load(folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> Any:
     model = _from_files(folder, entry, load, {"attn_implementation": "eager"} if compute.backend == "eager" else {})
     _cast(model, compute.dtype)
@@ -217,6 +238,10 @@ def _from_files(folder: Path, entry: ModelEntry, load: LoadOptions, options: dic
     raw: dict[str, Any] = json.loads((folder / "config.json").read_text())
     if (kind := raw.get("architecture_type", "uni-encoder")) != "uni-encoder":
         raise load_failed("INCOMPATIBLE", f"{entry.id} is a GLiClass {kind}, the family gliclass runs the uni-encoder")
+    if raw.get("squeeze_layers"):
+        raise load_failed(
+            "INCOMPATIBLE", f"{entry.id} sums the states of all layers (squeeze_layers), which its package cannot run"
+        )
     encoder = raw.get("encoder_config") or {}
     check_encoder(encoder, entry, load)
     raw["encoder_model"] = str(folder)  # the package looks for an adapter of the encoder in this folder

@@ -309,7 +309,7 @@ class GlinerModel(Extractor[GlinerTexts]):
 
 
 class _LabelVectors:
-    """Cache of the vectors that the label encoder of a bi-encoder gives to labels. It keeps the most recently used
+    """Cache of the label vectors that the label encoder of a bi-encoder computes. It keeps the most recently used
     labels.
     """
 

@@ -1,4 +1,5 @@
-"""GLiNER2, by the package `gliner2`: entities of the types that a request names, The models score spans of words.
+"""GLiNER2, by the package `gliner2`: entities of the types that a request names, for models that score spans of words,
+or scores for its classes where the entry gives classifications.
 
     text ──► words that have tokens ──► windows that overlap, each after the prompt with all labels ──► passes of equal
          length ──► the package's model ──► scores [labels, words, widths] ──► the best spans of each label, over all
@@ -6,7 +7,10 @@
 
 The package's own `batch_extract` is not called. It reads a text of any length at once. It finds entities in the full
 stop that it adds to a text. For a word without tokens it reads the token that follows, and it keeps the words of texts
-in memory. For texts in which these cases do not occur, the results are equal.
+in memory. For texts where none of this occurs, the results are equal.
+
+Classes share a prompt that begins with the name of their task (parameter `task`). A text is then one window: the rest
+of a longer text is not read.
 """
 
 from __future__ import annotations
@@ -30,6 +34,7 @@ from sie_adapter.families.extraction import (
     TextWindow,
     absolute_positions,
     check_encoder,
+    classified,
     compare,
     fill,
     labels_refused,
@@ -57,6 +62,7 @@ _CHARACTERS_PER_TOKEN = 16  # characters per token of a word; a longer word is c
 _CANDIDATES = 16384  # largest number of spans of a window that are kept, best first
 _ENDS = (".", "!", "?")  # if a text ends with none of these characters, the package adds a full stop
 _COUNTING = ("count_lstm", "count_lstm_moe", "count_lstm_v2")
+_TASK = "category"  # name of the task of classes, if neither request nor entry has one
 
 
 @dataclass(frozen=True)
@@ -114,8 +120,9 @@ class Gliner2Model(Extractor[Gliner2Texts]):
 
     A result is `{"entities": [{text, label, score, start, end}]}` in order of start and end. Offsets are code points of
     the text, `end` is exclusive. Entities of one label do not overlap; entities of two labels may. A text without words
-    has no entities. The result is an InvalidInput if the labels cannot be used, or if the text contains a token that
-    the model reserves; it is an InferenceFailed if a state or score is not finite.
+    has no entities. The result is an InvalidInput if the labels cannot be used, or if the text holds a token that the
+    model reserves; it is an InferenceFailed if a state or score is not finite. With the output `classifications`, a
+    result is that of GliclassModel.
 
     `tokenizer`: tokenizer.json of the backbone. `max_tokens`: limit of one window, with labels; longer texts are read
     in several windows.
@@ -141,6 +148,9 @@ class Gliner2Model(Extractor[Gliner2Texts]):
         fill(self._model, weights, entry)
         _cast(self._model, compute.dtype)
         self._model.eval().requires_grad_(False).to(compute.device)
+        self._classifies = "classifications" in entry.outputs
+        if self._classifies and "entities" in entry.outputs:
+            raise load_failed("INCOMPATIBLE", f"{entry.id}: outputs has entities and classifications, expected one")
         self._device = compute.device
         self.precision = compute.precision
         self._processor = self._model.processor
@@ -153,7 +163,7 @@ class Gliner2Model(Extractor[Gliner2Texts]):
 
     def _make(self, texts: Sequence[str], options: ExtractOptions) -> Gliner2Texts:
         labels = list(dict.fromkeys(options.labels))
-        prompt = self._prompt(labels)
+        prompt = self._prompt(labels, str(options.parameters.get("task", _TASK)))
         words = [self._words(text) for text in texts]
         errors: dict[int, SIEError] = {
             index: InvalidInput("text: it holds a token that the model reserves", reason="reserved_token")
@@ -165,7 +175,10 @@ class Gliner2Model(Extractor[Gliner2Texts]):
             TextWindow(index, *bounds)
             for index, own in enumerate(words)
             if index not in errors
-            for bounds in windows(np.diff(own.places).tolist(), room, room, 2 * self._model.max_width)
+            for number, bounds in enumerate(
+                windows(np.diff(own.places).tolist(), room, room, 2 * self._model.max_width)
+            )
+            if number == 0 or not self._classifies
         ]
         records = [self._record(prompt, words[at.text], at, room) for at in read]
         lengths = [len(record.input_ids) for record in records]
@@ -177,6 +190,8 @@ class Gliner2Model(Extractor[Gliner2Texts]):
         return Gliner2Texts(labels, words, errors, batches, padding_of(lengths, chosen))
 
     def _extract(self, texts: Sequence[str], options: ExtractOptions, prepared: Gliner2Texts) -> list[Result]:
+        if self._classifies:
+            return self._classes(texts, options, prepared)
         threshold = options.threshold_or(0.5)
         errors = dict(prepared.errors)
         by_text: list[dict[TextWindow, _Spans]] = [{} for _ in texts]
@@ -191,20 +206,34 @@ class Gliner2Model(Extractor[Gliner2Texts]):
             for index, (text, words, spans) in enumerate(zip(texts, prepared.words, by_text, strict=True))
         ]
 
-    def _prompt(self, labels: list[str]) -> _Gliner2Prompt:
+    def _classes(self, texts: Sequence[str], options: ExtractOptions, prepared: Gliner2Texts) -> list[Result]:
+        results: list[Result] = [prepared.errors.get(index, {"classifications": []}) for index in range(len(texts))]
+        for read, batch in prepared.passes:
+            batch = batch.to(self._device)
+            states = self._model.encode_tokens(batch)
+            _, marks = self._processor.extract_embeddings_from_batch(states, batch.input_ids, batch)
+            for at, own in zip(read, marks, strict=True):
+                logits = self._model.classifier(torch.stack(list(own[0][1:]))).squeeze(-1)
+                results[at.text] = classified(logits.float().cpu(), prepared.labels, options)
+        return results
+
+    def _prompt(self, labels: list[str], task: str) -> _Gliner2Prompt:
         """Return the prompt of these labels. Raises InvalidInput for labels that cannot be used."""
         if not labels:
             raise labels_refused("expected at least one")
         processor = self._processor
-        words = processor._transform_schema("entities", labels, processor.E_TOKEN, example_mode="none")
+        name, mark = (task, processor.L_TOKEN) if self._classifies else ("entities", processor.E_TOKEN)
+        words = processor._transform_schema(name, labels, mark, example_mode="none")
         parts = self._ids([*words, processor.SEP_TEXT])
         places = np.concatenate([[0], np.cumsum([len(part) for part in parts])]).tolist()
-        # ( [P] entities ( [E] label [E] label .. ) )
+        # ( [P] entities ( [E] label [E] label .. ) ), or ( [P] task ( [L] label [L] label .. ) )
         marks, named = [1, *range(4, len(words) - 2, 2)], range(5, len(words) - 2, 2)
         if not all(len(parts[place]) for place in named):
             raise labels_refused("one of them has no token")
         if any(np.isin(parts[place], self._reserved).any() for place in named):
             raise labels_refused("one of them holds a token that the model reserves")
+        if not len(parts[2]) or np.isin(parts[2], self._reserved).any():
+            raise InvalidInput("task: it has no token, or one that the model reserves", reason="schema", param="task")
         self._check_room(places[-1])
         return _Gliner2Prompt(
             np.concatenate(parts).tolist(),
@@ -258,7 +287,7 @@ class Gliner2Model(Extractor[Gliner2Texts]):
             schema_tokens_list=[prompt.words],
             text_tokens=[],
             structure_labels=[[1, []]],
-            task_types=["entities"],
+            task_types=["classifications" if self._classifies else "entities"],
             start_token_idx=[],
             end_token_idx=[],
             text="",

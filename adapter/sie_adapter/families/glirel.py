@@ -49,7 +49,7 @@ from sie_contracts.wire.messages import Mention
 _WORDS = re.compile(r"\w+(?:[-_]\w+)*|\S")  # the package splits a text by this pattern
 _THRESHOLD, _TOP_K = 0.3, 10
 
-Span = tuple[int, int]  # first word, last word
+Span = tuple[int, int]  # index of the first word, index of the last word
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,8 @@ from sie_contracts.models.load_errors import load_failed
 from sie_contracts.wire.ipc import Rows
 
 _IMAGE = ("<|vision_start|>", "<|vision_end|>")
-_TURN = "<|im_end|>\n<|im_start|>assistant\n"  # follows every text of an encoder; a long text is cut before it
+# tokens after every text of an encoder; a long text is truncated before them
+_TURN = "<|im_end|>\n<|im_start|>assistant\n"
 _NOTHING = "NULL"  # text for an input without text and images, as in the training of the model
 
 
@@ -107,7 +108,9 @@ class Qwen3Reranker(_Qwen3):
         return rows
 
     def framed(self, tokenizer: Tokenizer) -> Tokenizer:
-        """Return the tokenizer without special tokens around a text: the pieces of the template contain them."""
+        """Return the tokenizer without special tokens around a text: the pieces of the template contain these
+        tokens.
+        """
         tokenizer.post_processor = processors.TemplateProcessing(single="$A", pair="$A $B", special_tokens=[])
         return tokenizer
 

@@ -36,7 +36,7 @@ _BEFORE_PAGE, _AFTER_PAGE = (
     "<|vision_end|>Describe the image.<|im_end|><|endoftext|>",
 )
 _PROJECTION = "custom_text_proj"
-LANGUAGE_HEAD = "lm_head.weight"  # only a few of its rows are read
+LANGUAGE_HEAD = "lm_head.weight"  # only a few rows of this weight are read
 _BLOCK_TOKENS = 1  # cost of a block, in tokens: its four patches take about as long as one token of the language model
 
 
@@ -84,7 +84,7 @@ class QwenVL:
 
 
 class ColQwen(QwenVL):
-    """A `vision_language.VisionLanguageKind` that gives token vectors of Qwen2.5-VL."""
+    """A `vision_language.VisionLanguageKind` with token vectors, based on Qwen2.5-VL."""
 
     output = "multivector"
     consumed = (LANGUAGE_HEAD, f"{_PROJECTION}.weight", f"{_PROJECTION}.bias")

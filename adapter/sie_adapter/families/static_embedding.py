@@ -27,8 +27,8 @@ from sie_contracts.wire.ipc import Rows
 from sie_contracts.wire.messages import RunOptions
 from sie_store.folder_files import read_json
 
-MAX_TOKENS = 1 << 20  # of a text, where the model has no limit of its own
-_CUT = 512  # tokens that model2vec reads if config.json has no max_length
+MAX_TOKENS = 1 << 20  # largest number of tokens of a text, if the model has no limit
+_CUT = 512  # number of tokens that model2vec reads if config.json has no max_length
 _FILE = "tokenizer.json"
 
 
@@ -69,7 +69,7 @@ class StaticEmbedding:
             self._read_as_model2vec(folder)
 
     def _read_as_model2vec(self, folder: Path) -> None:
-        """Drop unknown tokens, and cut texts as the package does: by characters first, then by tokens."""
+        """Drop unknown tokens, and truncate texts like the package model2vec: by characters first, then by tokens."""
         length = read_json(folder / "config.json").get("max_length", _CUT)
         if length is not None:
             self._words.enable_truncation(length)

@@ -238,7 +238,7 @@ class TextEncoder(PackedModel):
         return self.backbone.forward(packed)
 
     def prepare(self, batch: Items, queries: np.ndarray) -> Items:
-        """Fill queries of late interaction up to their length with mask tokens. `queries`: bool [items]."""
+        """Pad queries of late interaction to their fixed length with mask tokens. `queries`: bool [items]."""
         filling = self._parts.filling
         return filling.expand(batch, queries) if filling else batch
 

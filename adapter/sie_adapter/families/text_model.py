@@ -93,7 +93,7 @@ def consumed_by(entry: ModelEntry) -> tuple[str, ...]:
 
 
 class Builder:
-    """Loader of the model of one entry, which also makes its heads."""
+    """Loader of the model of one entry, which also builds its heads."""
 
     def __init__(
         self, modules: Modules, entry: ModelEntry, load: LoadOptions, compute: Compute, tokenizer: Tokenizer
@@ -140,7 +140,7 @@ class Builder:
             "pruner": self._pruner,
         }[self.entry.family]()
 
-    # Heads of text-encoder
+    # heads of the models of family text-encoder
 
     def _text_encoder(self) -> Parts:
         outputs = self.entry.outputs
@@ -158,7 +158,9 @@ class Builder:
         if "multivector" in outputs:
             heads["multivector"], query, document, filling = self._multivector()
         width = outputs.get("multivector", 0)
-        rows = {"encode": Rows("text", query, document, tokens=True, vectors=width)}
+        dense = heads.get("dense")
+        pooling = dense.pooling if isinstance(dense, DenseHead) else ""
+        rows = {"encode": Rows("text", query, document, tokens=True, vectors=width, chunks=True, pooling=pooling)}
         if "score" in self.entry.tasks:
             rows["score"] = Rows("sides", query, document, vectors=width)
         return Parts(heads=heads, rows=rows, per_row="score" in outputs, filling=filling, query_weights=query_weights)
@@ -169,7 +171,7 @@ class Builder:
             raise load_failed(
                 "INCOMPATIBLE", f"{self.entry.id}: pooling is {pooling}, expected one of {', '.join(POOLINGS)}"
             )
-        # layers without a pooling before them belong to late interaction
+        # layers without a pooling layer before them are layers of late interaction
         layers = (
             self.modules.layers if "multivector" not in self.entry.outputs or "Pooling" in self.modules.kinds else ()
         )
@@ -294,7 +296,7 @@ class Builder:
         outside = None if unknown in ids else self.tokenizer.token_to_id(unknown)
         return frozenset(number for number in ids.values() if number is not None and number != outside)
 
-    # heads over a whole sequence, or over its tokens
+    # heads that read a whole sequence, or each of its tokens
 
     def _cross_encoder(self) -> Parts:
         assert self.head is not None
@@ -323,8 +325,8 @@ class Builder:
         )
 
     def _keep_answers(self, model: PreTrainedModel) -> None:
-        """Cut the output layer down to the rows of the answers no and yes. Later changes that the model makes to its
-        logits remain.
+        """Cut the output layer down to the rows of the answers no and yes. Later changes of the logits by the model
+        remain.
         """
         options = self.entry.head
         if not (self.entry.pair and options.yes_token and options.no_token):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from sie_adapter.engine.device import to_device
 from sie_adapter.packed.packing import Int64, PackedBatch
 
 # Output of one sequence: a vector [width], rows [tokens, width], sparse (ids int32, weights float32), or logits.
-# float32 on the device.
+# The tensors are float32 on the device.
 Row = Any
 
 
@@ -27,13 +27,16 @@ class States:
     """Hidden states of a pass: `hidden` [tokens, width] of any float type, in packed order. `queries` [sequences] is
     True for queries, False for documents.
 
-    `pooling`: the pooling of the batch; empty for the model's own pooling.
+    `pooling`: the pooling of the batch; empty for the model's own pooling. `inner`:
+    [sequences], True for a part of a row that does not begin with the row's first token; None: all sequences are whole
+    rows.
     """
 
     hidden: Tensor
     packed: PackedBatch
     queries: NDArray[np.bool_]
     pooling: str = ""
+    inner: NDArray[np.bool_] | None = None
 
     def span(self, sequence: int) -> slice:
         """Return the slice of the tokens of a sequence."""
@@ -67,3 +70,16 @@ class Head(Protocol):
     """Head for one kind of output."""
 
     def reduce(self, states: States, sequences: Int64) -> Reduced: ...
+
+
+@runtime_checkable
+class JoiningHead(Head, Protocol):
+    """Head whose output for a chunk of a text can be joined from parts of the chunk, which may be in several passes."""
+
+    def parts(self, states: States, sequences: Int64) -> Reduced:
+        """Return the part of each sequence, which is a segment of a chunk."""
+
+    def join(self, parts: Sequence[Sequence[Row]], lengths: Sequence[Int64], pooling: str) -> Sequence[Row]:
+        """Return the output of each chunk from its parts. `lengths`: the tokens of each part. `pooling`: the pooling of
+        the batch; empty for the model's own pooling.
+        """

@@ -1,5 +1,5 @@
-"""Head of late interaction: one vector per token. It chooses the tokens that count, then projects them. Source:
-ColBERTv2 (arXiv 2112.01488).
+"""Head of late interaction: one vector per token. It selects the tokens whose vectors are scored, then projects them.
+Source: ColBERTv2 (arXiv 2112.01488).
 """
 
 from __future__ import annotations
@@ -38,15 +38,23 @@ class MultivectorHead:
         self._pooling = pooling
 
     def reduce(self, states: States, sequences: Int64) -> Reduced:
-        """Return one float32 matrix [kept tokens, width] per sequence, not normalised. All sequences need only one
-        index and one gather.
+        """Return one float32 matrix [kept tokens, width] per sequence, not normalised."""
+        reduced = self.parts(states, sequences)
+        if self._pooling is None:
+            return reduced
+        return Reduced(self._pooled(reduced.rows, states, sequences, reduced.usable), reduced.usable)
+
+    def parts(self, states: States, sequences: Int64) -> Reduced:
+        """Return the matrix of each sequence before rows are merged. All sequences need only one index and one
+        gather.
         """
         packed, hidden = states.packed, states.hidden
         count = len(packed.order)
         owners = np.repeat(np.arange(count), packed.lengths)
         mask = np.isin(owners, sequences) if len(sequences) < count else np.ones(len(owners), bool)
         if self._drop_first:
-            mask[packed.bounds[:-1]] = False
+            firsts = packed.bounds[:-1]
+            mask[firsts if states.inner is None else firsts[~states.inner]] = False
         if len(self._skipped):
             mask &= states.queries[owners] | ~np.isin(packed.ids, self._skipped)
         owners = owners[mask]
@@ -56,7 +64,13 @@ class MultivectorHead:
         vectors = torch.cat([self._layers(part.float()) for part in hidden.split(step)])
         rows = vectors.split(np.bincount(owners, minlength=count)[sequences].tolist())
         usable = all_finite(vectors, owners, count)[to_device(sequences, hidden.device)]
-        return Reduced(rows if self._pooling is None else self._pooled(rows, states, sequences, usable), usable)
+        return Reduced(rows, usable)
+
+    def join(self, parts: Sequence[Sequence[Tensor]], lengths: Sequence[Int64], pooling: str) -> Sequence[Tensor]:
+        """Return the vectors of each chunk: those of its parts, in order, merged as those of a document."""
+        rows = [own[0] if len(own) == 1 else torch.cat(list(own)) for own in parts]
+        is_pooled = self._pooling is not None and self._pooling.documents
+        return [self._pooling(own) for own in rows] if is_pooled and self._pooling is not None else rows
 
     def _pooled(self, rows: Sequence[Tensor], states: States, sequences: Int64, usable: Tensor) -> list[Tensor]:
         assert self._pooling is not None

@@ -5,8 +5,10 @@ hidden [tokens, width] ──► token layers ──► pool ──► [sequence
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import assert_never
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -14,7 +16,7 @@ from sie_adapter.engine.device import to_device
 from sie_adapter.heads import Reduced, States
 from sie_adapter.packed.packing import Int64, PackedBatch
 from sie_contracts.errors import InvalidInput
-from sie_contracts.models.entries import POOLINGS, Pooling, poolings
+from sie_contracts.models.entries import JOINABLE_POOLINGS, POOLINGS, Pooling, is_joinable, poolings
 
 
 def pool(hidden: Tensor, packed: PackedBatch, pooling: Pooling) -> Tensor:
@@ -70,6 +72,26 @@ class DenseHead:
         """Return vectors, float32 [width] each. Raises InvalidInput for an unknown pooling of the batch, and for one of
         another width.
         """
+        return self._finished(self._pooled(states, sequences))
+
+    def parts(self, states: States, sequences: Int64) -> Reduced:
+        """Return the pooled states of each segment, float32, before the layers. Raises InvalidInput for a pooling that
+        cannot be joined.
+        """
+        pooling = states.pooling or self.pooling
+        if not is_joinable(pooling):
+            message = f"chunks: the pooling is {pooling}, with context it must be {' or '.join(JOINABLE_POOLINGS)}"
+            raise InvalidInput(message, reason="unsupported_pooling", param="chunks")
+        pooled = self._pooled(states, sequences)
+        return Reduced(pooled.unbind(0), torch.isfinite(pooled).all(1))
+
+    def join(self, parts: Sequence[Sequence[Tensor]], lengths: Sequence[Int64], pooling: str) -> Sequence[Tensor]:
+        """Return the vector of each chunk: the pooling over the tokens of all its parts, after the layers."""
+        name = pooling or self.pooling
+        pooled = [_joined(own, counts, name) for own, counts in zip(parts, lengths, strict=True)]
+        return self._finished(torch.stack(pooled)).rows
+
+    def _pooled(self, states: States, sequences: Int64) -> Tensor:
         parts = poolings(states.pooling or self.pooling)
         if parts is None:
             raise InvalidInput(f"pooling: expected one of {', '.join(POOLINGS)}", reason="schema", param="pooling")
@@ -84,5 +106,21 @@ class DenseHead:
         pooled = vectors[0] if len(vectors) == 1 else torch.cat(vectors, 1)
         if len(sequences) < len(pooled):
             pooled = pooled[to_device(sequences, hidden.device)]
+        return pooled
+
+    def _finished(self, pooled: Tensor) -> Reduced:
         pooled = pooled if self._layers is None else self._layers(pooled)
         return Reduced(pooled.unbind(0), torch.isfinite(pooled).all(1))
+
+
+def _joined(parts: Sequence[Tensor], lengths: Int64, pooling: str) -> Tensor:
+    """Return the pooled states of a chunk from those of its parts."""
+    if len(parts) == 1:
+        return parts[0]
+    weights = to_device(lengths.astype(np.float32), parts[0].device)
+    weights = (weights / weights.sum())[:, None]
+    names = pooling.split("+")
+    columns = torch.stack(list(parts)).chunk(len(names), 1)
+    return torch.cat(
+        [(part * weights).sum(0) if name == "mean" else part.amax(0) for name, part in zip(names, columns, strict=True)]
+    )

@@ -9,7 +9,7 @@ A row is (ids, weights): ascending unique int32 ids, strictly positive float32 w
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -40,8 +40,8 @@ class MaskedLanguageHead:
         max_entries: int = 0,
         sums: bool = False,
     ) -> None:
-        """Make the head. `twice` applies log1p twice. `dropped` ids get no weight. A row keeps its `max_entries`
-        largest weights; 0 keeps all.
+        """Create the head. `twice` applies log1p twice. `dropped` ids get no weight. Only the `max_entries` largest
+        weights of a row are returned; 0 means all.
         """
         self._head, self._vocabulary, self._twice, self._max_entries = head, vocabulary, twice, max_entries
         self._sums = sums
@@ -69,6 +69,12 @@ class MaskedLanguageHead:
         if waiting:
             rows += self._activated(torch.cat(waiting))
         return Reduced(rows, torch.cat(usable))
+
+    parts = reduce
+
+    def join(self, parts: Sequence[Sequence[Row]], lengths: Sequence[Int64], pooling: str) -> Sequence[Row]:
+        """Return the largest weight of each id in the parts of each chunk, at most `max_entries` of them."""
+        return [_largest(own, self._max_entries) for own in parts]
 
     def _short(self, states: States, chosen: Int64) -> Tensor:
         spans = [states.span(int(sequence)) for sequence in chosen]
@@ -159,6 +165,25 @@ class TokenWeightHead:
         usable = all_finite(weights, owners, count)[to_device(sequences, device)]
         return Reduced([rows[sequence] for sequence in sequences], usable)
 
+    parts = reduce
+
+    def join(self, parts: Sequence[Sequence[Row]], lengths: Sequence[Int64], pooling: str) -> Sequence[Row]:
+        """Return the largest weight of each id in the parts of each chunk."""
+        return [_largest(own, 0) for own in parts]
+
+
+def _largest(rows: Sequence[Row], max_entries: int) -> Row:
+    """Return the largest weight of each id of several rows; with `max_entries` only the largest of them."""
+    if len(rows) == 1:
+        return rows[0]
+    ids, place = torch.cat([ids for ids, _ in rows]).unique(return_inverse=True)
+    joined = torch.cat([weights for _, weights in rows])
+    weights = torch.zeros(len(ids), device=joined.device).scatter_reduce_(0, place, joined, "amax")
+    if 0 < max_entries < len(ids):
+        chosen = weights.topk(max_entries).indices.sort().values
+        ids, weights = ids[chosen], weights[chosen]
+    return ids, weights
+
 
 class TokenTable:
     """Table with the weights of inference-free queries: a query gets the weights of its distinct ids. The table is on
@@ -166,7 +191,9 @@ class TokenTable:
     """
 
     def __init__(self, weights: Tensor, max_entries: int = 0) -> None:
-        """Keep `weights`, float32 [vocabulary], on the host. A row keeps its `max_entries` largest; 0 keeps all."""
+        """Store `weights`, float32 [vocabulary], in the memory of the host. Only the `max_entries` largest weights of a
+        row are returned; 0 means all.
+        """
         self._weights, self._max_entries = weights, max_entries
 
     def row(self, ids: Int64) -> Row:

@@ -1,8 +1,8 @@
-"""Fewer rows of a document for late interaction: rows that are near to each other become their mean.
+"""Reduction of the rows of a document for late interaction: similar rows are replaced by their mean.
 
     rows [tokens, width] ──► the first ones stay; Ward's clusters of the rest ──► means [fewer, width]
 
-Source: sentence-transformers' HierarchicalTokenPooling, whose clusters scipy makes too.
+Source: sentence-transformers' HierarchicalTokenPooling, whose clusters are also computed by scipy.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch.nn import functional
 
 from sie_contracts.models.load_errors import load_failed
 
-MAX_ROWS = 8192  # rows of a sequence: the distances of all pairs take 0.5 GB then
+MAX_ROWS = 8192  # rows of a sequence: at this number, the distances of all pairs need 0.5 GB
 
 
 @dataclass(frozen=True)
 class TokenPooling:
-    """Settings of token pooling. About one of `factor` rows stays, beside the first `protected` ones. `normalizes`:
-    all rows get length 1 afterwards. `queries` and `documents`: the sides whose rows are pooled.
+    """Settings of token pooling. The first `protected` rows are not changed. Of the other rows, about one of `factor`
+    remains. `normalizes`: all rows get length 1 afterwards. `queries` and `documents`: the sides whose rows are pooled.
     """
 
     factor: float

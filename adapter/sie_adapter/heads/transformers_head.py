@@ -45,11 +45,11 @@ class TransformersHead:
         self.pad: int | None = model.config.pad_token_id
         if (
             self.is_decoder and self.pad is None
-        ):  # without a pad id the model refuses more than one sequence, since it cannot recognise padding
+        ):  # without a pad id the model cannot recognise padding, so it refuses a batch of several sequences
             model.config.pad_token_id = 0
         self._model = model.float() if in_float32 else model
         self._in_float32 = in_float32
-        # tensors that head and backbone have in common, often the embedding
+        # tensors that the head shares with the backbone, often the embedding
         self._shared = {parameter.data_ptr() for parameter in self.backbone.parameters()}
 
     @property

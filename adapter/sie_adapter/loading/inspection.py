@@ -35,6 +35,7 @@ from sie_contracts.models.entries import HeadOptions, ModelEntry, parse_entry
 from sie_contracts.models.load_errors import load_failed
 from sie_store.entry_faults import MODEL_FILE, positions
 from sie_store.folder_files import line_of, read_json, read_value, reading
+from sie_store.weights.manifest import MANIFEST
 from sie_store.weights.selection import FILES, PICKLED
 
 # patterns of the files that a load downloads, without the model card
@@ -80,6 +81,9 @@ def inspect(folder: Path, model: str, weights: Mapping[str, Any], current: Model
     with reading(folder):
         report.assumed += compare_files(folder, parse_entry(report.entry))
     report.entry["weights"]["digests"] = digests(folder)
+    if "hub" in weights:  # the folder was filled with the files that a load wants, and their manifest
+        files = [path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST]
+        report.entry["download_bytes"] = sum(path.stat().st_size for path in files)
     if licence := _licence(folder):
         report.entry["license"] = licence
     return report
@@ -282,7 +286,9 @@ def _check_quantisation(config: PretrainedConfig) -> None:
 
 
 def _empty_backbone(config: PretrainedConfig) -> Any:
-    """Return the architecture without storage, so that the sizes of its tables can be read as a load would."""
+    """Return the architecture without storage, so that the sizes of its tables can be read in the same way as in a
+    load.
+    """
     try:
         with construction(), torch.device("meta"):
             return AutoModel.from_config(config)
@@ -386,7 +392,9 @@ def _head(
 
 
 def _chat_pair(folder: Path, modules: Modules, entry: dict[str, Any], report: Inspection) -> None:
-    """Set the pair of a reranker that puts its texts into a chat template. Refuse any other model that uses one."""
+    """Set the pair of a reranker that inserts its texts into a chat template. Refuse any other model that uses a chat
+    template.
+    """
     tokenizer = read_tokenizer(modules.folder, **modules.transformer.tokenizer)
     # for these models, the library uses the template of the tokenizer
     is_bare = not modules.kinds and entry["family"] == "cross-encoder"

@@ -183,8 +183,8 @@ class Loader:
             return model
 
     def _certified_model(self, family: Any, folder: Path, resolved: Resolved, compute: Compute) -> Any:
-        """Return the model on the engine of the rules. If that engine does not serve it or its certificate fails,
-        return it on torch.
+        """Return the model on the engine that the rules select. If that engine does not support the model, or the
+        certificate of the model fails, return the model on torch.
         """
         try:
             model = family(folder, resolved.entry, resolved.load, compute)
@@ -223,8 +223,8 @@ class Loader:
             self._checked.add(facts)
 
     def _note_precision(self, model: Any, resolved: Resolved, compute: Compute) -> None:
-        """Store with the model the precision that was asked for. Log a warning once if its entry or profile asks for
-        another precision than is served.
+        """Store the requested precision with the model. Log a warning once if its entry or profile requests another
+        precision than the one in use.
         """
         reason = compute.precision_reason
         if model.precision != compute.precision:
@@ -234,7 +234,11 @@ class Loader:
         if reason and resolved.load.precision and notice not in self._reported:
             self._reported.add(notice)
             _logger.warning(
-                "%s asks for %s and is served in %s: %s", resolved.residency, compute.requested, model.precision, reason
+                "%s requests the precision %s and is served in %s: %s",
+                resolved.residency,
+                compute.requested,
+                model.precision,
+                reason,
             )
 
     def _certified(self, model: Any, folder: Path, resolved: Resolved, compute: Compute) -> dict[str, Any]:

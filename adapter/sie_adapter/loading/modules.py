@@ -85,7 +85,7 @@ _OUTPUTS = {  # task of a Transformer module -> the name of the model's output, 
     "sequence-classification": ("logits", "scores"),
     "text-generation": ("logits", "causal_logits"),
 }
-# activations of torch without weights of their own that read one number at a time
+# activations of torch that have no weights and read one number at a time
 _ACTIVATIONS: Mapping[str, type[nn.Module]] = {
     kind.__name__: kind
     for kind in (
@@ -136,7 +136,7 @@ class Modules:
     transformer: TransformerSettings = TransformerSettings()
     # config.json of each module except the transformer, by kind
     settings: dict[str, dict[str, Any]] = field(default_factory=dict)
-    token_pooling: TokenPooling | None = None  # of late interaction
+    token_pooling: TokenPooling | None = None  # pooling of the rows of a document for late interaction
 
     def width(self, hidden: int) -> int:
         """Return the width of a vector of a model with hidden states of `hidden` numbers."""
@@ -154,7 +154,7 @@ def output_width(layers: Iterable[nn.Module], hidden: int) -> int:
 
 
 def pooled_width(token_layers: Iterable[nn.Module], pooling: str, layers: Iterable[nn.Module], hidden: int) -> int:
-    """Return the width of the vectors that `pooling`, between two groups of layers, makes of states with `hidden`
+    """Return the width of the vectors that `pooling`, between two groups of layers, computes from states with `hidden`
     numbers. Empty: no pooling.
     """
     return output_width(layers, output_width(token_layers, hidden) * len(pooling.split("+")))
@@ -225,7 +225,7 @@ def read_modules(folder: Path) -> Modules:
             f"modules.json begins with {kinds[0] if kinds else 'nothing'}, expected a Transformer or a {STATIC}"
         )
     folder_of_transformer = listed[0][1]
-    is_static = kinds[0] == STATIC  # it gives one vector for each text
+    is_static = kinds[0] == STATIC  # a static model returns one vector for each text
     transformer = TransformerSettings() if is_static else read_transformer(folder_of_transformer)
     settings: dict[str, dict[str, Any]] = {}
     steps: list[tuple[str, str, nn.Module]] = []  # kind, the feature that it changes, the layer
@@ -271,7 +271,7 @@ def read_modules(folder: Path) -> Modules:
     normalizes = bool(steps) and steps[-1][0] == "Normalize" and pooled_at != len(steps)
     first = 0 if pooled_at is None else pooled_at
     modules = [module for _, _, module in steps]
-    if clustered_at is not None:  # what follows scales the rows that were pooled
+    if clustered_at is not None:  # a Normalize after the token pooling scales the pooled rows
         normalizes = clustered_at < len(steps)
         layers = modules[:clustered_at]
     else:
@@ -402,8 +402,8 @@ def read_transformer(folder: Path) -> TransformerSettings:
 
 
 def _reads_messages(name: str, task: str, raw: Mapping[str, Any]) -> bool:
-    """Return whether texts are put into the chat template. Raises ModelLoadFailed for outputs that this adapter does
-    not read.
+    """Return whether texts are inserted into the chat template. Raises ModelLoadFailed for outputs that this adapter
+    does not read.
     """
     config = raw.get("modality_config")
     if not config:

@@ -46,7 +46,7 @@ _LAYERS = {
     "mlp.c_proj": "mlp.fc2",
     "mlp.fc2": "mlp.fc2",
 }
-_SPLIT = ("attn.in_proj", "attn.qkv")  # tensors that are split into query, key and value
+_SPLIT = ("attn.in_proj", "attn.qkv")  # tensors whose parts are query, key and value
 _PLACES = {
     "text.token_embedding": "text_model.embeddings.token_embedding",
     "text.ln_final": "text_model.final_layer_norm",

@@ -27,7 +27,8 @@ _DTYPES: dict[Precision, torch.dtype] = {
 }
 # limits in oneDNN's documentation ("CPU Dispatcher Control") that exclude AVX512-BF16; oneDNN ignores an unknown name
 _ONEDNN_BELOW = frozenset({"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI"})
-_ONEDNN_NAMES = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")  # variables of oneDNN; it reads the first one that is set
+# environment variables of oneDNN, which reads the first variable that is set
+_ONEDNN_NAMES = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
 _ATEN_BELOW = frozenset({"DEFAULT", "AVX2"})
 
 

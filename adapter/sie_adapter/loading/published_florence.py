@@ -186,7 +186,7 @@ def _filled(folder: Path, entry: ModelEntry, weights: Mapping[str, Tensor]) -> P
 
 
 def _renamed(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return each tensor under its name in transformers. A tensor with an unknown name keeps it."""
+    """Return each tensor under its name in transformers. A tensor with an unknown name is not renamed."""
     renamed: dict[str, Tensor] = {}
     for name, tensor in stored.items():
         if name == _TURNED:

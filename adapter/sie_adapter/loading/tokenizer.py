@@ -33,7 +33,7 @@ _REMEDY = "copy tokenizer.json and tokenizer_config.json from the repository tha
 # part of a sentence's characters: if more of them become known tokens, the tokenizer supports the sentence
 _KNOWN = 0.5
 _UNKNOWN_SIGN = "\U00010600"  # a Linear A character, which is in no vocabulary
-# one sentence in each script that models are made for, and notations of models that do not read a language
+# one sentence in each script that models are trained for, and notations of models that do not read a language
 SAMPLES = {
     "Latin": "the river runs past the old town and into the sea",
     "Vietnamese": "dòng sông chảy qua thành phố cổ",

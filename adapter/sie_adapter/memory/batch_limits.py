@@ -196,7 +196,7 @@ class DeviceLimits:
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             aside = self._path.with_suffix(".corrupt")
             _logger.warning(
-                "the batch limits at %s are corrupt, so they are learnt anew and the file is moved to %s: %s",
+                "the batch limits at %s are corrupt, so they are learnt again, and the file is moved to %s: %s",
                 self._path,
                 aside.name,
                 error,
@@ -334,7 +334,7 @@ class CrashRecord:
             if is_known or (record.tokens > record.fitted_tokens and record.tokens >= DOUBTED_TOKENS):
                 batch_limits.failed(record.key, record.tokens, killed=True)
                 _logger.warning(
-                    "the adapter's process %s in a pass of %d tokens of %s: passes of this model hold at most %s now",
+                    "the adapter's process %s in a pass of %d tokens of %s: passes of this model have at most %s now",
                     how,
                     record.tokens,
                     record.key,

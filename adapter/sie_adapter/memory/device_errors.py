@@ -23,8 +23,8 @@ _ALLOCATION = (
 )
 
 
-# oneDNN gives no reason. If it could make the primitive's descriptor, only memory for its code is missing. If it could
-# not, oneDNN lacks the operation, for example a product of two precisions.
+# oneDNN gives no reason. If the primitive's descriptor could be created, only memory for its code is missing. If it
+# could not, oneDNN lacks the operation, for example a product of two precisions.
 _NO_PRIMITIVE = re.compile("could not create a primitive(?! descriptor)")
 
 

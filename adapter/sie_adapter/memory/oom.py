@@ -122,7 +122,7 @@ def halved(items: Items) -> tuple[Items, Items]:
 
 
 def exhausted() -> ResourceExhausted:
-    """Return the error of an item that does not fit alone."""
+    """Return the error of an item that does not fit into memory, even without other items."""
     return ResourceExhausted("the device has too little memory for this item alone", reason="out_of_memory")
 
 
@@ -175,7 +175,7 @@ class OomRecovery:
         *,
         is_tried: bool = False,
     ) -> bool:
-        """Do the work of `run`. Return whether memory ran out meanwhile."""
+        """Do the work of `run`. Return whether memory ran out in it."""
         if not len(items):
             return False
         tries = 0
@@ -206,7 +206,7 @@ class OomRecovery:
     @staticmethod
     def _fits(work: Callable[[Items], None], items: Items) -> bool:
         # This is a separate function: after it returns, no frame refers to the tensors of a failed pass.
-        # The traceback of an error that is being handled would refer to them.
+        # Inside an `except` block, the traceback would still refer to these tensors.
         try:
             on_usable_thread(work, items)
         except (RuntimeError, MemoryError) as error:

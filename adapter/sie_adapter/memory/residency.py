@@ -79,7 +79,7 @@ class Resident:
         return self._fingerprint
 
     def describe(self, now_s: float) -> LoadedModel:
-        """Return the model as a message of the wire."""
+        """Return the model in the form of its wire message."""
         entry, weights = self.resolved.entry, self.weights
         return LoadedModel(
             self.model,
@@ -199,7 +199,7 @@ class ResidentModels:
         self._relieve_due_s = 0.0
 
     def permission(self, may_drop: tuple[str, ...] = ()) -> Permission:
-        """Return the permission of a request that begins now."""
+        """Return the permission to evict of a request that begins now."""
         return Permission(may_drop, self._clock())
 
     def ensure(
@@ -294,7 +294,7 @@ class ResidentModels:
             # only loads with known bytes: a load that still fetches its files uses no memory, and may take minutes
             pending = next((self._loads[model] for model in self._arriving), None)
         if pending is not None:
-            pending.exception()  # only wait; the requests that asked for the load handle its failure
+            pending.exception()  # only wait; the requests for this load handle its failure
         return "load_ended" if pending is not None else None
 
     def describe(self) -> tuple[LoadedModel, ...]:

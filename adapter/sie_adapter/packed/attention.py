@@ -39,13 +39,13 @@ class Kernel(IntEnum):
 
     SDPA = 0  # torch's fused kernel, sequences of equal length
     BLOCKS = 2  # matrix products over blocks of queries, sequences of equal length, any window
-    REFERENCE = 3  # one sequence after the other, with the definition of attention
+    REFERENCE = 3  # computes one sequence after the other, by the definition of attention
     VARLEN = 4  # torch's variable-length kernel, all sequences at once, CUDA
     FLASH = 5  # flash_attn_varlen_func, all sequences at once, CUDA
 
 
 class AttentionUnsupported(Exception):
-    """Error of a model that needs an attention which the packed path does not compute. It must run padded."""
+    """Raised for a model with an attention that the packed path cannot compute. The model must run padded."""
 
 
 @dataclass(frozen=True)
@@ -259,8 +259,8 @@ def _shares(scores: Tensor, *, may_be_blind: bool) -> Tensor:
 
 
 def _hidden(start: int, stop: int, low: int, high: int, pattern: MaskPattern, device: torch.device) -> Tensor | None:
-    """Return which of the keys from `low` to `high` the queries from `start` to `stop` do not see, bool [queries,
-    keys]; None if they see all keys.
+    """Return which of the keys from `low` to `high` the queries from `start` to `stop` must not attend to, bool
+    [queries, keys]; None if they attend to all keys.
     """
     if stop - 1 - low <= pattern.left and high - 1 - start <= pattern.right:
         return None
@@ -348,7 +348,7 @@ def layout_of(kernel: Kernel, packed: PackedBatch) -> Int64:
 
 
 def register() -> None:
-    """Register the implementation with transformers. A second call changes nothing."""
+    """Register the implementation with transformers. A second call has no effect."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 

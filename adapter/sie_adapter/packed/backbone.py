@@ -71,8 +71,8 @@ class Backbone:
 
     `vocabulary`: all ids are below this number. `width`: the width of a hidden state. `crossover_tokens`: the length of
     a sequence at which attention takes as long as all other layers, by the model's configuration (`costs`).
-    `positions`: the length of the longest sequence, None without a limit. `attention`: the backend in use; `padded`
-    follows its name if the model runs on padded batches.
+    `positions`: the length of the longest sequence, None if there is no limit. `attention`: the backend in use;
+    `padded` follows its name if the model runs on padded batches.
     """
 
     def __init__(

@@ -28,7 +28,7 @@ from sie_store.folder_files import read_json
 
 PROCESSOR = "preprocessor_config.json"
 # images or sounds in one pass of a tower.
-# A CPU is not faster with more; powers of two keep the number of different sizes small.
+# A CPU is not faster with more images per pass; powers of two keep the number of different sizes small.
 _PER_PASS = {"cpu": 8}
 _PER_PASS_ELSEWHERE = 64
 # blocks of patches in one pass of a tower for images of any size.
@@ -38,8 +38,8 @@ _BLOCKS_PER_PASS = 16384
 
 def read_processor(folder: Path, part: str) -> dict[str, Any]:
     """Return the configuration of the `image_processor` or `feature_extractor` of a folder. It is a part of
-    processor_config.json, written by transformers 5, else preprocessor_config.json; empty without either file. Source:
-    transformers 5.23.
+    processor_config.json, written by transformers 5, else preprocessor_config.json; empty if neither file exists.
+    Source: transformers 5.23.
     """
     return read_json(folder / "processor_config.json").get(part) or read_json(folder / PROCESSOR)
 

@@ -225,7 +225,7 @@ def _digest(folder: Path) -> str:
 
 
 def _check_config(name: str, config: Mapping[str, Any]) -> None:
-    """Raise LoraLoadFailed for a configuration that changes more numbers than the two matrices of each layer do."""
+    """Raise LoraLoadFailed for a configuration that changes weights other than the two matrices of each layer."""
     unsupported = sorted(
         key for key, value in config.items() if value and key not in {*_UNDERSTOOD, "bias", "init_lora_weights"}
     )

@@ -138,8 +138,8 @@ def items(
 
 
 def images(places: bytes, pixels: bytes, recipe: Recipe | None, keys: bytes = b"") -> BatchFiles[Shown] | None:
-    """Decode the images of a batch, made by `recipe`, with their keys (`ipc.RunBatch.image_keys`). Returns None if the
-    batch has no images. Raises MalformedBatch.
+    """Decode the images of a batch, prepared by `recipe`, with their keys (`ipc.RunBatch.image_keys`). Returns None if
+    the batch has no images. Raises MalformedBatch.
     """
     if len(places) % 20:
         raise MalformedBatch("the places of images are int32 [images, 5], their bytes do not divide by 20")
@@ -168,7 +168,7 @@ def images(places: bytes, pixels: bytes, recipe: Recipe | None, keys: bytes = b"
 
 
 def sounds(places: bytes, features: bytes, recipe: SoundRecipe | None) -> BatchFiles[Heard] | None:
-    """Decode the sounds of a batch, made by `recipe`. Returns None if the batch has no sounds. Raises
+    """Decode the sounds of a batch, prepared by `recipe`. Returns None if the batch has no sounds. Raises
     MalformedBatch.
     """
     if len(places) % 16 or len(features) % 4:
@@ -216,7 +216,7 @@ class Positions:
 
 class PlacedFeatures(NamedTuple):
     """Features that replace each id `token`, in packed order. `values` [places, width] is a tensor on the device.
-    `deeper`: features that the first layers of the model add at these places, one tensor of the same shape for each
+    `deeper`: features that the first layers of the model add at these positions, one tensor of the same shape for each
     layer.
     """
 
@@ -234,16 +234,16 @@ class PackedBatch:
     `engine`: the engine that runs the pass; None: the engine of the model.
     """
 
-    ids: Int64  # [tokens]
-    positions: Int64  # [tokens]
+    ids: Int64  # shape [tokens]
+    positions: Int64  # shape [tokens]
     bounds: Int32  # [sequences + 1], index of the first token of each sequence, then the end
     groups: Int64  # [groups, 4]: index of the first token, sequences, length, visible tokens
-    order: Int64  # [sequences]
-    types: UInt8 | None = None  # [tokens]
+    order: Int64  # shape [sequences]
+    types: UInt8 | None = None  # shape [tokens]
     visible: Int64 | None = None  # [sequences], None if every token is attended to
     padding: int = 0
     features: PlacedFeatures | None = None
-    axes: Int64 | None = None  # [3, tokens]
+    axes: Int64 | None = None  # shape [3, tokens]
     engine: Engine | None = None
 
     @cached_property

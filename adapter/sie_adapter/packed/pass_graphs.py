@@ -301,7 +301,7 @@ class PassGraphs:
             captured = self._capture(bucket, run)
             if captured is None:
                 return
-            # captured with padding alone, so a value that does not follow the inputs shows now
+            # the graph was captured with padding only, so a value that does not depend on the inputs is detected here
             cosine = float(F.cosine_similarity(captured.replay(packed).float(), expected.float(), dim=1).min())
         except Exception as error:  # noqa: BLE001  model code, kernels and CUDA may raise anything
             expected.sum().item()  # raises if the device is lost

@@ -128,7 +128,7 @@ class Donut:
 
 
 def _encoded(model: Any, pixels: Tensor) -> Tensor:
-    """Return states of the encoder, [pages, places, width of the decoder]."""
+    """Return states of the encoder, [pages, positions, width of the decoder]."""
     states: Tensor = model.encoder(pixels).last_hidden_state
     projection = getattr(model, "enc_to_dec_proj", None)
     return states if projection is None else projection(states)

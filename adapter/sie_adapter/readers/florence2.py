@@ -107,7 +107,7 @@ class Florence2:
         else:
             model = load_model(Florence2ForConditionalGeneration, folder, load, compute, decodes=True)
         recipe, normalisation = checked_processor(folder, entry, model, _positions(model))
-        # its buffers are added to features, so both need the same dtype
+        # the buffers of this module are added to features, so both need the same dtype
         model.model.multi_modal_projector.to(compute.dtype)
         self.max_tokens = entry.max_tokens
         self.precision, self.memory_bytes = compute.precision, bytes_of(model)
@@ -219,7 +219,7 @@ def _features(model: Any, recipe: Recipe) -> int:
 
 
 def placed(text: str, numbers: int, width: int, height: int) -> Iterator[tuple[str, list[int]]]:
-    """Yield each label with each of its places, as x, y, width and height in pixels of the image. A place is written as
+    """Yield each label with each of its boxes, as x, y, width and height in pixels of the image. A box is written as
     `numbers` bins, alternately x and y: two corners, or the four corners of a quadrangle. For a quadrangle, the
     rectangle around it is returned.
 

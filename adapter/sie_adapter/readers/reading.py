@@ -69,7 +69,7 @@ class GenerationModel(Protocol[P_contra]):
         """Read images and prompts."""
 
     def step(self, ids: Tensor, slots: DecoderSlots) -> Tensor:
-        """Return the scores of the token after `ids` [rows, 1], float32 [rows, vocabulary]."""
+        """Return the scores of the next token after `ids` [rows, 1], float32 [rows, vocabulary]."""
 
 
 class GeneratedText(NamedTuple):
@@ -413,4 +413,4 @@ def _step_back() -> None:
     try:
         os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _NICENESS)
     except OSError as error:
-        _logger.info("the thread of readers keeps the priority of the lanes: %s", error)
+        _logger.info("the priority of the thread of readers could not be lowered: %s", error)

@@ -72,7 +72,7 @@ def _whole(positions: int) -> int:
 
 
 class _Layer(CacheLayerMixin):  # type: ignore[misc]  # the type checker skips transformers
-    """Cache of one layer, as the attention of transformers calls it during a step."""
+    """Cache of one layer, in the form that the attention of transformers calls during a step."""
 
     is_sliding = False
 
@@ -130,7 +130,7 @@ class _SlotStates:
         self._reserve(states, len(self.lengths) + 1, max(states[0][0].shape[2] + 1, *self.lengths, 1))
 
     def add(self, states: States) -> None:
-        """Add a row. The memory for it must be allocated before."""
+        """Add a row. The memory for the row must be allocated before this call."""
         length, slot = states[0][0].shape[2], len(self.lengths)
         for (keys, values), (own_keys, own_values) in zip(self._layers, states, strict=True):
             keys[slot, :, :length] = own_keys[0]
@@ -212,8 +212,8 @@ class _SlotStates:
         self.open(max(self.lengths) + 1)
 
     def open(self, needed: int) -> None:
-        """Show the first `needed` positions. If the rows have different lengths, show more positions, up to a multiple
-        of _STEP: these rows need a mask in any case.
+        """Make the first `needed` positions of the cache visible to the model. If the rows have different lengths, make
+        more positions visible, up to a multiple of _STEP: these rows need a mask in any case.
         """
         keys = self._layers[0][0]
         is_even = min(self.lengths) == needed
@@ -316,7 +316,7 @@ class DecoderSlots:
 
     @property
     def mask(self) -> Tensor:
-        """Mask of each row over its own states, bool [rows, 1, 1, positions]."""
+        """Mask that limits each row to its own states, bool [rows, 1, 1, positions]."""
         return self._own.mask(with_next=True)
 
     @property

@@ -100,7 +100,7 @@ class SoundWindow:
     def following(self, written: GeneratedText) -> SoundWindow | None:
         """Add the segments of this window to the sound, and return the next window; None after the last window."""
         sound = self.sound
-        if not self.seek:  # reset, since a batch that failed as a whole is read again
+        if not self.seek:  # reset the reading, since a batch that failed as a whole is read again
             sound.segments, sound.tokens, sound.finish = [], 0, "stop"
         ids = written.ids[:-1] if written.ids[-1] in self.rules.ends else written.ids
         new_segments, used = segments(ids, sound.prompt_tokens.times, self.seek, self.frames)
@@ -189,7 +189,7 @@ class SoundReader:
             return []
         ids: list[int] = self._words.encode(f" {text}", add_special_tokens=False).ids
         if self._before is None:
-            raise InvalidInput("instruction: the model takes none", reason="schema", param="instruction")
+            raise InvalidInput("instruction: the model has no instruction", reason="schema", param="instruction")
         if not self._added.keys().isdisjoint(ids):
             raise reserved("instruction")
         return [self._before, *ids]

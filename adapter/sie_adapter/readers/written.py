@@ -36,7 +36,7 @@ class ReaderKind(GenerationModel[P], Protocol[P, F_contra]):
     """Kind of reader."""
 
     def prompt(self, file: F_contra, options: ExtractOptions) -> P:
-        """Return the prompt of a row. Raises InvalidInput for options that the model cannot follow."""
+        """Return the prompt of a row. Raises InvalidInput for options that the model does not support."""
 
     def result(self, prompt: P, written: GeneratedText) -> dict[str, Any]:
         """Return the result of a row in the form for the client, without finish reason and number of tokens."""
@@ -176,7 +176,7 @@ def tokens_left(options: ExtractOptions, prompt: int, limit: int, otherwise: int
     left = limit - prompt
     if left < 1:
         raise InvalidInput(
-            f"instruction: with it the prompt has {prompt} tokens, the model takes {limit} with its answer",
+            f"instruction: with it the prompt has {prompt} tokens, the model reads {limit}, its answer included",
             reason="input_too_long",
             param="instruction",
             extras={"tokens": prompt, "limit": limit},
@@ -238,7 +238,7 @@ class BartDecoder:
         self._device, self._dtype = weight.device, weight.dtype
 
     def begin(self, encoded: Tensor, ids: Sequence[int]) -> RowStart:
-        """Read a prompt. `encoded`: states of the encoder, [1, places, width]."""
+        """Read a prompt. `encoded`: states of the encoder, [1, positions, width]."""
         cache = empty(has_encoder=True)
         self._positions.give(None)
         scores = self._decode(

@@ -59,7 +59,7 @@ class ArchiveIndex(msgspec.Struct, frozen=True):
 
 
 def encode(index: ArchiveIndex) -> bytes:
-    """Return the index as JSON, equal for equal contents."""
+    """Return the index as JSON. Equal contents give equal JSON."""
     return msgspec.json.format(msgspec.json.encode(index, order="sorted"), indent=1) + b"\n"
 
 
@@ -71,7 +71,8 @@ def decode(data: bytes) -> ArchiveIndex:
         raise CommandRefused(f"{INDEX} is not the index of an air-gap archive: {error}") from error
     if head.version != VERSION:
         raise CommandRefused(
-            f"{INDEX} has version {head.version}, this sie reads {VERSION}: load it with the sie version that made it"
+            f"{INDEX} has version {head.version}, this sie reads {VERSION}: load it with the sie version that created "
+            "it"
         )
     try:
         index = msgspec.json.decode(data, type=ArchiveIndex)
@@ -189,7 +190,7 @@ class ArchiveReader:
             actual = digest.hexdigest()
             if actual != fact.sha256:
                 raise CommandRefused(
-                    f"{name} has the SHA-256 {actual[:16]}.., the index says {fact.sha256[:16]}..: {_DAMAGED}"
+                    f"{name} has the SHA-256 {actual[:16]}.., the index has {fact.sha256[:16]}..: {_DAMAGED}"
                 )
         if self._exactly(2 * _BLOCK) != bytes(2 * _BLOCK):
             raise CommandRefused(f"something follows the last file of its index: {_DAMAGED}")

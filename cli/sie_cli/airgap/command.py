@@ -167,12 +167,11 @@ def load_command(file: Path, folder: Path, at: Path | None, expected: str | None
 def _again(reader: ArchiveReader, folder: Path, at: Path) -> None:
     """Accept an existing folder if this same archive was loaded into it. Raises CommandRefused otherwise."""
     if not (folder / INDEX).is_file():
-        raise CommandRefused(f"{folder} holds something else: name another --folder")
+        raise CommandRefused(f"{folder} has other contents: name another --folder")
     index, raw = placing.loaded(folder)
     if raw != reader.raw:
         raise CommandRefused(
-            f"{folder} holds another archive, index {digest(raw)[:16]}..: give this one another --folder, then serve "
-            "that"
+            f"{folder} has another archive, with index {digest(raw)[:16]}..: name another --folder for this archive"
         )
     if wrong := placing.wrong(folder, index, digests=False):
         raise CommandRefused(
@@ -242,7 +241,7 @@ def serve_command(folder: Path, arguments: tuple[str, ...]) -> None:
 
 def _check_index(actual: str, expected: str | None) -> None:
     if expected is not None and expected.strip().lower() != actual:
-        raise CommandRefused(f"its index has the SHA-256 {actual}, --index says {expected[:64]}: it is another archive")
+        raise CommandRefused(f"its index has the SHA-256 {actual}, --index is {expected[:64]}: this is another archive")
 
 
 @contextmanager
@@ -280,7 +279,7 @@ def _written(output: Path, size: int) -> Iterator[BinaryIO]:
     if (free := shutil.disk_usage(output.parent).free) < size:
         need = display.size(size)
         raise CommandRefused(
-            f"{output.parent} has {display.size(free)} free, the archive takes {need}: make room, or name another FILE"
+            f"{output.parent} has {display.size(free)} free, the archive needs {need}: free space, or name another FILE"
         )
     growing = output.with_name(f".{output.name}.part")
     with open(os.open(growing, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "wb") as file:

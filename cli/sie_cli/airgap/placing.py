@@ -42,7 +42,8 @@ def entries(index: ArchiveIndex) -> list[ModelEntry]:
             entry = parse_entry(raw)
         except SIEError as error:
             raise CommandRefused(
-                f"{INDEX}: {error.message}; sie {index.made_by} made it, and this version of sie cannot read the entry"
+                f"{INDEX}: {error.message}; it was created by sie {index.made_by}, and this version of sie cannot read "
+                "the entry"
             ) from error
         path, own = entry.weights.path, f"weights/{token(entry.id)}"
         if path != own or not any(name.startswith(f"{path}/") for name in index.files):
@@ -61,7 +62,7 @@ def aliases(index: ArchiveIndex) -> list[Alias]:
         documents = [parse_document(raw) for raw in index.aliases]
     except SIEError as error:
         raise CommandRefused(
-            f"{INDEX} has an alias that sie {index.made_by} made and this one cannot read: {error}"
+            f"{INDEX} has an alias that was created by sie {index.made_by} and that this version cannot read: {error}"
         ) from error
     alias_documents = [document for document in documents if isinstance(document, Alias)]
     if len(alias_documents) < len(documents):
@@ -98,7 +99,7 @@ def load(reader: ArchiveReader, folder: Path, at: Path, progress: ByteProgress) 
         if have < reader.index.bytes:
             need = display.size(reader.index.bytes)
             raise CommandRefused(
-                f"{folder.parent} has {display.size(have)} free, the archive needs {need}: make room, or name another "
+                f"{folder.parent} has {display.size(have)} free, the archive needs {need}: free space, or name another "
                 "--folder"
             )
 
@@ -155,7 +156,7 @@ def loaded(folder: Path) -> tuple[ArchiveIndex, bytes]:
             raise CommandRefused(f"{folder}: {SUMS} and {INDEX} do not agree: load the archive again")
     except (FileNotFoundError, NotADirectoryError) as error:
         lacking = Path(str(error.filename)).name
-        raise CommandRefused(f"{folder} is no folder that `sie airgap load` made: it has no {lacking}") from error
+        raise CommandRefused(f"{folder} was not created by `sie airgap load`: it has no {lacking}") from error
     return index, raw
 
 

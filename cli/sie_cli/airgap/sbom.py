@@ -89,7 +89,7 @@ def is_licence(name: str) -> bool:
 
 
 def spdx(licence: str) -> str:
-    """Return a licence as the SPDX list writes it, or unchanged if the list does not have it."""
+    """Return the SPDX identifier of a licence, or the licence unchanged if the SPDX list does not have it."""
     from packaging.licenses import InvalidLicenseExpression, canonicalize_license_expression
 
     try:

@@ -557,7 +557,7 @@ async def versions(probe: ClusterProbe) -> CheckResult:
 
 
 def skew(by_version: Mapping[str, list[str]]) -> list[Finding]:
-    """List the members with another version than the newest one."""
+    """List the members whose version is older than the newest version of a member."""
     newest = max(by_version, key=lambda version: [int(part) for part in re.findall(r"\d+", version)])
     return [
         Finding(

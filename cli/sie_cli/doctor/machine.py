@@ -178,8 +178,8 @@ async def gpu(probe: ClusterProbe) -> CheckResult:
     driver, trouble = _driver()
     has_device = driver is not None or await asyncio.to_thread(_CONTROL.exists)
     is_requested = device.startswith("cuda")
-    if device == "cpu":
-        return "SIE_DEVICE=cpu asks for none", []
+    if device.startswith("cpu"):
+        return f"SIE_DEVICE={device} asks for none", []
     if not is_requested and not has_device:
         if importlib.util.find_spec("torch") is None or not await asyncio.to_thread(has_nvidia_card, _PCI):
             return f"none is here, and SIE_DEVICE={device} asks for none", []
@@ -253,8 +253,8 @@ def gpu_faults(device: str, torch: TorchBuild, driver: GpuDriver | None, trouble
             return [Finding(f"CUDA_VISIBLE_DEVICES={hidden} leaves no GPU", fix)]
         fix = f"`nvidia-smi` and the adapter's log say more, {instead}"
         return [Finding(f"torch {torch.version} cannot use the GPU of driver {driver}", fix)]
-    place = int(device.partition(":")[2] or 0)
-    if place >= torch.count:
+    places = [int(name.partition(":")[2] or 0) for name in device.split(",")]
+    if max(places) >= torch.count:
         names = ", ".join(f"cuda:{number}" for number in range(torch.count))
         return [Finding(f"SIE_DEVICE={device}, but there is {names} alone", f"set SIE_DEVICE to {names}")]
     return []

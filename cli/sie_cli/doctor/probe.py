@@ -29,7 +29,7 @@ from sie_broker import BrokerUnavailable, CoreMessage
 from sie_cli.cluster import CONFIG_URL, SOURCE, Cluster
 from sie_cli.data_dir import sockets_folder
 from sie_contracts.api.views import ClusterView
-from sie_contracts.settings import Secret, public_url
+from sie_contracts.settings import MAX_DEVICES, Secret, public_url
 from sie_contracts.wire import heartbeats, ipc, topology
 from sie_contracts.wire.configs import ConfigEpoch
 from sie_contracts.wire.heartbeats import GatewayBeat, Heartbeat
@@ -54,7 +54,7 @@ class NotApplicable(Exception):
 @dataclass(frozen=True)
 class ProbeResult:
     """Answer over HTTP. `trouble`: the reason if there is no answer. `ahead_s`: the server's wall clock minus ours,
-    from the id of the request, correct to `margin_s`; None without an id.
+    from the id of the request, correct to `margin_s`; None if the reply has no id.
     """
 
     url: str
@@ -133,7 +133,7 @@ def once(read: Callable[[ClusterProbe], Coroutine[Any, Any, T]]) -> Callable[[Cl
 
 
 class ClusterProbe:
-    """Observations of a cluster in one run of doctor. Use `open_probe` to make one."""
+    """Observations of a cluster in one run of doctor. Use `open_probe` to create one."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
@@ -327,7 +327,13 @@ class ClusterProbe:
         if run.exists() and not os.access(run, os.R_OK | os.X_OK):
             raise CheckSkipped(f"{run} belongs to another user: run as the one of `sie serve`")
         paths = [named] if self.cluster.is_given("SIE_IPC_SOCKET_PATH") or named.exists() else []
-        return paths + sorted(run.glob("worker-*.sock"))
+        return [path for first in (*paths, *sorted(run.glob("worker-*.sock"))) for path in _sockets_of_devices(first)]
+
+
+def _sockets_of_devices(first: Path) -> list[Path]:
+    """Return the socket of a worker's first device, and those of its other devices that are there."""
+    further = (Path(ipc.device_socket(str(first), number)) for number in range(1, MAX_DEVICES))
+    return [first, *(path for path in further if path.exists())]
 
 
 async def probe_socket(path: Path) -> AdapterSocket:
@@ -351,7 +357,7 @@ async def probe_socket(path: Path) -> AdapterSocket:
         wrong = f"{path} may be opened by other users (mode {stat.S_IMODE(status.st_mode):04o}, expected 0600)"
         return AdapterSocket(path, wrong, f"chmod 600 {path}, and find out who changed it: the adapter makes it so")
     if status.st_uid != os.geteuid():
-        return AdapterSocket(path, is_unseen=True)  # an adapter answers only its own user
+        return AdapterSocket(path, is_unseen=True)  # an adapter answers only processes of the same user
     try:
         async with asyncio.timeout(CALL_S):
             answer = await _describe(path)

@@ -54,7 +54,8 @@ def find(name: str) -> Mteb:
         try:
             httpx.head(constants.ENDPOINT, timeout=CONNECT_S)
         except httpx.TransportError:
-            constants.HF_HUB_OFFLINE = True  # otherwise every file would be requested again and again for half a minute
+            # without this, each file would be requested again and again for half a minute
+            constants.HF_HUB_OFFLINE = True
         import mteb
         from datasets.exceptions import DatasetsError
     except ImportError as error:

@@ -71,9 +71,9 @@ class EvalGateway:
             self._own = started.gateway_url, Secret(started.admin_token) if started.admin_token else None
         return self._own or (cluster.gateway_urls[0], cluster.gateway_token)
 
-    def advice(self) -> str:
-        """Return advice for the case that no gateway answers."""
-        return self._cluster.without_gateway()
+    def refusal(self, url: str, error: BaseException) -> str:
+        """Return the message of a command that got `error` instead of an answer of the gateway at `url`."""
+        return self._cluster.without_gateway(url, error)
 
 
 class OpenSources:
@@ -112,8 +112,7 @@ class OpenSources:
             info = client.wait_for_capacity(model, capacity_budget_s=LOAD_S)
             source = Sie(name, client, model, where, token, info)
         except SIEConnectionError as error:
-            advice = self._gateway.advice()
-            raise CommandRefused(f"{error}\nno gateway answers at {public_url(where)}: {advice}") from error
+            raise CommandRefused(self._gateway.refusal(where, error)) from error
         except SIEError as error:
             settings = "`sie models list` shows what there is"
             raise CommandRefused(f"{error}\nasked the gateway at {public_url(where)}: {settings}") from error
@@ -121,7 +120,7 @@ class OpenSources:
 
     def _scores_pairs(self) -> bool:
         """Return whether the model scores pairs: by the first source, or by the catalogue of this installation. A model
-        that the catalogue does not have gives vectors.
+        that is not in the catalogue counts as a model with vectors.
         """
         if self.sources:
             return self.sources[0].scores_pairs

@@ -88,7 +88,7 @@ def texts_of(task: Task) -> list[str]:
 
 
 def requests_of(task: Task, batch: int) -> Iterator[LoadRequest]:
-    """Yield requests without an end. Each request has another text as its query."""
+    """Yield requests forever. Each request has a different text as its query."""
     texts = itertools.cycle(texts_of(task))
     while True:
         query = next(texts)

@@ -21,7 +21,7 @@ from sie_cli.evals.steps import EvalStep, EvalWork
 from sie_cli.evals.tasks import Judged, Retrieval, Similarity
 
 DEPTH = 100  # most documents of a ranking
-FIRST_STAGE = 30  # documents of a ranking that a reranker scores
+FIRST_STAGE = 30  # number of documents per query that a reranker scores
 RESAMPLES = 1000
 CONFIDENCE = 0.95
 # common names of the metrics, and their names in trec_eval

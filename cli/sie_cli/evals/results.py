@@ -23,7 +23,7 @@ from sie_cli.evals.report import EvalReport
 from sie_cli.refusal import CommandRefused
 
 GIT_S = 5.0
-TOLD_ITEMS = 3  # number of queries or pairs that are listed: the ones with the largest decrease of the metric
+TOLD_ITEMS = 3  # number of queries or pairs that are listed, namely those whose metric decreased most
 
 
 class StoredReport(msgspec.Struct):
@@ -93,7 +93,7 @@ def every(folder: Path) -> list[Path]:
 
 
 def last(folder: Path, model: str, task: str, kind: str, machine: str) -> StoredReport | None:
-    """Return the newest result of a model and task on machines of this profile; None without one."""
+    """Return the newest result of a model and task on machines of this profile; None if there is none."""
     files = sorted(_place(folder, model, task, kind).glob("*.json"), reverse=True)
     return next((stored for stored in map(read, files) if stored.about.get("machine") == machine), None)
 

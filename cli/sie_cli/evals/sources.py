@@ -52,7 +52,7 @@ def key(text: str) -> str:
 def only_texts(name: str, inputs: Sequence[str]) -> None:
     """Raise CommandRefused if an input is an image, for a source that accepts only texts."""
     if picture := next((text for text in inputs if isinstance(text, ImagePath)), None):
-        raise CommandRefused(f"{name} takes only texts, and the task has images, such as {picture}")
+        raise CommandRefused(f"{name} accepts only texts, and the task has images, such as {picture}")
 
 
 class EvalSource(Protocol):
@@ -72,7 +72,7 @@ class EvalSource(Protocol):
         """Return one vector for each text, in the form of `output`."""
 
     def scores(self, query: str, documents: Sequence[str]) -> list[float]:
-        """Return one score for each document; more is better."""
+        """Return one score for each document. A higher score is better."""
 
     def sender(self) -> AbstractAsyncContextManager[Send]:
         """Return a context whose value is a function that sends one request. Several calls of it may run at the same
@@ -157,7 +157,7 @@ class SentenceTransformers:
     def __init__(self, model: str, *, scores_pairs: bool) -> None:
         self.name = "st"
         self.scores_pairs = scores_pairs
-        import sentence_transformers as library  # `packages` looked for it
+        import sentence_transformers as library  # `packages` has checked that the library is installed
 
         where = _weights_of(model)
         kind = library.CrossEncoder if scores_pairs else library.SentenceTransformer
@@ -206,7 +206,7 @@ def _opened(picture: ImagePath) -> Any:
 
 
 def _stages(timing: Mapping[str, float]) -> dict[str, float]:
-    """Return milliseconds by stage, each stage once: `timing` has some of them under two names."""
+    """Return milliseconds by stage. `timing` has some stages under two names; each is returned once."""
     return {name.removesuffix("_time"): ms for name, ms in timing.items() if name.endswith("_time")}
 
 
@@ -217,7 +217,7 @@ def only_dense(name: str, output: VectorOutput) -> None:
 
 
 def catalogue_entry(model: str) -> ModelEntry | None:
-    """Return the entry of a model in the catalogue of this installation; None without one."""
+    """Return the entry of a model in the catalogue of this installation; None if there is none."""
     from sie_config_service.overlay import Overlay
 
     document = Overlay(Settings()).folders().models.get(model.partition(":")[0], (None, ""))[0]
@@ -395,7 +395,9 @@ class ServerSource:
         try:
             yield
         except _UNREADABLE as error:
-            raise CommandRefused(f"{self.name} does not answer in the format of such a server: {error}") from error
+            raise CommandRefused(
+                f"{self.name} does not answer in the format of this kind of server: {error}"
+            ) from error
 
 
 def _check_finite(numbers: Any) -> None:

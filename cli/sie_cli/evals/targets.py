@@ -21,7 +21,7 @@ from sie_contracts.models.catalogue import packaged_folder
 
 FILE = "targets.yaml"
 DEFAULT_TOLERANCE = 0.005
-SPEED_TOLERANCE = 0.1  # part of a target's value that is its tolerance
+SPEED_TOLERANCE = 0.1  # tolerance of a target, as a part of its value
 
 
 class ScoreTarget(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

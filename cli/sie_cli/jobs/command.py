@@ -16,6 +16,7 @@ from sie_cli.cluster import GATEWAY_URL, Cluster, cluster_options
 from sie_cli.gateway_client import gateway_client
 from sie_cli.jobs.job import (
     OutputPlace,
+    check_columns,
     exit_status,
     failures_table,
     fetch_output,
@@ -131,6 +132,8 @@ def submit(
     job_options = submit_options(values, place)
     with gateway_client(cluster, SCOPE, is_patient=True) as client:
         try:
+            if Path(source).is_file():
+                check_columns(Path(source), job_options)
             with display.transfers() as bars:
                 job_options["on_upload"] = transfer_bar(bars, Path(source).name)
                 job = client.jobs.submit(model, source, **job_options)

@@ -16,7 +16,7 @@ import msgspec
 from sie_cli import display
 from sie_cli.display import counted, printable
 from sie_cli.moments import future, local, moment, span
-from sie_cli.refusal import CommandRefused
+from sie_cli.refusal import INTERRUPTED, CommandRefused
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -202,8 +202,8 @@ class OutputPlace:
 
     @classmethod
     def from_option(cls, text: str | None, *, is_new: bool = True) -> OutputPlace:
-        """Return the place for an option. Raises CommandRefused for a folder that cannot be created, and with `is_new`
-        for a folder with the files of a job.
+        """Return the output place for the value of an option. Raises CommandRefused for a folder that cannot be
+        created, and with `is_new` for a folder with the files of a job.
         """
         if text is None:
             return cls()
@@ -275,8 +275,27 @@ def submit_options(values: dict[str, Any], place: OutputPlace) -> JobOptions:
     return {name: value for name, value in job_options.items() if value not in (None, False, "")}  # type: ignore[return-value]
 
 
-INTERRUPTED = 130  # the status of a shell after Ctrl-C
 BAR = 40
+
+
+def check_columns(path: Path, job_options: JobOptions) -> None:
+    """Raise CommandRefused if a file of this machine lacks a column that the job reads, before the file is sent. An
+    installation without the packages of jobs leaves this to the server.
+    """
+    from sie_contracts.api.jobs import JobInput
+    from sie_contracts.errors import InvalidInput
+
+    named: Mapping[str, Any] = job_options
+    fields = {name: named[name] for name in ("text", "query", "document", "image", "id") if name in named}
+    source = JobInput(**fields, keep=tuple(named.get("keep", ())), format=named.get("input_format"))
+    try:
+        from sie_store.datasets.plans import check_file
+
+        check_file(path, source)
+    except InvalidInput as error:
+        raise CommandRefused(error.message) from error
+    except ModuleNotFoundError:
+        return
 
 
 class _Stuck(Exception):

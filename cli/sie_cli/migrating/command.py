@@ -13,9 +13,10 @@ import click
 from sie_cli import display
 from sie_cli.cluster import CONFIG_URL, GATEWAY_URL, Cluster, cluster_options
 from sie_cli.gateway_client import gateway_client
-from sie_cli.jobs.job import INTERRUPTED, OutputPlace
+from sie_cli.jobs.job import OutputPlace
 from sie_cli.models.compare import MAX_TEXTS
 from sie_cli.models.service import WriteOptions, service_of
+from sie_cli.refusal import INTERRUPTED
 
 # last step of a run, by the name that a user gives
 UNTIL = {"check": "quality", "embed": "embed", "shadow": "shadow", "flip": "flip"}

@@ -118,7 +118,7 @@ class Corpus:
         return objects
 
     def _object_place(self, object: ObjectEntry) -> Place:
-        """Return the place of one object."""
+        """Return the `Place` of one object of the corpus."""
         if not self.place.is_folder:
             return self.place
         return Place(self.place.store, self.place.folder, object.source, root=self.place.root)

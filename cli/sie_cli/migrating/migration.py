@@ -275,8 +275,8 @@ class Migration:
         below = f"an agreement of {agreement.overlap:.3f} is below --min-agreement {plan.min_agreement:g}"
         if not plan.accepts:
             raise CommandRefused(
-                f"{below}; nothing was changed. A search over the new index gives other results: --yes goes on, and so "
-                f"does a lower bound, such as --min-agreement {int(agreement.overlap * 100) / 100:g}"
+                f"{below}; the alias was not changed. A search over the new index returns other results. To continue, "
+                f"use --yes or a lower bound, such as --min-agreement {int(agreement.overlap * 100) / 100:g}"
             )
         report.report_step(f"{below}, accepted by --yes")
 
@@ -321,8 +321,9 @@ class Migration:
             self._report.report_step("  ".join(line))
         if not self._plan.accepts:
             raise CommandRefused(
-                f"the new index would lack {info.counts.failed:,} rows; `sie jobs show {job.id} --failed` has more of "
-                f"them, `sie jobs retry {job.id}` and then the same command tries them again, --yes goes on without"
+                f"{info.counts.failed:,} rows would be missing in the new index. `sie jobs show {job.id} --failed` "
+                f"lists more of them. To try them again, run `sie jobs retry {job.id}` and then the same command. To "
+                "continue without them, use --yes"
             )
 
     # ---- step shadow
@@ -349,7 +350,8 @@ class Migration:
         copies = self._tell_figures()["copies"]
         if copies.get("failed") and not copies.get("done"):
             raise CommandRefused(
-                f"no copy succeeded: the gateway's log says why. {plan.alias} is as it was, but for the shadow, which "
+                f"no copy succeeded: the gateway's log has the reason. {plan.alias} is unchanged except for the "
+                "shadow, which "
                 f"`sie models alias {plan.alias} {alias.target}` removes"
             )
 
@@ -388,11 +390,12 @@ class Migration:
         )
 
     def _unchanged(self, checked: ModelCheck) -> Present:
-        """Return the present alias. Raises CommandRefused if another user changed its target meanwhile."""
+        """Return the present alias. Raises CommandRefused if another user has changed its target."""
         alias = self._aliases.read(self._plan.alias)
         if alias.target != checked.alias.target:
             raise CommandRefused(
-                f"{alias.name} names {alias.target} now: somebody changed it meanwhile, so it is left alone"
+                f"{alias.name} names {alias.target} now: another user has changed it, so this command does not change "
+                "it"
             )
         return alias
 
@@ -511,7 +514,7 @@ class Earlier:
         return next((job for job in self.jobs if job.state not in LOST), None)
 
     def submitted(self, client: SIEClient, key: str, model: str, source: str, options: dict[str, Any]) -> Job:
-        """Submit a job under the key of the migration. If an earlier job was lost, the new one gets another key."""
+        """Submit a job under the key of the migration. If an earlier job was lost, the new job gets a different key."""
         before = self.jobs[0].id if self.jobs else ""
         return client.jobs.submit(
             model, source, **options, metadata={KEY: key}, idempotency_key=f"{KEY}-{key}-{before}".rstrip("-")
@@ -569,7 +572,7 @@ class AliasChange(Struct, frozen=True):
 
 
 class AliasRevision(Struct, frozen=True):
-    """Revision of an alias, as the config service lists it."""
+    """Revision of an alias, in the form in which the config service lists it."""
 
     revision: _Number
     created_at: _Moment
@@ -649,7 +652,9 @@ class Aliases:
         return self._written(alias, "PATCH", "", {"alias": [{"model": model}], "shadow": None}, dry_run=dry_run)
 
     def back(self, alias: Present, revision: int) -> int:
-        """Make an earlier revision the newest. Returns its new number. Raises CommandRefused."""
+        """Write the content of an earlier revision as the newest revision. Returns its new number. Raises
+        CommandRefused.
+        """
         return self._written(alias, "POST", "/rollback", {"revision": revision})
 
     def _written(self, alias: Present, method: str, suffix: str, body: dict[str, Any], *, dry_run: bool = False) -> int:

@@ -98,7 +98,9 @@ class QuerySet:
 def measure(
     client: SIEClient, url: str, names: tuple[str, str], sample: Sequence[str], queries: QuerySet
 ) -> QualityMeasurement:
-    """Encode the sample by both models, the old one first. Raises CommandRefused, and the errors of the client."""
+    """Encode the sample with both models, with the old model first. Raises CommandRefused, and the errors of the
+    client.
+    """
     agreement = compare.of_vectors(client, names, sample, queries.texts)
     if queries.judged is None:
         return QualityMeasurement(agreement)

@@ -58,7 +58,9 @@ def add(
     """
     cluster, settings = write.cluster, write.cluster.settings
     if models_dir is not None and cluster.sources[CONFIG_URL] == "flag":
-        raise click.UsageError("--models-dir writes a file, --url asks a config service: give one of them")
+        raise click.UsageError(
+            "--models-dir writes a file, --url sends the entry to a config service: use only one of them"
+        )
     if models_dir is None and settings.config_service_url:
         _post(write, *_entry_of(settings, source, name, revision))
         return

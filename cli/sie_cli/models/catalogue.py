@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,21 @@ from sie_contracts.settings import public_url
 
 _SEGMENT = re.compile(r'(?:"([^"]+)"|([^."=]+))(\.|$)')
 MAX_BYTES = 1 << 20
-_GROUPS = {"task": "tasks", "language": "languages"}  # what models are grouped by -> its field in the list
+_COLUMNS = ("MODEL", "TASKS", "LANGUAGES", "DOWNLOAD", "PROFILES", "SOURCE")
+_UNSTATED = "not stated"
+_SIZES = (
+    ("up to 100 MB", 1e8),
+    ("up to 500 MB", 5e8),
+    ("up to 2 GB", 2e9),
+    ("up to 8 GB", 8e9),
+    ("more than 8 GB", float("inf")),
+)
+# what models are grouped by -> the groups of a model
+_GROUPS: dict[str, Callable[[dict[str, Any]], Sequence[str]]] = {
+    "task": lambda model: model.get("tasks") or (_UNSTATED,),
+    "language": lambda model: model.get("languages") or (_UNSTATED,),
+    "size": lambda model: (_size(model),),
+}
 MAX_CHANGES = 4  # changes of one revision that a table shows
 
 
@@ -45,8 +59,8 @@ MAX_CHANGES = 4  # changes of one revision that a table shows
 def list_command(
     cluster: Cluster, *, output: str | None, task: str | None, language: str | None, by: str | None
 ) -> None:
-    """All models of the catalogue: id, tasks, languages, profiles, and who wrote it: packaged, overlay (SIE_MODELS_DIR)
-    or api.
+    """All models of the catalogue: id, tasks, languages, about how much a first load downloads, profiles, and who wrote
+    it: packaged, overlay (SIE_MODELS_DIR) or api.
     """
     with service_of(cluster, writes=False) as service:
         body = service.read(MODELS).body
@@ -61,30 +75,37 @@ def list_command(
 
 
 def _show_models(models: Sequence[dict[str, Any]], by: str | None) -> None:
-    """Print a table of models, or with `by` a table for each value of that column; a model may be in several."""
+    """Print a table of models, or with `by` a table for each group; a model may be in several."""
     if not models:
         click.echo("no models")
         return
-    head = ("MODEL", "TASKS", "LANGUAGES", "PROFILES", "SOURCE")
-    rows = [
-        (
-            model["model_id"],
-            *(", ".join(model.get(_GROUPS[name], ())) for name in _GROUPS),
-            _variants(model),
-            model["source"],
-        )
-        for model in models
-    ]
     if by is None:
-        display.table([head, *rows])
+        display.table([_COLUMNS, *map(_row, models)])
         return
-    column = 1 + list(_GROUPS).index(by)
-    values = sorted({value for row in rows for value in row[column].split(", ")}, key=lambda value: (not value, value))
-    for value in values:
-        own = [row for row in rows if value in row[column].split(", ")]
-        click.echo(f"{value or 'none stated'}: {display.counted(len(own), 'model')}")
-        display.table([head, *own])
+    groups = {name for model in models for name in _GROUPS[by](model)}
+    order = [name for name, _ in _SIZES] if by == "size" else sorted(groups)
+    for name in sorted(groups, key=lambda name: (name == _UNSTATED, order.index(name) if name in order else 0)):
+        own = [model for model in models if name in _GROUPS[by](model)]
+        click.echo(f"{name}: {display.counted(len(own), 'model')}")
+        display.table([_COLUMNS, *map(_row, own)])
         click.echo()
+
+
+def _row(model: dict[str, Any]) -> tuple[str, ...]:
+    return (
+        model["model_id"],
+        ", ".join(model.get("tasks", ())),
+        ", ".join(model.get("languages", ())),
+        display.rounded_size(model.get("download_bytes", 0)),
+        _variants(model),
+        model["source"],
+    )
+
+
+def _size(model: dict[str, Any]) -> str:
+    """Return the name of the group of a model by the bytes of its first load."""
+    count = model.get("download_bytes", 0)
+    return next(name for name, most in _SIZES if count <= most) if count else _UNSTATED
 
 
 def _variants(listed: dict[str, Any]) -> str:

@@ -34,7 +34,6 @@ MAX_NEIGHBOURS = 50
 SHOWN = (1, 5, 10, 50)
 QUERIES, DOCUMENTS = 20, 50  # numbers of queries and documents that rerankers score from a sample of texts
 BINS = 40
-PATIENCE_S = 10.0  # seconds to wait for a gateway that does not answer
 Matrix = NDArray[np.float32]  # [texts, width], rows of length 1
 
 
@@ -124,12 +123,12 @@ def compare(
     from sie_client.errors import SIEConnectionError, SIEError
 
     try:
-        with SIEClient(url, api_key=token.reveal() if token else None, connection_budget_s=PATIENCE_S) as client:
+        with SIEClient(
+            url, api_key=token.reveal() if token else None, connection_budget_s=cluster.first_patience_s
+        ) as client:
             agreement = _compared(client, (first, second), sample, query_sample.texts)
     except SIEConnectionError as error:
-        raise CommandRefused(
-            f"{error}\nno gateway answers at {public_url(url)}: {cluster.without_gateway()}"
-        ) from error
+        raise CommandRefused(cluster.without_gateway(url, error)) from error
     except SIEError as error:
         where = f"asked the gateway at {public_url(url)}: `sie models list` shows what there is, --url names another"
         raise CommandRefused(f"{error}\n{where}") from error
@@ -188,7 +187,7 @@ def _compared(client: SIEClient, names: tuple[str, str], sample: ComparisonSampl
         return _ranks(client, names, sample)
     outputs = "; ".join(f"{name} has {', '.join(info['outputs'])}" for name, info in zip(names, infos, strict=True))
     raise CommandRefused(
-        f"there is nothing to compare: {outputs}. Expected two models with dense vectors, or two that score"
+        f"there is nothing to compare: {outputs}. Expected two models with dense vectors, or two models with scores"
     )
 
 

@@ -137,7 +137,9 @@ def _commit(settings: Settings, hub: str, revision: str | None) -> str:
     if not revision and len(cached) == 1:
         return cached[0].name
     if not settings.hf_fallback:
-        raise CommandRefused(f"which commit of {hub}? give --revision COMMIT: downloads are off (SIE_HF_FALLBACK)")
+        raise CommandRefused(
+            f"which commit of {hub}? downloads are off (SIE_HF_FALLBACK): {_without_hub(hub, revision)}{_like(hub)}"
+        )
     from sie_store.weights.hub import commit_of
     from sie_store.weights.manifest import FetchFailed
 
@@ -146,8 +148,15 @@ def _commit(settings: Settings, hub: str, revision: str | None) -> str:
     except FetchFailed as error:
         if error.error_class == "NOT_FOUND" and not revision:
             raise CommandRefused(f"{error.message}{_like(hub) or '; is the name right?'}") from error
-        instead = "give --revision the whole commit, 40 hex digits" if revision else "give --revision COMMIT"
-        raise CommandRefused(f"the commit of {hub}: {error.message}; or {instead}") from error
+        instead = f"; or {_without_hub(hub, revision)}{'' if revision else _like(hub)}"
+        raise CommandRefused(f"the commit of {hub}: {error.message}{instead}") from error
+
+
+def _without_hub(hub: str, revision: str | None) -> str:
+    """Return the advice that needs no answer of the hub about a commit."""
+    if revision:
+        return "give --revision the whole commit, 40 hex digits"
+    return f"name its commit: `sie models add {hub} --revision COMMIT`"
 
 
 @contextlib.contextmanager
@@ -213,8 +222,8 @@ def weights_folder(settings: Settings, entry: ModelEntry) -> Path:
 
 
 def answers(entry: ModelEntry, settings: Settings) -> list[str]:
-    """Load `entry` on the CPU and run a sample of each of its tasks, as a worker does. Return a line for each output.
-    Raises ModelLoadFailed.
+    """Load `entry` on the CPU and run a sample of each of its tasks, in the same way as a worker. Return a line for
+    each output. Raises ModelLoadFailed.
     """
     from sie_adapter.engine.engine import AdapterEngine
     from sie_sidecar.prepare.tokens import ModelTokenizer

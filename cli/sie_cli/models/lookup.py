@@ -39,7 +39,8 @@ class NamedModel:
 
 
 def look_up(settings: Settings, spec: str) -> NamedModel:
-    """Find a model by the user's name for it. If the catalogue lacks it, add it to the models folder.
+    """Find a model by the name that the user typed. If the catalogue does not have the model, add it to the models
+    folder.
 
     Raises CommandRefused.
     """
@@ -67,7 +68,7 @@ def look_up(settings: Settings, spec: str) -> NamedModel:
 
 
 def _catalogue(settings: Settings) -> Catalogue:
-    """Return the packaged catalogue and the models folder together, as the config service reads them."""
+    """Return the packaged catalogue and the models folder together, merged like in the config service."""
     from sie_config_service.overlay import Overlay
 
     models: dict[str, ModelEntry] = {}
@@ -81,8 +82,8 @@ def _catalogue(settings: Settings) -> Catalogue:
 
 
 def _split(catalogue: Catalogue, spec: str) -> tuple[str, str]:
-    """Return model and profile of `model[:profile]`; the profile is empty without one. A folder may have a colon in its
-    name.
+    """Return model and profile of `model[:profile]`; the profile is empty if the name has none. A folder may have a
+    colon in its name.
     """
     if catalogue.find(spec) is not None or Path(spec).expanduser().is_dir() or ":" not in spec:
         return spec, ""

@@ -58,7 +58,7 @@ class _GatewayClient:
             body: dict[str, Any] = msgspec.json.decode(answer.content, type=dict[str, Any])
         except msgspec.DecodeError as error:
             raise CommandRefused(
-                f"{public_url(self.url)} answered {answer.status_code}, not as a gateway does"
+                f"{public_url(self.url)} answered {answer.status_code}, which is not the answer of a gateway"
             ) from error
         if answer.is_success:
             return body
@@ -72,12 +72,11 @@ class _GatewayClient:
         try:
             return self.request("POST", name, action, headers)
         except (httpx.TransportError, httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
-            why = f"no gateway answers at {public_url(self.url)} ({str(error)[:200] or type(error).__name__})"
-            raise CommandRefused(f"{why}\n{self._cluster.without_gateway()}") from error
+            raise CommandRefused(self._cluster.without_gateway(self.url, error)) from error
 
     def states(self, name: str, wait_s: float) -> Iterator[tuple[float, dict[str, Any]]]:
         """Yield the gateway's state of a model every POLL_S for `wait_s`, with the seconds since the start. If the
-        gateway restarts meanwhile, the calls are repeated. Raises CommandRefused.
+        gateway restarts, the calls are repeated. Raises CommandRefused.
         """
         began_s = time.monotonic()
         while (since_s := time.monotonic() - began_s) < wait_s:
@@ -148,7 +147,7 @@ def _await_load(gateway: _GatewayClient, model: str, headers: dict[str, str], wa
                 f"{model} could not be loaded: {(info.get('last_error') or {}).get('message', 'no reason')}"
             )
         last = _progress(model, info, last)
-    raise CommandRefused(f"{model} is not loaded after {wait_s:g} s; `sie models load {model}` asks again")
+    raise CommandRefused(f"{model} is not loaded after {wait_s:g} s; `sie models load {model}` requests the load again")
 
 
 def _progress(model: str, info: dict[str, Any], last: str) -> str:

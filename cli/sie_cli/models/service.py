@@ -25,7 +25,7 @@ from msgspec import Struct
 from sie_cli.cluster import CONFIG_URL, GATEWAY_URL, SOURCE, Cluster, cluster_options
 from sie_cli.display import printable
 from sie_cli.refusal import CommandRefused
-from sie_contracts.loopback import direct
+from sie_contracts.loopback import cause_of, direct
 from sie_contracts.settings import public_url
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -126,7 +126,7 @@ class ConfigServiceClient:
                 if answer.headers.get("x-should-retry") != "true":
                     return self._accepted(method, answer, body_type)
                 after = answer.headers.get("retry-after", "1")
-                # a proxy may send a date here
+                # some proxies send a date in this header
                 wait_s, trouble = (
                     float(after) if after.isdecimal() else MAX_PAUSE_S,
                     _message(answer),
@@ -138,7 +138,7 @@ class ConfigServiceClient:
             except httpx.TransportError as error:
                 wait_s, trouble = (
                     pause_s,
-                    f"no answer from {public_url(self.url)} ({str(error)[:200] or type(error).__name__})",
+                    f"no answer from {public_url(self.url)} ({cause_of(error)})",
                 )
                 pause_s = min(MAX_PAUSE_S, 2 * pause_s)
             if time.monotonic() + wait_s > end_s:

@@ -281,7 +281,9 @@ def _weights_source(settings: Settings, reference: str, name: str | None, revisi
 
 
 def _of_folder(folder: Path, name: str, revision: str | None) -> Manifest:
-    """Return the manifest of a user's folder. Without a revision its revision is a digest of its content."""
+    """Return the manifest of a user's folder. If the folder has no revision, a digest of its content is used as the
+    revision.
+    """
     with _bar(f"read {folder}") as progress:
         progress.expect(sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()))
         manifest = describe(folder, name, revision or "content", read=progress.add)
@@ -317,8 +319,8 @@ def _entry(settings: Settings, model: str, commit: str) -> ModelEntry:
     if not own.hub:
         where = f"the folder {own.path}" if own.path else f"the package {own.package}"
         raise CommandRefused(
-            f"the weights of {model} are in {where}, where workers take them from. To have them in the bucket: "
-            f"sie weights push FOLDER --as {model}, then give the entry the `weights` that this prints"
+            f"the weights of {model} are in {where}, from where workers read them. To copy them to the bucket, run sie "
+            f"weights push FOLDER --as {model}, then add the printed `weights` to the entry"
         )
     pinned = commit or own.revision or _only_commit(settings, own.hub)
     replaced = msgspec.structs.replace(own, path="", unpinned=False, revision=pinned)

@@ -143,7 +143,7 @@ def _machine(trace: Trace, device: str, host: str) -> Machine:
     hosted = {**traces.numbers(HOST_DEFAULT, tuple(HOST)), **traces.numbers(host, tuple(HOST))}
     times_s = (*batch, *(hosted[name] / unit for name, unit in HOST.items()))
     if min(times_s) < 0 or not any(batch):
-        raise TraceError("times must not be negative, and a batch must take some time")
+        raise TraceError("times must not be negative, and the time of a batch must be above 0")
     return Machine(*times_s)
 
 

@@ -279,7 +279,7 @@ class _ReplayWorker:
         self.feeds[name] = _Feed(credit=1)
 
     def _refill(self) -> None:
-        """Set the credit of every consumer with recent deliveries, as sie_sidecar.intake.pull does."""
+        """Set the credit of every consumer with recent deliveries, like sie_sidecar.intake.pull."""
         now_s, lanes = self._replay.now_s, len(self._lanes)
         (cost, items), (bulk_cost, bulk_items) = self._held
         loads = Load(cost, items, lanes), Load(cost + bulk_cost, items + bulk_items, lanes)

@@ -11,7 +11,8 @@ A trace is JSON lines, in any order:
         the settings of the cluster
 
 `at` in seconds from any origin, `tokens` one number for each input, `attention` the sum of squared lengths of the
-batch."""
+batch.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ MAX_INPUTS = 10_000_000  # inputs of a generated trace
 
 
 class TraceError(ValueError):
-    """The text is no valid trace, or no valid description of one."""
+    """Raised if the text is not a valid trace, or not a valid description of a trace."""
 
 
 class TraceRequest(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -175,11 +176,11 @@ def fit(ran: Sequence[Ran]) -> tuple[float, float, float]:
     coefficients of the other terms are 0, also if the data cannot separate the terms.
     """
     if len(ran) < 3:
-        raise TraceError("fewer than three measured batches: give the device with --device")
+        raise TraceError("the trace has fewer than three measured batches: describe the device with --device")
     rows = np.array([(1.0, batch.tokens, batch.attention) for batch in ran])
     seconds = np.array([batch.seconds for batch in ran])
     if (seconds <= 0).any():
-        raise TraceError("a measured batch took no time")
+        raise TraceError("a measured batch has a time of 0")
     scaled = rows / seconds[:, None]
     best, best_error = (float(seconds.mean()), 0.0, 0.0), np.inf
     for size in (1, 2, 3):

@@ -91,7 +91,8 @@ def serve(
     command.
 
     A MODEL is loaded before the server is ready: a model of the catalogue, an id of the Hugging Face Hub, or a folder,
-    each with :PROFILE or without. What the catalogue lacks is added to the models folder, pinned to its present commit.
+    each with :PROFILE or without. What the catalogue lacks is added to the models folder, pinned to its present
+    commit. A MODEL that cannot be loaded ends the start.
 
     \b
     sie serve                                   API on http://127.0.0.1:8080

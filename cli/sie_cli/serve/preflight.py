@@ -117,7 +117,7 @@ def store_bytes(data_dir: Path) -> int:
 
 
 def held_bytes(folder: Path) -> int:
-    """Return the size of all files below a folder, bytes. Files that vanish meanwhile do not count."""
+    """Return the size of all files below a folder, bytes. Files that are removed during the count are skipped."""
     total = 0
     for base, _, files in os.walk(folder):
         for name in files:

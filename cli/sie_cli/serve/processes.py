@@ -33,7 +33,7 @@ from sie_cli.serve.embedded import EmbeddedBroker
 from sie_cli.serve.output import LineOutput
 from sie_cli.serve.ports import free_port
 from sie_cli.serve.preflight import store_bytes
-from sie_cli.serve.readiness import Probe, lacks_workers, not_ready, unread_stream
+from sie_cli.serve.readiness import FailedLoad, Probe, failed_load, lacks_workers, not_ready, unread_stream
 from sie_cli.serve.supervisor import Child, Supervisor
 from sie_contracts.loopback import is_loopback
 from sie_contracts.models.trust import Allowed
@@ -81,6 +81,8 @@ class LocalCluster:
         self._environ = dict(plan.environ)
         self._stop = asyncio.Event()
         self._readiness: dict[str, Probe] = {}
+        self._visibility: dict[str, Probe] = {}  # probes of what gateways see of processes that are ready
+        self._lacking = ""  # reason why a model of the command line cannot be served
         self._embedded: EmbeddedBroker | None = None
         self._admin_token = plan.settings.admin_token or Secret(secrets.token_urlsafe(32))
         self._restores: deque[str] = deque(maxlen=1000)  # lines of the broker about streams during its start
@@ -110,10 +112,12 @@ class LocalCluster:
         self._say(name, line, level)
 
     async def _supervised(self, supervisor: Supervisor, *groups: list[Child]) -> int:
-        """Start all processes in order, run until the end, then stop all in order."""
+        """Start all processes in order, run until the end, stop all in order. Return the exit status."""
         broker, config, gateways, sidecars, adapters = groups
+        children = [*broker, *config, *gateways, *sidecars, *adapters]
+        self._say("serve", f"starting {', '.join(child.name for child in children)}")
         try:
-            for child in [*broker, *config, *gateways, *sidecars, *adapters]:
+            for child in children:
                 await supervisor.start(child)
             watching = [asyncio.create_task(self._until_ready(supervisor), name="readiness")]
             if broker:
@@ -130,6 +134,9 @@ class LocalCluster:
         if supervisor.fatal.done():
             self._say("serve", supervisor.fatal.result(), "ERROR")
             return 2
+        if self._lacking:
+            self._say("serve", self._lacking, "ERROR")
+            return 1
         self._say("serve", "stopped")
         return 0
 
@@ -138,8 +145,9 @@ class LocalCluster:
         set.
         """
         plan = self._plan
-        cpu = plan.settings.device == "cpu" or (
-            plan.settings.device == "auto" and not Path("/dev/nvidia0").exists() and sys.platform != "darwin"
+        device, _, _ = plan.settings.device.partition(",")  # several devices are alike
+        cpu = device == "cpu" or (
+            device in ("auto", "all") and not Path("/dev/nvidia0").exists() and sys.platform != "darwin"
         )
         if cpu and not plan.settings.machine_profile and not plan.settings.gpu_type:
             self._flags["SIE_MACHINE_PROFILE"] = "cpu"
@@ -249,7 +257,7 @@ class LocalCluster:
         self._await_answer(name, port)
         if self._plan.settings.gateway_workers is not None:
             return  # with SIE_GATEWAY_HEALTH_MODE=ws the gateway knows only the workers of that list
-        self._readiness[f"workers, as {name} sees them"] = functools.partial(
+        self._visibility[f"workers, as {name} sees them"] = functools.partial(
             lacks_workers,
             url=f"http://{_reachable(self._plan.host)}:{port}/health",
             token=self._admin_token,
@@ -288,22 +296,37 @@ class LocalCluster:
         return Child(name, argv, environ, grace_s, self._plan.once)
 
     async def _until_ready(self, supervisor: Supervisor) -> None:
-        """Wait until all processes are ready, and print the missing ones during the wait."""
+        """Wait until all processes are ready, and print meanwhile for what. End the start if a model of the command
+        line cannot be loaded: the server would answer no request for it.
+        """
         started_s = last_reported_s = time.monotonic()
-        waiting = dict(self._readiness)
+        waiting = {**self._readiness, **self._visibility}
+        failures: dict[str, FailedLoad] = {}
+        gateway = f"http://{_reachable(self._plan.host)}:{self._plan.port}"
         async with httpx.AsyncClient(timeout=2.0, trust_env=False) as client:
-            while waiting:
-                for name, probe in list(waiting.items()):
-                    reason = await probe(client)
-                    if reason is None:
-                        del waiting[name]
-                    elif time.monotonic() - last_reported_s > TELL_EVERY_S:
-                        self._say("serve", f"waiting for {name}: {reason}")
+            while True:
+                reasons = {name: await probe(client) for name, probe in waiting.items()}
+                waiting = {name: probe for name, probe in waiting.items() if reasons[name] is not None}
+                for model in self._plan.models:
+                    failed = await failed_load(client, gateway, self._admin_token, model.name)
+                    if failed is not None and failed.is_final:
+                        self._lacking = (
+                            f"{model.name} cannot be loaded: {failed.message}. `sie serve` without it starts, and the "
+                            "first request for it tries again"
+                        )
+                        self._stop.set()
+                        return
+                    if failed is not None and failed != failures.get(model.name):
+                        failures[model.name] = failed
+                        self._say("serve", f"{model.name}: {failed}; Ctrl-C ends", "WARNING")
+                if not waiting:
+                    break
                 if time.monotonic() - last_reported_s > TELL_EVERY_S:
                     last_reported_s = time.monotonic()
+                    name = next(iter(waiting))  # the probes after it usually wait for the same process
+                    self._say("serve", f"waiting for {name}: {reasons[name]}")
                     self._tell_unread()
-                if waiting:
-                    await asyncio.sleep(READY_POLL_S)  # the pause between readiness probes
+                await asyncio.sleep(READY_POLL_S)  # the pause between readiness probes
         supervisor.is_up = True
         self._say("serve", f"ready in {time.monotonic() - started_s:.1f} s")
         self._greet()

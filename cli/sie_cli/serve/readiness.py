@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
 
 import httpx
 
+from sie_contracts.models.load_errors import MAX_ATTEMPTS
 from sie_contracts.settings import Secret
 
 # returns the reason why a process is not ready; None when it is ready
@@ -56,3 +58,40 @@ async def lacks_workers(client: httpx.AsyncClient, url: str, token: Secret, coun
     except (ValueError, KeyError, TypeError):
         return f"{url} does not answer as a gateway of SIE does"
     return None if healthy >= count else f"{healthy} of {count} healthy"
+
+
+@dataclass(frozen=True)
+class FailedLoad:
+    """Load of a model that failed on all workers that tried it. `attempts`: the tries so far of the worker that was
+    most patient. `is_permanent`: no worker tries again.
+    """
+
+    message: str
+    attempts: int
+    is_permanent: bool
+
+    @property
+    def is_final(self) -> bool:
+        """Return whether a preload is not tried again."""
+        return self.is_permanent or self.attempts >= MAX_ATTEMPTS
+
+    def __str__(self) -> str:
+        return (
+            f"try {self.attempts} of {MAX_ATTEMPTS} to load it failed, the next comes within a minute: {self.message}"
+        )
+
+
+async def failed_load(client: httpx.AsyncClient, url: str, token: Secret, model: str) -> FailedLoad | None:
+    """Return the failed load of a model by the reports of a gateway's workers; None if none failed, if a worker has or
+    loads the model, or if the gateway does not answer.
+    """
+    try:
+        answer = await client.get(f"{url}/v1/models/{model}", headers={"Authorization": f"Bearer {token.reveal()}"})
+        info = answer.json() if answer.status_code == 200 else {}
+    except (httpx.HTTPError, ValueError):
+        return None  # the probe of its readiness reports it
+    errors = [host["error"] for host in info.get("hosts", ()) if host["error"] is not None]
+    if info.get("state") != "failed" or not errors:
+        return None
+    attempts = min(error["attempts"] for error in errors)
+    return FailedLoad(errors[0]["message"], attempts, all(error["permanent"] for error in errors))

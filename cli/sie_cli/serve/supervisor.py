@@ -105,7 +105,7 @@ class Supervisor:
         self.fatal: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     async def start(self, child: Child) -> None:
-        """Start a child and keep it running until `stop`."""
+        """Start a child and restart it after each end until `stop`."""
         self._children.append(child)
         await self._spawn(child)
         child.keeper = asyncio.create_task(self._keep(child), name=f"keep:{child.name}")
@@ -170,7 +170,7 @@ class Supervisor:
             self.fatal.set_result(reason)
 
     async def stop(self, children: Sequence[Child]) -> None:
-        """Send SIGTERM to all children, wait for the grace time of each, then send SIGKILL. Return when all have
+        """Send SIGTERM to all children, wait for the grace time of each, then send SIGKILL. Wait until all of them have
         ended.
         """
         await asyncio.gather(*(self._stop_one(child) for child in children))

@@ -44,7 +44,7 @@ def top(cluster: Cluster, once: bool) -> None:
         console = Console(highlight=False, width=PIPE_WIDTH, height=PIPE_HEIGHT)
     try:
         with gateway_errors(cluster, "the scope read"), quiet_client():
-            asyncio.run(show(view, url, secret.reveal() if secret else None, console, once))
+            asyncio.run(show(view, url, secret.reveal() if secret else None, console, once, cluster.first_patience_s))
     except CommandRefused as error:
         refuse(error)
     except msgspec.ValidationError as error:

@@ -23,21 +23,25 @@ import msgspec
 from rich.console import Console
 from rich.live import Live
 
+from sie_cli.cluster import FIRST_S
 from sie_cli.top.picture import HistoryTrend, StatusFrame, View, picture
 from sie_client import SIEAsyncClient
 from sie_client.errors import RequestError, SIEConnectionError, SIEError
 from sie_contracts.loopback import direct
 
 PAST_EVERY_S = 10.0
-PAST_S = 3.0  # seconds: time limit of the reply with the history
-FIRST_S = 5.0  # seconds of an attempt to connect, including the first one
+PAST_S = 3.0  # seconds: time limit of a reply
 REDRAW_S = 1.0
 PIPE_WIDTH, PIPE_HEIGHT = 120, 60
 
 
-async def show(view: View, url: str, token: str | None, console: Console, once: bool) -> None:
-    """Show the frames of a gateway. Raises SIEError if no gateway answers at first, or if one refuses."""
-    frames = _frames(view, url, token)
+async def show(
+    view: View, url: str, token: str | None, console: Console, once: bool, patience_s: float = FIRST_S
+) -> None:
+    """Show the frames of a gateway. Raises SIEError if no gateway answers within `patience_s` at first, or if one
+    refuses.
+    """
+    frames = _frames(view, url, token, patience_s)
     async with contextlib.aclosing(frames):
         if once:
             view.add_frame(await anext(frames), time.monotonic())
@@ -66,9 +70,9 @@ async def show(view: View, url: str, token: str | None, console: Console, once: 
             task.result()
 
 
-async def _frames(view: View, url: str, token: str | None) -> AsyncGenerator[StatusFrame, None]:
+async def _frames(view: View, url: str, token: str | None, patience_s: float) -> AsyncGenerator[StatusFrame, None]:
     """Yield frames without end. Raises SIEError if the first connection fails, and for any refusal."""
-    async with SIEAsyncClient(url, api_key=token, connection_budget_s=FIRST_S) as client:
+    async with SIEAsyncClient(url, api_key=token, connection_budget_s=patience_s) as client:
         while True:
             try:
                 async for frame in client.watch():
@@ -89,7 +93,7 @@ async def _follow_past(view: View, url: str, token: str | None) -> None:
 
 
 async def _ask_past(view: View, url: str, token: str | None) -> None:
-    """Read the last hour. The earlier values stay if the gateway does not answer or has another version."""
+    """Read the last hour. If the gateway does not answer or has another version, the earlier values are kept."""
     headers = {"authorization": f"Bearer {token}"} if token else {}
     try:
         async with httpx.AsyncClient(timeout=PAST_S, transport=direct(url, httpx.AsyncHTTPTransport)) as client:
@@ -174,7 +178,7 @@ def single_keys(on_key: Callable[[str], None]) -> Iterator[None]:
             data = os.read(descriptor, 1024)
         except BlockingIOError:
             return
-        except OSError:  # the terminal was closed
+        except OSError:  # this error means that the terminal was closed
             data = b""
         if not data:
             loop.remove_reader(descriptor)
@@ -189,7 +193,7 @@ def single_keys(on_key: Callable[[str], None]) -> Iterator[None]:
         yield
     finally:
         loop.remove_reader(descriptor)
-        with contextlib.suppress(termios.error):  # the terminal was closed
+        with contextlib.suppress(termios.error):  # this error means that the terminal was closed
             termios.tcsetattr(descriptor, termios.TCSANOW, before)
 
 

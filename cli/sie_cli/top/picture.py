@@ -91,8 +91,8 @@ class Queued:
 
 @dataclass
 class LaneRow:
-    """Lane (pool.machine profile.bundle) with its healthy workers and all workers. `queued` is None while it is not
-    known.
+    """Lane (pool.machine profile.bundle) with the numbers of its healthy workers and of all its workers. `queued` is
+    None while it is unknown.
     """
 
     name: str
@@ -291,7 +291,7 @@ def _age_colour(age_s: float) -> str:
 
 
 def _aged(queued: Queued) -> str:
-    """Return a cell with an age; empty without work."""
+    """Return a cell with an age; empty if there is no work."""
     age, colour = _age(queued.oldest_s), _age_colour(queued.oldest_s)
     return "" if not queued.oldest_s else f"[{colour}]{age}[/{colour}]" if colour else age
 
@@ -381,7 +381,7 @@ def _plain(text: str) -> str:
     return escape(printable(text))
 
 
-TREND = 60  # frames, or minutes
+TREND = 60  # largest number of points in a trend: frames, or minutes of the history
 _LEAST_TREND = 10  # least cells of a trend line
 _STEPS = "▁▂▃▄▅▆▇█"
 

@@ -78,7 +78,9 @@ def _standard_input() -> str:
 
 
 def _file(name: str) -> QuestionInput:
-    """Make an input of a file, an image, a sound or a document by its ending. The client reads the file."""
+    """Build an input from a file: an image, a sound or a document, by the suffix of its name. The client reads the
+    file.
+    """
     path = Path(name)
     if not path.is_file():
         raise CommandRefused(
@@ -136,16 +138,16 @@ def verb_of(info: Mapping[str, Any], question: Question) -> str:
     tasks, name = list(info["tasks"]), info["name"]
     does = f"{name} does {' and '.join(tasks)}"
     if question.query is not None and question.labels:
-        raise CommandRefused("--query ranks texts and --labels finds parts of them: give one of the two")
+        raise CommandRefused("--query ranks texts and --labels finds parts of them: use only one of the two")
     if question.query is not None:
         if "score" not in tasks:
             more = "; without --query the vectors of the texts are compared" if "encode" in tasks else ""
-            raise CommandRefused(f"--query wants a model that scores; {does}{more}")
+            raise CommandRefused(f"--query needs a model that scores; {does}{more}")
         return "score"
     if question.labels or question.threshold is not None:
         if "extract" not in tasks:
             option = "--labels" if question.labels else "--threshold"
-            raise CommandRefused(f"{option} wants a model that extracts; {does}")
+            raise CommandRefused(f"{option} needs a model that extracts; {does}")
         return "extract"
     if tasks[0] == "score":
         if "encode" in tasks:

@@ -25,7 +25,8 @@ POLL_S, SERVED_S = 0.25, 30.0
 
 
 def _question_options(command: F) -> F:
-    """Add the options of a question. The command gets a function that asks a model and prints the answer."""
+    """Add the options of a question. The command is called with a function that sends the question to a model and
+    prints the answer."""
 
     @click.argument("model")
     @click.argument("texts", metavar="TEXT...", nargs=-1)

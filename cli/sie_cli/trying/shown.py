@@ -18,8 +18,8 @@ from sie_cli.trying.asking import ModelAnswer, strongest
 from sie_contracts.stages import STAGE_WORDS
 
 NUMBERS = 4  # numbers of a dense vector to show
-LINES = 20  # most lines of a text that a model wrote
-LONGEST = 400  # most characters of other data
+LINES = 20  # largest number of lines of a text that a model wrote
+LONGEST = 400  # largest number of characters of other data
 _CELL = 8  # width of a cell of a heat map, in characters
 _SCALES = {
     "probability": "a probability, from 0 to 1",
@@ -300,7 +300,7 @@ def _stages(stages: Sequence[tuple[str, float]], total_ms: float) -> Table:
     return table
 
 
-BAR = 24  # cells
+BAR = 24  # width of a bar in terminal cells
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 _COLOURS = ("green", "magenta", "cyan", "yellow", "blue", "red")
 _COLD, _WARM = (24, 44, 92), (250, 204, 92)  # colours of the lowest and the highest value of a heat map

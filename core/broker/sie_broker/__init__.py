@@ -265,7 +265,7 @@ class Connection(Protocol):
     async def close(self) -> None: ...
 
     async def flush(self, timeout_s: float = 2.0) -> None:
-        """Return when the broker has received every message that was sent before."""
+        """Wait until the broker has received every message that was sent before."""
 
     def on_reconnect(self, handler: Callable[[], Awaitable[None]]) -> None:
         """Call `handler` after each re-established connection."""

@@ -11,9 +11,9 @@ R = TypeVar("R")
 
 
 async def independently(calls: Iterable[Callable[[], Awaitable[R]]]) -> list[R]:
-    """Make one call after the other. If a call fails, for example because a stream is lost or has no leader, the later
-    calls are still made. Returns the results of the calls that succeeded. If a call failed, raises the last BrokerError
-    after all calls were made.
+    """Await the calls one after the other. If a call fails, for example because a stream is lost or has no leader, the
+    later calls are still executed. Returns the results of the calls that succeeded. If a call failed, raises the last
+    BrokerError after all calls were made.
     """
     results: list[R] = []
     failure: BrokerError | None = None

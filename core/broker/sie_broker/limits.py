@@ -26,5 +26,5 @@ def check_room(spec: StreamSpec, held_bytes: int, counts: Mapping[str, int]) -> 
     subject, count = max(counts.items(), key=lambda pair: pair[1], default=("", 0))
     if count > limit // 2:
         raise BrokerError(
-            f"{spec.name} is not updated yet: {subject} holds {count} messages, too many for its new limit of {limit}"
+            f"{spec.name} is not updated yet: {subject} has {count} messages, too many for its new limit of {limit}"
         )

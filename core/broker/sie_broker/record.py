@@ -33,7 +33,7 @@ from sie_broker import BrokerError, Entry, KeyValue, PayloadTooBig, Store, Subsc
 from sie_contracts.wire import messages
 from sie_contracts.wire.topology import LEASES_BUCKET
 
-MAX_ATTEMPTS = 16  # attempts at one change while other writers are first
+MAX_ATTEMPTS = 16  # largest number of attempts at one change while other writers change the same key
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.002, 0.1  # seconds: upper bounds of the random pause before the next attempt
 LEASE_S = 30.0  # seconds: three times the period of a leader that renews every ten seconds
 RELEASED_AGE_S = 60.0
@@ -155,8 +155,8 @@ class Record(Generic[T]):
     ) -> None:
         """Create the record with the callbacks of its owner.
 
-        `decode` raises ValueError for bytes that are no value, as msgspec does. Only the values of keys for which
-        `wants` returns True are decoded.
+        `decode` raises ValueError for bytes that are no value, like msgspec. Only the values of keys for which `wants`
+        returns True are decoded.
 
         `on_value(key, value, revision)` is called for each value that is read, watched or changed here; the value is
         None for a removed key. The call for a change may be made before the watch delivers earlier writes. So the owner
@@ -327,7 +327,7 @@ class LeaderLease:
         self._observed = (0, 0.0)  # revision of the key, and the time at which this process first read it
 
     async def acquire(self) -> bool:
-        """Take the lease or renew it. Returns whether this process is the leader. Raises BrokerError."""
+        """Acquire the lease, or renew it. Returns whether this process is the leader. Raises BrokerError."""
         entry = await self._bucket.get(self._key)
         now_s = self._clock()
         revision = 0 if entry is None else entry.revision

@@ -69,14 +69,14 @@ async def read_lane(bucket: KeyValue, lane_key: str) -> tuple[list[Entry], int]:
 
 
 class StoredTable:
-    """The table of one lane as its bucket has it. `table` is None if the bucket has no table."""
+    """Table of one lane, as stored in its bucket. `table` is None if the bucket has no table."""
 
     def __init__(self, lane_key: str) -> None:
         self.key = lane_key
         self.clear()
 
     def clear(self) -> None:
-        """Forget the table: the contents of the bucket are unknown from now on."""
+        """Discard the table: the contents of the bucket are unknown from now on."""
         self.table: Placement | None = None
         self.revision = 0  # revision of the lane's key
         self._head: Placement | None = None

@@ -20,8 +20,8 @@ _NO_MARK = bytes(set(range(256)) - set(b"{[,:"))
 
 
 class Excess(ValueError):
-    """Error of a body above a limit of the decoder. The message names the limit. `reason` is the reason in the client's
-    error.
+    """Raised if a body exceeds a limit of the decoder. The message names the limit. `reason` is the reason in the
+    client's error.
     """
 
     def __init__(self, message: str, reason: str) -> None:
@@ -122,7 +122,7 @@ def of_msgpack(data: bytes) -> int:
             at += 1 + width + int.from_bytes(data[at + 1 : at + 1 + width], "big") + (first in _EXTENSIONS)
         else:
             count, begin = _children(data, first, at)
-            if count > end - begin:  # this also ends the count at a byte that begins no value
+            if count > end - begin:  # this also ends the count if a byte is not the start of a value
                 return values
             values += count + 1
             containers += 1 + (count >> 1 if _is_map(first) else 0)

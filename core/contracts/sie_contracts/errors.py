@@ -306,6 +306,9 @@ class NotReady(SIEError):
     code, status, retryable, retry_after_s = "NOT_READY", 503, True, 2
 
 
+SHUTTING_DOWN = "this gateway is shutting down: send the request again, to another one or when this one is back"
+
+
 class ShuttingDown(SIEError):
     """This gateway is shutting down; send the request again, to another gateway."""
 

@@ -16,7 +16,9 @@ Key = tuple[bool, int, int]  # (has no room, planned use in tenths, number of mo
 
 @dataclass(frozen=True)
 class Holdings:
-    """The models of one live worker: loaded, loading, and refused because they did not fit."""
+    """The models of one live worker: models that are loaded, models that are loading, and models that were refused
+    because they did not fit.
+    """
 
     loaded: frozenset[str] = frozenset()
     loading: frozenset[str] = frozenset()
@@ -38,7 +40,7 @@ class HostWorker:
     holdings: Holdings
     slots: int
     models: set[str] = field(default_factory=set)
-    use: float = 0.0  # use that is planned in this step
+    use: float = 0.0  # planned use of a worker in this planning step
 
     @property
     def free(self) -> int:

@@ -75,7 +75,7 @@ class RowSpan(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Unread(msgspec.Struct, frozen=True):
-    """An object of the input that cannot be read, with the error."""
+    """An object of the input that could not be read, with its error."""
 
     source: str
     error: ErrorInfo

@@ -10,7 +10,7 @@ import re
 
 _AT = re.compile(r"\(byte (\d+)\)")
 _HIGH = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}")
-_ESCAPE_BYTES = 6  # bytes of \uXXXX; the decoder stops after half of a pair, or after the escape that follows it
+_ESCAPE_BYTES = 6  # bytes of \uXXXX; the decoder stops after one half of a surrogate pair, or after the next escape
 _NO_NUMBERS = (b"-Infinity", b"Infinity", b"NaN")
 _MARKS = {b"\xef\xbb\xbf": "UTF-8", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
 

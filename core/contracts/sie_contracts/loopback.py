@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 T = TypeVar("T")
+MAX_CAUSE = 200  # characters of a cause in a line
 
 # The list has no networks: httpx and the standard library accept only names and addresses.
 _HOSTS = ("localhost", "127.0.0.1", "::1")
@@ -24,7 +25,7 @@ def is_loopback(host: str) -> bool:
     """Return whether `host`, a name or an address, is the loopback interface of this machine."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:  # `host` is a name
+    except ValueError:  # this error means that `host` is a name
         return False
 
 
@@ -32,8 +33,29 @@ def is_local(url: str) -> bool:
     """Return whether the host of a URL is the loopback interface of this machine."""
     try:
         return is_loopback(urlsplit(url).hostname or "")
-    except ValueError:  # the text is not a URL
+    except ValueError:  # this error means that the text is not a URL
         return False
+
+
+def is_refused(error: BaseException) -> bool:
+    """Return whether the cause of a failed call is a port that refuses connections: no program listens there."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, ConnectionRefusedError):
+            return True
+        # one exception for each address of a host name
+        causes = [exception for exception in getattr(cause, "exceptions", ()) if isinstance(exception, BaseException)]
+        if causes and all(map(is_refused, causes)):
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return False
+
+
+def cause_of(error: BaseException) -> str:
+    """Return the cause of a failed call in one line, without the words of the exceptions that wrap it."""
+    while error.__cause__ is not None and not isinstance(error, OSError):
+        error = error.__cause__
+    return " ".join(str(error).split())[:MAX_CAUSE] or type(error).__name__
 
 
 def direct(url: str, transport: Callable[..., T], **options: Any) -> T | None:

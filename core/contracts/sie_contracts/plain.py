@@ -58,8 +58,8 @@ def from_json(data: bytes, *, is_counted: bool = False) -> Any:
 
 
 def from_msgpack(data: bytes, *, is_counted: bool = False) -> Any:
-    """Decode msgpack. Keys of bytes become text, and an array becomes its map. Raises Malformed as `from_json` does,
-    and for other types.
+    """Decode msgpack. Keys of bytes become text, and an array becomes its map. Raises Malformed in the same cases as
+    `from_json`, and for other types.
     """
     if not is_counted:
         count(data, msgpack=True)

@@ -24,7 +24,7 @@ async def connected(
     url: str | None, name: str, stop: Stop, *, password: Secret | None, user: str = ""
 ) -> AsyncIterator[Broker | None]:
     """Connect to the broker at `url`, and close the connection at the end. Yields None if `stop` is requested before
-    the connection is made. Raises SettingError if `url` is None.
+    the connection exists. Raises SettingError if `url` is None.
     """
     from sie_broker.nats import connect
 

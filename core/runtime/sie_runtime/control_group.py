@@ -11,7 +11,7 @@ from pathlib import Path
 
 _MOUNTS = Path("/sys/fs/cgroup")
 _OWN = Path("/proc/self/cgroup")
-_NO_LIMIT_BYTES = 1 << 60  # version 1 writes this or more if there is no limit
+_NO_LIMIT_BYTES = 1 << 60  # version 1 of cgroups reports this number or a larger one if there is no limit
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def oom_kills() -> int:
     """
     for folder, version in _groups("memory"):
         name = "memory.events" if version == 2 else "memory.oom_control"
-        with contextlib.suppress(OSError, ValueError):  # the file does not exist
+        with contextlib.suppress(OSError, ValueError):  # this error means that the file does not exist
             counters = dict(line.split() for line in (folder / name).read_text().splitlines())
             return int(counters.get("oom_kill", 0))
     return 0
@@ -76,7 +76,9 @@ def cores() -> float | None:
 
 
 def _groups(controller: str) -> Iterator[tuple[Path, int]]:
-    """Yield the folders from the group of this process up to the root, each with the version of its interface."""
+    """Yield the folders from the group of this process up to the root, each with the version of its cgroup
+    interface.
+    """
     try:
         lines = _OWN.read_text().splitlines()
     except OSError:

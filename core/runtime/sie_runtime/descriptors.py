@@ -6,7 +6,7 @@ import functools
 import resource
 
 MAX_FILES = 1 << 16
-SPARE_FILES = 256  # descriptors kept free for everything except connections of clients
+SPARE_FILES = 256  # number of descriptors that are reserved for uses other than connections of clients
 
 
 def raise_limit() -> float:

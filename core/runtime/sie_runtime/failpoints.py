@@ -34,8 +34,7 @@ def parse(spec: str) -> dict[str, tuple[str, int]]:
         match = _ONE.fullmatch(part)
         if match is None:
             raise ValueError(
-                f"{part!r}: expected component.place=crash, =stop or =error, and :count behind it for more than one "
-                "pass"
+                f"{part!r}: expected component.place=crash, =stop or =error, and then :count for more than one time"
             )
         actions[match[1]] = (match[2], int(match[3] or 1))
     return actions

@@ -33,8 +33,8 @@ from sie_contracts.wire import configs, topology
 from sie_contracts.wire.configs import ConfigDelta, ConfigEpoch, ConfigExport, ConfigModel, has_seen
 from sie_runtime.process import Stop, Trouble, retry
 
-READ_S = 30.0  # time limit for one answer of the config service
-FIRST_RETRY_S = 0.5  # pause after the first failure; it doubles up to the poll interval
+READ_S = 30.0  # time limit for one answer of the config service, in seconds
+FIRST_RETRY_S = 0.5  # seconds before the first retry; the pause doubles up to the poll interval
 # upper bound in seconds of the random pause before a request: all readers see the same event at the same time
 SPREAD_S = 0.2
 _SLICE = 50  # entries that are parsed before other tasks of the event loop may run: about 1 ms
@@ -254,7 +254,7 @@ class CatalogueFeed:
         before = self.catalogue.epoch
         state = await source.epoch()
         self._refuse_older(state.epoch, before)
-        present = self.catalogue.epoch  # a delta may have been applied meanwhile
+        present = self.catalogue.epoch  # a delta may have been applied in the meantime
         if has_seen(present, state.epoch):
             return False
         since = state.bundles.get(self._bundle) if self._bundle else None
@@ -269,7 +269,7 @@ class CatalogueFeed:
         self._refuse_older(new.epoch, before)
         if not new.entries:
             raise ConfigUnavailable("an export without any model")
-        present = self.catalogue.epoch  # a delta may have been applied meanwhile
+        present = self.catalogue.epoch  # a delta may have been applied in the meantime
         if new.epoch == present or not has_seen(present, new.epoch):
             self._replace(new)
         self._is_rewound = False
@@ -286,7 +286,8 @@ class CatalogueFeed:
         if epoch != before and has_seen(before, epoch):
             self._is_rewound = True
             raise ConfigUnavailable(
-                f"the config service stands at {epoch}, this process at {before}: was its store restored from an older "
+                f"the config service has the epoch {epoch}, this process {before}: was its store restored from an "
+                "older "
                 "copy? Write the lost changes again, or restart this process to go back to that copy"
             )
 

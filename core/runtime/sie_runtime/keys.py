@@ -34,14 +34,14 @@ from sie_runtime.clock import BrokerClock
 from sie_runtime.process import Stop, Trouble
 
 TOKEN_BYTES = 32
-CHECK_S = 5.0  # seconds between two checks whether a bucket was deleted or made again
+CHECK_S = 5.0  # seconds between two checks whether a bucket was deleted or created again
 RETRY_S = 0.5
 MAX_NAMED = 10  # largest number of keys in one log line
 _logger = logging.getLogger("sie.keys")
 
 
 class KeyLimits(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Limits of one credential, in addition to the general limits. 0: only the general limits apply."""
+    """Limits of one credential, in addition to the limits of all credentials. 0: no additional limit."""
 
     body_bytes: int = 0
     items: int = 0
@@ -223,7 +223,9 @@ class Keys:
         return lost_keys(*self._sides)
 
     async def run(self, stop: Stop) -> None:
-        """Follow the buckets until `stop`. Every CHECK_S this checks whether a bucket was deleted or made again."""
+        """Follow the buckets until `stop`. Every CHECK_S seconds, it checks whether a bucket was deleted or created
+        again.
+        """
         troubles = [Trouble(_logger, f"keys of {record.bucket.name} stay as they were") for record in self._records]
         damage = Trouble(_logger, f"{topology.KEYS_BUCKET} is damaged, its copy is used")
         pause_s, before = 0.0, set[str]()
@@ -274,7 +276,7 @@ def lost_keys(bucket: Mapping[str, Key], copy: Mapping[str, Key]) -> list[Key]:
 
 
 def damage_of(lost: Sequence[Key]) -> str:
-    """Describe in one line the keys that the bucket has lost."""
+    """Return a one-line description of the keys that the bucket has lost."""
     named = ", ".join(f"{key.id} {key.name}" for key in lost[:MAX_NAMED]) + (", ..." if len(lost) > MAX_NAMED else "")
     return (
         f"it lost {len(lost)} keys, which the copy {topology.KEYS_COPY_BUCKET} has ({named}): run `sie repair "

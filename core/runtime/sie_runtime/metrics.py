@@ -26,7 +26,7 @@ TURN_S = 60.0  # seconds between two rankings of the busiest names
 HALF_LIFE_S = 600.0
 KEEPS = 2
 _FORGOTTEN = 0.01
-disable_created_metrics()  # type: ignore[no-untyped-call]  # their additional series have no user
+disable_created_metrics()  # type: ignore[no-untyped-call]  # nobody reads the `_created` series
 
 
 class Fold:

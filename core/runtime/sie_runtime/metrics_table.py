@@ -13,6 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from sie_contracts.settings import MAX_DEVICES
+
 Kind = Literal["counter", "gauge", "histogram"]
 Process = Literal["gateway", "worker", "config"]
 MAX_SERIES = 2000
@@ -21,7 +23,10 @@ FOLDED = frozenset({"model", "alias", "key", "worker", "pool", "machine_profile"
 LABELS = {
     "alias": "an alias of the catalogue",
     "bundle": "the bundle of a lane",
-    "device": "where a model is, as torch names it",
+    "device": (
+        "a device of a worker, as torch names it, with a number if several have one name; empty before its adapter "
+        "is there"
+    ),
     "endpoint": (
         "a route, whatever model its path names; of workers: encode, score, extract, embeddings, tokenize, decode"
     ),
@@ -60,7 +65,7 @@ _CHUNK_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1, 5, 15, 60)
 _COUNTS = (1, 2, 4, 8, 16, 64, 256, 1024)
 _SHARES = (0.1, 0.25, 0.5, 0.75, 0.9, 1)
 _AGREEMENT = (0, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.999, 0.9999)
-_ENDPOINTS = 25  # routes of a gateway
+_ENDPOINTS = 25  # number of routes of a gateway
 _CHUNK_ENDPOINTS = 6
 _BELOW = (
     "Requests refused before any route: `host` (SIE_ALLOWED_HOSTS), `origin` (a foreign page), `malformed` (not "
@@ -331,7 +336,7 @@ _WORKER = (
     # batches
     Metric("sie_batch_size", "histogram", "Inputs per batch", ("model",), 12, 1, _COUNTS, series_per_name=1),
     Metric("sie_batch_fill_ratio", "histogram", "Tokens of a batch divided by the maximum", (), 1, 1, _SHARES),
-    Metric("sie_batches_in_progress", "gauge", "Batches sent to the adapter"),
+    Metric("sie_batches_in_progress", "gauge", "Batches sent to the adapters"),
     Metric("sie_tokens_processed", "counter", "Tokens run", ("model",), 24, series_per_name=1),
     Metric("sie_padding_tokens", "counter", "Padding positions that were computed", ("model",), 24, series_per_name=1),
     # Device of the worker
@@ -343,14 +348,34 @@ _WORKER = (
         24,
         series_per_name=1,
     ),
-    Metric("sie_device_lanes", "gauge", "Batches that the device runs at once, 0 without an adapter"),
+    Metric(
+        "sie_device_lanes",
+        "gauge",
+        "Batches that the device runs at once, 0 without an adapter",
+        ("device",),
+        MAX_DEVICES,
+    ),
     Metric(
         "sie_device_utilization_ratio",
         "gauge",
         "Utilisation of the device by all programs; absent where nothing measures it",
+        ("device",),
+        MAX_DEVICES,
     ),
-    Metric("sie_device_memory_used_bytes", "gauge", "Memory of the device in use, absent without an adapter"),
-    Metric("sie_device_memory_total_bytes", "gauge", "Memory of the device, absent without an adapter"),
+    Metric(
+        "sie_device_memory_used_bytes",
+        "gauge",
+        "Memory of the device in use, absent without an adapter",
+        ("device",),
+        MAX_DEVICES,
+    ),
+    Metric(
+        "sie_device_memory_total_bytes",
+        "gauge",
+        "Memory of the device, absent without an adapter",
+        ("device",),
+        MAX_DEVICES,
+    ),
     Metric(
         "sie_tower_outputs",
         "counter",
@@ -358,7 +383,13 @@ _WORKER = (
         ("result",),
         2,
     ),
-    Metric("sie_tower_output_bytes", "gauge", "Memory of what towers made of images, absent without an adapter"),
+    Metric(
+        "sie_tower_output_bytes",
+        "gauge",
+        "Memory of what towers made of images, absent without an adapter",
+        ("device",),
+        MAX_DEVICES,
+    ),
     *(
         Metric(f"sie_oom_{name}", "counter", f"Out of device memory: {text}", ("model",), 16)
         for name, text in OOM.items()

@@ -265,7 +265,7 @@ class Trouble:
         self.lasting = False
 
     def met(self, error: Exception | str) -> None:
-        """Record a failure, perhaps a repeated one."""
+        """Record a failure, which may be a repetition of an earlier one."""
         if not self.lasting:
             self.lasting, self._is_told, self._is_warned, self._since_s = True, False, False, self._clock()
         lasts_s = self._clock() - self._since_s

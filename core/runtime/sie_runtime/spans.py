@@ -32,7 +32,7 @@ from sie_runtime.current_trace import STAGE
 from sie_runtime.process import Trouble
 
 GIVE_UP_S = 0.5  # seconds to wait for an exporter that must stop
-FLUSH_S = 1.0  # seconds to export the last spans; `sie serve` gives a worker 3 s to end
+FLUSH_S = 1.0  # seconds to export the last spans; `sie serve` waits 3 s for the end of a worker
 Value = str | int | float | bool
 Kind = Literal["server", "consumer", "internal"]
 
@@ -102,7 +102,7 @@ class Span:
         return end_ns
 
     def lead_to(self, span: Span) -> None:
-        """Add a link to another span: this span ran work of that span."""
+        """Add a link to another span. This span ran work of the other span."""
         self._span.add_link(span._span.get_span_context())
 
     def end(self, end_ns: int | None = None) -> None:
@@ -160,7 +160,7 @@ class Tracer:
         if flushing.is_alive():
             for exporter in self._exporters:
                 exporter.shutdown()  # end the exporter's wait for its next attempt
-            _logger.warning("the last spans were not taken within %g s and are dropped", FLUSH_S)
+            _logger.warning("the last spans were not exported within %g s and are dropped", FLUSH_S)
             flushing.join(GIVE_UP_S)
 
 
@@ -194,8 +194,8 @@ _last_log = _LastLog()
 
 
 class _SpanCollector(SpanExporter):
-    """A collector over gRPC or HTTP. If it cannot be reached, this is logged once until it has passed; the SDK would
-    log each attempt.
+    """A collector over gRPC or HTTP. If the collector cannot be reached, this is logged once until the collector is
+    reached again; the SDK would log each attempt.
     """
 
     def __init__(self, endpoint: str, protocol: str) -> None:

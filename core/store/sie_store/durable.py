@@ -9,7 +9,7 @@ PART = ".part"  # suffix of an incomplete file
 
 
 def write(path: Path, data: bytes) -> None:
-    """Replace `path` by a file with `data`. Raises OSError."""
+    """Write `data` to a file at `path`, which replaces an existing file. Raises OSError."""
     growing = path.with_name(path.name + PART)
     with growing.open("wb") as file:
         file.write(data)

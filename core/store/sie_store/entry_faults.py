@@ -59,7 +59,7 @@ class Fault:
 
 def fault(folder: Path, entry: ModelEntry, load: LoadOptions) -> Fault | None:
     """Return the fault for which a load of `entry` from `folder` with these options would be refused; None if the files
-    show no fault. Raises ModelLoadFailed for a file that cannot be read.
+    have no such fault. Raises ModelLoadFailed for a file that cannot be read.
 
     Pooling and prompts change the vectors of a model. With `load.accept_unproven`, the values of the entry are used,
     and the values of the files are ignored. No option changes the number of positions: a model cannot read a longer
@@ -73,7 +73,8 @@ def _prompt_fault(folder: Path, entry: ModelEntry) -> Fault | None:
     """Return the fault of the entry's prompts, or None. An entry may add prompts to the ones in the files, but may not
     change them.
     """
-    is_encoder = families.row(entry.family).gives_vectors  # in other families a request names a prompt
+    # in families that are not encoders, a request selects a prompt
+    is_encoder = families.row(entry.family).gives_vectors
     model = read_json(folder / MODEL_FILE) if is_encoder else {}
     stored = model.get("prompts") or {}
     sides = (("query", "query", "query_template"), ("document", "document", "doc_template"))
@@ -99,7 +100,7 @@ def _pooling_fault(folder: Path, entry: ModelEntry) -> Fault | None:
 
 def _length_fault(folder: Path, entry: ModelEntry) -> Fault | None:
     if entry.family not in FAMILIES or FAMILIES[entry.family].implementation != TEXT_ENCODER:
-        return None  # other families cut texts themselves
+        return None  # families of other implementations truncate texts themselves
     limit = positions(read_json(transformer_folder(folder) / "config.json"))
     if not limit or entry.max_tokens <= limit:
         return None

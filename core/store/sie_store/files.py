@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 FOLDER = "files"
 PART_BYTES = 8 << 20  # bytes of one part of an upload to a bucket: 10,000 parts of this size are 80 GB
 PARTS_AT_ONCE = 2
-PIECE_BYTES = 1 << 20  # bytes of one read
+PIECE_BYTES = 1 << 20  # bytes that are read in one step
 CALL_S = 30.0  # time limit for an answer of the store, except for uploads
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 

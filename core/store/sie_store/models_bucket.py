@@ -45,7 +45,8 @@ class BucketFolder:
         return files
 
     def read(self, paths: Collection[str], max_bytes: int) -> dict[str, bytes]:
-        """Read the first `max_bytes` of each of these files, by path. A file that was removed meanwhile is left out."""
+        """Read the first `max_bytes` of each of these files, by path. A file that was removed in the meantime is left
+        out."""
         return self._run(self._bodies(paths, max_bytes))
 
     async def _listed(self) -> dict[str, tuple[int, int, int]]:

@@ -101,7 +101,7 @@ class RangeMissing(StoreError):
 
 
 class WrittenMeanwhile(StoreError):
-    """Error for an object that another writer has written since it was read."""
+    """Raised if another writer has changed the object since it was read."""
 
 
 class StoreFull(StoreError):
@@ -247,7 +247,7 @@ class RetryPolicy:
         """
         if type(error) is not StoreError or tries >= self.tries:
             raise error
-        _logger.info("%s is asked for again%s: %s", label, "" if at is None else f" from byte {at}", error)
+        _logger.info("%s is requested again%s: %s", label, "" if at is None else f" from byte {at}", error)
         pause_s = min(MAX_PAUSE_S, max(error.after_s, self.pause_s * 2.0 ** (tries - 1)))
         await asyncio.sleep(pause_s * random.uniform(0.75, 1.25))  # noqa: S311
 
@@ -268,7 +268,7 @@ def failure(error: Exception) -> StoreError:
     status, code = _first_group(_STATUS, text), _first_group(_CODE, text)
     answer = " ".join(part for part in (status and f"status {status}", code) if part)
     if any(f"http://{host}" in text for host in _INSTANCE):
-        return AccessRefused("there are no credentials, and this machine gives none")
+        return AccessRefused("no credentials are set, and this machine has none")
     if code == "NoSuchBucket":
         return BucketMissing("there is no such bucket")
     if isinstance(error, NotFoundError | FileNotFoundError):

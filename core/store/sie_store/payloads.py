@@ -41,7 +41,7 @@ class PayloadStore:
         self._turns = asyncio.Semaphore(TRANSFERS_AT_ONCE)
 
     async def put(self, data: bytes, *, period: int, timeout_s: float) -> str:
-        """Store `data`; if the store has it already, its age starts again. Returns its key."""
+        """Store `data`, and return its key. If the store already has the object, its age is reset to zero."""
         import obstore
 
         async def stored() -> str:
@@ -69,7 +69,7 @@ class PayloadStore:
         return await _within(timeout_s, looked_up())
 
     async def get(self, key: str, timeout_s: float) -> bytes:
-        """Read an object and check its bytes against its key. Raises PayloadMissing, StoreError."""
+        """Read an object and compare the digest of its bytes with its key. Raises PayloadMissing, StoreError."""
         import obstore
 
         digest = _digest_of(key)

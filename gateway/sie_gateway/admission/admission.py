@@ -51,7 +51,7 @@ from sie_runtime.process import Stop
 EVERY_S = 1.0
 BUSY_S = 0.2  # seconds between announcements while this gateway has work in the queue
 SILENT_S = 5.0
-HALF_LIFE_S = 60.0  # half-life of the messages that the mean cost is computed from
+HALF_LIFE_S = 60.0  # seconds after which a message has half its weight in the mean cost
 RATE_S = 10.0  # time constant of the rate in tokens per second
 QPS_S = 10.0  # seconds over which answers are counted
 MAX_BEATS = round(QPS_S / BUSY_S)
@@ -234,7 +234,7 @@ _logger = logging.getLogger("sie.gateway.admission")
 
 
 def key_of(authorization: str) -> str:
-    """Return the name of a key in this process. It is a digest, so that no token is kept. `authorization` is a bearer
+    """Return the name of a key in this process. It is a digest, so that no token is stored. `authorization` is a bearer
     token that was let in.
     """
     token = authorization[7:] if authorization[:7].lower() == "bearer " else authorization
@@ -613,7 +613,8 @@ class Admission:
         self._open.pop(ticket, None)
         entered = permits.place.ended(ticket)
         if entered is not None and entered.queued_s:
-            entered.client = bytes  # not called any more, and the function would keep the body of the request in memory
+            # the function is not called any more, and would keep the body of the request in memory
+            entered.client = bytes
             self._gone[entered.request] = permits.place, entered
             while len(self._gone) > MAX_GONE:
                 del self._gone[next(iter(self._gone))]
@@ -633,8 +634,8 @@ class Admission:
         self._shares = {name: shares for name, shares in self._shares.items() if name[0].pool != pool or shares in used}
 
     def occupied(self) -> tuple[int, int, int]:
-        """Return the tokens and the messages that hold permits, and the bytes that wait. All three are zero if no
-        request is open.
+        """Return the tokens and the messages with permits, and the bytes that wait. All three are zero if no request is
+        open.
         """
         windows = [place.window for place in self._places.values()]
         return sum(window.tokens for window in windows), sum(window.items for window in windows), self._waiting_bytes

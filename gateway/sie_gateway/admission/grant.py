@@ -127,7 +127,7 @@ class Charge:
         self._taken = 0
 
     def spend(self, cost: int) -> None:
-        """Take `cost` tokens for the call. Raises RateLimited, PayloadTooLarge."""
+        """Subtract `cost` tokens from the quota of the key, for this call. Raises RateLimited, PayloadTooLarge."""
         self._quotas.spend(self._key, self._per_minute, cost)
         self._taken += cost
 

@@ -258,7 +258,9 @@ class Throughput:
         return samples
 
     def batch(self, now_s: float) -> MeasuredBatch | None:
-        """Return the mean of the last samples, or None without a sample. It is computed again after LOOK_S seconds."""
+        """Return the mean of the last samples, or None if there is no sample. It is computed again after LOOK_S
+        seconds.
+        """
         if now_s - self._known_s > LOOK_S:
             self._known, self._known_s = self._batch(now_s), now_s
         return self._known
@@ -725,7 +727,7 @@ class ModelQueue:
         if wait.stalled_s:
             turn_s += max(RESTART_S, STALL_TURN * wait.stalled_s)
         if now_s - self._began_s < OTHER_S and not any(now_s - peer.at_s < OTHER_S for peer in self._others.values()):
-            # the other gateways may have the same amount of work that they have not announced yet
+            # the other gateways may have the same amount of work that is not announced yet
             share = 1 / self.gateways
         room = share * wait.rate * _bunch_s(budget_s, wait.batch_s) if wait.rate else math.inf
         return WaitRefusal(longest_s, turn_s, room, bool(wait.stalled_s))

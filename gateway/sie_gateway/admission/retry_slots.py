@@ -21,7 +21,7 @@ from collections.abc import Sequence
 
 from sie_contracts.wire.heartbeats import Turn
 
-MAX_RETRY_S = 120  # seconds of the longest Retry-After; OpenAI clients give up if it is longer
+MAX_RETRY_S = 120  # seconds of the longest Retry-After; OpenAI clients do not retry if it is longer
 MAX_TURNS = 16_384
 # largest number of turns, and of claims, that wait for the next announcement; the oldest ones are dropped
 MAX_NEWS = 4_096
@@ -29,8 +29,8 @@ GRACE_S = 2.0  # seconds after its due time before which no turn lapses
 # share of its wait by which a client may be early; also by which it may be late, if that is more than GRACE_S
 GRACE_SHARE = 0.3
 SLOT_S = 0.25  # seconds of a slot: the costs of due turns are summed by slot
-SLOTS = round(1 / SLOT_S)  # slots in a second
-OVERDUE_SLOTS = math.ceil(GRACE_SHARE * MAX_RETRY_S / SLOT_S)  # past slots that may hold turns that have not lapsed
+SLOTS = round(1 / SLOT_S)  # number of slots in a second
+OVERDUE_SLOTS = math.ceil(GRACE_SHARE * MAX_RETRY_S / SLOT_S)  # past slots that may contain turns that have not lapsed
 CRUMB = 1e-6  # tokens: a smaller sum of costs is a rounding error
 MEMORY = 0.02  # weight of the newest turn in the share of clients that try again
 

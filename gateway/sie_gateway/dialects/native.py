@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -15,6 +15,7 @@ from sie_contracts.errors import InvalidInput
 from sie_contracts.wire.messages import Operation, RunOptions
 from sie_gateway.inference import arrow, reply
 from sie_gateway.inference import body as bodies
+from sie_gateway.inference.body import RequestItem
 from sie_gateway.inference.call import Call, EncodedReply, InferRequest, beside, decode_body
 from sie_gateway.inference.results import RequestResult
 
@@ -32,6 +33,8 @@ async def infer(operation: Operation, inference: Inference, call: Call, raw: byt
     format_ = reply.requested_format(
         call.headers.get("accept", ""), body_is_msgpack=is_msgpack, raw=operation == "encode"
     )
+    if format_ in ("raw", "arrow"):
+        _check_whole(items, format_)
     understood = inference.understand(call, InferRequest(operation, call.resolved, items, body, query))
     understood = understood.with_warnings(*bodies.ignored(items, query), *_other_model(body, call.resolved.requested))
     if format_ == "raw":
@@ -41,6 +44,17 @@ async def infer(operation: Operation, inference: Inference, call: Call, raw: byt
         return raw_answer(call, finished, "items")
     finished.check()
     return arrow_answer(call, finished) if format_ == "arrow" else _answer(call, finished, msgpack=format_ == "msgpack")
+
+
+def _check_whole(items: Sequence[RequestItem], format_: str) -> None:
+    """Check that no item has chunks, whose vectors have no place in a format with one row for each item. Raises
+    InvalidInput.
+    """
+    index = next((index for index, item in enumerate(items) if item.chunks is not None), None)
+    if index is not None:
+        media = reply.RAW if format_ == "raw" else reply.ARROW
+        message = f"Accept: {media} has no place for chunks, JSON and msgpack have"
+        raise InvalidInput(message, reason="unsupported_output", param=f"items[{index}].chunks")
 
 
 def _other_model(body: Mapping[str, Any], requested: str) -> tuple[str, ...]:

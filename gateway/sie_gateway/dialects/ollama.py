@@ -105,7 +105,7 @@ def _model(inference: Inference, call: Call, body: fields.Body) -> Resolved:
 
 
 def _name(body: fields.Body, resolved: Resolved) -> str:
-    """Return the name of the model in the reply: that of the request, with its tag."""
+    """Return the name of the model for the reply: the name in the request, with its tag."""
     return str(body.get("model") or resolved.requested)
 
 

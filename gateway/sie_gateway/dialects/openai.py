@@ -272,7 +272,7 @@ def _answer(call: Call, finished: RequestResult, kind: str, *, is_base64: bool) 
     began_s = time.perf_counter()
     rows, extras = embedding_types.converted(finished.arrays("input", "dense"), kind)
     data = [
-        # the writer makes base64 of a memoryview, and a list of an array
+        # the writer converts a memoryview to base64, and an array to a list
         {
             "object": "embedding",
             "index": index,

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 DEFAULT_TOKENS_PER_DOC = 4096
 MAX_TOKENS_PER_DOC = 1 << 20
-DOCUMENTS_PER_UNIT = 100  # documents of one billed search unit
+DOCUMENTS_PER_UNIT = 100  # number of documents that are billed as one search unit
 
 
 async def either(inference: Inference, call: Call, raw: bytes) -> EncodedReply:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from sie_contracts.errors import InvalidInput
 
-_PACKAGE = "bpe_openai"  # bpe-openai on PyPI
+_PACKAGE = "bpe_openai"  # module of the package bpe-openai on PyPI
 _DIGESTS = {
     "cl100k_base": "223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7",
     "o200k_base": "446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d",

@@ -38,7 +38,7 @@ class Lag:
         """Create the lag. `now_s` returns the broker's time."""
         self._queue = queue
         self._backlog = backlog
-        self._pools = pools  # a shared object: its contents change
+        self._pools = pools  # this object is shared and changes
         self._now_s = now_s
         self._known: dict[Lane, None] = {}
         self._lanes: dict[Labels, ModelBacklog] = {}
@@ -118,7 +118,7 @@ class Lag:
         answers = await self._backlog.oldest(pool, [question for question, _ in questions])
         answered: set[str] = set()
         for (_, of_lane), first in zip(questions, answers, strict=True):
-            if first is None:  # the last message was answered meanwhile
+            if first is None:  # the last message was answered in the meantime
                 continue
             oldest_s = self._age_s(first)
             if of_lane is not None:

@@ -27,6 +27,7 @@ from sie_contracts.wire.topology import Lane
 
 # states by rank: of several states at workers, the first one here is reported
 STATES = ("loading", "unloading", "loaded", "failed", "available")
+LOADS = ("loading", "failed")  # states that a worker may have before it is ready
 ON_DISK_S = 5.0  # seconds before the list of models on disks is computed again
 USUAL_LOAD_S = 10.0  # seconds that a load is assumed to take, for a model that no worker has loaded yet
 _logger = logging.getLogger("sie.gateway.fleet")
@@ -145,7 +146,7 @@ class Fleet:
         self.note(heartbeat)
 
     def note(self, heartbeat: Heartbeat) -> None:
-        """Take the heartbeat of a worker."""
+        """Record the heartbeat of a worker."""
         now_s, worker = self._clock(), heartbeat.worker
         while self._seen:
             name, (seen_s, _) = next(iter(self._seen.items()))
@@ -220,6 +221,10 @@ class Fleet:
         """
         self._expire()
         return [(self._seen[name][1], name in self._healthy) for name in sorted(self._seen)]
+
+    def is_starting(self, worker: str) -> bool:
+        """Return whether a worker is not ready yet, and its heartbeats are in time."""
+        return self.is_heard(worker) and not (self._seen[worker][1].ready or self._seen[worker][1].leaving)
 
     def is_heard(self, worker: str) -> bool:
         """Return whether the last heartbeat of a worker is in time, also if the worker is not ready."""
@@ -388,19 +393,28 @@ class Fleet:
         raise NotProvisioned(message, param="X-SIE-MACHINE-PROFILE", extras={**extras, **waited})
 
     def model(self, model: str) -> tuple[str, list[tuple[Heartbeat, ModelStatus]]]:
-        """Return the state of a model over all healthy workers, and the report of each worker, sorted by name."""
+        """Return the state of a model over all healthy workers, and the report of each worker, sorted by name. Reports
+        of workers that start count while they load the model, or have failed to.
+        """
         self._expire()
         reports = [
-            (self._healthy[name], report) for name, report in sorted(self._reports(model)) if name in self._healthy
+            (self._seen[name][1], report)
+            for name, report in sorted(self._reports(model))
+            if name in self._healthy or (report.state in LOADS and self.is_starting(name))
         ]
         present = {status.state for _, status in reports}
         return next((state for state in STATES if state in present), "available"), reports
 
     def on_disk(self) -> frozenset[str]:
-        """Return the models on the disks of healthy workers. The result may be some seconds old."""
+        """Return the models on the disks of workers that are healthy or start. The result may be some seconds old."""
         since_s, models = self._on_disk
-        if (now_s := self._clock()) - since_s >= ON_DISK_S:
-            models = frozenset(model for beat in self.healthy() for model in beat.on_disk)
+        if (now_s := self._clock()) - since_s >= ON_DISK_S or not models:
+            models = frozenset(
+                model
+                for name, (_, beat) in self._seen.items()
+                if self.is_heard(name) and not beat.leaving
+                for model in beat.on_disk
+            )
             self._on_disk = (now_s, models)
         return models
 

@@ -92,7 +92,9 @@ class Placer:
         broker.on_reconnect(self._record.reconnected)
 
     async def start(self) -> None:
-        """Read and follow the bucket. It is created if it does not exist. May be called again. Raises BrokerError."""
+        """Read and follow the bucket. It is created if it does not exist. This method may be called again. Raises
+        BrokerError.
+        """
         await self._record.follow()
 
     def _on_value(self, key: str, value: StoredPart | None, revision: int) -> None:

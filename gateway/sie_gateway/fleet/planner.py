@@ -105,7 +105,7 @@ class Planner:
         self._cost: dict[str, float] = {}  # mean tokens of a message
         # work since the last step, by model: calls, messages and tokens
         self._noted: dict[str, tuple[int, int, int]] = {}
-        self._dropped = False  # whether a row was dropped since the table was made
+        self._dropped = False  # whether a row was dropped after the table was computed
         self._hosting: tuple[Placement | None, frozenset[str]] = (None, frozenset())
 
     def note(self, published: Mapping[str, tuple[int, int, int]]) -> None:
@@ -137,7 +137,7 @@ class Planner:
             beats = [*beats, *self._served(silent, table, backlog)]
         self._remember(table, backlog, now_s)
         if not beats:
-            return None  # no worker is live; a worker that returns uses the present table
+            return None  # no worker is live; a worker that returns uses the table that exists
         self._sync_workers(beats, now_s)
         self._forget_unused(now_s)
         if table is not self._table:
@@ -269,7 +269,7 @@ class Planner:
         self._dropped = True
 
     def _sync_table(self, table: Placement | None, now_s: float) -> None:
-        """Take over a table that this planner did not make, or the absence of a table."""
+        """Adopt a table that this planner did not compute, or the absence of a table."""
         hosts = table.hosts if table is not None else {}
         for number, (model, row) in enumerate(self._layout.rows.items()):
             if number % 64 == 0:

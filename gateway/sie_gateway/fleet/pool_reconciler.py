@@ -110,7 +110,8 @@ class PoolReconciler:
         """Do the work of the leader, if this gateway is the leader. Raises BrokerError."""
         if await self._leads():
             await self._expire()
-            await self._assign()  # before the removal, so that workers leave a stream before it is deleted
+            # workers must leave a stream before the stream is deleted, so this call is before the removal
+            await self._assign()
             await self._remove()
 
     async def _leads(self) -> bool:

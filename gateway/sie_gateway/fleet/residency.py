@@ -156,7 +156,9 @@ class Residencies:
                 trouble.met(error)
 
     async def _is_over(self, lane: Lane, residency: str, wish: _Wish) -> bool:
-        """Work on a wish. Return whether it has ended. Raises BrokerError."""
+        """Execute the next step of a wish, which is a requested load. Return whether the wish has ended. Raises
+        BrokerError.
+        """
         now_s, workers = self._clock(), self._fleet.of_lane(lane)
         states = {status.state for beat in workers if (status := _status(beat, residency)) is not None}
         since_s = None if wish.sent_s is None else now_s - wish.sent_s

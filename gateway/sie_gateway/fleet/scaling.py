@@ -74,8 +74,8 @@ class Scaling:
         ] = []  # functions that return the workers that a lane needs for other work, such as jobs with deadlines
 
     def find(self, name: str, grant: Grant | None = None) -> Lane:
-        """Return the lane of a name, `pool.machine_profile.bundle`. Work must be routable to it, and the credential
-        must be allowed to see it. Raises NotFound.
+        """Return the lane of a name, `pool.machine_profile.bundle`. The lane must be able to get work, and the
+        credential must be allowed to see the lane. Raises NotFound.
         """
         beats = [beat for beat, _ in self._fleet.workers()]
         profiles = {

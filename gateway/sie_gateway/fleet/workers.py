@@ -99,7 +99,7 @@ class WorkerSocket:
 
     @property
     def status(self) -> WorkerFrame | None:
-        """Return the status in the last frame; None without a frame, or if the frame is no status."""
+        """Return the status in the last frame; None if there was no frame, or if the frame is no status."""
         frame = self.frame
         if frame is None:
             return None
@@ -317,7 +317,7 @@ class Endpoints:
         ), slices.metadata.resource_version
 
     async def _change(self, client: httpx.AsyncClient, version: str) -> None:
-        """Return when an endpoint has changed since `version`, or when the API server ends the watch."""
+        """Wait until an endpoint has changed since `version`, or the API server ends the watch."""
         params = {**self._selected, "watch": "1", "resourceVersion": version, "timeoutSeconds": str(WATCH_S)}
         timeout = httpx.Timeout(5.0, read=WATCH_S + 10.0)
         async with client.stream("GET", self._path, params=params, headers=self._headers(), timeout=timeout) as answer:

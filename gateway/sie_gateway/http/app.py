@@ -23,6 +23,7 @@ from starlette.requests import ClientDisconnect
 import sie_contracts
 from sie_contracts import sdk_versions
 from sie_contracts.errors import (
+    SHUTTING_DOWN,
     GatewayTimeout,
     InternalFailure,
     InvalidInput,
@@ -153,7 +154,7 @@ def error_response(error: Exception, call: Call) -> Response:
     if error.retryable:
         headers["Retry-After"] = str(max(1, error.retry_after_s))
     if error.reason == "content_encoding":
-        headers["Accept-Encoding"] = "gzip"  # RFC 7694
+        headers["Accept-Encoding"] = "gzip"  # this header is defined in RFC 7694
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     status, body = call.shape(error, call.id, errors)
@@ -324,7 +325,7 @@ class Edge:
         if call.grant.limits.tokens_per_minute:
             call.charge = self._gateway.quotas.charge(call.key, call.grant.limits)
         if self._readiness.draining and method == "POST":
-            raise ShuttingDown("this gateway is shutting down; another one takes the request")
+            raise ShuttingDown(SHUTTING_DOWN)
 
     def _count(self, route: GatewayRoute | None, call: Call, status: int, seconds: float | None) -> None:
         endpoint = "ws" if seconds is None else route.endpoint if route is not None else "other"

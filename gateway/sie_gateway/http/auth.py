@@ -50,6 +50,14 @@ _ELSEWHERE = (
         "this server does not generate text, and its models are added with `sie models add`: of Ollama's routes it has"
         " /api/embed, /api/embeddings, /api/tags, /api/show, /api/ps and /api/version",
     ),
+    (
+        re.compile(r"(/v1)?/(embed|embeddings)/."),
+        "no such path; did you mean /v1/encode/{model}? /v1/embed and /v1/embeddings take the model in the body",
+    ),
+    (
+        re.compile(r"(/v1)?/rerank/."),
+        "no such path; did you mean /v1/score/{model}? /v1/rerank takes the model in the body",
+    ),
 )
 
 
@@ -105,11 +113,10 @@ class Gate:
                 for pattern, message in _ELSEWHERE:
                     if pattern.match(path):
                         raise NotFound(message)
-                raise NotFound(
-                    f"no such path; did you mean {near}?"
-                    if (near := TABLE.near(path))
-                    else "no such path; /docs lists all"
-                )
+                near, is_double = TABLE.near(path), path.startswith("/v1/v1/")
+                fault = "no such path: it begins with /v1 twice" if is_double else "no such path"
+                base = ", and a base URL without /v1" if is_double else ""
+                raise NotFound(f"{fault}; did you mean {near}{base}?" if near else f"{fault}; /docs lists all")
             allowed = [name for name, route in match.methods.items() if route.served]
             raise HTTPException(405, headers={"Allow": ", ".join(allowed)})
         return grant

@@ -21,7 +21,7 @@ class GatewayRoute(Route):
     """
 
     head: bool = False  # true if the route answers HEAD as well
-    body_bytes: int = CONTROL_BYTES  # most bytes of a body that the handler reads
+    body_bytes: int = CONTROL_BYTES  # largest number of bytes of a body that the handler reads
     body_s: float = CONTROL_S  # seconds in which the whole body must arrive
     shape: ErrorShape = native_shape
     shapes: tuple[ErrorShape, ...] = ()

@@ -20,7 +20,8 @@ from sie_contracts.media.documents import DocumentFile
 from sie_contracts.models.option_values import describe
 from sie_contracts.models.options import FIELDS
 from sie_contracts.names import did_you_mean
-from sie_contracts.wire.messages import MENTION_BYTES, Mention, utf8_bytes
+from sie_contracts.wire.messages import MENTION_BYTES, Mention, TextChunks, utf8_bytes
+from sie_gateway.inference import chunk_fields
 from sie_gateway.inference.images import File, Images, Link, Parsable, read_document, read_sound
 from sie_gateway.inference.images import read as read_images
 
@@ -32,13 +33,13 @@ ID_BYTES = 4  # bytes that are assumed for a token id: about as many bytes as th
 
 @dataclass(frozen=True)
 class RequestItem:
-    """Input of a request as the client sent it: a text, token ids of the model, a multivector (float32 [tokens,
-    width]), image files, a sound file or a document file.
+    """Input of a request in the form in which the client sent it: a text, token ids of the model, a multivector
+    (float32 [tokens, width]), image files, a sound file or a document file.
 
     `pair` is the second text of a pair. An item without any of these has no content for a model; then `instead` names
     an unknown field that it has. `unfit` is the reason why no model can run the item. `unknown` has its fields that the
     API does not define. `mentions` are entities of its metadata, if the model reads them. `links` are its images that
-    are not fetched yet.
+    are not fetched yet. `chunks` are parts of its text that get vectors of their own.
     """
 
     text: str | None
@@ -56,6 +57,7 @@ class RequestItem:
     links: tuple[Link, ...] = ()
     audio: bytes = b""
     document: DocumentFile | None = None
+    chunks: TextChunks | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -82,6 +84,7 @@ class RequestItem:
             size += ID_BYTES * len(self.tokens)
         size += self.file_bytes
         size += sum(MENTION_BYTES + len(mention.label.encode()) for mention in self.mentions)
+        size += len(self.chunks.spans) if self.chunks else 0
         return size if self.vectors is None else size + self.vectors.nbytes
 
 
@@ -129,16 +132,26 @@ def items(body: Mapping[str, Any], *, limit: int) -> tuple[RequestItem, ...]:
             extras={"limit": limit},
         )
     inputs = tuple(_item(value, f"{name}[{index}]") for index, value in enumerate(raw))
+    _check_chunks(inputs, name)
     for item in inputs:
         _ = item.size  # compute and cache the size here: a large body is read in a thread, not in the event loop
     return inputs
+
+
+def _check_chunks(inputs: Sequence[RequestItem], name: str) -> None:
+    """Raise InvalidInput if the items have too many spans in all."""
+    spans = sum(len(item.chunks.spans) // 8 for item in inputs if item.chunks is not None)
+    if spans > chunk_fields.MAX_REQUEST_CHUNKS:
+        limit = chunk_fields.MAX_REQUEST_CHUNKS
+        message = f"{name}: they have {spans} chunks in all, at most {limit} are allowed: send fewer items"
+        raise InvalidInput(message, reason="too_many_chunks", param=name, extras={"limit": limit})
 
 
 def query(body: Mapping[str, Any]) -> RequestItem:
     """Read the query to which the items are compared. Raises InvalidInput with reason schema."""
     raw = body.get("query")
     if raw is None:
-        message = f"query: expected a map or a string, got null{in_its_place(body, 'query', FIELDS)}"
+        message = f"query: missing{in_its_place(body, 'query', FIELDS)}"
         raise InvalidInput(message, reason="schema", param="query")
     return _item(raw, "query")
 
@@ -160,8 +173,10 @@ def in_its_place(body: Mapping[str, Any], name: str, fields: Collection[str]) ->
 _ELSEWHERE: Mapping[str, Mapping[str, str]] = {
     "items": dict.fromkeys(("text", "texts", "documents", "docs", "sentences", "passages"), "items"),
     "text": {
-        "content": "text",
-        "input": "text",
+        **dict.fromkeys(
+            ("content", "page_content", "input", "title", "body", "value", "string", "sentence", "passage"), "text"
+        ),
+        **dict.fromkeys(("doc", "chunk", "caption", "description", "data", "prompt", "query", "texts"), "text"),
         "image": "images",
         "image_url": "images",
         "documents": "document",
@@ -169,7 +184,7 @@ _ELSEWHERE: Mapping[str, Mapping[str, str]] = {
         "videos": "video",
     },
 }
-_ITEM = frozenset({"id", "text", "metadata", "images", "document", "audio", "video", "multivector"})
+_ITEM = chunk_fields.FIELDS | {"id", "text", "metadata", "images", "document", "audio", "video", "multivector"}
 _MODALITIES = {
     "images": "image",
     "document": "document",
@@ -215,6 +230,7 @@ def _item(value: Any, path: str) -> RequestItem:
         unfit=unfit or unheard or parsable.fault,
         audio=audio,
         document=parsable.document,
+        chunks=chunk_fields.read(value, text, path) if "chunks" in value else None,
         instead=instead,
         unknown=unknown,
         links=links,

@@ -78,9 +78,9 @@ class Call:
     charge: Charge | None = None  # charge for the tokens of the request, if its key has a quota
     shape: ErrorShape = native_shape
     dialect: Dialect = NATIVE
-    budget_s: float = 0.0  # seconds from received_s
+    budget_s: float = 0.0  # seconds from `received_s` to the deadline
     model: str | None = None  # name of the model in the path; None if the body names it
-    resolved: Resolved | None = None  # the resolved `model`
+    resolved: Resolved | None = None  # the model to which the field `model` resolves
     client: str = ""  # address of the client
     body: bytes = b""  # body of an inference request
     # reader of the body; None for a request without a connection, such as a line of a batch
@@ -88,7 +88,7 @@ class Call:
     infer_request: InferRequest | None = None  # the last request that was parsed
     attempt: int = 0  # number of restarts because the entry of the model changed
     finished: RequestResult | None = None  # result of the last run
-    code: str = ""  # code of the error that it was answered with
+    code: str = ""  # code of the error in the answer
     message: str = ""  # message of the error with this code
     # trace context for the work of this request: from the gateway's span, or else from the client
     context: Context = NONE

@@ -8,8 +8,9 @@ size of its result.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import NamedTuple
 
 from sie_contracts.errors import PayloadTooLarge
@@ -21,6 +22,7 @@ from sie_contracts.models.entries import ModelEntry
 from sie_contracts.models.options import TOKEN_STATES
 from sie_contracts.wire import messages
 from sie_contracts.wire.messages import Operation, RunOptions
+from sie_gateway.inference import chunk_fields
 from sie_gateway.inference.body import MAX_BODY_BYTES, RequestItem, sizes
 from sie_gateway.inference.images import pixels
 
@@ -60,7 +62,17 @@ class ItemFiles(NamedTuple):
     document: int = 0
 
 
+class TextParts(NamedTuple):
+    """Rows and results of the text of an input. `longest`: its most tokens; `vectors`: the results for it, more than
+    one for a text with chunks.
+    """
+
+    longest: int
+    vectors: int = 1
+
+
 _NO_FILES, _IMAGE = ItemFiles(), ImageCost()
+_NO_PARTS: Mapping[int, TextParts] = MappingProxyType({})
 
 
 class ChunkLimits(NamedTuple):
@@ -107,12 +119,16 @@ def plan(
         _check_pixels([*items, query] if query else items)
     max_tokens = entry.max_tokens
     item_bytes, token_bytes = result_bytes(operation, entry, run)
+    parts = _chunked_parts(items, max_tokens)
+    whole = TextParts(max_tokens)
     _check_reply(
-        item_bytes * len(item_sizes)
+        item_bytes * (len(item_sizes) + sum(text.vectors - 1 for text in parts.values()))
         + token_bytes
         * sum(
-            estimated_tokens(size - own.own_bytes, max_tokens) + own.images * image.vectors + own.document
-            for size, own in zip(item_sizes, files or itertools.repeat(_NO_FILES), strict=False)
+            estimated_tokens(size - own.own_bytes, parts.get(index, whole).longest)
+            + own.images * image.vectors
+            + own.document
+            for index, (size, own) in enumerate(zip(item_sizes, files or itertools.repeat(_NO_FILES), strict=False))
         )
     )
     shared_text_bytes = shared_bytes - (query.file_bytes if query else 0)
@@ -128,6 +144,7 @@ def plan(
         each_tokens=estimated_tokens(shared_text_bytes, max_tokens) if shared_text_bytes else 0,
         files=files,
         image=image,
+        parts=parts,
     )
     if shared_bytes * len(chunks) > MAX_BODY_BYTES:
         name = "query" if is_query else "instruction"
@@ -139,6 +156,16 @@ def plan(
     if operation in ("tokenize", "decode"):  # these operations do not use the device, so they have no cost
         chunks = [replace(piece, cost=1, squares=0) for piece in chunks]
     return chunks, sum(item_sizes)
+
+
+def _chunked_parts(items: Sequence[RequestItem], max_tokens: int) -> dict[int, TextParts]:
+    """Return the parts of each text with chunks, which is read to its end, by index."""
+    parts = {}
+    for index, item in enumerate(items):
+        if item.chunks is not None:
+            tokens = item.size // BYTES_PER_TOKEN + SPECIAL_TOKENS
+            parts[index] = TextParts(max(max_tokens, item.size), chunk_fields.estimated_chunks(item.chunks, tokens))
+    return parts
 
 
 def _files(items: Sequence[RequestItem], query: RequestItem | None) -> list[ItemFiles]:
@@ -220,6 +247,7 @@ def split(
     rows: int = 1,
     files: Sequence[ItemFiles] = (),
     image: ImageCost = _IMAGE,
+    parts: Mapping[int, TextParts] = _NO_PARTS,
 ) -> list[Chunk]:
     """Split inputs of these sizes into chunks. Each chunk has at least one input. A chunk of several inputs is within
     the limits.
@@ -227,17 +255,19 @@ def split(
     The result of an input has at most `item_result_bytes`, plus `token_result_bytes` for each token, and each byte of
     the input may be a token. `each_tokens` are added to every input, for example the tokens of a query. Each input is
     run as `rows` rows. `files` has the files of each input, if there are any; `image` is the cost of an image or a
-    sound.
+    sound. `parts` has the texts with chunks, by index.
     """
     chunks: list[Chunk] = []
     start = cost = squares = payload = result = 0
+    whole = TextParts(max_tokens)
     for index, size in enumerate(sizes_bytes):
+        longest, vectors = parts.get(index, whole)
         own = files[index] if files else _NO_FILES
         text, shown = size - own.own_bytes, own.images * image.tokens + own.document
-        length = min(max_tokens, text // BYTES_PER_TOKEN + SPECIAL_TOKENS + each_tokens)
+        length = min(longest, text // BYTES_PER_TOKEN + SPECIAL_TOKENS + each_tokens)
         tokens = rows * length + shown
-        expected = item_result_bytes + token_result_bytes * (
-            min(max_tokens, text + SPECIAL_TOKENS + each_tokens) + own.images * image.vectors + own.document
+        expected = item_result_bytes * vectors + token_result_bytes * (
+            min(longest, text + SPECIAL_TOKENS + each_tokens) + own.images * image.vectors + own.document
         )
         full = (
             cost + tokens > limits.cost
@@ -248,7 +278,7 @@ def split(
             chunks.append(Chunk(start, index, cost, squares))
             start, cost, squares, payload, result = index, 0, 0, 0, 0
         cost += tokens
-        squares += rows * length * length + own.images * image.tokens * image.tokens
+        squares += rows * length * min(length, max_tokens) + own.images * image.tokens * image.tokens
         payload += size
         result += expected
     if start < len(sizes_bytes):

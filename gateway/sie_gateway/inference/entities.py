@@ -10,7 +10,7 @@ from sie_contracts.wire.messages import Mention
 from sie_gateway.inference.body import RequestItem
 
 MAX_MENTIONS = 100  # largest number of entities of an item: every pair of them is scored for every label
-MAX_LABEL = 1000  # characters
+MAX_LABEL = 1000  # largest number of characters of a label
 _PATH = "metadata.entities"
 
 

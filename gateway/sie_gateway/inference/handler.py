@@ -48,7 +48,7 @@ from sie_gateway.metrics import Metrics
 from sie_runtime.feed import CatalogueFeed
 
 WATCH_AFTER_S = 1.0
-MAX_ATTEMPTS = 4  # attempts of a request if the entry of its model changes meanwhile
+MAX_ATTEMPTS = 4  # attempts of a request if the entry of its model changes during an attempt
 RENEWED_WITHIN_S = 1.0  # seconds within which the gateway's catalogue receives a new entry that a worker already has
 _HUB_ID = re.compile(r"[a-zA-Z0-9][\w.-]*/[\w.-]+", re.ASCII)
 _NO_PARAMETERS = frozenset({"items", "inputs", "input", "query", "model"})
@@ -136,9 +136,17 @@ class Inference:
         except ModelNotFound as error:
             if "suggestions" in error.extras:
                 name = spec.rpartition(":/")[2].partition("@")[0].partition(":")[0]
-                error.extras["suggestions"] = like = catalogue.near(name, able)
-                error.message += _remedy(name, like)
+                owner = next((owner for start, owner in _FOREIGN.items() if name.startswith(start)), "")
+                like = self._loaded(catalogue, able) if owner else catalogue.near(name, able)
+                error.extras["suggestions"] = like
+                error.message += _foreign(name, owner, like) if owner else _remedy(name, like)
             raise
+
+    def _loaded(self, catalogue: Catalogue, able: Able) -> list[str]:
+        """Return the loaded models that are able, at most two."""
+        loaded = {status.model for beat in self._fleet.healthy() for status in beat.models if status.state == "loaded"}
+        entries = (catalogue.find(name) for name in sorted(loaded))
+        return [entry.id for entry in entries if entry is not None and able(entry)][:2]
 
     async def answer(
         self,
@@ -217,7 +225,7 @@ class Inference:
             loop.call_later(self.watch_after_s, self._watch)
 
     async def _handled(self, call: Call, route: InferenceRoute, raw: bytes) -> EncodedReply:
-        """Run the handler of the route with one entry of the model throughout. If the entry changes meanwhile, start
+        """Run the handler of the route with one entry of the model throughout. If the entry of the model changes, start
         again.
         """
         while True:
@@ -379,10 +387,27 @@ class Inference:
 
 def _remedy(name: str, like: list[str]) -> str:
     """Return the end of a ModelNotFound message: similar names, and the command that adds a model of the hub."""
-    adds = f"`sie models add {name}` adds it if the Hugging Face Hub has it" if _HUB_ID.fullmatch(name) else ""
+    adds = f"`sie pull {name}` adds it if the Hugging Face Hub has it" if _HUB_ID.fullmatch(name) else ""
     if like:
         return f"; did you mean {' or '.join(like)}?{f' {adds}' if adds else ''}"
     return f"; {adds or 'GET /v1/models lists those that there are'}"
+
+
+# companies whose models are no files, by the beginning of a model's name
+_FOREIGN = {
+    "text-embedding-": "OpenAI",
+    "voyage-": "Voyage",
+    "embed-english-": "Cohere",
+    "embed-multilingual-": "Cohere",
+    "embed-v4": "Cohere",
+    "rerank-": "Cohere or Voyage",
+}
+
+
+def _foreign(name: str, owner: str, loaded: list[str]) -> str:
+    """Return the end of a ModelNotFound message for a model that only its company can serve."""
+    models = f"{' or '.join(loaded)} is loaded here" if loaded else "GET /v1/models lists those that there are"
+    return f"; that is a model of {owner}: {models}, and `sie models alias {name} MODEL` lets MODEL answer for it"
 
 
 def _pool_name(value: str) -> str:
@@ -406,7 +431,7 @@ def _error_mode(call: Call) -> str:
 
 
 def _check_remote(headers: Mapping[str, str]) -> None:
-    """Raise InvalidInput if the client asks for another server to answer: this gateway always answers itself."""
+    """Raise InvalidInput for a value of X-SIE-Remote other than forbid: this gateway always answers requests itself."""
     named = headers.get("x-sie-remote")
     if named is not None and named.strip().lower() != "forbid":
         raise InvalidInput("X-SIE-Remote: expected forbid", reason="schema", param="X-SIE-Remote")

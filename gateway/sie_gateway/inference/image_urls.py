@@ -36,11 +36,11 @@ from sie_runtime.http.protocol import matches, parts
 if TYPE_CHECKING:
     from sie_gateway.inference.body import RequestItem
 
-MAX_BYTES = 32 << 20  # bytes of an image
+MAX_BYTES = 32 << 20  # largest number of bytes of an image
 MAX_REQUEST_BYTES = 256 << 20  # bytes of the images of a request: the same as the limit of its body
 MAX_HELD_BYTES = 1 << 30  # bytes of the images of all requests
 MAX_URLS = 256  # largest number of URLs of a request
-MAX_URL = 8192  # characters of a URL
+MAX_URL = 8192  # largest number of characters of a URL
 MAX_HEAD_BYTES = 64 << 10  # bytes of the head of an answer: interim answers and headers
 # largest number of pieces of an answer, plus one for each PIECE_BYTES: each piece takes time of the event loop
 MAX_PIECES, PIECE_BYTES = 1000, 64
@@ -111,7 +111,7 @@ async def resolved(host: str, port: int) -> list[str]:
     answer: asyncio.Future[list[str]] = loop.create_future()
 
     def settle(result: list[str] | Exception) -> None:
-        if answer.done():  # the fetch was cancelled meanwhile
+        if answer.done():  # the fetch was cancelled in the meantime
             return
         if isinstance(result, Exception):
             answer.set_exception(result)
@@ -125,7 +125,7 @@ async def resolved(host: str, port: int) -> list[str]:
             result = list(dict.fromkeys(str(address[0]) for *_, address in addresses))
         except (OSError, UnicodeError) as error:
             result = error
-        with contextlib.suppress(RuntimeError):  # the process has ended meanwhile
+        with contextlib.suppress(RuntimeError):  # the process has ended in the meantime
             loop.call_soon_threadsafe(settle, result)
 
     threading.Thread(target=resolve, name="resolve", daemon=True).start()
@@ -255,8 +255,8 @@ class ImageUrls:
 
     @contextlib.asynccontextmanager
     async def _answer(self, target: httpx.URL) -> AsyncIterator[httpcore.Response]:
-        """Open a new connection and yield the answer. A kept connection could lead to an address that the name had
-        before.
+        """Open a new connection and yield the answer. An open connection from an earlier fetch could lead to an old
+        address of the name.
         """
         url = httpcore.URL(scheme=target.raw_scheme, host=target.raw_host, port=target.port, target=target.raw_path)
         headers = [(b"host", target.netloc), *_HEADERS]

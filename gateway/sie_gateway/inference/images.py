@@ -100,7 +100,7 @@ _READERS: tuple[tuple[bytes, Callable[[bytes], ImageHeader | None]], ...] = (
     (b"RIFF", _webp),
     (b"BM", _bmp),
 )
-MAX_IMAGES = 64  # images of one input
+MAX_IMAGES = 64  # largest number of images of one input
 EXPECTED = "the bytes of an image file, as base64 or in a data URI"
 EXPECTED_SOUND = "the bytes of a sound file, as base64 or in a data URI"
 EXPECTED_DOCUMENT = "the bytes of a document, as base64 or in a data URI"

@@ -17,14 +17,14 @@ import asyncio
 import logging
 from typing import Any, Generic, Protocol, TypeVar
 
-from sie_contracts.errors import GatewayTimeout, ShuttingDown
+from sie_contracts.errors import SHUTTING_DOWN, GatewayTimeout, ShuttingDown
 from sie_runtime.failpoints import failpoint
 from sie_runtime.http.server import Receive
 from sie_runtime.process import Tasks
 
 REATTACH_WINDOW_S = 10.0  # seconds (contract 2.7)
 MAX_AWAY = 256
-MAX_AWAY_BYTES = 256 << 20  # bytes of the bodies of these runs
+MAX_AWAY_BYTES = 256 << 20  # largest number of bytes of the bodies of all runs without a client
 # headers that distinguish requests, in addition to path and body
 HEADERS = (
     "authorization",
@@ -98,7 +98,7 @@ class Attachments(Generic[A]):
         return next((run for run in self._away.get(_identity(caller, body), ()) if run.body == body), None)
 
     def keep(self, run: Run[A]) -> bool:
-        """Store a run so that `find` returns it. Return False if there is no room."""
+        """Store a run, so that `find` can return it. Return False if there is no room."""
         if self._closed or self.count >= MAX_AWAY or self._bytes + len(run.body) > MAX_AWAY_BYTES:
             return False
         self._away.setdefault(_identity(run.caller, run.body), []).append(run)
@@ -152,17 +152,17 @@ class Run(Generic[A]):
         self.body = body
         self._table = table
         self._task = task
-        self._left = False  # true after its own client has disconnected
+        self._left = False  # true after the client that started the run has disconnected
         self._present = 1
         self._is_kept = False
         self._is_given_up = False
         self._window: asyncio.TimerHandle | None = None
-        self._outcome: asyncio.Future[A] | None = None  # created when its client disconnects
+        self._outcome: asyncio.Future[A] | None = None  # created when the client that started the run disconnects
         self._watcher: asyncio.Task[None] | None = table.tasks.start(self._until_left(receive), "presence of a client")
 
     def end(self, error: BaseException | None, answer: A | None) -> bool:
-        """Note the end of the run. Return True if its own client had left. Raises ClientGone if the run was cancelled
-        for that.
+        """Record the end of the run. Return True if the client that started the run has disconnected. Raises ClientGone
+        if the run was cancelled because of that.
         """
         if self._watcher is not None:
             self._watcher.cancel()
@@ -170,7 +170,7 @@ class Run(Generic[A]):
             self._unkeep()
         if self._outcome is not None:
             self._settle(self._outcome, error, answer)
-        # Both end in an exception whose traceback refers to this run.
+        # These two objects have an exception whose traceback refers to this run.
         # Without this line, the body would stay in memory until a garbage collection.
         self._watcher = self._outcome = None
         if self._is_given_up and isinstance(error, asyncio.CancelledError):
@@ -184,11 +184,7 @@ class Run(Generic[A]):
             assert answer is not None
             outcome.set_result(answer)
             return
-        ended = (
-            error
-            if isinstance(error, Exception)
-            else ShuttingDown("this gateway is shutting down; another one takes the request")
-        )
+        ended = error if isinstance(error, Exception) else ShuttingDown(SHUTTING_DOWN)
         outcome.set_exception(ended)
         outcome.exception()  # marks the exception as retrieved, in case no client joins the run
 
@@ -260,6 +256,6 @@ class Run(Generic[A]):
 
 
 async def disconnected(receive: Receive) -> None:
-    """Return when the client has disconnected. The caller must have read the whole body before."""
+    """Wait until the client has disconnected. The caller must have read the whole body before."""
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -5,6 +5,7 @@ pieces. Both formats have the same values.
 from __future__ import annotations
 
 import base64
+import functools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ import numpy as np
 import orjson
 
 from sie_contracts import arrays
-from sie_contracts.errors import ErrorInfo, SIEError
+from sie_contracts.errors import ErrorInfo, InternalFailure, SIEError
 from sie_contracts.models.entries import ModelEntry
 from sie_contracts.wire.messages import Failed, Ok, Outcome, RunOptions, WorkResult
 from sie_runtime.http.server import Body
@@ -196,10 +197,20 @@ class _Listed:
 
 
 def _is_wide(value: Any) -> bool:
-    """Return True if the value contains a matrix that is larger than a piece."""
+    """Return True if the value has a matrix, or chunks with numbers, of more than a piece."""
     if isinstance(value, np.ndarray):
         return value.ndim == 2 and value.size > PIECE_VALUES
+    if isinstance(value, list):
+        return _numbers(value) > PIECE_VALUES
     return isinstance(value, dict) and any(map(_is_wide, value.values()))
+
+
+def _numbers(value: Any) -> int:
+    """Count the numbers in the arrays of a value."""
+    if isinstance(value, np.ndarray):
+        return value.size
+    parts = value if isinstance(value, list) else value.values() if isinstance(value, dict) else ()
+    return sum(map(_numbers, parts))
 
 
 def _parts(value: Any) -> Iterator[Piece]:
@@ -214,7 +225,7 @@ def _parts(value: Any) -> Iterator[Piece]:
             before = b","
         yield b"}"
     else:
-        yield from _Listed(value, value.size, b"[", lambda _: b"]", None)
+        yield from _Listed(value, _numbers(value), b"[", lambda _: b"]", None)
 
 
 def listed(
@@ -261,7 +272,7 @@ def _json(value: Any) -> bytes:
 
 
 def slot_error(info: ErrorInfo) -> dict[str, Any]:
-    """Return the map of an error, which replaces a value."""
+    """Return the map of an error, which replaces the value of an input in the reply."""
     error = SIEError.from_info(info)
     error_map: dict[str, Any] = {"code": error.code, "message": error.message, "retryable": error.retryable}
     if error.reason:
@@ -292,7 +303,10 @@ def _exact_array_of(result: WorkResult, outcome: Ok, name: str) -> arrays.Array:
     """Return one output for JSON. A float16 becomes a float64: the shortest digits of a float64 are the exact value,
     while the digits of a float16 are rounded.
     """
-    values = array_of(result, outcome, name)
+    return _exact(array_of(result, outcome, name))
+
+
+def _exact(values: arrays.Array) -> arrays.Array:
     return values.astype(np.float64) if values.dtype == np.float16 else values
 
 
@@ -339,14 +353,11 @@ def encode_slots(
     items: Sequence[RequestItem], outcomes: Sequence[Placed], entry: ModelEntry, run: RunOptions, *, msgpack: bool
 ) -> list[dict[str, Any]]:
     """Return one slot per input, in order. A slot has the requested outputs, or the error of the input."""
-    token_dims = run.dimensions or entry.outputs.get("multivector", 0)
-    dense_dims = run.muvera.width(token_dims) if run.muvera else run.dimensions or entry.outputs.get("dense", 0)
     read: Callable[[WorkResult, Ok, str], Any] = array_of
     if msgpack:
         read = _packed_of
     elif run.dtype == "float16":
         read = _exact_array_of
-    extras = EXTRAS.get(run.dtype, ())
     slots = []
     for item, (result, outcome) in zip(items, outcomes, strict=True):
         slot = _echo(item)
@@ -355,31 +366,72 @@ def encode_slots(
             slot["error"] = slot_error(outcome.error)
             slot["usage"] = _usage(outcome)
             continue
-        for name in run.outputs:
-            if name == "dense":
-                slot["dense"] = dense = {
-                    "dims": dense_dims,
-                    "dtype": run.dtype,
-                    "values": read(result, outcome, "dense"),
-                }
-                for key in extras:
-                    dense[key] = float(array_of(result, outcome, f"dense.{key}")[0])
-                if run.muvera:
-                    dense["source"] = "muvera"
-            elif name == "multivector":
-                rows, values = outcome.outputs["multivector"].shape[0], read(result, outcome, "multivector")
-                slot["multivector"] = {
-                    "token_dims": token_dims,
-                    "num_tokens": rows,
-                    "dtype": run.dtype,
-                    "values": values,
-                }
-                slot["multivector"] |= {key: read(result, outcome, f"multivector.{key}") for key in extras}
-            else:
-                dtype = "float16" if run.dtype == "float16" else "float32"
-                indices, values = read(result, outcome, "sparse.indices"), read(result, outcome, "sparse.values")
-                slot["sparse"] = {"dims": entry.outputs["sparse"], "dtype": dtype, "indices": indices, "values": values}
+        if item.chunks is None:
+            own = result, outcome
+            slot |= _outputs(entry, run, functools.partial(read, *own), functools.partial(array_of, *own))
+        else:
+            slot["chunks"] = _chunk_slots(entry, run, result, outcome, exact=not msgpack)
         slot["usage"] = _usage(outcome)
+    return slots
+
+
+def _outputs(
+    entry: ModelEntry, run: RunOptions, read: Callable[[str], Any], array: Callable[[str], arrays.Array]
+) -> dict[str, Any]:
+    """Return the requested outputs of one input or chunk. `read` returns an output in the form of the reply, `array` as
+    an array.
+    """
+    token_dims = run.dimensions or entry.outputs.get("multivector", 0)
+    dense_dims = run.muvera.width(token_dims) if run.muvera else run.dimensions or entry.outputs.get("dense", 0)
+    extras = EXTRAS.get(run.dtype, ())
+    outputs: dict[str, Any] = {}
+    for name in run.outputs:
+        if name == "dense":
+            outputs["dense"] = dense = {"dims": dense_dims, "dtype": run.dtype, "values": read("dense")}
+            for key in extras:
+                dense[key] = float(array(f"dense.{key}")[0])
+            if run.muvera:
+                dense["source"] = "muvera"
+        elif name == "multivector":
+            outputs["multivector"] = {
+                "token_dims": token_dims,
+                "num_tokens": len(array("multivector")),
+                "dtype": run.dtype,
+                "values": read("multivector"),
+            }
+            outputs["multivector"] |= {key: read(f"multivector.{key}") for key in extras}
+        else:
+            dtype = "float16" if run.dtype == "float16" else "float32"
+            indices, values = read("sparse.indices"), read("sparse.values")
+            outputs["sparse"] = {"dims": entry.outputs["sparse"], "dtype": dtype, "indices": indices, "values": values}
+    return outputs
+
+
+def _chunk_slots(
+    entry: ModelEntry, run: RunOptions, result: WorkResult, outcome: Ok, *, exact: bool
+) -> list[dict[str, Any]]:
+    """Return a slot for each chunk of an input: its span, its tokens, its outputs. `exact` is that of `_exact`. Raises
+    InternalFailure if the worker knows no chunks.
+    """
+    if "chunks" not in outcome.outputs:
+        raise InternalFailure("the worker is older than the gateway and knows no chunks", reason="not_chunked")
+    table = array_of(result, outcome, "chunks")
+    ends = np.cumsum(table[:, 3:], axis=0)
+    whole = {name: array_of(result, outcome, name) for name in outcome.outputs}
+    slots = []
+    for index, (start, end, tokens, vectors, entries) in enumerate(table.tolist()):
+        stops = {"dense": index + 1, "multivector": int(ends[index, 0]), "sparse": int(ends[index, 1])}
+        sizes = {"dense": 1, "multivector": vectors, "sparse": entries}
+
+        def array(name: str, stops: Mapping[str, int] = stops, sizes: Mapping[str, int] = sizes) -> arrays.Array:
+            kind = name.partition(".")[0]
+            part = whole[name][stops[kind] - sizes[kind] : stops[kind]]
+            return part[0] if name == "dense" else part
+
+        def read(name: str, array: Callable[[str], arrays.Array] = array) -> arrays.Array:
+            return _exact(array(name)) if exact else array(name)
+
+        slots.append({"start": start, "end": end, "tokens": tokens, **_outputs(entry, run, read, array)})
     return slots
 
 

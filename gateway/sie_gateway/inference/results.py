@@ -180,9 +180,10 @@ class RequestResult:
             return
         error, listed = failure
         is_input = isinstance(error, InvalidInput)  # any other error is not caused by this input
-        # The error may name a field of the input.
-        # Image fields are left out for other client families, because their names differ.
-        field = error.param if error.param == "text" or (not name and error.param.startswith("images[")) else ""
+        # The error may name a field of the input. Fields of images and chunks are left out for other client families,
+        # because their names differ.
+        own = error.param.startswith(("images[", "chunks"))
+        field = error.param if error.param == "text" or (not name and own) else ""
         place = f"{name or 'items'}[{listed[0]['index']}]" + (f".{field}" if is_input and field else "")
         if is_input and error.param.startswith(place):  # the message already has the path of the input
             raise FailedRequest(error, listed)
@@ -432,7 +433,7 @@ class OutcomeCollector:
             self._done.set_exception(error)
 
     async def wait(self, timeout_s: float) -> None:
-        """Wait until the collector is complete. Raises TimeoutError, or the error given to `fail`."""
+        """Wait until the collector is complete. Raises TimeoutError, or the argument of `fail`."""
         done, _ = await asyncio.wait((self._done,), timeout=timeout_s)
         if not done:
             raise TimeoutError
@@ -525,7 +526,7 @@ class ResultInbox:
         self._metrics.inbox_dropped.inc()
         collector = self._open.get(subject.rpartition(".")[2])
         if collector is not None:
-            collector.fail(ResourceExhausted("this gateway could not take in a result of this request in time"))
+            collector.fail(ResourceExhausted("this gateway could not accept a result of this request in time"))
 
     async def _on_result(self, message: CoreMessage) -> None:
         try:
@@ -549,7 +550,7 @@ class ResultInbox:
             self._metrics.deliveries.observe(result.batch.deliveries)
         return verdict
 
-    # Results in parts
+    # results that are sent in several parts
 
     def _keep(self, part: Fragment, reply: str) -> Verdict | None:
         """Store a part and return the verdict on it. Return None while the digest of the complete result is checked."""

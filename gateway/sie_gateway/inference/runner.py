@@ -17,9 +17,8 @@ from dataclasses import replace
 from sie_contracts.errors import CONFIG_CHANGED, ErrorInfo, GatewayTimeout, InternalFailure, InvalidInput, SIEError
 from sie_contracts.models import families
 from sie_contracts.models.costs import ImageCost
-from sie_contracts.models.entries import ModelEntry
-from sie_contracts.models.option_values import describe
-from sie_contracts.wire.messages import Failed, Input, Operation, Vectors, WorkItem, WorkResult
+from sie_contracts.models.entries import ModelEntry, is_joinable
+from sie_contracts.wire.messages import Failed, Input, Operation, TextChunks, Vectors, WorkItem, WorkResult
 from sie_gateway.admission.admission import Admission, Permits
 from sie_gateway.fleet.demand import ColdStarts
 from sie_gateway.inference import chunk, telemetry
@@ -35,6 +34,7 @@ from sie_runtime.feed import CatalogueFeed
 
 CHECK_AGAIN_S = 1.0
 MAX_TAKERS = 3  # largest number of models that an error names
+CHUNKED_FAMILY = "text-encoder"  # family whose texts may have chunks
 _logger = logging.getLogger("sie.gateway.runner")
 
 
@@ -229,7 +229,7 @@ class _Sending:
             self._collector.fail(InternalFailure("the gateway failed while it queued this request"))
 
     async def finish(self) -> None:
-        """Return when the last message is stored: its result may arrive before the broker's acknowledgement."""
+        """Wait until the last message is stored: its result may arrive before the broker's acknowledgement."""
         if self._rest is not None:
             await self._rest
 
@@ -328,6 +328,18 @@ class _Takers:
             )
         return self._told[modality]
 
+    def models_with_chunks(self) -> str:
+        """Return the end of an error: the first few models whose dense vectors are a mean or a maximum, which chunks
+        with context need.
+        """
+        able = (
+            entry.id
+            for entry in self._feed.catalogue.entries.values()
+            if entry.family == CHUNKED_FAMILY and "dense" in entry.outputs and is_joinable(entry.run.pooling or "")
+        )
+        models = heapq.nsmallest(MAX_TAKERS, able)
+        return f"; models that do: {', '.join(models)}" if models else "; no model here does"
+
 
 def _unusable(item: RequestItem, request: PlannedRequest, takers: _Takers) -> Failed | None:
     """Return the failure of an item that this model cannot run, so far as the gateway can check it, or None."""
@@ -344,13 +356,35 @@ def _unusable(item: RequestItem, request: PlannedRequest, takers: _Takers) -> Fa
     if item.unfit is not None:
         return Failed(item.unfit)
     if item.is_empty:
-        message = f"text: expected a string, got {describe(None)}{item.instead}"
+        message = f"text: missing{item.instead}"
         return Failed(ErrorInfo("INVALID_INPUT", message, reason="empty_item", param="text"))
+    if item.chunks is not None and (fault := _fault_of_chunks(item.chunks, request, takers)) is not None:
+        return Failed(fault)
     if _reads_mentions(request):
         try:
             mentions(item)
         except InvalidInput as error:
             return Failed(error.info())
+    return None
+
+
+def _fault_of_chunks(chunks: TextChunks, request: PlannedRequest, takers: _Takers) -> ErrorInfo | None:
+    """Return the reason why this model gives no vectors of chunks, with the models that do, or None. The pooling of an
+    entry that does not name one is known to the worker.
+    """
+    entry, run = request.resolved.entry, request.options.run
+    if request.operation != "encode":
+        return ErrorInfo("INVALID_INPUT", "chunks: encode alone has them", reason="unsupported_task", param="chunks")
+    if entry.family != CHUNKED_FAMILY:
+        message = f"chunks: {entry.id} gives no vectors of chunks{takers.models_with_chunks()}"
+        return ErrorInfo("INVALID_INPUT", message, reason="unsupported_modality", param="chunks")
+    is_pooled = chunks.context and "dense" in run.outputs and run.muvera is None
+    if is_pooled and run.pooling and not is_joinable(run.pooling):
+        message = (
+            f"chunks: the pooling of {entry.id} is {run.pooling}, and with context the dense vector of a chunk is a "
+            f"mean or maximum over its tokens{takers.models_with_chunks()}; without context any pooling will do"
+        )
+        return ErrorInfo("INVALID_INPUT", message, reason="unsupported_pooling", param="chunks")
     return None
 
 
@@ -361,7 +395,7 @@ def _reads_mentions(request: PlannedRequest) -> bool:
 def _input(item: RequestItem) -> Input:
     """Return the part of an item that a worker needs."""
     if item.tokens is None and item.pair is None and item.vectors is None and not item.files:
-        return Input(item.text, mentions=item.mentions)
+        return Input(item.text, mentions=item.mentions, chunks=item.chunks)
     return Input(
         item.text,
         tokens=item.tokens,

@@ -46,7 +46,7 @@ MAX_BYTES = 4 << 20  # bytes of the inputs of a request that may be copied: copi
 BUDGET_S = 30.0
 LOADED_S = 0.25  # seconds: a lane whose work waits longer gets no copies
 PAUSE_S, SHORT_PAUSE_S = 60.0, 5.0  # seconds without copies after a permanent failure, and after a temporary one
-KEY = "_shadow"  # key of all copies: together they get one turn among the keys
+KEY = "_shadow"  # key of all copies: when keys take turns, all copies are requests of one key
 _ROUNDING = 1e-6  # tolerance for rounding of a share times a count
 _COMPARED = ("float32", "float16")
 _logger = logging.getLogger("sie.gateway.shadow")
@@ -113,8 +113,8 @@ class Shadows:
         self._run = run
         self._clock = clock
         self._met: dict[str, int] = {}  # number of requests that the share is computed from, by alias
-        self._figures: dict[str, ShadowStatistics] = {}  # by alias
-        self._paused_s: dict[str, float] = {}  # by model, time until which it gets no copies
+        self._figures: dict[str, ShadowStatistics] = {}  # statistics of each alias
+        self._paused_s: dict[str, float] = {}  # by model, the time until which the model gets no copies
         self._opening: set[str] = set()  # residencies that a copy is loading
         self._tasks: set[asyncio.Task[None]] = set()
 

@@ -28,7 +28,7 @@ _TIMED = (*STAGES, "total_time")
 
 
 def begin_trace(tracer: Tracer | None, call: Call, method: str) -> None:
-    """Take over the client's trace context, and begin a span if this gateway traces."""
+    """Use the client's trace context, and begin a span if this gateway traces."""
     own = None if call.path.startswith(_POLLED) else tracer
     call.context, call.span = tracing.begin_request(own, call.headers, method, call.id, call.received_s)
 

@@ -161,7 +161,7 @@ class AnswerCache:
         self._known = await asyncio.to_thread(_KnownDigests.from_digests, digests)
 
     async def _rows(self, name: str) -> bytes:
-        """Return the digests of a segment, concatenated; no bytes if the segment was removed meanwhile."""
+        """Return the digests of a segment, concatenated; no bytes if the segment was removed in the meantime."""
         import obstore
 
         try:

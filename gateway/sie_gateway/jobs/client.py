@@ -276,7 +276,7 @@ class JobClient:
                 outcomes = (await self.inference.execute(call, understood)).outcomes
                 for _, outcome in outcomes:
                     if isinstance(outcome, Failed) and outcome.error.code == ModelLoadFailed.code:
-                        raise SIEError.from_info(outcome.error)  # the inputs did not cause it
+                        raise SIEError.from_info(outcome.error)  # the inputs did not cause this error
                 return outcomes
             except (InvalidInput, PayloadTooLarge) as error:
                 raise ItemsRefused(error) from error
@@ -294,7 +294,7 @@ class JobClient:
                 return finished
             finally:
                 self._throttle.settle(expected, len(items), tokens)
-        except ItemsRefused as refused:  # because of one item, the query, or the size of all items together
+        except ItemsRefused as refused:  # the cause may be one item, the query, or the size of all items together
             if len(items) == 1:
                 return [(WorkResult(uuid7(), 0, "", ()), Failed(refused.error.info()))]
         finally:

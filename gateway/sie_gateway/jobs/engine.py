@@ -52,8 +52,8 @@ class Credentials(NamedTuple):
 
 
 class JobEngine:
-    """Builder of jobs. `store`: the payload store, None without one. `route_of` finds the route that answers POST of a
-    path.
+    """Builder of jobs. `store`: the payload store, None if there is none. `route_of` finds the route that answers POST
+    of a path.
     """
 
     def __init__(

@@ -370,7 +370,7 @@ def _unavailable() -> Iterator[None]:
     except BrokerError as error:
         raise QueueUnavailable(f"the broker refused: {error}") from error
     except ObjectMissing as error:
-        raise NotFound("the bytes of this file are gone", param="file_id") from error
+        raise NotFound("the bytes of this file were removed", param="file_id") from error
     except StoreFull as error:
         raise ResourceExhausted("the payload store has no room for this file", reason="store_full") from error
     except StoreError as error:

@@ -86,7 +86,7 @@ class JobProgress(Protocol):
         """Set the error for which the job waits; None if the job continues."""
 
     async def until_open(self) -> None:
-        """Return when the job may run, by the `windows` of its request."""
+        """Wait until the job may run, by the `windows` of its request."""
 
 
 class JobWork(Protocol):
@@ -224,7 +224,7 @@ class JobRun:
         self._trouble = error
 
     async def until_open(self) -> None:
-        """Return when the job may run. Outside its windows, a job has the trouble OUTSIDE_WINDOW, and its rate is not
+        """Wait until the job may run. Outside its windows, a job has the trouble OUTSIDE_WINDOW, and its rate is not
         measured. See JobProgress.
         """
         request = self._job.request
@@ -254,7 +254,7 @@ class JobRun:
         self._job = replace(self._job, fingerprint=fingerprint)
         try:
             work = self._make(self._job, self)
-        except SIEError as error:  # for example a place that is no longer allowed
+        except SIEError as error:  # for example, an input or output folder is no longer allowed
             if not self._is_late and self._job.wanted != "cancel":
                 if self._job.is_planned and self._job.batch is None and not error.retryable:
                     raise Halted(error.info()) from error
@@ -439,7 +439,7 @@ class JobRun:
                 except BrokerError as error:  # the next write has the newer progress
                     _logger.info("the progress of job %s could not be written: %s", self._id, error)
                     continue
-                except (Replaced, NotFound) as error:  # `_until_told` learns it from the watch
+                except (Replaced, NotFound) as error:  # `_until_told` gets this information from the watch
                     _logger.info("the progress of job %s is not written any more: %s", self._id, error)
                     return
                 before = state
@@ -499,7 +499,7 @@ class JobRun:
         self._job = await self._ledger.change(self._id, noted)
 
     async def _pause(self, error: ErrorInfo | None, *, is_asked: bool = False) -> None:
-        """Pause the job until its owner resumes it. `is_asked`: the owner asked for the pause.
+        """Pause the job until its owner resumes it. `is_asked`: the owner requested the pause.
 
         If the owner has cancelled or resumed the job while the work was being stopped, the job is not paused. The next
         leader then carries out that command.

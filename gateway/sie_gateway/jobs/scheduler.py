@@ -90,7 +90,7 @@ class JobScheduler:
                     trouble.passed()
                 except BrokerError as error:
                     trouble.met(error)
-                if await stop.wait_for(0.1):  # wait a moment, so that a burst of changes causes only one round
+                if await stop.wait_for(0.1):  # wait a short time, so that a burst of changes causes only one round
                     break
         finally:
             await self._leave()
@@ -146,7 +146,8 @@ class JobScheduler:
             entry.task.cancel()
         await asyncio.gather(*(entry.task for entry in running.values()), return_exceptions=True)
         for job_id, entry in running.items():
-            with contextlib.suppress(BrokerError):  # then the lease expires, and this gateway counts as dead
+            # without a release the lease expires, and this gateway is treated as dead
+            with contextlib.suppress(BrokerError):
                 await self._hand_over(job_id, entry)
 
     async def _hand_over(self, job_id: str, running: _Running) -> None:

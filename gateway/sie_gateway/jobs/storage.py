@@ -13,7 +13,7 @@ from sie_store.object_stores import FILES, ObjectMissing, WrittenMeanwhile, room
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
-LONG_S = 120.0  # time limit of one call to the store, in seconds
+LONG_S = 120.0  # time limit in seconds for one long call to the store
 
 
 class JobStorage:

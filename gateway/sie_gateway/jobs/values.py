@@ -53,7 +53,7 @@ class ModelInput(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """Limits of a shard: rows, and bytes of text. `text_bytes` is None without a limit."""
+    """Limits of a shard: rows, and bytes of text. `text_bytes` is None if there is no limit."""
 
     rows: int
     text_bytes: int | None
@@ -148,7 +148,7 @@ class RowValues:
 
 
 def value_of(placed: Placed) -> RowAnswer:
-    """Copy an outcome out of its message, so that the message does not stay in memory."""
+    """Copy the data of an outcome out of its message, so that the memory of the message can be freed."""
     result, outcome = placed
     if isinstance(outcome, Failed):
         return RowAnswer(error=outcome.error)

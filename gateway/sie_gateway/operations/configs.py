@@ -86,7 +86,7 @@ async def history(gateway: Gateway, request: Request) -> Response:
 
 
 async def rollback(gateway: Gateway, request: Request) -> Response:
-    """Make a former revision the newest again."""
+    """Write the content of an earlier revision as the newest revision."""
     return await _forward(gateway, request, "/rollback")
 
 

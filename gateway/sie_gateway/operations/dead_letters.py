@@ -33,7 +33,7 @@ EXAMINED_BYTES = 16 << 20
 PURGE_S = 30.0  # seconds after which a purge stops; it then returns the number of removed letters
 REPLAY_S = 110.0  # time limit of a replay of several letters, in seconds; below the time-outs of clients
 LETTER_S = 60.0  # seconds to wait for the answer of one letter, by default
-AROUND_S = 15.0  # seconds for the requests to the broker before and after the work
+AROUND_S = 15.0  # time limit in seconds for the requests to the broker before the replay and after it
 AT_ONCE = 4  # letters that are replayed, and in memory, at the same time; a letter has at most the size of a message
 MAX_PLACES = 4096
 FILTERS = ("lane", "model", "code", "reason")
@@ -44,8 +44,8 @@ _Errors = Counter[tuple[str, str]]  # number of errors by code and reason
 
 @dataclass(frozen=True)
 class Filter:
-    """Filter for dead letters of a pool. A letter fits if its lane, model, code and reason equal those of the filter.
-    An empty field fits every letter.
+    """Filter for dead letters of a pool. A letter fits if its lane, model, code and reason equal the fields of the
+    filter. An empty field fits every letter.
     """
 
     pool: str
@@ -64,7 +64,7 @@ class Filter:
 
     @property
     def is_all(self) -> bool:
-        """Return whether all fields but the pool are empty, so that every letter fits."""
+        """Return whether all fields except the pool are empty. Such a filter matches every letter."""
         return not any(value for _, value in self._values())
 
 
@@ -72,7 +72,7 @@ class DeadLetterOperations:
     """Operations on the dead letters of an installation's own pools. Workers write the dead letters of reservations to
     these pools too.
 
-    Every answer is read from the broker: only the sequences of letters are held in memory. The methods raise
+    Every answer is read from the broker: only the sequences of letters are in memory. The methods raise
     QueueUnavailable if the broker does not answer, NotFound, PoolNotFound.
     """
 
@@ -257,7 +257,7 @@ class DeadLetterOperations:
 
 
 async def _first(letters: Letters, filters: Filter, after: int, last: int, most: int) -> list[DeadLetterEntry]:
-    """Return the `most` oldest letters that fit, with sequences above `after` and up to `last`."""
+    """Return the `most` oldest letters that match, with sequences above `after` and up to `last`."""
     together = list[DeadLetterEntry]()
     async with contextlib.aclosing(letters.all(after)) as every:
         async for located in every:

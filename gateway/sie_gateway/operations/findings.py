@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from sie_contracts.api.operations import WorkerInfo
 from sie_contracts.api.views import ClusterFinding
 from sie_contracts.errors import ErrorInfo
+from sie_contracts.models.load_errors import LoadErrorClass
 from sie_contracts.status import QueueInfo
 from sie_gateway.fleet.pool_rules import HIDDEN
 
@@ -37,7 +38,6 @@ _CAPACITY = (
 _START = (
     "start one: `sie sidecar` and `sie adapter` with one SIE_IPC_SOCKET_PATH, or raise the replicas of a worker pool"
 )
-_LOADS = "the check loads names the models and the causes"
 _BROKER = "`sie doctor` tests the broker, its streams and its disk"
 # remedy of a refusal, by its code; other codes are faults of a request, or disappear after a cold start
 _REFUSALS = {
@@ -48,33 +48,53 @@ _REFUSALS = {
     "RESOURCE_EXHAUSTED": "free memory of the workers or space of the payload store; `sie doctor` on its machine tests "
     "the disk",
     "GATEWAY_TIMEOUT": _CAPACITY,
-    "MODEL_LOAD_FAILED": _LOADS,
+    "MODEL_LOAD_FAILED": "the models that failed are loaded now, or their worker is gone: `sie models list` shows each",
     "INFERENCE_ERROR": "the log of the adapter has the traceback",
     "INTERNAL_ERROR": "the log of the gateway has the traceback",
 }
 
 
-def _of_loads(code: str, model: str) -> str:
-    """Return the remedy for a load of a model that failed with `code`."""
-    name = shlex.quote(model.partition(":")[0])
-    entry = (
-        f"change its entry (`sie models set {name}`), or make the revision before it the newest again "
-        f"(`sie models history {name}`, `sie models rollback {name} REVISION`)"
-    )
-    return {
-        "OOM": f"give it a larger worker, or fewer models beside it (`sie models unload {name}`)",
-        "NETWORK": "make the source of its weights reachable from the worker, which tries again by itself",
-        "GATED": "accept the licence at the hub and set HF_TOKEN of the workers",
-        "DEPENDENCY": "install the package that it names beside the adapter",
-        "UNKNOWN": f"the log of the adapter has the traceback; {entry}",
-    }.get(code, entry)
+_ENTRY = (
+    "change its entry (`sie models set {name}`), or make the revision before it the newest again "
+    "(`sie models history {name}`, `sie models rollback {name} REVISION`)"
+)
+# remedy of a load that failed, by error class; {name} is the model
+_LOADS: Mapping[LoadErrorClass, str] = {
+    "OOM": "give it a larger worker, or fewer models beside it (`sie models unload {name}`)",
+    "NETWORK": "let the worker reach the source of the weights that the reason names and write them to its disk, or "
+    "put the model into SIE_LOCAL_CACHE; the worker tries again by itself, `sie models load {name}` at once",
+    "GATED": "accept the licence at the hub, set HF_TOKEN of the workers to a token of that account, start them again",
+    "NOT_FOUND": "put its weights where the reason says that they were looked for, then `sie models load {name}`; if "
+    "they are elsewhere, name that place in its entry (`sie models set {name}`)",
+    "DEPENDENCY": "install the package that the reason names beside the adapter, and start the adapter again",
+    "INCOMPATIBLE": "the reason names the file or the field that does not fit: mend that file, then `sie models load "
+    f"{{name}}`; or {_ENTRY}",
+    "CERTIFICATE": "its files or numbers are not those that its entry promises: fetch the weights anew; or " + _ENTRY,
+    "UNKNOWN": "the log of the adapter has the traceback; `sie models load {name}` tries again",
+}
+
+
+def _of_load(error_class: str, model: str) -> str:
+    """Return the remedy for a load of a model that failed."""
+    remedy = next((text for name, text in _LOADS.items() if name == error_class), _LOADS["UNKNOWN"])
+    return remedy.format(name=shlex.quote(model.partition(":")[0]))
+
+
+# remedy for a worker that is not healthy, by the beginning of its reason
+_UNHEALTHY = {
+    "preloading": "it serves as soon as these models of its SIE_PRELOAD_MODELS are loaded or given up",
+    "draining": "it ends by request, and gets no more work: start it again, or another worker",
+    "its heartbeats have stopped": "see whether it runs: the log of `sie sidecar` says why it ended; `sie doctor` on "
+    "its machine looks at its socket",
+    "no connection to the broker": _BROKER,
+}
+_SOCKET = "GET /readyz on its SIE_WORKER_METRICS_PORT says why; `sie doctor` on its machine looks at its socket"
 
 
 def of_workers(workers: Sequence[WorkerInfo]) -> list[ClusterFinding]:
     """List the workers that are not healthy, and the workers that compute on the CPU of a machine with a GPU."""
     if not workers:
         return [ClusterFinding(check="gateway", wrong="no worker is there: requests wait or are refused", fix=_START)]
-    unhealthy = "GET /readyz on its SIE_WORKER_METRICS_PORT says why; `sie doctor` on its machine looks at its socket"
     on_cpu = (
         "`nvidia-smi` has to work where it runs, and `sie doctor` there compares driver and torch; SIE_DEVICE=cuda "
         "makes a missing GPU an error of its start"
@@ -82,7 +102,11 @@ def of_workers(workers: Sequence[WorkerInfo]) -> list[ClusterFinding]:
     named = [(f"worker {info.name} ({info.pool}.{info.gpu}.{info.bundle})", info) for info in workers]
     return [
         *(
-            ClusterFinding(check="gateway", wrong=f"{name} is not healthy", fix=unhealthy)
+            ClusterFinding(
+                check="gateway",
+                wrong=f"{name} is not healthy" + (f": {info.reason}" if info.reason else ""),
+                fix=next((fix for start, fix in _UNHEALTHY.items() if info.reason.startswith(start)), _SOCKET),
+            )
             for name, info in named
             if not info.healthy
         ),
@@ -100,14 +124,14 @@ def of_loads(errors: Iterable[tuple[str, Mapping[str, ErrorInfo]]]) -> list[Clus
     failed: dict[tuple[str, str, str], list[str]] = defaultdict(list)
     for worker, by_model in errors:
         for model, error in by_model.items():
-            failed[worker, error.code, error.message].append(model)
+            failed[worker, str(error.extras.get("error_class")), error.message].append(model)
     return [
         ClusterFinding(
             check="loads",
-            wrong=f"worker {worker} cannot load {', '.join(models)}: {code}: {message}",
-            fix=_of_loads(code, models[0]),
+            wrong=f"worker {worker} cannot load {', '.join(models)}: {message}",
+            fix=_of_load(error_class, models[0]),
         )
-        for (worker, code, message), models in failed.items()
+        for (worker, error_class, message), models in failed.items()
     ]
 
 
@@ -125,8 +149,10 @@ def of_clocks(ahead_s: Mapping[str, float]) -> list[ClusterFinding]:
     ]
 
 
-def of_refusals(requests: int, errors: Mapping[str, int]) -> list[ClusterFinding]:
-    """List the codes with which more than REFUSED_SHARE of the requests of WINDOW_S were refused."""
+def of_refusals(requests: int, errors: Mapping[str, int], *, has_loads: bool = False) -> list[ClusterFinding]:
+    """List the codes with which more than REFUSED_SHARE of the requests of WINDOW_S were refused. `has_loads`: failed
+    loads are listed by `of_loads`, and the refusals that they cause are not listed again.
+    """
     return [
         ClusterFinding(
             check="refusals",
@@ -134,7 +160,7 @@ def of_refusals(requests: int, errors: Mapping[str, int]) -> list[ClusterFinding
             fix=_REFUSALS[code],
         )
         for code, count in Counter(errors).most_common()
-        if code in _REFUSALS and count > REFUSED_SHARE * requests
+        if code in _REFUSALS and count > REFUSED_SHARE * requests and not (has_loads and code == "MODEL_LOAD_FAILED")
     ]
 
 
@@ -145,7 +171,7 @@ class QueueTrend:
         self._samples: deque[Counter[tuple[str, str, str]]] = deque(maxlen=int(GROWTH_S / every_s) + 1)
 
     def sample(self, queues: Iterable[QueueInfo] | None) -> None:
-        """Add a sample. None: the lengths are not known, and the trend begins again."""
+        """Add a sample. None: the lengths are unknown, and the trend is reset."""
         if queues is None:
             self._samples.clear()
         else:

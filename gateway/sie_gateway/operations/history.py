@@ -264,7 +264,7 @@ class RequestLogger:
     """Logger of answered requests. Only the gateway's event loop uses it."""
 
     def __init__(self) -> None:
-        self._told = 0  # lines of refused requests in this interval
+        self._told = 0  # log lines of refused requests in this interval
         self._left_out: Counter[str] = Counter()  # by endpoint, status and code; all three are from fixed sets
         self._timer: asyncio.TimerHandle | None = None  # set while an interval runs
 

@@ -80,6 +80,7 @@ def model_info(catalogue: Catalogue, fleet: Fleet, entry: ModelEntry, profile: s
         "capabilities": _capabilities(entry),
         "stats": {"queue_absolute": sum(status.queued for _, status in reports)},
         "on_disk": entry.id in fleet.on_disk(),
+        "download_bytes": entry.download_bytes or None,
     }
     if profile != "default":
         info["variant_of"] = entry.id
@@ -159,7 +160,7 @@ def _profile(default: Resolved, entry: ModelEntry, name: str) -> dict[str, Any]:
 
 
 def _differing(default: msgspec.Struct, own: msgspec.Struct) -> dict[str, Any]:
-    """Return the fields of `own` that differ from those of `default`."""
+    """Return the fields of `own` whose values differ from the values in `default`."""
     return {
         name: msgspec.to_builtins(value)
         for name in own.__struct_fields__
@@ -248,7 +249,7 @@ def listed_names(catalogue: Catalogue, kind: str, *, variants: bool) -> list[tup
 
 
 def alias_info(info: dict[str, Any], alias: Alias, figures: Measured) -> dict[str, Any]:
-    """Return the ModelInfo of an alias. It is made from `info`, the ModelInfo of the target with the largest weight,
+    """Return the ModelInfo of an alias. It is built from `info`, the ModelInfo of the target with the largest weight,
     and has all targets and the shadow of the alias.
     """
     fields: dict[str, Any] = {"targets": [{"model": target.model, "weight": target.weight} for target in alias.alias]}

@@ -34,7 +34,7 @@ _SLICE = 200  # models that are described before other tasks may run: a millisec
 
 
 async def _listed(gateway: Gateway) -> AsyncIterator[tuple[str, Resolved]]:
-    """Yield the models that give vectors, with the names that a list shows."""
+    """Yield the models with vectors, with the names for a list."""
     catalogue = gateway.inference.catalogue
     for number, (name, profile) in enumerate(listed_names(catalogue, "", variants=True), 1):
         if profile is None:
@@ -65,16 +65,16 @@ def _described(fleet: Fleet, name: str, resolved: Resolved) -> dict[str, Any]:
 
 
 async def tags(gateway: Gateway, request: Request) -> Response:
-    """Return the models that give vectors."""
+    """Return the models with vectors."""
     models = [api.OllamaModel(**_described(gateway.fleet, *named)) async for named in _listed(gateway)]
     return json_response(api.OllamaModels(models=models))
 
 
 async def running(gateway: Gateway, request: Request) -> Response:
-    """Return the loaded models, of those that give vectors."""
+    """Return the loaded models that have vectors."""
     models = []
     async for name, resolved in _listed(gateway):
-        is_shared = resolved.residency != resolved.canonical  # its copy of the weights is that of another name
+        is_shared = resolved.residency != resolved.canonical  # the loaded weights belong to another model name
         state, _ = gateway.fleet.model(resolved.residency)
         if state == "loaded" and not is_shared:
             description = _described(gateway.fleet, name, resolved)

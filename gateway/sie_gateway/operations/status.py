@@ -27,7 +27,7 @@ from sie_contracts.wire.heartbeats import Heartbeat
 from sie_gateway.admission.admission import Peers
 from sie_gateway.admission.grant import Grant
 from sie_gateway.fleet.lag import Labels, Lag
-from sie_gateway.fleet.lanes import STATES
+from sie_gateway.fleet.lanes import LOADS, STATES
 from sie_gateway.fleet.placement import Placer
 from sie_gateway.fleet.planner import ModelBacklog
 from sie_gateway.fleet.workers import WorkerFrame, WorkerSocket, WorkerSockets
@@ -112,7 +112,10 @@ class ViewedWorker:
     clock_ahead_s: float | None = None
 
 
-def of_heartbeat(beat: Heartbeat, *, healthy: bool) -> ViewedWorker:
+def of_heartbeat(beat: Heartbeat, *, healthy: bool, starting: bool = False) -> ViewedWorker:
+    """Describe a worker by its heartbeat. A worker that is neither healthy nor starting has no models any more."""
+    reason = "" if healthy else beat.unready if starting or beat.leaving else "its heartbeats have stopped"
+    reports = [status for status in beat.models if healthy or (starting and status.state in LOADS)]
     info = WorkerInfo(
         name=beat.worker,
         url=None,
@@ -127,11 +130,12 @@ def of_heartbeat(beat: Heartbeat, *, healthy: bool) -> ViewedWorker:
         bundle=beat.bundle,
         bundle_config_hash=beat.config_epoch,
         device=beat.device,
+        reason=reason,
     )
     failures = {
-        status.model: status.error for status in beat.models if status.state == "failed" and status.error is not None
+        status.model: status.error for status in reports if status.state == "failed" and status.error is not None
     }
-    models = {status.model: (status.state, status.queued) for status in beat.models}
+    models = {status.model: (status.state, status.queued) for status in reports}
     return ViewedWorker(info, models, failures, beat.clock_ahead_s)
 
 
@@ -171,12 +175,11 @@ def summaries(models: Iterable[str], workers: Iterable[ViewedWorker]) -> list[Mo
 
 
 def failures(workers: Iterable[ViewedWorker]) -> dict[str, str]:
-    """Return for each model the first reason why a healthy worker could not load it."""
+    """Return for each model the first reason why a worker could not load it."""
     errors: dict[str, str] = {}
     for worker in workers:
-        if worker.info.healthy:
-            for name, error in worker.failures.items():
-                errors.setdefault(name.partition(":")[0], error.message)
+        for name, error in worker.failures.items():
+            errors.setdefault(name.partition(":")[0], error.message)
     return errors
 
 
@@ -256,7 +259,10 @@ class ClusterStatus:
         """Return all known workers, healthy or not, in the order of their names or URLs."""
         if self._settings.gateway_health_mode == "ws":
             return [of_socket(url, status) for url, status in self.sockets.statuses()]
-        return [of_heartbeat(beat, healthy=healthy) for beat, healthy in self.fleet.workers()]
+        return [
+            of_heartbeat(beat, healthy=healthy, starting=self.fleet.is_starting(beat.worker))
+            for beat, healthy in self.fleet.workers()
+        ]
 
     def view(self) -> tuple[list[ViewedWorker], ClusterInfo, list[ModelSummary]]:
         """Return the current workers, sums over them, and models."""
@@ -268,7 +274,7 @@ class ClusterStatus:
             len({model for worker in healthy for model in worker.info.loaded_models}),
             round(self._peers.qps(), 3),
         )
-        return workers, cluster, summaries(sorted(self._feed.catalogue.entries), healthy)
+        return workers, cluster, summaries(sorted(self._feed.catalogue.entries), workers)
 
     def health(self, grant: Grant) -> Health:
         """Return the body of `/health` for a credential."""
@@ -325,14 +331,16 @@ class ClusterStatus:
         missing = self.pulse.gone
         models.sort(key=lambda model: (-model.total_queue_depth, model.state == "available", model.name))
         infos = [
-            msgspec.structs.replace(worker.info, healthy=False) if worker.info.name in missing else worker.info
+            msgspec.structs.replace(worker.info, healthy=False, reason="it is not connected to the broker")
+            if worker.info.name in missing
+            else worker.info
             for worker in workers
         ]
         infos.sort(key=lambda info: (info.healthy, -info.queue_depth, info.name))
         cluster = msgspec.structs.replace(cluster, worker_count=sum(info.healthy for info in infos))
         healthy = [worker for worker in workers if worker.info.healthy]
         clocks = {worker.info.name: worker.clock_ahead_s for worker in healthy if worker.clock_ahead_s is not None}
-        findings = [*of_loads((worker.info.name, worker.failures) for worker in healthy), *of_clocks(clocks)]
+        findings = [*of_loads((worker.info.name, worker.failures) for worker in workers), *of_clocks(clocks)]
         in_flight = sum(info.queue_depth for info in infos)
         return ClusterSummary(cluster, infos, models, failures(workers), in_flight, findings[:MAX_FINDINGS])
 
@@ -343,10 +351,11 @@ class ClusterStatus:
         glance, queues, visible = self._glance(), self.queues(), self._visible(grant)
         self.pulse.watch(info.name for info in glance.workers[:MAX_SHOWN] if self.fleet.listens(info.name))
         lanes = queues[0] if queues else []
+        refused = of_refusals(*self.history.counted(WINDOW_S), has_loads=bool(glance.failures))
         findings = [
             *of_workers([of_pool(info, visible) for info in glance.workers]),
             *of_queues(lanes, glance.workers, self._trend, visible),
-            *of_refusals(*self.history.counted(WINDOW_S)),
+            *refused,
             *glance.findings,
         ]
         return {

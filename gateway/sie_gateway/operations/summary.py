@@ -55,8 +55,8 @@ class ClusterSummary:
     findings: Sequence[ClusterFinding]
 
     def shown(self, text: str, dead_letters: int, visible: Callable[[str], bool]) -> dict[str, Any]:
-        """Return the first workers, and the first models with `text` in their name. `visible` checks whether the name
-        of a pool may be shown.
+        """Return the first workers, and the first models with `text` in their name. `visible` checks whether the
+        credential may read the name of a pool.
         """
         matching = [entry for entry in self.models if text in entry.name.lower()] if text else self.models
         models = matching[:MAX_SHOWN]
@@ -129,7 +129,9 @@ class LaneTable:
         return cls(lane, round(max(0.0, now_s - table.at_s), 1), len(beats), rows)
 
     def shown(self, text: str, visible: Callable[[str], bool]) -> dict[str, Any]:
-        """Return the first models with `text` in their name. `visible` checks if the name of a pool may be shown."""
+        """Return the first models with `text` in their name. `visible` checks whether the credential may read the name
+        of a pool.
+        """
         rows = [row for row in self.rows if text in row["model"].lower()] if text else self.rows
         return {
             "lane": str(self.lane if visible(self.lane.pool) else replace(self.lane, pool=HIDDEN)),

@@ -21,7 +21,7 @@ from sie_gateway.streams.shared import SharedTasks
 from sie_runtime.process import Stop, Trouble
 
 EVERY_S = 1.0
-UNKNOWN_S = 5.0  # seconds after which numbers that were not read again count as unknown
+UNKNOWN_S = 5.0  # seconds; after this time without a new read, numbers are treated as unknown
 _logger = logging.getLogger("sie.gateway.backlog")
 
 
@@ -63,7 +63,7 @@ class Backlog:
         self._read.pop(pool, None)
 
     async def fresh(self, pool: str, max_age_s: float) -> None:
-        """Return when the pool's numbers are at most `max_age_s` old. Raises BrokerError if the broker does not
+        """Wait until the pool's numbers are at most `max_age_s` old. Raises BrokerError if the broker does not
         answer.
         """
         read = self._read.get(pool)
@@ -84,7 +84,7 @@ class Backlog:
         """
         stream = topology.stream_name(pool)
         questions = (self._queue.first_stored(stream, subject=subject) for subject in subjects)
-        # wait for all, so that no read runs on after this call
+        # wait for all queries, so that no query is still running after this call
         answers = await asyncio.gather(*questions, return_exceptions=True)
         failed = next((answer for answer in answers if isinstance(answer, BaseException)), None)
         if failed is not None:

@@ -212,7 +212,7 @@ class StreamConsumers:
             try:
                 spec = topology.consumer_of(subject, ack_wait_s)
             except ValueError as error:
-                _consumers_logger.error("%s holds messages that no worker will get: %s", self._stream, error)
+                _consumers_logger.error("%s has messages that no worker will get: %s", self._stream, error)
                 continue
             if spec.name not in names:
                 missing.setdefault(spec.name, spec)
@@ -336,7 +336,9 @@ class WorkConsumers:
         )
 
     async def run(self, stop: Stop) -> None:
-        """Keep the needed consumers in existence. While this gateway is the leader, also delete the unused ones."""
+        """Create the needed consumers again whenever they are missing. While this gateway is the leader, also delete
+        the unused ones.
+        """
         trouble, pause_s = Trouble(_consumers_logger, "not every consumer could be checked"), 0.0
         while not await stop.wait_for(pause_s):
             pause_s = ROUND_S
@@ -488,7 +490,7 @@ class WorkQueue:
             await self._ensure_dead_letters(pool)
         spec = work_spec(self._settings, pool, reserved=reserved)
         state = await self._broker.ensure_stream(spec, owner=True)
-        # if the reservation ended meanwhile, its stream may have been removed, and `ensure_stream` made it again
+        # if the reservation has ended, its stream may have been removed, and `ensure_stream` created it again
         if not self._serves(pool):
             await self._broker.delete_stream(spec.name)
             self._require(pool)

@@ -65,7 +65,8 @@ class BatchLimits:
     wait_s: float
     bulk_max_overtakes: int = 4
     reorder_s: float = 0.25
-    media_bytes: int = 96 << 20  # bytes, of the 128 MiB that a frame to the adapter may have
+    # largest number of bytes of media in a batch; a frame to the adapter has at most 128 MiB
+    media_bytes: int = 96 << 20
 
 
 @dataclass(frozen=True)
@@ -321,7 +322,7 @@ class _PriorityLine(Generic[T]):
             self._reorder(model)
 
     def _reorder(self, model: _ModelLine[T]) -> None:
-        """Place a model again after its oldest entry may have been removed."""
+        """Restore the order of the models after the oldest entry of this model may have been removed."""
         if not model.queues:
             del self.models[model.name]
             model.push_number = 0

@@ -31,7 +31,7 @@ from sie_contracts.models.costs import AHEAD_SHARE, BatchTimes
 from sie_contracts.settings import Settings
 
 SHARE = 0.4  # part of an entry's remaining time that a batch may take: about two batches fit into the remaining time
-MAX_LOSS = 0.5  # greatest loss of tokens per second, if all entries of the full batch ask for a smaller one
+MAX_LOSS = 0.5  # greatest loss of tokens per second, if all entries of the full batch need a smaller one
 LEAD_S = 0.01  # seconds; enough time to have the next batch at the device when the running batch ends
 # seconds: while the time of a full batch is unknown, an entry with a shorter budget gets a small batch
 UNKNOWN_S = 10.0
@@ -75,7 +75,9 @@ def binds(asks: Sequence[Ask], times: BatchTimes) -> bool:
 
 
 def _cost(asking: Sequence[Ask], full: float, times: BatchTimes) -> float:
-    """Return the cost of the smallest batch that entries ask for, are allowed to ask for, and would be in time in."""
+    """Return the cost of the smallest batch that entries need, that they are allowed to need, and in which they would
+    be in time.
+    """
     smallest_cost = full
     asking_cost = 0.0
     for cost, left_s, _ in sorted(asking, key=lambda ask: ask.left_s):
@@ -133,7 +135,7 @@ class Quantum:
         self.p50_s: float | None = None
 
     def answered(self, at_worker_s: float, now_s: float) -> None:
-        """Note the time from delivery to answer of one work item."""
+        """Record the time from delivery to answer of one work item."""
         if self._answers and now_s - self._answers[-1][0] > WINDOW_S:
             self._answers.clear()
             self.p50_s = None
@@ -199,7 +201,7 @@ class Rate:
         self._running += 1
 
     def ended(self, tokens: int, now_s: float) -> None:
-        """Note the end of a batch with its tokens. A failed batch has 0 tokens, but its time counts."""
+        """Record the end of a batch, with its tokens. For a failed batch 0 tokens are recorded, but its time counts."""
         spent_s = now_s - self._since_s
         decay = math.exp(-spent_s / MEMORY_S)
         self._tokens = self._tokens * decay + tokens

@@ -14,13 +14,16 @@ the model, its LoRA or the adapter became unavailable in the meantime.
 
 Work whose answer is written token by token waits in a separate queue (`writing`) and uses no lane: the adapter runs the
 rows of all these work items together. It does not reduce the credit of other work.
+
+Each device has a queue and a dispatch of its own. `DeviceQueues` has the queues of all devices. Work leaves the queue
+of a device whose adapter is gone if the adapter of another device is there.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -39,6 +42,7 @@ from sie_sidecar.device.in_flight import InFlight, Inventory, changed, cut, merg
 from sie_sidecar.device.link import AdapterGone, AdapterLink
 from sie_sidecar.metrics import SidecarMetrics
 from sie_sidecar.models.loading import Loading
+from sie_sidecar.models.models import ModelState, WorkerModels
 from sie_sidecar.prepare import rows
 from sie_sidecar.prepare.rows import BatchPart, WorkItemInput
 from sie_sidecar.results import spans
@@ -53,7 +57,7 @@ _LONGEST_S = 86_400.0  # longest timer that the event loop accepts, in seconds
 
 
 class DeviceQueue:
-    """Tokenised work of one worker, and the batches at its adapter."""
+    """Tokenised work of one device of a worker, and the batches at its adapter."""
 
     def __init__(
         self,
@@ -62,17 +66,17 @@ class DeviceQueue:
         limits: BatchLimits,
         link: AdapterLink,
         inventory: Inventory,
-        metrics: SidecarMetrics,
         tracer: Tracer | None,
         clock: Callable[[], float],
     ) -> None:
         self._pipeline_depth = settings.rust_pipeline_depth
-        self._most = min(settings.max_concurrent_batches, settings.pool_size)  # batches at the adapter
-        self._worker_id = worker_id
+        # largest number of batches at the adapter
+        self._most = min(settings.max_concurrent_batches, settings.pool_size)
+        # the names of batches differ between the devices of a worker
+        self._name = f"{worker_id}.{link.number}" if link.number else worker_id
         self.limits = limits
         self.link = link
         self._inventory = inventory
-        self._metrics = metrics
         self._tracer = tracer
         self.clock = clock
         self.waiting: Waiting[InFlight] = Waiting()
@@ -95,7 +99,7 @@ class DeviceQueue:
 
     @property
     def depth(self) -> int:
-        """Most batches at the adapter at once."""
+        """Largest number of batches at the adapter at the same time."""
         ahead = self.lanes + self._pipeline_depth - 1
         return min(ahead, self._most)
 
@@ -106,13 +110,18 @@ class DeviceQueue:
         full = batches.READY_PER_LANE * self.lanes + self.depth
         return full * self.limits.cost, full * self.limits.requests
 
-    def backlog(self, bulk: bool) -> Load | None:
-        """Return the load ahead of the next work item of that priority; None while no work can run. Interactive work
-        does not wait at the broker because of bulk work at this worker.
+    @property
+    def at_adapter(self) -> int:
+        """Number of batches that were sent and have not ended."""
+        return self.sent + len(self._written)
+
+    def is_behind(self, hosted: ModelState) -> bool:
+        """Return True if work of this model waits because all lanes are busy: here, or in a batch that was sent
+        ahead.
         """
-        if not self.link.connected:
-            return None
-        return Load(*self._inventory.load(bulk=bulk), self.lanes)
+        lanes = min(self.lanes, self.depth)
+        is_queued = any(hosted.name in line.models for line in self.waiting.lines)
+        return bool(hosted.held) and (self.sent > lanes or (self.sent == lanes and is_queued))
 
     # ---- waiting work
 
@@ -160,15 +169,26 @@ class DeviceQueue:
     def _line(self, entry: BatchEntry[InFlight]) -> Waiting[InFlight]:
         return self.writing if entry.writes else self.waiting
 
+    def writes_for(self, consumer: str) -> bool:
+        """Return True if written work of this consumer came here."""
+        return consumer in self._writers
+
     def is_full_of(self, consumer: str) -> bool:
         """Return True if no more work of this consumer should be pulled, because enough written work waits."""
-        return consumer in self._writers and len(self.writing) >= WRITTEN_READY
+        return self.writes_for(consumer) and len(self.writing) >= WRITTEN_READY
 
     def withdraw(self, flight: InFlight) -> None:
-        """Remove a work item that must not run any more."""
+        """Remove a work item that must not run here any more."""
         if flight.batch_entry is not None:
             self._line(flight.batch_entry).remove(flight.batch_entry)
             flight.batch_entry = None
+
+    def withdraw_all(self) -> list[InFlight]:
+        """Remove and return all work items that wait here, in the order of arrival."""
+        entries = sorted([*self.waiting, *self.writing], key=lambda entry: entry.arrived_s)
+        for entry in entries:
+            self.withdraw(entry.work)
+        return [entry.work for entry in entries]
 
     def abandon(self, flight: InFlight) -> bool:
         """Make the adapter stop a written work item that no request waits for. Return False if it is not written."""
@@ -223,13 +243,8 @@ class DeviceQueue:
         else:
             self.sent -= 1
             self._ahead.ended(id(batch), self.clock(), self.lanes)
-        self.note_sent()
         self._ended.set()
         self.wake.set()
-
-    def note_sent(self) -> None:
-        """Set the metric of batches at the adapter."""
-        self._metrics.batches.set(self.sent + len(self._written))
 
     def ran(self, batch: Batch[InFlight], seconds: float) -> None:
         """Record the time that a batch took on the device."""
@@ -242,7 +257,7 @@ class DeviceQueue:
         self.number += 1
         flights = [entry.work for entry in batch.entries]
         with spans.batch(self._tracer, flights) if self._tracer is not None else contextlib.nullcontext() as span:
-            frame, note = _frame(batch, f"{self._worker_id}-{self.number}", span)
+            frame, note = _frame(batch, f"{self._name}-{self.number}", span)
             done = await self.link.run_batch(frame, on_started, self._abandonment(batch))
         if len(done.outcomes) != note.items:
             raise RuntimeError(f"the adapter answered {note.items} inputs with {len(done.outcomes)} outcomes")
@@ -255,7 +270,9 @@ class DeviceQueue:
         return self._written.get(id(batch.entries[0].work))
 
     def alone(self, flight: InFlight) -> Batch[InFlight]:
-        """Return a batch of this work item alone, without the queue. Raises NotReady if its model has changed."""
+        """Return a batch with only this work item, without using the queue. Raises NotReady if its model has
+        changed.
+        """
         if flight.is_outdated:
             raise changed()
         entry = self.entry(flight, flight.received_s)
@@ -263,13 +280,13 @@ class DeviceQueue:
         return Batch(entry.key, (entry,), entry.cost)
 
     async def reserve(self) -> None:
-        """Send no more batches until `end_reservation`. Return when no batch is left at the adapter."""
+        """Send no more batches until `end_reservation`. Wait until no batch is left at the adapter."""
         self.is_reserved = True
         while self.sent or self._written:
             await self.next_end()
 
     async def next_end(self) -> None:
-        """Return when a batch has left the adapter."""
+        """Wait until a batch has left the adapter."""
         self._ended.clear()
         await self._ended.wait()
 
@@ -278,6 +295,79 @@ class DeviceQueue:
         if self.is_reserved:
             self.is_reserved = False
             self.wake.set()
+
+
+class DeviceQueues:
+    """Queues of all devices of a worker, by number of the device."""
+
+    def __init__(self, models: WorkerModels, inventory: Inventory, limits: BatchLimits) -> None:
+        self._models = models
+        self._inventory = inventory
+        self.limits = limits
+        self.all: list[DeviceQueue] = []  # by number of the device
+
+    def queue_of(self, flight: InFlight) -> DeviceQueue:
+        """Return the queue of the device that is to run this work item, whose model was found."""
+        assert flight.hosted is not None
+        return self.all[flight.hosted.device]
+
+    def wake(self) -> None:
+        """Let each dispatch decide again which batch is sent next."""
+        for queue in self.all:
+            queue.wake.set()
+
+    @property
+    def connected(self) -> list[DeviceQueue]:
+        """Queues of the devices whose adapter is connected."""
+        return [queue for queue in self.all if queue.link.connected]
+
+    def capacity(self) -> tuple[int, int]:
+        """Return the most tokens and work items of one priority that this worker takes in; of its first device alone
+        while no adapter is connected.
+        """
+        capacities = [queue.capacity() for queue in self.connected or self.all[:1]]
+        return sum(cost for cost, _ in capacities), sum(items for _, items in capacities)
+
+    @property
+    def depth(self) -> int:
+        """Most batches at the adapters at once."""
+        return sum(queue.depth for queue in self.connected or self.all[:1])
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens per second while the devices are busy; a device that has not run yet counts as the mean of the others.
+        It is 0 until a batch has ended.
+        """
+        queues = self.connected or self.all
+        rates = [rate for queue in queues if (rate := queue.rate.tokens_per_s)]
+        return sum(rates) * len(queues) / len(rates) if rates else 0.0
+
+    def backlog(self, bulk: bool) -> Load | None:
+        """Return the load ahead of the next work item of that priority; None while nothing can run. Interactive work
+        does not wait at the broker because of bulk work that is here.
+        """
+        queues = self.connected
+        return Load(*self._inventory.load(bulk=bulk), sum(queue.lanes for queue in queues)) if queues else None
+
+    def narrowed(self, load: Load, bulk: bool, models: Collection[str]) -> Load:
+        """Return the part of `load` that is on the devices that take work of these models."""
+        if len(self.all) == 1:
+            return load
+        able = [
+            queue.link.number
+            for queue in self.connected
+            if any(self._models.devices[queue.link.number].is_open(model) for model in models)
+        ]
+        if not able:
+            return load
+        return Load(*self._inventory.load(bulk=bulk, devices=able), sum(self.all[number].lanes for number in able))
+
+    def is_full_of(self, consumer: str) -> bool:
+        """Return True if no more work of this consumer should be pulled, because enough written work waits on each
+        device that has it.
+        """
+        full = [queue.is_full_of(consumer) for queue in self.all if queue.writes_for(consumer)]
+        return bool(full) and all(full)
 
 
 def _frame(batch: Batch[InFlight], name: str, span: Span | None) -> tuple[ipc.RunBatch, BatchNote]:
@@ -291,7 +381,8 @@ def _frame(batch: Batch[InFlight], name: str, span: Span | None) -> tuple[ipc.Ru
         work = WorkItemInput([item.inputs[index] for index in chosen], item.query, item.options)
         own = entry.work.span
         context = own.context if own is not None and own.is_recording else NONE
-        parts.append(BatchPart(run, work, context, item.asker))
+        chunked = tuple(entry.work.chunked[index] for index in chosen) if entry.work.chunked else ()
+        parts.append(BatchPart(run, work, context, item.asker, chunked))
     first, key = batch.entries[0].work, batch.key
     ready = first.hosted.ready if first.hosted is not None else None
     above = span or first.span
@@ -332,11 +423,12 @@ class SuspectRuns(Protocol):
 
 
 class Dispatch:
-    """Sends batches to the device. One task calls `run`; `work` keeps the tasks of single batches."""
+    """Sends batches to one device. One task calls `run`; `work` keeps the tasks of single batches."""
 
     def __init__(
         self,
         device: DeviceQueue,
+        queues: DeviceQueues,
         isolate: SuspectRuns,
         loading: Loading,
         settle: Settle,
@@ -346,6 +438,7 @@ class Dispatch:
     ) -> None:
         """Create the dispatch. `quantum` learns from the times of answers."""
         self._device = device
+        self._queues = queues
         self._isolate = isolate
         self._loading = loading
         self._settle = settle
@@ -397,7 +490,6 @@ class Dispatch:
             if flight.hosted is not None:
                 flight.hosted.used(dispatched_s)
                 flight.fingerprint = flight.hosted.fingerprint(flight.item.profile, flight.item.options)
-        self._device.note_sent()
         self._device.rate.sent(dispatched_s)
         started, ran = False, 0
 
@@ -418,7 +510,7 @@ class Dispatch:
                     self._on_gone(flights, suspects=started and gone.died)
                 except ModelLoading:  # the model was evicted after the preparation
                     self._again(flights)
-                except LoraLoading:  # the LoRA was evicted meanwhile for other LoRAs
+                except LoraLoading:  # the LoRA was evicted in the meantime for other LoRAs
                     if in_turn:
                         return False
                     self._work.start(self._run_in_turn(batch), "lora")
@@ -476,7 +568,11 @@ class Dispatch:
                 done = False
                 while not done:
                     hosted.loras.discard(lora)
-                    await self._loading.ensure(hosted, flights, past_gate=True, in_turn=True)
+                    try:
+                        await self._loading.ensure(hosted, flights, past_gate=True, in_turn=True)
+                    except AdapterGone:
+                        self._again(flights)
+                        return
                     if not unsettled(flights):
                         break
                     self._device.begin(batch)
@@ -510,5 +606,10 @@ class Dispatch:
             await self._loading.ensure(flight.hosted, [flight])
             if flight.settled:
                 return
-            self._device.put(flight, back=True)
-        self._device.wake.set()
+            device = self._queues.queue_of(flight)
+            device.put(flight, back=True)
+            device.wake.set()
+
+    def move_away(self) -> None:
+        """Let other devices run the work that waits for this one, whose adapter is gone."""
+        self._again(self._device.withdraw_all())

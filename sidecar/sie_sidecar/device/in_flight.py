@@ -10,15 +10,15 @@ answered, unless its answer is written token by token: this answer is stopped by
 
 `Inventory` has all work items in flight, their cost, and their resources: credit, and models that must not be evicted.
 
-    delivery ──► add ──► keep_model (from now on `Hosting` counts it) ──► count (cost that waits for the device)
+    delivery ──► add ──► keep_model (from now on its device counts it) ──► count (cost that waits for the device)
     ──► let_model_go ──► remove
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -32,12 +32,13 @@ from sie_contracts.wire import ipc
 from sie_contracts.wire.messages import ArraySlice, Failed, Ok, Outcome, Stages, WorkItem
 from sie_sidecar.batching.batch import BatchEntry
 from sie_sidecar.device.poison import Mark
-from sie_sidecar.models.models import Hosting, ModelState
+from sie_sidecar.models.models import ModelState, WorkerModels
 from sie_sidecar.prepare.rows import TokenRow
 
 if TYPE_CHECKING:
     from sie_runtime.spans import Span
 
+_NO_DEVICE = -1
 Stage = Literal["preparing", "waiting", "sealed", "running", "isolated", "settled"]
 
 
@@ -57,21 +58,25 @@ class InFlight:
     """Work item from its delivery to its settlement. The times are the times of its marks; `dispatched_s` is set when
     its batch is sent.
 
-    `rows`: the first `shared` rows belong to all inputs. After them, each input has the same number of rows, in order.
+    `rows`: the first `shared` rows belong to all inputs. After them, each input has the same number of rows, in order;
+    if a text has chunks, those that `chunked` describes.
     """
 
     lease: Lease
     item: WorkItem
     received_s: float
     deadline_s: float  # time after which the work item is certainly late
-    due_s: float = math.inf  # end of its budget; earlier than `deadline_s` by the uncertainty of the broker's clock
+    # end of the item's budget; earlier than `deadline_s` by the uncertainty of the broker's clock
+    due_s: float = math.inf
     hosted: ModelState | None = None
     # entry of the work item's model when `hosted` was set, None until then; the work item never runs with another entry
     entry: ModelEntry | None = None
-    fingerprint: str = ""  # fingerprint of the copy that runs it, once it is at the device
+    # fingerprint of the loaded model that runs this item; set when the item is sent to the device
+    fingerprint: str = ""
     layout: ipc.Layout = "text"
     rows: list[TokenRow] = field(default_factory=list)
     shared: int = 0
+    chunked: tuple[ipc.ChunkedRows, ...] = ()
     refused: SIEError | None = None  # reason why the work item has no rows
     unfit: Mapping[int, SIEError] = field(default_factory=dict)  # reason for each input that must not run, by index
     fetched_s: float = 0.0
@@ -86,11 +91,11 @@ class InFlight:
     given_up: SIEError | None = None  # reason why the work item becomes a dead letter
     dead: list[Mark] = field(default_factory=list)  # marks of the inputs that are poison
     payload_bytes: int = 0  # bytes of its inputs that were read from the payload store
-    counted: int = 0  # part of the cost that waits for the device which belongs to this work item
+    counted: int = 0  # cost of this work item that is counted as waiting for the device
     span: Span | None = None  # span of the work item; None if it is not traced
 
     def move(self, stage: Stage, batch_entry: BatchEntry[InFlight] | None = None) -> None:
-        """Enter a stage. `batch_entry` is given for `waiting`. After `settled` there is no other stage."""
+        """Enter a stage. `batch_entry` is set only for `waiting`. After `settled` there is no other stage."""
         self.batch_entry = batch_entry
         if not self.settled:
             self.stage, self.settled = stage, stage == "settled"
@@ -109,6 +114,9 @@ class InFlight:
 
     def of_input(self, index: int) -> list[TokenRow]:
         """Return the rows of this input alone."""
+        if self.chunked:
+            first = sum(described.rows for described in self.chunked[:index])
+            return self.rows[first : first + self.chunked[index].rows]
         count = (len(self.rows) - self.shared) // len(self.item.inputs)
         first = self.shared + index * count
         return self.rows[first : first + count]
@@ -151,7 +159,9 @@ def runnable(flight: InFlight) -> tuple[list[TokenRow], list[int]]:
 
 
 def changed() -> NotReady:
-    """Return the refusal of work that was planned with an old entry of its model. Its gateway plans it again."""
+    """Return the refusal of work that was planned with an old entry of its model. The gateway of the work plans it
+    again.
+    """
     return NotReady(
         "the model was changed or removed while this request was on its way", reason=CONFIG_CHANGED, retry_after_s=1
     )
@@ -216,9 +226,8 @@ def cut(outcomes: tuple[Outcome, ...], block: memoryview) -> tuple[tuple[Outcome
 def only(flight: InFlight, index: int) -> InFlight:
     """Return the same work with one of its inputs. It has the lease of the whole work item, and must not be settled."""
     item = msgspec.structs.replace(flight.item, inputs=(flight.item.inputs[index],), first=flight.item.first + index)
-    return replace(
-        flight, item=item, rows=[*flight.rows[: flight.shared], *flight.of_input(index)], unfit={}, counted=0
-    )
+    rows = [*flight.rows[: flight.shared], *flight.of_input(index)]
+    return replace(flight, item=item, rows=rows, chunked=flight.chunked[index : index + 1], unfit={}, counted=0)
 
 
 def joined(parts: Sequence[tuple[Outcome, bytes]]) -> tuple[tuple[Outcome, ...], bytes]:
@@ -273,7 +282,7 @@ class Inventory:
 
     def __init__(
         self,
-        hosting: Hosting,
+        models: WorkerModels,
         on_less: Callable[[], None],
         on_free: Callable[[str], None],
         clock: Callable[[], float],
@@ -281,14 +290,15 @@ class Inventory:
         """Create an empty inventory. `on_less` is called when less work waits for the device. `on_free` is called with
         a consumer whose work item delayed other work.
         """
-        self._hosting = hosting
+        self._models = models
         self._on_less = on_less
         self._on_free = on_free
         self._clock = clock
         self._all: dict[Lease, InFlight] = {}
-        # cost and number of work items that are not at the device yet: interactive, bulk
-        self._loads = ([0, 0], [0, 0])
-        self._coming: Counter[str] = Counter()  # number of deliveries that hosting does not count yet, by model
+        # cost and number of work items that are not at their device yet, interactive and bulk; by device, and for those
+        # that have none yet
+        self._loads: dict[int, tuple[list[int], list[int]]] = defaultdict(lambda: ([0, 0], [0, 0]))
+        self._coming: Counter[str] = Counter()  # number of deliveries that no device counts yet, by model
 
     def __iter__(self) -> Iterator[InFlight]:
         """Iterate over a copy, in the order of delivery."""
@@ -300,15 +310,28 @@ class Inventory:
         self.count(flight, max(1, flight.item.cost))
 
     def is_coming(self, model: str) -> bool:
-        """Return True if work of this model was delivered but is not counted by hosting yet."""
+        """Return True if work of this model was delivered but is not counted by a device yet."""
         return model in self._coming
 
     def keep_model(self, flight: InFlight, hosted: ModelState) -> None:
         """Record that the work item needs this model, which must not be evicted from now on."""
-        flight.hosted, flight.entry = hosted, hosted.resolved.entry
-        self._hosting.add_items(hosted)
+        flight.entry = hosted.resolved.entry
+        self._assign(flight, hosted)
         self._arrived(flight)
         hosted.came_in(flight.item.cost, flight.received_s)
+
+    def move(self, flight: InFlight, hosted: ModelState) -> None:
+        """Note that the work item needs its model on another device."""
+        assert flight.hosted is not None
+        self._models.device_of(flight.hosted).let_go(flight.hosted, flight.item.cost)
+        self._assign(flight, hosted)
+
+    def _assign(self, flight: InFlight, hosted: ModelState) -> None:
+        cost = flight.counted
+        self._add(flight, -cost)
+        flight.hosted = hosted
+        self._add(flight, cost)
+        self._models.device_of(hosted).add_items(hosted, cost=flight.item.cost)
 
     def _arrived(self, flight: InFlight) -> None:
         self._coming[flight.item.model] -= 1
@@ -318,7 +341,7 @@ class Inventory:
     def let_model_go(self, flight: InFlight) -> None:
         """Record that the work item no longer needs its model."""
         if flight.hosted is not None:
-            self._hosting.let_go(flight.hosted)
+            self._models.device_of(flight.hosted).let_go(flight.hosted, flight.item.cost)
             # the load of the model failed: the next work item may be pulled and wait for it
             if flight.hosted.state != "loaded":
                 self._on_free(flight.lease.delivery.consumer)
@@ -343,15 +366,27 @@ class Inventory:
         """Set the tokens of the work item that wait for the device; 0 once it is at the device or has ended."""
         if cost < flight.counted:
             self._on_less()
-        load = self._loads[flight.item.priority == "bulk"]
-        load[0] += cost - flight.counted
-        load[1] += (cost > 0) - (flight.counted > 0)
-        flight.counted = cost
+        self._add(flight, cost - flight.counted)
 
-    def load(self, *, bulk: bool) -> tuple[int, int]:
-        """Return the tokens and the work items that wait for the device. With `bulk` they include bulk work."""
-        (cost, items), (bulk_cost, bulk_items) = self._loads
-        return cost + bulk * bulk_cost, items + bulk * bulk_items
+    def _add(self, flight: InFlight, cost: int) -> None:
+        """Add to the tokens of the work item that wait for its device."""
+        device = _NO_DEVICE if flight.hosted is None else flight.hosted.device
+        load, before = self._loads[device][flight.item.priority == "bulk"], flight.counted
+        flight.counted = before + cost
+        load[0] += cost
+        load[1] += (flight.counted > 0) - (before > 0)
+
+    def load(self, *, bulk: bool, devices: Collection[int] | None = None) -> tuple[int, int]:
+        """Return the tokens and the work items that wait for a device. With `bulk` they include bulk work. `devices`:
+        only work for these devices, and work that has no device yet.
+        """
+        cost = items = 0
+        for device, loads in self._loads.items():
+            if devices is None or device in devices or device == _NO_DEVICE:
+                for waiting_cost, waiting_items in loads[: 1 + bulk]:
+                    cost += waiting_cost
+                    items += waiting_items
+        return cost, items
 
     def ages(self) -> tuple[int, dict[str, float]]:
         """Return the tokens of all work, estimated until it is tokenised, and for each model the seconds since its

@@ -36,7 +36,7 @@ BATCH_BETWEEN_S = 1.0  # most seconds to wait for a batch that runs before the n
 
 
 class Isolate:
-    """All suspect work items of this worker. One task calls `run`."""
+    """All suspect work items of one device of this worker. One task calls `run`."""
 
     def __init__(
         self,
@@ -46,7 +46,10 @@ class Isolate:
         settle: Settle,
         metrics: SidecarMetrics,
         work: Tasks,
+        isolates: Sequence[Isolate],
     ) -> None:
+        """`isolates` are those of all devices, by number of the device."""
+        self._isolates = isolates
         self._device = device
         self._marks = marks
         self.marked_models: Mapping[str, int] = marks.models
@@ -63,8 +66,8 @@ class Isolate:
         self._slice_s = 0.0
 
     def is_suspect(self, flight: InFlight) -> bool:
-        """Return True if an input of it killed an adapter before, here or at another worker. Called only for models in
-        `marked_models`.
+        """Return True if one of its inputs ended an adapter before, at this worker or another one. Called only for
+        models in `marked_models`.
         """
         return any(self._marks.get(key) for key in content_keys(flight.item))
 
@@ -106,7 +109,12 @@ class Isolate:
         for index in chosen:
             if flight.settled:
                 return
-            outcome, block, ran = await self._outcome(flight, index, keys[index])
+            try:
+                outcome, block, ran = await self._outcome(flight, index, keys[index])
+            except AdapterGone:  # and it stays away
+                assert flight.hosted is not None
+                self._isolates[self._loading.moved(flight.hosted, [flight]).device].add(flight)
+                return
             parts.append((outcome, block))
             if ran is not None:
                 done, note = ran
@@ -116,7 +124,9 @@ class Isolate:
     async def _outcome(
         self, flight: InFlight, index: int, key: str
     ) -> tuple[Outcome, bytes, tuple[ipc.BatchDone, BatchNote] | None]:
-        """Return the outcome of one input. It is run until it is answered, found to be poison, or late."""
+        """Return the outcome of one input. The input is run until it is answered, is found to be poison, or is past its
+        deadline.
+        """
         hosted, lora = flight.hosted, flight.item.options.lora
         assert hosted is not None
         single = only(flight, index)
@@ -135,13 +145,14 @@ class Isolate:
                 if flight.settled:  # cancelled in the meantime: no request reads this outcome
                     raise GatewayTimeout("the request was withdrawn before its model was loaded")
                 await self._take_device()
-                done, note = await self._run_alone(flight, single, key, hosted)
-            except AdapterGone:
-                continue
+                try:
+                    done, note = await self._run_alone(flight, single, key, hosted)
+                except AdapterGone:
+                    continue
             except ModelLoading:  # the model was evicted meanwhile
                 hosted.mark_unloaded()
                 continue
-            except LoraLoading:  # the LoRA was evicted meanwhile for other LoRAs
+            except LoraLoading:  # the LoRA was evicted in the meantime for other LoRAs
                 hosted.loras.discard(lora)
                 continue
             except SIEError as error:
@@ -175,9 +186,7 @@ class Isolate:
             raise
 
     async def _take_device(self) -> None:
-        """Return when no other work is at the device. If a batch waits and the slice has ended, the batch runs
-        first.
-        """
+        """Wait until no other work is at the device. If a batch waits and the slice has ended, the batch runs first."""
         device = self._device
         if device.is_reserved and self._clock() - self._slice_s > SLICE_S and len(device.waiting):
             before = device.number

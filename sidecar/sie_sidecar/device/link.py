@@ -1,5 +1,7 @@
-"""Connections to the adapter: a pool for batches and loads, one control connection for short requests, and the ping
-that decides readiness.
+"""Connections to the adapters of a worker, one adapter for each device. To each: a pool for batches and loads, one
+control connection for short requests, and the ping that decides readiness.
+
+    AdapterLinks.run ──► link to the first adapter ──► its description: number of devices ──► links to the others
 """
 
 from __future__ import annotations
@@ -7,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 
 import msgspec
 
@@ -18,6 +20,7 @@ from sie_runtime.process import START_S, Stop, Trouble
 
 CONTROL_TIMEOUT_S = 5.0
 CONNECT_PAUSE_S = 0.05
+AWAY_S = 10.0  # seconds after which an adapter that is gone is not waited for if another device can take over
 _logger = logging.getLogger("sie.sidecar.link")
 
 
@@ -95,12 +98,20 @@ class AdapterLink:
     """
 
     def __init__(
-        self, path: str, *, size: int | Callable[[int], int], ping_s: float, stale_s: float, clock: Callable[[], float]
+        self,
+        path: str,
+        *,
+        size: int | Callable[[int], int],
+        ping_s: float,
+        stale_s: float,
+        clock: Callable[[], float],
+        number: int = 0,
     ) -> None:
         """Create the link without connections. `size` is the number of connections for batches, or a function from the
-        device's lanes to this number.
+        device's lanes to this number. `number` is the number of the device among the devices of the worker.
         """
         self.path = path
+        self.number = number
         self.description: ipc.Description | None = None
         # progress of downloads of weights to this node, by id of their entry
         self.fetching: dict[str, Fetched] = {}
@@ -118,6 +129,7 @@ class AdapterLink:
         self._lost = asyncio.Event()
         self._given_up = False  # true if this process ended the connection: the state of the work on it is then unknown
         self._last_pong_s = -1e9
+        self._lost_s = clock()  # time since when it is not connected
         self._up = asyncio.Event()
         self.listeners: list[Callable[[bool], None]] = []
         self._may_drop: Callable[[], tuple[str, ...]] = tuple
@@ -136,8 +148,15 @@ class AdapterLink:
     async def wait_connected(self) -> None:
         await self._up.wait()
 
+    async def is_back(self) -> bool:
+        """Wait until the adapter is connected, at most until AWAY_S seconds after it was lost. Return whether it is."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(max(0.0, self._lost_s + AWAY_S - self._clock())):
+                await self._up.wait()
+        return self.connected
+
     async def describe(self) -> ipc.Description | None:
-        """Ask the adapter for its description and keep it in `description`. Return None if the reply has another type.
+        """Request the adapter's description and store it in `description`. Return None if the reply has another type.
         Raises AdapterGone, SIEError.
         """
         answer = await self.request(ipc.Describe())
@@ -201,7 +220,7 @@ class AdapterLink:
         self._given_up = False
         self._control, self._all, self.description = control, connections, description
         self._idle, self._more = asyncio.LifoQueue(), asyncio.LifoQueue()
-        self._loads = asyncio.Semaphore(max(1, size - 1))  # one connection is always kept for batches
+        self._loads = asyncio.Semaphore(max(1, size - 1))  # one connection is always reserved for batches
         for connection in connections:
             self._idle.put_nowait(connection)
         self._last_pong_s = self._clock()
@@ -213,6 +232,7 @@ class AdapterLink:
         for connection in [*self._all, *([self._control] if self._control else [])]:
             connection.close(given_up=self._given_up)
         self._control, self._all = None, []
+        self._lost_s = self._clock()
 
     async def _ping_until_lost(self) -> None:
         while not self._lost.is_set():
@@ -358,3 +378,91 @@ class AdapterLink:
         if isinstance(answer, ipc.Refused):
             raise SIEError.from_info(answer.error)
         return answer
+
+
+class AdapterLinks:
+    """Links to the adapters of one worker, by number of their device. The first adapter tells how many there are. A
+    link is never removed: an adapter that stays away is a device that the worker lacks.
+    """
+
+    def __init__(
+        self, path: str, *, size: int | Callable[[int], int], ping_s: float, stale_s: float, clock: Callable[[], float]
+    ) -> None:
+        """`path` is the socket of the first adapter; the other arguments are those of each link."""
+        self._path = path
+        self._size = size
+        self._ping_s = ping_s
+        self._stale_s = stale_s
+        self._clock = clock
+        self._on_new: list[Callable[[AdapterLink], object]] = []
+        self._all: list[AdapterLink] = []
+        self._add()
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def __iter__(self) -> Iterator[AdapterLink]:
+        return iter(self._all)
+
+    def __getitem__(self, number: int) -> AdapterLink:
+        return self._all[number]
+
+    def for_every(self, use: Callable[[AdapterLink], object]) -> None:
+        """Call `use` with each link, now or as soon as the worker learns of its device, and before it connects."""
+        self._on_new.append(use)
+        for link in self._all:
+            use(link)
+
+    def _add(self) -> AdapterLink:
+        number = len(self._all)
+        path = ipc.device_socket(self._path, number)
+        link = AdapterLink(
+            path, size=self._size, ping_s=self._ping_s, stale_s=self._stale_s, clock=self._clock, number=number
+        )
+        self._all.append(link)
+        for use in self._on_new:
+            use(link)
+        return link
+
+    @property
+    def connected(self) -> bool:
+        """True if at least one adapter is connected."""
+        return any(link.connected for link in self._all)
+
+    def is_fresh(self) -> bool:
+        """Return True if at least one adapter has answered a ping in time. If one hangs, its link is given up, and its
+        work goes to the devices of the others.
+        """
+        return any(link.is_fresh() for link in self._all)
+
+    async def wait_connected(self) -> None:
+        """Return when an adapter is connected."""
+        if len(self._all) == 1:
+            await self._all[0].wait_connected()
+            return
+        waits = [asyncio.create_task(link.wait_connected()) for link in self._all]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+    async def wait_all_connected(self, within_s: float) -> None:
+        """Return when the adapters of all devices are connected, or `within_s` seconds after the first one was."""
+        await self._all[0].wait_connected()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                await asyncio.gather(*(link.wait_connected() for link in self._all))
+
+    async def run(self, stop: Stop) -> None:
+        """Keep all links connected until cancelled, or until `stop` is requested while the adapters are away."""
+        async with asyncio.TaskGroup() as running:
+
+            def grow(_connected: bool) -> None:
+                description = self._all[0].description
+                while description is not None and len(self._all) < description.devices:
+                    link = self._add()
+                    running.create_task(link.run(stop), name=f"adapter link {link.number}")
+
+            self._all[0].listeners.append(grow)
+            await self._all[0].run(stop)

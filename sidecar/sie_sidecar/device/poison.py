@@ -91,7 +91,7 @@ class PoisonMarks:
                 try:
                     await self.open()
                 except BrokerError as error:
-                    _logger.warning("the marks of poison cannot be read yet: %s", error)
+                    _logger.warning("the poison marks cannot be read yet: %s", error)
             await asyncio.sleep(REOPEN_S)
 
     async def close(self) -> None:
@@ -144,7 +144,7 @@ class PoisonMarks:
                     await self._write_some(writes[start : start + WRITES_AT_ONCE])
         except (BrokerError, TimeoutError) as error:
             _logger.warning(
-                "marks of poison were not written, other workers do not know of %d contents: %r", len(writes), error
+                "poison marks were not written, so other workers do not know about %d contents: %r", len(writes), error
             )
 
     async def _write_some(self, writes: list[Write]) -> None:
@@ -158,7 +158,7 @@ class PoisonMarks:
                 try:
                     self._written(write, await self._bucket.write([write]))
                 except WrongRevision:
-                    _logger.info("a mark was written by another worker meanwhile")
+                    _logger.info("another worker has written a mark first")
         else:
             for revision, write in enumerate(writes, last - len(writes) + 1):
                 self._written(write, revision)

@@ -71,7 +71,7 @@ class Recording:
             self._file = None
 
 
-current: Recording | None = None  # None if there is no recording
+current: Recording | None = None  # None while batches are not recorded
 
 
 def begin(path: Path, settings: Settings) -> None:

@@ -21,8 +21,9 @@ from sie_contracts.errors import InternalFailure
 from sie_contracts.wire import messages
 from sie_contracts.wire.messages import WorkItem
 from sie_runtime.clock import BrokerClock
+from sie_sidecar.batching.batch import BatchLimits
 from sie_sidecar.batching.sizing import Quantum
-from sie_sidecar.device.dispatch import DeviceQueue
+from sie_sidecar.device.dispatch import DeviceQueues
 from sie_sidecar.device.in_flight import InFlight, Inventory
 from sie_sidecar.metrics import SidecarMetrics
 from sie_sidecar.results import spans
@@ -53,23 +54,24 @@ class WorkIntake:
         self,
         leases: Leases,
         inventory: Inventory,
-        device: DeviceQueue,
+        queues: DeviceQueues,
         settle: Settle,
         broker_clock: BrokerClock,
         quantum: Quantum,
         metrics: SidecarMetrics,
         tracer: Tracer | None,
+        clock: Callable[[], float],
     ) -> None:
         self._leases = leases
         self._inventory = inventory
-        self._device = device
+        self._queues = queues
         self._settle = settle
         self._broker_clock = broker_clock
         self._quantum = quantum
         self._metrics = metrics
         self._tracer = tracer
-        self._limits = device.limits
-        self._clock = device.clock
+        self._limits = queues.limits
+        self._clock = clock
         self.arrived: list[InFlight] = []  # work items that are not prepared yet
         self._arrival = asyncio.Event()
 
@@ -124,17 +126,18 @@ class WorkIntake:
             for flight in self._inventory
             if flight.item.request in requests
             and flight.stage != "settled"
-            and (flight.stage != "running" or self._device.abandon(flight))
+            and (flight.stage != "running" or self._queues.queue_of(flight).abandon(flight))
         ]
         for flight in dropped:
-            self._device.withdraw(flight)
+            if flight.hosted is not None:
+                self._queues.queue_of(flight).withdraw(flight)
             self._settle.cancel(flight)
         if dropped:
-            self._device.wake.set()
+            self._queues.wake()
 
     def gathering(self) -> tuple[float | None, float]:
-        """Return the recent median time at this worker in seconds, None without answers, and the seconds for which
-        deliveries are gathered.
+        """Return the recent median time at this worker in seconds, None if there are no answers, and the seconds for
+        which deliveries are gathered.
         """
         return self._quantum.p50_s, self._quantum.seconds(self._clock())
 
@@ -159,7 +162,12 @@ class WorkIntake:
         self._arrival.clear()
         arrived, self.arrived = [flight for flight in self.arrived if not flight.settled], []
         self._metrics.gathered.observe(len(arrived))
-        return _grouped(arrived)
+        gathered = _grouped(arrived)
+        if len(self._queues.all) == 1:
+            return gathered
+        # each part goes to the device with the least work
+        parts = [part for group in gathered.groups for part in batch_parts(group, self._limits)]
+        return gathered._replace(groups=parts)
 
     def _is_more_coming(self, is_tokenising: Callable[[], bool], more_expected: Callable[[], bool]) -> bool:
         """Return True if the worker should wait for more deliveries: the arrived ones do not fill a batch, and the
@@ -186,3 +194,16 @@ def _grouped(arrived: list[InFlight]) -> Gathered:
         groups[item.model, item.profile, item.config_revision, item.operation, options.lora, *cut].append(flight)
     cost = sum(flight.item.cost for group in groups.values() for flight in group)
     return Gathered(list(groups.values()), stored, CHARACTERS_PER_TOKEN * cost)
+
+
+def batch_parts(group: list[InFlight], limits: BatchLimits) -> list[list[InFlight]]:
+    """Cut a group into parts that are no larger than a batch, by the gateway's estimate of their cost."""
+    parts: list[list[InFlight]] = []
+    cost = 0
+    for flight in group:
+        if not parts or len(parts[-1]) >= limits.requests or cost + flight.item.cost > limits.cost:
+            parts.append([])
+            cost = 0
+        parts[-1].append(flight)
+        cost += flight.item.cost
+    return parts

@@ -51,8 +51,9 @@ def admitted(own: str, answered: tuple[str, ...], silent_s: float) -> str | None
 
 
 class PoolMembership:
-    """Asks gateways for the pool of this worker until `stop`. If one gateway does not answer, the next is asked.
-    `asked` is set after the first attempt at all gateways, and `changed` whenever another pool is to be served.
+    """Asks gateways for the pool of this worker until `stop`. If one gateway does not answer, the request is sent to
+    the next one. `asked` is set after the first attempt at all gateways, and `changed` whenever the worker must serve
+    another pool.
     """
 
     def __init__(self, urls: str, token: Secret | None, worker: str, own: str, clock: Callable[[], float]) -> None:
@@ -84,7 +85,7 @@ class PoolMembership:
             self._again.set()
 
     async def run(self, stop: Stop) -> None:
-        """Ask now, every ASK_S seconds and after each hint, until `stop`."""
+        """Request the pool now, every ASK_S seconds and after each hint, until `stop`."""
         trouble, pool = Trouble(_logger, "no gateway assigns a pool", START_S), self.pool()
         try:
             while True:

@@ -16,7 +16,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Literal, get_args
 
 from sie_broker import Broker, BrokerError, Delivery, Pulls, Queue, Subscription
@@ -28,7 +28,7 @@ from sie_contracts.wire.records import Placement
 from sie_contracts.wire.topology import Lane
 from sie_sidecar.batching import batch
 from sie_sidecar.batching.batch import BatchLimits, Load
-from sie_sidecar.device.dispatch import DeviceQueue
+from sie_sidecar.device.dispatch import DeviceQueues
 from sie_sidecar.device.in_flight import InFlight, Inventory
 from sie_sidecar.models.loading import Loading
 
@@ -163,6 +163,10 @@ class HostAssignment:
         """Return the models that this worker hosts; None while there is no table."""
         return self._mine
 
+    def models_of(self, consumer: str) -> Collection[str]:
+        """Return the models of this worker whose work the consumer of this name may deliver; none while unknown."""
+        return self._consumers.get(consumer, ())
+
     def is_old(self) -> bool:
         return self.table is not None and self._now_s() - self.table.at_s > OLD_S
 
@@ -241,7 +245,7 @@ class _DeliveryStatistics:
 class Pulling:
     """Open pulls of a lane. At each refill, `backlog` returns the work that waits for the device before work of a
     priority (True for bulk), or None if no work should be pulled. `role` returns the work that a consumer may deliver,
-    like `HostAssignment.role`.
+    like `HostAssignment.role`. `narrowed` returns the part of such a backlog that is on the devices of a consumer.
     """
 
     def __init__(
@@ -253,6 +257,7 @@ class Pulling:
         backlog: Callable[[bool], Load | None],
         clock: Callable[[], float],
         role: Callable[[str], Role] = lambda consumer: "pull",
+        narrowed: Callable[[Load, str], Load] = lambda load, consumer: load,
     ) -> None:
         self._queue = queue
         self._lane = lane
@@ -260,8 +265,9 @@ class Pulling:
         self._backlog = backlog
         self._clock = clock
         self._role = role
+        self._narrowed = narrowed
         self._stream = topology.stream_name(lane.pool)
-        self._bulk = f"{lane.consumer_prefix()}bulk__"
+        self.bulk_prefix = f"{lane.consumer_prefix()}bulk__"
         self._consumers: dict[str, _DeliveryStatistics] = {}
         self._active: dict[str, _DeliveryStatistics] = {}
         self._short: dict[
@@ -269,7 +275,7 @@ class Pulling:
         ] = {}  # consumers, in order, that delivered after the last refill, or have less credit than at an idle device
         self._more: set[str] = set()  # consumers for which the broker has more work, according to their last delivery
         self._announced: set[str] = set()  # consumers announced since the last listing began
-        self._open = False  # true if anything may be pulled, as of the last refill
+        self._open = False  # true if the last refill allowed pulling
         self._pulls: Pulls = queue.pulls(self._stream, on_delivery)
         self._notices: Subscription | None = None
         self._stopped = False
@@ -318,7 +324,7 @@ class Pulling:
         self._pulls.want(name, 0)
 
     def note(self, delivery: Delivery) -> None:
-        """Count a delivery with any content: it used up credit."""
+        """Count a delivery, whatever its content: it has used up credit."""
         name = delivery.consumer
         consumer = self._active[name] = self._consumers.setdefault(name, _DeliveryStatistics())
         consumer.delivered_s = self._clock()
@@ -341,7 +347,7 @@ class Pulling:
             consumer.mean_cost += 0.1 * (cost - consumer.mean_cost)
 
     def refill_all(self) -> None:
-        """Set the right credit for every consumer, after some time or after a change of the hosted models."""
+        """Set the credit of every consumer, called after some time or after a change of the hosted models."""
         self._refill(list(self._consumers))
 
     def refill_one(self, consumer: str) -> None:
@@ -350,7 +356,7 @@ class Pulling:
             self._refill([consumer])
 
     def refill(self) -> None:
-        """Set the right credit for every consumer that may have too little."""
+        """Set the credit of every consumer that may have too little credit."""
         self._refill(list(self._short))
 
     def level(self) -> None:
@@ -368,12 +374,13 @@ class Pulling:
         for name in names:
             consumer = self._consumers[name]
             target = ideal = 0
-            backlog = backlogs[name.startswith(self._bulk)]
+            backlog = backlogs[name.startswith(self.bulk_prefix)]
             if backlog is not None and (role := self._role(name)) in ("pull", "probe"):
                 # a quiet consumer keeps a credit of 1 even if the device has enough work: it delivers at most one
                 # message
                 target = ideal = 1
                 if role == "pull" and now_s - consumer.delivered_s < ACTIVE_S:
+                    backlog = self._narrowed(backlog, name)
                     target, ideal = (self._share(load, consumer) for load in (backlog, Load(0, 0, backlog.lanes)))
             # renewed when half of it is used, so that a busy consumer needs only one pull for many messages
             if target == 0 or self._pulls.outstanding(name) <= target // 2:
@@ -402,7 +409,7 @@ class Pulling:
 
 
 class WorkSource:
-    """Source of deliveries from one pool at a time. `accept` makes a work item from a delivery; it returns None if
+    """Source of deliveries from one pool at a time. `accept` creates a work item from a delivery; it returns None if
     there is no new work item.
     """
 
@@ -412,16 +419,18 @@ class WorkSource:
         lane: Lane,
         worker_id: str,
         now_s: Callable[[], float],
-        device: DeviceQueue,
+        queues: DeviceQueues,
         loading: Loading,
         inventory: Inventory,
         accept: Callable[[Delivery], InFlight | None],
+        clock: Callable[[], float],
     ) -> None:
         """`now_s` returns the broker's time."""
         self._broker = broker
         self._worker_id = worker_id
         self._now_s = now_s
-        self._device = device
+        self._queues = queues
+        self._clock = clock
         self._loading = loading
         self._inventory = inventory
         self._accept = accept
@@ -438,33 +447,38 @@ class WorkSource:
             lane,
             self._worker_id,
             self._now_s,
-            self._loading.hosting.is_open,
+            self._loading.models.is_open,
             self._holds,
             self._on_assignment,
-            lambda: self._device.link.connected,
+            lambda: bool(self._queues.connected),
         )
-        device = self._device
         pulling = Pulling(
             self._broker,
             lane,
-            device.limits,
+            self._queues.limits,
             lambda delivery: self._on_delivery(delivery, pulling),
-            device.backlog,
-            device.clock,
+            self._queues.backlog,
+            self._clock,
             self._role,
+            self._narrowed,
         )
         self.pulling = pulling
 
     def _role(self, consumer: str) -> Role:
-        held = consumer in self._paused or self._device.is_full_of(consumer)
+        held = consumer in self._paused or self._queues.is_full_of(consumer)
         return "none" if held else self.assignment.role(consumer)
+
+    def _narrowed(self, load: Load, consumer: str) -> Load:
+        """Return the part of a load that waits for the devices that run the work of this consumer."""
+        is_bulk = consumer.startswith(self.pulling.bulk_prefix)
+        return self._queues.narrowed(load, is_bulk, self.assignment.models_of(consumer))
 
     def _holds(self, model: str) -> bool:
         """Return True if no more work of this model should wait at this worker: its work waits already, or the model
         cannot be loaded now.
         """
-        hosting = self._loading.hosting
-        return self._inventory.is_coming(model) or hosting.holds(model) or hosting.is_closed(model)
+        models = self._loading.models
+        return self._inventory.is_coming(model) or models.holds(model) or models.is_closed(model)
 
     async def pull(self) -> bool:
         """Follow the placement table and begin to pull. It can be called again after a failure. The stream of the lane
@@ -505,7 +519,7 @@ class WorkSource:
             self.pulling.refill_all()
             await self.pulling.find_consumers()
             if self.pool is not None:
-                await self.assignment.check_unassigned(self._loading.hosting.loaded_models())
+                await self.assignment.check_unassigned(self._loading.models.loaded_models())
 
     def _on_assignment(self) -> None:
         self.pulling.refill_all()
@@ -513,7 +527,7 @@ class WorkSource:
 
     def _load_ahead(self) -> None:
         """Load models that this worker and other workers host, so that it pulls only work that it can run at once."""
-        if self._device.link.connected and self.pool is not None:
+        if self._queues.connected and self.pool is not None:
             self._loading.ahead(self.assignment.ahead())
 
     def _on_delivery(self, delivery: Delivery, pulling: Pulling) -> None:

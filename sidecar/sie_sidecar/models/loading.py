@@ -28,26 +28,26 @@ from sie_contracts.wire import ipc, messages
 from sie_contracts.wire.messages import WorkItem
 from sie_runtime.feed import CatalogueFeed
 from sie_runtime.process import Tasks
-from sie_sidecar.device.in_flight import InFlight, unsettled
-from sie_sidecar.device.link import AdapterGone, AdapterLink
-from sie_sidecar.models.models import Hosting, ModelState
+from sie_sidecar.device.in_flight import InFlight, Inventory, unsettled
+from sie_sidecar.device.link import AdapterGone, AdapterLinks
+from sie_sidecar.models.models import ModelState, WorkerModels
 
 HOLD_S = 5.0
 COOL_DOWN_S = 30.0
 MAX_REMEMBERED = 1000  # largest number of remembered names; clients choose them, so the number must be limited
-_Key = tuple[str, str]
+_Key = tuple[int, str, str]  # number of the device, residency, LoRA
 
 
 class LoraLoads:
-    """Loads LoRAs for loaded models. `ModelState.loras` lists the LoRAs of the adapter. It may still include LoRAs that
-    the adapter dropped without a report.
+    """Loads LoRAs for loaded models, on any device. `ModelState.loras` lists the LoRAs of the adapter. It may still
+    include LoRAs that the adapter dropped without a report.
     """
 
-    def __init__(self, link: AdapterLink, clock: Callable[[], float]) -> None:
-        self._link = link
+    def __init__(self, links: AdapterLinks, clock: Callable[[], float]) -> None:
+        self._links = links
         self._clock = clock
         self._loads: dict[_Key, asyncio.Task[None]] = {}
-        self._turns: dict[str, asyncio.Lock] = {}
+        self._turns: dict[tuple[int, str], asyncio.Lock] = {}
         self._failures: dict[_Key, tuple[float, ErrorInfo]] = {}
 
     def turn(self, hosted: ModelState) -> asyncio.Lock:
@@ -56,10 +56,10 @@ class LoraLoads:
 
         Without the lock, requests for more LoRAs than the adapter can keep would drop each other's LoRAs for ever.
         """
-        return self._turns.setdefault(hosted.name, asyncio.Lock())
+        return self._turns.setdefault((hosted.device, hosted.name), asyncio.Lock())
 
     async def ensure(self, hosted: ModelState, name: str, *, in_turn: bool = False) -> None:
-        """Return when the LoRA `name` is loaded for a loaded model. Raises LoraLoading after HOLD_S, LoraLoadFailed,
+        """Ensure that the LoRA `name` is loaded for a loaded model. Raises LoraLoading after HOLD_S, LoraLoadFailed,
         ModelLoading, AdapterGone.
         """
         if name in hosted.loras:
@@ -67,7 +67,7 @@ class LoraLoads:
         if in_turn:
             await self._request_lora(hosted, name)
             return
-        failed_s, failure = self._failures.get((hosted.name, name), (0.0, None))
+        failed_s, failure = self._failures.get((hosted.device, hosted.name, name), (0.0, None))
         if failure is not None and self._clock() - failed_s < COOL_DOWN_S:
             raise SIEError.from_info(failure)
         load = self._load_of(hosted, name)
@@ -95,7 +95,7 @@ class LoraLoads:
         await asyncio.gather(*loads, return_exceptions=True)
 
     def _load_of(self, hosted: ModelState, name: str) -> asyncio.Task[None]:
-        key = (hosted.name, name)
+        key = (hosted.device, hosted.name, name)
         load = self._loads.get(key)
         if load is None:
             load = self._loads[key] = asyncio.create_task(self._load(hosted, name), name="lora")
@@ -104,7 +104,7 @@ class LoraLoads:
         return load
 
     async def _load(self, hosted: ModelState, name: str) -> None:
-        key = (hosted.name, name)
+        key = (hosted.device, hosted.name, name)
         try:
             async with self.turn(hosted):
                 pass
@@ -118,7 +118,7 @@ class LoraLoads:
             del self._loads[key]
 
     async def _request_lora(self, hosted: ModelState, name: str) -> None:
-        digest = await self._link.ensure_lora(ipc.EnsureLora(hosted.name, name))
+        digest = await self._links[hosted.device].ensure_lora(ipc.EnsureLora(hosted.name, name))
         if len(hosted.lora_digests) >= MAX_REMEMBERED:
             hosted.reset_loras()
         hosted.loras.add(name)
@@ -139,20 +139,22 @@ _logger = logging.getLogger("sie.sidecar.loading")
 
 
 class Loading:
-    """Loading of models for work. `work` keeps the tasks of loads that no caller waits for."""
+    """Loading of models for work. `work` owns the tasks of loads that no caller waits for."""
 
     def __init__(
         self,
         feed: CatalogueFeed,
-        link: AdapterLink,
-        hosting: Hosting,
+        links: AdapterLinks,
+        models: WorkerModels,
+        inventory: Inventory,
         loras: LoraLoads,
         work: Tasks,
         clock: Callable[[], float],
     ) -> None:
         self._feed = feed
-        self._link = link
-        self.hosting = hosting
+        self._links = links
+        self.models = models
+        self._inventory = inventory
         self.loras = loras
         self._work = work
         self._clock = clock
@@ -162,22 +164,22 @@ class Loading:
         return self._feed.catalogue.revisions.get(model, 0)
 
     async def renewed(self, item: WorkItem, within_s: float) -> None:
-        """Return when this worker's catalogue has the model of `item` at the gateway's revision or a later one, or
-        after `within_s` seconds.
+        """Wait until this worker's catalogue has the model of `item` at the gateway's revision or a later one, or after
+        `within_s` seconds.
         """
         await self._feed.renewed(
             lambda catalogue: catalogue.revisions.get(item.model, 0) >= item.config_revision, max(0.0, within_s)
         )
 
     def find(self, item: WorkItem) -> ModelState | None:
-        """Return the residency for this work, or None if this worker's catalogue does not have that revision of the
-        model.
+        """Return the residency for this work, on the device that should run it. Return None if this worker's catalogue
+        does not have that revision of the model.
         """
         entry = self._feed.catalogue.entries.get(item.model)
         if entry is None or entry.revision != item.revision or self.revision(item.model) < item.config_revision:
             return None
         resolved = self._feed.catalogue.resolve_profile(entry, item.profile, item.model)
-        return self.hosting.obtain(resolved, self.revision(item.model))
+        return self.models.obtain(resolved, self.revision(item.model))
 
     async def restored(self, item: WorkItem, hosted: ModelState) -> bool:
         """Return True if the config service replaced the revision that `hosted` cannot load. If the worker had an
@@ -196,25 +198,36 @@ class Loading:
         for name in names:
             with contextlib.suppress(
                 ModelNotFound, BundleConflict
-            ):  # this worker's catalogue is older than the sender's catalogue, or newer
+            ):  # the catalogue of this worker is older or newer than the catalogue of the sender
                 resolved = self._feed.catalogue.resolve(name)
-                hosted = self.hosting.obtain(resolved, self.revision(resolved.entry.id))
-                self._work.start(self._load(hosted), "load ahead")
+                self._work.start(self._obtain_and_load(resolved), "load ahead")
+
+    def copy(self, hosted: ModelState) -> None:
+        """Load a model on one more device in the background."""
+        _logger.info("%s is loaded on device %d too", hosted.name, hosted.device, extra={"model": hosted.name})
+        self._work.start(self._load(hosted), "load of a copy")
+
+    async def _obtain_and_load(self, resolved: Resolved) -> None:
+        # each load chooses its device when those before it have begun
+        await self._load(self.models.obtain(resolved, self.revision(resolved.entry.id)))
 
     async def _load(self, hosted: ModelState) -> None:
         try:
-            await self.hosting.ensure(hosted)
+            await self.models.device_of(hosted).ensure(hosted)
         except (SIEError, AdapterGone) as error:  # no caller waits for it; later work is answered with the reason
             _logger.warning("%s could not be loaded ahead: %s", hosted.name, error, extra={"model": hosted.name})
 
     async def ensure(
         self, hosted: ModelState, flights: Sequence[InFlight], *, past_gate: bool = False, in_turn: bool = False
     ) -> None:
-        """Return when the model of these work items and their LoRA are loaded, or when no work item is left to run.
+        """Ensure that the model of these work items and their LoRA are loaded. Return earlier if no work item is left
+        to run.
 
         It works like Hosting.ensure, but continues with the next adapter if one is lost, until the last of the
         deadlines: an input that kills every adapter must not run for ever, nor occupy memory while a load does not end.
-        `in_turn`: the caller has the lock of the LoRA (`turn`). Raises SIEError.
+        If the adapter of the device is gone, the work items move to another device. Work items that are `past_gate`
+        have resources of their device: AdapterGone is raised if its adapter stays away while another device can take
+        over. `in_turn`: the caller has the lock of the LoRA (`turn`). Raises SIEError.
         """
         began_s = self._clock()
         try:
@@ -229,7 +242,7 @@ class Loading:
         while (left_s := until_s - self._clock()) > 0:
             try:
                 async with asyncio.timeout(left_s):
-                    await self.hosting.ensure(hosted, items, past_gate=past_gate)
+                    await self.models.device_of(hosted).ensure(hosted, items, past_gate=past_gate)
                 if not items():
                     return
                 if lora:
@@ -237,9 +250,16 @@ class Loading:
             except TimeoutError:
                 break
             except AdapterGone:
+                link = self._links[hosted.device]
+                if self._links.connected and not link.connected:
+                    if not past_gate:
+                        hosted = self.moved(hosted, flights)
+                    elif not await link.is_back():
+                        raise
+                    continue
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(until_s - self._clock()):
-                        await self._link.wait_connected()
+                        await (link.wait_connected() if past_gate else self._links.wait_connected())
             except ModelLoading:  # the model was evicted before its LoRA was loaded
                 hosted.mark_unloaded()
             else:
@@ -247,24 +267,33 @@ class Loading:
                     return
         raise GatewayTimeout("the budget of the request was over before its model was loaded")
 
+    def moved(self, hosted: ModelState, flights: Sequence[InFlight]) -> ModelState:
+        """Give these work items to another device, and return their model there."""
+        chosen = self.models.obtain(hosted.resolved, hosted.revision)
+        for flight in flights:
+            if flight.hosted is not None:
+                self._inventory.move(flight, chosen)
+        return chosen
+
     def park(self, flight: InFlight) -> Callable[[], None]:
         """Allow the model of a work item to be evicted until the work item may run. Return the function to call at that
         time.
         """
         assert flight.hosted is not None
         count = functools.partial(unsettled, [flight])
-        self.hosting.park(flight.hosted, count)
-        return functools.partial(self.hosting.unpark, flight.hosted, count)
+        device = self.models.device_of(flight.hosted)
+        device.park(flight.hosted, count)
+        return functools.partial(device.unpark, flight.hosted, count)
 
 
 class ResidencyRequests:
-    """Handler of `messages.Residency`. `work` keeps the unloads that wait. `on_unloaded` is called with the id of an
-    entry.
+    """Handler of `messages.Residency`. `work` owns the tasks of waiting unloads. `on_unloaded` is called with the id of
+    an entry.
     """
 
     def __init__(self, loading: Loading, work: Tasks, on_unloaded: Callable[[str], None]) -> None:
         self._loading = loading
-        self._hosting = loading.hosting
+        self._models = loading.models
         self._work = work
         self._on_unloaded = on_unloaded
 
@@ -275,17 +304,19 @@ class ResidencyRequests:
         except msgspec.DecodeError as error:
             _logger.error("a request of an operator could not be read: %s", error)
             return
-        hosted = self._hosting.find(request.model)
+        states = self._models.find(request.model)
         if request.action == "load":
-            if hosted is not None:
+            for hosted in states:
                 hosted.retain()
             self._loading.ahead([request.model])
-        elif hosted is not None and hosted.state in ("loading", "loaded"):
-            self._work.start(self._unload(hosted), "unload")
+            return
+        for hosted in states:
+            if hosted.state in ("loading", "loaded"):
+                self._work.start(self._unload(hosted), "unload")
 
     async def _unload(self, hosted: ModelState) -> None:
         try:
-            if await self._hosting.unload_when_idle(hosted):
+            if await self._models.device_of(hosted).unload_when_idle(hosted):
                 _logger.info("%s was unloaded by request of an operator", hosted.name, extra={"model": hosted.name})
                 self._on_unloaded(hosted.resolved.entry.id)
         except (AdapterGone, SIEError) as error:

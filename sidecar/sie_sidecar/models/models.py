@@ -14,6 +14,9 @@ adapter names the models that may be dropped for it, and its reply names the dro
                   └──► no memory left by models with work ──► one of them is closed to new work ──► load again
 
 Models are evicted under memory pressure with every batch, and once per second.
+
+Each device of the worker has a `Hosting` of its own: its adapter, its models, its memory. `WorkerModels` has all of
+them. A model may be loaded on several devices; `devices` chooses one for work.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ import contextlib
 import hashlib
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Literal
 
 import msgspec
@@ -31,10 +34,13 @@ import msgspec
 from sie_contracts.errors import ModelLoadFailed, SIEError
 from sie_contracts.media.images import max_blocks
 from sie_contracts.models.catalogue import Resolved, profile_fingerprint
+from sie_contracts.models.load_errors import MAX_ATTEMPTS
 from sie_contracts.wire import ipc
 from sie_contracts.wire.heartbeats import Fetched, ModelStatus, ServedEngine, ServedPrecision
 from sie_contracts.wire.messages import RunOptions
 from sie_sidecar.device.link import AdapterGone, AdapterLink
+from sie_sidecar.models import devices
+from sie_sidecar.models.devices import DeviceView, SecondCopies
 from sie_sidecar.prepare.tokens import ModelTokenizer
 
 State = Literal["available", "loading", "loaded", "unloading", "failed"]
@@ -44,8 +50,7 @@ COOL_DOWN_S = {"OOM": 60.0}
 OTHER_COOL_DOWN_S = 30.0
 PASSING = ("OOM", "NETWORK")  # error classes of loads that are tried again without a limit
 PERMANENT = ("GATED", "NOT_FOUND", "DEPENDENCY", "INCOMPATIBLE", "CERTIFICATE")
-MAX_ATTEMPTS = 3  # attempts after any other failure
-MEMORY_USED = 0.85  # part of the device's memory that is used if the adapter reports no threshold
+MEMORY_USED = 0.85  # share of the device's memory to use if the adapter reports no threshold
 RATE_OVER_S = 10.0
 FILL_WEIGHT = 0.1  # weight of the newest batch in the mean
 # largest time in seconds that a model keeps its memory after its load: the request for the next model waits for
@@ -66,18 +71,24 @@ def _image_cost(ready: ipc.Ready) -> tuple[int, int]:
     return max((patches + ids for patches, ids in costs), default=0), max((ids for _, ids in costs), default=0)
 
 
+def usable_bytes(device: ipc.Description) -> float:
+    """Return the memory of a device that may be in use before models are evicted."""
+    return (device.threshold_percent / 100 or MEMORY_USED) * device.memory_total_bytes
+
+
 def _precision(loaded: ipc.LoadedModel) -> ServedPrecision:
     """Return the precision of a loaded model, in the form for heartbeats."""
     return ServedPrecision(loaded.precision, loaded.requested_precision, loaded.precision_reason)
 
 
 class ModelState:
-    """One residency on this worker. `held` counts its work items at this worker, in any stage."""
+    """One residency on one device of this worker. `held` counts its work items there, in any stage."""
 
-    def __init__(self, resolved: Resolved) -> None:
+    def __init__(self, resolved: Resolved, device: int = 0) -> None:
         self.resolved = resolved
+        self.device = device  # number of the device
         self.revision = 0  # revision of the entry in `resolved`; 0 if unknown
-        self.loaded_revision = 0  # revision of the copy that was loaded last
+        self.loaded_revision = 0  # revision of the model that was loaded last
         self.state: State = "available"
         self.ready: ipc.Ready | None = None
         self.tokenizer: ModelTokenizer | None = None
@@ -85,11 +96,12 @@ class ModelState:
         self.failed_s = 0.0
         self.attempts = 0
         self.held = 0
-        # functions of the callers that wait before the gate; each returns the number of its work items
+        # functions of the callers that wait while the model is closed to new work; each returns the number of its work
+        # items
         self.before_gate: list[Callable[[], int]] = []
-        self.arriving = False  # true while the adapter loads it
-        self.leaves = False  # true if an operator asked to unload it once it is idle
-        # true while new work waits before a gate, because another model needs this one's memory
+        self.arriving = False  # true while the adapter loads the model
+        self.leaves = False  # true if an operator requested its unload as soon as it is idle
+        # true while new work waits, because another model needs the memory of this model
         self.is_closed = False
         self.loaded_s = 0.0
         self.used_s = 0.0  # time when work last arrived, ran or ended
@@ -104,7 +116,7 @@ class ModelState:
         # functions of the callers that wait for the model; each returns the number of its work items that need it
         self.waiting_counts: list[Callable[[], int]] = []
         self.loras: set[str] = set()  # LoRAs of the loaded copy, as far as known; the adapter may have dropped some
-        self.lora_digests: dict[str, str] = {}  # digests of the files of these LoRAs and of dropped ones
+        self.lora_digests: dict[str, str] = {}  # digests of the files of loaded LoRAs and of unloaded ones
         self._fingerprints: dict[tuple[str, str], str] = {}
 
     @property
@@ -118,12 +130,14 @@ class ModelState:
 
     @property
     def parked(self) -> int:
-        """Number of the model's work items at this worker that wait before the gate."""
+        """Number of the model's work items at this worker that wait because the model is closed to new work."""
         return sum(count() for count in self.before_gate)
 
     @property
     def is_quiet(self) -> bool:
-        """True if all of its held work waits before the gate, so that the model may be unloaded."""
+        """True if all work of the model waits because the model is closed to new work, so that the model may be
+        unloaded.
+        """
         return self.held == self.parked
 
     def came_in(self, cost: int, now_s: float) -> None:
@@ -228,7 +242,7 @@ class ModelState:
 
 
 class ModelStates:
-    """Residencies of this worker."""
+    """Residencies of one device of this worker."""
 
     def __init__(
         self,
@@ -237,11 +251,15 @@ class ModelStates:
         *,
         assigned: Callable[[], frozenset[str] | None] = lambda: None,
         fetching: Callable[[], Mapping[str, Fetched]] = dict,
+        device: int = 0,
     ) -> None:
         """Create the states without residencies. `swap_after_s` is the shortest time before a model with work is closed
         for another one. `assigned` returns the models of which this worker is a host, or None while unknown. `fetching`
-        returns the progress of downloads of weights to this node, by id of their entry.
+        returns the progress of downloads of weights to this node, by id of their entry. `device` is the number of the
+        device.
         """
+        self.device = device
+        self.held_cost = 0  # tokens of the held work items, by the gateway's estimate
         self._clock = clock
         self._swap_after_s = swap_after_s
         self._assigned = assigned
@@ -266,7 +284,7 @@ class ModelStates:
         return any(hosted.state == "loaded" and not hosted.is_closed for hosted in self._of_model.get(model, ()))
 
     def holds(self, model: str) -> bool:
-        """Return True if work of this model is held here."""
+        """Return True if this worker has work of this model."""
         return any(hosted.held for hosted in self._of_model.get(model, ()))
 
     def is_closed(self, model: str) -> bool:
@@ -281,12 +299,10 @@ class ModelStates:
         to its other memory; 0 while unknown.
         """
         sizes = [hosted.memory_bytes for hosted in self._hosted.values() if hosted.memory_bytes]
-        # the bytes of a model that is loading are not counted for any model yet
+        # the bytes of a model that is being loaded are not counted for any model yet
         if not any(hosted.state == "loading" for hosted in self._hosted.values()):
             beside_bytes = max(0, device.memory_used_bytes - sum(model.memory_bytes for model in device.models))
-            self._usable_bytes = (
-                device.threshold_percent / 100 or MEMORY_USED
-            ) * device.memory_total_bytes - beside_bytes
+            self._usable_bytes = usable_bytes(device) - beside_bytes
         return (
             max(1, int(self._usable_bytes * len(sizes) / sum(sizes))) if sizes and self._usable_bytes is not None else 0
         )
@@ -297,7 +313,7 @@ class ModelStates:
         """
         hosted = self._hosted.get(resolved.residency)
         if hosted is None:
-            hosted = self._hosted[resolved.residency] = ModelState(resolved)
+            hosted = self._hosted[resolved.residency] = ModelState(resolved, self.device)
             self._of_model.setdefault(resolved.entry.id, []).append(hosted)
         elif hosted.resolved.entry != resolved.entry:
             hosted.resolved = resolved
@@ -311,15 +327,17 @@ class ModelStates:
         """Return the residency of this name, or None if no work here has used it."""
         return self._hosted.get(residency)
 
-    def add_items(self, hosted: ModelState, items: int = 1) -> None:
-        """Add `items` to the number of work items that need `hosted`. The model is not evicted until they are parked or
-        released.
+    def add_items(self, hosted: ModelState, items: int = 1, cost: int = 0) -> None:
+        """Add `items` to the number of work items that need `hosted`, and `cost` tokens. The model is not evicted until
+        they are parked or released.
         """
         hosted.add_items(items, self._clock())
+        self.held_cost += cost
 
-    def let_go(self, hosted: ModelState) -> None:
-        """Record that one work item of `hosted` is settled."""
+    def let_go(self, hosted: ModelState, cost: int = 0) -> None:
+        """Record that one work item of `hosted` with `cost` tokens is settled, or goes to another device."""
         hosted.add_items(-1, self._clock())
+        self.held_cost -= cost
 
     def park(self, hosted: ModelState, items: Callable[[], int]) -> None:
         """Record work items of `hosted` that need it later, but not now. `items` returns their number. The model may be
@@ -332,8 +350,8 @@ class ModelStates:
         hosted.before_gate.remove(items)
 
     def idle(self, seconds: float) -> list[ModelState]:
-        """Return the loaded models without work, except work before the gate, whose last use was at least `seconds`
-        ago.
+        """Return the loaded models without work, except work that waits because a model is closed to new work, whose
+        last use was at least `seconds` ago.
         """
         before_s = self._clock() - seconds
         loaded = (hosted for hosted in self._hosted.values() if hosted.state == "loaded")
@@ -424,7 +442,7 @@ def _names(models: list[ModelState]) -> tuple[str, ...]:
 
 
 class Hosting(ModelStates):
-    """Models of this worker, with the adapter that loads and drops them."""
+    """Models of one device of this worker, with the adapter that loads and drops them."""
 
     def __init__(
         self,
@@ -437,21 +455,24 @@ class Hosting(ModelStates):
         on_loaded: Callable[[ModelState], object] = lambda hosted: None,
         on_failed: Callable[[ModelState, SIEError], object] = lambda hosted, error: None,
         on_role: Callable[[ModelState], object] = lambda hosted: None,
+        device: int = 0,
     ) -> None:
         """Create the object without models. A model that does not fit waits until other models have no work, and after
         `swap_after_s` one of them is closed to new work. `assigned` returns the models of which this worker is a host,
         or None while unknown. `on_role` is called when a residency is unloaded, closed to new work, or opened again.
         """
-        super().__init__(clock, swap_after_s, assigned=assigned, fetching=lambda: link.fetching)
+        super().__init__(clock, swap_after_s, assigned=assigned, fetching=lambda: link.fetching, device=device)
         self.swaps = 0
         self.idle_evictions = 0
         self._asked = 0  # number of requested loads
         # callers that wait for memory: start of the wait, and the future that wakes the caller
         self._waiters: list[tuple[float, asyncio.Future[None]]] = []
-        self._gates: dict[str, asyncio.Event] = {}  # gates of closed models; the event is set when the model opens
+        self._gates: dict[
+            str, asyncio.Event
+        ] = {}  # models that are closed to new work; the event is set when the model is opened again
         self._loading: dict[str, asyncio.Task[None]] = {}
         self._releasing: dict[str, asyncio.Task[None]] = {}
-        self._link = link
+        self.link = link
         self._on_change = on_change
         self._on_loaded = on_loaded
         self._on_failed = on_failed
@@ -459,8 +480,8 @@ class Hosting(ModelStates):
         link.listeners.append(self._on_link)
         link.attach(lambda: _names(self.evictable(IDLE_S)), self._on_dropped)
 
-    def let_go(self, hosted: ModelState) -> None:
-        super().let_go(hosted)
+    def let_go(self, hosted: ModelState, cost: int = 0) -> None:
+        super().let_go(hosted, cost)
         if hosted.is_quiet:
             self._look_again()
 
@@ -485,12 +506,12 @@ class Hosting(ModelStates):
     async def ensure(
         self, hosted: ModelState, items: Callable[[], int] | None = None, *, past_gate: bool = False
     ) -> None:
-        """Return when the model is loaded and its gate is open, or when no caller needs it any more. Raises
+        """Ensure that the model is loaded and open to new work. Return earlier if no caller needs it any more. Raises
         ModelLoadFailed, AdapterGone.
 
         `items` returns the number of held work items that wait for it, without cancelled ones; if it is None, the model
-        is loaded without work. `past_gate`: the work items passed the gate before and have resources that other work
-        waits for, so they must not wait at the gate again.
+        is loaded without work. `past_gate`: the work items were admitted to the model before and have resources that
+        other work waits for, so they must not wait even if the model is closed to new work.
         """
         count = items or _one_item
         hosted.waiting_counts.append(count)
@@ -572,7 +593,7 @@ class Hosting(ModelStates):
         self._asked, hosted.arriving = number, True
         try:
             entry, may_drop = msgspec.to_builtins(resolved.entry), (*left_over, *_names(offered))
-            return await self._link.ensure_ready(ipc.EnsureReady(hosted.name, entry, resolved.profile, may_drop))
+            return await self.link.ensure_ready(ipc.EnsureReady(hosted.name, entry, resolved.profile, may_drop))
         except SIEError as error:
             came = self._asked > number or uses != [candidate.uses for candidate in offered]
             if error.extras.get("error_class") == "OOM" and (
@@ -599,22 +620,24 @@ class Hosting(ModelStates):
         if isinstance(arriving, (list, tuple)) and set(arriving) - {
             hosted.name for hosted in self.all() if hosted.arriving
         }:
-            await asyncio.sleep(EARLIER_LOAD_S)  # there is no notice of its end
+            await asyncio.sleep(EARLIER_LOAD_S)  # the end of that load is not reported
             return True
-        await self._link.describe()
+        await self.link.describe()
         there = {loaded.model for loaded in self._described()}
         finding = [load for name, load in self._loading.items() if name in there]
-        if finding:  # another load of this process finds the model loaded; then it has work or can be offered
+        if finding:  # these loads will find their models loaded; afterwards a model has work or can be evicted
             await asyncio.wait(finding, timeout=EARLIER_LOAD_S)
             return True
         return any(name not in offered for name in self.left_over(self._described()))
 
     def _described(self) -> tuple[ipc.LoadedModel, ...]:
         """Return the models in the adapter's last description."""
-        return self._link.description.models if self._link.description else ()
+        return self.link.description.models if self.link.description else ()
 
     async def _before_gate(self, hosted: ModelState, items: Callable[[], int]) -> None:
-        """Wait until the gate of the model opens. Until then its work items are parked, so the model may be evicted."""
+        """Wait until the model is open to new work. Until then its work items are parked, so the model may be
+        evicted.
+        """
         self.park(hosted, items)
         try:
             await self._gates[hosted.name].wait()
@@ -624,9 +647,9 @@ class Hosting(ModelStates):
     async def _wait_for_memory(
         self, hosted: ModelState, asked_s: float, closed: ModelState | None
     ) -> ModelState | None:
-        """Return when one more of the other models has no work, or when no caller needs this model any more. After
-        `hosted` has waited `swap_after_s`, the model whose turn ends first is closed to new work at the end of its
-        turn, until `hosted` is loaded. Return the closed model.
+        """Wait until one more of the other models has no work, or no caller needs this model any more. After `hosted`
+        has waited `swap_after_s`, the model whose turn ends first is closed to new work at the end of its turn, until
+        `hosted` is loaded. Return the closed model.
         """
         had_work = self.busy(hosted)
         while hosted.has_waiters and had_work and all(busy_model in self.busy(hosted) for busy_model in had_work):
@@ -645,7 +668,7 @@ class Hosting(ModelStates):
         return closed
 
     async def _until_quiet(self, asked_s: float, timeout_s: float | None) -> None:
-        """Return when a model may have no more work, or after `timeout_s` seconds."""
+        """Wait until a model may have no more work, at most for `timeout_s` seconds."""
         waiter = asked_s, asyncio.get_running_loop().create_future()
         self._waiters.append(waiter)
         try:
@@ -664,7 +687,7 @@ class Hosting(ModelStates):
                 waiter.set_result(None)
 
     def _close(self, hosted: ModelState) -> None:
-        """Make new work of the model wait before its gate."""
+        """Close the model to new work, which then waits."""
         hosted.is_closed = True
         self._gates[hosted.name] = asyncio.Event()
         self._on_role(hosted)
@@ -701,7 +724,7 @@ class Hosting(ModelStates):
 
         After `ModelState.retain` the model stays loaded.
         """
-        if hosted.leaves:  # another call waits for this already
+        if hosted.leaves:  # another call is waiting for this already
             return False
         hosted.leaves = True
         try:
@@ -716,7 +739,7 @@ class Hosting(ModelStates):
 
     async def _release(self, hosted: ModelState) -> None:
         try:
-            await self._link.request(ipc.Release(hosted.name))
+            await self.link.request(ipc.Release(hosted.name))
         finally:
             del self._releasing[hosted.name]
             hosted.state = "available"
@@ -745,8 +768,128 @@ class Hosting(ModelStates):
         if not may_drop:
             return
         try:
-            await self._link.relieve(may_drop)
+            await self.link.relieve(may_drop)
         except AdapterGone:
             pass  # without an adapter, no model is loaded
         except SIEError as error:
             _logger.warning("memory could not be relieved: %s", error)
+
+
+_RANKS: tuple[State, ...] = ("loaded", "loading", "unloading", "failed", "available")
+
+
+class WorkerModels:
+    """Models of this worker, on all of its devices."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._copies = SecondCopies()
+        self.devices: list[Hosting] = []  # by number of the device
+
+    def __iter__(self) -> Iterator[ModelState]:
+        """Iterate over the residencies of all devices: one that several devices have comes several times."""
+        return (hosted for device in self.devices for hosted in device.all())
+
+    def device_of(self, hosted: ModelState) -> Hosting:
+        """Return the models of the device that has this residency."""
+        return self.devices[hosted.device]
+
+    def find(self, residency: str) -> list[ModelState]:
+        """Return this residency on each device where work has used it."""
+        return [hosted for device in self.devices if (hosted := device.find(residency)) is not None]
+
+    def obtain(self, resolved: Resolved, revision: int = 0) -> ModelState:
+        """Return the residency that serves new work of `resolved`, on the device that should run it."""
+        if len(self.devices) == 1:
+            return self.devices[0].obtain(resolved, revision)
+        states = [device.obtain(resolved, revision) for device in self.devices]
+        return states[devices.choose([self._view(hosted) for hosted in states])]
+
+    def _view(self, hosted: ModelState) -> DeviceView:
+        device, now_s = self.device_of(hosted), self._clock()
+        description = device.link.description
+        usable = usable_bytes(description) if description else 0.0
+        evictable = device.evictable(0.0)
+        is_open = hosted.state == "loaded" and not hosted.is_closed
+        refusal = hosted.refusal(now_s)
+        return DeviceView(
+            connected=device.link.connected,
+            loaded=is_open,
+            coming=not is_open and (hosted.state in ("loaded", "loading") or hosted.has_waiters),
+            refused=refusal is not None,
+            gives_up=refusal is not None and refusal.extras.get("error_class") in PERMANENT,
+            held_cost=device.held_cost,
+            models=sum(state.state in ("loaded", "loading") or state.has_waiters for state in device.all()),
+            size_bytes=max((state.memory_bytes for state in self.find(hosted.name)), default=0),
+            free_bytes=usable - (description.memory_used_bytes if description else 0),
+            usable_bytes=usable,
+            idle_since_s=evictable[0].used_s if evictable else math.inf,
+        )
+
+    def second_copies(self, is_behind: Callable[[ModelState], bool]) -> list[ModelState]:
+        """Return the residencies to load on one more device. Called once a second. `is_behind` returns True if work of
+        a residency waits because its device is busy.
+        """
+        if len(self.devices) == 1:
+            return []
+        loaded: dict[str, list[ModelState]] = {}
+        for hosted in self:
+            if hosted.state == "loaded":
+                loaded.setdefault(hosted.name, []).append(hosted)
+        behind = {name: states[0] for name, states in loaded.items() if all(map(is_behind, states))}
+        states = {
+            name: [device.obtain(first.resolved, first.revision) for device in self.devices]
+            for name, first in behind.items()
+        }
+        views = {name: [self._view(hosted) for hosted in copies] for name, copies in states.items()}
+        return [states[name][number] for name, number in self._copies.check(views).items()]
+
+    # the worker as a whole, for placement and heartbeats
+
+    def is_open(self, model: str) -> bool:
+        """Return True if work of this model may come: some device has it loaded and not closed to new work."""
+        return any(device.is_open(model) for device in self.devices)
+
+    def holds(self, model: str) -> bool:
+        """Return True if work of this model is held here."""
+        return any(device.holds(model) for device in self.devices)
+
+    def is_closed(self, model: str) -> bool:
+        """Return True if work of this model would have to wait for the load of another model."""
+        closed = [device for device in self.devices if device.is_closed(model)]
+        return bool(closed) and not any(device.is_open(model) for device in self.devices if device not in closed)
+
+    def loaded_models(self) -> list[str]:
+        return list(dict.fromkeys(model for device in self.devices for model in device.loaded_models()))
+
+    def statuses(self) -> tuple[ModelStatus, ...]:
+        """Return one status for each residency: that of the device on which it is nearest to loaded, with the memory
+        and the work of all devices.
+        """
+        if len(self.devices) == 1:
+            return self.devices[0].statuses()
+        by_name: dict[str, list[ModelStatus]] = {}
+        for device in self.devices:
+            for status in device.statuses():
+                by_name.setdefault(status.model, []).append(status)
+        return tuple(
+            msgspec.structs.replace(
+                min(statuses, key=lambda status: _RANKS.index(status.state)),
+                memory_bytes=sum(status.memory_bytes for status in statuses),
+                queued=sum(status.queued for status in statuses),
+                cost_rate=round(sum(status.cost_rate for status in statuses), 1),
+            )
+            for statuses in by_name.values()
+        )
+
+    def slots(self) -> int:
+        """Return how many models of the mean loaded size fit on the connected devices; 0 while unknown."""
+        return sum(
+            device.slots(device.link.description)
+            for device in self.devices
+            if device.link.connected and device.link.description is not None
+        )
+
+    async def stop(self) -> None:
+        """Cancel the running loads, and with them the callers that wait."""
+        await asyncio.gather(*(device.stop() for device in self.devices))

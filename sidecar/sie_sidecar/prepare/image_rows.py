@@ -61,10 +61,7 @@ def of_pieces(
     truncate: Truncate,
     limit: int,
 ) -> TokenRow:
-    """Return the row of one input in the pieces of a template. In each field, the images are before the text. `texts`
-    are the texts of the query and of the input. If there is no room, the piece with the input is truncated at the end
-    of the text after its images.
-    """
+    """Return the row of one input, made of the pieces of a template."""
     text_of = dict(zip(("query", "document"), texts, strict=True))
     images_of = {"query": item.images.get(OF_QUERY, ()), "document": item.images.get(index, ())}
     parts: list[str | PreparedImages] = []

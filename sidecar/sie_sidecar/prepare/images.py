@@ -117,7 +117,7 @@ def _decoded(data: bytes, recipe: Recipe) -> tuple[Image.Image, bool]:
 
 
 def _opened(data: bytes) -> ImageFile.ImageFile:
-    """Open a file and read its header. Only the decoder of the format in the first bytes is tried."""
+    """Open a file and read its header. Only the decoder for the format that the first bytes show is tried."""
     if not data:
         raise fault("undecodable", "the image file is empty")
     kind = next((kind for kind, is_of in _MAGIC if kind in FORMATS and is_of(data[:16])), None)
@@ -154,7 +154,7 @@ def _rgb(image: Image.Image) -> Image.Image:
 
 
 def _of_16_bits(image: Image.Image) -> Image.Image:
-    """Convert a 16 bit grey image. Pillow's own conversion makes every value above 255 white."""
+    """Convert a 16 bit grey image. In Pillow's own conversion, every value above 255 becomes white."""
     levels, clear = _LEVELS_16, image.info.get("transparency")
     if isinstance(clear, int) and 0 <= clear < len(levels):
         levels = [*levels[:clear], 255, *levels[clear + 1 :]]
@@ -162,7 +162,7 @@ def _of_16_bits(image: Image.Image) -> Image.Image:
 
 
 def _placed(image: Image.Image, recipe: Recipe, size: Size) -> Image.Image:
-    """Return the middle of a larger image, or a page with the image in its middle."""
+    """Crop a larger image to its centre, or place a smaller image in the centre of a page."""
     if (image.height, image.width) == size:
         return image
     if recipe.kind == "page":

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 
 import msgspec
 import numpy as np
 
 from sie_contracts.errors import InvalidInput
 from sie_contracts.media import documents
-from sie_contracts.wire.ipc import Rows, Side
+from sie_contracts.wire.ipc import ChunkedRows, Rows, Side
 from sie_contracts.wire.messages import Input, RunOptions, Truncate, Vectors
-from sie_sidecar.prepare import image_rows
+from sie_sidecar.prepare import chunk_rows, image_rows
+from sie_sidecar.prepare.chunk_rows import ChunkContents
 from sie_sidecar.prepare.image_rows import Beside
 from sie_sidecar.prepare.media_frames import SoundFeatures
 from sie_sidecar.prepare.rows import (
@@ -57,7 +59,7 @@ def make(tokenizer: ModelTokenizer, layout: Rows, items: Sequence[WorkItemInput]
             results.append(WorkRows([], error=error))
         elif unfit:
             result = next(text_rows)
-            results.append(WorkRows(result.rows, result.shared, result.error, unfit))
+            results.append(replace(result, unfit={**result.unfit, **unfit}))
         else:
             results.append(next(text_rows))
     if layout.image_tokens is None:
@@ -68,6 +70,8 @@ def make(tokenizer: ModelTokenizer, layout: Rows, items: Sequence[WorkItemInput]
 def _text(
     tokenizer: ModelTokenizer, layout: Rows, items: Sequence[WorkItemInput], truncate: Truncate, limit: int
 ) -> list[WorkRows]:
+    if layout.chunks and any(source.chunks is not None for item in items for source in item.inputs):
+        return [_text_with_chunks(tokenizer, layout, item, truncate, limit) for item in items]
     sides = [layout.query if item.options.is_query else layout.document for item in items for _ in item.inputs]
     paired = [source for item in items for source in item.inputs if source.pair is not None] if layout.pairs else []
     pairs = _pairs(tokenizer, paired, truncate, limit)
@@ -76,6 +80,34 @@ def _text(
         contents += _contents(tokenizer, layout, item, pairs)
     rows = iter(_sided(tokenizer, contents, sides, truncate, limit))
     return [WorkRows([next(rows) for _ in item.inputs]) for item in items]
+
+
+def _text_with_chunks(
+    tokenizer: ModelTokenizer, layout: Rows, item: WorkItemInput, truncate: Truncate, limit: int
+) -> WorkRows:
+    """Return the rows of a work item in which texts have chunks: several rows for such a text, one for any other."""
+    side = layout.query if item.options.is_query else layout.document
+    first, last, most = _row_frame(tokenizer, side, limit)
+    contents: list[_Content] = []
+    parts: list[ChunkContents | None] = []
+    unfit: dict[int, InvalidInput] = {}
+    for index, content in enumerate(_contents(tokenizer, layout, item, iter(()))):
+        source, part = item.inputs[index], None
+        if source.chunks is not None:
+            try:
+                part = chunk_rows.contents_of(tokenizer, source, item.options, (first, last), most)
+            except InvalidInput as error:
+                unfit[index] = error
+                content = layout.empty
+        parts.append(part)
+        contents += [content] if part is None else part.contents
+    rows = _sided(tokenizer, contents, [side] * len(contents), truncate, limit)
+    around = len(first) + len(last) + sum(map(len, tokenizer.around(item.options.prefix, item.options.suffix)))
+    chunked, ordered = [], iter(rows)
+    for part in parts:
+        own = list(islice(ordered, 1 if part is None else len(part.contents)))
+        chunked.append(ChunkedRows() if part is None else part.chunked(own, around))
+    return WorkRows(rows, unfit=unfit, chunked=tuple(chunked))
 
 
 # a text to tokenise; with images before it; ids without special tokens, to be cut; or a finished row
@@ -155,7 +187,9 @@ def _sides(
 
 
 def _document_side(tokenizer: ModelTokenizer, side: Side, options: RunOptions) -> Side:
-    """Return the side of documents, limited to `document_tokens` if that is set."""
+    """Return `side`, which is the layout of documents, with a limit of `document_tokens` tokens if that option is
+    set.
+    """
     if not options.document_tokens:
         return side
     most = (
@@ -166,6 +200,14 @@ def _document_side(tokenizer: ModelTokenizer, side: Side, options: RunOptions) -
     return msgspec.structs.replace(side, limit=min(most, side.limit or most))
 
 
+def _row_frame(tokenizer: ModelTokenizer, side: Side, limit: int) -> tuple[Ids, Ids, int]:
+    """Return the tokens that a row of this side has before and after its text, and the length of the longest row."""
+    first, last = (tokenizer.first, tokenizer.last) if side.special else (_NONE, _NONE)
+    if side.marker >= 0:
+        first = np.concatenate([first[:1], np.array([side.marker], np.int32), first[1:]])
+    return first, last, min(limit, side.limit) if side.limit else limit
+
+
 def _sided(
     tokenizer: ModelTokenizer, contents: Sequence[_Content], sides: list[Side], truncate: Truncate, limit: int
 ) -> list[TokenRow]:
@@ -173,10 +215,7 @@ def _sided(
     rows: dict[int, TokenRow] = {}
     for side in dict.fromkeys(sides):
         chosen = [index for index, candidate in enumerate(sides) if candidate == side]
-        first, last = (tokenizer.first, tokenizer.last) if side.special else (_NONE, _NONE)
-        if side.marker >= 0:
-            first = np.concatenate([first[:1], np.array([side.marker], np.int32), first[1:]])
-        most = min(limit, side.limit) if side.limit else limit
+        first, last, most = _row_frame(tokenizer, side, limit)
         special = len(first) + len(last)
         room = max(0, most - special)
         texts = [content for index in chosen if isinstance(content := contents[index], str)]
@@ -366,7 +405,7 @@ def _document(tokenizer: ModelTokenizer, text: str, most: int) -> str:
     if not 0 < most < max_bytes:
         return text
     read = tokenizer.prefix_of(text, most)
-    return text if read == text else read.rstrip()  # a space before the next token may belong to that token
+    return text if read == text else read.rstrip()  # a space before the next token may be part of that token
 
 
 def _place(options: RunOptions) -> int:

@@ -68,7 +68,9 @@ class _MediaFile(Protocol[T_co]):
     def job(self, number: int) -> Job: ...
 
     def outcome(self, reply: Made) -> T_co:
-        """Return the outcome from the answer of a worker. Raises _WorkerLost if the answer cannot be true."""
+        """Return the outcome from the answer of a worker. Raises _WorkerLost if the answer is not possible for the
+        file.
+        """
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,9 @@ class _PendingFile(Generic[T]):
             self.done.set_exception(error)
 
     def succeed(self, reply: Made) -> None:
-        """Set the outcome from the answer of a worker. Raises _WorkerLost if the answer cannot be true."""
+        """Set the outcome from the answer of a worker. Raises _WorkerLost if the answer is not possible for the
+        file.
+        """
         outcome = self.file.outcome(reply)
         if not self.done.done():
             self.done.set_result(outcome)
@@ -250,7 +254,7 @@ class MediaPool:
                     if worker is not None:
                         await self._end(worker)
                     worker = None
-                finally:  # without an outcome only if this task was cancelled
+                finally:  # there is no outcome only if this task was cancelled
                     job.fail(ShuttingDown("the media workers have ended"))
         finally:
             if worker is not None:
@@ -279,7 +283,7 @@ class MediaPool:
         except _WorkerLost as error:
             status = await worker.ended()
             how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}: {error}"
-            # this pool did not kill the process: the kernel needed memory, and the file may be valid
+            # this pool did not send the signal: the kernel needed memory, so the file may be valid
             if status == -signal.SIGKILL:
                 job.fail(ResourceExhausted("the media worker was killed, as when a machine runs out of memory"))
             else:
@@ -415,7 +419,7 @@ class _MediaProcess:
         return status
 
     async def end(self) -> None:
-        """Kill the process in any state: it has no data that could be lost."""
+        """Kill the process in any state. It has no data that could be lost."""
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
         self._writer.close()

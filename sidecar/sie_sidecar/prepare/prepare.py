@@ -115,6 +115,7 @@ class Prepare:
             group = self._settle.still_wanted(group)
         if not group:
             return []
+        hosted = group[0].hosted or hosted  # another one if the work moved to another device
         loaded_s = self._clock()
         for flight in group:
             flight.loaded_s = loaded_s
@@ -172,7 +173,7 @@ class Prepare:
                 rows.shared,
                 rows.error,
             )
-            flight.unfit = rows.unfit
+            flight.unfit, flight.chunked = rows.unfit, rows.chunked
 
     async def _work(self, item: WorkItem, layout: Rows) -> WorkItemInput:
         """Return the work item with its images and sounds, if the model reads them."""

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from sie_contracts.errors import InvalidInput
 from sie_contracts.media import documents
 from sie_contracts.media.documents import DocumentFile
-from sie_contracts.wire.ipc import IMAGE_KEY_BYTES, Group, Layout, Rows, RunBatch
+from sie_contracts.models.entries import JOINABLE_POOLINGS, is_joinable
+from sie_contracts.wire.ipc import IMAGE_KEY_BYTES, ChunkedRows, Group, Layout, Rows, RunBatch
 from sie_contracts.wire.messages import Input, Mention, Operation, RunOptions, Vectors
 from sie_contracts.wire.trace_context import NONE, Context
 from sie_sidecar.prepare.media_frames import PreparedImage, SoundFeatures
@@ -102,19 +103,21 @@ class WorkRows:
     """Rows of one work item: `shared` rows first, then the rows of each input, in order. `error` is the reason why no
     rows were built.
 
-    `unfit` is the reason, by index, why an input must not run. Its rows exist nevertheless.
+    `unfit` is the reason, by index, why an input must not run. Its rows exist nevertheless. `chunked` describes the
+    rows of each input if a text has chunks; if it is empty, all inputs have the same number of rows.
     """
 
     rows: list[TokenRow]
     shared: int = 0
     error: InvalidInput | None = None
     unfit: Mapping[int, InvalidInput] = field(default_factory=dict)
+    chunked: tuple[ChunkedRows, ...] = ()
 
 
 def checked_work(
     tokenizer: ModelTokenizer, layout: Rows, item: WorkItemInput
 ) -> tuple[WorkItemInput, InvalidInput | None, dict[int, InvalidInput]]:
-    """Check a work item before its rows are made. Return the work item, the error of the whole, and the errors of
+    """Check a work item before its rows are built. Return the work item, the error of the whole, and the errors of
     single inputs. An input with an error is replaced by an empty text.
     """
     error = _excess(layout, item)
@@ -145,13 +148,16 @@ def checked_work(
 
 def _is_text(source: Input) -> bool:
     files = source.images or source.audio or source.document
-    return source.tokens is None and source.pair is None and source.vectors is None and not files
+    is_other = source.tokens is not None or source.pair is not None or source.vectors is not None
+    return source.chunks is None and not files and not is_other
 
 
 def _unfit(tokenizer: ModelTokenizer, layout: Rows, source: Input, options: RunOptions) -> InvalidInput | None:
     """Return the reason why the model or the options do not accept an input, or None."""
     if _is_text(source):
         return None
+    if source.chunks is not None:
+        return _unfit_chunks(layout, source, options)
     if source.document is not None:
         return _unfit_document(layout, source, source.document)
     if source.audio:
@@ -175,6 +181,28 @@ def _unfit(tokenizer: ModelTokenizer, layout: Rows, source: Input, options: RunO
     if not layout.tokens:
         return _unsupported("tokens", "takes no token ids")
     return bad_token(tokenizer, source.tokens)
+
+
+def _unfit_chunks(layout: Rows, source: Input, options: RunOptions) -> InvalidInput | None:
+    assert source.chunks is not None
+    if not source.text:
+        return bad_chunks("a text alone may have chunks", "unsupported_modality")
+    if not layout.chunks:
+        return bad_chunks("texts of this model have none", "unsupported_modality")
+    if options.is_query:
+        return bad_chunks("a query has none", "unsupported_modality")
+    is_pooled = source.chunks.context and "dense" in options.outputs and options.muvera is None
+    pooling = options.pooling or layout.pooling
+    if is_pooled and not is_joinable(pooling):
+        message = f"the pooling is {pooling}, with context it must be {' or '.join(JOINABLE_POOLINGS)}"
+        return bad_chunks(message, "unsupported_pooling")
+    return None
+
+
+def bad_chunks(message: str, reason: str, field: str = "", limit: int = 0) -> InvalidInput:
+    """Return the refusal of the chunks of an input, or of one of their fields."""
+    param = f"chunks.{field}" if field else "chunks"
+    return InvalidInput(f"{param}: {message}", reason=reason, param=param, extras={"limit": limit} if limit else None)
 
 
 def _unfit_document(layout: Rows, source: Input, document: DocumentFile) -> InvalidInput | None:
@@ -280,7 +308,7 @@ def effort_of(layout: Rows, item: WorkItemInput) -> int:
 
 
 def prompted(source: Input, options: RunOptions, empty: str = "") -> str:
-    """Return a text in its prompt; `empty` is used if there is no text."""
+    """Return a text inside its prompt. If there is no text, `empty` is used."""
     return options.prefix + (source.text or empty) + options.suffix
 
 
@@ -315,17 +343,18 @@ def offsets_of(rows: Sequence[TokenRow]) -> bytes:
 
 class BatchPart(NamedTuple):
     """Rows of one work item that run, and the work that they were made from, limited to the inputs that run. `context`
-    is its trace context. `asker` identifies its client (`messages.WorkItem`).
+    is its trace context. `asker` identifies its client (`messages.WorkItem`). `chunked` is that of `WorkRows`.
     """
 
     rows: Sequence[TokenRow]
     work: WorkItemInput
     context: Context = NONE
     asker: str = ""
+    chunked: tuple[ChunkedRows, ...] = ()
 
     def image_keys(self) -> bytes:
-        """Return the cache keys of the images of its rows: digests of the asker and the pixels; zeros without an
-        asker.
+        """Return the cache keys of the images of its rows: digests of the client and the pixels; zeros if the client is
+        unknown.
         """
         images = [image for row in self.rows for image in row.images]
         if not self.asker:
@@ -354,7 +383,8 @@ def to_batch(
     keys: list[bytes] = []
     for part in parts:
         options = _answered(part.work.options)
-        groups.append(Group(len(rows), len(rows) + len(part.rows), options, len(part.work.inputs), *part.context))
+        stop = len(rows) + len(part.rows)
+        groups.append(Group(len(rows), stop, options, len(part.work.inputs), *part.context, part.chunked))
         if layout in ("raw", "spans", "passages"):
             texts += reached(texts_of(part.work), part.rows)
         if layout == "raw":

@@ -97,8 +97,8 @@ def _tokenized(tokenizer: ModelTokenizer, options: RunOptions, inputs: Sequence[
 
 
 def _columns(text: str, encoding: Encoding) -> Ok:
-    """Convert an encoding to the map in the answer. The text of a token is its source text; the text of a special token
-    is its name.
+    """Convert the tokenizer's encoding of a text to the map in the answer. The text of a token is its source text; the
+    text of a special token is its name.
     """
     data: dict[str, Any] = {"ids": encoding.ids, "texts": [], "special": [], "starts": [], "stops": []}
     places = range(len(text) + 1) if text.isascii() else _byte_places(text)

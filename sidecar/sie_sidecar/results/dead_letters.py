@@ -1,5 +1,5 @@
-"""Dead letters: work that was given up is copied whole to its own stream before its message leaves the queue. `sie dlq`
-reads it.
+"""Dead letters: work that was given up is copied completely to a separate stream before its message leaves the queue.
+`sie dlq` reads it.
 """
 
 from __future__ import annotations

@@ -132,7 +132,7 @@ class ResultDelivery:
             except PayloadTooBig:  # after a reconnect, the broker has a lower limit
                 continue
             _logger.error(
-                "request %s: a result of %d bytes was not whole at the gateway, it is sent again",
+                "request %s: a result of %d bytes was incomplete at the gateway, so it is sent again",
                 item.request,
                 len(data),
             )
@@ -155,7 +155,7 @@ class ResultDelivery:
                     _logger.warning("a result of request %s was not confirmed in time: %s", item.request, error)
                     return "unconfirmed"
             except msgspec.DecodeError:
-                _logger.error("request %s: its inbox answers with something else than a confirmation", item.request)
+                _logger.error("request %s: the answer of its inbox is not a confirmation", item.request)
                 return "unconfirmed"
             await asyncio.sleep(pause_s)  # pause between attempts, because the gateway may be unreachable
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
@@ -282,7 +282,7 @@ class Settle:
             stages,
             batch,
         )
-        self._inventory.let_model_go(flight)  # until a result is confirmed, its lease is needed, but its model is not
+        self._inventory.let_model_go(flight)  # the lease is needed until the result is confirmed, but the model is not
         self._work.start(self._answer(flight, result, hosted.name if hosted else "other"), "answer")
 
     async def _answer(self, flight: InFlight, result: WorkResult, name: str) -> None:
@@ -308,7 +308,7 @@ class Settle:
         return None
 
     def bury(self, lease: Lease, error: SIEError) -> None:
-        """Give up a message that cannot be decoded."""
+        """Reject a message that cannot be decoded, and write it to the dead letters."""
         self._work.start(self._bury(lease, error), "bury")
 
     async def _bury(self, lease: Lease, error: SIEError) -> None:
@@ -317,7 +317,7 @@ class Settle:
         await self._leases.refuse(lease, error.message)
 
     async def hand_back(self, flight: InFlight) -> None:
-        """Hand a work item back to the queue, because another worker may be able to run it."""
+        """Return a work item to the queue, because another worker may be able to run it."""
         if not flight.settled:
             self._withdraw(flight, "handed_back")
             await self._leases.hand_back(flight.lease, HAND_BACK_DELAY_S)
@@ -355,7 +355,7 @@ _leases_logger = logging.getLogger("sie.sidecar.leases")
 
 
 class LeaseLedger:
-    """File of held leases. One process at a time writes it. `now_s` returns the broker's time in seconds."""
+    """File of leases. One process at a time writes it. `now_s` returns the broker's time in seconds."""
 
     def __init__(self, path: Path, file: int, now_s: Callable[[], float]) -> None:
         self.path = path
@@ -365,7 +365,7 @@ class LeaseLedger:
         self._free = list(range(SLOTS, 0, -1))
 
     def put(self, reply: str) -> int:
-        """Note a delivery by its ack subject. Return its slot for `clear`, or 0 if it could not be noted."""
+        """Record a delivery by its ack subject. Return its slot for `clear`, or 0 if it could not be noted."""
         data = reply.encode()
         if not self._free or len(data) > SLOT_BYTES - _SLOT.size:
             return 0
@@ -491,7 +491,7 @@ class Leases:
         lease = self._held.get(_place(delivery))
         if (
             lease is None or lease.delivery.data != delivery.data
-        ):  # sequences begin again in a stream that was lost and created again
+        ):  # sequences start at 1 again in a stream that was lost and created again
             return None
         lease.delivery, lease.renewed_s = delivery, self._clock()
         if self._ledger:
@@ -514,7 +514,8 @@ class Leases:
                 _leases_logger.warning("the ledger of leases: %s", error)
             except BrokerError as error:
                 _leases_logger.warning(
-                    "deliveries of the earlier process come again only after their leases lapse: %s", error
+                    "deliveries of the earlier process are delivered again only after their leases have lapsed: %s",
+                    error,
                 )
                 break
         return count

@@ -575,7 +575,7 @@ def test_an_output_or_a_width_that_is_not_there_is_an_error_of_those_items() -> 
     assert encoder.passes == [2]
 
 
-@pytest.mark.parametrize("changes", [{"operation": "score"}, {"pooling": "max"}])
+@pytest.mark.parametrize("changes", [{"operation": "score"}, {"pooling": "median"}])
 def test_what_this_model_does_not_serve_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(InvalidInput):
         run([[1]], FakeEncoder(layouts={"encode": "text"}), **changes)

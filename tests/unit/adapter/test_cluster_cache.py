@@ -200,7 +200,7 @@ def test_a_commit_has_one_content(place: Place, source: Path) -> None:
 def test_a_file_that_is_not_what_its_manifest_says_is_not_pushed(place: Place, source: Path) -> None:
     manifest = describe(source, REPOSITORY, COMMIT)
     (source / "config.json").write_text("[]")
-    with pytest.raises(PushRefused, match=r"config\.json is not what the manifest beside it says: .*verify --local"):
+    with pytest.raises(PushRefused, match=r"config\.json differs from its manifest: .*verify --local"):
         opened(place).push(source, manifest, FetchProgress("it"))
     assert opened(place).fetch(REPOSITORY, COMMIT) is None
 

@@ -145,8 +145,8 @@ def test_a_profile_that_gets_another_precision_is_told_so_once(
         "half": ("float16", "float32", NO_INSTRUCTIONS),
     }
     assert [record.getMessage() for record in caplog.records] == [
-        f"test/mini:bf16 asks for bfloat16 and is served in float32: {NO_INSTRUCTIONS}",
-        f"test/mini:half asks for float16 and is served in float32: {NO_INSTRUCTIONS}",
+        f"test/mini:bf16 requests the precision bfloat16 and is served in float32: {NO_INSTRUCTIONS}",
+        f"test/mini:half requests the precision float16 and is served in float32: {NO_INSTRUCTIONS}",
     ]
 
 

@@ -212,7 +212,7 @@ class MemoryStore(MemoryConnection):
 
 
 class MemoryBroker(MemoryAdministration, MemoryStore):
-    """Implementation of the protocol `Broker`. `MemoryServer.connect` makes it."""
+    """Implementation of the protocol `Broker`. `MemoryServer.connect` creates it."""
 
     _server: MemoryServer
 

@@ -211,7 +211,8 @@ class MemoryConnection:
                 answer.set_exception(BrokerUnavailable(f"{self.name}: {reason}"))
 
     async def reach(self, timeout_s: float) -> float:
-        """Wait for a connection. Returns the rest of `timeout_s`. Raises BrokerUnavailable when that time is over."""
+        """Wait for a connection. Returns the remaining part of `timeout_s`. Raises BrokerUnavailable when that time is
+        over."""
         # Other tasks may run now, as during a network round trip: a caller that sends requests in a loop must not block
         # them.
         await asyncio.sleep(0)
@@ -235,8 +236,8 @@ class MemoryConnection:
             )
 
     def acknowledge(self, delivery: Settlement) -> None:
-        """Settle a delivery now, or after the next reconnect. Unlike other messages, an ack is kept while there is no
-        connection: it stays correct whenever it arrives.
+        """Settle a delivery now, or after the next reconnect. Without a connection, an ack is stored and sent later,
+        unlike other messages: a late ack is still correct.
         """
         if self._live:
             delivery.settle()

@@ -88,7 +88,7 @@ class Message:
 
 
 class Puller(Protocol):
-    """Open pulls of one connection on the consumers of one stream, with the methods that the stream calls."""
+    """Pull requests of one connection for the consumers of one stream, with the methods that the stream calls."""
 
     def attach(self, name: str) -> None:
         """Add these pulls to the queue of this consumer, if they have credit for it."""
@@ -165,7 +165,7 @@ class Consumer:
             self.leases.move_to_end(sequence)
 
     def next(self, now_s: float) -> Message | None:
-        """Lease the next message. Messages that are due again go before messages that were never delivered."""
+        """Lease the next message. Messages that are due again are leased before messages that were never delivered."""
         sequence = self._next_sequence(now_s)
         if sequence is None:
             return None
@@ -360,7 +360,7 @@ class StreamServer:
                 None,
             )
             if stream is None:
-                raise BrokerUnavailable(f"no stream takes {subject}")
+                raise BrokerUnavailable(f"no stream stores messages of {subject}")
             if len(self._by_subject) < 100_000:
                 self._by_subject[subject] = stream
         return stream
@@ -378,8 +378,8 @@ class StreamServer:
         self._by_subject.clear()
 
     def lose_stream(self, name: str) -> None:
-        """Remove a stream with all messages and consumers, as `delete_stream` does and as a restart of a broker with
-        memory storage does.
+        """Remove a stream with all messages and consumers. The effect is the same as of `delete_stream`, or of a
+        restart of a broker with memory storage.
         """
         stream = self.streams.pop(name)
         for consumer in list(stream.consumers):
@@ -389,7 +389,7 @@ class StreamServer:
             pulls.detach_all()
 
     def open_credits(self, consumer: Consumer) -> None:
-        """Add the credit of open pulls to a new consumer: pulls may have asked for credit before the consumer
+        """Add the credit of open pulls to a new consumer: pulls may have requested credit before the consumer
         existed.
         """
         for pulls in self.pulls.get(consumer.spec.stream, ()):

@@ -26,7 +26,7 @@ __all__ = ["PULL_EXPIRES_S", "NatsBroker", "NatsDelivery", "connect"]
 
 
 class NatsBroker(NatsAdministration, NatsStore):
-    """Implementation of the protocol `Broker`. `connect` makes it."""
+    """Implementation of the protocol `Broker`. `connect` creates it."""
 
 
 async def connect(

@@ -38,7 +38,8 @@ _SPEC_FIELDS = {
     "ack_wait": "ack_wait_s",
     "filter_subject": "subject",
 }
-_NEVER_COMPARED = {"metadata", "mem_storage"}  # a consumer of an earlier topology keeps its files until it is deleted
+# the files of a consumer of an earlier topology remain until it is deleted
+_NEVER_COMPARED = {"metadata", "mem_storage"}
 # Some server versions accept an update to a filter that overlaps another one.
 NEVER_UPDATED = {
     "filter_subject",
@@ -141,7 +142,7 @@ def nanoseconds(seconds: float) -> int:
 
 
 def stream_config(spec: StreamSpec) -> dict[str, Any]:
-    # The broker refuses to remember ids for longer than it keeps messages.
+    # The broker refuses a window for message ids that is longer than the age limit of messages.
     window_s = min(spec.duplicate_window_s, spec.max_age_s) if spec.max_age_s else spec.duplicate_window_s
     return {
         "name": spec.name,
@@ -186,7 +187,7 @@ def update_of(current: dict[str, Any], desired: dict[str, Any]) -> dict[str, Any
     """
     config = {**current, **desired, "metadata": {**(current.get("metadata") or {}), **desired["metadata"]}}
     if "mem_storage" in desired:
-        config["mem_storage"] = current.get("mem_storage", False)  # the broker refuses to change it
+        config["mem_storage"] = current.get("mem_storage", False)  # the broker refuses to change this setting
     return config
 
 

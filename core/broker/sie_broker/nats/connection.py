@@ -52,7 +52,7 @@ class PullInbox(Protocol):
         """Leave the inbox: the connection is lost."""
 
     def wake(self) -> None:
-        """Resume the pulls: there is a connection again."""
+        """Resume the pulls after a reconnect."""
 
 
 class Answers:
@@ -203,8 +203,8 @@ class NatsConnection:
         await self._transport.wait_closed()
 
     async def close(self) -> None:
-        """Send the buffered messages, then end the connection and all its tasks. Open pulls and watches end without a
-        drain: call their `stop` before.
+        """Send the buffered messages, then close the connection and stop all its tasks. Open pulls and watches are
+        stopped without a drain: call their `stop` first.
         """
         if self._live:
             try:
@@ -244,7 +244,9 @@ class NatsConnection:
             self.own(self._reconnect_handlers.run(), "reconnect handlers")
 
     async def reach(self, timeout_s: float) -> float:
-        """Wait for a connection. Returns the rest of `timeout_s`. Raises BrokerUnavailable when that time is over."""
+        """Wait for a connection. Returns the remaining part of `timeout_s`. Raises BrokerUnavailable when that time is
+        over.
+        """
         loop = asyncio.get_running_loop()
         start_s = loop.time()
         if not self._closed:
@@ -348,8 +350,8 @@ class NatsConnection:
             raise BrokerUnavailable(f"{self.name}: {error}") from error
 
     async def acknowledge(self, reply: str) -> None:
-        """Send an ack. Unlike other messages, an ack is kept while there is no connection: it stays correct whenever it
-        arrives.
+        """Send an ack. Without a connection, an ack is stored and sent later, unlike other messages: a late ack is
+        still correct.
         """
         if self._closed:
             raise BrokerUnavailable(f"{self.name}: the connection to the broker is closed")

@@ -281,7 +281,7 @@ class NatsPulls:
                 self._silent = 0
                 await self.retire()
             if not self._bus.live:
-                continue  # the next connection wakes this task
+                continue  # this task is resumed by the next connection
             try:
                 await self._issue()
             except (BrokerUnavailable, NatsError) as error:
@@ -422,7 +422,7 @@ class NatsPulls:
         self._consider(entry)
 
 
-# Reads of buckets at the same time. Each has the bytes of one pull in flight.
+# Number of buckets that are read at the same time. Each read has the bytes of one pull in flight.
 # Together they stay far below the number of unsent bytes that a server allows for one connection.
 _READS_AT_ONCE = 2
 _T = TypeVar("_T")
@@ -439,7 +439,7 @@ _decode_ack = msgspec.json.Decoder(Ack).decode
 
 def publish_ack(subject: str, answer: Any) -> Ack:
     if is_no_responder(answer):
-        raise BrokerUnavailable(f"no stream takes {subject}")
+        raise BrokerUnavailable(f"no stream stores messages of {subject}")
     try:
         ack = _decode_ack(answer.data)
     except msgspec.DecodeError as error:

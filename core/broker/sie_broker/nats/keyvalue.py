@@ -97,7 +97,7 @@ class NatsKeyValue:
         return list(entries.values())
 
     async def _progress(self, complete: asyncio.Future[bool], entries: Mapping[str, Entry]) -> None:
-        """Wait until a read is complete. The time is not limited, because a bucket may be large: the read fails only if
+        """Wait until a read is complete. The total time has no limit, because a bucket may be large. The read fails if
         no entry arrives for API_TIMEOUT_S seconds. Raises BrokerUnavailable.
         """
         before = -1

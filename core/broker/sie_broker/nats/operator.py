@@ -51,7 +51,7 @@ class FieldChange:
 
 @dataclass(frozen=True)
 class Step:
-    """A change of one stream or consumer. A step with the action `refuse` is not done: `reason` gives the cause and the
+    """A change of one stream or consumer. A step with the action `refuse` is not run: `reason` has the cause and the
     remedy.
     """
 
@@ -95,10 +95,10 @@ async def damage(broker: NatsBroker, info: StreamInfo) -> str:
     if bucket == name:
         if not state.messages or await broker.first_stored(name) is not None:
             return ""
-        later = await broker.stream_state(name)  # messages may have been removed meanwhile
+        later = await broker.stream_state(name)  # messages may have been removed after the first read
         is_same = later.messages and later.first_sequence == state.first_seq
         return f"none of its {later.messages} messages can be read" if is_same else ""
-    if state.num_subjects != state.messages:  # a bucket has one message for each key
+    if state.num_subjects != state.messages:  # a bucket has exactly one message per key
         return f"it has {state.num_subjects} keys and {state.messages} entries"
     try:
         await NatsKeyValue(broker, bucket).entries()
@@ -125,13 +125,13 @@ async def remake(broker: NatsBroker, info: StreamInfo) -> None:
     """Delete a stream and create it again, empty, with its configuration. Raises BrokerError."""
     name = str(info.config["name"])
     await broker.delete_stream(name)
-    # the stream exists already if another process had its owner create it meanwhile
+    # the stream exists already if the owner created it for another process in this time
     await broker.find(f"STREAM.CREATE.{name}", info.config, StreamInfo, STREAM_EXISTS)
 
 
 def plan(facts: Facts, spec: StreamSpec, ack_wait_s: float) -> list[Step]:
-    """Return the steps from the present state to the topology of this version, the stream first. Empty if nothing
-    differs.
+    """Return the steps from the present state to the topology of this version, the stream first. Empty if there is no
+    difference.
     """
     if facts.info is None:
         return [Step("create", "stream", spec.name, spec.name, config=stream_config(spec))]

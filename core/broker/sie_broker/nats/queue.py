@@ -42,7 +42,7 @@ from sie_broker.nats.jetstream import JetStream, parse_reply
 from sie_contracts.wire.records import StreamRequest
 from sie_contracts.wire.topology import ConsumerSpec, StreamSpec
 
-_ENSURE_ATTEMPTS = 10  # attempts to create a consumer that other processes delete meanwhile
+_ENSURE_ATTEMPTS = 10  # attempts to create a consumer that other processes delete at the same time
 
 
 class NatsQueue(JetStream):
@@ -154,7 +154,8 @@ class NatsAdministration(NatsQueue):
         raise BrokerUnavailable(f"consumer {spec.name}: it was deleted {_ENSURE_ATTEMPTS} times while it was created")
 
     async def _ensure_consumer(self, spec: ConsumerSpec) -> None:
-        """Create or update a consumer once. Raises Refusal with a code of CONSUMER_GONE if it is deleted meanwhile."""
+        """Create or update a consumer once. Raises Refusal with a code of CONSUMER_GONE if it is deleted at the same
+        time."""
         desired = consumer_config(spec)
         verb = f"CONSUMER.CREATE.{spec.stream}.{spec.name}.{spec.subject}"
         create = {"stream_name": spec.stream, "action": "create", "config": desired}

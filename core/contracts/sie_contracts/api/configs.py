@@ -13,7 +13,7 @@ _EPOCH = "2026-01-01T00:00:00Z:42"
 
 class ListedModel(Struct, kw_only=True):
     """A model of the list. An alias has `alias`, and no `tasks` or `languages`. `note`: why the model is at this
-    revision, if no person decided it.
+    revision, if no person decided it. `download_bytes`: about how much a first load downloads, if it is known.
     """
 
     model_id: str
@@ -23,6 +23,7 @@ class ListedModel(Struct, kw_only=True):
     languages: Texts = UNSET
     alias: list[dict[str, Any]] | UnsetType = UNSET
     note: Text = UNSET
+    download_bytes: Whole = UNSET
 
 
 class ConfigModels(Struct, kw_only=True):
@@ -78,7 +79,7 @@ class Follower(Struct, kw_only=True):
 
 
 class WorkerFollower(Follower, kw_only=True):
-    """A worker, with the copy of the model that it has loaded."""
+    """A worker, with the revision of the model that it has loaded."""
 
     bundle: Text = UNSET
     state: Text = UNSET

@@ -349,7 +349,7 @@ EmbedV2Body = Annotated[EmbedV2, _needs_inputs]
 
 
 class ShownImage(Struct, kw_only=True):
-    """Facts of an image, from the first bytes of its file."""
+    """Width, height, format and bit depth of an image, from the first bytes of its file."""
 
     width: Whole = UNSET
     height: Whole = UNSET

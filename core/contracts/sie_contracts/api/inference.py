@@ -8,6 +8,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from sie_contracts.api.shapes import MINI, SHARED, Flag, Map, Number, Reply, Text, Texts, Timing, Usage, Whole
 from sie_contracts.models.entries import Pooling
+from sie_contracts.wire.messages import ChunkRule
 
 Dtype = Literal["float32", "float16", "int8", "uint8", "binary", "ubinary"]
 Truncation = Literal["END", "START", "NONE"]
@@ -27,6 +28,10 @@ class Media(Struct, kw_only=True):
 Medium = str | Media | UnsetType
 
 
+Span = Annotated[list[int], Meta(min_length=2, max_length=2)]
+Spans = Annotated[list[Span], Meta(min_length=1, max_length=4096)]
+
+
 class Item(Struct, kw_only=True):
     """An input. `id` and `metadata` come back with the result. Media are base64 or data URIs, in msgpack also bytes."""
 
@@ -38,6 +43,14 @@ class Item(Struct, kw_only=True):
     video: Medium = UNSET
     metadata: dict[str, Any] | UnsetType | None = UNSET
     multivector: Vectors | UnsetType = UNSET
+    chunks: Annotated[
+        Spans | ChunkRule | UnsetType | None,
+        Meta(description="Encode: parts of the text with vectors of their own: spans in code points, or a rule."),
+    ] = UNSET
+    context: Annotated[
+        Flag,
+        Meta(description="True, the default: chunks are pooled from the whole text. False: each is encoded alone."),
+    ] = UNSET
 
 
 Items = Annotated[list[str | Item], Meta(min_length=1)]
@@ -94,6 +107,13 @@ class ScoreParams(_Params, kw_only=True):
     score_weights: ScoreWeights | UnsetType = UNSET
 
 
+class ExtractExample(Struct, kw_only=True):
+    """A text and the labels that it has."""
+
+    text: str
+    labels: list[str]
+
+
 class ExtractParams(_Params, kw_only=True):
     """Parameters of an extract."""
 
@@ -113,7 +133,15 @@ class ExtractParams(_Params, kw_only=True):
     prune_threshold: Number = UNSET
     highlight_threshold: Number = UNSET
     top_k: Whole = UNSET
-    task: Annotated[Text, Meta(description="Readers: what to write, such as `<s_docvqa>` or `translate`.")] = UNSET
+    examples: Annotated[
+        list[ExtractExample] | UnsetType, Meta(description="GLiClass: texts with their labels, read before the text.")
+    ] = UNSET
+    task: Annotated[
+        Text,
+        Meta(
+            description="Readers: what to write, such as `<s_docvqa>` or `translate`. GLiNER2: what the classes are of."
+        ),
+    ] = UNSET
     language: Annotated[Text, Meta(description="Readers of sounds: what is spoken, such as `en`.")] = UNSET
     max_new_tokens: Annotated[
         Whole, Meta(description="Readers: the most that is written, of a sound for each 30 s.")
@@ -219,12 +247,24 @@ class Multivector(Struct, kw_only=True):
     offset: list[float] | UnsetType = UNSET
 
 
+class EncodedChunk(Struct, kw_only=True):
+    """The vectors of one chunk. `start` and `end` count code points. `tokens`: those of its text."""
+
+    start: int
+    end: int
+    tokens: int
+    dense: Dense | UnsetType = UNSET
+    sparse: Sparse | UnsetType = UNSET
+    multivector: Multivector | UnsetType = UNSET
+
+
 class EncodedItem(_Slot, kw_only=True):
-    """The vectors of one input."""
+    """The vectors of one input, or of its chunks."""
 
     dense: Dense | UnsetType = UNSET
     sparse: Sparse | UnsetType = UNSET
     multivector: Multivector | UnsetType = UNSET
+    chunks: list[EncodedChunk] | UnsetType = UNSET
     timing: Timing | UnsetType = UNSET
 
 

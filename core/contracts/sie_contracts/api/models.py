@@ -131,6 +131,7 @@ class ModelInfo(Struct, kw_only=True):
 
     `prompts` lists the prompts by name, and `prompt_texts` has the text of each. `hosts`: each worker that knows the
     model, with its state there. `on_disk`: whether a healthy worker has the weights on its disk.
+    `download_bytes`: about what the first load downloads where they are not, without LoRAs; null if it is not known.
     """
 
     EXAMPLE: ClassVar[Any] = {
@@ -172,6 +173,7 @@ class ModelInfo(Struct, kw_only=True):
         "capabilities": ["embed"],
         "stats": {"queue_absolute": 0},
         "on_disk": True,
+        "download_bytes": 91000000,
     }
 
     name: str
@@ -212,6 +214,7 @@ class ModelInfo(Struct, kw_only=True):
     capabilities: list[Literal["embed", "rerank", "classify"]]
     stats: ModelStats
     on_disk: bool
+    download_bytes: int | None
 
 
 class Models(Struct, kw_only=True):

@@ -80,8 +80,8 @@ class OllamaDetails(Struct, kw_only=True):
 
 
 class OllamaModel(Struct, kw_only=True):
-    """A model. `size`: bytes in the memory of a worker; 0 if no worker has loaded it. `digest` is another one if the
-    weights are.
+    """A model. `size`: bytes in the memory of a worker; 0 if no worker has loaded it. Models with different weights
+    have different digests.
     """
 
     name: str

@@ -13,7 +13,7 @@ from sie_contracts.api.shapes import MINI, Text, Texts, Whole
 
 TTL_S, MAX_TTL_S = 1200, 3600
 MAX_MINIMUM_WORKERS = 4
-MAX_GPUS = 4096  # workers of one machine profile in a reservation; no cluster has more
+MAX_GPUS = 4096  # largest number of workers of one machine profile in a reservation; no cluster has more
 MAX_PINNED = 64
 Count = Annotated[int, Meta(ge=1, le=MAX_GPUS)]
 
@@ -126,7 +126,9 @@ class Assignment(Struct, kw_only=True):
 
 
 class WorkerInfo(Struct, frozen=True):
-    """A worker. `gpu` is its machine profile. `url` is null if the gateway knows the worker by its heartbeats."""
+    """A worker. `gpu` is its machine profile. `url` is null if the gateway knows the worker by its heartbeats.
+    `reason`: the reason why it is not healthy, if it is known.
+    """
 
     name: str
     url: str | None
@@ -141,11 +143,12 @@ class WorkerInfo(Struct, frozen=True):
     bundle: str
     bundle_config_hash: str
     device: str
+    reason: str = ""
 
 
 class ModelSummary(Struct, frozen=True):
-    """A model of the catalogue: sums over all healthy workers and all its loaded copies. `gpu_types`: GPU types of the
-    workers that know it.
+    """A model of the catalogue: sums over all healthy workers and all its loaded copies, and the loads of workers that
+    start. `gpu_types`: GPU types of the workers that know it.
     """
 
     name: str

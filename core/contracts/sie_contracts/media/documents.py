@@ -9,15 +9,15 @@ import msgspec
 
 from sie_contracts.media.media import fault
 
-MAX_BYTES = 64 << 20  # bytes of one file: half of the largest frame to an adapter
+MAX_BYTES = 64 << 20  # largest number of bytes of one file: half of the largest frame to an adapter
 MIN_TOKENS = 256
 # bytes of a file per token of cost: a file of one megabyte takes about as long as a full batch of texts
 BYTES_PER_TOKEN = 64
 
 
 class DocumentFile(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A file as the client sent it. `format` is the format that the client names. It is used if the content does not
-    show the format.
+    """A file in the form in which the client sent it. `format` is the format that the client names. It is used if the
+    content does not show the format.
     """
 
     data: bytes

@@ -21,7 +21,7 @@ MAX_SECONDS = 600  # seconds of a sound, or of a part of one, that are read at o
 MAX_RECORDING_S = 14_400  # seconds of a sound that is read in parts
 MAX_SAMPLES = 64_000_000  # largest number of samples of a file or a part, in all its channels
 RATES = (1_000, 384_000)  # lowest and highest sample rate of a file, in Hz
-MAX_FEATURE_BYTES = 64 << 20  # bytes of the features of one sound
+MAX_FEATURE_BYTES = 64 << 20  # largest number of bytes of the features of one sound
 
 Filling = Literal["repeatpad", "repeat", "pad"]
 Scale = Literal["htk", "slaney"]

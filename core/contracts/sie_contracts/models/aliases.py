@@ -62,7 +62,7 @@ class Alias(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
 
     @property
     def heaviest(self) -> Target:
-        """Return the target with the largest weight, the first of equals. It is used for a request without a key."""
+        """Return the target with the largest weight; of several, the first. It is used for a request without a key."""
         return max(self.alias, key=lambda target: target.weight)
 
 
@@ -121,7 +121,9 @@ def _named(value: Any) -> Any:
 
 
 def _key_name(model: str) -> str:
-    """Return the name of a target for the hash of keys. It has no revision, so that a new revision moves no key."""
+    """Return the name of a target for the hash of keys. It has no revision, so a new revision does not change the
+    target of any key.
+    """
     name, at, tail = model.partition("@")
     return name + (":" + tail.partition(":")[2] if at and ":" in tail else "")
 

@@ -72,7 +72,7 @@ def _invalid(loc: str, message: str) -> ValidationFailed:
 
 
 def ordered(bundles: Mapping[str, BundleEntry]) -> list[BundleEntry]:
-    """Return all bundles, the preferred one first."""
+    """Return all bundles, with the preferred bundle first."""
     return sorted(bundles.values(), key=lambda bundle: (bundle.priority, bundle.id))
 
 

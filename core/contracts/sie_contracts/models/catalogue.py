@@ -94,7 +94,7 @@ class Catalogue:
         epoch: str,
         written: Mapping[str, int] | None = None,
     ) -> Catalogue:
-        """Return a snapshot of these documents, given by id."""
+        """Return a snapshot of these documents, a map by id."""
         entries = {name: document for name, document in documents.items() if isinstance(document, ModelEntry)}
         aliases = {name: document for name, document in documents.items() if isinstance(document, Alias)}
         return cls(entries, revisions, bundles, epoch, aliases, written or {})
@@ -122,7 +122,7 @@ class Catalogue:
         return new
 
     def since(self, model: str) -> str:
-        """Return the epoch of the write that made the present revision of a model. If that write is not known, return
+        """Return the epoch of the write that created the present revision of a model. If that write is unknown, return
         the epoch of the snapshot.
         """
         number = self.written.get(model)
@@ -173,13 +173,15 @@ class Catalogue:
 
     @functools.cached_property
     def _serving(self) -> dict[tuple[str, str], tuple[str, ...]]:
-        """Cache of the results of `bundles_of`, by family and by the bundle that an entry names: each request needs
-        one.
+        """Cache of the results of `bundles_of`, by family and by the bundle of the entry. Every request needs such a
+        result.
         """
         return {}
 
     def _in_bundle(self, resolved: Resolved, bundle: str) -> Resolved:
-        """Set the bundles of the resolution: `bundle`, or all that can serve the model. Raises BundleConflict."""
+        """Set the bundles of the resolution: `bundle`, or all bundles that can serve the model. Raises
+        BundleConflict.
+        """
         if resolved.bundles and not bundle:
             return resolved
         entry, able = resolved.entry, self.bundles_of(resolved.entry)
@@ -256,7 +258,9 @@ class Catalogue:
 
 
 def _with(mapping: Mapping[str, _Value], key: str, value: _Value | None) -> Mapping[str, _Value]:
-    """Return the map with a key changed, or removed if `value` is None. Return the map itself if nothing changes."""
+    """Return a copy of the map in which a key is changed, or removed if `value` is None. Return the map itself if
+    nothing changes.
+    """
     if value is None and key not in mapping:
         return mapping
     new = dict(mapping)
@@ -316,7 +320,7 @@ def profile_fingerprint(loaded: str, entry: ModelEntry, profile: str) -> str:
 
 
 def fingerprint(entry: ModelEntry, load: LoadOptions, precision: str, engine: str = "torch") -> str:
-    """Return a digest of everything that changes the numbers of a model: weights, pooling, prompts, precision, engine,
+    """Return a digest of all settings that change the numbers of a model: weights, pooling, prompts, precision, engine,
     normalisation and truncation.
     """
     facts: dict[str, object] = {

@@ -49,7 +49,9 @@ def text_cost(tokens: float, squares: float, crossover: int) -> float:
 
 
 AHEAD_SHARE = 0.25  # share of a request's budget; a batch that takes more is not sealed while another batch runs
-_MIN_SPREAD = 0.02  # variance of batch sizes over their mean squared, below which a line through their times is noise
+# limit for (variance of batch sizes / square of their mean); below it a line through the times of the batches is not
+# reliable
+_MIN_SPREAD = 0.02
 _IMPOSSIBLE = 2.0  # factor: an outlier is this many times above or below the range that earlier batches allow
 _UNLIKELY = 4.0  # factor: an outlier is this many times above or below the fitted line
 # factor: times are predicted for sizes up to this many times the mean size, while only one size was measured
@@ -111,7 +113,7 @@ class BatchTimes:
         return seconds / min_s if seconds * _IMPOSSIBLE < min_s else 1.0
 
     def line(self) -> tuple[float, float] | None:
-        """Return (seconds of the fixed part, seconds for each token). Return None while all batches had about the same
+        """Return (seconds of the fixed part, seconds for each token). Return None if all batches had about the same
         size.
         """
         spread = self._n * self._xx - self._x * self._x

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 
@@ -23,6 +23,8 @@ Engine = Literal["openvino", "sglang", "torch"]
 # the only list of poolings; all code that reads a pooling uses it
 Pooling = Literal["cls", "mean", "last", "weighted", "max", "sqrt"]
 POOLINGS: tuple[Pooling, ...] = get_args(Pooling)
+# poolings of a text that follow from those of its parts, so that a chunk of a long text may lie in several windows
+JOINABLE_POOLINGS: tuple[Pooling, ...] = ("mean", "max")
 MAX_POOLINGS = 6  # poolings that a model may join, as `cls+mean`
 # name of a pooling in a request -> pooling
 POOLING_OPTIONS: Mapping[str, Pooling] = {**{name: name for name in POOLINGS}, "last_token": "last"}
@@ -166,7 +168,8 @@ class ModelEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 
     `openai_token_encoding` names the vocabulary of token ids in an OpenAI request: that of the model, or one of
     OpenAI's. Empty: cl100k_base, which clients of OpenAI send for a model that they do not know. `unproven` says why
-    the model's numbers could not be compared with those of its public oracle.
+    the model's numbers could not be compared with those of its public oracle. `download_bytes` is about the size of the
+    files that a first load downloads, without LoRAs; 0 if it is not known.
     """
 
     id: str
@@ -190,6 +193,7 @@ class ModelEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     unproven: str = ""
     description: str = ""
     license: str = ""
+    download_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
 
     @property
     def revision(self) -> str:
@@ -212,6 +216,11 @@ def tasks_of(outputs: Collection[str]) -> tuple[str, ...]:
     score = "score" in outputs or "multivector" in outputs
     extract = any(name in outputs for name in EXTRACTS)
     return tuple(task for task, on in (("encode", encode), ("score", score), ("extract", extract)) if on)
+
+
+def is_joinable(name: str) -> bool:
+    """Return True if all poolings that `name` joins by `+` are in JOINABLE_POOLINGS."""
+    return all(part in JOINABLE_POOLINGS for part in poolings(name) or ("",))
 
 
 def poolings(name: str) -> tuple[Pooling, ...] | None:
@@ -302,7 +311,7 @@ def parse_entry(raw: object) -> ModelEntry:
     ):
         if run.pooling and poolings(run.pooling) is None:
             expected = f"expected one of {', '.join(POOLINGS)}, or at most {MAX_POOLINGS} of them joined by +"
-            raise _invalid(f"{expected} - at `$.{where}.pooling`")
+            raise _invalid(f"{expected}, got {run.pooling[:60]!r} - at `$.{where}.pooling`")
     for name, template in entry.prompts.items():
         if name != "default_instruction" and "{text}" not in template:
             raise _invalid(f"a template needs {{text}} - at `$.prompts.{name}`")

@@ -34,7 +34,7 @@ class Family:
     needs_labels: bool = False  # each request must name labels
     needs_instruction: bool = False  # each extraction must have an instruction: the question to answer from the texts
     reads_mentions: bool = False  # the model finds relations between the `metadata.entities` of an item
-    has_row_per_label: bool = False  # an input becomes one sequence for each label
+    has_row_per_label: bool = False  # an input has one sequence per label
     ends_instruction: bool = False  # the family adds a full stop to an instruction that ends without punctuation
     reads_first_token: bool = False  # the tokenizer must put a token before each text
     separates_pairs: bool = False  # the tokenizer must put a token between two texts
@@ -137,7 +137,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         ),
         "gliner2": Family(
             implementation="sie_adapter.families.gliner2:Gliner2Model",
-            parameters=frozenset({"threshold"}),
+            parameters=frozenset({"threshold", "multi_label", "task"}),
             needs_labels=True,
         ),
         "glirel": Family(
@@ -151,7 +151,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         ),
         "gliclass": Family(
             implementation="sie_adapter.families.gliclass:GliclassModel",
-            parameters=frozenset({"threshold", "multi_label"}),
+            parameters=frozenset({"threshold", "multi_label", "examples"}),
             needs_labels=True,
         ),
         "document-reader": Family(

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from sie_contracts.hosts import UNLIMITED, Holdings, HostWorker, Order, lot_of, pair
 
-HOT = 0.8  # planned use of a worker above which a model is moved off it
+HOT = 0.8  # planned use of a worker, from 0 to 1; above it a model is moved to another worker
 MOVE_GAIN = 0.1  # share of a worker's time: a move must reduce the higher planned use of the two workers by this amount
 PAUSE_EVERY = 16  # models between two calls of `pause`
 _FIRST_MODELS = 64
@@ -153,7 +153,7 @@ class Layout:
             self._dirty.add(model)
 
     def set_before(self, model: str, hosts: tuple[str, ...]) -> None:
-        """Set the stored hosts of a model: another gateway wrote them, or they are reduced."""
+        """Set the stored hosts of a model: hosts that another gateway wrote, or a reduced list of hosts."""
         row = self.rows[model]
         row.before = hosts
         self._dirty.add(model)
@@ -369,7 +369,7 @@ class Layout:
                     room -= 1
 
     def _relieve_hot(self, touched: set[str]) -> None:
-        """Move one model off the busiest worker, if that helps."""
+        """Move one model away from the worker with the highest planned use, if that lowers the use."""
         hot = min(self.workers.values(), key=lambda worker: (-worker.use, worker.name))
         if hot.use <= HOT or any(
             self.rows[model].leaving == hot.name for model in self._unsettled | touched if model in self.rows

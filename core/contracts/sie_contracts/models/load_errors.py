@@ -6,6 +6,8 @@ from typing import Literal
 
 from sie_contracts.errors import LoraLoadFailed, ModelLoadFailed
 
+MAX_ATTEMPTS = 3  # tries of a load whose cause is unknown; a preload tries no more often either
+
 LoadErrorClass = Literal["GATED", "NOT_FOUND", "DEPENDENCY", "INCOMPATIBLE", "CERTIFICATE", "UNKNOWN", "OOM", "NETWORK"]
 
 

@@ -11,7 +11,7 @@ import msgspec
 
 from sie_contracts.errors import InvalidInput
 
-MAX_WIDTH = 1 << 20  # values of one result: 4 MiB of float32
+MAX_WIDTH = 1 << 20  # largest number of values of one result: 4 MiB of float32
 MAX_CELLS = 1 << 23  # values of one item before the final projection; the projection matrix has an index for each value
 
 _WHOLE = {
@@ -20,7 +20,7 @@ _WHOLE = {
     # values of a token in one repetition: with more values, memory would grow too fast with the number of tokens
     "projection_dim": (1, 1024),
     "final_projection_dim": (1, MAX_WIDTH),
-    "seed": (0, (1 << 53) - 1),  # every JSON reader keeps whole numbers up to this exactly
+    "seed": (0, (1 << 53) - 1),  # every JSON reader represents whole numbers up to this value exactly
 }
 _NULLABLE = {"projection_dim", "final_projection_dim"}
 
@@ -30,7 +30,8 @@ class Muvera(msgspec.Struct, frozen=True):
     Encodings", section 2.
 
     Each of the `num_repetitions` repetitions cuts space into 2 ** `num_simhash_projections` partitions. With
-    `projection_dim` None the tokens keep their width. With `final_projection_dim` None all cells are kept.
+    `projection_dim` None, the width of the tokens does not change. With `final_projection_dim` None, all cells are in
+    the result.
     """
 
     num_repetitions: int = 40

@@ -22,9 +22,10 @@ SCORE_MODES = {
     "hybrid": ("dense", "sparse", "multivector"),
 }
 MAX_HYPOTHESIS = 1000  # characters
+MAX_EXAMPLES = 100
 MAX_TASK = 100  # characters
 MAX_NEW_TOKENS = 1 << 20
-MAX_OWN_BYTES = 64 << 10  # bytes of an option of a family outside this project
+MAX_OWN_BYTES = 64 << 10  # bytes of an option without a form of its own, such as one of a family outside this project
 
 
 def bad(path: str, value: object, expected: str, reason: str = "schema") -> InvalidInput:
@@ -114,6 +115,24 @@ def language(path: str, value: Any) -> str:
     return value
 
 
+def examples(path: str, value: Any) -> list[dict[str, Any]]:
+    """Return texts with their labels, which a classifier reads before its text."""
+    if not isinstance(value, list) or len(value) > MAX_EXAMPLES:
+        raise bad(path, value, f"a list of at most {MAX_EXAMPLES} maps with text and labels")
+    for number, example in enumerate(value):
+        labels = example.get("labels") if isinstance(example, dict) else None
+        if not (
+            isinstance(example, dict)
+            and example.keys() == {"text", "labels"}
+            and isinstance(example["text"], str)
+            and isinstance(labels, list)
+            and all(isinstance(label, str) for label in labels)
+        ):
+            raise bad(f"{path}[{number}]", example, "a map of text, a string, and labels, a list of strings")
+    any_value(path, value)
+    return value
+
+
 def any_value(path: str, value: Any) -> Any:
     """Return an option whose value the family itself checks. Raises InvalidInput if the value cannot be sent to the
     worker.
@@ -151,6 +170,7 @@ CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "top_k": lambda path, value: integer(path, value, "a whole number from 1 to 1000", 1, 1000),
     "task": task,
     "language": language,
+    "examples": examples,
     "max_new_tokens": lambda path, value: integer(path, value, "a whole number of at least 1", 1, MAX_NEW_TOKENS),
     "flat_ner": boolean,
     "multi_label": boolean,

@@ -134,7 +134,9 @@ class _Parameters:
             self._found.pop(name, None)
 
     def side(self, defaults: RunDefaults) -> Side | None:
-        """Return the side of the texts if neither the request nor the defaults have a side or a prompt, else None."""
+        """Return the default side of the texts, query or document, if neither the request nor the defaults set a side
+        or a prompt; else None.
+        """
         is_named = self.is_set("is_query", "input_type", "prompt_name") or defaults.is_query is not None
         return None if is_named else self._side
 
@@ -171,7 +173,7 @@ def _mapping(parent: Mapping[str, Any], name: str, path: str) -> Mapping[str, An
 
 @dataclass(frozen=True)
 class RequestOptions:
-    """Result of the merge: the options that the model runs with, and the form of the reply."""
+    """Result of the merge of options: the options for the run of the model, and the form of the reply."""
 
     run: RunOptions
     on_item_error: str = "slot"
@@ -282,8 +284,8 @@ def prompt_template(entry: ModelEntry, path: str, name: Any) -> str:
 
 
 def unpooled(entry: ModelEntry, run: RunOptions) -> RunOptions:
-    """Return `run` with the last hidden state of each token as its only output. Raises InvalidInput if the model gives
-    no hidden states.
+    """Return `run` with the last hidden state of each token as its only output. Raises InvalidInput if the model has no
+    hidden states as output.
     """
     if not families.row(entry.family).gives_vectors or "dense" not in entry.outputs:
         message = f"{entry.id} gives no embeddings of tokens, only dense text encoders do"
@@ -294,14 +296,14 @@ def unpooled(entry: ModelEntry, run: RunOptions) -> RunOptions:
 
 
 def counting(run: RunOptions) -> RunOptions:
-    """Return the options of a tokenize that counts the tokens of inputs that `run` would encode: with the prompt,
-    before truncation.
+    """Return the options of a tokenize request that counts the tokens of the inputs of `run`: with the prompt, before
+    truncation.
     """
     return RunOptions(outputs=(), prefix=run.prefix, suffix=run.suffix, parameters={"count": True})
 
 
 def tokenizing(prefix: str = "", suffix: str = "", *, add_special_tokens: bool = True) -> RunOptions:
-    """Return the options of a tokenize that returns the tokens of prefix + text + suffix."""
+    """Return the options of a tokenize request that returns the tokens of prefix + text + suffix."""
     parameters: dict[str, Any] = {} if add_special_tokens else {"add_special_tokens": False}
     return RunOptions(outputs=(), prefix=prefix, suffix=suffix, parameters=parameters)
 

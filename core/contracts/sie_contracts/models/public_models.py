@@ -89,6 +89,9 @@ _KINDS: Mapping[str, _Kind] = {
     "GLiNERAdapter": _GLINER,
     "GLiNERBiAdapter": _GLINER,
     "GLiNER2Adapter": _Kind("gliner2", ("entities",)),
+    "GLiNER2EntitiesAdapter": _Kind("gliner2", ("entities",)),
+    "GLiNER2ClassificationAdapter": _Kind("gliner2", ("classifications",)),
+    "GLiNER2DecideAdapter": _Kind("gliner2", ("classifications",)),
     "GLiRELAdapter": _Kind("glirel", ("relations",)),
     "GLiClassAdapter": _Kind("gliclass", ("classifications",)),
     "NLIClassificationAdapter": _CLASSIFIER,
@@ -96,7 +99,7 @@ _KINDS: Mapping[str, _Kind] = {
     "StablebridgePrunerAdapter": _Kind("pruner", ("entities",)),
 }
 
-# option with a counterpart -> part of an entry, and the field in this part
+# option of the public catalogue -> part of an entry, and the field of this part with the same meaning
 _LOADTIME = {
     "append_eos": ("load", "append_eos"),
     "causal": ("load", "causal"),
@@ -260,7 +263,7 @@ class _Translator:
             if name != base and (profile := self._profile(name, kind, own, outputs)) is not None:
                 profiles[name] = profile
         self._ignored |= own.ignored
-        if own.run.get("normalize"):  # true is the default
+        if own.run.get("normalize"):  # normalize is true by default
             del own.run["normalize"]
         parts = {name: part for name in ("load", "run", "head", "prompts") if (part := getattr(own, name))}
         entry: dict[str, Any] = {
@@ -479,7 +482,7 @@ def _overlaid(below: Any, above: Any) -> Any:
 
 
 def _beside(own: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of `changed` whose values differ from those in `own`."""
+    """Return the keys of `changed` whose values differ from the values in `own`."""
     return {key: value for key, value in changed.items() if own.get(key) != value}
 
 

@@ -28,7 +28,7 @@ from sie_contracts.settings.cluster import ClusterSettings
 from sie_contracts.settings.models import EngineSettings, ModelSettings, WeightSettings
 from sie_contracts.settings.rows import COMPONENTS, Mode, SettingError, SettingRow, public_url, shown
 from sie_contracts.settings.telemetry import TelemetrySettings, Tracing
-from sie_contracts.settings.values import Secret, StoreUrl, store_url
+from sie_contracts.settings.values import MAX_DEVICES, Secret, StoreUrl, store_url
 from sie_contracts.settings.worker import MemorySettings, WorkerSettings
 
 __all__ = [
@@ -36,6 +36,7 @@ __all__ = [
     "COMPONENTS",
     "GROUPS",
     "MACHINE_PROFILE_DEFAULTS",
+    "MAX_DEVICES",
     "ROWS",
     "Loaded",
     "Mode",

@@ -15,7 +15,7 @@ class ModelSettings:
         "SIE_DEVICE",
         "adapter",
         DEVICE,
-        "Device of all forward passes. auto uses CUDA, else MPS, else the CPU. A named device that is absent is a start error.",
+        "Device of all forward passes. auto uses one: CUDA, else MPS, else the CPU. all uses every GPU that CUDA shows, else as auto. With a list or all the worker has one adapter process for each device, which needs Linux. A named device that is absent is a start error.",
     )
     models_dir: str | None = row(
         None,

@@ -11,8 +11,8 @@ from sie_contracts.settings.values import BOOL, COLLECTOR, PROTOCOL, TEXT, choic
 @dataclass(frozen=True)
 class Tracing:
     """Settings of spans: their source and their destination. `exporters` may be otlp and console. `protocol` and
-    `endpoint` belong to otlp. `rate` belongs to the sampler traceidratio. `propagates`: whether the trace context of a
-    client is used.
+    `endpoint` are used only by otlp, `rate` only by the sampler traceidratio. `propagates`: whether the trace context
+    of a client is used.
     """
 
     enabled: bool

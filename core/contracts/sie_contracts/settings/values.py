@@ -16,6 +16,8 @@ from sie_contracts.wire.topology import pool_name
 Parse = Callable[[str], Any]
 Kind = tuple[str, Parse]  # (text after "expected", parser that raises ValueError)
 
+MAX_DEVICES = 16  # devices of one worker
+
 
 class Secret:
     """A string that is never printed. `matches` compares it in constant time: every wrong value of one length takes the
@@ -104,6 +106,19 @@ def pattern(expected: str, pattern: str, *, lower: bool = False) -> Kind:
         return value
 
     return expected, parse
+
+
+def _devices(text: str) -> str:
+    names = [name.strip() for name in text.lower().split(",")]
+    if len(names) == 1:
+        pattern = r"auto|all|cpu|mps|cuda(:\d+)?"
+    elif names[0] == "cpu":
+        pattern = "cpu"
+    else:  # two adapters on one GPU would evict each other's models
+        pattern = r"cuda:(0|[1-9]\d*)" if len(set(names)) == len(names) else ""
+    if len(names) > MAX_DEVICES or not all(re.fullmatch(pattern, name) for name in names):
+        raise ValueError
+    return ",".join(names)
 
 
 def _list_of(text: str) -> tuple[str, ...]:
@@ -247,7 +262,10 @@ HTTP = _url("http", "https")
 COLLECTOR = "a URL of the form http://... or https://..., or host:port", _collector
 PROTOCOL = choice("grpc", "http/protobuf")
 LABEL = pattern("a label of letters, digits, ., _ and -", r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}|_default", lower=True)
-DEVICE = pattern("auto, cuda, cuda:N, mps or cpu", r"auto|cpu|mps|cuda(:\d+)?", lower=True)
+DEVICE = (
+    f"auto, all, cuda, cuda:N, mps or cpu, or a comma-separated list of different cuda:N or of cpu, at most {MAX_DEVICES}",
+    _devices,
+)
 STORE = "s3://bucket/prefix, gs://bucket/prefix or a path", _store(file_urls=False)
 CLUSTER_STORE = "s3://bucket/prefix or gs://bucket/prefix", _store(file_urls=False, paths=False)
 STORES = "a comma-separated list of s3://bucket/prefix, gs://bucket/prefix, file:///path or paths", _stores

@@ -29,21 +29,21 @@ class WorkerSettings:
         "SIE_IPC_SOCKET_PATH",
         "sidecar adapter",
         SOCKET,
-        "Path of the Unix socket between sidecar and adapter, mode 0600.",
+        "Path of the Unix socket between sidecar and adapter, mode 0600. With several devices it is that of the first one; the others are beside it, with .1, .2 and so on appended.",
     )
     max_concurrent_batches: int = row(
         4,
         "SIE_MAX_CONCURRENT_BATCHES",
         "sidecar",
         whole(1, 64),
-        "Maximum number of batches that the sidecar has at the adapter, of all models together. The lanes of the device and SIE_RUST_PIPELINE_DEPTH may allow fewer.",
+        "Maximum number of batches that the sidecar has at the adapter of each device, of all models together. The lanes of the device and SIE_RUST_PIPELINE_DEPTH may allow fewer.",
     )
     ipc_pool_size: int | None = row(
         None,
         "SIE_IPC_POOL_SIZE",
         "sidecar",
         whole(1),
-        "Connections to the adapter for batches; one more carries control messages. Default: SIE_MAX_CONCURRENT_BATCHES. If that is more than 6: at most as many as the lanes of the device need.",
+        "Connections to the adapter of each device for batches; one more carries control messages. Default: SIE_MAX_CONCURRENT_BATCHES. If that is more than 6: at most as many as the lanes of the device need.",
     )
     worker_metrics_port: int = row(
         9095,
@@ -71,7 +71,7 @@ class WorkerSettings:
         "SIE_GPU_COUNT",
         "sidecar",
         whole(0),
-        "Number of GPUs that the worker reports in its heartbeats. A worker whose device is a CPU reports 0.",
+        "Number of GPUs that the worker reports in its heartbeats. A worker whose device is a CPU reports 0, and one with several devices their number.",
     )
     gateway_url: str | None = row(
         None,

@@ -61,8 +61,8 @@ class ConfigModel(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ConfigEpoch(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The present epoch of the catalogue. `bundles`: epoch of the last write that concerned each bundle, if it is
-    known.
+    """The present epoch of the catalogue. `bundles`: epoch of the last write that changed models of each bundle, if it
+    is known.
     """
 
     epoch: str
@@ -128,6 +128,8 @@ def listed(model: str, document: Mapping[str, Any], source: str, note: str = "")
     else:
         row["tasks"] = list(tasks_of(document.get("outputs", ())))
         row["languages"] = list(document.get("languages", ()))
+    if size := document.get("download_bytes"):
+        row["download_bytes"] = size
     return {**row, "note": note} if note else row
 
 
@@ -139,7 +141,7 @@ def bundle_of(bundles: Mapping[str, BundleEntry], name: str) -> dict[str, Any]:
 
 
 def bundle_list(bundles: Mapping[str, BundleEntry]) -> dict[str, Any]:
-    """Return all bundles, the preferred one first."""
+    """Return all bundles, with the preferred bundle first."""
     return {"bundles": [{"bundle_id": bundle.id, **_bundle(bundle)} for bundle in bundling.ordered(bundles)]}
 
 
@@ -272,7 +274,7 @@ def model_status(
 
 
 def _copy(beat: Heartbeat, model: str) -> dict[str, str]:
-    """Describe the copy of a model on a worker. A copy of an earlier revision stays until no request asks for it."""
+    """Describe the copy of a model on a worker. A copy of an earlier revision remains until no request needs it."""
     copy = next((status for status in beat.models if status.model == model), None)
     return {
         "bundle": beat.bundle,

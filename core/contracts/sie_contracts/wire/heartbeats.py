@@ -68,9 +68,23 @@ class ModelStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     loaded_revision: int = 0
 
 
+class DeviceBeat(msgspec.Struct, frozen=True, omit_defaults=True):
+    """State of one device of a worker. `ready` is false while its adapter does not answer. `queue_depth`: work items
+    that it has or that wait for it. `models`: the models that are loaded there.
+    """
+
+    device: str
+    ready: bool
+    gpu: str = ""
+    memory_used_bytes: int = 0
+    memory_total_bytes: int = 0
+    queue_depth: int = 0
+    models: tuple[str, ...] = ()
+
+
 class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True, tag="heartbeat/1"):
-    """State of a worker, in its own announcement. `ready` is false while its adapter does not answer. `leaving`: the
-    worker drains.
+    """State of a worker, in its own announcement. `ready` is false while none of its adapters answers. `unready`: the
+    reason while `ready` is false. `leaving`: the worker drains.
 
     Capacity: `slots` is the number of models of usual size that fit (0: unknown). `rate`: tokens per second while the
     device is busy (0: not measured yet). `held_cost`: tokens in flight. `credit_cost` and `credit_items`: upper bounds
@@ -81,7 +95,8 @@ class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True, tag="heartbeat/
     it is empty, the worker serves `pool` with any assignment. `clock_ahead_s`: its wall clock minus the broker's, as
     measured (None: unknown). `listens`: the worker subscribes to its subject of assignments. A subject without a
     subscriber then means that the worker is gone. `on_disk`: ids of models whose weights its machine has, at most
-    ON_DISK.
+    ON_DISK. `device`: names of the devices, separated by commas. `devices`: the state of each one, if there are
+    several; the memory and the capacity above are then sums.
     """
 
     worker: str
@@ -110,6 +125,8 @@ class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True, tag="heartbeat/
     clock_ahead_s: float | None = None
     listens: bool = False
     on_disk: tuple[str, ...] = ()
+    unready: str = ""
+    devices: tuple[DeviceBeat, ...] = ()
 
 
 class LaneTraffic(msgspec.Struct, frozen=True, array_like=True):

@@ -33,11 +33,16 @@ from sie_contracts.wire.messages import Mention, Operation, Outcome, RunOptions
 
 MAX_FRAME_BYTES = 1 << 30
 MAX_REQUEST_BYTES = 128 << 20  # largest frame that an adapter reads: 32 million token ids
-FRAME_TIMEOUT_S = 30.0  # seconds from the first byte of a frame to its last
+FRAME_TIMEOUT_S = 30.0  # time limit for the rest of a frame after its first byte, in seconds
 PROTOCOL = 3
 IMAGE_KEY_BYTES = 16
 
 _HEADER = struct.Struct(">I")
+
+
+def device_socket(path: str, number: int) -> str:
+    """Return the socket of the adapter of a worker's device: `path` itself for the first device, number 0."""
+    return f"{path}.{number}" if number else path
 
 
 class FrameError(Exception):
@@ -127,7 +132,8 @@ class Rows(msgspec.Struct, frozen=True, omit_defaults=True):
     token by token or by processes of the model. A batch may take minutes, occupies no lane of the device, and ends when
     no client waits for it. `empty`: text for an input without a text and images. `sounds`: recipe for the sound of an
     input; None: an input may have none. `documents`: limits of the document of an input with layout raw; its file goes
-    to the adapter unchanged; None: an input may have none.
+    to the adapter unchanged; None: an input may have none. `chunks`: a text may have chunks. `pooling`: how dense
+    vectors are pooled; empty if a text has no chunks or the model has no dense vectors.
     """
 
     layout: Layout = "text"
@@ -142,6 +148,22 @@ class Rows(msgspec.Struct, frozen=True, omit_defaults=True):
     empty: str = ""
     sounds: SoundRecipe | None = None
     documents: DocumentLimits | None = None
+    chunks: bool = False
+    pooling: str = ""
+
+
+class ChunkedRows(msgspec.Struct, frozen=True, array_like=True):
+    """Rows of one input of a group in which texts have chunks.
+
+    `rows`: the number of its rows. `spans`: int32 [chunks, 3], first and end code point and tokens of each chunk; empty
+    for an input without chunks. `segments`: int32 [segments, 4], chunk, row within the input, first and end token of
+    the row; in the order of the chunks. A chunk is pooled from its segments. If `segments` is empty, each chunk is a
+    row.
+    """
+
+    rows: int = 1
+    spans: bytes = b""
+    segments: bytes = b""
 
 
 class Group(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -149,7 +171,8 @@ class Group(msgspec.Struct, frozen=True, omit_defaults=True):
     answers.
 
     Work items with different outputs may be in one batch. `inputs` is the number of outcomes of the group; -1: one for
-    each row. `traceparent` and `tracestate` are values of the work item, if it is traced.
+    each row. `traceparent` and `tracestate` are values of the work item, if it is traced. `chunked`: the rows of
+    each input, if a text has chunks; empty: all inputs have the same number of rows.
     """
 
     start: int
@@ -158,6 +181,7 @@ class Group(msgspec.Struct, frozen=True, omit_defaults=True):
     inputs: int = -1
     traceparent: str = ""
     tracestate: str = ""
+    chunked: tuple[ChunkedRows, ...] = ()
 
     @property
     def due(self) -> int:
@@ -221,7 +245,7 @@ class Cancel(msgspec.Struct, frozen=True, tag=True):
 
 
 class Drain(msgspec.Struct, frozen=True, tag=True):
-    """Finish the running batches and exit with status 0. Answered by Done at once."""
+    """Finish the running batches and exit with status 0. The adapter answers at once with Done."""
 
 
 class Pong(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -269,7 +293,8 @@ class Description(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     if it cannot be measured.
 
     `threshold_percent`: memory use above which models are evicted. `batches`: the last batches, the newest last; None
-    unless the adapter was started with the option that stores them.
+    unless the adapter was started with the option that stores them. `devices`: number of devices of this worker, each
+    with an adapter and a socket of its own (`device_socket`).
     """
 
     protocol: int
@@ -286,6 +311,7 @@ class Description(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     shortages: tuple[Shortages, ...] = ()
     towers: TowerUse = TowerUse()
     batches: tuple[RanBatch, ...] | None = None
+    devices: int = 1
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):

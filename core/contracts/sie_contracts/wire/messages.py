@@ -8,7 +8,7 @@ meaning, no field is renamed, and readers ignore fields that they do not know.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import msgspec
 
@@ -24,6 +24,9 @@ PRIORITIES: tuple[Priority, ...] = get_args(Priority)
 # the sidecar answers the operations tokenize and decode, with the model's tokenizer
 Operation = Literal["encode", "score", "extract", "tokenize", "decode"]
 Truncate = Literal["END", "START", "NONE"]
+Boundary = Literal["sentence", "paragraph", "token"]
+BOUNDARIES: tuple[Boundary, ...] = get_args(Boundary)
+MAX_RULE_TOKENS = 1 << 16  # most tokens that a rule may give a chunk
 TOKEN_ID_BYTES = 5  # upper bound of the bytes of one token id in a message
 MENTION_BYTES = 16  # upper bound of the bytes of one mention in a message, without its label
 
@@ -69,6 +72,29 @@ class Mention(msgspec.Struct, frozen=True, array_like=True):
     end: int
 
 
+class ChunkRule(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Rule by which a text is cut into chunks of `min_tokens` to `max_tokens` tokens of the model. A chunk ends at a
+    `boundary` if one leaves it these numbers of tokens. It repeats at most the last `overlap_tokens` tokens of the
+    chunk before it.
+    """
+
+    max_tokens: Annotated[int, msgspec.Meta(ge=1, le=MAX_RULE_TOKENS)]
+    overlap_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
+    boundary: Boundary = "sentence"
+    min_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
+
+
+class TextChunks(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Chunks of a text that get vectors of their own: those of `rule`, or `spans`, int32 [chunks, 2]: first and end
+    code point. With `context` the vectors of a chunk are pooled from the states of its tokens in the whole text;
+    without it each chunk is encoded alone.
+    """
+
+    rule: ChunkRule | None = None
+    spans: bytes = b""
+    context: bool = True
+
+
 class Input(msgspec.Struct, frozen=True, omit_defaults=True):
     """An input of a request. Only the fields that the operation needs are set.
 
@@ -76,8 +102,8 @@ class Input(msgspec.Struct, frozen=True, omit_defaults=True):
     `vectors`: the multivector of the text, from which a score or a MUVERA encoding is computed; if it is set, the text
     is not read. `images`: image files as the client sent them; base64 is decoded, nothing else is changed. `mentions`:
     entities between which a relation model finds relations. `audio`: a sound file, and `document`: a document file, as
-    the client sent them. A worker that does not know `vectors`, `images`, `audio` or `document` reads an empty text, so
-    workers are upgraded before gateways.
+    the client sent them. A worker that does not know `vectors`, `images`, `audio` or `document` reads an empty text,
+    and a worker that does not know `chunks` encodes the whole text, so workers are upgraded before gateways.
     """
 
     text: str | None = None
@@ -88,6 +114,7 @@ class Input(msgspec.Struct, frozen=True, omit_defaults=True):
     mentions: tuple[Mention, ...] = ()
     audio: bytes = b""
     document: DocumentFile | None = None
+    chunks: TextChunks | None = None
 
     @property
     def nbytes(self) -> int:
@@ -101,12 +128,14 @@ class Input(msgspec.Struct, frozen=True, omit_defaults=True):
             size += sum(map(len, self.images))
         size += sum(MENTION_BYTES + len(mention.label.encode()) for mention in self.mentions)
         size += len(self.audio) + (len(self.document.data) if self.document else 0)
+        size += len(self.chunks.spans) if self.chunks else 0
         return size if self.vectors is None else size + len(self.vectors.data)
 
     @property
     def least_bytes(self) -> int:
         """Return a lower bound of the bytes of the input in a message, without reading its text."""
         size = len(self.text or "") + len(self.pair or "") + sum(map(len, self.images))
+        size += len(self.chunks.spans) if self.chunks else 0
         return size + len(self.audio) + (len(self.document.data) if self.document else 0)
 
 
@@ -205,7 +234,9 @@ class Ok(msgspec.Struct, frozen=True, omit_defaults=True, tag="ok"):
     """A value: arrays by name, a score, or the maps of an extraction.
 
     Names of arrays: `dense`, `multivector`, `tokens` (the last hidden state of each token), `sparse.indices` and
-    `sparse.values`; integer dtypes also have `<name>.scale` and `<name>.offset`. `data` of tokenize has the lists
+    `sparse.values`; integer dtypes also have `<name>.scale` and `<name>.offset`. An input with chunks also has
+    `chunks`, int32 [chunks, 5]: first and end code point, tokens, vectors of its multivector, entries of its sparse
+    vector. Its arrays have the values of all chunks, one after the other. `data` of tokenize has the lists
     `ids`, `texts`, `special`, `starts` and `stops` (byte offsets in the UTF-8 of the prompted text, None for special
     tokens); `data` of decode has `text`. `tokens` counts the tokens that ran, after truncation, including special
     tokens. `sound_s`: length of the whole sound, of which a part may have been read; 0 for an input without a sound.
@@ -256,7 +287,7 @@ class BatchNote(msgspec.Struct, frozen=True, omit_defaults=True):
     items: int = 0
     chunks: int = 0
     tokens: int = 0
-    attention: int = 0  # sum of squared lengths
+    attention: int = 0  # sum of the squared lengths of all rows
     deliveries: int = 1
     padding: int = 0
     swapped: bool = False

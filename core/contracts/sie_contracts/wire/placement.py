@@ -39,14 +39,14 @@ def replicas(
 ) -> Replicas:
     """Return the number of hosts that a model needs.
 
-    `demand`: tokens per second that arrive for it. `rate`: tokens per second of one busy worker, 0 while unknown.
-    `age_s`: age of its oldest waiting work. `all_resident`: whether every host has it loaded. `load_s`: duration of a
-    load.
+    `demand`: tokens per second that arrive for the model. `rate`: tokens per second of one busy worker, 0 while
+    unknown. `age_s`: age of the model's oldest waiting work. `all_resident`: whether every host has the model loaded.
+    `load_s`: duration of a load.
 
-    The count is `demand` / (0.7 `rate`), at least 1 and at most `most`. It rises to this value at once. It is raised by
-    one more under two conditions: work waits longer than `adopt_after_s` although all hosts have the model loaded, and
-    more than the time of a load has passed since the last raise. It is lowered by one after each 60 s in which fewer
-    hosts would be enough.
+    The model needs `demand` / (0.7 `rate`) hosts, at least 1 and at most `most`. A smaller number is raised to this
+    value at once. The number is raised by one more under two conditions: work waits longer than `adopt_after_s`
+    although all hosts have the model loaded, and more than the time of a load has passed since the last raise. The
+    number is lowered by one after each 60 s in which fewer hosts would be enough.
     """
     planned = USED * rate
     needed = 1

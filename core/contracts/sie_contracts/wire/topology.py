@@ -86,8 +86,8 @@ _MIN_PER_SUBJECT = 4096  # more messages than one request can become
 
 @functools.lru_cache(1 << 15)
 def token(name: str) -> str:
-    """Encode a non-empty string, injectively, into letters, digits, `-` and `_xx` (the UTF-8 bytes in hex). Raises
-    ValueError for an empty string.
+    """Encode a non-empty string as letters, digits, `-` and `_xx` (the UTF-8 bytes in hex). Different strings have
+    different tokens. Raises ValueError for an empty string.
     """
     if not name:
         raise ValueError("an empty name has no token")

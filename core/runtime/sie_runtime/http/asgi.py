@@ -70,7 +70,7 @@ def common_headers(scope: Scope, headers: Iterable[tuple[bytes, bytes]] = ()) ->
         elif name == _SDK_VERSION:
             server_version = sdk_versions.server_version(value.decode("latin-1"))
     if sent_ids:
-        sent_id = b", ".join(sent_ids)  # several lines are one value (RFC 9110)
+        sent_id = b", ".join(sent_ids)  # several headers of this name are read as one value (RFC 9110)
         if 0 < len(sent_id) <= MAX_ID_CHARS and sent_id.isascii() and sent_id.decode().isprintable():
             client_id = sent_id
     trace_id = scope.get(TRACE_ID)

@@ -72,8 +72,8 @@ def _types(routes: Sequence[Route], placeholders: Mapping[str, Parameter]) -> li
 def document(
     routes: Sequence[Route], placeholders: Mapping[str, Parameter], errors: Errors, *, about: Mapping[str, Any]
 ) -> Schema:
-    """Build the OpenAPI document of the served routes. `about` is its head, in the form of FastAPI. `placeholders`
-    describes the placeholders of paths.
+    """Build the OpenAPI document of the served routes. `about`: title, version and other members outside
+    of the paths, in the form of FastAPI. `placeholders` describes the placeholders of paths.
     """
     served = [route for route in routes if route.served]
     schemas = Schemas(_types(served, placeholders))

@@ -68,7 +68,8 @@ WRITE_S = 60.0
 LINGER_S = 5.0  # seconds for a client that still sends data to read its response: a reset would discard the response
 # seconds: if a request of a half-closed client is older, a test begins whether this client still reads
 HALF_CLOSED_S = 1.0
-MIN_ASK_S, MAX_ASK_S = 0.001, 1.0  # seconds between checks for the result of this test
+# shortest and longest time between two checks whether the result of this test exists, in seconds
+MIN_ASK_S, MAX_ASK_S = 0.001, 1.0
 MAX_PIPELINED = 128  # requests that a client may send before the earlier ones are answered
 _FRAMING = frozenset((b"connection", b"transfer-encoding", b"upgrade"))
 _NO_NAME = re.compile(rb"[^a-z0-9-]")
@@ -202,13 +203,13 @@ class Protocol(HttpToolsProtocol):
     _head_timer: asyncio.TimerHandle | None = None
     _body_timer: asyncio.TimerHandle | None = None
     _write_timer: asyncio.TimerHandle | None = None
-    _last_timer: asyncio.TimerHandle | None = None  # timer of a connection that lingers or is half closed
+    _last_timer: asyncio.TimerHandle | None = None  # timer of a connection that is closing or half closed
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._outlet = _Outlet(transport, self._end)
         if len(self.connections) > max_connections():
-            self._refuse(QueueFull("this process has as many connections as it may"), "connections")
+            self._refuse(QueueFull("this process has the maximum number of connections"), "connections")
         else:
             self._rest()
 

@@ -58,7 +58,8 @@ __all__ = [
 ]
 
 WEBSOCKET_MESSAGE_BYTES = 4096  # largest number of bytes of a message from a client; messages are discarded
-KEEP_ALIVE_S = 120  # above the idle time-out of common load balancers, so that they close first
+# seconds; longer than the idle time-out of common load balancers, so that the load balancer closes first
+KEEP_ALIVE_S = 120
 STOP_S = 5.0
 MAX_TURNS = 100  # iterations of the event loop that `hang_up` waits for requests that have arrived
 
@@ -157,7 +158,7 @@ class HttpServer:
                 isinstance(connection, Protocol) and connection.arriving for connection in self._state.connections
             ):
                 break
-        await asyncio.sleep(0)  # the tasks of requests that were read begin now
+        await asyncio.sleep(0)  # lets the tasks of requests that were read begin
 
     async def stop(self, within_s: float = STOP_S) -> None:
         """Stop listening, hang up, and wait at most `within_s` for running requests and for clients that read their
@@ -172,7 +173,7 @@ class HttpServer:
 
 def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # with an explicit protocol, so that asyncio sets TCP_NODELAY
+    # the protocol is explicit, so that asyncio sets TCP_NODELAY
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -144,10 +144,10 @@ class ViewerFrames:
                 sent = frame
                 await asyncio.wait({disconnect}, timeout=self._interval_s)
         except TimeoutError:
-            _logger.info("a websocket is disconnected: its client read nothing for %g s", self._patience_s)
+            _logger.info("a websocket is disconnected: its client has not read for %g s", self._patience_s)
             scope["extensions"]["abort"]()
         except OSError:
-            pass  # the client disconnected
+            pass  # this error means that the client has disconnected
         finally:
             self.looking -= 1
             if not self.looking:

@@ -1,8 +1,8 @@
 """Answers to the rows of a span, as columns. They are the contents of a part of the output in any format.
 
-Columns are those of the API: `dense` with `dense_scale` and `dense_offset` of integers, `sparse_indices` and
-`sparse_values`, `multivector` with its scale and offset of each vector, `score`, and the lists of an extraction. A row
-with an error has none of them.
+The columns have the same names as in the API: `dense` with `dense_scale` and `dense_offset` of integers,
+`sparse_indices` and `sparse_values`, `multivector` with its scale and offset of each vector, `score`, and the lists of
+an extraction. A row with an error has none of them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class About(msgspec.Struct, frozen=True, omit_defaults=True):
 
 @dataclass(frozen=True)
 class RowAnswer:
-    """The answer to one row. The keys of `arrays` are the names of `messages.Ok`: `dense`, `dense.scale`,
+    """The answer to one row. The keys of `arrays` are names as in `messages.Ok`: `dense`, `dense.scale`,
     `sparse.indices`, ...
     """
 

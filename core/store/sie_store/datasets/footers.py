@@ -187,7 +187,7 @@ def read(place: Place, entry: ObjectEntry, cut: Cut, names: Sequence[str], size:
 
 
 def _values(array: Array) -> int:
-    """Count the Python objects that the values of an array become."""
+    """Return the number of Python objects into which the values of an array are converted."""
     import pyarrow as pa
 
     if isinstance(array, pa.DictionaryArray) or not pa.types.is_nested(array.type):

@@ -18,6 +18,7 @@ import itertools
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 from sie_contracts.api.jobs import MAX_SHARD_ROWS, InputFormat, JobInput
@@ -226,6 +227,37 @@ def _check_columns(source: str, params: dict[str, str], there: Iterable[str]) ->
             )
 
 
+def check_file(path: Path, source: JobInput) -> None:
+    """Raise InvalidInput if a local file lacks a column of the job, as its plan would say. Only the beginning of the
+    file is read. Other faults are left to the plan.
+    """
+    kind = source.format or format_of(path.name)
+    names = columns(source)
+    if kind is None or kind == "images" or reads_images(source):
+        return
+    if kind == "parquet":
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        with contextlib.suppress(pa.ArrowInvalid):
+            _check_columns(path.name, names, pq.read_schema(path).names)
+        return
+    with path.open("rb") as file:
+        head = file.read(SAMPLE_BYTES)
+    is_whole = len(head) < SAMPLE_BYTES
+    head = head.removeprefix(BOM)
+    if kind == "csv":
+        line, _ = _first_row(path.name, head[:MAX_HEADER_BYTES], 0, is_whole=is_whole and len(head) <= MAX_HEADER_BYTES)
+        _check_columns(path.name, names, fields(line.encode()) or ())
+    elif there := _JsonSample.parse(head, names, is_whole=is_whole).columns:
+        _check_columns(path.name, _needed(names), there)
+
+
+def _needed(names: dict[str, str]) -> dict[str, str]:
+    """Return the columns without which each row in JSON fails: a row may lack one that is only repeated."""
+    return {name: param for name, param in names.items() if param != "input.keep"}
+
+
 async def _scanned(
     place: Place, entry: ObjectEntry, kind: str, names: dict[str, str], most: _Most, patience: RetryPolicy
 ) -> list[RowSpan]:
@@ -239,9 +271,7 @@ async def _scanned(
         data = await whole(place, entry, patience, begin, min(entry.size, begin + SAMPLE_BYTES))
         sample = await asyncio.to_thread(_JsonSample.parse, data, names, is_whole=begin + len(data) == entry.size)
         if sample.columns:
-            _check_columns(
-                entry.source, {name: why for name, why in names.items() if why != "input.keep"}, sample.columns
-            )
+            _check_columns(entry.source, _needed(names), sample.columns)
         # rows after the sample may have more values than the rows in it
         most = most._replace(rows=max(1, min(most.rows, sizes.MAX_SPAN_VALUES // 2 // max(1, sample.values))))
     spans: list[RowSpan] = []
@@ -288,8 +318,15 @@ class _JsonSample(NamedTuple):
 async def _header(place: Place, entry: ObjectEntry, begin: int, patience: RetryPolicy) -> tuple[str, int]:
     """Read the first row of a CSV. Returns the row and the position at which the next row begins."""
     head = await whole(place, entry, patience, begin, min(entry.size, begin + MAX_HEADER_BYTES))
+    return _first_row(entry.source, head, begin, is_whole=begin + len(head) == entry.size)
+
+
+def _first_row(name: str, head: bytes, begin: int, *, is_whole: bool) -> tuple[str, int]:
+    """Return the first row of a CSV that begins with `head`, and the position at which the next row begins. Raises
+    InvalidInput.
+    """
     scanner = Scanner(is_quoted=True, at=begin)
-    rows = [*scanner.feed(head), *([scanner.end()] if begin + len(head) == entry.size else [])]
+    rows = [*scanner.feed(head), *([scanner.end()] if is_whole else [])]
     for starts, ends in rows:
         if len(starts):
             line = head[int(starts[0]) - begin : int(ends[0]) - begin].rstrip(b"\r\n")
@@ -297,7 +334,7 @@ async def _header(place: Place, entry: ObjectEntry, begin: int, patience: RetryP
                 break
             return line.decode("utf-8"), int(ends[0])
     raise InvalidInput(
-        f"{entry.source}: expected the names of columns in a first line of at most {MAX_HEADER_BYTES} bytes",
+        f"{name}: expected the names of columns in a first line of at most {MAX_HEADER_BYTES} bytes",
         reason="malformed",
         param="input.url",
     )

@@ -29,7 +29,7 @@ class Scanner:
     def __init__(self, *, is_quoted: bool, at: int = 0) -> None:
         self._is_quoted = is_quoted
         self._at = self._start = at
-        self._is_odd = 0  # 1: the number of quotes read so far is odd
+        self._is_odd = 0  # 1 if the number of quotes read so far is odd, else 0
         self._has_content = False  # True: the incomplete line has content
 
     def feed(self, piece: bytes) -> Iterator[tuple[Offsets, Offsets]]:

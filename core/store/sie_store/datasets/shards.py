@@ -23,7 +23,7 @@ from sie_store.datasets.places import Place
 from sie_store.object_stores import FILES, ObjectMissing, RetryPolicy, StoreError, WrittenMeanwhile, room, within
 
 PUT_S = 300.0
-OWNER = ".sie-job"  # name of the object that contains the id of the job that owns the output folder
+OWNER = ".sie-job"  # name of the object that contains the id of the job that writes to the output folder
 _PATIENCE = RetryPolicy()
 
 
@@ -59,7 +59,7 @@ async def claim(place: Place, owner: str, patience: RetryPolicy = _PATIENCE) -> 
 
 
 def in_use(why: str) -> InvalidInput:
-    """Return the error for an output folder that the job may not use."""
+    """Return the error for an output folder that the job may not use, with the reason `why`."""
     return InvalidInput(f"output.url: {why}; name another folder", reason="output_in_use", param="output.url")
 
 
@@ -95,10 +95,10 @@ async def put_once(
                 lambda: within(PUT_S, obstore.put_async(place.store, key, data, mode="create", use_multipart=False))
             )
     except WrittenMeanwhile as error:
-        # another leader has written it, or this one, and the first answer was lost
+        # another leader has written the part, or this leader has, and the first answer was lost
         there = await existing(place, name, format, patience)
         if there is None:
-            raise StoreError("the part was written and removed meanwhile") from error
+            raise StoreError("the part was written, and then removed by another process") from error
         return there
     if place.root is not None:
         await asyncio.to_thread(_kept_on_disk, place.root / key)

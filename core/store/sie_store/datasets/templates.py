@@ -143,7 +143,7 @@ def check(source: JobInput, operation: str) -> None:
             raise InvalidInput("input.format: images cannot be scored", param="input.format")
     elif operation != "score" and "text" not in parsed and not source.image:
         raise InvalidInput(f"input.text: {operation} needs a text or an image", param="input.text")
-    for name in ("text", "document"):  # a query needs no column: it may be equal for all rows
+    for name in ("text", "document"):  # a query may be without a column: then all rows have the same query
         if name in parsed and not parsed[name].columns:
             raise InvalidInput(f"input.{name}: the template names no column, such as {{title}}", param=f"input.{name}")
 

@@ -184,7 +184,7 @@ def _records(rows: SinkRows) -> list[tuple[str, bytes, str]]:
     ):
         encoded(row_id, number)
         if "\0" in row_id:
-            raise RowsRefused(f"row {number} has an id with the character NUL, which PostgreSQL cannot keep")
+            raise RowsRefused(f"row {number} has an id with the character NUL, which PostgreSQL cannot store")
         text = encoded(payload, number).decode()
         encoded_rows.append(
             (row_id, head + vector.tobytes(), _NUL.sub(r"\1\\ufffd", text) if "\\u0000" in text else text)
@@ -206,7 +206,7 @@ def _failure(error: asyncpg.PostgresError) -> StoreError:
     if state == "3D000":
         return SinkUnsuitable("PostgreSQL has no such database")
     if state in RACES:
-        return StoreError(f"PostgreSQL: another writer was quicker ({error_name})")
+        return StoreError(f"PostgreSQL: another writer was faster ({error_name})")
     if state in ("42P01", "3F000"):
         return CollectionMissing(f"PostgreSQL has no such table ({error_name})")
     if state[:2] == "42":

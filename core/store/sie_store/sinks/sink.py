@@ -37,7 +37,7 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,62}")
 
 
 class SinkUnsuitable(StoreError):
-    """Error for a server that cannot keep these vectors."""
+    """Error for a server that cannot store these vectors."""
 
 
 class CollectionRefused(StoreError):
@@ -87,8 +87,8 @@ class SinkRows:
 
 
 class Sink(Protocol):
-    """A vector database. Its methods repeat a call that may succeed later, limit the time of each attempt, and raise
-    StoreError.
+    """A vector database. Its methods repeat a call whose failure may be temporary, limit the time of each attempt, and
+    raise StoreError.
     """
 
     async def prepare(self, collection: str, dims: int, kinds: Mapping[str, Kind]) -> None:

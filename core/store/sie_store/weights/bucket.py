@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from obstore import GetOptions, PutMode, UpdateVersion
     from obstore.store import ObjectStore
 
-MAX_OBJECTS = 100_000  # objects of one snapshot
+MAX_OBJECTS = 100_000  # largest number of objects of one snapshot
 GLANCE_S, GLANCES = 10.0, 3  # time limit and attempts to read a manifest
 _FOLDER = re.compile(r"models--(.+)")
 
@@ -63,7 +63,7 @@ class WeightBucket:
 
     async def manifest(self, repository: str, revision: str) -> tuple[Manifest | None, PutMode]:
         """Read the manifest of a snapshot; None if the snapshot is not complete. Also returns the mode of a write that
-        replaces this manifest: the write fails if another writer has replaced it meanwhile.
+        replaces this manifest: the write fails if another writer has replaced it first.
         """
         key, snapshot = f"{place(repository, revision)}/{MANIFEST}", f"{repository}@{revision}"
 
@@ -143,7 +143,7 @@ class WeightBucket:
 
         folders = [name for name in await self.below(None) if _FOLDER.fullmatch(name)]
         all_snapshots = [stored for snapshots in await asyncio.gather(*map(states, folders)) for stored in snapshots]
-        # some stores keep objects for empty folders
+        # some stores have objects for empty folders
         return [stored for stored in all_snapshots if stored.sizes or stored.manifest is not None]
 
     async def removed(self, repository: str, revision: str) -> int:

@@ -410,8 +410,8 @@ class LocalCache:
 
 
 def _disk_failed(label: str, folder: Path, error: OSError) -> FetchFailed:
-    """Return the failure of a write. A full disk may be tried again later; a folder without write permission may
-    not.
+    """Return the failure of a write. A write to a full disk may be retried later; a write to a folder without write
+    permission may not.
     """
     if error.errno in FULL:
         return FetchFailed(

@@ -53,7 +53,7 @@ def usage(folder: Path, limit_bytes: int | None = None) -> DiskUsage:
 
 
 def _size(path: str) -> int:
-    """Bytes of a file; 0 for a link, and for a file that was removed meanwhile."""
+    """Return the bytes of a file; 0 for a link, and for a file that was removed in the meantime."""
     try:
         status = os.lstat(path)
     except FileNotFoundError:
@@ -97,9 +97,10 @@ def make_room(cache: LocalCache, threshold_percent: float | None, probe: Probe, 
         _remove_while(is_above, cache, going, f"with the new files the disk would be above {threshold_percent:g} %")
         if is_above():
             _logger.warning(
-                "the disk of %s stays above %g %%: nothing else there may be removed", cache.folder, threshold_percent
+                "the disk of %s stays above %g %%: no other snapshot may be removed", cache.folder, threshold_percent
             )
-        if needed + SPARE_BYTES > (free := probe(cache.folder).free):  # other programs wrote meanwhile
+        # other programs have written to the disk in the meantime
+        if needed + SPARE_BYTES > (free := probe(cache.folder).free):
             raise _no_room(cache, threshold_percent, needed, others_bytes, free)
 
 
@@ -143,7 +144,7 @@ class DiskWatch:
                 continue
             if was_well and not is_well:
                 _logger.warning(
-                    "the disk of %s is above SIE_DISK_PRESSURE_THRESHOLD_PERCENT: nothing there may be removed",
+                    "the disk of %s is above SIE_DISK_PRESSURE_THRESHOLD_PERCENT: no snapshot may be removed",
                     self._folder,
                 )
             was_well = is_well
@@ -164,7 +165,7 @@ def _removed(cache: LocalCache, candidate: Candidate) -> bool:
         return cache.discard(candidate)
     except OSError as error:  # the candidate belongs to another user; the next candidate may be removable
         name = cache.log_name(candidate.repository, candidate.revision)
-        why = error.strerror or type(error).__name__  # the path is left out, because it contains the name
+        why = error.strerror or type(error).__name__  # the path is left out, because it contains the snapshot's name
         _logger.warning("%s could not be removed from the local cache: %s", name, why)
         return False
 

@@ -55,8 +55,8 @@ class DownloadLimits(RetryPolicy):
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file of a snapshot. `size` is in bytes. `sha256` and `blob` (the digest that git gives a file) are in hex; a
-    digest is empty if the source does not have it.
+    """A file of a snapshot. `size` is in bytes. `sha256` and `blob` (git's digest of a file) are in hex; a digest is
+    empty if the source does not have it.
     """
 
     path: str
@@ -158,7 +158,7 @@ async def _brisk(answer: AsyncGenerator[Piece, None], stall_s: float) -> AsyncGe
             if brought >= MIN_BYTES:
                 waited_s, brought = 0.0, 0
             elif waited_s > stall_s:
-                raise StoreError(f"the answer brought {brought} bytes in {waited_s:.0f} s")
+                raise StoreError(f"the answer delivered {brought} bytes in {waited_s:.0f} s")
             yield piece
 
 
@@ -214,9 +214,9 @@ class SnapshotDownload:
         return {path: fact or fetched[path] for path, fact in present.items()}
 
     def _present(self, file: RemoteFile) -> FileFact | None:
-        """Return size and digest of a correct file that exists under its final name, else None. A wrong file is
-        removed, and also a part that is too long. No bytes are written into either, because it may be a hard link to a
-        file of another program.
+        """Return size and digest of a correct file that exists under its final name, else None. A wrong file and a part
+        that is too long are removed. No bytes are written into such a file, because it may be a hard link to a file of
+        another program.
         """
         path, part = self._folder / file.path, self._part(file)
         if path.exists():
@@ -289,7 +289,7 @@ class _Appending:
             await self._writing
 
     async def end(self) -> None:
-        """Wait until everything is written. Raises OSError."""
+        """Wait until all pieces are written. Raises OSError."""
         if self._writing is not None:
             await self._writing
 

@@ -40,7 +40,7 @@ class _Lfs(msgspec.Struct):
 
 
 class _Sibling(msgspec.Struct):
-    """A file of a listing, as the hub describes it."""
+    """A file in the hub's listing of a repository."""
 
     rfilename: str
     size: Annotated[int, msgspec.Meta(ge=0)] | None = None

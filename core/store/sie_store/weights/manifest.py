@@ -19,7 +19,7 @@ from sie_store.durable import PART
 MANIFEST = "sie-manifest.json"
 VERSION = 1
 MAX_MANIFEST_BYTES = 16 << 20
-MAX_FILES = 10_000  # files of one snapshot
+MAX_FILES = 10_000  # largest number of files of one snapshot
 MAX_NAME_BYTES = 255 - len(PART)  # bytes of the name of a file or folder; PART is added while it is fetched
 _PIECE_BYTES = 1 << 20
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -37,8 +37,8 @@ class ManifestError(ValueError):
 
 
 class FetchFailed(Exception):
-    """Error of a source of weights that could not give a snapshot. `error_class` becomes the class of the failed load;
-    NETWORK may be tried again.
+    """Error of a source of weights that could not deliver a snapshot. `error_class` becomes the class of the failed
+    load; NETWORK may be tried again.
     """
 
     def __init__(self, error_class: FetchErrorClass, message: str) -> None:
@@ -80,8 +80,8 @@ _manifest = msgspec.json.Decoder(Manifest)
 
 
 def encode(manifest: Manifest) -> bytes:
-    """Encode a manifest as JSON; equal manifests give equal bytes. Raises ManifestError for a manifest that `decode`
-    would refuse.
+    """Encode a manifest as JSON; equal manifests have equal encodings. Raises ManifestError for a manifest that
+    `decode` would refuse.
     """
     _check(manifest)
     return msgspec.json.format(msgspec.json.encode(manifest, order="sorted"), indent=1) + b"\n"

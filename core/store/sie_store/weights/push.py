@@ -85,12 +85,12 @@ class Push:
                     )
             except WrittenMeanwhile as error:
                 _logger.info("%s: %s", self._what, error)
-            await asyncio.sleep(random.uniform(0, self._bucket.limits.pause_s))  # noqa: S311  # spread pushers' retries
+            await asyncio.sleep(random.uniform(0, self._bucket.limits.pause_s))  # noqa: S311  # pushers must not retry at once
         raise StoreError("other writers keep removing or replacing it")
 
     async def _there(self, *, force: bool) -> tuple[Manifest | None, PutMode]:
-        """Read the manifest in the bucket, which must not contradict the files of this push. Returns the manifest or
-        None, and the mode of a write that replaces it. Raises PushRefused.
+        """Read the manifest in the bucket and compare it with the files of this push. Returns the manifest or None, and
+        the mode of a write that replaces it. Raises PushRefused.
         """
         try:
             there, version = await self._bucket.manifest(self._manifest.repository, self._manifest.revision)
@@ -156,9 +156,7 @@ class Push:
             path.stat().st_size != fact.bytes
             or await asyncio.to_thread(digest, path, self._progress.touch) != fact.sha256
         ):
-            raise PushRefused(
-                f"{path} is not what the manifest beside it says: `sie weights verify --local` lists all faults"
-            )
+            raise PushRefused(f"{path} differs from its manifest: `sie weights verify --local` lists all faults")
         attributes = {DIGEST: fact.sha256}
         if fact.bytes <= MIN_PART_BYTES:
             await self._put(name, await asyncio.to_thread(path.read_bytes), attributes, "overwrite")
@@ -217,7 +215,7 @@ class Push:
                     )
             is_whole = True
         except TimeoutError as error:
-            raise StoreError(f"no part was taken for {STALL_S:g} s") from error
+            raise StoreError(f"no part was accepted for {STALL_S:g} s") from error
         except BaseError as error:
             raise object_stores.failure(error) from error
         finally:

@@ -65,8 +65,8 @@ def runs_code(entry: ModelEntry) -> bool:
 
 
 def is_model(folder: Path, entry: ModelEntry) -> bool:
-    """Return whether the folder has the files that every load of this family needs. A family of another package checks
-    that itself.
+    """Return whether the folder has the files that every load of this family needs. A family from another package has
+    its own check.
     """
     if entry.family not in FAMILIES:
         return folder.is_dir()

@@ -43,7 +43,7 @@ _logger = logging.getLogger("sie.store")
 
 @dataclass(frozen=True)
 class Located:
-    """A folder of weights. Nobody removes it from the disk while the lease is held."""
+    """A folder of weights. No process removes it from the disk while the lease is open."""
 
     folder: Path
     lease: Lock = _NO_LEASE
@@ -73,8 +73,8 @@ class WeightSources:
         return self.locate(entry).folder
 
     def locate(self, entry: ModelEntry) -> Located:
-        """Return the folder of `entry` as `folder` does, and a lease on it. The caller keeps the lease while the model
-        is loaded. Raises ModelLoadFailed.
+        """Return the folder of `entry`, like `folder`, and a lease on it. The caller keeps the lease while the model is
+        loaded. Raises ModelLoadFailed.
         """
         weights = entry.weights
         looked: list[str] = []
@@ -355,8 +355,8 @@ def _is_on_disk(weights: Weights, entry: ModelEntry, cache: LocalCache) -> bool:
 
 
 def package_folder(package: str) -> Path | None:
-    """Return the folder of an installed distribution with config.json and safetensors; None if the distribution has
-    none.
+    """Return the folder of an installed distribution with config.json and safetensors; None if the distribution does
+    not have them.
     """
     try:
         files = importlib.metadata.files(package) or []

@@ -1,0 +1,101 @@
+"""The fields `chunks` and `context` of an item: parts of its text that get vectors of their own.
+
+chunks: [[0, 120], [120, 260]]       spans in code points
+chunks: {max_tokens: 256, ...}       a rule
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from sie_contracts.errors import InvalidInput
+from sie_contracts.models.option_values import describe
+from sie_contracts.wire.messages import BOUNDARIES, MAX_RULE_TOKENS, ChunkRule, TextChunks
+
+FIELDS = frozenset({"chunks", "context"})
+MAX_CHUNKS = 4096  # chunks of one item; the worker has the same limit for those that a rule makes
+MAX_REQUEST_CHUNKS = 16384  # spans of all items of a request
+MAX_TEXT = 1 << 18  # code points of a text with chunks
+_RULE = frozenset(ChunkRule.__struct_fields__)
+
+
+def read(item: Mapping[str, Any], text: str | None, path: str) -> TextChunks | None:
+    """Return the chunks of an item; None if it has none. Raises InvalidInput that names the field and the index."""
+    value, context = item.get("chunks"), item.get("context")
+    if value is None:
+        return None
+    where = f"{path}.chunks"
+    if context is None:
+        context = True
+    if not isinstance(context, bool):
+        raise _bad(f"{path}.context", f"expected a boolean, got {describe(context)}")
+    if not text:
+        raise _bad(where, "only an item with a text has chunks")
+    if len(text) > MAX_TEXT:
+        message = f"{path}.text: it has {len(text)} code points, a text with chunks at most {MAX_TEXT}"
+        raise InvalidInput(message, reason="too_long", param=f"{path}.text", extras={"limit": MAX_TEXT})
+    if isinstance(value, list):
+        return TextChunks(spans=_spans(value, len(text), where), context=context)
+    if isinstance(value, dict):
+        return TextChunks(rule=_rule(value, where), context=context)
+    raise _bad(where, f"expected a list of spans or a map, got {describe(value)}")
+
+
+def estimated_chunks(chunks: TextChunks, tokens: int) -> int:
+    """Return how many chunks a text of about so many tokens has."""
+    if chunks.rule is None:
+        return len(chunks.spans) // 8
+    fresh = max(1, max(chunks.rule.min_tokens, chunks.rule.max_tokens // 2) - chunks.rule.overlap_tokens)
+    return min(MAX_CHUNKS, tokens // fresh + 1)
+
+
+def _bad(path: str, message: str, reason: str = "schema", limit: int = 0) -> InvalidInput:
+    extras = {"limit": limit} if limit else None
+    return InvalidInput(f"{path}: {message}", reason=reason, param=path, extras=extras)
+
+
+def _spans(value: list[Any], length: int, path: str) -> bytes:
+    if not value:
+        raise _bad(path, "expected at least one span")
+    if len(value) > MAX_CHUNKS:
+        raise _bad(path, f"got {len(value)} spans, at most {MAX_CHUNKS} are allowed", "too_many_chunks", MAX_CHUNKS)
+    before, earlier_end = (-1, 0), 0  # the span before, and the end of the one before that
+    for index, span in enumerate(value):
+        where = f"{path}[{index}]"
+        if not isinstance(span, list) or len(span) != 2 or set(map(type, span)) != {int}:
+            raise _bad(where, f"expected two code points, got {describe(span)}")
+        first, end = span
+        if not 0 <= first < end <= length:
+            raise _bad(where, f"expected 0 <= start < end <= {length}, the length of the text, got {first} and {end}")
+        if first <= before[0] or end <= before[1]:
+            raise _bad(where, "expected a later start and a later end than those of the span before it")
+        if first < earlier_end:
+            raise _bad(where, f"it overlaps chunks[{index - 2}]; a span may overlap its neighbours only")
+        before, earlier_end = (first, end), before[1]
+    return np.array(value, "<i4").tobytes()
+
+
+def _rule(value: Mapping[str, Any], path: str) -> ChunkRule:
+    for name in value:
+        if name not in _RULE:
+            raise _bad(path, f"unknown field `{str(name)[:64]}`, expected {', '.join(ChunkRule.__struct_fields__)}")
+    boundary = value.get("boundary", "sentence")
+    if boundary not in BOUNDARIES:
+        raise _bad(f"{path}.boundary", f"expected one of {', '.join(BOUNDARIES)}, got {describe(boundary)}")
+    most = _whole(value, "max_tokens", path, 1, MAX_RULE_TOKENS)
+    overlap = _whole(value, "overlap_tokens", path, 0, most // 2, default=0)
+    least = _whole(value, "min_tokens", path, 0, most, default=0)
+    return ChunkRule(most, overlap, boundary, least)
+
+
+def _whole(value: Mapping[str, Any], name: str, path: str, least: int, most: int, default: int | None = None) -> int:
+    number = value.get(name, default)
+    if number is None and default is not None:
+        return default
+    if type(number) is not int or not least <= number <= most:
+        shown = number if type(number) is int else describe(number)
+        raise _bad(f"{path}.{name}", f"expected a whole number from {least} to {most}, got {shown}")
+    return number

@@ -1,0 +1,35 @@
+"""Chunks of a text by a rule, on this machine: the function that the server runs. Needs the packages of the extra
+`chunker`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Unpack
+
+import msgspec
+from numpy.typing import NDArray
+
+from sie_client.errors import InvalidInputError
+from sie_client.types import Chunking
+from sie_contracts.wire.messages import ChunkRule
+
+
+def spans(text: str, ends: Sequence[int] | NDArray[Any], **rule: Unpack[Chunking]) -> list[tuple[int, int]]:
+    """Return the first and the end code point of each chunk. `ends`: the end of each token of the text in code points,
+    ascending, as a tokenizer of Hugging Face gives them in its offsets. Raises InvalidInputError for a wrong rule.
+    """
+    try:
+        from sie_contracts import chunker
+    except ModuleNotFoundError as error:
+        message = f"chunks need the package {error.name}: pip install 'sie-cluster[chunker]'"
+        raise ModuleNotFoundError(message, name=error.name) from error
+    try:
+        checked = msgspec.convert(rule, ChunkRule)
+        if checked.overlap_tokens > checked.max_tokens // 2 or checked.min_tokens > checked.max_tokens:
+            raise msgspec.ValidationError(
+                "expected overlap_tokens of at most half of max_tokens, and min_tokens of at most max_tokens"
+            )
+    except msgspec.ValidationError as error:
+        raise InvalidInputError(f"rule: {error}", code="INVALID_INPUT", details={"reason": "schema"}) from error
+    return chunker.spans(text, ends, checked)

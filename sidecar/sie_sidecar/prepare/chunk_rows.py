@@ -1,0 +1,182 @@
+"""Rows of a text with chunks: the windows of the whole text, or a row for each chunk.
+
+    text ──► tokens with their places ──► spans, by the rule or from the client
+        context     windows that overlap ──► segments: the tokens of each chunk, each in the window of most context
+        no context  the text of each chunk
+
+A text that fits the model is one window. Otherwise all windows are about equally long, and neighbours overlap by an
+eighth of the longest possible window. A token belongs to the window in which it has more tokens on its shorter side:
+each overlap is divided in the middle. The special tokens and the prompt stand in each window. Those before the text
+belong to the chunk with the first token, those after it to the chunk with the last token; so one chunk that spans the
+text is pooled as the text is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sie_contracts import chunker
+from sie_contracts.errors import InvalidInput
+from sie_contracts.wire.ipc import ChunkedRows
+from sie_contracts.wire.messages import Input, RunOptions, TextChunks
+from sie_sidecar.prepare.rows import MAX_CHARACTERS, TokenRow, bad_chunks, prompted, too_many
+from sie_sidecar.prepare.tokens import Ids, ModelTokenizer
+
+MAX_CHUNKS = 4096  # chunks of one text
+MAX_TOKENS = 1 << 16  # tokens of one text with chunks, without special tokens and prompt
+LEAST_WINDOW = 16  # tokens of the text in a window
+OVERLAP_SHARE = 8  # a window overlaps the next one by this part of the longest window
+
+Spans = NDArray[np.int32]  # [chunks, 3]: first and end code point, tokens
+
+
+@dataclass(frozen=True)
+class ChunkContents:
+    """Contents that become the rows of one text: finished rows, or texts with their prompt. `segments`: int32
+    [segments, 4], as in `ipc.ChunkedRows`; None if each row is a chunk.
+    """
+
+    contents: Sequence[TokenRow | str]
+    spans: Spans
+    segments: NDArray[np.int32] | None = None
+
+    def chunked(self, rows: Sequence[TokenRow], around: int) -> ChunkedRows:
+        """Return the description of the rows that the contents became. `around`: tokens of a row that are none of its
+        text.
+        """
+        if self.segments is not None:
+            return ChunkedRows(len(rows), self.spans.tobytes(), self.segments.tobytes())
+        counts = [max(0, len(row.ids) - around) for row in rows]
+        return ChunkedRows(len(rows), np.column_stack((self.spans[:, :2], counts)).astype("<i4").tobytes())
+
+
+def contents_of(
+    tokenizer: ModelTokenizer, source: Input, options: RunOptions, special: tuple[Ids, Ids], most: int
+) -> ChunkContents:
+    """Return the contents of a text with chunks. `special`: the tokens around each row; `most`: the longest row. Raises
+    InvalidInput.
+    """
+    chunks, text = source.chunks, source.text or ""
+    assert chunks is not None
+    if not chunks.context and chunks.rule is None:
+        return _alone(text, _read_spans(chunks, text), options)
+    tokens = _TextTokens(tokenizer, source, options)
+    if not chunks.context:
+        room = most - len(special[0]) - len(special[1]) - tokens.before - tokens.after
+        if chunks.rule is not None and chunks.rule.max_tokens > room:
+            message = f"without context a chunk has at most {room} tokens beside special ones and the prompt"
+            raise bad_chunks(message, "too_long", "max_tokens", room)
+        return _alone(text, tokens.spans(chunks, text), options)
+    return _late(tokens, tokens.spans(chunks, text), special, most)
+
+
+def _read_spans(chunks: TextChunks, text: str) -> Spans:
+    """Return the spans of the client with 0 tokens each. Raises InvalidInput for spans that no gateway sends."""
+    spans = np.frombuffer(chunks.spans, "<i4")
+    if not len(spans) or len(spans) % 2 or len(spans) > 2 * MAX_CHUNKS:
+        raise bad_chunks(f"expected 1 to {MAX_CHUNKS} spans", "schema")
+    pairs = spans.reshape(-1, 2)
+    if (pairs[:, 0] < 0).any() or (pairs[:, 0] >= pairs[:, 1]).any() or int(pairs.max()) > len(text):
+        raise bad_chunks("a span is empty or outside of the text", "schema")
+    return np.column_stack((pairs, np.zeros(len(pairs), np.int32)))
+
+
+def _alone(text: str, spans: Spans, options: RunOptions) -> ChunkContents:
+    around = len(options.prefix) + len(options.suffix)
+    characters = int((spans[:, 1] - spans[:, 0]).sum()) + around * len(spans)
+    if characters > MAX_CHARACTERS:
+        raise too_many(f"chunks: they have {characters} characters with their prompts", MAX_CHARACTERS)
+    parts = [prompted(Input(text[first:end]), options) for first, end, _ in spans.tolist()]
+    return ChunkContents(parts, spans)
+
+
+class _TextTokens:
+    """Tokens of a text in its prompt. `ids`: all of them; the first `before` and the last `after` are those of the
+    prompt. `ends`: the end of each token of the text in code points, ascending.
+    """
+
+    def __init__(self, tokenizer: ModelTokenizer, source: Input, options: RunOptions) -> None:
+        (encoding,) = tokenizer.whole([prompted(source, options)], special=False)
+        self.ids = np.array(encoding.ids, np.int32)
+        places = np.array(encoding.offsets, np.int64).reshape(-1, 2) - len(options.prefix)
+        length = len(source.text or "")
+        self.before = int((places[:, 1] <= 0).sum()) if options.prefix else 0
+        self.after = int((places[:, 0] >= length).sum()) if options.suffix else 0
+        own = places[self.before : len(places) - self.after, 1]
+        self.ends = np.minimum(np.maximum.accumulate(own), length) if len(own) else own
+        if len(own) > MAX_TOKENS:
+            message = f"text: it has {len(own)} tokens, a text with chunks at most {MAX_TOKENS}"
+            raise InvalidInput(message, reason="too_many_tokens", param="text", extras={"limit": MAX_TOKENS})
+        if not len(own):
+            raise InvalidInput("text: it has no token of the model", reason="no_tokens", param="text")
+
+    def spans(self, chunks: TextChunks, text: str) -> Spans:
+        """Return the spans with their tokens. Raises InvalidInput for too many chunks, or one without a token."""
+        if chunks.rule is None:
+            spans = _read_spans(chunks, text)
+        else:
+            by_rule = chunker.spans(text, self.ends, chunks.rule)
+            if len(by_rule) > MAX_CHUNKS:
+                message = f"the rule makes {len(by_rule)} chunks of this text, at most {MAX_CHUNKS} are allowed"
+                raise bad_chunks(message, "too_many_chunks", "max_tokens", MAX_CHUNKS)
+            spans = np.array([(*span, 0) for span in by_rule], np.int32)
+        first, stop = self.ranges(spans).T
+        spans[:, 2] = stop - first
+        empty = np.flatnonzero(spans[:, 2] == 0)
+        if len(empty):
+            raise InvalidInput(
+                f"chunks[{empty[0]}]: it has no token of the model", reason="no_tokens", param=f"chunks[{empty[0]}]"
+            )
+        return spans
+
+    def ranges(self, spans: Spans) -> NDArray[np.int64]:
+        """Return the first and the end token of each span, [chunks, 2]."""
+        bounds = np.searchsorted(self.ends, spans[:, :2], side="right")
+        bounds[spans[:, 0] == 0, 0] = 0
+        return bounds
+
+
+def windows(tokens: int, longest: int) -> list[tuple[int, int]]:
+    """Return the first and the end token of each window of a text, none of more than `longest` tokens."""
+    if tokens <= longest:
+        return [(0, tokens)]
+    overlap = longest // OVERLAP_SHARE
+    count = -(-(tokens - overlap) // (longest - overlap))
+    length = -(-(tokens + (count - 1) * overlap) // count)
+    return [(start, start + length) for start in (j * (tokens - length) // (count - 1) for j in range(count))]
+
+
+def _late(tokens: _TextTokens, spans: Spans, special: tuple[Ids, Ids], most: int) -> ChunkContents:
+    first, last = special
+    before = np.concatenate((first, tokens.ids[: tokens.before]))
+    after = np.concatenate((tokens.ids[len(tokens.ids) - tokens.after :], last))
+    room = most - len(before) - len(after)
+    if room < max(LEAST_WINDOW, most // 2):
+        message = f"the prompt leaves {max(0, room)} of {most} tokens for the text, too few for its context"
+        raise bad_chunks(message, "too_long", limit=most)
+    count = len(tokens.ends)
+    bounds = windows(count, room)
+    own = tokens.ids[tokens.before : tokens.before + count]
+    rows = [np.concatenate((before, own[start:stop], after)) for start, stop in bounds]
+    # the tokens from `owned[i]` to before `owned[i + 1]` belong to window i, also that in the middle of an overlap
+    owned = [0, *((start + stop + 1) // 2 for (_, stop), (start, _) in pairwise(bounds)), count]
+    segments = []
+    for chunk, (begin, end) in enumerate(tokens.ranges(spans).tolist()):
+        row = int(np.searchsorted(owned, begin, side="right")) - 1
+        while begin < end:
+            shift, stop = len(before) - bounds[row][0], min(end, owned[row + 1])
+            segments.append(
+                (
+                    chunk,
+                    row,
+                    begin + shift if begin else 0,
+                    stop + shift if stop < count else len(rows[row]),
+                )
+            )
+            begin, row = stop, row + 1
+    return ChunkContents([TokenRow(row, len(row)) for row in rows], spans, np.array(segments, np.int32))

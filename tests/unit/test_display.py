@@ -1,0 +1,23 @@
+"""Numbers as commands show them to people."""
+
+from __future__ import annotations
+
+import pytest
+
+from sie_cli.display import rounded_size
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "-"),
+        (7, "7 B"),
+        (4_321, "4.3 kB"),
+        (91_000_000, "91 MB"),
+        (996_000_000, "1 GB"),
+        (2_271_000_000, "2.3 GB"),
+        (30_450_000_000, "30 GB"),
+    ],
+)
+def test_an_estimate_of_bytes_has_two_figures(count: int, text: str) -> None:
+    assert rounded_size(count) == text

@@ -1,0 +1,53 @@
+"""Readiness of `sie serve`: the failed load of a model that the command line names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+from sie_cli.serve.readiness import FailedLoad, failed_load
+from sie_contracts.settings import Secret
+
+
+def host(state: str, attempts: int = 0, *, permanent: bool = False) -> dict[str, Any]:
+    error = {"code": "NETWORK", "attempts": attempts, "permanent": permanent, "message": "no network"}
+    return {"worker": "w0", "state": state, "error": error if attempts else None}
+
+
+@pytest.mark.parametrize(
+    ("state", "hosts", "expected"),
+    [
+        ("available", [], None),
+        ("loading", [host("loading", 1)], None),
+        ("loaded", [host("loaded"), host("failed", 3)], None),
+        ("failed", [host("failed", 1)], FailedLoad("no network", 1, is_permanent=False)),
+        ("failed", [host("failed", 3), host("failed", 2)], FailedLoad("no network", 2, is_permanent=False)),
+        ("failed", [host("failed", 1, permanent=True)], FailedLoad("no network", 1, is_permanent=True)),
+    ],
+)
+async def test_a_failed_load_is_that_of_all_workers(
+    state: str, hosts: list[dict[str, Any]], expected: FailedLoad | None
+) -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        assert request.url.path == "/v1/models/org/m"
+        assert request.headers["Authorization"] == "Bearer admin"
+        return httpx.Response(200, json={"state": state, "hosts": hosts})
+
+    async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
+        assert await failed_load(client, "http://gateway", Secret("admin"), "org/m") == expected
+
+
+@pytest.mark.parametrize("content", [b"<html>", b""])
+async def test_an_answer_that_is_not_of_a_gateway_is_no_failed_load(content: bytes) -> None:
+    transport = httpx.MockTransport(lambda _: httpx.Response(200, content=content))
+    async with httpx.AsyncClient(transport=transport) as client:
+        assert await failed_load(client, "http://gateway", Secret("admin"), "org/m") is None
+
+
+def test_a_start_ends_after_the_last_try_of_a_load() -> None:
+    tries = [FailedLoad("no network", attempts, is_permanent=False) for attempts in (1, 2, 3)]
+    assert [failed.is_final for failed in tries] == [False, False, True]
+    assert FailedLoad("no such file", 1, is_permanent=True).is_final
+    assert str(tries[0]) == "try 1 of 3 to load it failed, the next comes within a minute: no network"

@@ -1,0 +1,51 @@
+"""Commands whose gateway does not answer: one line with the address and what to do, at once where nothing runs."""
+
+from __future__ import annotations
+
+import fcntl
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from sie_cli import access
+from sie_cli.access import LOCK, Access
+from sie_cli.main import main
+from sie_cli.serve.ports import free_port
+
+REMEDY = "start one with `sie serve`, or name another address with --url"
+COMMANDS = {
+    "run": ("run", "m", "a"),
+    "try": ("try", "m", "a"),
+    "jobs": ("jobs", "list"),
+    "load": ("models", "load", "m"),
+    "top": ("top", "--once"),
+}
+
+
+@pytest.fixture
+def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """An address of this machine where nothing listens, of a user without a `sie serve`."""
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    return f"http://127.0.0.1:{free_port()}"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_refused_connection_is_one_line_at_once(name: str, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sie_cli.cluster.FIRST_S", 40.0)
+    began_s = time.monotonic()
+    result = CliRunner().invoke(main, [*COMMANDS[name], "--url", url])
+    assert result.exit_code in (1, 2), result.output
+    assert "attempt" not in result.stderr
+    assert result.stderr.strip().lower() == f"error: no gateway answers at {url}: {REMEDY}".lower()
+    assert time.monotonic() - began_s < 30, "it is tried once"
+
+
+def test_what_a_killed_server_left_behind_is_not_a_server(tmp_path: Path) -> None:
+    written = Access(gateway_url="http://127.0.0.1:1", config_url="http://127.0.0.1:2")
+    access.publish(tmp_path, written)
+    with open(tmp_path / LOCK, "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert access.read(tmp_path) == written, "it runs: it holds the lock"
+    assert access.read(tmp_path) is None
