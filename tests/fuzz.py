@@ -125,6 +125,7 @@ VALID: dict[str, Any] = {
             }
         ],
     },
+    "/v1/ranking": {"model": MODEL, "query": {"text": "a"}, "passages": [{"text": "b"}, "c"], "truncate": "NONE"},
     "/rerank": {"query": "a", "texts": ["b"], "raw_scores": True, "truncate": True, "truncation_direction": "left"},
     "/embed": {"inputs": ["a", [1, 2]], "normalize": True, "truncate": None},
     "/predict": {"inputs": [["a"], ["a", "b"]], "raw_scores": False},

@@ -72,6 +72,10 @@ def litellm_voyage_rerank(url: str, key: str, model: str, retries: int, inputs: 
     return _reranked(f"voyage/{model}", url, key, inputs, documents=False)
 
 
+def litellm_nvidia_rerank(url: str, key: str, model: str, retries: int, inputs: list[str]) -> Any:
+    return _reranked(f"nvidia_nim/ranking/{model}", f"{url}/v1", key, inputs, documents=False)
+
+
 def _reranked(model: str, url: str, key: str, inputs: list[str], *, documents: bool = True) -> Any:
     """Scores by index; the documents that come back are those that were sent."""
     import litellm
@@ -107,6 +111,7 @@ CLIENTS = {
     "litellm-jina": litellm_jina,
     "litellm-jina-rerank": litellm_jina_rerank,
     "litellm-voyage-rerank": litellm_voyage_rerank,
+    "litellm-nvidia-rerank": litellm_nvidia_rerank,
     "langchain-cohere": langchain_cohere,
     "langchain-cohere-rerank": langchain_cohere_rerank,
 }

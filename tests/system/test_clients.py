@@ -542,6 +542,15 @@ def test_each_client_is_told_of_overload_and_comes_back_by_itself(
 # what only some clients can ask
 
 
+@pytest.mark.long
+def test_litellm_ranks_in_the_form_of_nvidia_with_raw_scores(cluster: Cluster, client: httpx.Client) -> None:
+    found = heavy("litellm-nvidia-rerank")(cluster.url, CROSS, TEXT, KEY, 0)
+    expected = native_scores(client)
+    assert [index for index, _ in found] == [index for index, _ in expected]
+    probabilities = [1 / (1 + math.exp(-logit)) for _, logit in found]
+    assert np.allclose(probabilities, [score for _, score in expected], atol=1e-6)
+
+
 def test_ollama_lists_and_shows_models_and_is_told_that_no_text_is_generated(
     cluster: Cluster, client: httpx.Client
 ) -> None:

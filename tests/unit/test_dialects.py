@@ -146,6 +146,16 @@ RERANK: list[tuple[Any, str, str]] = [
     ),
     ({"model": ONE, "query": "q", "documents": ["a"]}, "unsupported_task", "model"),
 ]
+RANKING: list[tuple[Any, str, str]] = [
+    ({"model": "toy/score", "passages": ["a"]}, "schema", "query"),
+    ({"model": "toy/score", "query": {"text": 3}, "passages": ["a"]}, "schema", "query.text"),
+    ({"model": "toy/score", "query": {"text": "q"}}, "schema", "passages"),
+    ({"model": "toy/score", "query": {"text": "q"}, "passages": []}, "empty_items", "passages"),
+    ({"model": "toy/score", "query": {"text": "q"}, "passages": [{"text": "a"}, 3]}, "schema", "passages[1]"),
+    ({"model": "toy/score", "query": "q", "passages": ["a"], "truncate": "START"}, "schema", "truncate"),
+    ({"model": "toy/score", "query": "q", "passages": ["a"] * 2049}, "too_many_items", "passages"),
+    ({"model": ONE, "query": {"text": "q"}, "passages": ["a"]}, "unsupported_task", "model"),
+]
 COHERE: list[tuple[Any, str, str]] = [
     ({"model": ONE, "texts": ["a"]}, "schema", "input_type"),
     ({"model": ONE, "texts": ["a"], "input_type": "query"}, "schema", "input_type"),
@@ -187,6 +197,7 @@ CLASSIFY: list[tuple[Any, str, str]] = [
 REFUSED = [
     *(("/v1/embeddings", *case) for case in EMBEDDINGS),
     *((path, *case) for path in ("/v1/rerank", "/v2/rerank", "/rerank") for case in RERANK),
+    *(("/v1/ranking", *case) for case in RANKING),
     *(("/v2/embed", *case) for case in COHERE),
     *(("/v1/embed", *case) for case in COHERE[1:]),  # the first version asks for no input type
     *(("/classify", *case) for case in CLASSIFY),
@@ -197,6 +208,7 @@ REFUSED = [
 # others
 MEMBERS = {
     "/v1/embeddings": "detail",
+    "/v1/ranking": "detail",
     "/v1/rerank": "detail message id",
     "/v1/embed": "message id",
     "/v2/embed": "message id",
@@ -213,7 +225,7 @@ async def test_what_cannot_be_done_is_refused_by_its_name_before_anything_is_que
     for path, body, reason, param in REFUSED:
         answer = await post(gateway, path, body)
         told = answer.json()
-        code = "invalid_input" if path == "/v1/embeddings" else "INVALID_INPUT"
+        code = "invalid_input" if path in ("/v1/embeddings", "/v1/ranking") else "INVALID_INPUT"
         error = told["error"]
         assert (answer.status_code, error["code"], error.get("reason"), error["param"]) == (400, code, reason, param), (
             path,
@@ -312,6 +324,7 @@ async def answered(cluster: InProcess, reply_to: asyncio.Task[httpx.Response]) -
         ("/v1/extract/toy/classes", {"items": ["a", "b"]}),
         ("/v1/embeddings", {"model": ONE, "input": ["a", "b"]}),
         ("/v1/rerank", {"model": "toy/score", "query": "q", "documents": ["a", "b"]}),
+        ("/v1/ranking", {"model": "toy/score", "query": {"text": "q"}, "passages": ["a", {"text": "b"}]}),
         ("/v1/embed", {"model": ONE, "texts": ["a", "b"]}),
         ("/v2/embed", {"model": ONE, "input_type": "search_query", "texts": ["a", "b"]}),
         (

@@ -33,6 +33,7 @@ BLOCKS = {
     "air-gap.md": {"": 1, "server": 1, "machine": 1},
     "bundles.md": {"server": 1, "": 2},
     "chunks.md": {"": 2},
+    "clients.md": {"machine": 2},
     "coming-from.md": {"": 4},
     "custom-adapters.md": {"file": 1, "install": 1},
     "engines.md": {"install": 1},

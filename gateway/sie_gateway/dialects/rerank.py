@@ -1,5 +1,5 @@
-"""Rerank in the formats of Jina, Cohere (v1, v2) and Voyage. The clients of all three can read the same reply.
-`/rerank` has the format of Infinity, or the format of TEI if its body has `texts`.
+"""Rerank in the formats of Jina, Cohere (v1, v2) and Voyage, whose clients can all read the same reply. `/rerank` has
+the format of Infinity, or that of TEI if its body has `texts`. `/v1/ranking` has the format of NVIDIA.
 """
 
 from __future__ import annotations
@@ -68,6 +68,36 @@ async def _rerank(
     )
 
 
+async def ranking(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
+    """Answer `POST /v1/ranking` with the raw score of each passage, the best first."""
+    body = await decode_body(call, raw)
+    resolved = able(inference, call, "rerank", body.get("model"))
+    reads_images = "image" in resolved.entry.inputs
+    query = _document(body.get("query"), "query", None, reads_images=reads_images)
+    values = fields.inputs(body.get("passages"), "passages", inference.max_items(call))
+    items = tuple(
+        _document(value, f"passages[{index}]", None, reads_images=reads_images) for index, value in enumerate(values)
+    )
+    cut = fields.choice(body, "truncate", ("NONE", "END"), "END")
+    finished = await scored(inference, call, InferRequest("score", resolved, items, {"truncate": cut}, query), raw=True)
+    began_s = time.perf_counter()
+    scores, order = _ranked(finished, "passages")
+    content = {
+        "rankings": [{"index": index, "logit": scores[index]} for index in order],
+        **finished.shared(explain=call.explains),
+    }
+    data, content_type = reply.body_of(content, 0, msgpack=False, late=finished.late(call.received_s, began_s))
+    return EncodedReply(data, content_type, finished.headers(finished.reported_times))
+
+
+def _ranked(finished: RequestResult, name: str) -> tuple[list[float], list[int]]:
+    """Return the score of each document, and the documents in the order of their scores, the best first. Raises
+    FailedRequest.
+    """
+    scores = [outcome.score or 0.0 for _, outcome in finished.succeeded(name)]
+    return scores, sorted(range(len(scores)), key=lambda index: (-scores[index], index))
+
+
 def _documents(body: fields.Body, limit: int, *, reads_images: bool) -> tuple[RequestItem, ...]:
     values = fields.inputs(body.get("documents"), "documents", limit)
     names = body.get("rank_fields")
@@ -113,9 +143,8 @@ def _answer(
     warnings: list[str],
 ) -> EncodedReply:
     began_s = time.perf_counter()
-    scores = [outcome.score or 0.0 for _, outcome in finished.succeeded("documents")]
-    items = finished.request.items
-    order = sorted(range(len(scores)), key=lambda index: (-scores[index], index))[:count]
+    scores, order = _ranked(finished, "documents")
+    items, order = finished.request.items, order[:count]
     ranked = [{"index": index, "relevance_score": scores[index]} for index in order]
     results: list[dict[str, Any]] = ranked
     if with_documents:  # the reply does not repeat images

@@ -194,6 +194,52 @@ class Transcription(Struct, kw_only=True):
     warnings: Texts = UNSET
 
 
+# Bodies of NVIDIA
+
+
+class Passage(Struct, kw_only=True):
+    """A text, or an image (base64 or a data URI)."""
+
+    text: Text = UNSET
+    image: Text = UNSET
+
+
+class RankingQuery(Struct, kw_only=True):
+    """The query, as a map."""
+
+    text: str
+
+
+class Ranking(Struct, kw_only=True):
+    """A query, and the passages to rank."""
+
+    EXAMPLE: ClassVar[Any] = {
+        "model": RERANKER,
+        "query": {"text": "What is deep learning?"},
+        "passages": [{"text": "Deep learning is a part of machine learning."}],
+    }
+
+    model: Text = UNSET
+    query: RankingQuery | str
+    passages: Annotated[list[Passage | str], Meta(min_length=1)]
+    truncate: Literal["NONE", "END"] | UnsetType = UNSET
+
+
+class PassageScore(Struct, kw_only=True):
+    """The place of a passage in the request, and its raw score."""
+
+    index: int
+    logit: float
+
+
+class Rankings(Reply, kw_only=True):
+    """Passages, the best first."""
+
+    EXAMPLE: ClassVar[Any] = {"rankings": [{"index": 0, "logit": 7.2}], **SHARED}
+
+    rankings: list[PassageScore]
+
+
 # Bodies of Cohere, Jina, Voyage
 
 

@@ -1,0 +1,211 @@
+"""Requests of applications that do not install beside the project, with the fields that their public sources send, and
+the parts of a reply that they read. docs/clients.md has the settings of each.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import shared
+from cluster import Cluster
+
+KEY = shared.USER
+MINI, CROSS = "test/mini", "test/cross"
+TEXTS = ["The river runs past the old mill.", "Zürich, 東京 and 😀"]
+QUERY = "river search queue"
+DOCUMENTS = ["the winter garden (of music)", "kernel", "river river", "Zürich, 東京 and 😀"]
+COUNT = len(DOCUMENTS)
+Read = Callable[[Any], list[Any]]
+
+
+@dataclass(frozen=True)
+class Application:
+    """A request of an application, and what it reads: vectors of TEXTS, or scores of DOCUMENTS in their order."""
+
+    name: str
+    path: str
+    body: dict[str, Any]
+    read: Read
+
+    @property
+    def ranks(self) -> bool:
+        return "query" in self.body
+
+
+def of_openai(reply: Any) -> list[Any]:
+    return [entry["embedding"] for entry in sorted(reply["data"], key=lambda entry: entry["index"])]
+
+
+def of_base64(reply: Any) -> list[Any]:
+    return [np.frombuffer(base64.b64decode(entry["embedding"]), "<f4") for entry in reply["data"]]
+
+
+def of_ollama(reply: Any) -> list[Any]:
+    return list(reply["embeddings"])
+
+
+def of_tei(reply: Any) -> list[Any]:
+    return list(reply)
+
+
+def by_results(reply: Any) -> list[Any]:
+    """Most of them: `results`, put back into the order of the documents."""
+    found = {entry["index"]: entry["relevance_score"] for entry in reply["results"]}
+    return [found[index] for index in range(COUNT)]
+
+
+def with_texts(reply: Any) -> list[Any]:
+    """The texts come back too."""
+    assert all(entry["document"]["text"] == DOCUMENTS[entry["index"]] for entry in reply["results"])
+    return by_results(reply)
+
+
+def by_data(reply: Any) -> list[Any]:
+    """Continue reads `data`, as Voyage's clients do."""
+    return [entry["relevance_score"] for entry in sorted(reply["data"], key=lambda entry: entry["index"])]
+
+
+def tei_ranks(reply: Any) -> list[Any]:
+    return [entry["score"] for entry in sorted(reply, key=lambda entry: entry["index"])]
+
+
+def logits(reply: Any) -> list[Any]:
+    found = {entry["index"]: entry["logit"] for entry in reply["rankings"]}
+    assert [entry["logit"] for entry in reply["rankings"]] == sorted(found.values(), reverse=True)
+    return [1 / (1 + np.exp(-found[index])) for index in range(COUNT)]
+
+
+OPENAI: dict[str, Any] = {"input": TEXTS, "model": MINI}
+RERANK: dict[str, Any] = {"model": CROSS, "query": QUERY, "documents": DOCUMENTS, "top_n": COUNT}
+TEI_RERANK: dict[str, Any] = {"query": QUERY, "texts": DOCUMENTS}
+APPLICATIONS = [
+    Application("Open WebUI, engine openai", "/v1/embeddings", OPENAI, of_openai),
+    Application("Open WebUI, engine ollama", "/api/embed", OPENAI, of_ollama),
+    Application("Open WebUI, external reranker", "/v1/rerank", RERANK, by_results),
+    Application("Dify, OpenAI-API-compatible", "/v1/embeddings", {**OPENAI, "encoding_format": "float"}, of_openai),
+    Application("Dify, OpenAI-API-compatible rerank", "/v1/rerank", {**RERANK, "return_documents": True}, with_texts),
+    Application("Dify, Ollama", "/api/embed", {"model": MINI, "input": TEXTS}, of_ollama),
+    Application("RAGFlow, OpenAI-API-Compatible", "/v1/embeddings", {**OPENAI, "encoding_format": "float"}, of_openai),
+    Application("RAGFlow, OpenAI-API-Compatible rerank", "/v1/rerank", RERANK, by_results),
+    Application("AnythingLLM, generic OpenAI", "/v1/embeddings", {**OPENAI, "encoding_format": "base64"}, of_base64),
+    Application("AnythingLLM, Ollama", "/api/embed", {**OPENAI, "options": {"num_ctx": 8192}}, of_ollama),
+    Application("LibreChat, reranker jina", "/v1/rerank", {**RERANK, "return_documents": True}, with_texts),
+    Application("Continue, rerank", "/v1/rerank", {name: RERANK[name] for name in RERANK if name != "top_n"}, by_data),
+    Application("Weaviate, text2vec-openai", "/v1/embeddings", {**OPENAI, "dimensions": 384}, of_openai),
+    Application("Weaviate, text2vec-ollama", "/api/embed", {"model": MINI, "input": TEXTS}, of_ollama),
+    Application(
+        "Weaviate, reranker-cohere",
+        "/v2/rerank",
+        {"documents": DOCUMENTS, "query": QUERY, "model": CROSS, "return_documents": False},
+        by_results,
+    ),
+    Application("Milvus, openai", "/v1/embeddings", OPENAI, of_openai),
+    Application("Elasticsearch, openai", "/v1/embeddings", {**OPENAI, "user": "search"}, of_openai),
+    Application("Elasticsearch, hugging_face", f"/tei/{MINI}/embed", {"inputs": TEXTS}, of_tei),
+    Application(
+        "Elasticsearch, hugging_face rerank",
+        f"/tei/{CROSS}/rerank",
+        {**TEI_RERANK, "return_text": True, "top_n": COUNT},
+        tei_ranks,
+    ),
+    Application("OpenSearch, connector of OpenAI", "/v1/embeddings", OPENAI, of_openai),
+    Application("OpenSearch, connector of Cohere rerank", "/v1/rerank", RERANK, by_results),
+    Application("pgai, openai_embed", "/v1/embeddings", {**OPENAI, "encoding_format": "float"}, of_openai),
+    Application("pgai, ollama_embed", "/api/embeddings", {"model": MINI, "prompt": TEXTS[0]}, lambda reply: []),
+    Application(
+        "NVIDIA, ranking",
+        "/v1/ranking",
+        {
+            "model": CROSS,
+            "query": {"text": QUERY},
+            "passages": [{"text": text} for text in DOCUMENTS],
+            "truncate": "END",
+        },
+        logits,
+    ),
+]
+
+# the path of their address is not kept, so the default models answer
+WITHOUT_A_PATH = [
+    Application("Milvus, TEI", "/embed", {"inputs": TEXTS, "truncate": True, "truncation_direction": "Left"}, of_tei),
+    Application("Milvus, TEI ranker", "/rerank", {**TEI_RERANK, "truncate": True}, tei_ranks),
+]
+
+
+@pytest.fixture(scope="module")
+def client(guarded_cluster: Cluster) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=guarded_cluster.url, timeout=60, trust_env=False) as client:
+        yield client
+
+
+def native(client: httpx.Client, path: str, body: dict[str, Any]) -> Any:
+    answer = client.post(path, json=body, headers={"authorization": f"Bearer {KEY}"})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+@pytest.fixture(scope="module")
+def vectors(client: httpx.Client) -> np.ndarray:
+    items = native(client, f"/v1/encode/{MINI}", {"items": TEXTS, "params": {"prompt_name": None}})["items"]
+    return np.array([item["dense"]["values"] for item in items], np.float32)
+
+
+@pytest.fixture(scope="module")
+def scores(client: httpx.Client) -> list[float]:
+    found = native(client, f"/v1/score/{CROSS}", {"query": QUERY, "items": DOCUMENTS})["scores"]
+    by_item = {entry["item_id"]: entry["score"] for entry in found}
+    return [by_item[f"item-{index}"] for index in range(COUNT)]
+
+
+@pytest.mark.parametrize("application", APPLICATIONS, ids=lambda application: application.name)
+def test_the_request_of_an_application_gets_the_numbers_of_the_native_route(
+    client: httpx.Client, vectors: np.ndarray, scores: list[float], application: Application
+) -> None:
+    headers = {"authorization": f"Bearer {KEY}", "content-type": "application/json", "accept": "*/*"}
+    answer = client.post(application.path, json=application.body, headers=headers)
+    assert answer.status_code == 200, answer.text
+    found = application.read(answer.json())
+    if application.path == "/api/embeddings":
+        one = np.array(answer.json()["embedding"])
+        assert np.allclose(one / np.linalg.norm(one), vectors[0], atol=1e-5)
+    elif application.ranks:
+        assert np.allclose(found, scores, atol=1e-5)
+    else:
+        assert np.allclose(np.array(found), vectors, atol=1e-5)
+
+
+@pytest.mark.parametrize("application", WITHOUT_A_PATH, ids=lambda application: application.name)
+def test_an_application_that_names_no_model_gets_the_numbers_of_the_default_one(
+    open_cluster: Cluster, application: Application
+) -> None:
+    answer = httpx.post(f"{open_cluster.url}{application.path}", json=application.body, timeout=60)
+    model = answer.headers["x-sie-model"]
+    verb, body = ("score", {"query": QUERY, "items": DOCUMENTS}) if application.ranks else ("encode", {"items": TEXTS})
+    own = httpx.post(f"{open_cluster.url}/v1/{verb}/{model}", json=body, timeout=60).json()
+    if application.ranks:
+        by_item = {entry["item_id"]: entry["score"] for entry in own["scores"]}
+        expected: Any = [by_item[f"item-{index}"] for index in range(COUNT)]
+    else:
+        expected = [item["dense"]["values"] for item in own["items"]]
+    assert np.allclose(application.read(answer.json()), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("application", APPLICATIONS, ids=lambda application: application.name)
+def test_an_application_with_a_wrong_key_is_told_so(client: httpx.Client, application: Application) -> None:
+    answer = client.post(application.path, json=application.body, headers={"authorization": "Bearer wrong"})
+    assert answer.status_code == 401
+    assert "token is not known" in answer.text
+
+
+def test_every_application_has_its_settings_on_the_page() -> None:
+    page = (Path(__file__).parents[2] / "docs/clients.md").read_text("utf-8")
+    _, _, section = page.partition("## Settings of applications")
+    names = {application.name.partition(",")[0] for application in APPLICATIONS}
+    assert not [name for name in names if f"**{name}**" not in section]
