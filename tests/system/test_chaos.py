@@ -12,11 +12,12 @@ from stack import Stack
 
 @pytest.mark.long
 @pytest.mark.timeout(180)
-async def test_nothing_is_lost_wrong_or_twice_while_parts_are_killed_and_frozen(tmp_path: Path) -> None:
-    """A cluster of 3 brokers, 2 gateways and 2 workers under load; every 5 s a random part is killed or frozen, and
-    started again; each accepted request was answered rightly by its deadline, once.
+@pytest.mark.parametrize("devices", [1, 2])
+async def test_nothing_is_lost_wrong_or_twice_while_parts_are_killed_and_frozen(devices: int, tmp_path: Path) -> None:
+    """A cluster of 3 brokers, 2 gateways and 2 workers, or one worker with two devices, under load; every 5 s a random
+    part is killed or frozen, and started again; each accepted request was answered rightly by its deadline, once.
     """
-    stack = Stack(tmp_path / "stack", run.plan(minilm=False))
+    stack = Stack(tmp_path / "stack", run.plan(minilm=False, devices=devices))
     with stack:
         report = await run.chaos(stack, duration_s=30, every_s=5, seed=5, minilm=False)
         assert report.holds, f"{table(report)}\n{stack.log()}"
