@@ -66,7 +66,8 @@ APART: dict[str, tuple[str, ...]] = {
         "sie_adapter.documents.docling_parser",
         "sie_adapter.engine.graph",
     ),
-    "cli": (*_HUB, *_COMPONENTS, "sie_cli.evals", "sie_store.datasets.footers"),  # footers: a corpus in Parquet
+    # with the extra jobs: a corpus in Parquet, the columns of an upload
+    "cli": (*_HUB, *_COMPONENTS, "sie_cli.evals", "sie_store.datasets"),
     "evals": (*_HUB, *_COMPONENTS, "sie_cli.evals.mteb_tasks", "sie_store.datasets"),
     "mteb": (*_HUB, *_COMPONENTS, "sie_store.datasets"),
     "serve": ("sie_cli.evals",),
