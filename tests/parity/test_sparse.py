@@ -244,14 +244,6 @@ def test_any_other_router_is_refused(
         load(engine, place, tokenizer=folder("distilbert"))
 
 
-def test_pooling_by_sum_is_refused(folder: Folder, engine: HeadsEngine, tmp_path: Path) -> None:
-    place = checkpoints.splade(tmp_path / "sum", folder("distilbert"))
-    config = place / "1_SpladePooling" / "config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), "pooling_strategy": "sum"}))
-    with pytest.raises(ModelLoadFailed, match="sum"):
-        load(engine, place)
-
-
 class Largest(TorchDispatchMode):
     """Records the largest storage that any operator returned."""
 

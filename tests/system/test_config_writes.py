@@ -186,9 +186,8 @@ def test_a_gateway_answers_reads_of_the_catalogue_and_sends_writers_away(tmp_pat
 
 
 def only_reads(url: str) -> None:
-    assert {"model_id": MODEL, "profiles": ["default"], "source": "catalogue"} in httpx.get(url + MODELS).json()[
-        "models"
-    ]
+    (listed,) = (model for model in httpx.get(url + MODELS).json()["models"] if model["model_id"] == MODEL)
+    assert (listed["profiles"], listed["source"], listed["tasks"]) == (["default"], "catalogue", ["encode"])
     assert httpx.get(f"{url}/v1/configs/bundles").json()["bundles"][0]["bundle_id"] == "default"
     assert httpx.get(f"{url}/v1/configs/bundles/default").headers["content-type"] == "application/x-yaml"
     assert httpx.get(f"{url}{MODELS}/{MODEL}", headers={"Accept": "application/x-yaml"}).text.startswith(

@@ -58,8 +58,10 @@ SERVE, ROOM = "start one (`sie serve", "or lower SIE_QUEUE_MAX_BYTES"
 REPAIRED = ("`sie repair {}", "`sie restore FILE`")  # tests/system/test_damage.py runs them
 # an operator completes them with a name or a number; tests/unit/test_findings.py looks the commands up
 COMPLETED = (
-    "`sie models set {}`",
-    "`sie models unload {}`",
+    "`sie models set {name}`",
+    "`sie models load {name}`",
+    "`sie models unload {name}`",
+    "`sie models list` shows each",
     "`sie keys create` makes",
     "`sie serve` with a higher `--workers`",
     "`sie doctor` tests",

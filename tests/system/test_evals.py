@@ -140,7 +140,7 @@ def test_images_are_found_by_texts(open_cluster: Cluster, tmp_path: Path) -> Non
     fast = ("--type", "perf", "--seconds", "1", *where)
     told = evaluated("test/clip", "-t", str(folder), "-s", other, *fast, status=1).stderr
     assert told.startswith("Error: infinity:")
-    assert "st takes only texts" in evaluated(MODEL, "-t", str(folder), "-s", "st", *where, status=1).stderr
+    assert "st accepts only texts" in evaluated(MODEL, "-t", str(folder), "-s", "st", *where, status=1).stderr
 
 
 def test_what_each_output_costs_is_one_table(open_cluster: Cluster, small: Path, tmp_path: Path) -> None:

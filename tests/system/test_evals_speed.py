@@ -121,8 +121,7 @@ def test_an_evaluation_that_was_interrupted_goes_on_where_it_was(
         process = begun(1)
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)
-        assert process.returncode == 1, out + err
-        assert "Aborted!" in err
+        assert process.returncode == 130, out + err
         process = begun(2)
         slow.gateways[0].kill()
         out, gone = process.communicate(timeout=60)

@@ -107,7 +107,7 @@ def test_a_model_of_texts_says_which_models_take_images(client: httpx.Client) ->
     assert seen["error"]["reason"] == "unsupported_modality"
     message = seen["error"]["message"]
     assert message.startswith("test/dense takes text, not image; models that take it: ")
-    assert "google/siglip" in message
+    assert "Marqo/marqo-ecommerce-embeddings-B" in message
 
 
 def test_the_sdk_takes_files_bytes_images_and_arrays(

@@ -70,7 +70,7 @@ def test_vectors_of_many_messages_are_those_of_sentence_transformers(standalone:
 def test_what_it_has_is_told_by_the_gateway(standalone: Cluster) -> None:
     listed = CliRunner().invoke(main, ["models", "list", "--data-dir", str(standalone.data_dir)])
     assert listed.exit_code == 0, listed.output
-    assert any(line.split()[:2] == [MODEL, "default"] for line in listed.stdout.splitlines())
+    assert any({MODEL, "encode", "default"} <= set(line.split()) for line in listed.stdout.splitlines())
     assert listed.stderr == f"models of {standalone.url}\n"
     health = httpx.get(f"{standalone.url}/health", timeout=10).json()
     assert (health["status"], health["nats_url"], health["nats_monitor_url"]) == ("healthy", None, None)

@@ -498,7 +498,7 @@ def test_a_load_that_is_ended_in_the_middle_leaves_no_folder_and_is_repeated(
     until(lambda: (partial / "sbom.cdx.json").exists(), 60, "the load is under way")
     loading.send_signal(number)
     _, errors = loading.communicate(timeout=60)
-    assert loading.returncode == (1 if number == signal.SIGINT else -number), errors
+    assert loading.returncode == (130 if number == signal.SIGINT else -number), errors
     assert not folder.exists()
     assert partial.exists() == (number == signal.SIGKILL)
     site.sie("load", str(archive), "--folder", str(folder))

@@ -124,7 +124,13 @@ async def models(gateway: Gateway, _request: Request) -> Response:
     """Return all models and aliases."""
     present = _catalogue(gateway)
     documents: dict[str, dict[str, Any]] = {
-        model: {"profiles": entry.profiles} for model, entry in present.entries.items()
+        model: {
+            "profiles": entry.profiles,
+            "outputs": entry.outputs,
+            "languages": entry.languages,
+            "download_bytes": entry.download_bytes,
+        }
+        for model, entry in present.entries.items()
     }
     documents |= {name: {"alias": msgspec.to_builtins(alias.alias)} for name, alias in present.aliases.items()}
     return json_response(
