@@ -288,7 +288,7 @@ def test_a_released_model_is_gone_and_a_changed_entry_is_served(client: Client, 
 
 
 def test_a_model_says_how_its_rows_are_made(client: Client, tmp_path: Path) -> None:
-    assert client.load().rows == {"encode": ipc.Rows("text", tokens=True)}
+    assert client.load().rows == {"encode": ipc.Rows("text", tokens=True, chunks=True, pooling="mean")}
     folder = toys.save(tmp_path / "toy", "bert")
     late = toy(
         folder, outputs={"multivector": 32}, head={"query_length": 8, "document_marker": "w3", "document_length": 20}
@@ -296,7 +296,7 @@ def test_a_model_says_how_its_rows_are_made(client: Client, tmp_path: Path) -> N
     ready = client.load("late", late)
     query, document = ipc.Side(limit=8), ipc.Side(marker=3, limit=20)
     encode, score = (
-        ipc.Rows("text", query, document, tokens=True, vectors=32),
+        ipc.Rows("text", query, document, tokens=True, vectors=32, chunks=True),
         ipc.Rows("sides", query, document, vectors=32),
     )
     assert ready.rows == {"encode": encode, "score": score}

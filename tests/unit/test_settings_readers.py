@@ -211,6 +211,7 @@ CHECKED_ONLY = {("SIE_HEARTBEAT_TIMEOUT_MS", "sidecar")}
 
 # What may touch the environment, by file, and why.
 READS_ENVIRON = {
+    "adapter/sie_adapter/engine/device.py": "CUDA_VISIBLE_DEVICES: hides the GPUs of other adapters from all libraries",
     "gateway/sie_gateway/operations/doctor.py": "the environment of `sie doctor`, which it starts",
     "core/contracts/sie_contracts/settings/__init__.py": "the one reader",
     "core/contracts/sie_contracts/client_environment.py": "SIE_BASE_URL and SIE_API_KEY, which no server reads",
@@ -230,6 +231,7 @@ READS_ENVIRON = {
 }
 ENVIRON_CHANGES = {"update", "setdefault", "pop", "popitem", "clear", "__setitem__", "__delitem__"}
 WRITES_ENVIRON = {
+    "adapter/sie_adapter/engine/device.py": "CUDA_VISIBLE_DEVICES: hides the GPUs of other adapters from all libraries",
     "adapter/sie_adapter/engine/engine.py": (
         "ORT_DISABLE_TELEMETRY and the sizes of oneDNN's caches: nothing else keeps onnxruntime from reporting as it is"
         " imported, and bounds the memory of products that were met"

@@ -356,7 +356,7 @@ def answer_scores(options: RunOptions, logits: Sequence[Row], *, difference: boo
     `raw_scores` is set. Of logits [yes] the missing one counts as 0.
     """
     stacked = torch.stack(list(logits)).double()  # float64 for the same reason as in class_scores
-    gaps = stacked[:, -1] - stacked[:, 0] if stacked.shape[1] > 1 else stacked[:, 0]
+    gaps = stacked[:, 1] - stacked[:, 0] if stacked.shape[1] > 1 else stacked[:, 0]
     is_raw = options.parameters.get("raw_scores") or (difference and not is_relevance(options))
     return _scores(gaps if is_raw else torch.sigmoid(gaps))
 

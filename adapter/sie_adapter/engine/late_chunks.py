@@ -59,7 +59,7 @@ class LateChunks:
         that are not finite.
         """
         if not isinstance(head, JoiningHead):
-            raise InternalFailure(f"the head {name} joins no segments", reason="unsupported_output")
+            raise InternalFailure(f"the head {name} joins no segments", reason="malformed_batch")
         sequences = np.full(self._count, -1, np.int64)
         sequences[states.packed.order] = np.arange(len(states.packed.order))
         numbers = np.flatnonzero(np.isin(self._segments[:, 1], rows))

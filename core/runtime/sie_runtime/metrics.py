@@ -131,7 +131,7 @@ class Labelled(Generic[Child]):
         return values
 
     def turn(self, traffic: Traffic) -> None:
-        """Of the names that have or need a series, give one to each of the busiest. The other names lose theirs.
+        """Give a series to the busiest of the names that have or need one. The other names lose theirs.
 
         A name that has series keeps them until another name is KEEPS times busier.
         """

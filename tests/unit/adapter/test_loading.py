@@ -343,9 +343,9 @@ def test_a_dense_layer_is_part_of_the_model(
         ({}, {"other_weight": WEIGHT, "linear_bias": BIAS}, "missing"),
         ({"use_residual": True}, {"linear_weight": WEIGHT, "linear_bias": BIAS}, "residual"),
         (
-            {"activation_function": "torch.nn.modules.activation.Mish"},
+            {"activation_function": "torch.nn.modules.activation.PReLU"},
             {"linear_weight": WEIGHT, "linear_bias": BIAS},
-            "Mish",
+            "PReLU",
         ),
     ],
 )
