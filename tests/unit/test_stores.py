@@ -20,9 +20,9 @@ QUICK = RetryPolicy(stall_s=0.05, tries=3, pause_s=0.001)
         (
             "Error performing PUT http://169.254.169.254/latest/api/token in 5s - timed out",
             AccessRefused,
-            "there are no credentials",
+            "no credentials are set",
         ),
-        ("Error performing GET http://metadata.google.internal/x in 5s", AccessRefused, "there are no credentials"),
+        ("Error performing GET http://metadata.google.internal/x in 5s", AccessRefused, "no credentials are set"),
         (
             "GET http://me:secret@host/x in 31.5ms - HTTP error: error sending request\nmore",
             StoreError,

@@ -82,7 +82,7 @@ class StaticEmbedding:
         read = [encoding.ids for encoding in self._words.encode_batch_fast(cut, add_special_tokens=False)]
         if self._unknown is not None:
             read = [[number for number in ids if number != self._unknown] for ids in read]
-        answers: list[Any] = [InvalidInput("text: it has no token", reason="empty_item")] * len(read)
+        answers: list[Any] = [InvalidInput("text: it has no token", reason="no_tokens")] * len(read)
         places = [place for place, ids in enumerate(read) if ids]
         if not places:
             return answers
