@@ -24,7 +24,7 @@ IN_PATH: dict[str, dict[str, Any]] = {
     "/tei/{}/embed": {"inputs": "a"},
     "/tei/{}/rerank": {"query": "a", "texts": ["b"]},
 }
-HUB = "BAAI/bge-small-en-v1.5"
+HUB = "BAAI/bge-medium-en-v1.5"
 TASK = {"embeddings": "encode", "embed": "encode", "rerank": "score"}
 
 
