@@ -34,7 +34,7 @@ export function ModelAdd({ models, wished }: { models: Model[]; wished: string }
           Id of the Hugging Face Hub, or a folder
           <input id="add-name" value={name} placeholder={EXAMPLE} spellcheck={false} autocomplete="off" onInput={(event) => setName(event.currentTarget.value)} />
         </label>
-        <p>Then run this in a terminal on the machine of the server. It downloads the model's files, pins their commit, and adds the model to this list within ten seconds.</p>
+        <p>Then run this in a terminal on the machine of the server. It downloads the files of an id and pins their commit, or takes the files of a folder, and adds the model to this list within ten seconds. If the server was started with <code>--data-dir FOLDER</code>, add the same.</p>
         <Copies title="" programs={[program(`sie pull ${wanted}`, "sie pull")]} open />
         <p role="status">{there && <>It is there: <a href={href("models", [there.id])}>{there.id}</a></>}</p>
         <details>

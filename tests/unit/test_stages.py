@@ -41,6 +41,17 @@ def test_stages_of_a_reply_are_contiguous_and_each_wait_has_its_own() -> None:
     assert len(timing_headers(timing)) == len(STAGES), "all but the rest, and the total"
 
 
+@pytest.mark.parametrize(("longest_ms", "queue", "load"), [(0.0, 100.0, 5.0), (65.0, 40.0, 65.0), (900.0, 0.0, 105.0)])
+def test_a_chunk_at_the_broker_waits_for_the_load_that_another_chunk_waits_for(
+    longest_ms: float, queue: float, load: float
+) -> None:
+    stages = Stages(load_ms=5.0, inference_ms=15.0, worker_ms=20.0)
+    last = WorkResult("r", 1, "w", (Ok({}, 3),), b"", stages=stages)
+    timing = stage_times(total_ms=130.0, wait_ms=120.0, last=last, load_ms=longest_ms)
+    assert (timing["queue_time"], timing["load_time"], timing["queue_ms"]) == (queue, load, 105.0)
+    assert sum(timing[name] for name in STAGES) == 130.0
+
+
 def test_work_that_did_not_run_has_only_a_queue_and_the_rest() -> None:
     timing = stage_times(total_ms=12.0, wait_ms=10.0, last=None)
     assert {name: timing[name] for name in STAGES if timing[name]} == {"queue_time": 10.0, "unattributed_time": 2.0}

@@ -29,10 +29,17 @@ def pull(cluster: Cluster, models: tuple[str, ...]) -> None:
     sie models add ID --revision COMMIT         another commit, or another name
     """
     settings = where_served(cluster)
+    is_served = cluster.local() is not None or cluster.is_given("SIE_MODELS_DIR")
     for spec in models:
         model = look_up(settings, spec)
         if model.message:
             click.echo(model.message)
+            if not is_served:
+                click.echo(
+                    f"no `{cluster.serve}` runs: the next one in this folder has the model. For one that runs with "
+                    "another --data-dir, give the same to this command",
+                    err=True,
+                )
         with refusing():
             folder = weights_folder(settings, model.entry)
         click.echo(f"{model.name} is on this disk, {size(held_bytes(folder))}: {folder}")

@@ -216,8 +216,9 @@ class RequestResult:
         wait_ms = self._waits_ms[self.last.chunk] if self.last else 0.0
         total_ms = (time.perf_counter() - received_s) * 1000
         self.written_ms = 1000 * written_s
+        load_ms = max((result.stages.load_ms for result in self.worker_results), default=0.0)
         self.reported_times = times = stage_times(
-            total_ms=total_ms, wait_ms=wait_ms, last=self.last, written_ms=self.written_ms
+            total_ms=total_ms, wait_ms=wait_ms, last=self.last, written_ms=self.written_ms, load_ms=load_ms
         )
         return times
 
@@ -340,17 +341,20 @@ def failure_of(
 
 
 def stage_times(
-    *, total_ms: float, wait_ms: float, last: WorkResult | None, written_ms: float = 0.0
+    *, total_ms: float, wait_ms: float, last: WorkResult | None, written_ms: float = 0.0, load_ms: float = 0.0
 ) -> dict[str, float]:
     """Return the consecutive stages of the chunk that finished last. `wait_ms` is the time from publishing to the
-    arrival of its result, and `written_ms` the time to build the reply.
+    arrival of its result, and `written_ms` the time to build the reply. `load_ms` is the longest wait of a chunk of the
+    request for the load of the model: a chunk that waits at the broker meanwhile waits for the load, too.
     """
     worker = last.stages if last else Stages()
     # a large input is fetched from the store of payloads: that is a part of its queue
     queue = max(0.0, wait_ms - worker.worker_ms) + worker.fetch_ms
+    load = min(queue + worker.load_ms, max(load_ms, worker.load_ms))
+    queue -= load - worker.load_ms
     times = (
         queue,
-        worker.load_ms,
+        load,
         worker.preprocess_ms,
         worker.batch_wait_ms,
         worker.device_wait_ms,
@@ -362,7 +366,7 @@ def stage_times(
     return {
         **stages,
         "total_time": total,
-        "queue_ms": round(queue + worker.load_ms + worker.batch_wait_ms + worker.device_wait_ms, 3),
+        "queue_ms": round(queue + load + worker.batch_wait_ms + worker.device_wait_ms, 3),
         "tokenization_ms": stages["preprocess_time"],
         "inference_ms": stages["inference_time"],
         "postprocessing_ms": stages["postprocess_time"],
