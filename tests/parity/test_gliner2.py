@@ -158,8 +158,8 @@ def test_classes_equal_those_of_the_package(
     model = classifier(folder)
     texts = [*ragged_texts(20, seed=4, longest=80), "Zürich, the harbour (search): 3.14!"]
     task = "prompt safety"
-    wanted = ExtractOptions(LABELS, 0.0, {"multi_label": multi_label, "task": task})
-    for text, result in zip(texts, model.extract(texts, [wanted] * len(texts)), strict=True):
+    options = ExtractOptions(LABELS, 0.0, {"multi_label": multi_label, "task": task})
+    for text, result in zip(texts, model.extract(texts, [options] * len(texts)), strict=True):
         own = class_scores(result)
         config = {"labels": list(LABELS), "multi_label": multi_label, "cls_threshold": 0.0}
         theirs = package.classify_text(text, {task: config}, include_confidence=True)[task]

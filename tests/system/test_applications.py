@@ -57,8 +57,8 @@ def of_tei(reply: Any) -> list[Any]:
 
 def by_results(reply: Any) -> list[Any]:
     """Most of them: `results`, put back into the order of the documents."""
-    found = {entry["index"]: entry["relevance_score"] for entry in reply["results"]}
-    return [found[index] for index in range(COUNT)]
+    scores = {entry["index"]: entry["relevance_score"] for entry in reply["results"]}
+    return [scores[index] for index in range(COUNT)]
 
 
 def with_texts(reply: Any) -> list[Any]:
@@ -77,9 +77,9 @@ def tei_ranks(reply: Any) -> list[Any]:
 
 
 def logits(reply: Any) -> list[Any]:
-    found = {entry["index"]: entry["logit"] for entry in reply["rankings"]}
-    assert [entry["logit"] for entry in reply["rankings"]] == sorted(found.values(), reverse=True)
-    return [1 / (1 + np.exp(-found[index])) for index in range(COUNT)]
+    by_index = {entry["index"]: entry["logit"] for entry in reply["rankings"]}
+    assert [entry["logit"] for entry in reply["rankings"]] == sorted(by_index.values(), reverse=True)
+    return [1 / (1 + np.exp(-by_index[index])) for index in range(COUNT)]
 
 
 OPENAI: dict[str, Any] = {"input": TEXTS, "model": MINI}
@@ -159,8 +159,8 @@ def vectors(client: httpx.Client) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def scores(client: httpx.Client) -> list[float]:
-    found = native(client, f"/v1/score/{CROSS}", {"query": QUERY, "items": DOCUMENTS})["scores"]
-    by_item = {entry["item_id"]: entry["score"] for entry in found}
+    entries = native(client, f"/v1/score/{CROSS}", {"query": QUERY, "items": DOCUMENTS})["scores"]
+    by_item = {entry["item_id"]: entry["score"] for entry in entries}
     return [by_item[f"item-{index}"] for index in range(COUNT)]
 
 
@@ -171,14 +171,14 @@ def test_the_request_of_an_application_gets_the_numbers_of_the_native_route(
     headers = {"authorization": f"Bearer {KEY}", "content-type": "application/json", "accept": "*/*"}
     answer = client.post(application.path, json=application.body, headers=headers)
     assert answer.status_code == 200, answer.text
-    found = application.read(answer.json())
+    numbers = application.read(answer.json())
     if application.path == "/api/embeddings":
         one = np.array(answer.json()["embedding"])
         assert np.allclose(one / np.linalg.norm(one), vectors[0], atol=1e-5)
     elif application.ranks:
-        assert np.allclose(found, scores, atol=1e-5)
+        assert np.allclose(numbers, scores, atol=1e-5)
     else:
-        assert np.allclose(np.array(found), vectors, atol=1e-5)
+        assert np.allclose(np.array(numbers), vectors, atol=1e-5)
 
 
 @pytest.mark.parametrize("application", WITHOUT_A_PATH, ids=lambda application: application.name)

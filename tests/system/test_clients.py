@@ -333,10 +333,10 @@ def ollama_client(url: str, key: str) -> Any:
 
 
 def ollama_embed(url: str, model: str, text: str, key: str, retries: int, **more: Any) -> list[float]:
-    asked = f"{model}:latest"
+    name = f"{model}:latest"
     truncate = more.get("truncate") != "NONE"
-    answer = ollama_client(url, key).embed(asked, [text], truncate=truncate, keep_alive="5m", dimensions=384)
-    assert answer.model == asked
+    answer = ollama_client(url, key).embed(name, [text], truncate=truncate, keep_alive="5m", dimensions=384)
+    assert answer.model == name
     assert answer.total_duration > 0
     assert answer.prompt_eval_count > 2
     return list(answer.embeddings[0])
@@ -544,10 +544,10 @@ def test_each_client_is_told_of_overload_and_comes_back_by_itself(
 
 @pytest.mark.long
 def test_litellm_ranks_in_the_form_of_nvidia_with_raw_scores(cluster: Cluster, client: httpx.Client) -> None:
-    found = heavy("litellm-nvidia-rerank")(cluster.url, CROSS, TEXT, KEY, 0)
+    logits = heavy("litellm-nvidia-rerank")(cluster.url, CROSS, TEXT, KEY, 0)
     expected = native_scores(client)
-    assert [index for index, _ in found] == [index for index, _ in expected]
-    probabilities = [1 / (1 + math.exp(-logit)) for _, logit in found]
+    assert [index for index, _ in logits] == [index for index, _ in expected]
+    probabilities = [1 / (1 + math.exp(-logit)) for _, logit in logits]
     assert np.allclose(probabilities, [score for _, score in expected], atol=1e-6)
 
 

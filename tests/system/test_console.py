@@ -214,8 +214,8 @@ def test_nothing_covers_the_navigation(cluster: Cluster, page: Page) -> None:
         page.wait("Boolean(document.querySelector('.work .unseen'))", bool)
         page.evaluate("document.querySelector('.unseen').textContent = 'a model of a long name answered '.repeat(5)")
         reached = (
-            "[...document.querySelectorAll('nav a')].map(each => { const {x, y, width, height} = "
-            "each.getBoundingClientRect(); return document.elementFromPoint(x + width / 2, y + height / 2) === each; })"
+            "[...document.querySelectorAll('nav a')].map(tab => { const {x, y, width, height} = "
+            "tab.getBoundingClientRect(); return document.elementFromPoint(x + width / 2, y + height / 2) === tab; })"
         )
         assert page.evaluate(reached) == [True] * 4
 

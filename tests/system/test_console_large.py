@@ -17,7 +17,7 @@ from playground import CELLS
 pytestmark = pytest.mark.debian
 
 OWN = "test/mini"  # of 300 and of 1,000 names far behind the first 200
-OPTIONS = "[...document.querySelectorAll('[role=option]')].map(each => each.dataset.model)"
+OPTIONS = "[...document.querySelectorAll('[role=option]')].map(option => option.dataset.model)"
 SEARCH_S = 6.0  # until a search has its answer, on a busy machine
 KEYS, KEYS_S = 30, 6.0
 

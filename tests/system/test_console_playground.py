@@ -142,7 +142,7 @@ def test_a_model_is_chosen_by_the_keyboard_and_has_an_address(page: Page) -> Non
     pressed(page, "Enter", 13)
     page.wait("document.activeElement.role", lambda role: role == "combobox")
     page.call("Input.insertText", text="clip")
-    options = "[...document.querySelectorAll('[role=option]')].map(each => each.dataset.model)"
+    options = "[...document.querySelectorAll('[role=option]')].map(option => option.dataset.model)"
     page.wait(options, lambda found: found == ["test/clip"])
     pressed(page, "Enter", 13)
     page.wait(value, lambda model: model == "test/clip")

@@ -182,21 +182,21 @@ def test_the_client_of_openai_gets_the_words_of_a_recording_in_each_format(
     with openai.OpenAI(base_url=f"{open_cluster.url}/v1", api_key="any", max_retries=0, timeout=60) as api:
         create = api.audio.transcriptions.create
 
-        def ask(format_: Any, **more: Any) -> Any:
+        def transcription(format_: Any, **more: Any) -> Any:
             file = ("interview.flac", recording)
             return create(model=WHISPER, file=file, language="de", response_format=format_, **more)
 
-        verbose = ask("verbose_json", timestamp_granularities=["segment"])
+        verbose = transcription("verbose_json", timestamp_granularities=["segment"])
         assert [(each.start, each.end, each.text.strip()) for each in verbose.segments] == segments
         assert (verbose.language, verbose.duration) == ("german", 4.4)
         assert verbose.text.strip() == piped["text"].strip()
-        assert ask("json").text == verbose.text
-        assert ask("text") == f"{verbose.text}\n"
-        assert ask("srt").count(" --> ") == ask("vtt").count(" --> ") == len(segments)
-        assert ask("vtt").startswith("WEBVTT\n\n00:00:")
+        assert transcription("json").text == verbose.text
+        assert transcription("text") == f"{verbose.text}\n"
+        assert transcription("srt").count(" --> ") == transcription("vtt").count(" --> ") == len(segments)
+        assert transcription("vtt").startswith("WEBVTT\n\n00:00:")
         assert api.audio.translations.create(model=WHISPER, file=recording, temperature=0).text
         with pytest.raises(openai.BadRequestError, match="temperature: expected 0") as raised:
-            ask("json", temperature=0.5)
+            transcription("json", temperature=0.5)
         assert raised.value.param == "temperature"
         with pytest.raises(openai.BadRequestError, match="undecodable"):
             create(model=WHISPER, file=b"no sound")

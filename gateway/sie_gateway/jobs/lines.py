@@ -3,7 +3,7 @@
     line ──► route of its url ──► Inference.answered, bulk ──► {"custom_id", "response", "error"}
     parts ──at the end──► a file of answers, a file of failures
 
-The answers of a batch that ends early are kept: see `BatchJob.finish`. The format of the lines is in envelope.py.
+`BatchJob.finish` stores the answers of a batch that ends early. The format of the lines is in envelope.py.
 """
 
 from __future__ import annotations

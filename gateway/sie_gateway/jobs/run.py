@@ -281,7 +281,7 @@ class JobRun:
             await self._finish(work, "failed", error.info)
             return
         except Exception as error:
-            # The answers are kept: the owner may resume a job, for example when its model is available again.
+            # The answers stay stored: the owner may resume a job, for example when its model is available again.
             # A batch cannot be resumed, so it ends with the answers that it has.
             if not self._job.is_planned or (isinstance(error, SIEError) and error.retryable):
                 raise
