@@ -93,10 +93,9 @@ function Part({ name, title, isWanted, children }: { name: string; title: string
         const { currentTarget } = event;
         if (event.target !== currentTarget) return; // details within it
         setOpen(currentTarget.open);
-        if (currentTarget.open && !isOpen) history.replaceState(null, "", href("cluster", [name]));
       }}
     >
-      <summary><h2>{title}</h2></summary>
+      <summary onClick={() => isOpen || history.replaceState(null, "", href("cluster", [name]))}><h2>{title}</h2></summary>
       {isOpen && children()}
     </details>
   );

@@ -44,11 +44,16 @@ function ModelList({ models, total, route, onFind }: Props) {
   const [filters, setFilters] = useState(() => ({ ...FILTERS, ...Object.fromEntries(route.query) }));
   const { find, task, kind, state } = filters;
   useEffect(() => {
-    history.replaceState(null, "", href("models", [], filters)); // no step of the way back
     onFind(find);
-  }, [filters]);
-  useEffect(() => () => onFind(""), []);
-  const set = (name: keyof typeof FILTERS, value: string) => setFilters((old) => ({ ...old, page: "", [name]: value }));
+    return () => onFind("");
+  }, []);
+  /** The address changes here, not in an effect: an effect that runs late would undo the step to a model. */
+  const filter = (change: Partial<typeof FILTERS>) => {
+    const next = { ...filters, page: "", ...change };
+    setFilters(next);
+    history.replaceState(null, "", href("models", [], next)); // no step of the way back
+    onFind(next.find);
+  };
   const kinds = useMemo(() => kindsOf(models), [models]);
   const groups = useMemo(() => {
     const found = new Map<string, Model[]>();
@@ -63,7 +68,7 @@ function ModelList({ models, total, route, onFind }: Props) {
   const choice = (name: "task" | "kind" | "state", label: string, options: [string, string][]) => (
     <label>
       {label}
-      <select id={`model-${name}`} value={filters[name]} onChange={(event) => set(name, event.currentTarget.value)}>
+      <select id={`model-${name}`} value={filters[name]} onChange={(event) => filter({ [name]: event.currentTarget.value })}>
         <option value="">all</option>
         {options.map(([value, words]) => <option value={value}>{words}</option>)}
       </select>
@@ -74,7 +79,7 @@ function ModelList({ models, total, route, onFind }: Props) {
       <div class="row filters">
         <label class="grow">
           Search
-          <input id="model-filter" type="search" value={find} placeholder="name, description, licence, language" onInput={(event) => set("find", event.currentTarget.value)} />
+          <input id="model-filter" type="search" value={find} placeholder="name, description, licence, language" onInput={(event) => filter({ find: event.currentTarget.value })} />
         </label>
         {choice("task", "Does", TASKS.map((each) => [each, each]))}
         {choice("kind", "Kind", kinds.map((each) => [each, each]))}
@@ -98,9 +103,9 @@ function ModelList({ models, total, route, onFind }: Props) {
       )}
       {pages > 1 && (
         <p class="row">
-          <button type="button" disabled={page === 1} onClick={() => setFilters({ ...filters, page: `${page - 1}` })}>Previous</button>
+          <button type="button" disabled={page === 1} onClick={() => filter({ page: `${page - 1}` })}>Previous</button>
           <span>{`Page ${page} of ${pages}`}</span>
-          <button type="button" disabled={page === pages} onClick={() => setFilters({ ...filters, page: `${page + 1}` })}>Next</button>
+          <button type="button" disabled={page === pages} onClick={() => filter({ page: `${page + 1}` })}>Next</button>
         </p>
       )}
     </section>

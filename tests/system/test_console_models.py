@@ -172,3 +172,23 @@ def test_a_download_tells_how_far_it_is_and_how_long_it_takes(page: Page, cluste
     rows = page.wait(CELLS.format("#catalogue"), bool)
     # further lines are of its profiles, which another test may have loaded
     assert [row[1].splitlines()[0] for row in rows if row[0].split()[0] == OTHER] == ["loading 75 %"]
+
+
+FOLLOWED = """new MutationObserver((_, observer) => {
+  const link = document.querySelector('#catalogue a');
+  if (!link) return;
+  observer.disconnect();
+  window.followed = link.getAttribute('href');
+  requestAnimationFrame(() => link.click()); // before the effects of the list have run
+}).observe(document.body, { childList: true, subtree: true })"""
+
+
+def test_a_link_that_is_followed_as_it_appears_leads_to_its_model(page: Page, cluster: Cluster) -> None:
+    page.open("about:blank")
+    page.open(f"http://{HOST}:{cluster.port}/#cluster")
+    page.wait("document.getElementById('connection')?.innerText", bool)
+    page.evaluate(FOLLOWED)
+    page.evaluate("location.hash = '#models'")
+    address = page.wait("window.followed", bool)
+    page.wait("document.querySelectorAll('.detail').length", lambda count: count == 1)
+    assert page.evaluate("location.hash") == address
