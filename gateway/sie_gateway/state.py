@@ -1,4 +1,4 @@
-"""Container of the parts of a gateway. `process` builds it, and the handlers of routes use it."""
+"""The object with all parts of a gateway. `process` creates it; the handlers of the routes get it."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class GatewayReadiness:
         self.draining = False  # true after the start of the shutdown: new work is refused
 
     def not_ready(self) -> str | None:
-        """Return the reason why this gateway is not ready, or None if it is ready. Workers make no difference: they may
-        be scaled to zero.
+        """Return why this gateway is not ready for requests, or None if it is. It can be ready without workers, as they
+        may be scaled to zero.
         """
         if self.leaving:
             return "draining"
@@ -49,7 +49,7 @@ class GatewayReadiness:
 
 
 class Services(NamedTuple):
-    """Parts of a gateway that are not for inference."""
+    """Parts of a gateway that do not serve inference requests."""
 
     doctor: Doctor
     dead_letters: DeadLetterOperations
@@ -59,7 +59,7 @@ class Services(NamedTuple):
 
 
 class Gateway:
-    """The parts of a gateway that handlers of routes use."""
+    """All parts of a gateway, for the handlers of its routes."""
 
     def __init__(
         self,

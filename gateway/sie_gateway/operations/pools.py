@@ -1,4 +1,4 @@
-"""Handlers of `/v1/pools`, and the checks of their bodies. The handlers call `Pools`."""
+"""Handlers of `/v1/pools`. They check the bodies of requests, then call `Pools`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 MAX_PROFILES = 64
 MAX_BODY_BYTES = 64 << 10
-# bytes of one reservation: all reservations are one value, which must fit into a message of the broker
+# bytes of one reservation as JSON: all reservations together are one value, which must fit into one NATS message
 MAX_SPEC_BYTES = 8 << 10
 _NO_NAMES = frozenset({"assignments"})
 _FIELDS = frozenset(PoolRequest.__struct_fields__)
@@ -49,10 +49,10 @@ _logger = logging.getLogger("sie.gateway.pools")
 
 
 def parse_spec(body: object, profiles: Collection[str], catalogue: Catalogue) -> ReservationSpec:
-    """Read the spec of a reservation from a body. `profiles`: the machine profiles that exist.
+    """Read a reservation from the decoded body of a request. `profiles`: the machine profiles that exist.
 
-    Raises InvalidInput with the field, PoolOperationForbidden for a value above a limit, ModelNotFound for an unknown
-    pinned model, PayloadTooLarge.
+    Raises InvalidInput that names the field, PoolOperationForbidden for a value above a limit, ModelNotFound for an
+    unknown pinned model, PayloadTooLarge.
     """
     if not isinstance(body, dict):
         raise InvalidInput(f"body: expected an object, got {_kind(body)}", reason="schema", param="body")
@@ -120,7 +120,7 @@ def _name(value: object) -> str:
 
 
 def _counts(body: Mapping[str, Any], field: str, profiles: Collection[str]) -> dict[str, int]:
-    """Read counts by machine profile, with the names of `profiles`. Raises InvalidInput."""
+    """Read the field's numbers by machine profile, with each name as `profiles` spells it. Raises InvalidInput."""
     counts = body.get(field)
     if counts is None:
         return {}
@@ -181,11 +181,11 @@ async def _body(request: Request) -> object:
 
 
 async def _written(work: Awaitable[T]) -> T:
-    """Return the result of a change of the record. Raises QueueUnavailable if the broker fails."""
+    """Wait for a change of the pools. Raises QueueUnavailable if the broker does not store it."""
     try:
         return await work
     except BrokerError as error:
-        _logger.warning("a pool could not be changed: %s", error)
+        _logger.warning("the broker did not store a change of a pool: %s", error)
         raise QueueUnavailable("the broker did not store the change of the pool") from error
 
 
@@ -213,7 +213,7 @@ def _profiles(gateway: Gateway) -> set[str]:
 
 
 async def create(gateway: Gateway, request: Request) -> Response:
-    """Create a reservation, or change or renew a reservation of the caller."""
+    """Create a reservation, or change and renew it if the caller already has it."""
     catalogue = gateway.inference.catalogue
     spec = parse_spec(await _body(request), _profiles(gateway), catalogue)
     grant = _grant(request)
@@ -222,7 +222,7 @@ async def create(gateway: Gateway, request: Request) -> Response:
 
 
 async def pools(gateway: Gateway, request: Request) -> Response:
-    """Return the pools of the installation, and the reservations of the caller."""
+    """Return the installation's own pools, and the reservations of the caller."""
     return json_response(Pools(pools=gateway.pools.pools(_grant(request))))
 
 
