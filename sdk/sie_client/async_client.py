@@ -1,4 +1,4 @@
-"""The client for asyncio, with `jobs` and `files`: the methods of `SIEClient`, run by tasks."""
+"""Client for asyncio, with `jobs` and `files`. It has the methods of `SIEClient`, as coroutines."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Second name of `sie_client` and of each of its modules: the objects are the same, so errors and types are equal in
-both.
+"""Second import name of `sie_client`. Both names give the same module objects, so an error that is raised under one
+name can be caught under the other.
 """
 
 import importlib
