@@ -309,7 +309,9 @@ def test_a_job_that_ends_otherwise_raises_and_one_that_takes_too_long(
         using(lambda client, do: do(do(client.jobs.get(f"{JOB}0")).wait(timeout_s=0.05)))
     assert late.value.retryable
     server.script = [{"state": "failed", "error": {"code": "MODEL_LOAD_FAILED", "message": "no weights"}}]
-    with pytest.raises(sie_client.JobFailedError, match="ended as failed: MODEL_LOAD_FAILED: no weights") as failed:
+    with pytest.raises(
+        sie_client.JobFailedError, match="ended in the state failed: MODEL_LOAD_FAILED: no weights"
+    ) as failed:
         using(lambda client, do: do(do(client.jobs.get(f"{JOB}0")).wait()))
     assert (failed.value.code, failed.value.details["state"]) == ("MODEL_LOAD_FAILED", "failed")
 
