@@ -167,7 +167,9 @@ class Policy:
 
 
 class Patience:
-    """Waiting limits shared by all parts of a call. An answer to one part starts the limits of the other parts anew."""
+    """Waiting limits shared by all parts of a call. After each answer to a part, the limits of the other parts start
+    again.
+    """
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy

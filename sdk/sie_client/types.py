@@ -85,7 +85,8 @@ class CallOptions(TypedDict, total=False):
 
     Waits: with `wait_for_capacity` False the call does not wait. Otherwise it waits up to `connection_budget_s`
     (default 120) for a server that cannot be reached, and up to `capacity_budget_s` (default 900) for a server without
-    capacity. Each answer to a part of the call starts both times anew.
+    capacity. After each answer to a
+    part of the call, both times start again.
 
     Long lists are sent in parts of at most 2,048 items and about `part_tokens` (default 16,384) tokens, `concurrency`
     (default 8) parts at a time. A part without an answer after `hedge_after_s` is sent a second time, and the first
@@ -339,7 +340,7 @@ class ModelFilters(TypedDict, total=False):
 
 
 class JobOutput(TypedDict, total=False):
-    """Where and how a job writes its output. The fields are explained in `JobOptions`."""
+    """Address and format of a job's output. The fields are explained in `JobOptions`."""
 
     url: str
     format: Literal["parquet", "jsonl", "npy"]

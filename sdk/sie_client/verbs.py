@@ -78,7 +78,7 @@ class _PartReply(NamedTuple):
 
 @dataclass(frozen=True)
 class _VerbRequest:
-    """What the requests of one call have in common. `fixed`: fields of every body. `decode` converts the body of a
+    """Data that all requests of one call have in common. `fixed`: fields of every body. `decode` converts the body of a
     reply. `answers`: the field of the reply with one answer for each item.
     """
 
@@ -202,7 +202,7 @@ def _of_items(replies: Sequence[_PartReply], items: Sequence[Item | str], *, nam
 
 
 def _check_names(verb: str, params: Mapping[str, Any]) -> None:
-    """Raise TypeError for a parameter that no model has, as Python does for an unknown argument."""
+    """Raise TypeError for a parameter that no model has, like Python for an unknown argument."""
     names = _PARAMS[verb]
     if params.keys() <= names:
         return

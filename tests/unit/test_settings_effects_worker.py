@@ -356,7 +356,10 @@ async def test_a_model_is_served_by_workers_of_its_bundle_only(
             answer = await gateway.encode("x", model=model)
             assert (answer.headers["x-sie-worker"], answer.headers["x-sie-bundle"]) == (sidecars[bundle].worker, bundle)
         await cluster.sidecar(await cluster.adapter("other.sock"), SIE_BUNDLE="nowhere")
-        told = "SIE_BUNDLE: the catalogue has no bundle nowhere, only default, vision: no work will come"
+        told = (
+            "SIE_BUNDLE: the catalogue has no bundle nowhere, so this worker gets no work; "
+            "it has the bundles default, vision"
+        )
         await until(lambda: told in caplog.text, "the log")
 
 

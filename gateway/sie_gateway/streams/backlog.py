@@ -66,7 +66,7 @@ class Backlog:
         self._read.pop(pool, None)
 
     async def fresh(self, pool: str, max_age_s: float) -> None:
-        """Return when the pool's numbers are at most `max_age_s` old; read them if they are older. Raises BrokerError
+        """Ensure that the pool's numbers are at most `max_age_s` old: read them if they are older. Raises BrokerError
         if the broker does not answer.
         """
         read = self._read.get(pool)

@@ -285,13 +285,13 @@ class DeviceQueue:
         return Batch(entry.key, (entry,), entry.cost)
 
     async def reserve(self) -> None:
-        """Send no more batches until `end_reservation` is called. Return when no batch is left at the adapter."""
+        """Send no more batches until `end_reservation` is called. Wait until no batch is left at the adapter."""
         self.is_reserved = True
         while self.sent or self._written:
             await self.next_end()
 
     async def next_end(self) -> None:
-        """Return when a batch has ended."""
+        """Wait until a batch has ended."""
         self._ended.clear()
         await self._ended.wait()
 

@@ -185,7 +185,7 @@ class Isolate:
             raise
 
     async def _take_device(self) -> None:
-        """Return when no other work is at the device. If SLICE_S have passed and a batch waits, let one batch run
+        """Wait until no other work is at the device. If SLICE_S have passed and a batch waits, let one batch run
         first.
         """
         device = self._device

@@ -438,7 +438,7 @@ class AdapterLinks:
         return any(link.is_fresh() for link in self._all)
 
     async def wait_connected(self) -> None:
-        """Return when at least one adapter is connected."""
+        """Wait until at least one adapter is connected."""
         if len(self._all) == 1:
             await self._all[0].wait_connected()
             return
@@ -450,7 +450,7 @@ class AdapterLinks:
                 wait.cancel()
 
     async def wait_all_connected(self, within_s: float) -> None:
-        """Return when all adapters are connected, or `within_s` seconds after the first one."""
+        """Wait until all adapters are connected, but at most `within_s` seconds after the first one."""
         await self._all[0].wait_connected()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within_s):

@@ -75,10 +75,10 @@ class HostAssignment:
         on_change: Callable[[], None],
         is_up: Callable[[], bool],
     ) -> None:
-        """Create it without a table. `now_s` returns the time of the broker's clock. `loaded(model)` is True if the
-        model is loaded here, `held(model)` if no more of its work should wait here. `on_change` is called after a
-        change of the table. `is_up` returns True if an adapter is connected; gateways place models only on workers with
-        an adapter.
+        """Create the assignment without a table. `now_s` returns the time of the broker's clock. `loaded(model)` is
+        True if the model is loaded here, `held(model)` if no more of its work should wait here. `on_change` is called
+        after a change of the table. `is_up` returns True if an adapter is connected; gateways place models only on
+        workers with an adapter.
         """
         self._broker = broker
         self._lane = lane
@@ -166,7 +166,7 @@ class HostAssignment:
         self._ahead_s = {model: at_s for model, at_s in self._ahead_s.items() if model in mine}
 
     def models(self) -> frozenset[str] | None:
-        """Return the models that this worker hosts by the table. None without a table."""
+        """Return the models that this worker hosts by the table, or None if there is no table."""
         return self._mine
 
     def models_of(self, consumer: str) -> Collection[str]:
@@ -255,7 +255,7 @@ class Pulling:
     deliver; a refill sets it again.
 
     `backlog(bulk)` returns the work at this worker that a new work item would wait for, or None if nothing may be
-    pulled. `role(consumer)` returns a role as `HostAssignment.role` does. `narrowed(load, consumer)` returns the part
+    pulled. `role(consumer)` returns a role, like `HostAssignment.role`. `narrowed(load, consumer)` returns the part
     of the backlog at the devices that run this consumer's work.
     """
 

@@ -224,7 +224,7 @@ class ModelState:
         self.ready = None
 
     def reset_failure(self) -> None:
-        """Forget failed loads, so that the model can be loaded at once, and the next failure counts as the first."""
+        """Reset the count of failed loads, and allow the next load at once."""
         self.attempts = 0
         if self.state == "failed":
             self.state, self.error = "available", None
@@ -237,7 +237,7 @@ class ModelState:
         self.reset_failure()
 
     def reset_loras(self) -> None:
-        """Forget which LoRAs are loaded. The adapter is asked for each of them again, which is fast if it has the
+        """Clear the lists of loaded LoRAs. The adapter is asked for each LoRA again, which is fast if it has the
         LoRA.
         """
         self.loras.clear()
@@ -256,9 +256,10 @@ class ModelStates:
         fetching: Callable[[], Mapping[str, Fetched]] = dict,
         device: int = 0,
     ) -> None:
-        """Create it without models. `swap_after_s`: seconds that a load waits before a model with work is closed to new
-        work for it. `assigned` returns the models of which this worker is a host, None while that is unknown.
-        `fetching` returns the progress of downloads of weights by id of the entry. `device`: number of the device.
+        """Create the states of a device without models. `swap_after_s`: seconds that a load waits before a model with
+        work is closed to new work for it. `assigned` returns the models of which this worker is a host, None while that
+        is unknown. `fetching` returns the progress of downloads of weights by id of the entry. `device`: number of the
+        device.
         """
         self.device = device
         self.held_cost = 0  # tokens of the work items that need a model here, as estimated by gateways
@@ -461,7 +462,7 @@ class Hosting(ModelStates):
         on_role: Callable[[ModelState], object] = lambda hosted: None,
         device: int = 0,
     ) -> None:
-        """Create it without models. A load that needs memory waits until other models have no work; after
+        """Create the object without models. A load that needs memory waits until other models have no work; after
         `swap_after_s` one of them is closed to new work. `assigned` returns the models of which this worker is a host,
         None while that is unknown. `on_role` is called when a model is unloaded, closed to new work, or opened again.
         """
@@ -510,8 +511,8 @@ class Hosting(ModelStates):
     async def ensure(
         self, hosted: ModelState, items: Callable[[], int] | None = None, *, past_gate: bool = False
     ) -> None:
-        """Return when the model is loaded and accepts new work. Return earlier if no work item needs it any more.
-        Raises ModelLoadFailed, AdapterGone.
+        """Load the model if needed, and wait until it accepts new work. Return earlier if no work item needs it any
+        more. Raises ModelLoadFailed, AdapterGone.
 
         `items` returns how many work items still wait in this call; None: the model is loaded without work.
         `past_gate`: the work items were accepted before the model was closed to new work, and other work waits for what
