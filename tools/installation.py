@@ -2,9 +2,10 @@
 
     environment ─► torch ─► SIE       prints one line for each step; the output of pip is in VENV/install.log
 
-| machine | build of torch | |---|---| | with an NVIDIA GPU | from the indexes that pip is configured for; on Linux this
-build has CUDA | | Linux without an NVIDIA GPU | VERSION+cpu, from the configured indexes and wheel folders, else from
-CPU_INDEX | | any other | from the configured indexes; except on Linux, no build has CUDA |
+    machine                       build of torch
+    with an NVIDIA GPU            from the indexes that pip is configured for; on Linux this build has CUDA
+    Linux without an NVIDIA GPU   VERSION+cpu, from the configured indexes and wheel folders, else from CPU_INDEX
+    any other                     from the configured indexes; except on Linux, no build has CUDA
 
 The environment variable TORCH_INDEX names the only index for torch, on every machine. If it is set to an empty text,
 torch comes from the configured indexes in any case.
@@ -74,8 +75,8 @@ class Installer:
             self._install_torch(f"torch {version}+cpu of {CPU_INDEX}", named, CPU_INDEX)
 
     def _install_torch(self, title: str, named: str, index: str = "") -> None:
-        """Install one build of torch without the libraries that it needs; the next step installs them, within the
-        constraints.
+        """Install one build of torch without its dependencies. The next step installs these, with the versions in
+        constraints.txt.
         """
         source = ["--index-url", index, "--retries", "2", "--timeout", "30"] if index else []
         try:

@@ -153,8 +153,8 @@ def _exceptions() -> set[str]:
 
 
 def imports(found: Sequence[Module]) -> dict[str, set[str]]:
-    """Return the imports of each module within its package. An import of a package counts for the names that its own
-    file defines.
+    """Return for each module the modules of its package that it imports. If it imports a package, only the package's
+    __init__ file counts.
     """
     names = {module.name for module in found}
     graph: dict[str, set[str]] = {}
@@ -253,7 +253,7 @@ def files_by_folder() -> Counter[str]:
 
 
 def assigned(module: Module) -> Iterator[str]:
-    """Yield assignments to attributes of other objects: `a.b = ...`, where `a` is not self and was not created in the
+    """Yield assignments to attributes of other objects: `a.b = ...`, where `a` is neither self nor created in the
     function.
     """
     for function in ast.walk(module.tree):

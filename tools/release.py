@@ -60,8 +60,9 @@ def checked_version(*, dirty: bool) -> str:
 
 
 def distributions(out: Path) -> None:
-    """Build the source archive, and the wheel from it. This proves that the archive contains all files for the
-    wheel."""
+    """Build the source archive, and from it the wheel, which proves that the archive has all files. Also build the
+    wheel of the alias package.
+    """
     at = run("git", "log", "-1", "--format=%ct").strip()
     build = (sys.executable, "-m", "build", "--no-isolation", "--outdir", out)
     run(*build, ROOT, SOURCE_DATE_EPOCH=at)

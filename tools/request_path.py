@@ -31,7 +31,7 @@ from zygote import RUN_FIRST
 
 ROOT = Path(__file__).resolve().parents[1]
 MAX_FILES = 60
-# requests; of 40, some run without periodic work of a process beside them, even on a busy machine
+# number of requests; of 40, some run without any periodic work of a process, even on a busy machine
 REQUESTS = 40
 MODEL = "sentence-transformers/all-MiniLM-L6-v2"
 

@@ -34,7 +34,7 @@ def current(root: Path = ROOT) -> str:
 
 
 def copies(root: Path = ROOT) -> Iterator[tuple[Path, re.Pattern[str]]]:
-    """Yield each file with a copy of the version, and a pattern whose second group is the version."""
+    """Yield each file that has a copy of the version, and a pattern; its second group is the version."""
     for places, before in COPIES.items():
         for path in sorted(root.glob(places)):
             yield path, re.compile(f"({before})({_VERSION})", re.MULTILINE)

@@ -60,7 +60,7 @@ from sie_store.payloads import open_store
 EPOCH_POLL_S = 5.0
 FULL_EXPORT_S = 300.0
 FIRST_ANSWER_S = 2.0
-_LATE_S = 1.0  # seconds that a drain adds to the longest request budget, for sending the last answers
+_LATE_S = 1.0  # seconds for sending the last answers, added to the longest budget of a request in a drain
 _SETTINGS = {  # by field of a stream: the setting to name in the error if the existing stream has another value
     "storage": "SIE_STREAM_STORAGE",
     "replicas": "SIE_STREAM_REPLICAS",
@@ -109,7 +109,7 @@ async def serve(
     inbox = ResultInbox(broker, metrics, on_late=lambda result: admission.answered_late(result))
 
     def on_lost() -> None:
-        _logger.error("the broker lost a work stream; %d open requests fail", len(inbox))
+        _logger.error("the broker lost a work stream, so %d open requests fail", len(inbox))
         inbox.fail_all(
             QueueUnavailable("the broker lost the queue with the work of this request: send the request again")
         )
@@ -216,8 +216,8 @@ async def serve(
             await retry(listening, errors=(BrokerError,), stop=stop, logger=_logger, task=purpose)
         own = functools.partial(_own_streams, queue, placer, settings, record, jobs.bucket)
         owning = asyncio.create_task(retry(own, errors=(BrokerError,), stop=stop, logger=_logger, task="work streams"))
-        # The port already accepts connections, but none is served yet. A request that arrives during a restart waits a
-        # moment here, instead of getting the error that the gateway is not ready.
+        # The operating system already accepts connections on the port, but none is served yet. A request that arrives
+        # during a restart waits here for a moment, instead of getting the error that the gateway is not ready.
         loaded = asyncio.create_task(feed.first.wait())
         await asyncio.wait({owning, loaded}, timeout=FIRST_ANSWER_S)
         loaded.cancel()

@@ -23,7 +23,9 @@ from sie_runtime.keys import Keys
 
 
 class GatewayReadiness:
-    """Readiness of this gateway, and the stage of its shutdown. `keys` is set only in auth mode token."""
+    """Readiness of this gateway for requests, and the stage of its shutdown. `keys`: the API keys, which must be read
+    before it is ready; None unless the auth mode is token.
+    """
 
     def __init__(self, broker: Connection, feed: CatalogueFeed, keys: Keys | None) -> None:
         self._broker = broker
@@ -49,7 +51,7 @@ class GatewayReadiness:
 
 
 class Services(NamedTuple):
-    """Parts of a gateway that do not serve inference requests."""
+    """Parts of a gateway for other purposes than inference: jobs, pools, status, files and so on."""
 
     doctor: Doctor
     dead_letters: DeadLetterOperations

@@ -1,4 +1,4 @@
-"""Cutting of a text into chunks on the client, by the function that the server uses too. Needs the packages of the
+"""Function that cuts a text into chunks on the client, in the same way as the server. It needs the packages of the
 extra `chunker`.
 """
 

@@ -276,11 +276,13 @@ class SIEClient:
         return self._driver.run(cluster.list_models(filters, self._session))
 
     def get_model(self, model: str) -> dict[str, Any]:
-        """Return one model of the server's catalogue. `model` may name a profile. The model is not loaded by this."""
+        """Return the description of one model of the server's catalogue, without loading it. `model` may name a
+        profile.
+        """
         return self._driver.run(cluster.get_model(model, self._session))
 
     def health(self) -> dict[str, Any]:
-        """Return the health of the cluster."""
+        """Return the health of the cluster: its workers and models."""
         return self._driver.run(cluster.health(self._session))
 
     def get_capacity(self, gpu: str | None = None) -> Capacity:

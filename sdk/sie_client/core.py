@@ -63,10 +63,12 @@ class BodySink(Protocol):
     """
 
     def begin(self) -> None:
-        """Prepare for the first piece. After a failed attempt, discard the pieces that were received."""
+        """Prepare for the first piece. After a failed attempt this is called again: discard the pieces of that
+        attempt.
+        """
 
     def write(self, piece: bytes) -> None:
-        """Receive the next piece."""
+        """Receive the next piece of the body."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +89,8 @@ class Send:
 
 @dataclass(frozen=True)
 class Pause:
-    """Step to wait for `seconds`. `cause`: reason for the user's log, empty if nothing is wrong. `error`: text of the
-    error that the wait is about. `remaining_s`: seconds that the call may wait after this pause.
+    """Step to wait for `seconds`. `cause`: why, for the user's log; empty if nothing is wrong. `error`: text of the
+    error after which the call waits. `remaining_s`: seconds that the call may wait after this pause.
     """
 
     seconds: float
@@ -137,8 +139,8 @@ class Received:
 
 @dataclass(frozen=True)
 class TransportFailed:
-    """Failure of a request without a response. The server may have run the request. It is still sent again, because
-    inference changes nothing on the server, unless `is_permanent`.
+    """Failure of a request without a response. The server may nevertheless have run the request. Unless `is_permanent`,
+    it is sent again, because inference changes nothing on the server.
 
     `address`: the address of the server. `is_nobody`: a port of this machine refused the connection, and no server has
     answered there before.
@@ -173,7 +175,7 @@ class Patience:
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
-        self.mark = object()  # replaced by a new object after each answer, so that a part can see that there was one
+        self.mark = object()  # another object after each answer, by which each part notices that there was an answer
 
     def renew(self) -> None:
         self.mark = object()
@@ -320,7 +322,7 @@ def call(request: Send, policy: Policy, patience: Patience | None = None) -> Pla
     """
     patience = patience or Patience(policy)
     mark = patience.mark
-    # by whether a wait was for a connection (True) or for capacity (False)
+    # key True: waits for a connection; key False: waits for capacity
     waited_s, tries = {True: 0.0, False: 0.0}, {True: 0, False: 0}
     previous: SIEError | None = None
     while True:
@@ -361,7 +363,7 @@ def _connection_budget_s(policy: Policy, answer: Received | TransportFailed) -> 
 
 _OF_PROXIES = (502, 503, 504)
 MAX_ERROR = 200  # characters of a library's error text that are logged
-# errors after which the device may have done the work in vain; retries of such requests come at growing intervals
+# errors after which the device may have done the work for nothing: the pauses before further attempts grow
 _COSTLY = frozenset({"GATEWAY_TIMEOUT", "RESOURCE_EXHAUSTED"})
 
 
@@ -378,7 +380,7 @@ def _judged(answer: Received | TransportFailed) -> tuple[SIEError, float, float,
         failure.__cause__ = answer.cause
         return failure, CONNECTION_PAUSE_S, MAX_CONNECTION_PAUSE_S, True
     failure = failure_of(answer)
-    # answer of a proxy, not of SIE: the server behind it does not run
+    # an answer without SIE's error code comes from a proxy: the server behind it does not run
     if not failure.code and answer.status in _OF_PROXIES:
         failure.retryable = True
         return failure, CONNECTION_PAUSE_S, MAX_CONNECTION_PAUSE_S, True
@@ -424,7 +426,7 @@ def failure_of(answer: Received) -> SIEError:
 
 @contextlib.contextmanager
 def reading(headers: Mapping[str, str]) -> Iterator[None]:
-    """Convert the exceptions of code that reads a reply, such as a missing field, to ServerError."""
+    """Convert exceptions that are raised while a reply is read, for example for a missing field, to ServerError."""
     try:
         yield
     except (ValueError, LookupError, TypeError, AttributeError, msgspec.DecodeError, RecursionError) as error:

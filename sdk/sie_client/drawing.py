@@ -1,5 +1,5 @@
-"""Frames of results drawn on a copy of an image, with Pillow; and regions of an image written as Florence-2 reads
-them.
+"""Drawing of frames around detected objects on a copy of an image, with Pillow, and conversion of boxes to the text by
+which Florence-2 reads regions.
 """
 
 from __future__ import annotations

@@ -89,11 +89,11 @@ class SIEError(Exception):
 
 
 class SIEConnectionError(SIEError):
-    """The server could not be reached, or the connection broke."""
+    """The server could not be reached, or the connection broke before its answer."""
 
 
 class RequestError(SIEError):
-    """The request can never succeed in this form."""
+    """The request can never succeed as it is: it must be changed first."""
 
 
 class InvalidInputError(RequestError, code="INVALID_INPUT"):
@@ -157,7 +157,7 @@ class ValidationFailedError(RequestError, code="VALIDATION_ERROR"):
 
 
 class IdempotencyMismatchError(RequestError, code="IDEMPOTENCY_MISMATCH"):
-    """The idempotency key was used for another request."""
+    """The idempotency key was used earlier for a different request."""
 
 
 class RateLimitedError(RequestError, code="RATE_LIMITED"):
@@ -165,8 +165,8 @@ class RateLimitedError(RequestError, code="RATE_LIMITED"):
 
 
 class AllItemsFailedError(SIEError, code="ALL_ITEMS_FAILED"):
-    """Every item failed, for different causes. `details["errors"]` has the error of each item. `status` is 400, 500 or
-    503.
+    """Every item of the request failed, for different reasons. `details["errors"]` has the error of each item. `status`
+    is 400, 500 or 503.
     """
 
 
@@ -215,7 +215,7 @@ class LoraLoadingError(ServerError, code="LORA_LOADING"):
 
 
 class ResourceExhaustedError(ServerError, code="RESOURCE_EXHAUSTED"):
-    """The device had too little memory for this request."""
+    """A device, a store or another limited resource of the server was full for this request."""
 
 
 class QueueFullError(ServerError, code="QUEUE_FULL"):
@@ -223,11 +223,11 @@ class QueueFullError(ServerError, code="QUEUE_FULL"):
 
 
 class QueueUnavailableError(ServerError, code="QUEUE_UNAVAILABLE"):
-    """The server's broker could not be reached."""
+    """The server could not reach its broker during the time that the client waits."""
 
 
 class NotReadyError(ServerError, code="NOT_READY"):
-    """The server had not read its catalogue yet."""
+    """The server had just started and had not read its catalogue yet."""
 
 
 class ShuttingDownError(ServerError, code="SHUTTING_DOWN"):
@@ -235,7 +235,7 @@ class ShuttingDownError(ServerError, code="SHUTTING_DOWN"):
 
 
 class RequestTimeoutError(ServerError, code="GATEWAY_TIMEOUT"):
-    """The deadline of the request passed."""
+    """The request was not finished within its deadline (`timeout_s`)."""
 
 
 _BY_STATUS: dict[int, type[SIEError]] = {

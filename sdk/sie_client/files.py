@@ -31,8 +31,8 @@ def invalid(message: str) -> NoReturn:
 
 
 def identifier(value: object, noun: str) -> str:
-    """Return the id of a file or job after a check that it can be part of a URL path. `noun`: its name in the error.
-    Raises InvalidInputError.
+    """Return `value` if it is an id that can be part of a URL path. `noun`: file or job, for the error. Raises
+    InvalidInputError.
     """
     if isinstance(value, str) and _ID.fullmatch(value):
         return value
@@ -194,7 +194,7 @@ class Arriving:
                 return
             self._partial.unlink()
         raise ServerError(
-            f"{self.path.name}: the {self._come} received bytes differ from the size or digest that the server sent",
+            f"{self.path.name}: the {self._come} received bytes differ from the size or digest in its description",
             status=200,
         )
 

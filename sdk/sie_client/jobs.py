@@ -30,7 +30,8 @@ from sie_contracts.api import jobs as api
 from sie_contracts.api.batches import FileObject
 from sie_contracts.api.jobs import ENDED, JobDeleted, JobManifest, JobPart
 
-FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 5.0  # seconds between two polls of a job: at the start, and later at most
+# seconds between two polls of a job: first value at the start, growing to the second
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 5.0
 PAGE = 100  # jobs per page
 PARTS = 4  # output files that are downloaded at the same time
 MANIFEST = "manifest.json"
@@ -76,7 +77,7 @@ class _RowPage(msgspec.Struct):
 
 
 class SeenJob:
-    """A job as the client last read it from the server. `info` has all fields."""
+    """State of a job when the client last read it from the server. `info` has all fields."""
 
     def __init__(self, info: JobInfo) -> None:
         self.info = info

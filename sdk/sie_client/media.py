@@ -1,5 +1,5 @@
-"""Images, documents, audio and video as a request has them: `{"data": bytes of the file, "format": str}`. The URL of an
-image is sent unchanged: the gateway downloads it, or refuses it.
+"""Conversion of images, documents, audio and video to the form in a request: `{"data": bytes of the file, "format":
+str}`. The URL of an image is sent unchanged: the gateway downloads it, or refuses it.
 
 The format is taken from the content, or else from the file name. If neither shows it, `format` is left out, and the
 server detects it.
@@ -50,8 +50,8 @@ _SUFFIXES = {"jpg": "jpeg", "tif": "tiff", "htm": "html", "markdown": "md", "tex
 
 
 def media(value: Any, path: str, *, urls: bool = False) -> Any:
-    """Return a file as a request has it. A data URI is returned unchanged; so is a URL if `urls` is True. `path`: name
-    of the field in errors. Raises InvalidInputError.
+    """Return a file in the form for a request. A data URI is returned unchanged; so is a URL if `urls` is True. `path`:
+    name of the field in errors. Raises InvalidInputError.
     """
     if isinstance(value, Mapping):
         item = media(value.get("data"), f"{path}.data", urls=urls)
@@ -69,8 +69,8 @@ def media(value: Any, path: str, *, urls: bool = False) -> Any:
 
 
 def sound(value: Any, path: str) -> Any:
-    """Return a sound as a request has it, like `media`. A map with numpy samples and their `sample_rate` becomes a WAV
-    file.
+    """Return a sound in the form for a request, like `media`. A map with numpy samples and their `sample_rate` becomes
+    a WAV file.
     """
     if isinstance(value, Mapping) and isinstance(value.get("data"), np.ndarray):
         return {"data": _wav(value["data"], value.get("sample_rate"), path), "format": "wav"}

@@ -1,4 +1,4 @@
-"""Progress of a call, shown to the user: log lines about waits, a bar on a terminal, calls of a function."""
+"""Shows the progress of a call to the user: log lines about waits, a bar on a terminal, and calls of `on_progress`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LOG_EVERY_S = 60.0
 BAR_AFTER_S = 1.0  # seconds until the bar appears, so that short calls show none
 DRAW_EVERY_S = 0.1
 NOTEBOOK_STREAM = "ipykernel.iostream"  # module of the class of `sys.stderr` in a Jupyter notebook
-# code of a request that the server worked on for too long; other codes mean that the client waits for capacity
+# error code of a request that took longer than its deadline; other codes mean that the server has no capacity now
 TIMED_OUT = "GATEWAY_TIMEOUT"
 _logger = logging.getLogger("sie_client")
 
@@ -46,7 +46,8 @@ class Meter:
         self._has_bar = is_long and (self._is_shown_live() if session.progress is None else session.progress)
         self._clock = clock
         self._address = f" at {address}" if address else ""
-        self._lock = threading.RLock()  # reentrant, since a callback may call this meter
+        # reentrant, because `on_progress` is called while the lock is held, and may cause another update
+        self._lock = threading.RLock()
         self._started_s = clock()
         self._logged_s: float | None = None
         self._drawn_s = 0.0

@@ -161,9 +161,9 @@ class TaskDriver:
 
 
 async def _in_threads(pieces: Iterator[bytes]) -> AsyncGenerator[bytes]:
-    """Yield the pieces of an iterator. Each is read in a thread, so that reading does not block the event loop.
+    """Yield the pieces of an iterator. Each piece is read in a thread, so that reading does not block the event loop.
 
-    The iterator is not closed when this generator is cancelled, because the thread may still be reading.
+    The iterator is not closed when this generator is cancelled, because a thread may still be reading from it.
     """
     while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
         yield piece

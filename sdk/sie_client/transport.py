@@ -32,8 +32,8 @@ class Ended(Exception):
 
 
 def options(url: str, session: Session, transport: Callable[..., object]) -> dict[str, Any]:
-    """Return the options of an httpx client for the server at `url`. The number of connections is not limited here, as
-    the concurrency of calls limits it; twice the concurrency, at least 20, stay open when they are idle.
+    """Return the options of an httpx client for the server at `url`. They do not limit the number of connections,
+    because the concurrency of the calls does. Idle connections stay open, up to twice the concurrency and at least 20.
     """
     limits = httpx.Limits(
         max_connections=None, max_keepalive_connections=max(20, 2 * session.concurrency), keepalive_expiry=60.0
@@ -42,8 +42,8 @@ def options(url: str, session: Session, transport: Callable[..., object]) -> dic
 
 
 def with_key(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a client. If they have no `api_key`, add the key of the environment; with `api_key` None,
-    no key is used.
+    """Return the options of a client. Without the option `api_key`, add the key of the environment. `api_key` None
+    means that no key is sent.
     """
     return {"api_key": client_environment.api_key(), **options}
 
@@ -152,8 +152,8 @@ def as_list(items: Item | str | Sequence[Item | str]) -> list[Item | str]:
 
 
 def as_iterable(items: Item | str | Iterable[Item | str]) -> tuple[Iterable[Item | str], int | None]:
-    """Return the items of a call, and their number, None if it is unknown. The rules are those of `as_list`, but an
-    iterator is not read. A column of Arrow becomes a list.
+    """Return the items of a call, and their number (None if it is unknown). The rules are those of `as_list`, but an
+    iterator is not read here. A column of Arrow becomes a list.
     """
     if hasattr(items, "columns") and len(getattr(items, "shape", ())) == 2:
         column = f"df[{_column_of_texts(items)!r}]"

@@ -13,15 +13,15 @@ from numpy.typing import NDArray
 
 
 class Picture(Protocol):
-    """An image of Pillow, in the methods that the client uses."""
+    """Protocol of an image of Pillow: the attributes and methods that the client uses."""
 
     mode: str
 
     def save(self, fp: Any, format: str) -> None: ...
 
 
-# a file's path, its bytes, a data URI, a file opened for reading bytes, a map of `data` (one of these) and `format`, an
-# image of PIL, or pixels: uint8 [height, width] or [height, width, 3]
+# one file: its path, its bytes, a data URI, a file opened for reading bytes, a map of `data` (one of these) and
+# `format`, a Pillow image, or pixels: uint8 [height, width] or [height, width, 3]
 _File: TypeAlias = "str | os.PathLike[str] | bytes | bytearray | memoryview | BinaryIO"
 Media: TypeAlias = "_File | Mapping[str, Any] | Picture | NDArray[np.uint8]"
 # like Media, without pixels. Samples are a map: `data` [samples] or [samples, channels], and `sample_rate` in Hz
@@ -85,8 +85,7 @@ class CallOptions(TypedDict, total=False):
 
     Waits: with `wait_for_capacity` False the call does not wait. Otherwise it waits up to `connection_budget_s`
     (default 120) for a server that cannot be reached, and up to `capacity_budget_s` (default 900) for a server without
-    capacity. After each answer to a
-    part of the call, both times start again.
+    capacity. After each answer to a part of the call, both times start again.
 
     Long lists are sent in parts of at most 2,048 items and about `part_tokens` (default 16,384) tokens, `concurrency`
     (default 8) parts at a time. A part without an answer after `hedge_after_s` is sent a second time, and the first

@@ -49,7 +49,7 @@ from sie_client.types import (
 
 MAX_ITEMS = 2048
 PART_BYTES = 32 << 20  # bytes of one request body: an eighth of what the server accepts
-ASIDE_BYTES = 1 << 20  # bytes from which a body or reply is encoded or decoded in a thread
+ASIDE_BYTES = 1 << 20  # bytes; a body or reply of this size or more is encoded or decoded in a thread
 ASIDE_ITEMS = 256
 GROWTH = 1.25  # factor by which an array of vectors is enlarged when their final number is not known
 _ALWAYS_TOLD = ("model", "timing", "usage", "fingerprint")
@@ -102,7 +102,7 @@ class _VerbRequest:
             ]
         body = yield from _aside(lambda: wire.encode({"items": sent, **self.fixed}, subject), part.size_bytes)
         sent = []
-        part.items.clear()  # frees the files of the items, which the body contains too
+        part.items.clear()  # frees memory: the encoded body contains the items' files already
         headers = {
             **self.session.sent_headers(),
             "accept": "application/msgpack",
@@ -396,7 +396,7 @@ _PATH = re.compile(r"\bitems\[(\d+)\]")
 
 
 def _place(error: SIEError, start: int) -> None:
-    """Change the paths and positions in an error about a part so that they count from the start of the whole list."""
+    """Change the item positions in an error about a part, so that they count from the start of the whole list."""
 
     def moved(text: Any) -> str:
         return _PATH.sub(lambda match: f"items[{start + int(match[1])}]", str(text))

@@ -51,14 +51,14 @@ class _Url:
             "max_size": MAX_FRAME_BYTES,
             "open_timeout": SILENCE_S,
             "close_timeout": CLOSE_S,
-            # older versions have no parameter `proxy`, and use no proxy
+            # version 14 has no parameter `proxy`, and never uses a proxy
             **({"proxy": None} if self._is_local and not version.startswith("14.") else {}),
         }
 
 
 def _refusal(error: Exception, started_s: float) -> Received | TransportFailed:
-    """Convert an exception of websockets to the answer of a failed request. Raise an exception of another kind
-    again.
+    """Convert an exception of a connection attempt to a response or TransportFailed. An exception of an unexpected
+    class is raised again.
     """
     from websockets.exceptions import InvalidStatus, InvalidURI, WebSocketException
 

@@ -23,13 +23,13 @@ _OUTPUTS = ("dense", "sparse", "multivector")
 # bytes of UTF-8 per token of English text. The estimate only decides where lists are split; the server counts exactly
 _BYTES_PER_TOKEN = 4
 _SPECIAL_TOKENS = 2
-# tokens that one text counts at most: models truncate longer texts, most of them earlier
+# upper limit of the estimated tokens of one text: models truncate longer texts, most of them earlier
 _MAX_TOKENS = 8192
 _FILE_TOKENS = 1024
 
 
 def item(value: Any, path: str) -> Any:
-    """Return an item as a request has it, with its files read. `path`: name of the item in errors. Raises
+    """Return an item in the form for a request, with its files read. `path`: name of the item in errors. Raises
     InvalidInputError.
     """
     if isinstance(value, str):

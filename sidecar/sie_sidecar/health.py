@@ -1,4 +1,6 @@
-"""Health of the worker: heartbeats, sent at intervals and after each change, and the reason why it is not ready."""
+"""Health of the worker: heartbeats, which are sent regularly and after each change, and the reason why the worker is
+not ready.
+"""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class SidecarMetrics:
         self.refused.labels(reason).inc()
 
     def count_file(self, noun: str, result: str) -> None:
-        """Count a file; `noun` is one of NOUNS of the pool, `result` one of its RESULTS."""
+        """Count an image or sound (`noun`). `result`: one of RESULTS, for example prepared or too_large."""
         self.media[noun].labels(result).inc()
 
     def loaded(self, model: str, *, certified: bool) -> None:
@@ -133,7 +133,7 @@ class OomCounts:
         self._devices: defaultdict[int, _Counts] = defaultdict(_Counts)  # counts by number of the device
 
     def update(self, description: Description, device: int = 0) -> None:
-        """Take over the counts that the adapter of this device reports."""
+        """Update the sums with the counts that the adapter of this device reported last."""
         counts: dict[tuple[str, ...], int] = {
             (shortage.model, remedy): getattr(shortage, remedy) for shortage in description.shortages for remedy in OOM
         }
@@ -156,7 +156,7 @@ class TowerCounts:
         self._devices: defaultdict[int, _Counts] = defaultdict(_Counts)  # counts by number of the device
 
     def update(self, description: Description, device: int = 0) -> None:
-        """Take over the counts that the adapter of this device reports."""
+        """Update the sums with the counts that the adapter of this device reported last."""
         use = description.towers
         self._devices[device].advance(description.pid, {("hit",): use.hits, ("miss",): use.misses})
 

@@ -38,7 +38,7 @@ from sie_sidecar.worker import Worker, WorkerIdentity
 from sie_store.payloads import open_store
 
 DRAIN_S = 9.0
-MIN_CONNECTIONS = 6  # connections to an adapter, for batches and for loads of models
+MIN_CONNECTIONS = 6  # minimum number of connections to an adapter, for batches and for loads of models
 REFILL_S = 1.0
 PRELOAD_RETRY_S = 5.0
 # seconds to wait for the adapters of all devices before preloading, so that the models can be distributed over them
@@ -328,7 +328,7 @@ async def _upkeep(worker: Worker, stop: Stop) -> None:
         try:
             await worker.source.upkeep(is_check=rounds % 10 == 0)
         except BrokerError as error:
-            _logger.warning("the consumers could not be listed: %s", error)
+            _logger.warning("the consumers could not be listed; this is tried again: %s", error)
 
 
 async def run(settings: Settings, stop: Stop, *, host: str, drain_s: float | None = None) -> int:

@@ -83,7 +83,7 @@ class WorkerStatus:
                 if not self.frames.looking:
                     self._summed = of_models(self._metrics.registry)
                 await self.frames.show(scope, receive, send)
-        except SIEError as error:  # only raised before the websocket is accepted
+        except SIEError as error:  # all of these errors are raised before the websocket is accepted
             await refuse_upgrade(scope, send, error)
 
     def _admit(self, scope: Scope) -> None:

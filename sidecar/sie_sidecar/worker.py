@@ -202,7 +202,7 @@ class Worker:
         while True:
             gathered = await self.intake.next(self._is_tokenising, self._has_more)
             for flight in gathered.stored:
-                # already load the model, while the inputs are read from the payload store
+                # loads the model while the inputs are read from the payload store
                 self.loading.ahead([f"{flight.item.model}:{flight.item.profile}"])
                 self._work.start(self._fetch_and_prepare(flight), "fetch")
             for group in gathered.groups:
@@ -221,7 +221,7 @@ class Worker:
         self.queues.wake()
 
     def _dispatch(self, flight: InFlight) -> None:
-        if flight.hosted is not None:  # None: it was settled meanwhile
+        if flight.hosted is not None:  # None if it was settled meanwhile
             self._dispatches[flight.hosted.device].add(flight)
 
     def _is_tokenising(self) -> bool:
@@ -241,19 +241,19 @@ class Worker:
         return self.source.assignment.models()
 
     def _on_less(self) -> None:
-        """Adjust the pulls: less work waits for a device."""
+        """Set the credit of the consumers again, because less work waits for a device."""
         self.source.refill_soon()
 
     def _on_free(self, consumer: str) -> None:
-        """Adjust the pulls from one consumer, which may deliver again."""
+        """Set the credit of one consumer again, because a work item that held it up is gone."""
         self.source.pulling.refill_one(consumer)
 
     def _on_role(self, hosted: ModelState) -> None:
-        """Adjust all pulls: a model was unloaded, closed to new work, or opened again."""
+        """Set the credit of all consumers again: a model was unloaded, closed to new work, or opened again."""
         self.source.pulling.refill_all()
 
     def _on_unloaded(self, model: str) -> None:
-        """Prevent that a model is loaded in advance which an operator has just unloaded."""
+        """Prevent loading a model in advance that an operator has just unloaded."""
         self.source.assignment.unloaded(model)
 
     async def _on_reconnect(self) -> None:

@@ -19,13 +19,13 @@ import msgspec
 from sie_contracts.errors import NotFound, NotReady
 
 LIMIT_S = 40.0  # seconds for one run of `sie doctor`; longer than its slowest check may take
-FRESH_S = 5.0  # seconds during which a report is returned again without a new run
+FRESH_S = 5.0  # seconds after a run during which its report is returned to further requests, without a new run
 MAX_BYTES = 1 << 20
 _logger = logging.getLogger("sie.gateway.doctor")
 
 
 class Doctor:
-    """Runner of `sie doctor`. At most one run is in progress: requests that arrive during a run wait for its report."""
+    """Runs `sie doctor`, one run at a time. Requests that arrive during a run get the report of this run."""
 
     def __init__(self, host: str, port: int, data_dir: Path | None) -> None:
         """Choose the cluster to check. If a `sie serve` runs this gateway, `data_dir` is its data folder, and the
@@ -40,8 +40,8 @@ class Doctor:
         self._at_s = -FRESH_S
 
     async def report(self) -> dict[str, Any]:
-        """Return the document of `sie doctor --json`. Raises NotFound if the command is not installed, NotReady if it
-        does not end in time or prints no JSON.
+        """Return the JSON document that `sie doctor --json` prints. Raises NotFound if the command is not installed,
+        NotReady if it does not end in time or prints no JSON.
         """
         if importlib.util.find_spec("sie_cli") is None:
             raise NotFound(

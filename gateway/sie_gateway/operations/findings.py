@@ -22,12 +22,15 @@ from sie_contracts.status import QueueInfo
 from sie_gateway.fleet.pool_rules import HIDDEN
 
 MAX_FINDINGS = 50
-CLOCK_S = 2.0  # seconds that a worker's clock may differ from the broker's clock; keys expire by these clocks
+# seconds that a worker's clock may differ from the broker's clock before this is reported; workers and gateways decide
+# by their own clocks whether an API key has expired
+CLOCK_S = 2.0
 WINDOW_S = 300.0  # seconds of the history in which refusals are counted
 REFUSED_SHARE = 0.01
 STUCK_S = 60.0  # seconds; a queue whose oldest message is older is reported, as by the alert SIEQueueStuck
 GROWTH_S = 60.0
-GROWTH = 1.5  # factor by which a queue must grow in GROWTH_S to count as a fault
+# factor by which the number of messages in a queue must grow within GROWTH_S seconds before this is reported
+GROWTH = 1.5
 GROWN_MESSAGES = 100  # messages; the growth of a shorter queue is not reported
 _GPUS = re.compile(r"(?i)(^|[-_])(t4|v100|p100|a10g?|a30|a40|a100|l4|l40s?|h100|h200|b200|gb200|rtx\w*)([-_]|$)")
 
@@ -39,7 +42,8 @@ _START = (
     "start one: `sie sidecar` and `sie adapter` with one SIE_IPC_SOCKET_PATH, or raise the replicas of a worker pool"
 )
 _BROKER = "`sie doctor` tests the broker, its streams and its disk"
-# remedy by error code. For other codes there is none: the request itself is wrong, or its model is still being loaded
+# by error code: what an operator can do. Other codes are not reported, because the request is wrong, or its model is
+# still being loaded
 _REFUSALS = {
     "QUEUE_FULL": _CAPACITY,
     "RATE_LIMITED": "`sie keys list` shows the limits of the keys; `sie keys create` makes a key with higher ones",
@@ -58,7 +62,7 @@ _ENTRY = (
     "change its entry (`sie models set {name}`), or make the revision before it the newest again "
     "(`sie models history {name}`, `sie models rollback {name} REVISION`)"
 )
-# remedy for a failed load, by error class; {name} is the model
+# by error class: what an operator can do about a failed load; {name} is replaced by the name of the model
 _LOADS: Mapping[LoadErrorClass, str] = {
     "OOM": "give it a larger worker, or fewer models beside it (`sie models unload {name}`)",
     "NETWORK": "let the worker reach the source of the weights that the reason names and write them to its disk, or "
@@ -75,12 +79,12 @@ _LOADS: Mapping[LoadErrorClass, str] = {
 
 
 def _of_load(error_class: str, model: str) -> str:
-    """Return the remedy for a failed load, by the class of its error."""
+    """Return what an operator can do about a failed load with this error class."""
     remedy = next((text for name, text in _LOADS.items() if name == error_class), _LOADS["UNKNOWN"])
     return remedy.format(name=shlex.quote(model.partition(":")[0]))
 
 
-# remedy for a worker that is not healthy, by the first words of its reason
+# by the first words of the reason why a worker is not healthy: what an operator can do
 _UNHEALTHY = {
     "preloading": "it serves as soon as these models of its SIE_PRELOAD_MODELS are loaded or given up",
     "draining": "it ends by request, and gets no more work: start it again, or another worker",
@@ -95,8 +99,8 @@ _ADAPTER = "its other devices do the work meanwhile; the log of its adapter says
 
 
 def of_workers(workers: Sequence[WorkerInfo]) -> list[ClusterFinding]:
-    """List the workers that are not healthy, the workers that compute on the CPU of a machine with a GPU, and devices
-    of healthy workers without an adapter.
+    """List three kinds of faults: workers that are not healthy, workers that compute on the CPU although their machine
+    profile names a GPU, and devices without an adapter in healthy workers.
     """
     if not workers:
         return [ClusterFinding(check="gateway", wrong="no worker is there: requests wait or are refused", fix=_START)]
@@ -130,7 +134,9 @@ def of_workers(workers: Sequence[WorkerInfo]) -> list[ClusterFinding]:
 
 
 def of_loads(errors: Iterable[tuple[str, Mapping[str, ErrorInfo]]]) -> list[ClusterFinding]:
-    """List the failed loads: one finding for each worker and cause. `errors`: by worker and model."""
+    """List the failed loads: one finding for each worker and error message. `errors`: pairs of a worker's name and its
+    errors by model.
+    """
     # one error can hit several profiles of a model that share one copy of the weights: they are listed together
     failed: dict[tuple[str, str, str], list[str]] = defaultdict(list)
     for worker, by_model in errors:

@@ -106,7 +106,8 @@ async def metrics(gateway: Gateway, request: Request) -> Response:
     """Return metrics for Prometheus. Raises NotFound if SIE_GATEWAY_API_METRICS is off."""
     if not gateway.settings.gateway_api_metrics:
         raise NotFound(
-            "/metrics is on the port SIE_GATEWAY_METRICS_PORT; SIE_GATEWAY_API_METRICS=true serves it here as well"
+            "/metrics is served on the port SIE_GATEWAY_METRICS_PORT; set SIE_GATEWAY_API_METRICS=true to serve it on "
+            "this port too"
         )
     text, content_type = scrape(gateway.metrics.registry, request.headers.get("accept", ""))
     return Response(text, headers={"content-type": content_type})
@@ -116,11 +117,11 @@ async def metrics(gateway: Gateway, request: Request) -> Response:
 
 
 def _resolved_models(gateway: Gateway, request: Request) -> tuple[Resolved, ...]:
-    """Return the models of a name: one model, or all models of an alias. Raises ModelNotFound, BundleConflict,
+    """Return the model with this name, or all models of an alias with this name. Raises ModelNotFound, BundleConflict,
     InvalidInput.
     """
     name = request.path_params["model"]
-    gateway.inference.resolve(name)  # raises the error for an unknown name, which suggests similar names
+    gateway.inference.resolve(name)  # called only for its error, which suggests similar names
     return resolve_all(gateway.inference.catalogue, name.removesuffix("/"))
 
 
@@ -165,7 +166,7 @@ async def unload(gateway: Gateway, request: Request) -> Response:
     models, headers = _resolved_models(gateway, request), request.headers
     places: list[Where] = []
     for resolved in models:
-        lane = gateway.inference.lane(headers, resolved)  # refuses an unknown pool or machine profile
+        lane = gateway.inference.lane(headers, resolved)  # raises an error for an unknown pool or machine profile
         by_profile = bool(headers.get("x-sie-machine-profile", "").strip())
         by_pool = by_profile or bool(headers.get("x-sie-pool", "").strip())
         places.append(Where(lane.pool if by_pool else "", lane.machine_profile if by_profile else ""))

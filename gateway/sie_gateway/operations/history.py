@@ -50,7 +50,7 @@ STEPS = 360
 MINUTE_S = 60
 # requests of one key and minute that are recorded in full: the slowest, and the last failed ones
 SLOWEST, FAILED = 5, 5
-MAX_OWNERS = 8  # keys with lists of their own in one minute; further keys of that minute share one list
+MAX_OWNERS = 8  # API keys with a separate list of records in one minute; the requests of further keys share one list
 MAX_TEXT = 300  # characters that are stored of an error message, and of a requested model name that does not exist
 MAX_CHUNKS = 32  # chunks of a request that its record describes; a chunk is the part of a request in one message
 STAGES_TOLD = (*STAGES, "total_time")
@@ -67,9 +67,9 @@ class Note(NamedTuple):
     """Record of a request that has ended."""
 
     total_ms: float
-    number: int  # makes notes with equal times comparable; `fields` are not comparable
+    number: int  # sorts notes with equal times; without it `fields` would be compared, which is impossible
     fields: dict[str, Any]
-    owner: str  # key of the request's credential
+    owner: str  # id of the API key that sent the request
 
 
 @dataclass
@@ -108,8 +108,8 @@ class _Minute:
     remaining: _SlowestNotes = field(default_factory=_SlowestNotes)
 
     def places(self, owner: str) -> _SlowestNotes:
-        """Return the lists of a key's requests. Each key has its own, so that many slow requests of one key do not push
-        out those of another key.
+        """Return the list of records for an API key. Keys have separate lists, so that many slow requests of one key do
+        not remove the records of another key.
         """
         if owner not in self.owners and len(self.owners) >= MAX_OWNERS:
             return self.remaining
@@ -213,8 +213,8 @@ def quantile(counts: array[int], share: float) -> float:
 
 
 def _joined(at: int, steps: list[_HistoryBucket]) -> dict[str, Any]:
-    """Sum the counts of several steps. Add the median and the 99th percentile of each stage in ms, in the order of
-    STAGES_TOLD.
+    """Return the summed counts of several steps, with the median and the 99th percentile of each stage in ms, in the
+    order of STAGES_TOLD.
     """
     errors: Counter[str] = Counter()
     for step in steps:
@@ -270,9 +270,10 @@ class RequestLogger:
 
     def __init__(self) -> None:
         self._told = 0  # refused requests in this interval
-        # refused requests without a line of their own; the keys have few values, so they cannot grow without limit
+        # number of refused requests that have no log line, by endpoint, status and code; these have few values, so the
+        # counter stays small
         self._left_out: Counter[str] = Counter()
-        self._timer: asyncio.TimerHandle | None = None  # set while an interval runs
+        self._timer: asyncio.TimerHandle | None = None  # timer for the end of the interval; None while no interval runs
 
     def ended(self, call: Call, endpoint: str, status: int, seconds: float) -> None:
         """Log an answered request. If it was refused and MAX_REFUSED_LINES were logged in this interval, only
@@ -321,7 +322,9 @@ def log_request(call: Call, endpoint: str, status: int, seconds: float) -> None:
 
 
 MAX_LINES = 5_000
-MAX_REQUESTS = 20_000  # requests whose key is remembered. The lines of older requests are shown to administrators only
+# requests for which the API key is stored. Older requests' log lines are shown to administrators only, because their
+# key is unknown
+MAX_REQUESTS = 20_000
 MAX_CHARS = 500  # characters of a line
 
 
@@ -346,7 +349,7 @@ class LogTail(logging.Handler):
         self._owners: dict[str, str] = {}  # key that sent each request, by request id; the oldest request is first
 
     def admitted(self, request: str, owner: str) -> None:
-        """Remember which key sent a request."""
+        """Store which API key sent a request."""
         if len(self._owners) >= MAX_REQUESTS:
             del self._owners[next(iter(self._owners))]
         self._owners[request] = owner

@@ -90,8 +90,8 @@ def model_info(catalogue: Catalogue, fleet: Fleet, entry: ModelEntry, profile: s
 
 
 def _precision(own: str | None, reports: Sequence[tuple[Heartbeat, ModelStatus]]) -> dict[str, Any]:
-    """Return the requested precision, the precisions in use at workers, and the workers' reasons for a difference.
-    `own` is the request of the entry or profile; without it, the workers' own default counts.
+    """Return the requested precision, the precisions in use at workers, and the workers' reasons if these differ.
+    `own`: precision in the entry or profile; None: the default that the workers report.
     """
     reported = [status.precision for _, status in reports if status.precision is not None]
     requested = own or next((precision.requested for precision in reported if precision.requested), None)
@@ -122,7 +122,7 @@ def _capabilities(entry: ModelEntry) -> list[str]:
 
 
 def _host(beat: Heartbeat, status: ModelStatus) -> dict[str, Any]:
-    """Return a worker's report about one model as a host of ModelInfo."""
+    """Return a worker's report about one model, in the form of the field `hosts` of ModelInfo."""
     error = status.error
     return {
         "worker": beat.worker,
@@ -206,8 +206,8 @@ async def model_list(
     """Return the models in the order of their names, each followed by its variants; then the aliases.
 
     `text` selects models: each of its words must occur in the name or in the entry's description, license, tasks,
-    inputs or outputs, in upper or lower case. With `limit`, return only the first models. If there is no filter but
-    `text`, the other models are not even described, which saves time.
+    inputs or outputs, in upper or lower case. With `limit`, return only the first models. `total` is exact in any case;
+    without the filters `task`, `output` and `loaded`, this needs no description of the other models.
     """
     names = listed_names(catalogue, text.lower().split(), variants=variants)
     if loaded:
@@ -238,8 +238,9 @@ async def model_list(
 
 
 def listed_names(catalogue: Catalogue, words: Sequence[str], *, variants: bool) -> list[tuple[str, str | None]]:
-    """Return pairs of entry and profile in the order of their names, then each usable alias with None as its profile.
-    All of `words` must occur in the name or, for an entry, in its description, license, tasks, inputs or outputs.
+    """Return pairs (id of the entry, profile) in the order of their names; then a pair (name, None) for each usable
+    alias. All of `words` must occur in the name or, for an entry, in its description, license, tasks, inputs or
+    outputs.
     """
     names: list[tuple[str, str | None]] = []
     for _, entry in sorted(catalogue.entries.items()):

@@ -34,7 +34,7 @@ _SLICE = 200  # models that are described in one go, which takes a millisecond o
 
 
 async def _listed(gateway: Gateway) -> AsyncIterator[tuple[str, Resolved]]:
-    """Yield each model that returns dense vectors, after its name with a tag."""
+    """Yield a pair for each model that returns dense vectors: its name with a tag, and the model."""
     catalogue = gateway.inference.catalogue
     for number, (name, profile) in enumerate(listed_names(catalogue, (), variants=True), 1):
         if profile is None:
@@ -74,7 +74,7 @@ async def running(gateway: Gateway, request: Request) -> Response:
     """Return the loaded models that return dense vectors."""
     models = []
     async for name, resolved in _listed(gateway):
-        # True for a variant that uses the loaded weights of its model, which is listed itself
+        # True for a variant that shares the loaded weights of another name; only that name is listed
         is_shared = resolved.residency != resolved.canonical
         state, _ = gateway.fleet.model(resolved.residency)
         if state == "loaded" and not is_shared:

@@ -65,7 +65,7 @@ async def cluster(gateway: Gateway, request: Request) -> Response:
 
 
 async def placement(gateway: Gateway, request: Request) -> Response:
-    """Return the placement: the workers that host each model."""
+    """Return which workers hold each model, by lane."""
     return json_response(gateway.status.placed(request.query_params.get("filter", ""), _grant(request)))
 
 
@@ -102,8 +102,8 @@ async def request(gateway: Gateway, request: Request) -> Response:
 
 
 async def request_log(gateway: Gateway, request: Request) -> Response:
-    """Return the newest lines of this gateway's log about a request. The list is empty if all of them were overwritten
-    by newer lines.
+    """Return the lines of this gateway's log about a request. The log in memory has only the newest lines, so the list
+    may be empty.
     """
     return json_response({"lines": gateway.status.log.lines_of(request.path_params["request"], _grant(request))})
 

@@ -120,7 +120,9 @@ def _name(value: object) -> str:
 
 
 def _counts(body: Mapping[str, Any], field: str, profiles: Collection[str]) -> dict[str, int]:
-    """Read the field's numbers by machine profile, with each name as `profiles` spells it. Raises InvalidInput."""
+    """Read a field that maps machine profiles to numbers. Return the numbers by the name in `profiles`. Raises
+    InvalidInput.
+    """
     counts = body.get(field)
     if counts is None:
         return {}
@@ -181,12 +183,12 @@ async def _body(request: Request) -> object:
 
 
 async def _written(work: Awaitable[T]) -> T:
-    """Wait for a change of the pools. Raises QueueUnavailable if the broker does not store it."""
+    """Return the result of a change of the pools. Raises QueueUnavailable if the broker does not store the change."""
     try:
         return await work
     except BrokerError as error:
         _logger.warning("the broker did not store a change of a pool: %s", error)
-        raise QueueUnavailable("the broker did not store the change of the pool") from error
+        raise QueueUnavailable("the broker did not store the change of the pool: try again") from error
 
 
 def _grant(request: Request) -> Grant:
@@ -203,8 +205,8 @@ def _named(request: Request) -> str:
 
 
 def _profiles(gateway: Gateway) -> set[str]:
-    """Return the configured machine profiles. If none are configured, return the machine profiles of the workers and of
-    this installation.
+    """Return the machine profiles that the settings list. If they list none, return the profiles of the present workers
+    and of this gateway's own settings.
     """
     settings = gateway.settings
     if settings.gateway_configured_gpus:
@@ -231,7 +233,9 @@ async def assignment(gateway: Gateway, request: Request) -> Response:
     worker, grant = request.query_params.get("worker", ""), _grant(request)
     served = gateway.pools.assigned(worker)
     if grant.name != WORKERS_NAME and not all(map(gateway.pools.visible(grant), served)):
-        raise PoolNotFound("this worker serves a reservation of another key", param="worker")
+        raise PoolNotFound(
+            "this worker serves a reservation of another API key, so its pools are not shown", param="worker"
+        )
     pinned = gateway.pools.pinned(served)
     return json_response(Assignment(worker=worker, pools=list(served), pinned_models=pinned or UNSET))
 

@@ -50,9 +50,10 @@ class Replays:
         self._on_published = on_published
 
     async def run(self, located: DeadLetterEntry, timeout_s: float) -> WorkResult:
-        """Publish the work of a letter again and return the result. The letter is removed if no input failed.
+        """Publish the work of a letter again, wait for its result and return it. The letter is removed if no input
+        failed.
 
-        `timeout_s` limits the wait, and is the budget of the published work. Raises Unreadable before anything is
+        `timeout_s`: seconds to wait, which the work also gets as its budget. Raises Unreadable before anything is
         published, TimeoutError if no result arrives in time, BrokerError.
         """
         if located.item is None:

@@ -50,15 +50,15 @@ from sie_runtime.process import Stop
 
 EVERY_S = 1.0
 MAX_ASKED = 16  # workers checked in one round, as a check takes 0.1 ms; the next round continues with the next workers
-LOOKED_S = 5.0  # seconds after the last request of a page; then the checks stop
+LOOKED_S = 5.0  # seconds after the last request of an open page until the checks of its workers stop
 # seconds to wait for the broker's report that nobody subscribes to a subject. A connected worker sends no reply, so
 # this time passes
 HEARD_S = 0.5
 
 
 class WorkerProbe:
-    """Check for workers that lost their connection to the broker. `gone`: the workers found without one. One task calls
-    `run`.
+    """Finds workers that have lost their connection to the broker. `gone`: the workers that had none at the last check.
+    One task calls `run`.
     """
 
     def __init__(self, bus: Bus, clock: Callable[[], float] = time.monotonic) -> None:
@@ -92,7 +92,8 @@ class WorkerProbe:
             await self._bus.request(topology.assigned_subject(worker), b"", HEARD_S)
         except NoResponder:
             return True
-        # no reply: the worker is connected. Or the broker is unreachable, which other modules report
+        # no reply in time: there is a subscriber, so the worker is connected. Or the broker is unreachable, which other
+        # modules report
         except BrokerError:
             return False
         return False
@@ -230,8 +231,8 @@ class ClusterStatus:
         nats_monitor_url: str | None,
         visible: Callable[[Grant], Callable[[str], bool]] = lambda grant: lambda pool: True,
     ) -> None:
-        """Create the status. `visible(grant)` returns a function that returns True if the grant's credential may read
-        the name of a pool. Raises SettingError if the workers are to be read from Kubernetes but the gateway does not
+        """Create the status. `visible(grant)` returns a function that returns True for the name of a pool that this
+        credential may read. Raises SettingError if the workers are to be read from Kubernetes but the gateway does not
         run in a pod.
         """
         self._settings = settings
@@ -258,8 +259,8 @@ class ClusterStatus:
         self._placed = CachedSummary(self._look_at_tables)
 
     async def run(self, stop: Stop) -> None:
-        """Store log lines; every DEAD_EVERY_S measure the queues and read the number of dead letters. Ends at
-        `stop`.
+        """Store log lines; every DEAD_EVERY_S seconds, record the lengths of the queues and read the number of dead
+        letters. Ends at `stop`.
         """
         with self.log.listening():
             while not await stop.wait_for(DEAD_EVERY_S):
@@ -319,7 +320,9 @@ class ClusterStatus:
         )
 
     def queues(self) -> tuple[list[QueueInfo], list[QueueInfo]] | None:
-        """Return the queues of the lanes, and the queues of single models. None while the numbers are unknown."""
+        """Return the queues of the lanes, and the queues of single models, as two lists. None while the numbers are
+        unknown.
+        """
         if not self._lag.is_known:
             return None
         return _queues(_OF_LANE, self._lag.lanes()), _queues(("model", *_OF_LANE), self._lag.models())
@@ -423,7 +426,7 @@ class ClusterStatus:
                 return socket.frame if status is None or self._visible(grant)(status.pool_name) else None
 
             if frame() is None and socket.frame is not None:
-                raise NotFound("this worker serves a reservation of another key")
+                raise NotFound("this worker serves a reservation of another API key, so its status is not shown")
             frames = self._frames.setdefault((grant.key, socket), ViewerFrames(frame, WORKER_EVERY_S))
             await self._show(frames, scope, receive, send)
 

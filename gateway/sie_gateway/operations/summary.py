@@ -28,7 +28,9 @@ Pooled = TypeVar("Pooled", WorkerInfo, QueueInfo)
 
 
 class CachedSummary(Generic[T]):
-    """Cache of the result of `build`. The result is used again until building takes at most COST_SHARE of the time."""
+    """Cache of the result of `build`. The result is returned again until enough time has passed that building takes at
+    most COST_SHARE of it.
+    """
 
     def __init__(self, build: Callable[[], T]) -> None:
         self._build = build
@@ -109,8 +111,8 @@ class LaneTable:
     def from_table(
         cls, table: Placement, lane: Lane, beats: Sequence[Heartbeat], waiting: Waitings, now_s: float
     ) -> LaneTable:
-        """Build the rows from a placement. `beats`: heartbeats of the lane's healthy workers. `waiting`: waiting
-        messages.
+        """Build the rows from the placement of a lane. `beats`: heartbeats of its healthy workers. `waiting`: messages
+        that wait, by model and lane.
         """
         reports = {beat.worker: {status.model: status for status in beat.models} for beat in beats}
         rows = list[dict[str, Any]]()

@@ -82,12 +82,12 @@ class Backlog:
         self._read[pool] = (asked_s, counts, _by_priority(counts))
 
     async def oldest(self, pool: str, subjects: Sequence[str]) -> list[StreamMessage | None]:
-        """Return the oldest message of each subject, which may have wildcards; None if it has no message. Raises
-        BrokerError.
+        """Return the oldest message of each subject, or None for a subject without messages. Subjects may have
+        wildcards. Raises BrokerError.
         """
         stream = topology.stream_name(pool)
         questions = (self._queue.first_stored(stream, subject=subject) for subject in subjects)
-        # an error of one query does not leave the others running
+        # waits for all queries, so that none is still running after this call if one of them fails
         answers = await asyncio.gather(*questions, return_exceptions=True)
         failed = next((answer for answer in answers if isinstance(answer, BaseException)), None)
         if failed is not None:

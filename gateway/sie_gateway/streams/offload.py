@@ -31,8 +31,8 @@ LONGEST_PAUSE_S = 600.0
 
 
 def life_s(settings: Settings, max_age_s: float) -> int:
-    """Return the seconds for which the store keeps a payload: longer than the life of a message with its key. Raises
-    SettingError.
+    """Return for how many seconds the store keeps a payload: longer than a message that names it can exist. Raises
+    SettingError if the setting is too low.
     """
     ttl_s = settings.payload_ttl_s
     if ttl_s is None:
@@ -47,7 +47,9 @@ def life_s(settings: Settings, max_age_s: float) -> int:
 
 
 class Offload:
-    """Payloads of this gateway: writes them and removes old ones. `wall_clock` returns seconds since 1970."""
+    """Writes the inputs of work items to the payload store, and removes old ones. `wall_clock` returns seconds since
+    1970.
+    """
 
     def __init__(
         self, store: PayloadStore, life_s: int, metrics: Metrics, wall_clock: Callable[[], float] = time.time

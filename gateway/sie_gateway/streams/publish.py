@@ -53,8 +53,8 @@ from sie_runtime.process import Stop, Tasks, Trouble
 ROUND_S = 10.0
 SWEEP_S = 60.0
 IDLE_S = 3600.0
-# seconds without a message after which a consumer may be deleted if the stream has too many. Nearly every request ends
-# earlier; the gateway of a longer one would create its consumer again
+# seconds without a message after which a consumer is deleted if the stream has too many consumers. Nearly all requests
+# take less time; for a longer one, its gateway creates the consumer again
 CROWDED_IDLE_S = 300.0
 _AT_ONCE = 16
 _ATTEMPTS = 3
@@ -85,8 +85,8 @@ def _routes(lane: Lane, priority: str, model: str, ack_wait_s: float) -> tuple[W
 
 
 def rests(before: Mapping[str, Rest], states: Iterable[ConsumerState], now_s: float) -> dict[str, Rest]:
-    """Return since when each consumer has been unused: nothing delivered, waiting or leased. For a consumer in use this
-    is now. `before`: the result of the previous call, because the broker does not store these times.
+    """Return for each consumer since when it has been unused: nothing delivered, waiting or leased. For a consumer in
+    use this is now. `before`: the result of the previous call, because the broker does not store these times.
     """
     resting = {}
     for state in states:
@@ -97,9 +97,9 @@ def rests(before: Mapping[str, Rest], states: Iterable[ConsumerState], now_s: fl
 
 
 def given_up(resting: Mapping[str, Rest], now_s: float, limit: int, idle_s: float) -> list[str]:
-    """Return the names of the consumers to delete: all that were unused for `idle_s`. If more than 15/16 of `limit`
-    models would still have their own consumer, also the longest unused of these, down to 15/16. Then a model that gets
-    work can have its own consumer.
+    """Return the names of the consumers to delete: first all that were unused for `idle_s`. If after that more than
+    15/16 of `limit` models have their own consumer, delete also the longest unused of these until 15/16 are left. So
+    there is room for models that get work next.
     """
     order = sorted(resting, key=lambda name: resting[name].since_s)
     idle = [name for name in order if now_s - resting[name].since_s >= idle_s]
@@ -114,8 +114,8 @@ def given_up(resting: Mapping[str, Rest], now_s: float, limit: int, idle_s: floa
 class StreamConsumers:
     """Consumers of one stream: those that exist, and those that this gateway needs.
 
-    `limit` is the number of models with their own consumer. Each gateway counts by itself, so several gateways that
-    create consumers at the same time can exceed it.
+    At most `limit` models have their own consumer. Each gateway counts by itself, so the limit can be exceeded if
+    several gateways create consumers at the same time.
     """
 
     def __init__(
@@ -152,7 +152,8 @@ class StreamConsumers:
         name = own.consumer.name
         route = own if name in self._own or len(self._own) < self._limit else shared
         if route is own:
-            # counts towards the limit before it is created; the next refresh corrects the set if the creation failed
+            # added before the consumer exists, so that the next requests count it; if the creation fails, the next
+            # refresh removes it
             self._own.add(name)
         spec = route.consumer
         held = self._held.get(spec.name)
@@ -193,7 +194,9 @@ class StreamConsumers:
             self._ensuring.begin(spec.name, functools.partial(self._make, spec))
 
     def _needed(self, name: str) -> ConsumerSpec | None:
-        """Return the spec of this consumer if a request of this gateway still needs it, else None."""
+        """Return the spec of this consumer if a request of this gateway still waits for messages that it delivers, else
+        None.
+        """
         held = self._held.get(name)
         return held[0] if held is not None and held[1] > self._clock() else None
 
@@ -242,10 +245,11 @@ class StreamConsumers:
             )
 
     async def sweep(self, ack_wait_s: float) -> int:
-        """Delete unused consumers, then create those again that are needed by now. Return the number of deletions.
+        """Delete unused consumers. Create those again for which messages have arrived meanwhile. Return the number of
+        deletions.
 
-        Raises BrokerError. If some were deleted before it, the next refresh of any gateway creates those again that are
-        needed.
+        Raises BrokerError. If this happens after some deletions, the next refresh of any gateway creates the needed
+        ones again.
         """
         now_s = self._clock()
         self._rests = rests(self._rests, await self._broker.consumer_states(self._stream), now_s)
@@ -280,8 +284,8 @@ class WorkConsumers:
         idle_s: float = IDLE_S,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Start without pools; `follow` adds them. `clock` is the clock of the requests' deadlines. `idle_s`: seconds
-        without a message after which a consumer is deleted.
+        """Create the object without pools; `follow` adds them. `clock` is the clock of the requests' deadlines.
+        `idle_s`: seconds without a message after which a consumer is deleted.
         """
         self._broker = broker
         self._settings = settings
@@ -328,7 +332,7 @@ class WorkConsumers:
         """
         stream = self._streams.get(pool)
         if stream is None:
-            raise PoolNotFound("the pool of this request has ended")
+            raise PoolNotFound("the reservation whose pool this request uses has ended")
         await stream.ensure(spec)
 
     def stream_recreated(self, pool: str) -> None:
@@ -471,8 +475,8 @@ class WorkQueue:
 
     @property
     def result_bytes(self) -> int:
-        """Return how many bytes of results fit into one message. The result of an input that is larger is sent in
-        several messages.
+        """Return how many bytes of results fit into one message. If the result of a single input is larger, it is sent
+        in several messages.
         """
         return max(1, self._broker.max_payload - HEADROOM_BYTES)
 
@@ -508,8 +512,8 @@ class WorkQueue:
     async def _ensure_pool(self, pool: str) -> None:
         self._require(pool)
         reserved = self._is_reservation(pool)
-        # no stream of dead letters for a reservation: letters must outlive it, so its workers write them to the stream
-        # of the pool they come from
+        # a reservation gets no stream of dead letters: letters must outlive it, so its workers write them to the stream
+        # of their original pool
         if not reserved:
             await self._ensure_dead_letters(pool)
         spec = work_spec(self._settings, pool, reserved=reserved)
@@ -527,7 +531,9 @@ class WorkQueue:
 
     def _require(self, pool: str) -> None:
         if not self._serves(pool):
-            raise PoolNotFound(f"there is no pool {pool!r} any more: its lease is over", param="X-SIE-Pool")
+            raise PoolNotFound(
+                f"the pool {pool!r} does not exist any more, because its lease has ended", param="X-SIE-Pool"
+            )
 
     async def forget_pool(self, pool: str) -> None:
         """Remove what this gateway remembers of an ended reservation's pool."""
@@ -631,8 +637,9 @@ class WorkQueue:
         await self.withdraw(pool, [stored for stored in settled if isinstance(stored, StreamPosition)], request)
 
     async def _publish_one(self, lane: Lane, subject: str, item: WorkItem, deadline_s: float) -> StreamPosition:
-        """Publish one message and return its position. If the call is cancelled, a message that may have been stored is
-        withdrawn. After another failure it is not withdrawn: workers drop it when its budget has ended.
+        """Publish one message and return its position in the stream. If the call is cancelled, a message that may have
+        been stored is withdrawn. After another failure it is not withdrawn, because workers drop a message whose budget
+        has ended.
         """
         message_id = f"{item.request}.{item.chunk}.{item.attempt}"
         stored, tried = StreamPosition("", 0), False
@@ -670,8 +677,8 @@ class WorkQueue:
         return stored
 
     async def _take_back(self, pool: str, subject: str, data: bytes, message_id: str, request: str) -> None:
-        """Withdraw a message that may or may not be stored. To get its sequence, publish it again: the broker
-        recognises the message id and returns the sequence of the first message.
+        """Withdraw a message that may or may not be stored. Its sequence is found by publishing it again: the broker
+        recognises the message id and returns the sequence of the stored message.
         """
         with contextlib.suppress(BrokerError):  # after an error, the age limit of the stream removes the message
             created = self._created.get(pool, "")
@@ -695,7 +702,7 @@ class WorkQueue:
             async with asyncio.timeout(max(0.0, end_s - time.perf_counter()) + LAST_ATTEMPT_S):
                 await self._patiently(attempt, pool, end_s)
         except TimeoutError as error:
-            raise QueueUnavailable("the broker did not answer in time") from error
+            raise QueueUnavailable("the broker did not store the work of this request in time") from error
 
     async def _patiently(self, attempt: Callable[[], Awaitable[None]], pool: str, end_s: float) -> None:
         while True:
@@ -714,7 +721,7 @@ class WorkQueue:
                 ) from error
             except BrokerUnavailable as error:
                 if time.perf_counter() + 0.1 >= end_s:
-                    raise QueueUnavailable("the broker could not be reached") from error
+                    raise QueueUnavailable("the gateway has no connection to the broker") from error
                 # only a pause: the client library reconnects by itself
                 await asyncio.sleep(0.1)
                 if self._broker.connected:
@@ -726,11 +733,11 @@ class WorkQueue:
                 return
 
     async def withdraw(self, pool: str, stored: Sequence[StreamPosition], request: str = "") -> None:
-        """Remove messages whose request has ended, waiting or leased. If the broker cannot do it now, the age limit of
-        the stream removes them later.
+        """Remove messages whose request has ended, both waiting and leased ones. If the broker cannot do it now, the
+        age limit of the stream removes them later. Messages of an earlier stream that was lost are skipped.
 
-        Messages of an earlier stream that was lost are skipped. With `request`, tell the workers afterwards to cancel
-        that request. Not before: a worker that drops its messages would pull more of them.
+        With `request`, the workers are told afterwards to cancel this request. If they were told first, a worker that
+        drops its messages of the request would pull further ones.
         """
         if stored and self._serves(pool):
             try:
@@ -744,7 +751,7 @@ class WorkQueue:
             try:
                 await self._broker.send(topology.cancel_subject(pool), messages.encode(CancelRequests((request,))))
             except BrokerError as error:
-                _logger.info("request %s: its cancellation was not sent to the workers: %s", request, error)
+                _logger.info("request %s: the workers could not be told that it was cancelled: %s", request, error)
 
     async def _remove(self, stream: str, stored: Sequence[StreamPosition]) -> None:
         """Delete messages from the stream, except messages of an earlier stream of this name. Raises BrokerError."""

@@ -33,8 +33,8 @@ class SharedTasks:
         return task
 
     async def run(self, key: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Wait for the task of this key; start it if there is none. Raises the task's exception. If the task was
-        cancelled by `stop`, raises BrokerUnavailable, because CancelledError would mean that the caller was cancelled.
+        """Wait for the task of this key; start it if there is none. Raises the task's exception. If `stop` cancelled
+        the task, raise BrokerUnavailable: CancelledError would wrongly mean that the caller itself was cancelled.
         """
         task = self.begin(key, work)
         await asyncio.wait([task])

@@ -34,9 +34,10 @@ from sie_sidecar.batching.sizing import LEAD_S, Ask, binds, fitting
 T = TypeVar("T")
 
 READY_PER_LANE = 2  # full batches that may wait for each lane; a lane is a place for one running batch on the device
-TIMES_OVER = 20  # about this many last batches determine the predicted time of a batch of one model
-MAX_TIMES = 1024  # models whose batch times are stored at most
-LOOK_AHEAD = 4  # for a model with padding, the entries of this many batches are searched for similar lengths
+TIMES_OVER = 20  # number of last batches of a model from which the time of its next batch is predicted
+MAX_TIMES = 1024  # maximum number of models whose batch times are stored
+# number of batches whose entries are compared, to find entries of similar length for a model with padding
+LOOK_AHEAD = 4
 
 
 class BatchKey(NamedTuple):
@@ -57,9 +58,9 @@ class BatchKey(NamedTuple):
 
 @dataclass(frozen=True)
 class BatchLimits:
-    """Limits of a batch: `cost` tokens, `requests` work items, `wait_s` seconds that its oldest entry may wait.
-    `bulk_max_overtakes`: interactive batches in a row while bulk work waits. `media_bytes`: bytes of pixels and audio
-    features.
+    """Limits of a batch: `cost` tokens, `requests` work items, `wait_s` seconds that its oldest entry may wait,
+    `media_bytes` bytes of pixels and audio features. `bulk_max_overtakes`: how many interactive batches in a row may be
+    sent while bulk work waits.
 
     `reorder_s`: for a model with padding, an entry may run before an older one of the same key only if it arrived at
     most this many seconds later.
@@ -70,7 +71,7 @@ class BatchLimits:
     wait_s: float
     bulk_max_overtakes: int = 4
     reorder_s: float = 0.25
-    # below 128 MiB, the limit of one frame to the adapter
+    # less than 128 MiB, which is the limit for one frame to the adapter
     media_bytes: int = 96 << 20
 
 
@@ -131,7 +132,9 @@ class Batch(Generic[T]):
 
 @dataclass(frozen=True)
 class WaitUntil:
-    """Result of `next_batch`: send no batch before `until_s`. Ask again earlier if an entry arrives or a batch ends."""
+    """Result of `next_batch`: send no batch before `until_s`. If an entry arrives or a batch ends before that, call
+    `next_batch` again.
+    """
 
     until_s: float
 
@@ -153,7 +156,7 @@ class _KeyQueue(Generic[T]):
         return idle or self.is_full(limits) or now_s >= self.head_s + limits.wait_s
 
     def is_full(self, limits: BatchLimits) -> bool:
-        """Return True if the next batch of this queue would not grow by waiting."""
+        """Return True if the next batch would not become larger by waiting: it is full, or an entry must run alone."""
         return self.alone > 0 or self.cost >= limits.cost or len(self.entries) >= limits.requests
 
     def insert(self, entry: BatchEntry[T], index: int) -> None:
@@ -179,7 +182,9 @@ class _KeyQueue(Generic[T]):
         return entries
 
     def binds(self, limits: BatchLimits, begins_s: float, times: BatchTimes) -> bool:
-        """Return True if a deadline requires that the next batch is not closed early, see `sizing.binds`."""
+        """Return True if an urgent deadline forbids closing the next batch while the device is still busy, see
+        `sizing.binds`.
+        """
         return binds(self._asks(self._together(limits), begins_s), times)
 
     def _asks(self, indexes: Sequence[int], begins_s: float) -> list[Ask]:
@@ -230,8 +235,8 @@ class _KeyQueue(Generic[T]):
 
 
 class _ModelLine(Generic[T]):
-    """Queues of one residency (a model in one copy of its weights), in the order in which their keys take turns.
-    `push_number`: number of its newest place in the heap of its priority.
+    """Queues of one residency (a model in one copy of its weights), one queue for each key, in the order in which they
+    take turns. `push_number`: number of the newest heap entry of this model in `_PriorityLine`.
     """
 
     def __init__(self, name: str, head_s: float) -> None:
@@ -288,14 +293,15 @@ class _PriorityLine(Generic[T]):
         return None
 
     def pick(self, now_s: float, limits: BatchLimits, *, idle: bool) -> _KeyQueue[T] | None:
-        """Return the queue to send from now. None if no queue is ready."""
+        """Return the queue from which the next batch is taken. None if no queue is ready."""
         model = self.oldest()
         if model is None:
             return None
         queue = model.pick(now_s, limits, idle=idle)
         if queue is not None:
             return queue
-        # the oldest entry has not waited for the limit, so no other has: only full queues can be ready
+        # the oldest entry has not waited for the time limit yet, so all others have not either: only full queues can be
+        # ready
         full = (queue for queue in self.queues() if queue.is_full(limits))
         return min(full, key=lambda queue: queue.head_s, default=None)
 
@@ -312,7 +318,7 @@ class _PriorityLine(Generic[T]):
         entries = queue.pop_batch(limits, begins_s, times)
         del model.queues[queue.key]
         if queue.entries:
-            model.queues[queue.key] = queue  # put the queue at the end, so that the other keys of the model come first
+            model.queues[queue.key] = queue  # moves the queue to the end, so that the model's other keys come first
         self._reorder(model)
         return entries
 
@@ -326,7 +332,7 @@ class _PriorityLine(Generic[T]):
             self._reorder(model)
 
     def _reorder(self, model: _ModelLine[T]) -> None:
-        """Update the position of a model after entries were removed."""
+        """Update the position of a model in the heap after entries were removed."""
         if not model.queues:
             del self.models[model.name]
             model.push_number = 0
@@ -455,8 +461,8 @@ def _time_cost(batch: Batch[T]) -> float:
 
 
 class Load(NamedTuple):
-    """Work of this worker that is not at a device yet, in tokens (`cost`) and work items, and the number of lanes of
-    the devices.
+    """Work of this worker that is not at a device yet: `cost` tokens in `items` work items. `lanes`: number of batches
+    that its devices run at the same time.
     """
 
     cost: int
@@ -465,8 +471,8 @@ class Load(NamedTuple):
 
 
 def credit(load: Load, mean_cost: float, limits: BatchLimits) -> int:
-    """Return how many more deliveries the broker may send, if each has `mean_cost` tokens. Together with the present
-    work they fill at most READY_PER_LANE batches for each lane.
+    """Return how many deliveries the broker may send now, if each has `mean_cost` tokens. Together with the present
+    work, these must fill at most READY_PER_LANE batches for each lane.
     """
     cost_left = READY_PER_LANE * load.lanes * limits.cost - load.cost
     items_left = READY_PER_LANE * load.lanes * limits.requests - load.items

@@ -32,7 +32,9 @@ from sie_contracts.settings import Settings
 
 SHARE = 0.4  # part of an entry's remaining time that its batch may take, so that there is time for about two batches
 MAX_LOSS = 0.5  # part of the tokens per second that may be lost if all entries of a full batch need a smaller one
-LEAD_S = 0.01  # seconds that a batch needs to reach the device; it is sent this early, so that the device does not idle
+# seconds before the end of the running batch at which the next batch is sent at the latest, so that the device does not
+# idle
+LEAD_S = 0.01
 # seconds of budget below which an entry counts as urgent while the time of a full batch is unknown
 UNKNOWN_S = 10.0
 
@@ -75,8 +77,8 @@ def binds(asks: Sequence[Ask], times: BatchTimes) -> bool:
 
 
 def _cost(asking: Sequence[Ask], full: float, times: BatchTimes) -> float:
-    """Return the cost of the smallest batch that an urgent entry needs, within the limits of the two rules of this
-    module.
+    """Return the cost of the batch that the urgent entries require: the smallest that one of them needs, as far as the
+    two rules of this module allow.
     """
     smallest_cost = full
     asking_cost = 0.0
@@ -92,8 +94,8 @@ def _cost(asking: Sequence[Ask], full: float, times: BatchTimes) -> float:
 
 
 class DeviceForecast:
-    """Forecast of when a device will have finished the batches at its adapter. It has no clock: times are arguments.
-    `batch`: a number that only one batch at the device has.
+    """Forecast of the time at which a device will have finished the batches at its adapter. It has no clock: times are
+    arguments. `batch`: a number that identifies a batch while it is at the device.
     """
 
     def __init__(self) -> None:
@@ -111,13 +113,13 @@ class DeviceForecast:
             self._free_s = now_s + sum(self._sent.values()) / lanes
 
     def busy_s(self, now_s: float, lanes: int) -> float:
-        """Return the seconds until a batch would begin that is sent now."""
+        """Return the seconds until a batch would begin to run if it were sent now."""
         return max(0.0, self._free_s - now_s) if len(self._sent) >= lanes else 0.0
 
 
-WINDOW = 128  # last answers over which the median is taken
+WINDOW = 128  # number of last answers from which the median is computed
 WINDOW_S = 10.0  # seconds after which an answer no longer counts
-EVERY = 16  # answers between two computations of the median, which is not free
+EVERY = 16  # number of answers after which the median is computed again; not after each, as this takes time
 
 
 class Quantum:
@@ -172,11 +174,11 @@ MEMORY_S = 10.0  # seconds of busy time after which a batch has 1/e of its weigh
 
 
 class Rate:
-    """Tokens per second while at least one batch is at the adapter. Time in which several batches are there counts
+    """Tokens per second while at least one batch is at the adapter. Time in which several batches are there counts only
     once.
 
-    Old batches lose weight. The rate is that of the batches that are formed now: an idle worker has small batches, so
-    its rate is lower than the device could reach.
+    Old batches have less weight. The result depends on the size of the present batches: an idle worker has small ones,
+    so its rate is lower than what the device could reach.
     """
 
     def __init__(self) -> None:

@@ -53,10 +53,10 @@ from sie_sidecar.results.settle import Settle
 if TYPE_CHECKING:
     from sie_runtime.spans import Span, Tracer
 
-WRITTEN_AT_ONCE = 16  # written work items that are at the adapter at most; each uses one connection
-# written work items that wait at this worker at most; the broker sends further ones to other workers
+WRITTEN_AT_ONCE = 16  # maximum number of written work items at the adapter; each needs a connection
+# maximum number of written work items that wait at this worker; the broker sends further ones to other workers
 WRITTEN_READY = 16
-_LONGEST_S = 86_400.0  # seconds; the event loop accepts no longer timer
+_LONGEST_S = 86_400.0  # longest timer of the event loop, in seconds
 
 
 class DeviceQueue:
@@ -84,14 +84,14 @@ class DeviceQueue:
         self.clock = clock
         self.waiting: Waiting[InFlight] = Waiting()
         self.writing: Waiting[InFlight] = Waiting()
-        self.wake = asyncio.Event()  # set when another batch may be due
+        self.wake = asyncio.Event()  # set when something has changed, so that a batch may be due now
         self._ended = asyncio.Event()  # set when a batch has ended
         self.is_reserved = False  # true while the device is reserved for an input that runs alone
-        self.sent = 0  # batches at the adapter, without written ones
+        self.sent = 0  # number of batches at the adapter, not counting written ones
         # by id() of a written work item: event that is set when no request waits for its answer
         self._written: dict[int, asyncio.Event] = {}
         self._writers: set[str] = set()  # names of consumers that delivered written work items
-        self.number = 0  # batches sent since the start of the process
+        self.number = 0  # number of batches sent since the start; each batch gets its number in its name
         self.rate = Rate()
         self._ahead = DeviceForecast()
 
@@ -155,8 +155,8 @@ class DeviceQueue:
         )
 
     def put(self, flight: InFlight, *, back: bool = False) -> None:
-        """Queue a tokenised work item, at the end of its queue. With `back`, its batch did not run: put it at its place
-        by time of arrival.
+        """Queue a tokenised work item at the end of its queue. With `back`, its batch did not run: put it at its old
+        place, by time of arrival.
         """
         entry = self.entry(flight, flight.received_s if back else self.clock())
         flight.move("waiting", entry)
@@ -230,7 +230,7 @@ class DeviceQueue:
     # batches at the adapter
 
     def begin(self, batch: Batch[InFlight]) -> None:
-        """Count a batch as being at the adapter. `end` undoes it."""
+        """Count a batch as being at the adapter, until `end` is called."""
         if batch.writes:
             flight = batch.entries[0].work
             abandoned = self._written[id(flight)] = asyncio.Event()
@@ -275,7 +275,7 @@ class DeviceQueue:
         return self._written.get(id(batch.entries[0].work))
 
     def alone(self, flight: InFlight) -> Batch[InFlight]:
-        """Return a batch with only this work item, which does not wait in the queue. Raises NotReady if its model was
+        """Return a batch with only this work item, for a run without the queue. Raises NotReady if its model was
         changed.
         """
         if flight.is_outdated:
@@ -348,8 +348,8 @@ class DeviceQueues:
         return sum(rates) * len(queues) / len(rates) if rates else 0.0
 
     def backlog(self, bulk: bool) -> Load | None:
-        """Return the work at this worker that the next work item of a priority must wait for. Bulk work does not count
-        for interactive work items. None while no device is connected.
+        """Return the work at this worker that comes before a new work item of this priority: for an interactive one,
+        bulk work does not count. None while no device is connected.
         """
         queues = self.connected
         return Load(*self._inventory.load(bulk=bulk), sum(queue.lanes for queue in queues)) if queues else None
@@ -441,7 +441,7 @@ class Dispatch:
         metrics: SidecarMetrics,
         work: Tasks,
     ) -> None:
-        """Create the dispatch for `device`. `quantum` is told the time of each answer."""
+        """Create the dispatch for `device`. The time of each answer is recorded in `quantum`."""
         self._device = device
         self._queues = queues
         self._isolate = isolate
@@ -482,8 +482,9 @@ class Dispatch:
                     await device.wake.wait()
 
     async def _run(self, batch: Batch[InFlight], *, in_turn: bool = False) -> bool:
-        """Run a batch and answer its work items, or queue them again. Return False if its LoRA was not loaded and
-        `in_turn` is set: the caller then loads the LoRA.
+        """Run a batch and answer its work items, or queue them again if the model or the adapter is gone. If the LoRA
+        was not loaded: with `in_turn`, return False, and the caller loads it; otherwise start a task that loads it and
+        runs the batch.
         """
         sent, batch = batch, self._fit(batch)
         if not batch.entries:
@@ -515,9 +516,9 @@ class Dispatch:
                     self._answer(batch, done, note)
                 except AdapterGone as gone:
                     self._on_gone(flights, suspects=started and gone.died)
-                except ModelLoading:  # evicted after this work was prepared
+                except ModelLoading:  # the model was evicted after this work was prepared
                     self._again(flights)
-                except LoraLoading:  # other LoRAs have replaced it since this work was prepared
+                except LoraLoading:  # other LoRAs have replaced the batch's LoRA since this work was prepared
                     if in_turn:
                         return False
                     self._work.start(self._run_in_turn(batch), "lora")
@@ -556,7 +557,7 @@ class Dispatch:
             fill = batch.cost / device.limits.cost
             hosted.filled(fill)
             self._metrics.ran(hosted.name, note, done, fill)
-        if batch.writes:  # not counted: the time of a generated answer depends on its length
+        if batch.writes:  # returns before the quantum is updated: the time of a generated answer depends on its length
             return
         answered_s = self._clock()
         for entry in batch.entries:

@@ -51,16 +51,17 @@ class Lease:
     def __init__(self, delivery: Delivery, now_s: float, slot: int) -> None:
         self.delivery = delivery
         self.renewed_s = now_s
-        self.slot = slot  # number of its record in the ledger (the file of deliveries in flight); 0 without a record
+        self.slot = slot  # slot of its record in the file of leased deliveries (`LeaseLedger`); 0 without a record
 
 
 @dataclass(eq=False)
 class InFlight:
-    """Work item from its delivery to its settlement. A time is 0 until its stage is reached; `dispatched_s` is set when
-    its batch is sent.
+    """Work item from its delivery to its settlement. Times are 0 until they are reached; `dispatched_s` is the time at
+    which its batch was sent.
 
-    `rows`: rows for the adapter. The first `shared` rows belong to all inputs. After them, each input has the same
-    number of rows, in the order of the inputs. For texts with chunks, `chunked` says how many rows each input has.
+    `rows`: rows of token ids for the adapter. The first `shared` rows belong to all inputs. After them, each input has
+    the same number of rows, in the order of the inputs. For texts with chunks, `chunked` says how many rows each input
+    has.
     """
 
     lease: Lease
@@ -70,8 +71,7 @@ class InFlight:
     # estimated end of the budget; `deadline_s` is later by the possible error of the broker's clock
     due_s: float = math.inf
     hosted: ModelState | None = None
-    # catalogue entry of its model at the time `hosted` was set: if the entry changes later, the item is not run with
-    # the new one
+    # catalogue entry of its model when `hosted` was set; the item never runs with a later entry
     entry: ModelEntry | None = None
     # fingerprint of the model that runs it, set when its batch is sent
     fingerprint: str = ""
@@ -79,8 +79,9 @@ class InFlight:
     rows: list[TokenRow] = field(default_factory=list)
     shared: int = 0
     chunked: tuple[ipc.ChunkedRows, ...] = ()
-    refused: SIEError | None = None  # why it could not be prepared, so that it has no rows
-    unfit: Mapping[int, SIEError] = field(default_factory=dict)  # by index of the input: why it must not run
+    refused: SIEError | None = None  # error for which it could not be prepared; it then has no rows
+    # by index of the input: error for which this input must not run
+    unfit: Mapping[int, SIEError] = field(default_factory=dict)
     fetched_s: float = 0.0
     loaded_s: float = 0.0
     tokenised_s: float = 0.0
@@ -88,11 +89,11 @@ class InFlight:
     dispatched_s: float = 0.0
     started_s: float = 0.0
     stage: Stage = "preparing"
-    settled: bool = False  # true once its outcome is being sent, or no request waits for it
+    settled: bool = False  # true from the time at which its result is sent, or no request waits for it
     batch_entry: BatchEntry[InFlight] | None = None  # set only while it waits in the queue of a device
-    given_up: SIEError | None = None  # why it is written to the dead letters
+    given_up: SIEError | None = None  # error for which it was given up; it is then written to the dead letters
     dead: list[Mark] = field(default_factory=list)  # marks of its inputs that are known to crash adapters
-    payload_bytes: int = 0  # bytes that were read from the payload store for it
+    payload_bytes: int = 0  # bytes of its inputs in memory that were read from the payload store
     counted: int = 0  # its tokens that count as waiting for a device
     span: Span | None = None  # its span in a trace; None if it is not traced
 
@@ -103,7 +104,7 @@ class InFlight:
             self.stage, self.settled = stage, stage == "settled"
 
     def waited_for_load(self, seconds: float) -> None:
-        """Add seconds of waiting for a model or LoRA. They count only after tokenising; an earlier wait can be computed
+        """Add seconds of waiting for a model or LoRA. Only waits after tokenising are added here; earlier ones follow
         from the times.
         """
         if self.tokenised_s and not self.dispatched_s:
@@ -129,7 +130,7 @@ class InFlight:
         return self.item.options.truncate != "NONE" and not self.unfit
 
     def stopped(self) -> list[SIEError | None]:
-        """Return for each input the error why it does not run, or None. An input does not run if the model cannot
+        """Return for each input the error for which it does not run, or None. An input does not run if the model cannot
         accept it, or if it is too long and must not be truncated.
         """
         if self.is_whole:
@@ -145,7 +146,7 @@ class InFlight:
 
 
 def unsettled(flights: Iterable[InFlight]) -> int:
-    """Return how many of these work items are not settled, so that they need their model."""
+    """Return how many of these work items are not settled yet; these need their model."""
     return sum(not flight.settled for flight in flights)
 
 
@@ -161,8 +162,8 @@ def runnable(flight: InFlight) -> tuple[list[TokenRow], list[int]]:
 
 
 def changed() -> NotReady:
-    """Return the refusal of a work item that a gateway published for an old entry of the model. The gateway then
-    publishes it for the new entry.
+    """Return the error for a work item that a gateway published for an old entry of the model. The gateway then
+    publishes the work again for the new entry.
     """
     return NotReady(
         "the model was changed or removed while this request was on its way", reason=CONFIG_CHANGED, retry_after_s=1
@@ -204,8 +205,8 @@ def merge(flight: InFlight, outcomes: tuple[Outcome, ...]) -> tuple[Outcome, ...
 
 
 def cut(outcomes: tuple[Outcome, ...], block: memoryview) -> tuple[tuple[Outcome, ...], bytes]:
-    """Return outcomes with the part of a batch's block of bytes that belongs to them. `outcomes` are those of
-    consecutive items of the batch, whose arrays are neighbours in the block.
+    """Return the outcomes of one work item and its part of the batch's arrays. `outcomes`: the work item's outcomes in
+    the batch. `block`: bytes of all arrays of the batch, in which the arrays of one work item are neighbours.
     """
     slices = [piece for outcome in outcomes if isinstance(outcome, Ok) for piece in outcome.outputs.values()]
     if not slices:
@@ -237,7 +238,7 @@ def only(flight: InFlight, index: int) -> InFlight:
 
 
 def joined(parts: Sequence[tuple[Outcome, bytes]]) -> tuple[tuple[Outcome, ...], bytes]:
-    """Join outcomes that each have a block of bytes to outcomes with one common block."""
+    """Join outcomes with separate blocks of bytes for their arrays to outcomes with one common block."""
     outcomes: list[Outcome] = []
     start = 0
     for outcome, block in parts:
@@ -262,12 +263,12 @@ def stages_of(flight: InFlight, now_s: float, done: ipc.BatchDone | None) -> Sta
     that was evicted after tokenising counts as loading.
     """
     fetched_s = flight.fetched_s or flight.received_s
-    # if its model never became loaded, the whole time since then was waiting for the load
+    # the model was never loaded for it: all time since then was waiting for the load
     loaded_s = flight.loaded_s or (fetched_s if flight.hosted is None else now_s)
     tokenised_s = flight.tokenised_s or loaded_s
     dispatched_s = flight.dispatched_s or tokenised_s
     inference_ms, postprocess_ms = (done.inference_ms, done.postprocess_ms) if done else (0.0, 0.0)
-    # for model families that are tokenised in the adapter
+    # time of tokenising in the adapter, for model families that are tokenised there
     tokenised_there_ms = done.preprocess_ms if done else 0.0
     # the notice of the start may be read as late as the result; the adapter's own time must not count as waiting then
     max_ms = (now_s - dispatched_s) * 1000 - inference_ms - postprocess_ms - tokenised_there_ms
@@ -348,7 +349,7 @@ class Inventory:
         """Record that a work item no longer needs its model."""
         if flight.hosted is not None:
             self._models.device_of(flight.hosted).let_go(flight.hosted, flight.item.cost)
-            # its load failed or it was evicted: the consumer, which waited for it, may deliver the next work item
+            # the model is not loaded any more, so the consumer that waited for its load may deliver the next work item
             if flight.hosted.state != "loaded":
                 self._on_free(flight.lease.delivery.consumer)
             flight.hosted = None
@@ -360,7 +361,7 @@ class Inventory:
         del self._all[flight.lease]
         if flight.entry is None:
             self._arrived(flight)
-            # while this item had no device, no other work of its model was pulled
+            # while this work item had no device, its consumer was not allowed to deliver others
             self._on_free(flight.lease.delivery.consumer)
         self.let_model_go(flight)
 

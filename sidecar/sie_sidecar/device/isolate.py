@@ -36,7 +36,9 @@ BATCH_BETWEEN_S = 1.0  # seconds that one waiting batch may take before the next
 
 
 class Isolate:
-    """Work items of one device whose inputs run one at a time. One task calls `run`."""
+    """Work items of one device that may have crashed an adapter, and whose inputs therefore run one at a time. One task
+    calls `run`.
+    """
 
     def __init__(
         self,
@@ -58,8 +60,8 @@ class Isolate:
         self._metrics = metrics
         self._work = work
         self._clock = device.clock
-        # Their number is limited, as the broker sends only a limited number of work items. Each suspect allows the
-        # eviction of its model while it waits: the first suspect may need the memory for its own model.
+        # Work items that wait to run alone. They are few, because the broker sends only a limited number of work items.
+        # Meanwhile their models may be evicted: the first of them may need the memory.
         self._suspects: deque[tuple[InFlight, Callable[[], None]]] = deque()
         self._news = asyncio.Event()
         self._slice_s = 0.0
@@ -71,8 +73,8 @@ class Isolate:
         return any(self._marks.get(key) for key in content_keys(flight.item))
 
     async def suspect(self, flights: Sequence[InFlight]) -> None:
-        """Let these work items run one input at a time, because an adapter died with a batch of them. First mark their
-        inputs for all workers.
+        """Let the inputs of these work items run one at a time, because an adapter died with a batch of them. Their
+        inputs are first marked as suspects for all workers.
         """
         keys = [key for flight in flights for key in content_keys(flight.item)]
         await self._marks.suspected(flights[0].item.model, keys)
@@ -148,10 +150,10 @@ class Isolate:
                     done, note = await self._run_alone(flight, single, key, hosted)
                 except AdapterGone:
                     continue
-            except ModelLoading:  # evicted since `ensure`: load it again
+            except ModelLoading:  # the model was evicted after `ensure`: load it again
                 hosted.mark_unloaded()
                 continue
-            except LoraLoading:  # replaced by other LoRAs since `ensure`: load it again
+            except LoraLoading:  # other LoRAs have replaced it after `ensure`: load it again
                 hosted.loras.discard(lora)
                 continue
             except SIEError as error:

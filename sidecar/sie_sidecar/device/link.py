@@ -125,7 +125,7 @@ class AdapterLink:
         self._more: asyncio.LifoQueue[_AdapterConnection] = asyncio.LifoQueue()
         self._all: list[_AdapterConnection] = []
         self._control: _AdapterConnection | None = None
-        self._control_lock = asyncio.Lock()  # for one request at a time on the control connection
+        self._control_lock = asyncio.Lock()  # held by the request that uses the control connection
         self._loads = asyncio.Semaphore(1)
         self._lost = asyncio.Event()
         self._given_up = False  # true if this process closed the connections: this does not prove that the adapter died
@@ -191,7 +191,7 @@ class AdapterLink:
             finally:
                 self._close()
             self._notify_listeners(False)
-            _logger.warning("the connection to the adapter is lost")
+            _logger.warning("the connection to the adapter is lost; connecting again")
 
     def _notify_listeners(self, connected: bool) -> None:
         for listener in self.listeners:
@@ -221,7 +221,7 @@ class AdapterLink:
         self._given_up = False
         self._control, self._all, self.description = control, connections, description
         self._idle, self._more = asyncio.LifoQueue(), asyncio.LifoQueue()
-        self._loads = asyncio.Semaphore(max(1, size - 1))  # loads leave one connection free for batches
+        self._loads = asyncio.Semaphore(max(1, size - 1))  # limits loads, so that one connection is free for batches
         for connection in connections:
             self._idle.put_nowait(connection)
         self._last_pong_s = self._clock()
@@ -260,7 +260,7 @@ class AdapterLink:
                     answer = await self._exchange(control, question)
             except BaseException as error:
                 self._given_up = self._given_up or not isinstance(error, AdapterGone)
-                # the reply may be half read, so the connection cannot be used again
+                # a part of the reply may be unread, so the connection cannot be used again
                 self._lost.set()
                 if isinstance(error, TimeoutError):
                     raise AdapterGone(f"{self.path}: no answer in {CONTROL_TIMEOUT_S} s") from error
@@ -434,7 +434,9 @@ class AdapterLinks:
         return any(link.connected for link in self._all)
 
     def is_fresh(self) -> bool:
-        """Return True if at least one adapter has answered a ping recently. Work of the others moves to its device."""
+        """Return True if at least one adapter has answered a ping recently. One is enough, because the work of the
+        others moves to its device.
+        """
         return any(link.is_fresh() for link in self._all)
 
     async def wait_connected(self) -> None:

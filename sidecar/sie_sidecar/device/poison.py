@@ -25,7 +25,7 @@ from sie_contracts.wire.topology import POISON_BUCKET, POISON_LIFETIME_S
 from sie_runtime.failpoints import failpoint
 
 POISON_DEATHS = 2
-# marks in memory; beyond it the oldest is dropped, and its input can crash one more adapter
+# maximum number of marks in memory. Further marks replace the oldest, whose input can then crash one more adapter
 MAX_MARKS = 1 << 16
 WRITES_AT_ONCE = 256  # marks in one write; the broker accepts at most 1,000 in one batch
 PATIENCE_S = 2.0  # seconds to wait for the broker; then work goes on without stored marks
@@ -34,8 +34,8 @@ _logger = logging.getLogger("sie.sidecar.poison")
 
 
 class Mark(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Deaths of adapters while one content ran. `at_s`: time of the last death by the broker's clock. `workers`:
-    workers whose adapters died.
+    """Number of deaths of adapters while an input with this content ran. `at_s`: time of the last death by the broker's
+    clock. `workers`: workers whose adapters died.
     """
 
     model: str
@@ -56,8 +56,8 @@ def _decode(entry: Entry) -> Mark:
 
 
 def after_death(before: Mark | None, model: str, worker: str, now_s: float) -> Mark:
-    """Return the mark of a content after an adapter died while it ran, alone or with others. `before`: its mark until
-    now.
+    """Return the mark of a content after an adapter died while it ran, alone or in a batch. `before`: its mark until
+    now, or None.
     """
     deaths, workers = (before.deaths, before.workers) if before else (0, ())
     return Mark(model, min(deaths + 1, POISON_DEATHS), now_s, (*workers, worker)[-POISON_DEATHS:])

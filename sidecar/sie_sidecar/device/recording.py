@@ -1,8 +1,8 @@
-"""Trace of this worker's work for `sie bench replay`: lengths and times, without any text. It is written only if a
-setting names a file.
+"""Trace of this worker's work for `sie bench replay`: numbers of tokens and times, without any text. It is written only
+if a setting names a file.
 
 The work items of a batch are written after the batch ran, so the lines are in the order of batches. Each line has the
-broker's time at which the work item was published.
+time at which the work item was published, by the broker's clock.
 """
 
 from __future__ import annotations

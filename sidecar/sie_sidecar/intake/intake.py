@@ -138,8 +138,8 @@ class WorkIntake:
             self._queues.wake()
 
     def gathering(self) -> tuple[float | None, float]:
-        """Return the median seconds that recent work items spent at this worker (None without any), and the seconds for
-        which deliveries are gathered.
+        """Return two values: the median of the seconds that recent work items spent at this worker (None if there are
+        none), and the seconds for which deliveries are gathered now.
         """
         return self._quantum.p50_s, self._quantum.seconds(self._clock())
 
@@ -172,8 +172,8 @@ class WorkIntake:
         return gathered._replace(groups=parts)
 
     def _is_more_coming(self, is_tokenising: Callable[[], bool], more_expected: Callable[[], bool]) -> bool:
-        """Return True if it is worth waiting for more deliveries: they do not fill a batch yet, and the broker has more
-        or the tokenisers are busy anyway.
+        """Return True if waiting for more deliveries is useful: the deliveries so far do not fill a batch, and more
+        wait at the broker, or earlier work is still being tokenised.
         """
         if (
             len(self.arrived) >= self._limits.requests

@@ -1,8 +1,8 @@
-"""Pool from which this worker pulls, assigned by gateways. Without an answer, a worker continues to pull from the pool
-`_default`, and stops pulling from any other pool.
+"""Pool from which this worker pulls; gateways assign it. If no gateway answers, a worker goes on with the pool
+`_default`, but stops pulling from any other pool.
 
-every ASK_S, and at a hint: GET {SIE_GATEWAY_URL}/v1/pools/assignments?worker=ID ──► {"worker", "pools"} ──► exactly
-this pool
+    every ASK_S seconds, and at a hint:
+    GET {SIE_GATEWAY_URL}/v1/pools/assignments?worker=ID ──► {"worker": ..., "pools": [...]} ──► pull from this pool
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ class PoolMembership:
         return admitted(self._own, self._answered, self._clock() - self._answered_s)
 
     async def on_hint(self, message: CoreMessage) -> None:
-        """Ask again soon, because a gateway says that the assignment may have changed. A message that expects a reply
-        has no effect: it only checks that this worker is connected.
+        """Ask the gateways again, because the assignment may have changed. Ignore a message that expects a reply: a
+        gateway sends it only to check that this worker is connected.
         """
         if not message.reply:
             self._again.set()
@@ -100,14 +100,16 @@ class PoolMembership:
             await self._client.aclose()
 
     async def _ask_any(self) -> str:
-        """Ask one gateway after the other until one answers. Return an empty string, or the errors if none answered."""
+        """Ask one gateway after the other until one answers. Return an empty string, or the errors of all gateways if
+        none answered.
+        """
         reasons = []
         for url in list(self._urls):
             trouble = await self._request_pool(url)
             if not trouble:
                 return ""
             reasons.append(trouble)
-            # this gateway is asked last from now on, so the one that answers is asked first
+            # moved to the end: the gateway that answered last is asked first next time
             self._urls.append(self._urls.pop(0))
         return "; ".join(dict.fromkeys(reasons))
 

@@ -36,7 +36,7 @@ from sie_sidecar.models.loading import Loading
 
 FIRST_S = 5.0
 OLD_S = 15.0
-# seconds until a model that was evicted may be loaded in advance again
+# seconds after an attempt to load a model in advance until the next attempt, for example after it was evicted
 AHEAD_AGAIN_S = 60.0
 Role = Literal["pull", "probe", "ahead", "none"]
 _ORDER: dict[Role, int] = {"none": 0, "ahead": 1, "probe": 2, "pull": 3}
@@ -76,8 +76,8 @@ class HostAssignment:
         is_up: Callable[[], bool],
     ) -> None:
         """Create the assignment without a table. `now_s` returns the time of the broker's clock. `loaded(model)` is
-        True if the model is loaded here, `held(model)` if no more of its work should wait here. `on_change` is called
-        after a change of the table. `is_up` returns True if an adapter is connected; gateways place models only on
+        True if the model is loaded here. `held(model)` is True if no more of its work should wait here. `on_change` is
+        called after a change of the table. `is_up()` is True if an adapter is connected; gateways place models only on
         workers with an adapter.
         """
         self._broker = broker
@@ -89,9 +89,10 @@ class HostAssignment:
         self._on_change = on_change
         self._is_up = is_up
         self._was_up = False  # true if an adapter was connected when waiting for the first table began
-        # timer that ends the wait for the first table; None if nothing waits for it
+        # timer that ends the wait for the first table; None if this worker does not wait
         self._first: asyncio.TimerHandle | None = None
-        # loaded models of other hosts with waiting work in the last two checks, while the table is old
+        # models that are loaded here but placed on other workers, and that had waiting work in the last two checks
+        # while the table was old
         self._waiting: frozenset[str] = frozenset()
         self._seen: frozenset[str] = frozenset()
         self._consumers: dict[str, set[str]] = {}  # name of a consumer -> models whose messages it may deliver
@@ -103,7 +104,8 @@ class HostAssignment:
             RecordBucket(broker, topology.PLACEMENT_BUCKET),
             stored_tables.decode,
             self._on_value,
-            on_lost=self._stored.clear,  # the table itself is used further, until the new bucket has one
+            # only the stored parts are cleared: the worker goes on with the last table until the new bucket has one
+            on_lost=self._stored.clear,
             read=functools.partial(stored_tables.read_lane, lane_key=self._stored.key),
             wants=self._stored.has,
         )
@@ -170,7 +172,7 @@ class HostAssignment:
         return self._mine
 
     def models_of(self, consumer: str) -> Collection[str]:
-        """Return the models of this worker whose messages this consumer may deliver; none if that is unknown."""
+        """Return the models of this worker whose messages this consumer may deliver. Empty if this is unknown."""
         return self._consumers.get(consumer, ())
 
     def is_old(self) -> bool:
@@ -212,8 +214,8 @@ class HostAssignment:
         self._ahead_s[model] = self._now_s()
 
     async def check_unassigned(self, loaded: Iterable[str]) -> None:
-        """While the table is old, look which of the `loaded` models that other workers host have waiting work. Call
-        this every few seconds. Raises BrokerError.
+        """If the table is old, find out which of the `loaded` models have waiting work although they are placed on
+        other workers. Called every few seconds. Raises BrokerError.
         """
         if self._is_stopped:
             return
@@ -284,7 +286,8 @@ class Pulling:
         # consumers, in order, that delivered since the last refill, or have less credit than at an idle device
         self._short: dict[str, None] = {}
         self._more: set[str] = set()  # consumers whose last delivery said that more messages wait
-        self._announced: set[str] = set()  # consumers whose creation was reported since the last listing began
+        # consumers whose creation the broker reported since the last listing began: the listing may not have them
+        self._announced: set[str] = set()
         self._open = False  # true if the last refill allowed pulls
         self._pulls: Pulls = queue.pulls(self._stream, on_delivery)
         self._notices: Subscription | None = None
@@ -354,8 +357,8 @@ class Pulling:
             consumer.mean_cost = cost
 
     def weigh(self, name: str, cost: int) -> None:
-        """Add a delivery of `cost` counted tokens to the mean cost of its consumer. The gateway's estimates may be
-        wrong several times over.
+        """Add a delivery of `cost` counted tokens to the mean cost of its consumer. The counted tokens matter, because
+        a gateway's estimate may be several times too high or low.
         """
         if (consumer := self._consumers.get(name)) is not None:
             consumer.mean_cost += 0.1 * (cost - consumer.mean_cost)
@@ -396,7 +399,8 @@ class Pulling:
                 if role == "pull" and now_s - consumer.delivered_s < ACTIVE_S:
                     backlog = self._narrowed(backlog, name)
                     target, ideal = (self._share(load, consumer) for load in (backlog, Load(0, 0, backlog.lanes)))
-            # only when half of it is used up, so that a busy consumer needs one pull request for many messages
+            # pulls again only when half of the credit is used up: a busy consumer then needs one pull request for many
+            # messages
             if target == 0 or self._pulls.outstanding(name) <= target // 2:
                 self._pulls.want(name, target)
             if target >= ideal:
@@ -526,8 +530,8 @@ class WorkSource:
         await asyncio.gather(self.assignment.stop(), self.pulling.stop())
 
     async def upkeep(self, *, is_check: bool) -> None:
-        """Adjust the credit, and load models in advance. Call it once per second. With `is_check`, every ten seconds,
-        also list the consumers and check the table. Raises BrokerError.
+        """Set the credit of the consumers, and load models in advance. Called once per second. With `is_check`, which
+        is every ten seconds, also list the consumers and check the placement table. Raises BrokerError.
         """
         self.pulling.level()
         self._load_ahead()
@@ -542,8 +546,8 @@ class WorkSource:
         self._load_ahead()
 
     def _load_ahead(self) -> None:
-        """Load the models of which this worker is a host besides others, before it pulls their work, so that no work
-        waits here for a load.
+        """Load the models of which this worker is one of several hosts, before it pulls their work. So no work waits
+        here for a load.
         """
         if self._queues.connected and self.pool is not None:
             self._loading.ahead(self.assignment.ahead())
@@ -557,7 +561,9 @@ class WorkSource:
             pulling.estimate(delivery.consumer, flight.item.cost)
 
     def weigh(self, flight: InFlight) -> None:
-        """Count the tokens of a tokenised work item for its consumer, whose credit depends on the mean."""
+        """Add the tokens of a tokenised work item to the mean cost of its consumer, on which the consumer's credit
+        depends.
+        """
         if flight.batch_entry is not None:
             self.pulling.weigh(flight.lease.delivery.consumer, sum(row.cost for row in flight.rows))
 

@@ -49,12 +49,12 @@ class DeviceView:
 
 
 def choose(views: Sequence[DeviceView]) -> int:
-    """Return the number of the device for new work of a model. `views`: one for each device."""
+    """Return the number of the device on which new work of a model should run. `views`: facts about each device."""
     numbers = [number for number, view in enumerate(views) if view.connected] or list(range(len(views)))
     for able in (
         [number for number in numbers if views[number].loaded],
         [number for number in numbers if views[number].coming],
-        # the cause is not the device, so loading would probably fail on another device too
+        # a device on which its load failed for ever: the load would probably fail on the others too, so none is tried
         [number for number in numbers if views[number].gives_up],
     ):
         if able:

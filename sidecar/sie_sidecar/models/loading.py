@@ -35,7 +35,8 @@ from sie_sidecar.models.models import ModelState, WorkerModels
 
 HOLD_S = 5.0
 COOL_DOWN_S = 30.0
-# failed and loaded LoRAs that are remembered; their names come from clients, so the number must be limited
+# maximum number of LoRAs that are remembered as failed or loaded. Their names come from clients, so the number must be
+# limited
 MAX_REMEMBERED = 1000
 _Key = tuple[int, str, str]  # number of the device, residency (a model in one copy of its weights), name of the LoRA
 
@@ -107,7 +108,7 @@ class LoraLoads:
         load = self._loads.get(key)
         if load is None:
             load = self._loads[key] = asyncio.create_task(self._load(hosted, name), name="lora")
-            # marks the exception as retrieved: there may be no waiters by then
+            # retrieves the exception: otherwise asyncio would log it if no caller waits for this load any more
             load.add_done_callback(lambda task: task.cancelled() or task.exception())
         return load
 
@@ -191,8 +192,8 @@ class Loading:
         return self.models.obtain(resolved, self.revision(item.model))
 
     async def restored(self, item: WorkItem, hosted: ModelState) -> bool:
-        """Return True if the config service has replaced a revision of the model that could not be loaded. If an
-        earlier revision was loaded before, wait for this until RESTORED_S seconds after the failed load.
+        """Return True if the config service has replaced the revision of the model whose load failed. If an earlier
+        revision was loaded before, wait for this until RESTORED_S seconds after the failed load.
         """
         left_s = hosted.failed_s + RESTORED_S - self._clock()
         if hosted.refusal(self._clock()) is None or not 0 < hosted.loaded_revision < hosted.revision or left_s <= 0:
@@ -220,7 +221,7 @@ class Loading:
         self._work.start(self._load(hosted), "load of a copy")
 
     async def _obtain_and_load(self, resolved: Resolved) -> None:
-        # chooses the device here: the loads before it have begun by now and count
+        # the device is chosen here, after the loads before this one have begun, so that they count
         await self._load(self.models.obtain(resolved, self.revision(resolved.entry.id)))
 
     async def _load(self, hosted: ModelState) -> None:
@@ -232,13 +233,13 @@ class Loading:
     async def ensure(
         self, hosted: ModelState, flights: Sequence[InFlight], *, past_gate: bool = False, in_turn: bool = False
     ) -> None:
-        """Load the model and the LoRA of these work items if they are not loaded. Return earlier if all of them were
-        settled.
+        """Load the model and the LoRA of these work items if they are not loaded. Return earlier if all work items were
+        settled meanwhile.
 
-        If the adapter is lost, this waits for it or for another device, and tries again until the last deadline of the
-        work items: an input that crashes every adapter must not run for ever. `past_gate`: the work items are already
-        bound to their device. If its adapter stays away, AdapterGone is raised instead of moving them. `in_turn`: the
-        caller holds the lock `LoraLoads.turn`. Raises SIEError.
+        If the adapter is lost, wait for it or for another device, and try again until the last deadline of the work
+        items. Not longer, because an input that crashes every adapter must not run for ever. `past_gate`: the work
+        items are already bound to their device; if its adapter stays away, AdapterGone is raised instead of moving
+        them. `in_turn`: the caller holds the lock `LoraLoads.turn`. Raises SIEError.
         """
         began_s = self._clock()
         try:
@@ -287,8 +288,8 @@ class Loading:
         return chosen
 
     def park(self, flight: InFlight) -> Callable[[], None]:
-        """Allow that the model of a waiting work item is evicted. Return the function to call when the work item is
-        about to run.
+        """Allow the eviction of a waiting work item's model. Return a function that ends this; call it before the work
+        item runs.
         """
         assert flight.hosted is not None
         count = functools.partial(unsettled, [flight])

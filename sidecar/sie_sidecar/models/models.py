@@ -51,11 +51,12 @@ COOL_DOWN_S = {"OOM": 60.0}
 OTHER_COOL_DOWN_S = 30.0
 PASSING = ("OOM", "NETWORK")  # error classes that never become permanent, however often the load fails
 PERMANENT = ("GATED", "NOT_FOUND", "DEPENDENCY", "INCOMPATIBLE", "CERTIFICATE")
-MEMORY_USED = 0.85  # part of the device's memory that may be in use, if the adapter reports no threshold
+# part of the device's memory that may be in use before models are evicted, if the adapter reports no threshold
+MEMORY_USED = 0.85
 RATE_OVER_S = 10.0
 FILL_WEIGHT = 0.1  # weight of the newest batch in the mean fill
-# longest time in seconds for which a model with work is protected after its load. Requests for the next model wait for
-# SIE_LOAD_HOLD_S, and the load of that model must fit into this time too
+# longest time in seconds for which a loaded model with work is not closed to new work. A request for another model
+# waits at most SIE_LOAD_HOLD_S, and the load of that model must fit into this time too
 MAX_TURN_S = 5.0
 
 
@@ -99,7 +100,8 @@ class ModelState:
         self.failed_s = 0.0
         self.attempts = 0
         self.held = 0
-        # one function for each caller whose work items wait while the model may be evicted; it returns their number
+        # one function for each caller that waits while the model may be evicted; it returns the number of the caller's
+        # work items
         self.before_gate: list[Callable[[], int]] = []
         self.arriving = False  # true while the adapter is loading it
         self.leaves = False  # true if an operator wants it unloaded as soon as it is idle
@@ -108,10 +110,11 @@ class ModelState:
         self.loaded_s = 0.0
         self.used_s = 0.0  # time at which work last arrived, ran or ended
         self.uses = 0  # counts each arrival and end of work, so that a change can be seen
-        self.swapped = False  # true if another model was closed to new work for its last load
+        self.swapped = False  # true if another model was closed to new work to make room for the last load of this one
         self.load_s = 0.0  # seconds that its last load took
         self.memory_bytes = 0  # bytes of the copy that was loaded last
-        # mean of tokens divided by the tokens of a full batch, over its recent batches
+        # mean fill of its recent batches: tokens of the batch divided by the tokens of a full batch; None before its
+        # first batch
         self.fill_ratio: float | None = None
         self._cost_rate = 0.0
         self._cost_s = 0.0
@@ -133,7 +136,7 @@ class ModelState:
 
     @property
     def parked(self) -> int:
-        """Return the number of work items here that wait while the model may be evicted."""
+        """Return the number of work items here that wait and do not need the model in memory."""
         return sum(count() for count in self.before_gate)
 
     @property
@@ -163,8 +166,8 @@ class ModelState:
         )
 
     def cost_rate(self, now_s: float) -> float:
-        """Return the tokens per second that arrive: a mean in which work from RATE_OVER_S seconds ago has 1/e of the
-        weight.
+        """Return the tokens per second that arrive. Work that arrived RATE_OVER_S seconds ago has only 1/e of the
+        weight of new work.
         """
         return self._cost_rate * math.exp((self._cost_s - now_s) / RATE_OVER_S)
 
@@ -176,7 +179,7 @@ class ModelState:
         if (loaded, profile) not in self._fingerprints:
             self._fingerprints[loaded, profile] = profile_fingerprint(loaded, entry, profile)
         fingerprint = self._fingerprints[loaded, profile]
-        # the digest of a LoRA's files, as they may change under the same name
+        # a LoRA is identified by the digest of its files, which may change under the same name
         for part in (options.lora and (self.lora_digests.get(options.lora) or options.lora), options.variant):
             if part:
                 fingerprint = hashlib.sha256(f"{fingerprint} {part}".encode()).hexdigest()[:16]
@@ -269,7 +272,7 @@ class ModelStates:
         self._fetching = fetching
         self._hosted: dict[str, ModelState] = {}
         self._of_model: dict[str, list[ModelState]] = {}
-        # bytes that models may use, computed when no load was running; None before that
+        # bytes of the device that models may use, computed when no load was running; None before the first time
         self._usable_bytes: float | None = None
 
     def all(self) -> list[ModelState]:
@@ -360,9 +363,9 @@ class ModelStates:
         return [hosted for hosted in loaded if hosted.is_quiet and hosted.used_s <= before_s]
 
     def evictable(self, idle_s: float) -> list[ModelState]:
-        """Return the models that were idle for `idle_s` seconds, in the order in which they may be evicted. First come
-        models that other workers should host, then this worker's own. In both groups the least recently used model is
-        first, and the others follow by size, the largest first.
+        """Return the models that were idle for `idle_s` seconds, in the order in which they may be evicted: first the
+        models that are placed on other workers, then those placed on this one. In both groups the least recently used
+        model is first, and the others follow by size, the largest first.
         """
         assigned = self._assigned()
         elsewhere: list[ModelState] = []
@@ -389,9 +392,10 @@ class ModelStates:
         return [loaded.model for loaded in loaded_models if loaded.model not in names]
 
     def next_to_close(self, had_work: list[ModelState], asked_s: float) -> tuple[ModelState | None, float | None]:
-        """Return the model to close to new work, for a load that began at `asked_s` and needs memory, and the seconds
-        until it may be closed: the load has then waited for `swap_after_s`, and the turn of the model has ended.
-        `had_work`: the models that keep the memory. Return (None, None) if all of them are closed already.
+        """Choose a model to close to new work, for a load that began at `asked_s` and needs memory. Return the model,
+        and the seconds until it may be closed: the load must have waited for `swap_after_s`, and the model's time of
+        protection must have ended. `had_work`: the models that keep the memory. Return (None, None) if all of them are
+        closed already.
         """
         able = [state for state in had_work if state.state == "loaded" and not state.is_closed]
         first = min(able, key=self._turn_ends_s, default=None)
@@ -414,7 +418,7 @@ class ModelStates:
         hosted.memory_bytes, hosted.load_s = ready.loaded.memory_bytes, load_s
 
     def failed(self, hosted: ModelState, error: SIEError) -> SIEError:
-        """Record that `hosted` could not be loaded. Return the error that later work gets."""
+        """Record that `hosted` could not be loaded. Return the error that later work items of this model get."""
         error_class = error.extras.get("error_class", "UNKNOWN")
         hosted.attempts += 1
         permanent = error_class in PERMANENT or (error_class not in PASSING and hosted.attempts >= MAX_ATTEMPTS)
@@ -447,7 +451,7 @@ def _names(models: list[ModelState]) -> tuple[str, ...]:
 
 
 class Hosting(ModelStates):
-    """Loads and unloads the models of one device. `link` leads to its adapter."""
+    """Loads and unloads the models of one device, through the connection `link` to its adapter."""
 
     def __init__(
         self,
@@ -540,7 +544,7 @@ class Hosting(ModelStates):
                 continue
             if (loading := self._loading.get(hosted.name)) is None:
                 loading = asyncio.create_task(self._load(hosted), name=f"load:{hosted.name}")
-                # retrieves the exception, because nobody may be waiting for it by then
+                # retrieves the exception: otherwise asyncio would log it if no caller waits for this load any more
                 loading.add_done_callback(lambda task: task.cancelled() or task.exception())
                 self._loading[hosted.name] = loading
             await asyncio.shield(loading)
@@ -566,11 +570,11 @@ class Hosting(ModelStates):
                 began_s = self._clock()
             if ready is None:
                 return
-            # else the entry has changed, and the adapter has loaded the old one
+            # if the entry has changed meanwhile, the adapter has loaded the old one: do not use it
             if hosted.resolved.entry == resolved.entry:
                 self._ready(hosted, ready, ready.load_s or self._clock() - began_s)
         except SIEError:
-            # else the error is about the old entry, and the waiting callers need the new one, which is loaded next
+            # if the entry has changed meanwhile, the error is about the old one; the new one is loaded next
             if hosted.resolved.entry == resolved.entry:
                 raise
         finally:
@@ -630,7 +634,8 @@ class Hosting(ModelStates):
         await self.link.describe()
         there = {loaded.model for loaded in self._described()}
         finding = [load for name, load in self._loading.items() if name in there]
-        # loads of this process will find their models loaded already; then these models have work or can be evicted
+        # these loads of this process will find their models loaded already, because the earlier process loaded them.
+        # Afterwards these models have work or can be evicted
         if finding:
             await asyncio.wait(finding, timeout=EARLIER_LOAD_S)
             return True
@@ -652,8 +657,8 @@ class Hosting(ModelStates):
         self, hosted: ModelState, asked_s: float, closed: ModelState | None
     ) -> ModelState | None:
         """Wait until one of the models in use has no more work, or no caller needs `hosted` any more. When `hosted` has
-        waited for `swap_after_s`, close the model whose turn ends first, at the end of its turn, until `hosted` is
-        loaded. `closed`: the model that was closed in an earlier call. Return the closed model, or None.
+        waited for `swap_after_s`, close another model to new work, until `hosted` is loaded: the one whose time of
+        protection ends first. `closed`: the model that was closed in an earlier call. Return the closed model, or None.
         """
         had_work = self.busy(hosted)
         while hosted.has_waiters and had_work and all(busy_model in self.busy(hosted) for busy_model in had_work):
@@ -667,7 +672,7 @@ class Hosting(ModelStates):
                 self.swaps += 1
                 hosted.swapped = True
                 _logger.info(
-                    "%s accepts no new work until %s is loaded, which needs its memory",
+                    "%s accepts no new work until %s is loaded, because both do not fit into memory",
                     closed.name,
                     hosted.name,
                     extra={"model": closed.name},
@@ -677,7 +682,7 @@ class Hosting(ModelStates):
         return closed
 
     async def _until_quiet(self, asked_s: float, timeout_s: float | None) -> None:
-        """Wait until some model may have lost its last work item, at most `timeout_s` seconds."""
+        """Wait until a work item of some model ended, so that a model may be idle now; at most `timeout_s` seconds."""
         waiter = asked_s, asyncio.get_running_loop().create_future()
         self._waiters.append(waiter)
         try:
@@ -733,7 +738,7 @@ class Hosting(ModelStates):
 
         `ModelState.retain` ends the wait; the model then stays loaded.
         """
-        if hosted.leaves:  # another call waits for the same already
+        if hosted.leaves:  # another call waits for the unload of this model already
             return False
         hosted.leaves = True
         try:
@@ -800,7 +805,7 @@ class WorkerModels:
         return (hosted for device in self.devices for hosted in device.all())
 
     def device_of(self, hosted: ModelState) -> Hosting:
-        """Return the device of this state."""
+        """Return the `Hosting` of the device to which this state belongs."""
         return self.devices[hosted.device]
 
     def find(self, residency: str) -> list[ModelState]:
@@ -858,7 +863,7 @@ class WorkerModels:
         views = {name: [self._view(hosted, weighs_memory=True) for hosted in copies] for name, copies in states.items()}
         return [states[name][number] for name, number in self._copies.check(views).items()]
 
-    # the worker as a whole, for placement and heartbeats
+    # methods about the worker as a whole, for placement and heartbeats
 
     def is_open(self, model: str) -> bool:
         """Return True if the model is loaded on a device and accepts new work there."""
@@ -879,8 +884,8 @@ class WorkerModels:
         return list(dict.fromkeys(model for device in self.devices for model in device.loaded_models()))
 
     def statuses(self) -> tuple[ModelStatus, ...]:
-        """Return one status for each model, for the heartbeat: that of the device where its load has come furthest,
-        with the sums of memory and work over all devices.
+        """Return one status for each model, for the heartbeat. It is the status on the device where the load of the
+        model has come furthest, with the memory and the work of all devices.
         """
         if len(self.devices) == 1:
             return self.devices[0].statuses()

@@ -30,8 +30,8 @@ from sie_sidecar.prepare.rows import MAX_CHARACTERS, TokenRow, bad_chunks, promp
 from sie_sidecar.prepare.tokens import Ids, ModelTokenizer
 
 MAX_CHUNKS = 4096  # chunks of one text
-MAX_TOKENS = 1 << 16  # tokens of a text with chunks at most, without special tokens and prompt
-LEAST_WINDOW = 16  # tokens of the text that a window must have at least, beside special tokens and prompt
+MAX_TOKENS = 1 << 16  # maximum number of tokens of a text with chunks, without special tokens and prompt
+LEAST_WINDOW = 16  # minimum number of tokens of the text in a window, besides special tokens and prompt
 OVERLAP_SHARE = 8  # windows overlap by this fraction of the longest window: 1 / 8
 
 Spans = NDArray[np.int32]  # shape [chunks, 3]: start and end in code points, number of tokens
@@ -78,8 +78,8 @@ def contents_of(
 
 
 def _read_spans(chunks: TextChunks, text: str) -> Spans:
-    """Return the chunks that the client sent; their numbers of tokens are 0 here. Raises InvalidInput for wrong ones,
-    which no gateway lets through.
+    """Return the chunks that the client sent, with 0 as their numbers of tokens. Raises InvalidInput for invalid
+    chunks, which gateways refuse already.
     """
     spans = np.frombuffer(chunks.spans, "<i4")
     if not len(spans) or len(spans) % 2 or len(spans) > 2 * MAX_CHUNKS:

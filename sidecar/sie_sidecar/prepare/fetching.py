@@ -19,11 +19,13 @@ from sie_sidecar.device.in_flight import InFlight
 from sie_store.object_stores import StoreError
 from sie_store.payloads import PayloadMissing, PayloadStore
 
-# bytes of inputs in memory; a larger input is read only while no other one is in memory
+# maximum number of bytes of inputs in memory at a time; a larger input is read only while no other one is in memory
 MAX_BYTES = 512 << 20
 ATTEMPT_S = 30.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
-MAX_MISSES = 3  # attempts that may not find an object: in a shared folder, a new file may be visible late
+# number of attempts that do not find an object before the request fails; in a shared folder, a new file may be visible
+# late
+MAX_MISSES = 3
 _logger = logging.getLogger("sie.sidecar.fetching")
 
 

@@ -63,7 +63,9 @@ def of_pieces(
     truncate: Truncate,
     limit: int,
 ) -> TokenRow:
-    """Return the row of one input that is filled into the pieces of a template. `texts`: query and document."""
+    """Return the row of one input: `texts` (query and document) and images are filled into the pieces of the model's
+    template.
+    """
     text_of = dict(zip(("query", "document"), texts, strict=True))
     images_of = {"query": item.images.get(OF_QUERY, ()), "document": item.images.get(index, ())}
     parts: list[str | PreparedImages] = []

@@ -51,7 +51,7 @@ _FILTERS: Mapping[Filter, Image.Resampling] = {
     "box": Image.Resampling.BOX,
     "hamming": Image.Resampling.HAMMING,
 }
-_STRIP_PIXELS = 1 << 20  # pixels that are put on white at once, as this needs five times their memory
+_STRIP_PIXELS = 1 << 20  # number of pixels that are put on white at a time, because this needs five times their memory
 _LEVELS_16 = [round(level / 257) for level in range(1 << 16)]
 
 Image.MAX_IMAGE_PIXELS = None  # disables Pillow's limit: `check` has its own limits, which are tested before decoding

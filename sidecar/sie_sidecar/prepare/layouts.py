@@ -41,7 +41,7 @@ from sie_sidecar.prepare.tokens import Ids, ModelTokenizer, PairTemplate, Tokens
 # part of a pair's tokens that its query may always use; it may use more if the document is short
 QUERY_SHARE = 0.75
 NOWHERE = -1  # offset that is given to a special token, which is not in the text
-# tokens in all rows of one work item, which has a row for each text and label
+# maximum number of tokens in the rows of one work item, which has a row for each pair of a text and a label
 MAX_TOKENS = 8 << 20
 _NONE = np.zeros(0, np.int32)
 
@@ -191,7 +191,7 @@ def _sides(
 
 
 def _document_side(tokenizer: ModelTokenizer, side: Side, options: RunOptions) -> Side:
-    """Return the layout of a document's row, limited to `document_tokens` tokens of text if this option is set."""
+    """Return the layout of a document's row, with at most `document_tokens` tokens of text if this option is set."""
     if not options.document_tokens:
         return side
     most = (
@@ -290,7 +290,7 @@ def _hypotheses(
 
 
 def _hypothesis_texts(options: RunOptions) -> list[str]:
-    """Return the hypothesis of each label."""
+    """Return for each label a sentence that claims the label, made from the hypothesis template."""
     before, _, after = str(options.parameters.get("hypothesis_template", HYPOTHESIS)).partition("{}")
     return [before + label + after for label in options.labels]
 
@@ -314,9 +314,7 @@ def _joined(
 
 
 def _share_ids(whole: Tokens, shortened: Tokens, room: int, truncate: Truncate) -> Ids:
-    """Return the ids of the text `whole` in a pair: at least QUERY_SHARE of the tokens, more if `shortened` is
-    short.
-    """
+    """Return the ids of `whole` in a pair: at least QUERY_SHARE of `room`, and more if `shortened` is short."""
     return cut(whole.ids, max(int(room * QUERY_SHARE), room - shortened.full), truncate)
 
 
@@ -413,7 +411,7 @@ def _document(tokenizer: ModelTokenizer, text: str, most: int) -> str:
     if not 0 < most < max_bytes:
         return text
     read = tokenizer.prefix_of(text, most)
-    return text if read == text else read.rstrip()  # the space at the end may be a part of the next token
+    return text if read == text else read.rstrip()  # removes a space at the end, which may be a part of the next token
 
 
 def _place(options: RunOptions) -> int:

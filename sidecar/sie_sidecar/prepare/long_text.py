@@ -35,23 +35,24 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-# characters that are read for each needed token at first: English has 4 to 5 per token, so one piece is nearly always
-# enough
+# number of characters that are read first for each needed token: English has 4 to 5 per token, so one piece is nearly
+# always enough
 FIRST_CHARACTERS_PER_TOKEN = 8
 GROWTH = 4
-# characters of a piece at most, to limit memory: the tokenizer needs some 100 bytes for a token
+# maximum number of characters of a piece, to limit memory: the tokenizer needs some 100 bytes for a token
 MAX_PIECE_CHARACTERS = 1 << 18
 
 SENTINEL = "x"
 _CLAUSE_MARKS = "\u3001\u3002\uff01\uff0c\uff1a\uff1b\uff1f"
-# characters before a cut. Excluded: U+0D4E and some characters above U+FFFF, which combine with the next character
+# characters that may stand before a cut. U+0D4E and some characters above U+FFFF may not, because they combine with the
+# next character
 _LEFT = rf"[!-~{_CLAUSE_MARKS}]|[^\W\u0d4e\U00010000-\U0010ffff]"
 _SPACE = rf"(?<={_LEFT})(?= )"
 _WHITE_SPACE = rf"(?<={_LEFT})(?=[ \t\r\n])"
 _IDEOGRAPHS = r"(?<=[\u4e00-\u9fff])(?=[\u4e00-\u9fff])"
 _CLAUSE = rf"(?<=[A-Za-z\u4e00-\u9fff])(?=[\r\n{_CLAUSE_MARKS}])"
-# only letters and digits that no Unicode normalization turns into punctuation, because an added token may end with
-# punctuation
+# a cut only between a space and a letter or digit that no Unicode normalization turns into punctuation, because an
+# added token may end with punctuation
 _NARROW = r"(?<=[^\W_\u0080-\u00bf\u0d4e\u2000-\u303f\u3200-\u33ff\ua000-\uabff\ud7a4-\U0010ffff])(?= )"
 
 _LOCAL_NORMALIZERS = {
@@ -239,8 +240,8 @@ class _TextReading:
 
 
 def _forward(text: str, size: int, places: re.Pattern[str]) -> Iterator[tuple[int, int]]:
-    """Yield start and end of pieces from the beginning of the text. The first has at least `size` characters, and later
-    ones grow.
+    """Yield start and end of each piece, from the beginning of the text. The first piece has at least `size`
+    characters, and later ones are larger.
     """
     start = 0
     while start < len(text):
@@ -251,8 +252,8 @@ def _forward(text: str, size: int, places: re.Pattern[str]) -> Iterator[tuple[in
 
 
 def _backward(text: str, size: int, places: re.Pattern[str]) -> Iterator[tuple[int, int]]:
-    """Yield start and end of pieces from the end of the text. A piece may have less than `size` characters, as it
-    begins at an allowed position.
+    """Yield start and end of each piece, from the end of the text. A piece may have less than `size` characters,
+    because it begins at an allowed position.
     """
     end = len(text)
     while end:

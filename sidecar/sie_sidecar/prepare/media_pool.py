@@ -46,7 +46,8 @@ from sie_sidecar.prepare.media_frames import (
 
 DEADLINE_S = 10.0  # seconds that a process may take for one file
 MEMORY_BYTES = 2 << 30  # bytes of address space of a process: decoding 100 megapixels takes 1.3 GB
-MAX_WAITING = 1000  # files that may wait for each process: at 25 ms each, this is about as long as a request may take
+# maximum number of waiting files for each process: at 25 ms each, this is about as long as a request may take
+MAX_WAITING = 1000
 RESULTS = ("prepared", *get_args(Cause), "failed")
 START_S = 30.0  # seconds that a process may take to start, on a busy machine too
 DIED_S = 1.0  # seconds that a process may take to end after its socket was closed; then it is killed
@@ -244,9 +245,9 @@ class MediaPool:
                     worker = worker or await self._start()
                     worker = await self._serve(job, worker)
                 except _WorkerNotStarted as error:
-                    _logger.error("a media worker could not be started: %s", error)
+                    _logger.error("a media worker process could not be started: %s", error)
                     job.fail(ResourceExhausted("the process that decodes files could not be started: try again later"))
-                except Exception as error:  # the caller must get an outcome in any case
+                except Exception as error:  # catches everything, because the caller must get an outcome in any case
                     _logger.exception("preparing a file failed")
                     job.fail(InternalFailure(f"preparing the {job.noun} failed: {type(error).__name__}"))
                     if worker is not None:
@@ -266,8 +267,8 @@ class MediaPool:
             self._free -= 1
 
     async def _serve(self, job: _PendingFile[Any], worker: _MediaProcess) -> _MediaProcess | None:
-        """Decode `job` in `worker`. Return the process for the next file: the same one, a new one if it was lost, or
-        None.
+        """Decode the file of `job` in `worker`. Return the process for the next file: the same one, a new one if it was
+        lost, or None if none could be started.
         """
         self._number += 1
         try:
@@ -298,7 +299,7 @@ class MediaPool:
         await self._end(worker)
         try:
             return await self._start()
-        except _WorkerNotStarted as error:  # tried again with the next file
+        except _WorkerNotStarted as error:  # starting a process is tried again for the next file
             _logger.error("a media worker could not be started: %s", error)
             return None
 

@@ -35,8 +35,10 @@ MAX_CHARACTERS = 32 << 20
 MAX_ROWS = 1 << 16
 MAX_VECTOR_BYTES = 64 << 20
 VECTOR_BYTES = 512  # bytes of token vectors that count as one token: 128 numbers, the usual width
-ROW_CHARACTERS = 24  # building a row takes as long as tokenising this many characters
-COST_CHARACTERS = 64  # characters that count as one token, for models that also read the text
+# number of characters whose tokenising takes as long as building one row; used to estimate the time of a call
+ROW_CHARACTERS = 24
+# number of characters that count as one token of cost, for models that get the text besides the ids
+COST_CHARACTERS = 64
 
 
 @dataclass(frozen=True)
@@ -44,9 +46,9 @@ class TokenRow:
     """Token ids of one row, int32 [length], with special tokens. `full`: its length before truncation.
 
     `types`: uint8 [length], the token types of a pair. `offsets`: int32 [length, 2], in code points, for the layouts
-    `spans` and `passages`. `expanded`: its length on the device, or its cost as a number of tokens, if that is more
-    than the ids. A row may have `vectors`, `images`, `sound` or `document` instead of ids. `uncounted`: tokens of its
-    cost that do not count towards the size of a batch.
+    `spans` and `passages`. `expanded`: its length on the device, or its cost in tokens, if this is more than the number
+    of ids. A row may have `vectors`, `images`, `sound` or `document` instead of ids. `uncounted`: tokens of its cost
+    that do not count towards the size of a batch.
     """
 
     ids: Ids
@@ -318,7 +320,9 @@ def texts_of(item: WorkItemInput) -> list[str]:
 
 
 def reached(texts: Sequence[str], rows: Sequence[TokenRow]) -> list[str]:
-    """Return each text up to the last token of its row: for a row whose end was truncated, a shorter text."""
+    """Return each text, up to the end of the last token in its row: a text whose end was truncated is shorter than
+    before.
+    """
     return [
         text if row.offsets is None or not row.truncated else text[: int(row.offsets.max(initial=0))]
         for text, row in zip(texts, rows, strict=True)
@@ -435,8 +439,8 @@ def to_batch(
 
 
 def _answered(options: RunOptions) -> RunOptions:
-    """Return the options without those that the adapter does not need: the prompts, which are in the ids already, and
-    the variant.
+    """Return the options without those that the adapter does not need: prompts, which are in the ids already, and the
+    variant.
     """
     prompts = options.prefix or options.suffix or options.pieces or options.query_prefix or options.query_suffix
     if not (prompts or options.variant):

@@ -34,9 +34,9 @@ _MAGIC: tuple[tuple[Callable[[bytes], bool], frozenset[str]], ...] = (
 )
 FORMATS = ("WAV", "FLAC", "OGG", "MP3")
 _UNKNOWN_LENGTH = 1 << 62  # samples per channel; libsndfile reports this number or more if the length is unknown
-_BLOCK_FRAMES = 4096  # frames that are transformed at once, which takes 50 MB
+_BLOCK_FRAMES = 4096  # number of frames of a spectrogram that are transformed at a time, which takes 50 MB
 _LEAST_POWER = 1e-10
-_RANGE = 8.0  # lowest level below the loudest one, in powers of ten
+_RANGE = 8.0  # levels that are further below the loudest one are raised to this distance, in powers of ten
 
 Float32 = NDArray[np.float32]
 Float64 = NDArray[np.float64]
@@ -84,7 +84,7 @@ def _decoded(data: bytes, rate: int, from_s: float | None) -> tuple[Float32, flo
     if kinds is None:
         raise fault("undecodable", f"the first bytes are of no sound format that is read: {', '.join(FORMATS)}")
     with soundfile.SoundFile(io.BytesIO(data)) as file:
-        if file.format not in kinds:  # an ID3 tag may stand before any format
+        if file.format not in kinds:  # the first bytes may be an ID3 tag, which can stand before any format
             raise fault("undecodable", "the sound file is of another format than its first bytes say")
         if file.frames >= _UNKNOWN_LENGTH:
             raise fault("undecodable", "the header of the sound file does not say how long the sound is")

@@ -20,7 +20,7 @@ from sie_sidecar.prepare.rows import MAX_CHARACTERS, WorkItemInput, bad_token
 from sie_sidecar.prepare.tokens import ModelTokenizer
 
 OPERATIONS: tuple[Operation, ...] = ("tokenize", "decode")
-# characters of one work item at most: each token needs some 500 bytes here, and 40 in the result
+# maximum number of characters of a work item: each token needs some 500 bytes in this process, and 40 in the result
 MAX_TOLD_CHARACTERS = 4 << 20
 
 

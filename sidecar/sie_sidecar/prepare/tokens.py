@@ -204,7 +204,7 @@ class ModelTokenizer:
 
 
 def cut(ids: Ids, room: int, truncate: Truncate) -> Ids:
-    """Return the first `room` ids. With START, return the last ones."""
+    """Return the first `room` ids; if `truncate` is START, the last ones."""
     room = max(0, room)
     return ids[max(0, len(ids) - room) :] if truncate == "START" else ids[:room]
 
@@ -297,12 +297,12 @@ def _in_threads(parts: Sequence[_ThreadWork]) -> Iterator[list[_ThreadWork]]:
 
 
 def _run_all(parts: Sequence[_ThreadWork]) -> list[Any]:
-    """Call all of them. Return the result or the exception of each."""
+    """Call all of these functions in this thread. Return the result or the exception of each."""
     results: list[Any] = []
     for part in parts:
         try:
             results.append(part.work())
-        except Exception as error:  # noqa: BLE001 raised where this part is awaited
+        except Exception as error:  # noqa: BLE001 raised where the caller awaits it
             results.append(error)
     return results
 
@@ -317,7 +317,7 @@ def _on_run(parts: Sequence[_ThreadWork], running: asyncio.Future[list[Any]]) ->
 
 def _hand_out(parts: Sequence[_ThreadWork], results: Sequence[Any]) -> None:
     for part, result in zip(parts, results, strict=True):
-        if part.done.done():  # its caller was cancelled
+        if part.done.done():  # its caller was cancelled, so nobody waits for the result
             continue
         if isinstance(result, Exception):
             part.done.set_exception(result)

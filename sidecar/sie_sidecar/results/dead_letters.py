@@ -39,11 +39,11 @@ class DeadLetterWriter:
     async def write(
         self, delivery: Delivery, error: ErrorInfo, *, deaths: int = 0, workers: tuple[str, ...] = ()
     ) -> bool:
-        """Store the message of a delivery, and the error for which it was given up. It is stored only once, however
-        often this is called. Return False if it could not be stored; this is logged.
+        """Store the message of a delivery, and the error for which it was given up. Return False if this failed; the
+        error is logged. The message is stored only once, even if this is called several times.
 
-        This is tried only ATTEMPTS times, because the message is acknowledged afterwards: without an end, it would be
-        delivered again and again.
+        After ATTEMPTS failures the letter is lost: the message must be acknowledged at some time, as it would otherwise
+        be delivered again and again.
         """
         name = letter_id(topology.stream_name(topology.pool_of(delivery.subject)), delivery)
         letter = DeadLetter(

@@ -55,7 +55,7 @@ CONFIRM_TIMEOUT_S = 2.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
 # bytes of one part: 32 MiB took 0.20 s in parts of 1 MiB, and 0.83 s in parts of 8 MiB (nats-py 2.16, two busy cores)
 MAX_BYTES = 1 << 20
-MAX_ROUNDS = 3  # times that all parts of one result are sent at most
+MAX_ROUNDS = 3  # maximum number of times that all parts of one result are sent
 
 
 class ResultDelivery:
@@ -313,7 +313,9 @@ class Settle:
         return None
 
     def bury(self, lease: Lease, error: SIEError) -> None:
-        """Write a message that cannot be decoded to the dead letters, and terminate it."""
+        """Write a message that cannot be decoded to the dead letters, then terminate it, so that it is not delivered
+        again.
+        """
         self._work.start(self._bury(lease, error), "bury")
 
     async def _bury(self, lease: Lease, error: SIEError) -> None:
@@ -349,11 +351,14 @@ class Settle:
         self._inventory.remove(flight)
 
 
-SLOTS = 4096  # leases that can be recorded; further ones end only by time if the process is killed
+# maximum number of leases in the file; if the process is killed, deliveries without a record come back only when their
+# leases end
+SLOTS = 4096
 SLOT_BYTES = 512
 _MAGIC = b"SIElease"
-_HEADER = struct.Struct("<8sd")  # (magic bytes, time of the last renewal of all leases by the broker's clock)
-# (checksum of what follows, length of the ack subject in bytes, time of the delivery by the broker's clock)
+_HEADER = struct.Struct("<8sd")  # fields: magic bytes, time of the last renewal of all leases by the broker's clock
+# fields: checksum of the other fields and the ack subject, length of the ack subject in bytes, time of the delivery by
+# the broker's clock
 _SLOT = struct.Struct("<IHd")
 _EMPTY = bytes(_SLOT.size)
 _SIZE = (1 + SLOTS) * SLOT_BYTES
@@ -383,7 +388,7 @@ class LeaseLedger:
         return slot
 
     def clear(self, slot: int) -> None:
-        """Clear the slot of a delivery. 0 has no effect."""
+        """Clear the slot of a delivery whose lease has ended. Slot 0 means that it was not recorded."""
         if slot:
             self._map[slot * SLOT_BYTES : slot * SLOT_BYTES + _SLOT.size] = _EMPTY
             self._free.append(slot)
@@ -504,7 +509,7 @@ class Leases:
         lease = self._held.get(_place(delivery))
         if (
             lease is None or lease.delivery.data != delivery.data
-        ):  # the sequence alone proves nothing: a stream that was lost and created again starts at 1
+        ):  # equal sequences prove nothing: a stream that was lost and created again starts at 1
             return None
         lease.delivery, lease.renewed_s = delivery, self._clock()
         if self._ledger:
@@ -540,7 +545,7 @@ class Leases:
         return len(self._held)
 
     def is_mine(self, lease: Lease) -> bool:
-        """Return True if certainly no other worker has got this delivery."""
+        """Return True if certainly no other worker has got this delivery meanwhile."""
         return self.left_s(lease) > 0
 
     def left_s(self, lease: Lease) -> float:
