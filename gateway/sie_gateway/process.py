@@ -61,7 +61,7 @@ EPOCH_POLL_S = 5.0
 FULL_EXPORT_S = 300.0
 FIRST_ANSWER_S = 2.0
 _LATE_S = 1.0  # seconds for sending the last answers, added to the longest budget of a request in a drain
-_SETTINGS = {  # by field of a stream: the setting to name in the error if the existing stream has another value
+_SETTINGS = {  # field of a stream -> setting that the error names if an existing stream has another value in this field
     "storage": "SIE_STREAM_STORAGE",
     "replicas": "SIE_STREAM_REPLICAS",
     "max_bytes": "SIE_QUEUE_MAX_BYTES",

@@ -59,8 +59,8 @@ class ThreadDriver:
         self._is_closed = False
 
     def close(self) -> None:
-        """Refuse new requests. Requests of other threads are not waited for: the last of them closes the connections,
-        because httpx would leak a connection that is being opened.
+        """Close the connections and refuse new requests. If requests of other threads are running, the last of them
+        closes the connections when it ends, because httpx would leak a connection that is being opened.
         """
         with self._lock:
             self._is_closed = True

@@ -129,7 +129,7 @@ def is_good(answer: Received | TransportFailed) -> bool:
 
 
 def best(answers: Iterable[Received | TransportFailed]) -> Received | TransportFailed:
-    """Return a successful answer if there is one, else any of the answers."""
+    """Return a successful answer if there is one, else any of the failed ones."""
     return max(answers, key=is_good)
 
 

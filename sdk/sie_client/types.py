@@ -184,8 +184,8 @@ MAX_SHOWN, MAX_SHOWN_ENTRIES, MAX_SHOWN_KEYS, MAX_SHOWN_LETTERS = 2, 4, 32, 80
 
 
 class Results(list[_Result], Generic[_Result]):
-    """Results of a list of items, in the order of the items. `usage` is for the whole call, the usage in a result for
-    its item.
+    """Results of a list of items, in the order of the items. `usage` is that of the whole call; each result has the
+    usage of its item.
     """
 
     def __init__(self, results: Iterable[_Result] = (), usage: Usage | None = None) -> None:
@@ -328,8 +328,8 @@ class ExtractResult(Shared, total=False):
 
 
 class ModelFilters(TypedDict, total=False):
-    """Filters for a list of models. `task`: only models that do it. `output`: only models that return it. `loaded`:
-    only models that are loaded now. `variants` False: without profiles.
+    """Filters for a list of models. `task`: only models that support this task. `output`: only models that return this
+    output. `loaded` True: only models that are loaded now. `variants` False: leave out the profiles of models.
     """
 
     task: Literal["encode", "score", "extract"] | None

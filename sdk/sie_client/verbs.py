@@ -57,8 +57,8 @@ _TOLD = ("muvera", "warnings", "explain")
 
 
 class _ListPart(NamedTuple):
-    """Part of a list of items, for one request. `items`: encoded, the first at position `start` of the list.
-    `size_bytes`: their size.
+    """Part of a list of items, for one request. `items`: the items in the form for a request. `start`: position of the
+    first one in the whole list. `size_bytes`: size of the items.
     """
 
     start: int
@@ -67,8 +67,8 @@ class _ListPart(NamedTuple):
 
 
 class _PartReply(NamedTuple):
-    """Reply to a part that begins at position `start`. `shared`: fields about the request, which each of its results
-    gets.
+    """Reply to the part of a list that begins at position `start`. `shared`: fields about the request, which are added
+    to each of its results.
     """
 
     start: int
@@ -383,7 +383,7 @@ def _id_of(items: Sequence[Item | str], place: int) -> str:
 
 
 def _summed(replies: Sequence[_PartReply]) -> dict[str, Any]:
-    """Return the usage of a whole call: the sums over its parts."""
+    """Return the usage of a whole call: the sums over the usages of its parts."""
     usages = [(reply.start, reply.body["usage"]) for reply in replies]
     usage: dict[str, Any] = {
         name: sum(usage.get(name, 0) for _, usage in usages) for name in ("prompt_tokens", "total_tokens")

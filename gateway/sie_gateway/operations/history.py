@@ -269,7 +269,7 @@ class RequestLogger:
     """Log lines of answered requests. Only the gateway's event loop uses it."""
 
     def __init__(self) -> None:
-        self._told = 0  # refused requests in this interval
+        self._told = 0  # number of requests that were refused in this interval
         # number of refused requests that have no log line, by endpoint, status and code; these have few values, so the
         # counter stays small
         self._left_out: Counter[str] = Counter()
@@ -376,7 +376,7 @@ class LogTail(logging.Handler):
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Receive log lines while the context is open."""
+        """Receive the lines of all loggers below `sie` while the context is open."""
         logger = logging.getLogger("sie")
         logger.addHandler(self)
         try:

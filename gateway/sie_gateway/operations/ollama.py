@@ -65,7 +65,7 @@ def _described(fleet: Fleet, name: str, resolved: Resolved) -> dict[str, Any]:
 
 
 async def tags(gateway: Gateway, request: Request) -> Response:
-    """Return all models that return dense vectors."""
+    """Return all models of the catalogue that return dense vectors, as Ollama lists its local models."""
     models = [api.OllamaModel(**_described(gateway.fleet, *named)) async for named in _listed(gateway)]
     return json_response(api.OllamaModels(models=models))
 

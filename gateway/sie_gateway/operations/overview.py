@@ -47,7 +47,7 @@ def _grant(request: Request) -> Grant:
 
 
 async def page(_gateway: Gateway, request: Request) -> Response:
-    """Return the console page, or one of its files. Raises NotFound."""
+    """Return the console page or one of its files, by the name in the path. Raises NotFound."""
     name = request.path_params.get("file", "index.html")
     if name not in CONSOLE_FILES:
         raise NotFound("no such path")

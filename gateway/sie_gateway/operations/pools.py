@@ -241,7 +241,7 @@ async def assignment(gateway: Gateway, request: Request) -> Response:
 
 
 async def pool(gateway: Gateway, request: Request) -> Response:
-    """Return one pool."""
+    """Return the description of one pool."""
     return json_response(gateway.pools.pool(_named(request), _grant(request)))
 
 

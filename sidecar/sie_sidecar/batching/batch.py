@@ -357,7 +357,7 @@ class Waiting(Generic[T]):
         self.overtakes = 0  # interactive batches in a row that were sent while bulk work waited
         self.cost = 0
         self._length = 0
-        self._times: dict[str, BatchTimes] = {}  # by residency: how long its batches take
+        self._times: dict[str, BatchTimes] = {}  # measured times of batches, by residency
 
     def ran(self, batch: Batch[T], seconds: float) -> None:
         """Record how many seconds a batch took on the device."""
@@ -388,7 +388,7 @@ class Waiting(Generic[T]):
         self._length += 1
 
     def remove(self, entry: BatchEntry[T]) -> None:
-        """Remove an entry that waits."""
+        """Remove an entry that must not be sent."""
         self.lines[entry.bulk].remove(entry)
         self.cost -= entry.cost
         self._length -= 1

@@ -99,7 +99,7 @@ class DeviceForecast:
     """
 
     def __init__(self) -> None:
-        self._sent: dict[int, float] = {}  # by batch at the device: predicted seconds
+        self._sent: dict[int, float] = {}  # predicted seconds of each batch at the device, by its number
         self._free_s = 0.0
 
     def sent(self, batch: int, seconds: float, now_s: float, lanes: int) -> None:

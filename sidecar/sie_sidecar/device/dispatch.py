@@ -107,8 +107,8 @@ class DeviceQueue:
         return min(ahead, self._most)
 
     def capacity(self) -> tuple[int, int]:
-        """Return how many tokens and work items of one priority fit here: full batches that wait, and batches at the
-        adapter.
+        """Return how many tokens and work items of one priority this device can have at a time: the full batches that
+        may wait, and the batches at the adapter.
         """
         full = batches.READY_PER_LANE * self.lanes + self.depth
         return full * self.limits.cost, full * self.limits.requests
@@ -327,8 +327,8 @@ class DeviceQueues:
         return [queue for queue in self.all if queue.link.connected]
 
     def capacity(self) -> tuple[int, int]:
-        """Return how many tokens and work items of one priority fit into this worker. While no adapter is connected,
-        return the numbers of the first device.
+        """Return how many tokens and work items of one priority this worker can have at a time. While no adapter is
+        connected, return the numbers of the first device.
         """
         capacities = [queue.capacity() for queue in self.connected or self.all[:1]]
         return sum(cost for cost, _ in capacities), sum(items for _, items in capacities)
@@ -355,7 +355,7 @@ class DeviceQueues:
         return Load(*self._inventory.load(bulk=bulk), sum(queue.lanes for queue in queues)) if queues else None
 
     def narrowed(self, load: Load, bulk: bool, models: Collection[str]) -> Load:
-        """Return the part of `load` that is for the devices with these models."""
+        """Return the part of `load` that waits for the devices that run these models."""
         if len(self.all) == 1:
             return load
         able = [

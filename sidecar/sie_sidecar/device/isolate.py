@@ -50,7 +50,9 @@ class Isolate:
         work: Tasks,
         isolates: Sequence[Isolate],
     ) -> None:
-        """Create the search for `device`. `isolates`: one for each device of the worker, by number of the device."""
+        """Create the object for `device`. `isolates`: the objects for all devices of the worker, by number of the
+        device; a work item may move to another one.
+        """
         self._isolates = isolates
         self._device = device
         self._marks = marks

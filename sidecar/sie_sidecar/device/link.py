@@ -137,8 +137,8 @@ class AdapterLink:
         self._dropped: Callable[[tuple[str, ...]], None] = lambda names: None
 
     def attach(self, may_drop: Callable[[], tuple[str, ...]], dropped: Callable[[tuple[str, ...]], None]) -> None:
-        """Set two callbacks. `may_drop` returns the models that the adapter may unload to make room, the first one
-        first. `dropped` is called with the models that the adapter reports as unloaded.
+        """Set two callbacks. `may_drop` returns the models that the adapter may unload to make room, in the order in
+        which it should do so. `dropped` is called with the models that the adapter reports as unloaded.
         """
         self._may_drop, self._dropped = may_drop, dropped
 
@@ -326,8 +326,8 @@ class AdapterLink:
         return ready
 
     async def relieve(self, may_drop: tuple[str, ...]) -> None:
-        """Let the adapter unload some of these models, the first one first, while its memory is above the threshold.
-        Raises AdapterGone, SIEError.
+        """Let the adapter unload some of these models, in this order, until its memory is below the threshold. Raises
+        AdapterGone, SIEError.
 
         It does not use the control connection, because freeing much memory takes longer than CONTROL_TIMEOUT_S.
         """

@@ -179,7 +179,9 @@ class HostAssignment:
         return self.table is not None and self._now_s() - self.table.at_s > OLD_S
 
     def role(self, consumer: str) -> Role:
-        """Return the role for a consumer: the most active role of its models."""
+        """Return the role of this worker for a consumer. If the consumer delivers work of several models, it is the
+        highest of their roles: pull, probe, ahead, none.
+        """
         if self.table is None:
             return "pull" if self._first is None else "none"
         return max(

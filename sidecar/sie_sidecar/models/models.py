@@ -145,7 +145,7 @@ class ModelState:
         return self.held == self.parked
 
     def came_in(self, cost: int, now_s: float) -> None:
-        """Add the tokens of an accepted work item to the rate."""
+        """Add the tokens of an accepted work item to the rate of arriving tokens."""
         self._cost_rate = self.cost_rate(now_s) + cost / RATE_OVER_S
         self._cost_s = now_s
 
@@ -160,7 +160,7 @@ class ModelState:
         self.used(now_s)
 
     def filled(self, ratio: float) -> None:
-        """Add the fill of a batch to the mean."""
+        """Add the fill of a batch (its tokens divided by those of a full batch) to the mean."""
         self.fill_ratio = (
             ratio if self.fill_ratio is None else self.fill_ratio + FILL_WEIGHT * (ratio - self.fill_ratio)
         )
@@ -721,8 +721,8 @@ class Hosting(ModelStates):
         self._on_loaded(hosted)
 
     async def release(self, hosted: ModelState) -> None:
-        """Unload a model without work. Work that arrives meanwhile waits, and then loads it again. Raises AdapterGone,
-        SIEError.
+        """Unload a model that no work item needs. Work that arrives during the unload waits, and then loads the model
+        again. Raises AdapterGone, SIEError.
         """
         hosted.mark_unloaded()
         self._on_role(hosted)
@@ -809,7 +809,7 @@ class WorkerModels:
         return self.devices[hosted.device]
 
     def find(self, residency: str) -> list[ModelState]:
-        """Return the states of the residency with this name, one for each device that knows it."""
+        """Return the states of the residency with this name: one for each device that knows it."""
         return [hosted for device in self.devices if (hosted := device.find(residency)) is not None]
 
     def obtain(self, resolved: Resolved, revision: int = 0) -> ModelState:

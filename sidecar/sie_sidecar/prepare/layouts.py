@@ -121,7 +121,9 @@ _Content = str | Ids | Beside | TokenRow
 def _contents(
     tokenizer: ModelTokenizer, layout: Rows, item: WorkItemInput, pairs: Iterator[TokenRow]
 ) -> list[_Content]:
-    """Return the content of each input, with the prompt."""
+    """Return the content of each input: its text or token ids with the prompt, or the finished row of an image, sound
+    or vectors.
+    """
     contents: list[_Content] = []
     prompt: tuple[Ids, Ids] | None = None
     for index, source in enumerate(item.inputs):

@@ -220,7 +220,7 @@ class MediaPool:
         return job.done
 
     async def close(self) -> None:
-        """End all processes. Files that wait fail."""
+        """End all processes. Files that still wait get an error."""
         self._closed = True
         for keeper in self._keepers:
             keeper.cancel()

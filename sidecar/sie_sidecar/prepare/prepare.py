@@ -32,7 +32,7 @@ from sie_sidecar.results.settle import Settle
 
 # deliveries until a work item with an unknown model is given up; another worker's catalogue may know the model
 MAX_HAND_BACKS = 5
-CATCH_UP_S = 2.0  # seconds to wait until a catalogue that is older than the gateway's is renewed
+CATCH_UP_S = 2.0  # seconds to wait for a newer catalogue, if the gateway's catalogue is newer than this worker's
 
 
 class Prepare:

@@ -132,8 +132,8 @@ def _filled(samples: Float32, recipe: SoundRecipe) -> Float32:
 
 
 def _views(whole: Float32, frames: int) -> Float32:
-    """Return four views of a long sound: the whole sound shrunk to `frames` frames, and three parts of this length. The
-    possible starts of a part are divided into thirds; each part starts at the middle of one.
+    """Return four views of a long sound: the whole sound shrunk to `frames` frames, and three parts of this length,
+    from its beginning, middle and end. For each part, the middle of a third of the possible starts is taken.
     """
     if len(whole) == frames:
         return np.stack([whole] * 4)

@@ -174,7 +174,7 @@ def part_bytes(item: WorkItem, digest: str, size_bytes: int, message_bytes: int)
 
 
 def failed(result: WorkResult, error: SIEError) -> WorkResult:
-    """Return a result that has this error for every input of `result`."""
+    """Return a result for the same inputs as `result` in which every input has this error."""
     info = error.info()
     return msgspec.structs.replace(result, outcomes=tuple(Failed(info) for _ in result.outcomes), block=b"")
 
