@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = "pyproject.toml"
 _IMAGE = r"\bsie-(?:gateway|config|sidecar|adapter-cpu|adapter-cuda|\$image|\$name):"
-# pattern of paths -> regular expression for the text before each version in them
+# pattern of paths -> regular expression for the text before a version in these files
 COPIES = {
     "core/contracts/sie_contracts/__init__.py": r'^__version__ = "',
     "sdk/alias/pyproject.toml": r'^version = "',

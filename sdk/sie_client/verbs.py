@@ -132,8 +132,8 @@ class _VerbRequest:
 
 
 def _aside(function: Callable[[], Any], size_bytes: int) -> Plan[Any]:
-    """Call a function and return its result. From ASIDE_BYTES on, it is called in a thread where it does not block
-    other calls.
+    """Call a function and return its result. If `size_bytes` is at least ASIDE_BYTES, it is called in a thread, so that
+    it does not block other calls.
     """
     if size_bytes >= ASIDE_BYTES:
         return (yield BlockingWork(function))

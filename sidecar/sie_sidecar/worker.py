@@ -241,15 +241,17 @@ class Worker:
         return self.source.assignment.models()
 
     def _on_less(self) -> None:
-        """Set the credit of the consumers again, because less work waits for a device."""
+        """Let the consumers deliver more messages, because less work waits for a device."""
         self.source.refill_soon()
 
     def _on_free(self, consumer: str) -> None:
-        """Set the credit of one consumer again, because a work item that held it up is gone."""
+        """Let one consumer deliver more messages, because a work item that held it up is gone."""
         self.source.pulling.refill_one(consumer)
 
     def _on_role(self, hosted: ModelState) -> None:
-        """Set the credit of all consumers again: a model was unloaded, closed to new work, or opened again."""
+        """Set again how many messages all consumers may deliver: a model was unloaded, closed to new work, or opened
+        again.
+        """
         self.source.pulling.refill_all()
 
     def _on_unloaded(self, model: str) -> None:

@@ -89,7 +89,9 @@ class Replays:
             self._inbox.close(collector)
 
     async def _forgive(self, item: WorkItem) -> None:
-        """Remove the poison marks of the work's inputs, so that workers accept these inputs again."""
+        """Remove the poison marks (records of crashed adapters) of the work's inputs, so that workers accept these
+        inputs again.
+        """
         marks = await self._broker.key_value(topology.POISON_BUCKET, max_age_s=topology.POISON_LIFETIME_S)
         for key in dict.fromkeys(content_keys(item)):
             if await marks.get(key) is not None:

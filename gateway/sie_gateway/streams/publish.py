@@ -77,7 +77,7 @@ class Rest(NamedTuple):
 
 @functools.lru_cache(4096)
 def _routes(lane: Lane, priority: str, model: str, ack_wait_s: float) -> tuple[WorkRoute, WorkRoute]:
-    """Return the route with the model's own consumer, and the route with the shared consumer of its slot."""
+    """Return two routes: with the model's own consumer, and with the consumer that the models of its slot share."""
     own, shared = topology.work_subject(lane, priority, model), topology.slot_subject(lane, priority, model)
     return WorkRoute(own, topology.consumer_of(own, ack_wait_s)), WorkRoute(
         shared, topology.consumer_of(shared, ack_wait_s)
@@ -547,8 +547,8 @@ class WorkQueue:
         await self._broker.delete_stream(topology.stream_name(pool))
 
     async def _ensure_dead_letters(self, pool: str) -> None:
-        """Create the stream of dead letters and the bucket of poison marks. Workers need both as soon as the pool's
-        stream exists.
+        """Create the stream of dead letters, and the bucket of poison marks (records of inputs that crash adapters).
+        Workers need both as soon as the pool's stream exists.
         """
         replicas, queue_bytes = self._settings.stream_replicas, self._settings.queue_max_bytes
         spec = topology.dead_letter_stream(pool, storage="file", replicas=replicas, queue_bytes=queue_bytes)

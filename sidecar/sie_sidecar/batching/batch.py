@@ -3,17 +3,17 @@ numbers.
 
     entries (tokenised work items) ──add──► Waiting ──next_batch(now, device)──► Batch | WaitUntil | None
 
-A batch has entries with equal keys only. It is closed and sent when it is full (tokens or work items), when its oldest
-entry has waited for the time limit, or at once if the device is idle and no more work is expected. While the device is
-busy, the batch can grow. If the deadlines of the entries do not allow a full batch, only the first entries run, see
-`sizing`.
+A batch has work items with equal keys only. It is closed and sent when it is full (tokens or work items), when its
+oldest work item has waited for the time limit, or at once if the device is idle and no more work is expected. While the
+device is busy, the batch can grow. If the deadlines of the work items do not allow a full batch, only the first work
+items run, see `sizing`.
 
 Order: interactive work comes first, but after `bulk_max_overtakes` interactive batches in a row, a bulk batch is sent
-if bulk work waits. Within a priority, the model with the oldest entry comes first. Within a model, its keys (LoRA,
+if bulk work waits. Within a priority, the model with the oldest work item comes first. Within a model, its keys (LoRA,
 operation and so on) take turns, so that much work of one key does not block the others.
 
-This limits every wait. Take an entry that has waited for the time limit and is the oldest of its priority, and let K be
-the number of keys of its model that have work. Then it is in one of the next K batches of its priority. With k =
+This limits every wait. Take a work item that has waited for the time limit and is the oldest of its priority, and let K
+be the number of keys of its model that have work. Then it is in one of the next K batches of its priority. With k =
 `bulk_max_overtakes`, these are at most K + ceil(K / k) batches of both priorities for interactive work, and K (k + 1)
 for bulk work.
 """
@@ -33,19 +33,20 @@ from sie_sidecar.batching.sizing import LEAD_S, Ask, binds, fitting
 
 T = TypeVar("T")
 
-READY_PER_LANE = 2  # full batches that may wait for each lane; a lane is a place for one running batch on the device
+# maximum number of full batches that wait for each lane; a lane is a place for one running batch on the device
+READY_PER_LANE = 2
 TIMES_OVER = 20  # number of last batches of a model from which the time of its next batch is predicted
 MAX_TIMES = 1024  # maximum number of models whose batch times are stored
-# number of batches whose entries are compared, to find entries of similar length for a model with padding
+# number of batches whose work items are compared, to find work items of similar length for a model with padding
 LOOK_AHEAD = 4
 
 
 class BatchKey(NamedTuple):
-    """Properties that must be equal for all entries of one forward pass. Output options are not in it, as they are
+    """Properties that must be equal for all work items of one forward pass. Output options are not in it, as they are
     applied to each item afterwards.
 
-    `padded`: the model pads each row of a batch to the length of the longest one, so entries of similar length should
-    run together.
+    `padded`: the model pads each row of a batch to the length of the longest one, so work items of similar length
+    should run together.
     """
 
     residency: str
@@ -58,11 +59,11 @@ class BatchKey(NamedTuple):
 
 @dataclass(frozen=True)
 class BatchLimits:
-    """Limits of a batch: `cost` tokens, `requests` work items, `wait_s` seconds that its oldest entry may wait,
+    """Limits of a batch: `cost` tokens, `requests` work items, `wait_s` seconds that its oldest work item may wait,
     `media_bytes` bytes of pixels and audio features. `bulk_max_overtakes`: how many interactive batches in a row may be
     sent while bulk work waits.
 
-    `reorder_s`: for a model with padding, an entry may run before an older one of the same key only if it arrived at
+    `reorder_s`: for a model with padding, a work item may run before an older one of the same key only if it arrived at
     most this many seconds later.
     """
 
@@ -95,7 +96,7 @@ class DeviceLoad:
 class BatchEntry(Generic[T]):
     """Tokenised work item. `cost`: its tokens, which count towards `BatchLimits.cost`. `time_cost`: its computing time,
     as a number of tokens of short texts; 0 means equal to `cost`. `alone`: the message was delivered before, and may
-    have crashed an adapter, so the entry runs in a batch of its own. `deadline_s`: end of the request's budget.
+    have crashed an adapter, so the work item runs in a batch of its own. `deadline_s`: end of the request's budget.
     `budget_s`: the whole budget when it was published. `media_bytes`: size of its pixels and audio features. `writes`:
     its answer is generated token by token, and does not use a lane (`ipc.Rows.writes`).
     """
@@ -115,7 +116,7 @@ class BatchEntry(Generic[T]):
 
 @dataclass(frozen=True)
 class Batch(Generic[T]):
-    """Entries with one key, the cheapest first. Only a batch with a single entry may cost more than
+    """Work items with one key, the cheapest first. Only a batch with a single work item may cost more than
     `BatchLimits.cost`.
     """
 
@@ -126,13 +127,13 @@ class Batch(Generic[T]):
     @property
     def writes(self) -> bool:
         """Return True if the answer is generated token by token. It then does not use a lane."""
-        # all entries of a batch agree: entries with generated answers wait in a separate queue
+        # all work items of a batch agree: work items with generated answers wait in a separate queue
         return bool(self.entries) and self.entries[0].writes
 
 
 @dataclass(frozen=True)
 class WaitUntil:
-    """Result of `next_batch`: send no batch before `until_s`. If an entry arrives or a batch ends before that, call
+    """Result of `next_batch`: send no batch before `until_s`. If a work item arrives or a batch ends before that, call
     `next_batch` again.
     """
 
@@ -141,12 +142,12 @@ class WaitUntil:
 
 @dataclass(eq=False)
 class _KeyQueue(Generic[T]):
-    """Waiting entries of one key, in the order of arrival. `cost`: their tokens."""
+    """Waiting work items of one key, in the order of arrival. `cost`: their tokens."""
 
     key: BatchKey
     entries: deque[BatchEntry[T]] = field(default_factory=deque)
     cost: int = 0
-    alone: int = 0  # entries that must run in a batch of their own
+    alone: int = 0  # work items that must run in a batch of their own
 
     @property
     def head_s(self) -> float:
@@ -156,7 +157,9 @@ class _KeyQueue(Generic[T]):
         return idle or self.is_full(limits) or now_s >= self.head_s + limits.wait_s
 
     def is_full(self, limits: BatchLimits) -> bool:
-        """Return True if the next batch would not become larger by waiting: it is full, or an entry must run alone."""
+        """Return True if the next batch would not become larger by waiting: it is full, or a work item must run
+        alone.
+        """
         return self.alone > 0 or self.cost >= limits.cost or len(self.entries) >= limits.requests
 
     def insert(self, entry: BatchEntry[T], index: int) -> None:
@@ -165,8 +168,8 @@ class _KeyQueue(Generic[T]):
         self.alone += entry.alone
 
     def pop_batch(self, limits: BatchLimits, begins_s: float, times: BatchTimes) -> list[BatchEntry[T]]:
-        """Remove the entries of the next batch, which begins to run at `begins_s`, and return them in the order of
-        arrival. The oldest entry is always one of them. An entry that is larger than a batch runs alone.
+        """Remove the work items of the next batch, which begins to run at `begins_s`, and return them in the order of
+        arrival. The oldest work item is always one of them. A work item that is larger than a batch runs alone.
         """
         indexes = self._together(limits)
         indexes = sorted(indexes[: fitting(self._asks(indexes, begins_s), times)])
@@ -192,8 +195,8 @@ class _KeyQueue(Generic[T]):
         return [Ask(entry.time_cost or entry.cost, entry.deadline_s - begins_s, entry.budget_s) for entry in entries]
 
     def _together(self, limits: BatchLimits) -> list[int]:
-        """Return the indexes of the entries that may run in the next batch, the oldest entry first. If the batch must
-        be smaller, it takes the first of them.
+        """Return the indexes of the work items that may run in the next batch, the oldest work item first. If the batch
+        must be smaller, it takes the first of them.
         """
         if self.entries[0].alone:
             return [0]
@@ -215,8 +218,8 @@ class _KeyQueue(Generic[T]):
         return list(range(number))
 
     def _alike(self, limits: BatchLimits) -> list[int]:
-        """Return the index of the oldest entry, and of the entries that arrived soon after it. Those with the most
-        similar number of tokens come first.
+        """Return the index of the oldest work item, and of the work items that arrived soon after it. Those with the
+        most similar number of tokens come first.
         """
         head = self.entries[0]
         near = []
@@ -241,7 +244,7 @@ class _ModelLine(Generic[T]):
 
     def __init__(self, name: str, head_s: float) -> None:
         self.name = name
-        self.head_s = head_s  # arrival time of the oldest entry
+        self.head_s = head_s  # arrival time of the oldest work item
         self.push_number = 0
         self.queues: dict[BatchKey, _KeyQueue[T]] = {}
 
@@ -250,8 +253,8 @@ class _ModelLine(Generic[T]):
 
 
 class _PriorityLine(Generic[T]):
-    """Entries of one priority. `_heads` is a heap of (arrival of the oldest entry, push number, model). A model may be
-    in it several times; only the newest push is valid, and the others are dropped when they reach the top.
+    """Work items of one priority. `_heads` is a heap of (arrival of the oldest work item, push number, model). A model
+    may be in it several times; only the newest push is valid, and the others are dropped when they reach the top.
     """
 
     def __init__(self) -> None:
@@ -263,8 +266,8 @@ class _PriorityLine(Generic[T]):
         return (queue for model in self.models.values() for queue in model.queues.values())
 
     def add(self, entry: BatchEntry[T], *, in_order: bool) -> None:
-        """Add an entry to its queue: at the end, or without `in_order` by its time of arrival, because it was removed
-        before.
+        """Add a work item to its queue: at the end, or without `in_order` by its time of arrival, because it was
+        removed before.
         """
         model = self.models.get(entry.key.residency)
         if model is None:
@@ -284,7 +287,7 @@ class _PriorityLine(Generic[T]):
             self._enter(model)
 
     def oldest(self) -> _ModelLine[T] | None:
-        """Return the model with the oldest entry. None if no entry waits."""
+        """Return the model with the oldest work item. None if no work item waits."""
         while self._heads:
             _, push_number, model = self._heads[0]
             if push_number == model.push_number:
@@ -300,13 +303,13 @@ class _PriorityLine(Generic[T]):
         queue = model.pick(now_s, limits, idle=idle)
         if queue is not None:
             return queue
-        # the oldest entry has not waited for the time limit yet, so all others have not either: only full queues can be
-        # ready
+        # the oldest work item has not waited for the time limit yet, so all others have not either: only full queues
+        # can be ready
         full = (queue for queue in self.queues() if queue.is_full(limits))
         return min(full, key=lambda queue: queue.head_s, default=None)
 
     def pick_oldest(self) -> _KeyQueue[T]:
-        """Return the queue with the oldest entry, even if it is not ready."""
+        """Return the queue with the oldest work item, even if it is not ready."""
         model = self.oldest()
         assert model is not None
         return min(model.queues.values(), key=lambda queue: queue.head_s)
@@ -332,7 +335,7 @@ class _PriorityLine(Generic[T]):
             self._reorder(model)
 
     def _reorder(self, model: _ModelLine[T]) -> None:
-        """Update the position of a model in the heap after entries were removed."""
+        """Update the position of a model in the heap after work items were removed."""
         if not model.queues:
             del self.models[model.name]
             model.push_number = 0
@@ -341,7 +344,7 @@ class _PriorityLine(Generic[T]):
         self._enter(model)
 
     def _enter(self, model: _ModelLine[T]) -> None:
-        """Push a model on the heap, by the arrival of its oldest entry. At equal times, the earlier push comes
+        """Push a model on the heap, by the arrival of its oldest work item. At equal times, the earlier push comes
         first.
         """
         model.push_number = next(self._push_numbers)
@@ -349,15 +352,16 @@ class _PriorityLine(Generic[T]):
 
 
 class Waiting(Generic[T]):
-    """Tokenised entries that wait for the device, by priority, model and key."""
+    """Tokenised work items that wait for the device, by priority, model and key."""
 
     def __init__(self) -> None:
-        # [0]: interactive entries, [1]: bulk entries
+        # [0]: interactive work items, [1]: bulk work items
         self.lines: tuple[_PriorityLine[T], _PriorityLine[T]] = (_PriorityLine(), _PriorityLine())
         self.overtakes = 0  # interactive batches in a row that were sent while bulk work waited
         self.cost = 0
         self._length = 0
-        self._times: dict[str, BatchTimes] = {}  # measured times of batches, by residency
+        # measured times of batches, by residency (a model in one copy of its weights)
+        self._times: dict[str, BatchTimes] = {}
 
     def ran(self, batch: Batch[T], seconds: float) -> None:
         """Record how many seconds a batch took on the device."""
@@ -375,11 +379,11 @@ class Waiting(Generic[T]):
         return times
 
     def add(self, entry: BatchEntry[T]) -> None:
-        """Add an entry behind all entries of its key."""
+        """Add a work item behind all work items of its key."""
         self._add(entry, in_order=True)
 
     def put_back(self, entry: BatchEntry[T]) -> None:
-        """Add an entry that was sent but did not run, at its place by time of arrival."""
+        """Add a work item that was sent but did not run, at its place by time of arrival."""
         self._add(entry, in_order=False)
 
     def _add(self, entry: BatchEntry[T], *, in_order: bool) -> None:
@@ -388,7 +392,7 @@ class Waiting(Generic[T]):
         self._length += 1
 
     def remove(self, entry: BatchEntry[T]) -> None:
-        """Remove an entry that must not be sent."""
+        """Remove a work item that must not be sent."""
         self.lines[entry.bulk].remove(entry)
         self.cost -= entry.cost
         self._length -= 1
@@ -403,7 +407,7 @@ class Waiting(Generic[T]):
         self, queue: _KeyQueue[T], now_s: float, limits: BatchLimits, device: DeviceLoad
     ) -> Batch[T] | WaitUntil | None:
         """Return the next batch of `queue`. If a deadline requires it (`binds`), do not close the batch before the
-        device is nearly free, so that urgent entries can still join it. Return WaitUntil, or None while the time is
+        device is nearly free, so that urgent work items can still join it. Return WaitUntil, or None while the time is
         unknown.
         """
         begins_s, times = now_s + device.busy_s, self._times_of(queue.key.residency)
@@ -431,7 +435,7 @@ def next_batch(
     waiting: Waiting[T], now_s: float, limits: BatchLimits, device: DeviceLoad
 ) -> Batch[T] | WaitUntil | None:
     """Return the batch to send now, or WaitUntil if none is due yet. Return None if none can be sent before a batch
-    ends or an entry arrives.
+    ends or a work item arrives.
     """
     if device.sent >= device.depth or not len(waiting):
         return None
@@ -448,7 +452,8 @@ def next_batch(
         )
     if not bulk.models:
         return waiting.batch_from(first, now_s, limits, device)
-    if limits.bulk_max_overtakes == 0:  # bulk work may not be overtaken: the priority with the older entry comes first
+    # bulk work may not be overtaken: the priority with the older work item comes first
+    if limits.bulk_max_overtakes == 0:
         second = bulk.pick(now_s, limits, idle=idle)
         return waiting.batch_from(first if second is None or heads[0] <= heads[1] else second, now_s, limits, device)
     if waiting.overtakes < limits.bulk_max_overtakes:

@@ -1,20 +1,20 @@
-"""Size of a batch: the largest number of entries (tokenised work items) with which no entry misses its deadline. The
+"""Size of a batch: the largest number of work items (tokenised) with which no work item misses its deadline. The
 functions have no clock: times are arguments.
 
     entries of a full batch, each with its remaining time ──┐
     measured times of batches of this model (`BatchTimes`) ─┴──► number of entries that run now, at least one
 
-A batch may take SHARE of the remaining time of each entry; the rest is reserved for wrong predictions. An entry that
-has enough time for the full batch does not make it smaller. A small batch is slower per token, because each batch has a
-fixed part of time. So two rules limit how much an urgent entry may cost the others:
+A batch may take SHARE of the remaining time of each work item; the rest is reserved for wrong predictions. A work item
+that has enough time for the full batch does not make it smaller. A small batch is slower per token, because each batch
+has a fixed part of time. So two rules limit how much an urgent work item may cost the others:
 
 * Urgent entries with a share x of the tokens of the full batch lower its tokens per second by at most x / 2. So all
   entries together lower them by at most half.
 * An entry that would be late even in the smaller batch is ignored.
 
-A batch that is sent while another one runs waits at the device. An entry that arrives then waits for both batches, and
-then its own batch must run: three batches. If the budget of an entry is shorter than three batches with a margin, the
-entry `binds`: the next batch is closed at most LEAD_S before the device is free.
+A batch that is sent while another one runs waits at the device. A work item that arrives then waits for both batches,
+and then its own batch must run: three batches. If the budget of a work item is shorter than three batches with a
+margin, the work item `binds`: the next batch is closed at most LEAD_S before the device is free.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from typing import NamedTuple
 from sie_contracts.models.costs import AHEAD_SHARE, BatchTimes
 from sie_contracts.settings import Settings
 
-SHARE = 0.4  # part of an entry's remaining time that its batch may take, so that there is time for about two batches
-MAX_LOSS = 0.5  # part of the tokens per second that may be lost if all entries of a full batch need a smaller one
+SHARE = 0.4  # part of a work item's remaining time that its batch may take, so that there is time for about two batches
+MAX_LOSS = 0.5  # part of the tokens per second that may be lost if all work items of a full batch need a smaller one
 # seconds before the end of the running batch at which the next batch is sent at the latest, so that the device does not
 # idle
 LEAD_S = 0.01
-# seconds of budget below which an entry counts as urgent while the time of a full batch is unknown
+# seconds of budget below which a work item counts as urgent while the time of a full batch is unknown
 UNKNOWN_S = 10.0
 
 
 class Ask(NamedTuple):
-    """Time that an entry needs and has. `cost`: its computing time, in tokens of a short text (`costs`). `left_s`:
+    """Time that a work item needs and has. `cost`: its computing time, in tokens of a short text (`costs`). `left_s`:
     seconds from the start of the batch to its deadline. `budget_s`: seconds from its publication to its deadline.
     """
 
@@ -50,8 +50,8 @@ class Ask(NamedTuple):
 
 
 def fitting(asks: Sequence[Ask], times: BatchTimes) -> int:
-    """Return how many of these entries run in the next batch: the first ones, at least one. All of them would fill the
-    batch.
+    """Return how many of these work items run in the next batch: the first ones, at least one. All of them would fill
+    the batch.
     """
     if len(asks) < 2:
         return len(asks)
@@ -66,9 +66,9 @@ def fitting(asks: Sequence[Ask], times: BatchTimes) -> int:
 
 
 def binds(asks: Sequence[Ask], times: BatchTimes) -> bool:
-    """Return True if a batch takes more than AHEAD_SHARE of the budget of an entry, so that entries that arrive after
-    the batch was closed could be late. The time is that of a batch with these entries, or the mean time of the last
-    batches if that is longer. Before any batch was measured, return True if an entry has a short budget.
+    """Return True if a batch takes more than AHEAD_SHARE of the budget of a work item, so that work items that arrive
+    after the batch was closed could be late. The time is that of a batch with these work items, or the mean time of the
+    last batches if that is longer. Before any batch was measured, return True if a work item has a short budget.
     """
     if not times.is_known:
         return any(ask.budget_s <= UNKNOWN_S for ask in asks)
@@ -77,15 +77,15 @@ def binds(asks: Sequence[Ask], times: BatchTimes) -> bool:
 
 
 def _cost(asking: Sequence[Ask], full: float, times: BatchTimes) -> float:
-    """Return the cost of the batch that the urgent entries require: the smallest that one of them needs, as far as the
-    two rules of this module allow.
+    """Return the cost of the batch that the urgent work items require: the smallest that one of them needs, as far as
+    the two rules of this module allow.
     """
     smallest_cost = full
     asking_cost = 0.0
     for cost, left_s, _ in sorted(asking, key=lambda ask: ask.left_s):
         fitting_cost = times.tokens(SHARE * left_s)
         if fitting_cost >= smallest_cost:
-            break  # the entries are sorted: all further ones have more time
+            break  # the work items are sorted: all further ones have more time
         asking_cost += cost
         smallest = max(fitting_cost, times.efficient(full, MAX_LOSS * asking_cost / full))
         if smallest < smallest_cost and times.seconds(smallest) <= left_s:
@@ -162,7 +162,7 @@ class Quantum:
 
 
 def quantum_of(settings: Settings) -> Quantum:
-    """Build the Quantum from the settings."""
+    """Build the `Quantum`, which says how long deliveries are gathered, from the settings."""
     return Quantum(
         settings.adaptive_min_quantum_ms / 1000,
         settings.adaptive_max_quantum_ms / 1000,

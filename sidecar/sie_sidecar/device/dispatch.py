@@ -13,9 +13,9 @@ sent next.
     put ──► waiting ──► next: a batch (`batch.next_batch`) ──► run ──► end
        └──► writing ──► next: one work item ──► run ──► end
 
-A written work item is one whose answer is generated token by token. It waits in a separate queue (`writing`) and uses
-no lane (place for a running batch), because the adapter runs all written work items together. It does not lower the
-credit: the number of other deliveries that the broker may send.
+Some work items generate text: their answer is computed token by token. They wait in a separate queue (`writing`) and
+use no lane (place for a running batch), because the adapter runs all of them together. They do not lower the credit:
+the number of other deliveries that the broker may send.
 
 Each device has its own queue and its own dispatch. `DeviceQueues` has the queues of all devices. If the adapter of a
 device is lost, its waiting work moves to devices with an adapter.
@@ -53,8 +53,8 @@ from sie_sidecar.results.settle import Settle
 if TYPE_CHECKING:
     from sie_runtime.spans import Span, Tracer
 
-WRITTEN_AT_ONCE = 16  # maximum number of written work items at the adapter; each needs a connection
-# maximum number of written work items that wait at this worker; the broker sends further ones to other workers
+WRITTEN_AT_ONCE = 16  # maximum number of work items that generate text at the adapter; each needs a connection
+# maximum number of waiting work items that generate text at this worker; the broker sends further ones to other workers
 WRITTEN_READY = 16
 _LONGEST_S = 86_400.0  # longest timer of the event loop, in seconds
 
@@ -87,10 +87,10 @@ class DeviceQueue:
         self.wake = asyncio.Event()  # set when something has changed, so that a batch may be due now
         self._ended = asyncio.Event()  # set when a batch has ended
         self.is_reserved = False  # true while the device is reserved for an input that runs alone
-        self.sent = 0  # number of batches at the adapter, not counting written ones
-        # by id() of a written work item: event that is set when no request waits for its answer
+        self.sent = 0  # number of batches at the adapter, not counting those that generate text
+        # by id() of a work item that generates text: event that is set when no request waits for its answer
         self._written: dict[int, asyncio.Event] = {}
-        self._writers: set[str] = set()  # names of consumers that delivered written work items
+        self._writers: set[str] = set()  # names of consumers that delivered work items that generate text
         self.number = 0  # number of batches sent since the start; each batch gets its number in its name
         self.rate = Rate()
         self._ahead = DeviceForecast()
@@ -115,12 +115,12 @@ class DeviceQueue:
 
     @property
     def at_adapter(self) -> int:
-        """Return how many batches are at the adapter, with written ones."""
+        """Return how many batches are at the adapter, also those that generate text."""
         return self.sent + len(self._written)
 
     def is_behind(self, hosted: ModelState) -> bool:
-        """Return True if all lanes are busy and work of this model waits, either here or in a batch that was sent
-        early.
+        """Return True if the device already runs as many batches as it can, and work of this model waits: here, or in a
+        batch that was sent early.
         """
         lanes = min(self.lanes, self.depth)
         is_queued = any(hosted.name in line.models for line in self.waiting.lines)
@@ -173,12 +173,12 @@ class DeviceQueue:
         return self.writing if entry.writes else self.waiting
 
     def writes_for(self, consumer: str) -> bool:
-        """Return True if this consumer has delivered written work items for this device."""
+        """Return True if this consumer has delivered work items that generate text for this device."""
         return consumer in self._writers
 
     def is_full_of(self, consumer: str) -> bool:
-        """Return True if nothing more should be pulled from this consumer, because enough of its written work items
-        wait.
+        """Return True if nothing more should be pulled from this consumer, because enough of its work items that
+        generate text wait.
         """
         return self.writes_for(consumer) and len(self.writing) >= WRITTEN_READY
 
@@ -196,8 +196,8 @@ class DeviceQueue:
         return [entry.work for entry in entries]
 
     def abandon(self, flight: InFlight) -> bool:
-        """Let the adapter stop a written work item, because no request waits for it. Return False if it is not a
-        written work item at the adapter.
+        """Let the adapter stop a work item that generates text, because no request waits for it. Return False if it is
+        not a work item that generates text at the adapter.
         """
         if id(flight) not in self._written:
             return False
@@ -271,7 +271,9 @@ class DeviceQueue:
         return done, note
 
     def _abandonment(self, batch: Batch[InFlight]) -> asyncio.Event | None:
-        """Return the event that is set when no request waits for a written batch any more. None for other batches."""
+        """Return the event that is set when no request waits for a batch that generates text any more. None for other
+        batches.
+        """
         return self._written.get(id(batch.entries[0].work))
 
     def alone(self, flight: InFlight) -> Batch[InFlight]:
@@ -368,8 +370,8 @@ class DeviceQueues:
         return Load(*self._inventory.load(bulk=bulk, devices=able), sum(self.all[number].lanes for number in able))
 
     def is_full_of(self, consumer: str) -> bool:
-        """Return True if nothing more should be pulled from this consumer: enough of its written work items wait on
-        every device that has some.
+        """Return True if nothing more should be pulled from this consumer: enough of its work items that generate text
+        wait on every device that has some.
         """
         full = [queue.is_full_of(consumer) for queue in self.all if queue.writes_for(consumer)]
         return bool(full) and all(full)
@@ -441,7 +443,9 @@ class Dispatch:
         metrics: SidecarMetrics,
         work: Tasks,
     ) -> None:
-        """Create the dispatch for `device`. The time of each answer is recorded in `quantum`."""
+        """Create the dispatch for `device`. The time of each answer is recorded in `quantum`, which determines how long
+        deliveries are gathered.
+        """
         self._device = device
         self._queues = queues
         self._isolate = isolate
@@ -528,8 +532,8 @@ class Dispatch:
         return True
 
     def _fit(self, batch: Batch[InFlight]) -> Batch[InFlight]:
-        """Return the batch without work items that must not run in it: late or cancelled ones, and suspects, which
-        `isolate` runs alone.
+        """Return the batch without work items that must not run in it: late or cancelled ones, and those with an input
+        that may have crashed an adapter, which `isolate` runs alone.
         """
         pending = self._settle.still_wanted([entry.work for entry in batch.entries])
         suspects = []
@@ -557,7 +561,9 @@ class Dispatch:
             fill = batch.cost / device.limits.cost
             hosted.filled(fill)
             self._metrics.ran(hosted.name, note, done, fill)
-        if batch.writes:  # returns before the quantum is updated: the time of a generated answer depends on its length
+        # returns here: the time of generated text depends on its length, so it says nothing about how long deliveries
+        # should be gathered
+        if batch.writes:
             return
         answered_s = self._clock()
         for entry in batch.entries:

@@ -366,7 +366,7 @@ class Inventory:
         self.let_model_go(flight)
 
     def written_ended(self, flight: InFlight) -> None:
-        """Record that a written work item (with a generated answer) has ended: its consumer may deliver another one."""
+        """Record that a work item that generates text has ended: its consumer may deliver another one."""
         self._on_free(flight.lease.delivery.consumer)
 
     def count(self, flight: InFlight, cost: int) -> None:

@@ -129,7 +129,9 @@ class Isolate:
     async def _outcome(
         self, flight: InFlight, index: int, key: str
     ) -> tuple[Outcome, bytes, tuple[ipc.BatchDone, BatchNote] | None]:
-        """Return the outcome of one input: its answer, or an error if it is poison, past its deadline, or refused."""
+        """Return the outcome of one input that runs alone: its answer, or an error if it has crashed two adapters, is
+        past its deadline, or was refused.
+        """
         hosted, lora = flight.hosted, flight.item.options.lora
         assert hosted is not None
         single = only(flight, index)

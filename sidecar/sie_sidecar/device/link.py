@@ -109,7 +109,8 @@ class AdapterLink:
         number: int = 0,
     ) -> None:
         """Create the link; `run` connects it. `size`: number of connections for batches and loads, or a function that
-        computes it from the device's number of lanes. `number`: number of the device in this worker.
+        computes it from the number of batches that the device runs at the same time. `number`: number of the device in
+        this worker.
         """
         self.path = path
         self.number = number
@@ -121,7 +122,7 @@ class AdapterLink:
         self._stale_s = stale_s
         self._clock = clock
         self._idle: asyncio.LifoQueue[_AdapterConnection] = asyncio.LifoQueue()
-        # connections for written batches, which use no lane
+        # connections for batches that generate text, which use no lane
         self._more: asyncio.LifoQueue[_AdapterConnection] = asyncio.LifoQueue()
         self._all: list[_AdapterConnection] = []
         self._control: _AdapterConnection | None = None
@@ -347,8 +348,8 @@ class AdapterLink:
         self, batch: ipc.RunBatch, on_started: Callable[[], None], abandoned: asyncio.Event | None = None
     ) -> ipc.BatchDone:
         """Run one batch and return its result. `on_started` is called when the device begins it. `abandoned` is given
-        for a written batch, and is set when no request waits for it. Raises AdapterGone, or the SIEError of a refused
-        batch.
+        for a batch that generates text, and is set when no request waits for it. Raises AdapterGone, or the SIEError of
+        a refused batch.
 
         A batch that is larger than a frame is refused here: the adapter would close the connection, and all batches on
         it would be lost.

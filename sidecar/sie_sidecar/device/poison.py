@@ -95,7 +95,9 @@ class PoisonMarks:
                 try:
                     await self.open()
                 except BrokerError as error:
-                    _logger.warning("the poison marks cannot be read yet: %s", error)
+                    _logger.warning(
+                        "the records of inputs that crash adapters (poison marks) cannot be read yet: %s", error
+                    )
             await asyncio.sleep(REOPEN_S)
 
     async def close(self) -> None:
@@ -148,7 +150,7 @@ class PoisonMarks:
                     await self._write_some(writes[start : start + WRITES_AT_ONCE])
         except (BrokerError, TimeoutError) as error:
             _logger.warning(
-                "the poison marks of %d inputs were not stored, so other workers do not have them: %r",
+                "%d records of inputs that crash adapters (poison marks) were not stored for other workers: %r",
                 len(writes),
                 error,
             )
@@ -164,9 +166,7 @@ class PoisonMarks:
                 try:
                     self._written(write, await self._bucket.write([write]))
                 except WrongRevision:
-                    _logger.info(
-                        "a poison mark was not stored, because another worker has stored one for the same input"
-                    )
+                    _logger.info("another worker has already stored a poison mark for an input that crashed an adapter")
         else:
             for revision, write in enumerate(writes, last - len(writes) + 1):
                 self._written(write, revision)

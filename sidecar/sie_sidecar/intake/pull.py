@@ -158,7 +158,7 @@ class HostAssignment:
         self._on_change()
 
     def _index(self) -> None:
-        """List which consumers deliver work of the models of this worker."""
+        """Store which consumers deliver work of the models of this worker."""
         self._consumers = {}
         mine = self.models() or ()
         for model in {*mine, *self._waiting}:
@@ -168,7 +168,7 @@ class HostAssignment:
         self._ahead_s = {model: at_s for model, at_s in self._ahead_s.items() if model in mine}
 
     def models(self) -> frozenset[str] | None:
-        """Return the models that this worker hosts by the table, or None if there is no table."""
+        """Return the models that are placed on this worker by the table, or None if there is no table."""
         return self._mine
 
     def models_of(self, consumer: str) -> Collection[str]:
@@ -285,7 +285,8 @@ class Pulling:
         self.bulk_prefix = f"{lane.consumer_prefix()}bulk__"
         self._consumers: dict[str, _DeliveryStatistics] = {}
         self._active: dict[str, _DeliveryStatistics] = {}
-        # consumers, in order, that delivered since the last refill, or have less credit than at an idle device
+        # consumers, in order, that delivered since the last refill, or may deliver fewer messages than at an idle
+        # device
         self._short: dict[str, None] = {}
         self._more: set[str] = set()  # consumers whose last delivery said that more messages wait
         # consumers whose creation the broker reported since the last listing began: the listing may not have them
@@ -310,8 +311,8 @@ class Pulling:
             _logger.warning("the consumers could not be listed; this is tried again within ten seconds: %s", error)
 
     async def find_consumers(self) -> None:
-        """List the durable consumers of this lane, in case notices were missed, and refill their credit. Raises
-        BrokerError.
+        """List the durable consumers of this lane, in case notices were missed, and set how many messages they may
+        deliver. Raises BrokerError.
         """
         if self._notices is None:  # not started yet (a reconnect may call this early), or already stopped
             return
@@ -343,7 +344,7 @@ class Pulling:
         self._pulls.want(name, 0)
 
     def note(self, delivery: Delivery) -> None:
-        """Count a delivery, valid or not: it has used one message of its consumer's credit."""
+        """Count a delivery, valid or not: its consumer may now deliver one message less."""
         name = delivery.consumer
         consumer = self._active[name] = self._consumers.setdefault(name, _DeliveryStatistics())
         consumer.delivered_s = self._clock()
@@ -366,21 +367,23 @@ class Pulling:
             consumer.mean_cost += 0.1 * (cost - consumer.mean_cost)
 
     def refill_all(self) -> None:
-        """Set the credit of all consumers. Called regularly, and when the models of this worker have changed."""
+        """Set for all consumers how many messages they may deliver. Called regularly, and when the models of this
+        worker have changed.
+        """
         self._refill(list(self._consumers))
 
     def refill_one(self, consumer: str) -> None:
-        """Set the credit of this consumer."""
+        """Set how many messages this consumer may deliver."""
         if consumer in self._consumers:
             self._refill([consumer])
 
     def refill(self) -> None:
-        """Set the credit of the consumers that may have too little."""
+        """Set how many messages the consumers may deliver, for those that may have too few."""
         self._refill(list(self._short))
 
     def level(self) -> None:
-        """Set the credit of the active consumers, also of those that have too much. Once per second is enough, because
-        the broker needs seconds to lower a credit.
+        """Set how many messages the active consumers may deliver, also for those that have too many. Once per second is
+        enough, because the broker needs seconds to lower the number.
         """
         self._refill(list(self._active))
 
@@ -395,8 +398,8 @@ class Pulling:
             target = ideal = 0
             backlog = backlogs[name.startswith(self.bulk_prefix)]
             if backlog is not None and (role := self._role(name)) in ("pull", "probe"):
-                # a consumer that is not active keeps a credit of 1 even if the device has enough work: this is only one
-                # message
+                # a consumer that is not active may always deliver one message, even if the device has enough work: this
+                # is not much
                 target = ideal = 1
                 if role == "pull" and now_s - consumer.delivered_s < ACTIVE_S:
                     backlog = self._narrowed(backlog, name)
@@ -532,8 +535,9 @@ class WorkSource:
         await asyncio.gather(self.assignment.stop(), self.pulling.stop())
 
     async def upkeep(self, *, is_check: bool) -> None:
-        """Set the credit of the consumers, and load models in advance. Called once per second. With `is_check`, which
-        is every ten seconds, also list the consumers and check the placement table. Raises BrokerError.
+        """Set how many messages the active consumers may deliver, and load models in advance. Called once per second.
+        With `is_check`, which is every ten seconds, also list the consumers and check the placement table. Raises
+        BrokerError.
         """
         self.pulling.level()
         self._load_ahead()
@@ -563,14 +567,16 @@ class WorkSource:
             pulling.estimate(delivery.consumer, flight.item.cost)
 
     def weigh(self, flight: InFlight) -> None:
-        """Add the tokens of a tokenised work item to the mean cost of its consumer, on which the consumer's credit
-        depends.
+        """Add the tokens of a tokenised work item to the mean of its consumer. The mean determines how many messages
+        the consumer may deliver.
         """
         if flight.batch_entry is not None:
             self.pulling.weigh(flight.lease.delivery.consumer, sum(row.cost for row in flight.rows))
 
     def refill_soon(self) -> None:
-        """Refill the credit once in this iteration of the event loop, even if this is called many times."""
+        """Set how many messages the consumers may deliver, once in this iteration of the event loop, even if this is
+        called many times.
+        """
         if not self._refilling:
             self._refilling = True
             asyncio.get_running_loop().call_soon(self._refill)

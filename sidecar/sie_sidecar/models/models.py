@@ -91,7 +91,7 @@ class ModelState:
     def __init__(self, resolved: Resolved, device: int = 0) -> None:
         self.resolved = resolved
         self.device = device  # number of the device
-        self.revision = 0  # revision of the entry in `resolved`, 0 if unknown
+        self.revision = 0  # revision of the catalogue entry in `resolved`, 0 if unknown
         self.loaded_revision = 0  # revision that was loaded last
         self.state: State = "available"
         self.ready: ipc.Ready | None = None
@@ -325,13 +325,15 @@ class ModelStates:
         elif hosted.resolved.entry != resolved.entry:
             hosted.resolved = resolved
             hosted.mark_unloaded()
-            hosted.tokenizer = None  # the tokenizer was loaded for the old entry
+            hosted.tokenizer = None  # the tokenizer belongs to the old catalogue entry
             hosted.reset_failure()
         hosted.revision = revision
         return hosted
 
     def find(self, residency: str) -> ModelState | None:
-        """Return the state of the residency with this name. None if no work here has needed it yet."""
+        """Return the state of the residency (a model in one copy of its weights) with this name. None if no work here
+        has needed it yet.
+        """
         return self._hosted.get(residency)
 
     def add_items(self, hosted: ModelState, items: int = 1, cost: int = 0) -> None:
@@ -570,11 +572,11 @@ class Hosting(ModelStates):
                 began_s = self._clock()
             if ready is None:
                 return
-            # if the entry has changed meanwhile, the adapter has loaded the old one: do not use it
+            # if the catalogue entry has changed meanwhile, the adapter has loaded the old one: do not use it
             if hosted.resolved.entry == resolved.entry:
                 self._ready(hosted, ready, ready.load_s or self._clock() - began_s)
         except SIEError:
-            # if the entry has changed meanwhile, the error is about the old one; the new one is loaded next
+            # if the catalogue entry has changed meanwhile, the error is about the old one; the new one is loaded next
             if hosted.resolved.entry == resolved.entry:
                 raise
         finally:
@@ -693,8 +695,8 @@ class Hosting(ModelStates):
             self._waiters.remove(waiter)
 
     def _look_again(self) -> None:
-        """Wake the loads that wait for memory, the longest waiting first. Without this order, two models could take
-        turns for ever while a third one waits.
+        """Wake the loads that wait for memory, the longest waiting first. Without this order, two models could replace
+        each other for ever while a third one waits.
         """
         for _, waiter in sorted(self._waiters, key=lambda entry: entry[0]):
             if not waiter.done():
@@ -809,7 +811,9 @@ class WorkerModels:
         return self.devices[hosted.device]
 
     def find(self, residency: str) -> list[ModelState]:
-        """Return the states of the residency with this name: one for each device that knows it."""
+        """Return the states of the residency (a model in one copy of its weights) with this name: one for each device
+        that knows it.
+        """
         return [hosted for device in self.devices if (hosted := device.find(residency)) is not None]
 
     def obtain(self, resolved: Resolved, revision: int = 0) -> ModelState:

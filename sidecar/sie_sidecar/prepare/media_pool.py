@@ -158,7 +158,7 @@ class MediaPool:
         self._queue: asyncio.Queue[_PendingFile[Any]] = asyncio.Queue()
         self._keepers: list[asyncio.Task[None]] = []
         self._workers: set[_MediaProcess] = set()
-        self._free = 0  # keepers that wait for a file
+        self._free = 0  # number of keepers (tasks with one process each) that wait for a file
         self._number = 0
         self._closed = False
 

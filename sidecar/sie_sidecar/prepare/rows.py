@@ -82,7 +82,7 @@ class TokenRow:
 
     @property
     def media_bytes(self) -> int:
-        """Return the bytes of its pixels, the features of its sound, or its document."""
+        """Return the bytes of the row's pixels, of the features of its sound, or of its document."""
         beside = len(self.sound.features) if self.sound else len(self.document.data) if self.document else 0
         return beside + sum(len(image.pixels) for image in self.images) if self.images else beside
 

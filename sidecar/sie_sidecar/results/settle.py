@@ -378,7 +378,9 @@ class LeaseLedger:
         self._free = list(range(SLOTS, 0, -1))
 
     def put(self, reply: str) -> int:
-        """Record a delivery by its ack subject. Return its slot, which `clear` needs; 0 if there is no room for it."""
+        """Record a delivery by its ack subject. Return the number of its record, which `clear` needs; 0 if there is no
+        room for it.
+        """
         data = reply.encode()
         if not self._free or len(data) > SLOT_BYTES - _SLOT.size:
             return 0
@@ -388,7 +390,7 @@ class LeaseLedger:
         return slot
 
     def clear(self, slot: int) -> None:
-        """Clear the slot of a delivery whose lease has ended. Slot 0 means that it was not recorded."""
+        """Clear the record of a delivery whose lease has ended. 0 means that it was not recorded."""
         if slot:
             self._map[slot * SLOT_BYTES : slot * SLOT_BYTES + _SLOT.size] = _EMPTY
             self._free.append(slot)
