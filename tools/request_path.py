@@ -71,7 +71,8 @@ TRACER = """
 """
 START_S = 150.0  # seconds for the start; while functions are recorded, imports take several times longer
 ROLES = ("gateway", "sidecar", "adapter")
-Functions = set[tuple[str, str]]  # (file, relative to the root of the repository; qualified name of the function)
+# pairs: file, relative to the root of the repository, and qualified name of a function in it
+Functions = set[tuple[str, str]]
 
 
 def notify(address: Path, word: str) -> list[tuple[str, str]]:

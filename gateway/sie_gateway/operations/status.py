@@ -75,8 +75,8 @@ class WorkerProbe:
         self._until_s = self._clock() + LOOKED_S
 
     async def run(self, stop: Stop) -> None:
-        """Check the watched workers every EVERY_S until `stop`. Without a call of `watch` in the last LOOKED_S, check
-        none.
+        """Check the watched workers every EVERY_S seconds until `stop`. Check none if `watch` was not called in the
+        last LOOKED_S seconds.
         """
         while not await stop.wait_for(EVERY_S):
             workers = self._wanted if self._clock() < self._until_s else ()

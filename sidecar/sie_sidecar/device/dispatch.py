@@ -91,7 +91,7 @@ class DeviceQueue:
         # by id() of a work item that generates text: event that is set when no request waits for its answer
         self._written: dict[int, asyncio.Event] = {}
         self._writers: set[str] = set()  # names of consumers that delivered work items that generate text
-        self.number = 0  # number of batches sent since the start; each batch gets its number in its name
+        self.number = 0  # number of batches sent since the start, from which the next batch gets its name
         self.rate = Rate()
         self._ahead = DeviceForecast()
 

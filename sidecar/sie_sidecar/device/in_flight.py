@@ -116,7 +116,7 @@ class InFlight:
         return self.hosted is not None and self.hosted.resolved.entry is not self.entry
 
     def of_input(self, index: int) -> list[TokenRow]:
-        """Return the rows of one input, without the shared rows."""
+        """Return the rows of one input, without the first rows, which belong to all inputs."""
         if self.chunked:
             first = sum(described.rows for described in self.chunked[:index])
             return self.rows[first : first + self.chunked[index].rows]

@@ -75,7 +75,7 @@ class SecondCopies:
     """
 
     def __init__(self) -> None:
-        # residency (a model in one copy of its weights) -> checks in a row in which its work waited
+        # residency (a model in one copy of its weights) -> number of checks in a row in which its work waited
         self._behind: dict[str, int] = {}
 
     def check(self, behind: Mapping[str, Sequence[DeviceView]]) -> dict[str, int]:

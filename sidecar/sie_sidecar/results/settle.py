@@ -101,7 +101,7 @@ class ResultDelivery:
         if len(data) <= min(MAX_BYTES, self._bus.max_payload):
             try:
                 verdict = await self._deliver(item, data, deadline_s, fence)
-            except PayloadTooBig:  # after a reconnect, the broker has a lower limit
+            except PayloadTooBig:  # the broker's limit has become lower with a reconnect: send it in parts
                 verdict = "part"
         if verdict == "part":
             verdict = await self._deliver_parts(item, data, deadline_s, fence)
@@ -130,7 +130,7 @@ class ResultDelivery:
                     verdict = await self._deliver(item, messages.encode(part), deadline_s, fence)
                     if verdict != "part":
                         return verdict
-            except PayloadTooBig:  # after a reconnect, the broker has a lower limit
+            except PayloadTooBig:  # the broker's limit has become lower with a reconnect: send smaller parts
                 continue
             _logger.error(
                 "request %s: its result of %d bytes did not arrive complete at the gateway and is sent again",
