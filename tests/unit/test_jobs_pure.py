@@ -28,11 +28,12 @@ from sie_contracts.wire.messages import Failed, Ok, RunOptions, WorkResult
 from sie_contracts.wire.topology import Lane
 from sie_gateway.inference.body import RequestItem
 from sie_gateway.inference.handler import Inference
+from sie_gateway.inference.reply import Placed
 from sie_gateway.inference.results import FailedRequest, PlannedRequest
 from sie_gateway.jobs import cache as caches
 from sie_gateway.jobs import client as askings
 from sie_gateway.jobs.cache import AnswerCache, CacheSegment, segment, space_of
-from sie_gateway.jobs.client import MAX_ROOM, JobClient, JobIdentity, Placed, Room, Throttle
+from sie_gateway.jobs.client import MAX_ROOM, JobClient, JobIdentity, Room, Throttle
 from sie_gateway.jobs.pace import MIN_LEFT_S, STEP_S, JobPace, forecast, opens_in_s, workers_needed
 from sie_gateway.jobs.run import window_s
 from sie_gateway.jobs.values import (
