@@ -484,7 +484,7 @@ async def test_a_preload_that_fails_shows_in_readiness_while_it_is_tried_again_a
     await cluster.sidecar(other, SIE_PRELOAD_MODELS="toy/two,toy/one")
     beat = cluster.last_beat("w1", ready=True)
     assert [(each.model, each.state) for each in beat.models] == [("toy/two", "failed"), ("toy/one", "loaded")]
-    assert "preloading toy/two is given up" in caplog.text
+    assert "toy/two of SIE_PRELOAD_MODELS could not be loaded" in caplog.text
     unknown = await cluster.sidecar(ready=False, SIE_PRELOAD_MODELS="toy/none")
     with pytest.raises(SettingError, match=r"^SIE_PRELOAD_MODELS: no model named 'toy/none'"):
         await asyncio.wait_for(unknown.task, 10)
