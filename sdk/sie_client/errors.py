@@ -109,7 +109,7 @@ class PermissionDeniedError(AuthenticationError, code="PERMISSION_DENIED"):
 
 
 class PoolOperationForbiddenError(PermissionDeniedError, code="POOL_OPERATION_FORBIDDEN"):
-    """A limit of reservations is reached, or the pool is not a reservation."""
+    """The request exceeds a limit for reservations, or the pool is not a reservation, so it cannot be changed."""
 
 
 class NotFoundError(RequestError, code="NOT_FOUND"):

@@ -179,7 +179,7 @@ class Worker:
             await self.broker_clock.measure()
         if left := await self.leases.release_left(self._broker):
             _logger.warning("this worker was killed before: %d of its deliveries were returned to the queue", left)
-        with contextlib.suppress(BrokerError):  # if this fails, `run` tries again
+        with contextlib.suppress(BrokerError):  # if the marks cannot be read now, `run` tries again
             await self._marks.open()
         self._loops.start(self.broker_clock.run(), "broker clock")
         self._loops.start(self._marks.run(), "marks")

@@ -184,8 +184,8 @@ def of_socket(url: str, status: WorkerFrame | None) -> ViewedWorker:
 
 
 def summaries(models: Iterable[str], workers: Iterable[ViewedWorker]) -> list[ModelSummary]:
-    """Return a summary of each model, from the reports of `workers`. A report about a profile, `model:profile`, counts
-    for its model.
+    """Return a summary of each of `models`, from the reports of `workers`. A report about one of its profiles
+    (`model:profile`) counts for the model.
     """
     reports: dict[str, list[tuple[WorkerInfo, str, int]]] = {model: [] for model in models}
     for worker in workers:

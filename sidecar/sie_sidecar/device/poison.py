@@ -28,7 +28,7 @@ POISON_DEATHS = 2
 # maximum number of marks in memory. Further marks replace the oldest, whose input can then crash one more adapter
 MAX_MARKS = 1 << 16
 WRITES_AT_ONCE = 256  # marks in one write; the broker accepts at most 1,000 in one batch
-PATIENCE_S = 2.0  # seconds to wait for the broker; then work goes on without stored marks
+PATIENCE_S = 2.0  # seconds to wait until the broker has stored marks; after that, work goes on without waiting
 REOPEN_S = 2.0
 _logger = logging.getLogger("sie.sidecar.poison")
 

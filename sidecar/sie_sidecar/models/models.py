@@ -674,7 +674,7 @@ class Hosting(ModelStates):
                 self.swaps += 1
                 hosted.swapped = True
                 _logger.info(
-                    "%s accepts no new work until %s is loaded, because both do not fit into memory",
+                    "%s accepts no new work until %s is loaded, because the two do not fit into memory together",
                     closed.name,
                     hosted.name,
                     extra={"model": closed.name},

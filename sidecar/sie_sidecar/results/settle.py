@@ -184,8 +184,8 @@ _logger = logging.getLogger("sie.sidecar.settle")
 
 
 class Settle:
-    """Ends work items with a result, a cancellation or a return to the queue. Only the first call for a work item has
-    an effect.
+    """Ends work items: it answers them, cancels them or returns them to the queue. Only the first call for a work item
+    has an effect.
     """
 
     def __init__(
@@ -511,7 +511,8 @@ class Leases:
         lease = self._held.get(_place(delivery))
         if (
             lease is None or lease.delivery.data != delivery.data
-        ):  # equal sequences prove nothing: a stream that was lost and created again starts at 1
+            # equal sequences do not prove that it is the same message: a stream that was lost and created again starts at 1
+        ):
             return None
         lease.delivery, lease.renewed_s = delivery, self._clock()
         if self._ledger:
