@@ -22,8 +22,8 @@ from sie_contracts.status import QueueInfo
 from sie_gateway.fleet.pool_rules import HIDDEN
 
 MAX_FINDINGS = 50
-# seconds that a worker's clock may differ from the broker's clock before this is reported; workers and gateways decide
-# by their own clocks whether an API key has expired
+# seconds that a worker's clock may differ from the broker's clock before this is reported; the times in the worker's
+# log are those of its own clock
 CLOCK_S = 2.0
 WINDOW_S = 300.0  # seconds of the history in which refusals are counted
 REFUSED_SHARE = 0.01

@@ -509,10 +509,8 @@ class Leases:
     def adopt(self, delivery: Delivery) -> Lease | None:
         """If this delivery is of work that is in flight here, renew its lease and return it. Otherwise return None."""
         lease = self._held.get(_place(delivery))
-        if (
-            lease is None or lease.delivery.data != delivery.data
-            # equal sequences do not prove that it is the same message: a stream that was lost and created again starts at 1
-        ):
+        # equal sequences do not prove that it is the same message: a stream that was lost and created again starts at 1
+        if lease is None or lease.delivery.data != delivery.data:
             return None
         lease.delivery, lease.renewed_s = delivery, self._clock()
         if self._ledger:
