@@ -1,4 +1,4 @@
-"""Errors over HTTP: one envelope, of which each client family reads a part."""
+"""Errors over HTTP: one body, of which each family of clients (OpenAI, Cohere, ...) reads other members."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sie_contracts.errors import InvalidInput, envelope
 
 
 class ErrorDetail(Struct, kw_only=True):
-    """All facts of an error."""
+    """All members of an error."""
 
     code: str
     message: str
@@ -28,9 +28,9 @@ class _ShortDetail(Struct, kw_only=True):
 
 
 class Error(Struct, kw_only=True):
-    """An error in the form that the client family of the route reads. `error` is a map of all facts; at routes of Text
-    Embeddings Inference it is a message. `detail` is a map; it is a text if the body has `truncation`, which Voyage's
-    client sends. docs/errors.md has a table.
+    """An error in the form that clients of this route expect. `error` is an object with all facts; on routes of Text
+    Embeddings Inference it is the message. `detail` is an object too; it is a string if the request body has
+    `truncation`, which only Voyage's client sends. docs/errors.md has the table of forms.
     """
 
     EXAMPLE: ClassVar[Any] = envelope(

@@ -90,7 +90,7 @@ class TeiTokenize(Struct, kw_only=True):
 
 
 class TeiToken(Struct, kw_only=True):
-    """A token, with its begin and end in the bytes of the text; both are null for a special token."""
+    """A token. `start` and `stop`: its position in the UTF-8 bytes of the text; null for a special token."""
 
     id: int
     text: str
@@ -129,7 +129,7 @@ class TeiRank(Struct, kw_only=True):
 
 
 class TeiInfo(Struct, kw_only=True):
-    """Facts of a served model and of the server."""
+    """Facts about the served model and the server."""
 
     EXAMPLE: ClassVar[Any] = {
         "model_id": MINI,
