@@ -76,7 +76,7 @@ def is_place(lora: str) -> bool:
 
 @dataclass(frozen=True)
 class Allowed:
-    """The settings of the operator: SIE_ALLOW_REMOTE_CODE, SIE_MODEL_PATHS, SIE_MODELS_DIR (None: ./models)."""
+    """The operator's settings for trust: SIE_ALLOW_REMOTE_CODE, SIE_MODEL_PATHS, SIE_MODELS_DIR (None: ./models)."""
 
     code: bool = False
     paths: tuple[str, ...] | None = None
