@@ -81,9 +81,9 @@ def log_failure(work_name: str, error: BaseException) -> None:
         task = asyncio.current_task()
         if task is None or task.cancelling():
             raise error
-        log.error("%s was cancelled from inside", work_name, exc_info=error)
+        log.error("%s raised CancelledError, although its task was not cancelled", work_name, exc_info=error)
     elif isinstance(error, BrokerError):
-        log.warning("%s was not completed: %s", work_name, error)
+        log.warning("%s was not completed, because the broker failed: %s", work_name, error)
     else:
         log.error("%s failed", work_name, exc_info=error)
 

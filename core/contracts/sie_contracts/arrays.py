@@ -37,7 +37,9 @@ def pack(array: Array) -> dict[bytes, Any]:
 
 
 def packed(dtype: str, shape: Sequence[int], data: memoryview) -> dict[bytes, Any]:
-    """Return the map of an array, as `pack` does, for an array whose bytes are already in C order and little endian."""
+    """Return the map of an array, like `pack`, but for an array whose bytes are already in C order and little
+    endian.
+    """
     if dtype not in EMITTED:
         raise ValueError(f"dtype {dtype} cannot be sent; allowed: {', '.join(sorted(EMITTED))}")
     return {b"nd": True, b"type": dtype, b"kind": b"", b"shape": shape, b"data": data}
@@ -86,7 +88,9 @@ def _array(dtype: Any, shape: Any, data: Any, allowed: frozenset[str]) -> Array:
         raise ValueError("array shape: expected a list of at most 4 non-negative integers")
     if not isinstance(data, bytes | memoryview | bytearray):
         raise ValueError("array data: expected bytes")
-    expected = math.prod(shape) * np.dtype(dtype).itemsize  # exact: a product in int64 can overflow to a small number
+    expected = (
+        math.prod(shape) * np.dtype(dtype).itemsize
+    )  # math.prod is exact; a product in int64 could overflow to a small number
     if len(data) != expected:
         raise ValueError(f"array data: got {len(data)} bytes, expected {expected} for its shape and type")
     return np.frombuffer(data, dtype=dtype).reshape(shape).copy()

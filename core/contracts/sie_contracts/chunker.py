@@ -134,7 +134,7 @@ def _add_blocks(text: str, levels: list[set[int]]) -> None:
             _add_lines(starts, first, stop, levels, whole)
         if token.level == 0:
             levels[PARAGRAPH if heading is None else LINE].add(first)
-            if heading is not None:  # the heading stays in the chunk of this block
+            if heading is not None:  # no cut after a heading, so that it stays in one chunk with the block that follows
                 whole[heading + 1 : first + 1] = True
             heading = first if token.type == "heading_open" else None
         elif token.type == "list_item_open":
@@ -152,7 +152,9 @@ def _add_lines(starts: Places, first: int, stop: int, levels: list[set[int]], wh
 
 
 def _sentence_ends(text: str) -> Iterator[int]:
-    """Yield the ends of sentences and paragraphs. A sentence of more than _LONGEST_PIECE code points may have none."""
+    """Yield the ends of sentences and paragraphs. The end of a sentence of more than _LONGEST_PIECE code points may be
+    missed.
+    """
     start, size = 0, _PIECE
     while start < len(text):
         sentences = sentencex.get_sentence_boundaries(_LANGUAGE, text[start : start + size])

@@ -88,7 +88,7 @@ class SIEError(Exception):
         _BY_CODE[cls.code] = cls
 
     def info(self) -> ErrorInfo:
-        """Return the error in its wire form."""
+        """Return the error as an ErrorInfo, the form in which processes send it to each other."""
         return ErrorInfo(self.code, self.message, self.reason, self.param, self.retry_after_s, self.extras)
 
     @staticmethod
@@ -126,7 +126,9 @@ class PermissionDenied(SIEError):
 
 
 class PoolOperationForbidden(SIEError):
-    """A limit of reservations is reached, or the pool is not a reservation."""
+    """The limit on the number or the size of reservations is reached, or the operation is not possible for this pool,
+    because it is not a reservation.
+    """
 
     code, status = "POOL_OPERATION_FORBIDDEN", 403
 

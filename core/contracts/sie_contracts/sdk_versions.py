@@ -28,7 +28,7 @@ _MINOR = re.compile(r"([0-9]{1,6})\.([0-9]{1,6})(?:\.([0-9]{1,6}))?")
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """What a range of client versions expects of a server.
+    """Expectations that a range of client versions has of a server.
 
     `holds`: whether a request waits in the gateway while its model is loaded. It does not for the public SDKs, which
     repeat requests themselves: the gateway answers them at once. `on_item_error`: default of this parameter.

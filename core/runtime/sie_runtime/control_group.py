@@ -12,7 +12,7 @@ from pathlib import Path
 
 _MOUNTS = Path("/sys/fs/cgroup")
 _OWN = Path("/proc/self/cgroup")
-_NO_LIMIT_BYTES = 1 << 60  # number at which version 1 of cgroups has no limit; it reports this or a larger number
+_NO_LIMIT_BYTES = 1 << 60  # version 1 of cgroups reports at least this number of bytes if there is no limit
 
 
 @dataclass(frozen=True)

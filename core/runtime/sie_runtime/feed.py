@@ -309,13 +309,15 @@ class CatalogueFeed:
             result = self._apply(delta)
             kind = "removal" if delta.entry is None else "put"
         except (msgspec.DecodeError, SIEError) as error:
-            _logger.warning("a config delta could not be read: %s", error)
+            _logger.warning("a change of the catalogue (delta) could not be decoded and is ignored: %s", error)
         self.deltas[kind, result] += 1
 
     def _apply(self, delta: ConfigDelta) -> str:
         """Apply a delta and return its result, one of `_RESULTS`. Raises ValidationFailed for an invalid entry."""
         if delta.producer not in self._trusted:
-            _logger.warning("a config delta of an untrusted producer was ignored")
+            _logger.warning(
+                "a change of the catalogue (delta) is ignored: SIE_NATS_CONFIG_TRUSTED_PRODUCERS lacks its sender"
+            )
             return "untrusted"
         document, present = None if delta.entry is None else parse_document(delta.entry), self.catalogue.epoch
         if has_seen(present, delta.epoch):

@@ -246,7 +246,7 @@ class Keys:
                 # `loaded` depends on the bucket alone, not on its copy
                 self.loaded = self.loaded or not troubles[0].lasting
                 lost = self.lost()
-                # a key counts as lost after two checks in a row, because the two watches do not advance together
+                # a key counts as lost after two checks in a row, because one of the two watches may be late
                 if {key.id for key in lost} & before:
                     damage.met(damage_of(lost))
                 elif not lost:

@@ -57,12 +57,12 @@ class Fold:
         return values
 
     def keep(self, present: Collection[Labels]) -> None:
-        """Forget all label sets except `present`, to make room."""
+        """Drop all label sets except `present`, to make room for others."""
         self._known.intersection_update(present)
         self._folded.clear()
 
     def remove(self, values: tuple[str, ...]) -> None:
-        """Forget one label set, to make room."""
+        """Drop one label set, to make room for another."""
         self._known.discard(values)
 
 
@@ -190,7 +190,10 @@ class MetricMaker:
     def _row(self, name: str, kind: Kind, *, labelled: bool) -> Metric:
         metric = self._table[name]
         if metric.kind != kind or bool(metric.labels) != labelled:
-            raise TypeError(f"{name} is a {metric.kind} with the labels {metric.labels}")
+            raise TypeError(
+                f"{name} is a {metric.kind} with the labels {metric.labels}, expected a {kind} "
+                f"{'with' if labelled else 'without'} labels"
+            )
         return metric
 
     def counter(self, name: str) -> Counter:

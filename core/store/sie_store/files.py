@@ -42,8 +42,8 @@ class FileObjects:
         import obstore
 
         async def checked() -> AsyncIterator[bytes]:
-            # Bytes for which disk space is still to be claimed. More than this is never in memory without being on the
-            # disk.
+            # Number of bytes whose disk space is still to be claimed. An upload has at most this number in memory; its
+            # other bytes are on the disk already, and the disk reports them as used.
             left = PARTS_AT_ONCE * PART_BYTES
             with object_stores.room(self._store, reserves=object_stores.FILES) as claim:
                 async for piece in pieces:

@@ -31,7 +31,7 @@ Size = Annotated[int, Meta(ge=1, le=MAX_SIZE)]
 
 
 class Config(msgspec.Struct):
-    """Fields of `config.json` that SIE itself reads, not transformers."""
+    """Fields of `config.json` that SIE reads itself. transformers reads the others."""
 
     architectures: list[str] | None = None
     model_type: str | None = None
@@ -81,8 +81,8 @@ _FORMS: dict[str, Any] = {
 
 @contextmanager
 def reading(file: Path) -> Iterator[None]:
-    """Convert every exception in this context to ModelLoadFailed INCOMPATIBLE, which names `file`. Every exception,
-    because libraries may raise any for an untrusted file.
+    """Convert every exception in this context to ModelLoadFailed INCOMPATIBLE, which names `file`. No type of exception
+    is left out, because libraries may raise any type for an untrusted file.
     """
     try:
         yield

@@ -78,7 +78,7 @@ def own_entries(allowed: Allowed) -> Iterator[ModelEntry]:
         try:
             document = parse_document(_decoded(body))
         except (SIEError, ValueError) as error:
-            _logger.warning("%s cannot be read, so its entries have no permissions: %s", path, error)
+            _logger.warning("%s cannot be read, so its entries are not trusted: %s", path, error)
             continue
         if isinstance(document, ModelEntry):
             yield document
@@ -109,7 +109,7 @@ def _bodies(allowed: Allowed) -> Mapping[str, bytes]:
         examined(allowed)
         return {str(file.relative_to(root)): file.read_bytes() for file in _files(root)}
     except (SettingError, OSError) as error:
-        _logger.warning("the models folder cannot be read, so its entries have no permissions: %s", error)
+        _logger.warning("the models folder cannot be read, so its entries are not trusted: %s", error)
         return {}
 
 

@@ -19,7 +19,7 @@ BatchState = Literal[
 
 
 class FileUpload(Struct, kw_only=True, frozen=True):
-    """Fields of the form of an upload. The file expires `seconds` after it was created. Without `seconds` it does not
+    """Form fields of an upload. `seconds` after its creation, the file expires; without `seconds` it does not
     expire.
     """
 

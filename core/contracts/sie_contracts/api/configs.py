@@ -82,7 +82,7 @@ class Follower(Struct, kw_only=True):
 
 
 class WorkerFollower(Follower, kw_only=True):
-    """A worker, with the revision of the model that it has loaded."""
+    """A worker that reads the catalogue, with the state and the fingerprint of its copy of the model."""
 
     bundle: Text = UNSET
     state: Text = UNSET
@@ -90,7 +90,7 @@ class WorkerFollower(Follower, kw_only=True):
 
 
 class ModelRevisions(Struct, kw_only=True):
-    """Revisions of a model that gateways and workers serve."""
+    """Gateways and workers, each with the revision of a model that it has read."""
 
     EXAMPLE: ClassVar[Any] = {
         "model_id": MINI,
@@ -151,7 +151,7 @@ class ConfigBundle(_Bundle, kw_only=True):
 
 
 class ListedBundle(_Bundle, kw_only=True):
-    """A bundle in the list."""
+    """A row of the list of bundles."""
 
     bundle_id: str
 

@@ -1,4 +1,4 @@
-"""Bodies and replies of other servers' routes: OpenAI, Jina, Voyage, Cohere, Infinity."""
+"""Bodies and replies of routes that other servers have: OpenAI, Jina, Voyage, NVIDIA, Cohere, Infinity."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class EmbeddingsRequest(Struct, kw_only=True):
 
 
 class Embedding(Struct, kw_only=True):
-    """A vector: numbers, or base64 of their bytes."""
+    """A vector of one input: a list of numbers, or base64 of their bytes."""
 
     object: Text = UNSET
     index: Whole = UNSET

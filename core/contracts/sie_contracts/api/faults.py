@@ -11,7 +11,7 @@ from sie_contracts.errors import InvalidInput, envelope
 
 
 class ErrorDetail(Struct, kw_only=True):
-    """All members of an error."""
+    """All facts of an error: code, message, reason, faulty field, and whether the request may be repeated."""
 
     code: str
     message: str
@@ -48,7 +48,7 @@ class Error(Struct, kw_only=True):
 
 
 class Provisioning(Struct, kw_only=True):
-    """Answer for a request that cannot be served yet: a worker is being started."""
+    """Reply to a request that cannot be served yet, because a worker is being started."""
 
     status: Literal["provisioning"]
     gpu: str

@@ -172,7 +172,7 @@ class Score(Struct, kw_only=True):
 
 
 class Extract(Struct, kw_only=True):
-    """Inputs to extract from."""
+    """Inputs from which to extract entities, relations, classes, objects or data."""
 
     EXAMPLE: ClassVar[Any] = {"items": [{"text": "Ada met Bob"}], "params": {"labels": ["person"]}}
 

@@ -263,7 +263,7 @@ class JobRow(Struct, kw_only=True, frozen=True):
 
 
 class JobRows(Struct, kw_only=True, frozen=True):
-    """Answered rows of a job, or a part of them."""
+    """Results of some rows of a job, as many as the request allows."""
 
     EXAMPLE: ClassVar[Any] = {"rows": [{"id": "a", "tokens": 12, "error": None}]}
 

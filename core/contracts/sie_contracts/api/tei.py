@@ -22,7 +22,7 @@ TeiInputs = Annotated[Any, one_of(str, TokenIds, Annotated[list[str | TokenIds],
 
 
 class TeiEmbedAll(_Truncated, kw_only=True):
-    """Texts or token ids."""
+    """Request for the vectors of all tokens of some texts, given as texts or token ids."""
 
     EXAMPLE: ClassVar[Any] = {"inputs": "Hello"}
 
@@ -32,7 +32,7 @@ class TeiEmbedAll(_Truncated, kw_only=True):
 
 
 class TeiEmbed(TeiEmbedAll, kw_only=True):
-    """Texts or token ids; `normalize` is true by default."""
+    """Request for one vector per text, given as text or token ids. `normalize` is true by default."""
 
     normalize: Flag = UNSET
 
@@ -45,7 +45,7 @@ class TeiWeight(Struct, kw_only=True):
 
 
 class TeiPredict(_Truncated, kw_only=True):
-    """Texts, or pairs of texts."""
+    """Request to classify texts, or pairs of texts."""
 
     EXAMPLE: ClassVar[Any] = {"inputs": "Hello"}
 
@@ -69,7 +69,7 @@ class TeiSimilarityParameters(_Truncated, kw_only=True):
 
 
 class TeiSimilarity(Struct, kw_only=True):
-    """Sentences to compare."""
+    """Request to compare sentences."""
 
     EXAMPLE: ClassVar[Any] = {"inputs": {"source_sentence": "Hello", "sentences": ["Hi"]}}
 

@@ -1,5 +1,5 @@
-"""Aliases: additional names of models. The structs of an alias, the choice of a target by a key, and the checks of a
-document.
+"""Aliases: additional names of models. This module has the structs of an alias, the choice of a target by the key of a
+request, and the check of a document.
 
     {id: search, alias: BAAI/bge-m3@<commit>}                           one target; a write replaces it
     {id: search, alias: [{model: A, weight: 90}, {model: B, weight: 10}]}     each key keeps its target

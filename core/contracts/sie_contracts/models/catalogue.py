@@ -335,7 +335,7 @@ def fingerprint(entry: ModelEntry, load: LoadOptions, precision: str, engine: st
         "outputs": entry.outputs,
         "prompts": entry.prompts,
         "run": entry.run,
-        # `engine` below is the engine that runs; the engine that the entry requests does not change the numbers
+        # without the engine that the entry requests; the engine that really runs is added below
         "load": msgspec.structs.replace(load, engine=None),
         "precision": precision,
     }

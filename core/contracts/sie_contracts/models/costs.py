@@ -50,13 +50,15 @@ def text_cost(tokens: float, squares: float, crossover: int) -> float:
     return tokens + squares / crossover if crossover else tokens
 
 
-# share of a request's time budget: a batch that takes longer is not completed in advance, while another batch runs
+# Largest predicted time of a batch, as a share of a request's time budget, at which the batch is completed while
+# another batch still runs.
 AHEAD_SHARE = 0.25
 # smallest (variance of batch sizes / square of the mean size) for which a line is fitted; with less, the line would be
 # unreliable
 _MIN_SPREAD = 0.02
-_IMPOSSIBLE = 2.0  # factor outside the range possible after earlier batches, from which on a result is an outlier
-_UNLIKELY = 4.0  # factor above or below the fitted line, from which on a result is an outlier
+# a result this many times above or below the range that is possible after earlier batches is an outlier
+_IMPOSSIBLE = 2.0
+_UNLIKELY = 4.0  # a result this many times above or below the fitted line is an outlier
 # while only one batch size was measured, times are predicted for sizes up to this factor times the mean size
 _GROWTH = 2.0
 

@@ -146,8 +146,8 @@ class RunDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 
 
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A variant of a model. `extends`: another profile, whose options this profile inherits. That profile itself may
-    not have `extends`.
+    """A variant of a model. `extends`: another profile, whose options this profile inherits. `extends` of that other
+    profile is not followed.
     """
 
     load: LoadOptions | None = None

@@ -1,4 +1,4 @@
-"""Failures to load a model or a LoRA, with the error classes of the client contract."""
+"""Errors for a model or a LoRA that cannot be loaded, with the error classes that clients see."""
 
 from __future__ import annotations
 

@@ -39,7 +39,9 @@ class Claim:
 
 @dataclass(frozen=True)
 class TrustRefusal:
-    """Why an entry was refused, as a sentence for the author of the entry. It contains no path of this machine."""
+    """Reason why an entry was refused, as a sentence for the author of the entry. It contains no path of this
+    machine.
+    """
 
     reason: Literal["remote_code", "model_path"]
     loc: str

@@ -158,7 +158,9 @@ def _bundle(bundle: BundleEntry) -> dict[str, Any]:
 
 
 def resolution(catalogue: Catalogue, raw: bytes) -> dict[str, Any]:
-    """Resolve a model name. Raises InvalidInput, ModelNotFound, BundleConflict."""
+    """Return the model, the profile and the bundles to which a model name resolves. `raw`: the request's JSON body.
+    Raises InvalidInput, ModelNotFound, BundleConflict.
+    """
     try:
         body = plain.from_json(raw)
     except plain.Malformed as error:

@@ -133,8 +133,8 @@ class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True, tag="heartbeat/
 
 class LaneTraffic(msgspec.Struct, frozen=True, array_like=True):
     """Traffic of a gateway at one priority of a lane (pool, machine profile and bundle). `messages` and `tokens`:
-    recent numbers, which are halved each minute. `rate`: tokens per second. `waiting`: tokens that wait in the gateway
-    for admission to the queue.
+    numbers of recent ones; they are halved each minute, so that older traffic counts less. `rate`: tokens per second.
+    `waiting`: tokens that wait in the gateway for admission to the queue.
     """
 
     messages: float

@@ -22,7 +22,7 @@ def distrusted(folder: Path) -> str:
 
 
 def is_open(folder: Path) -> bool:
-    """Return whether every user can write to the folder. The mode alone is not enough: a mounted ConfigMap or image
-    often has a mode for all users on a read-only file system. Raises OSError.
+    """Return whether every user can write to the folder. The mode alone does not show it: a mounted ConfigMap or image
+    often has a mode that allows it, on a read-only file system. Raises OSError.
     """
     return bool(folder.stat().st_mode & stat.S_IWOTH) and not os.statvfs(folder).f_flag & os.ST_RDONLY

@@ -60,7 +60,7 @@ class PlacementPart(msgspec.Struct, frozen=True, omit_defaults=True, tag="placem
 
 
 class ReservationSpec(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a reservation demands: a minimum number of workers of each machine profile (`gpus`), a minimum number of
+    """Demand of a reservation: a minimum number of workers of each machine profile (`gpus`), a minimum number of
     workers in total, and, if `bundle` is set, workers of this bundle. Its lease lasts `ttl_seconds`.
     """
 

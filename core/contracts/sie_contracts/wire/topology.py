@@ -128,8 +128,8 @@ class StreamSpec:
     """Settings of a stream. With retention `workqueue`, a message is removed when it is acknowledged, and a full stream
     refuses new messages. With retention `limits`, messages stay, and a full stream drops the oldest ones.
 
-    `max_per_subject`: largest number of waiting messages of one model (0: no limit). The broker drops messages above a
-    new lower limit, so the limit is lowered only while there are fewer.
+    `max_per_subject`: largest number of waiting messages of one model (0: no limit). The broker would drop all messages
+    above a new, lower limit, so the limit is lowered only when no more messages than that are waiting.
     """
 
     name: str

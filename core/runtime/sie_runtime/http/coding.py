@@ -133,7 +133,7 @@ class CompressedReply:
         self._gzip: zlib._Compress | None = None
 
     async def send(self, message: MutableMapping[str, Any]) -> None:
-        """Send a message of the application."""
+        """Send an ASGI message of the application, compressed if the reply is compressed."""
         if message["type"] == "http.response.start":
             headers = dict(message.get("headers", ()))
             if _is_text(headers.get(b"content-type", b"")):

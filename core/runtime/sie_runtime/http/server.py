@@ -200,8 +200,8 @@ def accepts_json(accept: str) -> bool:
 
 
 def scrape(registry: Registry, accept: str) -> tuple[bytes, str]:
-    """Return (metrics, content type). The format is OpenMetrics, which includes exemplars, if `accept` names it, as
-    Prometheus does; otherwise the plain text format.
+    """Return (metrics, content type). The format is OpenMetrics, which includes exemplars, if `accept` names it
+    (Prometheus names it); otherwise the plain text format.
     """
     encode, content_type = choose_encoder(accept)
     text = encode(registry)

@@ -82,7 +82,7 @@ class Seats:
         holders = [holder for holder in (_network((scope.get("client") or ("",))[0]), key and f"key {key}") if holder]
         if any(self._held[holder] >= self._most_each for holder in holders):
             raise ResourceExhausted(
-                f"{self._most_each} websockets of this client are open, as many as one address and one key may have"
+                f"{self._most_each} websockets of this client are open, the limit for one address and for one key"
             )
         self.taken += 1
         self._held.update(holders)

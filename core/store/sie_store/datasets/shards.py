@@ -153,8 +153,8 @@ def _record(name: str, data: bytes, format: OutputFormat) -> ShardRecord:
 
 
 def _kept_on_disk(path: Path) -> None:
-    """Force a part to the disk. It must survive a loss of power, because its record says that it exists. Raises
-    StoreError.
+    """Write a part from the page cache to the disk (fsync). It must survive a loss of power, because its record says
+    that it exists. Raises StoreError.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY)

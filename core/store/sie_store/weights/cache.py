@@ -149,7 +149,9 @@ class LocalCache:
         except (FileNotFoundError, NotADirectoryError):
             return None
         except ManifestError as error:
-            _logger.warning("%s in the local cache: %s", self.log_name(repository, revision), error)
+            _logger.warning(
+                "the manifest of %s in the local cache is not used: %s", self.log_name(repository, revision), error
+            )
             return None
         return manifest if (manifest.repository, manifest.revision) == (repository, revision) else None
 

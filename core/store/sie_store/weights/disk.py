@@ -200,6 +200,10 @@ def _sole_removal(cache: LocalCache) -> Lock:
                 return Lock(None)
             time.sleep(_POLL_S)
     except OSError as error:
-        _logger.warning("space is freed in %s without a lock: %s", cache.folder, error)
+        _logger.warning(
+            "snapshots in %s are removed without a lock, because the lock file cannot be written: %s",
+            cache.folder,
+            error,
+        )
         return Lock(None)
     return lock

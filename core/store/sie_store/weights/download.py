@@ -68,7 +68,7 @@ class RemoteFile:
 
 
 class Source(Protocol):
-    """Where the files of one snapshot are fetched from. `label`: name of the snapshot in logs and errors."""
+    """Source of the files of one snapshot, a hub or a bucket. `label`: name of the snapshot in logs and errors."""
 
     label: str
     limits: DownloadLimits
@@ -85,7 +85,7 @@ class Source(Protocol):
 
 
 class Reader:
-    """Reads files of a source. `progress` is told about every byte that arrives."""
+    """Reads files of a source. Every byte that arrives is counted in `progress`."""
 
     def __init__(self, source: Source, progress: FetchProgress) -> None:
         self._source, self._limits, self._progress = source, source.limits, progress
