@@ -68,8 +68,8 @@ def spans(text: str, ends: Sequence[int] | NDArray[Any], rule: ChunkRule) -> lis
 
 
 def _end(places: Sequence[Places], counts: Sequence[Places], least: int, most: int) -> int:
-    """Return the end of a chunk: the last place with `least` to `most` tokens before it, of the highest level that has
-    such a place. If no level has one, a grapheme is too long: return the first place after it.
+    """Return the end of a chunk: the last possible cut with `least` to `most` tokens before it, of the highest level
+    that has one. If no level has one, a grapheme is too long; then return the first possible cut after it.
     """
     for level, count in zip(places, counts, strict=True):
         index = int(np.searchsorted(count, most, side="right")) - 1
@@ -86,7 +86,7 @@ def _next_start(
     places: Sequence[Places], counts: Sequence[Places], chunk: tuple[int, int], end_count: int, rule: ChunkRule
 ) -> int:
     """Return the start of the chunk after `chunk`. It is at most `overlap_tokens` tokens before the end of `chunk`, at
-    the earliest place of the highest level that has a place there. The overlap is shorter if the next chunk could
+    the earliest possible cut of the highest level that has one there. The overlap is shorter if the next chunk could
     otherwise not reach its preferred boundary. `end_count`: number of tokens before the end of `chunk`.
     """
     start, end = chunk
@@ -102,7 +102,7 @@ def _next_start(
 
 
 def _places(text: str, token_ends: Places, boundary: Boundary) -> list[Places]:
-    """Return the places of each level in ascending order. The first level is the one of `boundary`, the last one is
+    """Return the positions at which the text may be cut, ascending, for each level from that of `boundary` down to
     TOKEN.
     """
     first = _FIRST_LEVEL[boundary]
@@ -122,7 +122,9 @@ def _places(text: str, token_ends: Places, boundary: Boundary) -> list[Places]:
 
 
 def _add_blocks(text: str, levels: list[set[int]]) -> None:
-    """Add to `levels` the places between blocks of Markdown, sentences, list items, and lines of code and tables."""
+    """Add to `levels` the positions at which the text may be cut: between blocks of Markdown, sentences, list items,
+    and lines of code and tables.
+    """
     starts = np.array([0, *(match.end() for match in _LINE_END.finditer(text)), len(text)])
     whole = np.zeros(len(text) + 1, bool)  # true: no sentence may end at this place, for example inside a code block
     heading: int | None = None  # start of the heading before this block

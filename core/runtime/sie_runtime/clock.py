@@ -88,12 +88,12 @@ class BrokerClock:
         self._offset_s, self.margin_s = estimate(samples)
 
     async def begin(self) -> None:
-        """Measure once at the start. A failure is not raised, because `run` tries again and logs it."""
+        """Measure the broker's time once. A failure is not raised, because `run` measures again and logs failures."""
         with contextlib.suppress(BrokerError):
             await self.measure()
 
     async def run(self) -> None:
-        """Measure now, every EVERY_S and after each reconnect, until cancelled."""
+        """Measure the broker's time now, every EVERY_S seconds and after each reconnect, until cancelled."""
         trouble = Trouble(_logger, "the broker's time could not be read, its last known offset is kept")
         while True:
             self._again.clear()

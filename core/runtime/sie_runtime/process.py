@@ -266,7 +266,7 @@ class Trouble:
         self.lasting = False
 
     def met(self, error: Exception | str) -> None:
-        """Record that the failure has occurred, for the first time or again."""
+        """Record that the failure has occurred (again), and log it if this is due."""
         if not self.lasting:
             self.lasting, self._is_told, self._is_warned, self._since_s = True, False, False, self._clock()
         lasts_s = self._clock() - self._since_s

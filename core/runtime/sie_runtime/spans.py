@@ -82,7 +82,7 @@ class Span:
         self._span.update_name(name)
 
     def fail(self, code: str) -> None:
-        """Mark the span as failed. `code`: error code."""
+        """Mark the span as failed, with the error code `code`."""
         self._span.set_attribute("error.type", code)
         self._span.set_status(trace.StatusCode.ERROR)
 

@@ -85,7 +85,7 @@ def own_entries(allowed: Allowed) -> Iterator[ModelEntry]:
 
 
 def _decoded(body: bytes) -> object:
-    """Decode YAML. Raises ValueError."""
+    """Decode a YAML file of the models folder. Raises ValueError."""
     import yaml
 
     try:

@@ -53,7 +53,9 @@ def check(alias: Alias, catalogue: Catalogue) -> None:
 
 
 def _target(catalogue: Catalogue, alias: Alias, model: str, loc: str) -> Resolved:
-    """Resolve a target. Raises ValidationFailed."""
+    """Return the model to which a target of an alias resolves. Raises ValidationFailed, which names the field and the
+    fix.
+    """
     if model_of(model) == alias.id.casefold():
         raise invalid(loc, f"{model[:200]!r} is this alias itself: name a model")
     try:

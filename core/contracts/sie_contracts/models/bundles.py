@@ -17,7 +17,8 @@ from sie_contracts.names import in_words
 
 DEFAULT = "default"
 BUILT_IN = "built-in"  # value in `families` that stands for all families that need no extra dependencies
-BUNDLE_ID = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")  # form of a bundle's id, which SIE_BUNDLE also has
+# allowed form of a bundle's id, in the catalogue and in SIE_BUNDLE
+BUNDLE_ID = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 _REQUIREMENT = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?\s*(\[[^\]]*\])?\s*([<>=!~(;].*)?$")
 
 

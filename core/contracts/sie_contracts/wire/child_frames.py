@@ -52,11 +52,11 @@ class ChildFrames(Generic[J, A]):
         return _HEADER.pack(len(body)), body
 
     def job(self, body: bytes | bytearray) -> J:
-        """Decode a job. Raises msgspec.DecodeError."""
+        """Decode a job that the parent sent. Raises msgspec.DecodeError."""
         return self._jobs.decode(body)
 
     def answer(self, body: bytes | bytearray) -> A:
-        """Decode an answer. Raises msgspec.DecodeError, also for a text that is not UTF-8."""
+        """Decode an answer that the child sent. Raises msgspec.DecodeError, also for a text that is not UTF-8."""
         try:
             return self._answers.decode(body)
         except (UnicodeDecodeError, RecursionError) as error:

@@ -163,7 +163,7 @@ async def reply(
 
 
 async def refuse(scope: Scope, send: Send, error: SIEError) -> None:
-    """Send an error as the response."""
+    """Send an error as the response to an HTTP request."""
     body, headers = refusal(error, scope[REQUEST_ID])
     await reply(send, error.status, body, "application/json", headers)
 

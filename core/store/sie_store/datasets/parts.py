@@ -49,7 +49,7 @@ def encode(shard: Shard, format: OutputFormat) -> bytes:
 
 
 def inspect(data: bytes, format: OutputFormat) -> About:
-    """Return the description of the shard in a part. For JSON Lines, it lacks job, number and model. Raises
+    """Return the description of the shard in a part. In JSON Lines, the description lacks job, number and model. Raises
     PartFault.
     """
     if format == "parquet":

@@ -73,7 +73,7 @@ def values_of(value: bytes | msgspec.Raw) -> int:
 
 
 def decoded(value: msgspec.Raw) -> Any:
-    """Decode a value. Raises ValueError, RecursionError."""
+    """Decode one JSON value of a column. Raises ValueError, RecursionError."""
     return msgspec.json.decode(value)
 
 

@@ -37,7 +37,7 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,62}")
 
 
 class SinkUnsuitable(StoreError):
-    """Error for a server that cannot store these vectors."""
+    """Error for a server that can never store these vectors, for example because an extension is missing."""
 
 
 class CollectionRefused(StoreError):
@@ -45,7 +45,7 @@ class CollectionRefused(StoreError):
 
 
 class CollectionMismatch(StoreError):
-    """Error for a collection that exists with other dimensions, with another distance, or in another shape."""
+    """Error for a collection that exists, but with other dimensions, another distance, or other columns or vectors."""
 
 
 class CollectionMissing(StoreError):
@@ -53,7 +53,7 @@ class CollectionMissing(StoreError):
 
 
 class RowsRefused(StoreError):
-    """Error for rows that the database cannot store."""
+    """Error for rows that the database can never store, whatever the number of attempts."""
 
 
 @dataclass(frozen=True)

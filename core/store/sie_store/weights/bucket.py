@@ -111,7 +111,7 @@ class WeightBucket:
         return await self.limits.call(listed)
 
     async def below(self, prefix: str | None) -> list[str]:
-        """Return the names of the folders below `prefix`."""
+        """Return the names of the folders directly below `prefix`, sorted."""
         import obstore
 
         listing = await self.limits.call(lambda: obstore.list_with_delimiter_async(self.store, prefix=prefix))
