@@ -46,8 +46,8 @@ def packed(dtype: str, shape: Sequence[int], data: memoryview) -> dict[bytes, An
 
 
 def unpack(value: Any) -> Any:
-    """Replace every array map below `value` by an array, at any depth. Raises ValueError for a dtype or length that
-    does not fit.
+    """Return `value` with a numpy array in place of each map that stands for an array, at any depth. Raises ValueError
+    for a dtype that is not accepted, or if the number of bytes does not fit the shape.
 
     Arrays are copies that the caller owns and may write to.
     """

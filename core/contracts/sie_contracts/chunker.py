@@ -126,7 +126,9 @@ def _add_blocks(text: str, levels: list[set[int]]) -> None:
     and lines of code and tables.
     """
     starts = np.array([0, *(match.end() for match in _LINE_END.finditer(text)), len(text)])
-    whole = np.zeros(len(text) + 1, bool)  # true: no sentence may end at this place, for example inside a code block
+    whole = np.zeros(
+        len(text) + 1, bool
+    )  # true: an end of a sentence at this position is no cut, for example inside a code block
     heading: int | None = None  # start of the heading before this block
     for token in _markdown().parse(text):
         if token.map is None:
@@ -147,7 +149,9 @@ def _add_blocks(text: str, levels: list[set[int]]) -> None:
 
 
 def _add_lines(starts: Places, first: int, stop: int, levels: list[set[int]], whole: NDArray[np.bool_]) -> None:
-    """Add the line ends of a block of code or a table from `first` to `stop`. Inside it, sentences do not count."""
+    """Add the line ends of a block of code or a table, from `first` to `stop`, as possible cuts. Ends of sentences
+    inside it are no cuts.
+    """
     whole[first + 1 : stop] = True
     lines = slice(int(np.searchsorted(starts, first, side="right")), int(np.searchsorted(starts, stop)))
     levels[LINE].update(starts[lines].tolist())

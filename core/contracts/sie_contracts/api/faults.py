@@ -1,4 +1,6 @@
-"""Errors over HTTP: one body, of which each family of clients (OpenAI, Cohere, ...) reads other members."""
+"""Errors over HTTP. The body has the same facts in several members, because clients of different families (OpenAI,
+Cohere, ...) read different members.
+"""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ class TeiSimilarity(Struct, kw_only=True):
 
 
 class TeiTokenize(Struct, kw_only=True):
-    """Texts to tokenize."""
+    """Request for the tokens of some texts."""
 
     EXAMPLE: ClassVar[Any] = {"inputs": "Hello"}
 
@@ -100,7 +100,7 @@ class TeiToken(Struct, kw_only=True):
 
 
 class TeiDecode(Struct, kw_only=True):
-    """Token ids to decode."""
+    """Request to decode token ids to text."""
 
     EXAMPLE: ClassVar[Any] = {"ids": [101, 102]}
 
@@ -110,7 +110,7 @@ class TeiDecode(Struct, kw_only=True):
 
 
 class TeiRerank(_Truncated, kw_only=True):
-    """Texts to rank."""
+    """Request to rank texts by their relevance for a query."""
 
     EXAMPLE: ClassVar[Any] = {"query": "Who?", "texts": ["Ada", "Bob"]}
 

@@ -203,7 +203,7 @@ def pool_of(subject: str) -> str:
     """Return the pool in a subject of work. Raises ValueError for any other subject."""
     tokens = subject.split(".", 3)
     if len(tokens) < 4 or tokens[:2] != ["sie", "work"]:
-        raise ValueError(f"{subject!r} is no subject of work")
+        raise ValueError(f"{subject!r} is not a subject of work: it must begin with sie.work.POOL")
     return tokens[2]
 
 
@@ -279,7 +279,7 @@ def consumer_of(subject: str, ack_wait_s: float) -> ConsumerSpec:
     """Return the settings of the consumer that serves a subject of work. Raises ValueError for any other subject."""
     tokens = subject.split(".")
     if len(tokens) not in (7, 8) or tokens[:2] != ["sie", "work"] or (len(tokens) == 8) != tokens[6].startswith("_s"):
-        raise ValueError(f"{subject!r} is no subject of work")
+        raise ValueError(f"{subject!r} is not a subject of work of a model or a slot")
     pool, machine_profile, bundle, priority, last = tokens[2:7]
     head = f"{_prefix(machine_profile, bundle)}{priority}__"
     name = head + _bounded(last, _MAX_NAME - len(head))

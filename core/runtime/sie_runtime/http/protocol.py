@@ -70,7 +70,7 @@ WRITE_S = 60.0
 LINGER_S = 5.0
 # age in seconds of a request from a client that has closed its side, after which a test starts whether the client reads
 HALF_CLOSED_S = 1.0
-# shortest and longest pause between two looks at the result of this test, in seconds
+# shortest and longest pause, in seconds, between two checks whether a client that has closed its side still reads
 MIN_ASK_S, MAX_ASK_S = 0.001, 1.0
 MAX_PIPELINED = 128  # largest number of requests that a client may send before earlier ones are answered
 _FRAMING = frozenset((b"connection", b"transfer-encoding", b"upgrade"))

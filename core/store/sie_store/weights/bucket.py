@@ -161,7 +161,7 @@ class WeightBucket:
 
 
 class BucketSource:
-    """Source of the download engine for the files that a manifest lists."""
+    """Source (see `download`) that reads the files of a manifest from the bucket."""
 
     def __init__(self, bucket: WeightBucket, manifest: Manifest, label: str) -> None:
         self._bucket, self._manifest, self.label = bucket, manifest, label
