@@ -88,9 +88,8 @@ def _array(dtype: Any, shape: Any, data: Any, allowed: frozenset[str]) -> Array:
         raise ValueError("array shape: expected a list of at most 4 non-negative integers")
     if not isinstance(data, bytes | memoryview | bytearray):
         raise ValueError("array data: expected bytes")
-    expected = (
-        math.prod(shape) * np.dtype(dtype).itemsize
-    )  # math.prod is exact; a product in int64 could overflow to a small number
+    # math.prod is exact; a product in int64 could overflow to a small number
+    expected = math.prod(shape) * np.dtype(dtype).itemsize
     if len(data) != expected:
         raise ValueError(f"array data: got {len(data)} bytes, expected {expected} for its shape and type")
     return np.frombuffer(data, dtype=dtype).reshape(shape).copy()

@@ -332,7 +332,7 @@ class GatewayTimeout(SIEError):
 
 
 def catalogue() -> list[type[SIEError]]:
-    """Return all leaf classes of the tree, in the order of the drawing above."""
+    """Return all classes of errors with a code, in the order of the drawing in the docstring of this module."""
     return list(_BY_CODE.values())
 
 

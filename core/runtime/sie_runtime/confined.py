@@ -1,5 +1,5 @@
-"""Restrictions for a process that will read untrusted files: limits, no output, and an end together with its parent.
-The process calls these functions before it reads the first file. Only the standard library is used.
+"""Restrictions for a process that will read untrusted files: limits on its memory, no output, and its end when its
+parent ends. The process calls these functions before it reads the first file. Only the standard library is used.
 """
 
 from __future__ import annotations

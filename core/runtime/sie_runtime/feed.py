@@ -252,8 +252,8 @@ class CatalogueFeed:
             )
 
     async def _is_late(self, source: ConfigSource) -> bool:
-        """Return whether the catalogue must be read again. If none of the missed writes concerns the bundle of this
-        reader, only the epoch of its catalogue is changed.
+        """Return whether the whole catalogue must be read again, because this reader has missed a write. If none of the
+        missed writes concerns the bundle of this reader, only the epoch of its catalogue is changed.
         """
         before = self.catalogue.epoch
         state = await source.epoch()

@@ -72,7 +72,8 @@ def _prompt_fault(folder: Path, entry: ModelEntry) -> Fault | None:
     """Return the fault of the entry's prompts; None if there is none. An entry may have more prompts than the files,
     but must not change those in the files.
     """
-    # families without vectors have no default prompt: a request names it
+    # prompts are checked only if the family computes vectors; in other families, a prompt is used only if a request
+    # names it
     is_encoder = families.row(entry.family).gives_vectors
     model = read_json(folder / MODEL_FILE) if is_encoder else {}
     stored = model.get("prompts") or {}
