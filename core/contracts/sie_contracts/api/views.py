@@ -192,7 +192,8 @@ class RequestChunk(Struct, kw_only=True):
 
 class SlowRequest(Struct, kw_only=True):
     """A slow or failed request, without its inputs. Fields that only a worker can fill are absent if the request did
-    not run. `message`: the error message, if it failed.
+    not run. `message`: the error message, if it failed. `truncated`: number of inputs that were longer than the model
+    reads.
     """
 
     EXAMPLE: ClassVar[Any] = {
@@ -208,6 +209,7 @@ class SlowRequest(Struct, kw_only=True):
         "lane": "_default.l4.default",
         "priority": "interactive",
         "tokens": 24,
+        "truncated": 0,
         "timing": {"queue_time": 800.1, "total_time": 812.4},
         "chunks": [{"worker": "w0", "chunk": 0, "batch": {"id": "b1", "items": 3}, "stages": {"inference_ms": 7.1}}],
     }
@@ -225,6 +227,7 @@ class SlowRequest(Struct, kw_only=True):
     lane: Text = UNSET
     priority: Text = UNSET
     tokens: Whole = UNSET
+    truncated: Whole = UNSET
     timing: dict[str, float] | UnsetType = UNSET
     chunks: list[RequestChunk] | UnsetType = UNSET
 

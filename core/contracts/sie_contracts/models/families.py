@@ -44,11 +44,9 @@ class Family:
     # weights are in pytorch_model.bin, which is read by torch's loader for plain tensors
     has_pickled_weights: bool = False
     names_backbones: bool = False  # `config_file` names hub repositories of backbones, whose files are downloaded too
-    extra: str = (
-        # extra (optional dependencies) of the distribution that the family needs; `built-in` in a bundle does not
-        # include it
-        ""
-    )
+    # extra (optional dependencies) of the distribution that the family needs; `built-in` in a bundle leaves such a
+    # family out
+    extra: str = ""
     is_package: bool = False  # a model of the family is a Python package: the one that `weights.package` names
 
 

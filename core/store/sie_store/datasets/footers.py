@@ -22,11 +22,9 @@ if TYPE_CHECKING:
 
 BUFFER_BYTES = 8 << 20  # bytes that are buffered while a column of a row group is read
 BATCH_ROWS = 1024
-MAX_DENSE_VALUES = (
-    # Largest number of values of a list column in a row group, if a value needs less than one byte. A row is decoded as
-    # a whole, so one row could otherwise need any amount of memory.
-    8_000_000
-)
+# Largest number of values of a list column in a row group, if a value needs less than one byte. A row is decoded as a
+# whole, so one row could otherwise need any amount of memory.
+MAX_DENSE_VALUES = 8_000_000
 MAX_FOOTER_BYTES = 64 << 20
 
 
