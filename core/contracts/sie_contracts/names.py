@@ -66,7 +66,7 @@ class NameIndex:
 
     @cached_property
     def _folded(self) -> dict[str, list[str]]:
-        """Return case-folded id -> ids."""
+        """Return a map from each id in its case-folded form to the ids as they are written."""
         ids: dict[str, list[str]] = {}
         for name in self._ids:
             ids.setdefault(name.casefold(), []).append(name)

@@ -1,4 +1,4 @@
-"""The broker connection of a process."""
+"""Connection of a process to the broker, and reasons why it is not ready."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ class Traffic:
 
 
 class Labelled(Generic[Child]):
-    """The series of one metric that has labels."""
+    """Time series of one metric that has labels, one for each set of label values."""
 
     def __init__(self, metric: Metric, parent: Child) -> None:
         self._most = metric.most - metric.rest
@@ -159,7 +159,7 @@ class Labelled(Generic[Child]):
 
 
 class Registry(CollectorRegistry):
-    """Registry of a process's metrics."""
+    """Registry of a process's metrics, with a function to call after each scrape."""
 
     def __init__(self, on_scraped: Callable[[], None]) -> None:
         super().__init__()

@@ -91,13 +91,13 @@ class Metric:
 
     @property
     def exported(self) -> tuple[str, ...]:
-        """Return the names of the metric's series."""
+        """Return the names under which Prometheus sees the metric, such as NAME_bucket and NAME_sum."""
         endings = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}[self.kind]
         return tuple(self.name + ending for ending in endings)
 
     @property
     def series(self) -> int:
-        """Return the largest number of series of the metric."""
+        """Return the largest number of time series that the metric can have."""
         return self.most * (len(self.buckets) + 3 if self.kind == "histogram" else 1)
 
 

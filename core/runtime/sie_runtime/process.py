@@ -278,7 +278,7 @@ class Trouble:
             self._logger.info("%s: %s", self._purpose, error)
 
     def passed(self) -> None:
-        """Record a success, which ends the failure."""
+        """Record a success: the failure has ended, so its next occurrence is logged again."""
         self.lasting = False
 
 

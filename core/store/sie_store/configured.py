@@ -1,4 +1,4 @@
-"""Sources of weights, as the settings name them."""
+"""Sources of weights (folder, bucket, hub) that the settings name."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class ListedModel(Struct, kw_only=True):
 
 
 class ConfigModels(Struct, kw_only=True):
-    """The models of the catalogue."""
+    """List of the models and aliases in the catalogue."""
 
     EXAMPLE: ClassVar[Any] = {
         "models": [
@@ -157,7 +157,7 @@ class ListedBundle(_Bundle, kw_only=True):
 
 
 class ConfigBundles(Struct, kw_only=True):
-    """The bundles, the preferred one first."""
+    """List of the bundles in the catalogue, the preferred bundle first."""
 
     EXAMPLE: ClassVar[Any] = {"bundles": [{"bundle_id": "default", "priority": 0, "description": "All families"}]}
 

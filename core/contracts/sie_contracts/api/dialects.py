@@ -84,7 +84,7 @@ Input = Annotated[
 
 
 class EmbeddingsRequest(Struct, kw_only=True):
-    """Texts or token ids, with the fields of OpenAI, Jina and Voyage."""
+    """Request for vectors of texts or token ids. It has the fields of OpenAI, Jina and Voyage."""
 
     EXAMPLE: ClassVar[Any] = {"model": MINI, "input": ["Hello"]}
 
@@ -130,7 +130,7 @@ class Embedding(Struct, kw_only=True):
 
 
 class EmbeddingsReply(Reply, kw_only=True):
-    """Vectors of the inputs, in the order of the inputs."""
+    """Reply with the vectors of the inputs, in the order of the inputs."""
 
     EXAMPLE: ClassVar[Any] = {
         "object": "list",
@@ -200,7 +200,7 @@ class Transcription(Struct, kw_only=True):
 
 
 class Passage(Struct, kw_only=True):
-    """A text, or an image (base64 or a data URI)."""
+    """One passage to rank: a text, or an image (base64 or a data URI)."""
 
     text: Text = UNSET
     image: Text = UNSET
@@ -213,7 +213,7 @@ class RankingQuery(Struct, kw_only=True):
 
 
 class Ranking(Struct, kw_only=True):
-    """A query, and the passages to rank."""
+    """Request to rank passages by their relevance for a query."""
 
     EXAMPLE: ClassVar[Any] = {
         "model": RERANKER,
@@ -255,7 +255,7 @@ class Document(Struct, kw_only=True):
 
 
 class Rerank(Struct, kw_only=True):
-    """Documents to rank, with the fields of Cohere, Jina and Voyage."""
+    """Request to rank documents by their relevance for a query. It has the fields of Cohere, Jina and Voyage."""
 
     EXAMPLE: ClassVar[Any] = {"model": RERANKER, "query": "Who?", "documents": ["Ada", "Bob"], "top_n": 1}
 
@@ -392,7 +392,7 @@ class Embedded(Struct, kw_only=True):
 
 
 class Classify(Struct, kw_only=True):
-    """Texts to classify."""
+    """Request to classify texts."""
 
     EXAMPLE: ClassVar[Any] = {"model": "org/classes", "input": ["a"]}
 
@@ -414,7 +414,7 @@ CLASSES = [{"label": "joy", "score": 0.92}, {"label": "anger", "score": 0.08}]
 
 
 class Classified(Reply, kw_only=True):
-    """Classes of each text, highest score first."""
+    """Reply with the classes of each text, highest score first."""
 
     EXAMPLE: ClassVar[Any] = {
         "object": "classify",

@@ -19,7 +19,7 @@ Vectors = list[Annotated[list[float], Meta(min_length=1)]]
 
 
 class Media(Struct, kw_only=True):
-    """An image, a document, audio or video."""
+    """A file in an input: an image, a document, audio or video."""
 
     data: str
     format: Text = UNSET
@@ -80,7 +80,7 @@ class _Params(Struct, kw_only=True):
 
 
 class EncodeParams(_Params, kw_only=True):
-    """Parameters of an encode request."""
+    """Parameters of an encode request, all optional."""
 
     prompt_name: Annotated[
         str | UnsetType | None,
@@ -103,7 +103,7 @@ class ScoreWeights(Struct, kw_only=True):
 
 
 class ScoreParams(_Params, kw_only=True):
-    """Parameters of a score request."""
+    """Parameters of a score request, all optional."""
 
     score_mode: Literal["dense", "sparse", "colbert", "hybrid"] | UnsetType = UNSET
     score_weights: ScoreWeights | UnsetType = UNSET
@@ -117,7 +117,7 @@ class ExtractExample(Struct, kw_only=True):
 
 
 class ExtractParams(_Params, kw_only=True):
-    """Parameters of an extract request."""
+    """Parameters of an extract request. Some models require labels or an instruction."""
 
     labels: Texts = UNSET
     threshold: Annotated[
@@ -153,7 +153,7 @@ class ExtractParams(_Params, kw_only=True):
 
 
 class Encode(Struct, kw_only=True):
-    """Inputs to encode."""
+    """Request for the vectors of inputs."""
 
     EXAMPLE: ClassVar[Any] = {"items": [{"text": "Hello"}]}
 
@@ -162,7 +162,7 @@ class Encode(Struct, kw_only=True):
 
 
 class Score(Struct, kw_only=True):
-    """Inputs to score against a query."""
+    """Request for the scores of inputs against a query."""
 
     EXAMPLE: ClassVar[Any] = {"query": {"text": "Who?"}, "items": [{"text": "Ada"}]}
 
@@ -197,7 +197,7 @@ class RequestUsage(Usage, kw_only=True):
 
 
 class ItemUsage(Struct, kw_only=True):
-    """Tokens of one input."""
+    """Number of tokens that the model read of one input, and whether the input was truncated."""
 
     prompt_tokens: int
     total_tokens: int
@@ -233,7 +233,7 @@ class Dense(Struct, kw_only=True):
 
 
 class Sparse(Struct, kw_only=True):
-    """Weights of words of the vocabulary."""
+    """A sparse vector: ids of tokens in the vocabulary (`indices`), and their weights (`values`)."""
 
     dims: int
     dtype: str
@@ -268,7 +268,7 @@ class EncodedChunk(Struct, kw_only=True):
 
 
 class EncodedItem(_Slot, kw_only=True):
-    """The vectors of one input, or of its chunks."""
+    """Result of one input: its vectors, or those of its chunks, or its error."""
 
     dense: Dense | UnsetType = UNSET
     sparse: Sparse | UnsetType = UNSET
@@ -343,7 +343,7 @@ class _Native(Reply, kw_only=True):
 
 
 class Encoded(_Native, kw_only=True):
-    """Vectors of the inputs, in the order of the inputs."""
+    """Reply of encode: the vectors of the inputs, in the order of the inputs."""
 
     EXAMPLE: ClassVar[Any] = {
         "model": MINI,
@@ -356,7 +356,7 @@ class Encoded(_Native, kw_only=True):
 
 
 class Scored(_Native, kw_only=True):
-    """Scores of the inputs, highest score first."""
+    """Reply of score: the scores of the inputs, highest score first."""
 
     EXAMPLE: ClassVar[Any] = {
         "model": MINI,
@@ -369,7 +369,7 @@ class Scored(_Native, kw_only=True):
 
 
 class Extracted(_Native, kw_only=True):
-    """Results of the inputs, in the order of the inputs."""
+    """Reply of extract: the results of the inputs, in the order of the inputs."""
 
     EXAMPLE: ClassVar[Any] = {
         "model": "urchade/gliner_small-v2.1",

@@ -1,4 +1,4 @@
-"""Models and aliases over HTTP."""
+"""Replies of the routes that list models and aliases."""
 
 from __future__ import annotations
 

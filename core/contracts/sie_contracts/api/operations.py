@@ -1,4 +1,4 @@
-"""Pools, health and scaling over HTTP."""
+"""Bodies and replies of the routes for pools, health and scaling."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class PoolRenewed(Struct, kw_only=True):
 
 
 class Assignment(Struct, kw_only=True):
-    """Pool that a worker should serve."""
+    """Assignment of a worker: the pool that it should serve, in `pools`."""
 
     EXAMPLE: ClassVar[Any] = {"worker": "w0", "pools": ["_default"]}
 

@@ -1,4 +1,4 @@
-"""Loads and unloads of models over HTTP."""
+"""Replies of the routes by which an operator loads or unloads models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Types that several bodies and replies use."""
+"""Types that several bodies and replies of the API share."""
 
 from __future__ import annotations
 

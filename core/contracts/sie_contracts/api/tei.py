@@ -38,7 +38,7 @@ class TeiEmbed(TeiEmbedAll, kw_only=True):
 
 
 class TeiWeight(Struct, kw_only=True):
-    """A word of the vocabulary and its weight."""
+    """One entry of a sparse vector: the id of a token in the vocabulary, and its weight."""
 
     index: Whole = UNSET
     value: Number = UNSET
@@ -61,7 +61,7 @@ class TeiSentences(Struct, kw_only=True):
 
 
 class TeiSimilarityParameters(_Truncated, kw_only=True):
-    """Parameters for the encoding of the sentences."""
+    """Parameters for encoding the sentences before they are compared."""
 
     prompt_name: PromptName = UNSET
     dimensions: Whole = UNSET

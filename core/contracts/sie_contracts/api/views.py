@@ -94,7 +94,7 @@ class PlacedLane(Struct, kw_only=True):
 
 
 class PlacementView(Struct, kw_only=True):
-    """Hosts of the models of each lane."""
+    """Hosts of the models of each lane (pool, machine profile and bundle): the workers that should load a model."""
 
     EXAMPLE: ClassVar[Any] = {
         "lanes": [
@@ -122,7 +122,7 @@ class PlacementView(Struct, kw_only=True):
 
 
 class DoctorFinding(Struct, kw_only=True):
-    """A fault, and its fix."""
+    """A fault that a check of `sie doctor` has detected, and its fix."""
 
     wrong: str
     fix: str

@@ -25,7 +25,7 @@ class DocumentFile(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class DocumentLimits(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Limits of a document for a model."""
+    """Limits of the document files that a model accepts."""
 
     max_bytes: int = MAX_BYTES
 

@@ -112,7 +112,7 @@ class SoundRecipe(msgspec.Struct, frozen=True, omit_defaults=True):
         return Shape(4 if self.fused else 1, samples // self.hop + (self.levels == "decibels"), self.bins)
 
     def can_make(self, shape: Shape) -> bool:
-        """Return whether some sound can have features of this shape."""
+        """Return whether this recipe can turn some sound into features of this shape."""
         shortest, longest = self.shape, self._largest
         is_alike = shape._replace(frames=shortest.frames) == shortest
         return is_alike and shortest.frames <= shape.frames <= longest.frames

@@ -83,7 +83,7 @@ class BatchTimes:
         self._fixed: float | None = None
 
     def note(self, tokens: float, seconds: float) -> None:
-        """Record that a batch of `tokens` took `seconds`."""
+        """Record the measured time of a batch: `tokens` took `seconds`."""
         if tokens <= 0 or seconds <= 0:
             return
         odd, before = self._oddness(tokens, seconds), self._odd

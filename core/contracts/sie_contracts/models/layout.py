@@ -139,7 +139,7 @@ class Layout:
         return changed
 
     def set_model(self, model: str, count: int) -> None:
-        """Set the number of hosts that a model needs, at least 1."""
+        """Set the number of hosts that a model needs, at least 1. An unknown model is added."""
         row = self.rows.get(model)
         if row is None:
             index = self._free_models.pop() if self._free_models else len(self.rows) + 1
@@ -173,7 +173,7 @@ class Layout:
 
     @property
     def size(self) -> int:
-        """Return the length of the arrays whose index is a model."""
+        """Return the length of the arrays that are indexed by model."""
         return len(self._target_counts)
 
     # ---- the placement table

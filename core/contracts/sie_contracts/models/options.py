@@ -125,11 +125,11 @@ class _Parameters:
         return self._found.get(name) or (name, None)
 
     def is_set(self, *names: str) -> bool:
-        """Return whether any of `names` is set."""
+        """Return whether the request sets any of the parameters `names`."""
         return any(name in self._found for name in names)
 
     def drop(self, *names: str) -> None:
-        """Remove parameters, as if the request did not have them."""
+        """Remove the parameters `names`, as if the request did not have them."""
         for name in names:
             self._found.pop(name, None)
 

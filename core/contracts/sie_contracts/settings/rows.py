@@ -1,4 +1,4 @@
-"""One setting: how its value is read and shown."""
+"""Definition of one setting, and how its value is read and shown."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def _weight(parameters: str) -> float:
 
 
 def rendered(document: Any, content_type: str) -> bytes:
-    """Encode maps, lists, texts and numbers as JSON or YAML."""
+    """Encode a document, which consists of maps, lists, texts and numbers, as JSON or YAML."""
     if content_type == JSON:
         return msgspec.json.encode(document)
     import yaml
@@ -136,14 +136,14 @@ def listed(model: str, document: Mapping[str, Any], source: str, note: str = "")
 
 
 def bundle_of(bundles: Mapping[str, BundleEntry], name: str) -> dict[str, Any]:
-    """Return a bundle as a document. Raises NotFound."""
+    """Return the bundle `name` as a JSON-like document. Raises NotFound."""
     if name not in bundles:
         raise NotFound(f"no bundle named {name[:100]!r}; there are {', '.join(sorted(bundles))}", param="id")
     return {"id": name, **_bundle(bundles[name])}
 
 
 def bundle_list(bundles: Mapping[str, BundleEntry]) -> dict[str, Any]:
-    """Return all bundles, with the preferred bundle first."""
+    """Return all bundles as a JSON-like document, with the preferred bundle first."""
     return {"bundles": [{"bundle_id": bundle.id, **_bundle(bundle)} for bundle in bundling.ordered(bundles)]}
 
 

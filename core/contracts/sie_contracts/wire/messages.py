@@ -55,7 +55,7 @@ class Vectors(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def from_array(cls, array: NDArray[Any]) -> Vectors:
-        """Convert an array of shape [rows, width]."""
+        """Return the multivector in a numpy array of shape [rows, width]."""
         rows, width = array.shape
         return cls(rows, width, array.astype("<f4", copy=False).tobytes())
 

@@ -200,7 +200,7 @@ def reservation_bytes(queue_bytes: int) -> int:
 
 
 def pool_of(subject: str) -> str:
-    """Return the pool in a subject of work. Raises ValueError for any other subject."""
+    """Return the pool that a subject of work messages contains. Raises ValueError for any other subject."""
     tokens = subject.split(".", 3)
     if len(tokens) < 4 or tokens[:2] != ["sie", "work"]:
         raise ValueError(f"{subject!r} is not a subject of work: it must begin with sie.work.POOL")
@@ -243,7 +243,7 @@ def own_consumers(replicas: int) -> int:
 
 
 def work_subject(lane: Lane, priority: str, model: str) -> str:
-    """Return the model's own subject, which has its own consumer."""
+    """Return the subject for work of a model that has its own consumer."""
     return f"{_lane_subject(lane, priority)}.{model_token(model)}"
 
 
@@ -266,7 +266,7 @@ def _lane_subject(lane: Lane, priority: str) -> str:
 
 
 def work_consumer(lane: Lane, priority: str, model: str, ack_wait_s: float) -> ConsumerSpec:
-    """Return the settings of the model's own consumer."""
+    """Return the settings of the consumer that only this model uses."""
     return consumer_of(work_subject(lane, priority, model), ack_wait_s)
 
 
@@ -334,7 +334,7 @@ def lane_filter(lane: Lane, priority: str = "") -> str:
 
 @functools.lru_cache(1024)
 def lane_key(lane: Lane) -> str:
-    """Return the key of a lane in a key-value bucket."""
+    """Return the key under which a lane's value is stored in a key-value bucket."""
     return f"{lane.pool}.{token(lane.machine_profile)}.{token(lane.bundle)}"
 
 

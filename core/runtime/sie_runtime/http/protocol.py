@@ -174,7 +174,7 @@ class _Cycle(RequestResponseCycle):
         await super().send(message)
 
     def abandon(self) -> None:
-        """Treat the client as disconnected."""
+        """Treat the client as disconnected, so that the application stops."""
         self.disconnected = True
         self.message_event.set()
 

@@ -151,7 +151,7 @@ class Table(Generic[R]):
             yield _Pattern(head, tail, name, bool(is_rest), methods)
 
     def match(self, path: str) -> Match[R]:
-        """Return the routes of a path. One final slash is ignored."""
+        """Return the routes of a path, by method. One slash at its end is ignored."""
         return (self._remembered if len(path) <= _USUAL_PATH else self._search)(path)
 
     def _search(self, path: str) -> Match[R]:

@@ -90,7 +90,7 @@ class _Server(uvicorn.Server):
 
 
 class HttpServer:
-    """A listening HTTP server."""
+    """HTTP server that has bound its port. `start` accepts connections, `stop` ends it."""
 
     def __init__(
         self,

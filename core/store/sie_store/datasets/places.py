@@ -79,7 +79,7 @@ class Place:
         return self.folder + (self.name or source)
 
     def below(self, folder: str) -> Place:
-        """Return the place of a folder inside this folder."""
+        """Return the place for the subfolder `folder` of this place."""
         return Place(self.store, f"{self.folder}{folder}/", root=self.root)
 
     async def check(self, key: str) -> None:

@@ -47,7 +47,7 @@ _PATIENCE = RetryPolicy()
 
 @dataclass(frozen=True)
 class Broken:
-    """An object that cannot be planned, and the error."""
+    """An object for which no spans can be planned, because it cannot be read, and the error."""
 
     source: str
     error: ErrorInfo
@@ -131,7 +131,9 @@ def _is_input(name: str, input_format: InputFormat | None) -> bool:
 
 
 async def images(place: Place, patience: RetryPolicy, after: str = "", most: int | None = None) -> list[ObjectEntry]:
-    """Return the images below a folder. Arguments as in `_listed`."""
+    """Return the images below a folder, sorted by name; with `most`, only the first `most` whose names follow
+    `after`.
+    """
     return await _listed(place, lambda name: format_of(name) == "images", patience, after, most)
 
 

@@ -120,7 +120,7 @@ def _fault(reason: str, message: str, param: str = "") -> ErrorInfo:
 
 
 class _RowMaker:
-    """Builds rows from the values of their columns."""
+    """Builds the rows of a span: it fills the templates of the job with the values of the columns."""
 
     def __init__(self, span: RowSpan, source: JobInput) -> None:
         self._span, self._source = span, source

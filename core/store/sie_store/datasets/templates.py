@@ -66,7 +66,7 @@ class Template:
         return list(dict.fromkeys(name for _, name in self.pieces if name is not None))
 
     def text(self, row: Mapping[str, Any]) -> str:
-        """Return the text of a row. Raises ColumnFault."""
+        """Return the template filled with the values of a row. Raises ColumnFault."""
         return "".join(literal if name is None else literal + plain(row, name) for literal, name in self.pieces)
 
 

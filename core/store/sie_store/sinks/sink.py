@@ -49,7 +49,7 @@ class CollectionMismatch(StoreError):
 
 
 class CollectionMissing(StoreError):
-    """Error for a collection that was removed after `prepare`."""
+    """Error for a collection that somebody has removed after `prepare` created or checked it."""
 
 
 class RowsRefused(StoreError):
@@ -103,7 +103,7 @@ class Sink(Protocol):
         """
 
     async def close(self) -> None:
-        """Close all connections."""
+        """Close the connections to the database."""
 
 
 def checked_name(collection: str) -> str:

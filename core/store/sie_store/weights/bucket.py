@@ -30,7 +30,7 @@ _FOLDER = re.compile(r"models--(.+)")
 
 
 def place(repository: str, revision: str) -> str:
-    """Return the prefix of all objects of a snapshot."""
+    """Return the common prefix of the keys of all objects of a snapshot."""
     return f"models--{repository.replace('/', '--')}/{revision}"
 
 

@@ -289,7 +289,7 @@ class _Appending:
             await self._writing
 
     async def end(self) -> None:
-        """Wait until all pieces are written. Raises OSError."""
+        """Wait until all added pieces are written. Raises OSError."""
         if self._writing is not None:
             await self._writing
 
