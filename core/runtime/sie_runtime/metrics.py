@@ -78,7 +78,9 @@ class Traffic:
         self._met[name] = self._met.get(name, 0.0) + 1.0
 
     def fade(self) -> bool:
-        """Reduce the counts by their age, at most once every TURN_S. Returns whether they were reduced."""
+        """Reduce the numbers of requests by their age, at most once every TURN_S seconds. Returns whether they were
+        reduced.
+        """
         passed_s = self._clock() - self._faded_s
         if passed_s < TURN_S:
             return False
@@ -131,7 +133,8 @@ class Labelled(Generic[Child]):
         return values
 
     def turn(self, traffic: Traffic) -> None:
-        """Give series to the busiest names, among those that have series or need some. All other names lose theirs.
+        """Give series to the busiest names (values of the first label), among those that have series or need some. All
+        other names lose theirs.
 
         A name keeps its series until another name is KEEPS times as busy.
         """

@@ -116,15 +116,15 @@ class Side(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Rows(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How the inputs of one operation become rows of token ids. The layouts are:
+    """Conversion of the inputs of one operation to rows of token ids. The layouts of rows are:
 
         text        prefix + text + suffix, a row for each input
-        pair        (query, text) as the tokenizer's own template joins them; the text is cut
-        pieces      the pieces of the template, tokenised one by one and joined; the piece with the document is cut
+        pair        (query, text) as the tokenizer's own template joins them; a text that is too long is truncated
+        pieces      the pieces of the template, tokenised one by one and joined; the one with the document is truncated
         sides       a row for the query, then a row for each input: the device scores each input against the query
-        hypotheses  a row (text, hypothesis) for each label of each input; the text is cut
+        hypotheses  a row (text, hypothesis) for each label of each input; the text is truncated
         spans       like text, with the texts and the offsets of each token in its text
-        passages    a row (instruction, text) for each input, with offsets like spans; the text is cut
+        passages    a row (instruction, text) for each input, with offsets like spans; the text is truncated
         raw         the texts are sent unchanged; the ids only count their cost
 
     `tokens`: an input may be token ids. `pairs`: an input may be two texts, joined as a pair. `vectors`: width of the

@@ -12,7 +12,7 @@ from sie_store.datasets.answers import About, Array, Shard, kept_json
 if TYPE_CHECKING:
     import pyarrow as pa
 
-KEY = b"sie"  # key in the metadata of the file, under which About is stored
+KEY = b"sie"  # key in the metadata of the file, under which the description of the shard (`About`) is stored
 ROWS_OF_GROUP = 10_000
 
 
