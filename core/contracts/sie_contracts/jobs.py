@@ -246,7 +246,7 @@ def _cut_error(info: ErrorInfo | None) -> ErrorInfo | None:
 
 
 def _cut_codes(codes: dict[str, int]) -> dict[str, int]:
-    """Return the first MAX_CODES + 1 codes: the codes that are counted separately, and OTHER."""
+    """Return the first MAX_CODES + 1 counts of error codes: MAX_CODES codes, and OTHER, the sum of all other codes."""
     return {cut_text(code, MAX_WORD_BYTES): count for code, count in list(codes.items())[: MAX_CODES + 1]}
 
 

@@ -272,7 +272,9 @@ class CatalogueFeed:
         new = await snapshot(await source.export())
         self._refuse_older(new.epoch, before)
         if not new.entries:
-            raise ConfigUnavailable("the exported catalogue has no model")
+            raise ConfigUnavailable(
+                "the catalogue of the config service has no model, so it does not replace the present one"
+            )
         present = self.catalogue.epoch  # the catalogue may have changed while the request ran
         if new.epoch == present or not has_seen(present, new.epoch):
             self._replace(new)

@@ -131,8 +131,8 @@ def stricter(first: Key | None, second: Key | None) -> Key | None:
 
 
 def bucket_of(broker: Store, replicas: int, name: str = topology.KEYS_BUCKET) -> RecordBucket:
-    """Return the bucket of keys, or with another `name` its copy. It is stored in files, so that keys survive a restart
-    of the broker.
+    """Return the bucket with the API keys of clients; for the name KEYS_COPY_BUCKET, return its copy. It is stored in
+    files, so that keys survive a restart of the broker.
     """
     return RecordBucket(broker, name, storage="file", replicas=replicas)
 
@@ -151,8 +151,8 @@ class KeyBuckets:
         return cls(bucket, await bucket_of(broker, replicas, topology.KEYS_COPY_BUCKET).open())
 
     async def write(self, key: Key, revision: int) -> None:
-        """Write a key to both buckets, if the first one has it at `revision` (0: does not have it). Raises
-        WrongRevision.
+        """Write a key to both buckets, but only if its revision in the first one is `revision` (0: it must not exist
+        there). Raises WrongRevision.
         """
         await self.bucket.write([Write(key.id, encode(key), revision)])
         await self.copy.write([Write(key.id, encode(key), None)])

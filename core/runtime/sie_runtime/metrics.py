@@ -108,8 +108,8 @@ class Labelled(Generic[Child]):
         self._room = self._most  # number of series that are not reserved for any name
 
     def labels(self, *values: str) -> Child:
-        """Return the series in which these label values are counted. The values are in the order of the labels in the
-        table.
+        """Return the series in which these label values are counted: their own, or, if there is no room for it, one
+        with the value `other`. The values are in the order of the labels in the table.
         """
         child = self._children.get(values)
         if child is None:

@@ -160,7 +160,9 @@ class _Parameters:
                     yield prefix + shown, "" if name in FIELDS else did_you_mean(shown, options)
 
     def foreign(self) -> frozenset[str]:
-        """Return the names in the request that are not a parameter of any route."""
+        """Return the names in the request that no route knows as a parameter. They may be options of a family from
+        another package.
+        """
         return frozenset(str(name) for _, level in self.levels for name in level) - _KNOWN
 
 

@@ -28,7 +28,8 @@ Boundary = Literal["sentence", "paragraph", "token"]
 BOUNDARIES: tuple[Boundary, ...] = get_args(Boundary)
 MAX_RULE_TOKENS = 1 << 16  # largest `max_tokens` of a ChunkRule
 TOKEN_ID_BYTES = 5  # upper bound of the number of bytes of one token id in a message
-MENTION_BYTES = 16  # upper bound of the number of bytes of one mention in a message, without its label
+# upper bound of the number of bytes of one mention (an entity that the client marked) in a message, without its label
+MENTION_BYTES = 16
 
 # number of characters that are encoded at a time, so that other threads can run in between; they take less than 1 ms
 PIECE_CHARS = 256 << 10
@@ -120,7 +121,7 @@ class Input(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def nbytes(self) -> int:
-        """Return about how many bytes the input has in a message; the encoding adds a few more."""
+        """Return the number of bytes of the input's texts and files. The encoded message has a few bytes more."""
         size = utf8_bytes(self.text) if self.text else 0
         if self.tokens is not None:
             size += TOKEN_ID_BYTES * len(self.tokens)

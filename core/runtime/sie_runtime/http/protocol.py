@@ -80,7 +80,9 @@ _HEAD_TOO_LARGE = f"the head of this request, its trailers included, is larger t
 
 
 def _head(status: int, headers: Sequence[tuple[bytes, bytes]]) -> tuple[bytes, int] | None:
-    """Return (bytes of the head, length of the body). Return None for a head that uvicorn must send itself."""
+    """Return (bytes of the head, length of the body) of an HTTP response. Return None if its headers are unusual, so
+    that uvicorn must send it.
+    """
     header_values = dict(headers)
     length = header_values.get(b"content-length", b"")
     if not length.isdigit() or not _FRAMING.isdisjoint(header_values) or _NO_NAME.search(b"".join(header_values)):
@@ -319,7 +321,8 @@ class Protocol(HttpToolsProtocol):
         self._head_done()
         if (
             self._piece_bytes > MAX_HEAD_BYTES or self._head_bytes >= 0  # the head arrived in more than one piece
-        ) and self._head_size() > MAX_HEAD_BYTES:  # a head in a single small piece cannot be too large
+            # a head in one piece of at most MAX_HEAD_BYTES cannot be too large, so its size is not computed
+        ) and self._head_size() > MAX_HEAD_BYTES:
             self._stop(_HEAD_TOO_LARGE)
         self._is_chunked = any(name == b"transfer-encoding" for name, _ in self.headers)
         super().on_headers_complete()

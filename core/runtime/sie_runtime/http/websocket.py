@@ -58,7 +58,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         self.transport.write(b"".join(self.conn.data_to_send()))
         if self.writable.is_set():
             self.transport.close()
-        else:  # the client does not read, so frames that wait in the buffer would delay the end
+        else:  # a client that does not read is disconnected at once, because its unsent frames would delay the end
             self.transport.abort()
 
 
@@ -130,7 +130,7 @@ class ViewerFrames:
         """Accept a websocket and send frames until it ends. The caller has already checked that the client is
         allowed.
         """
-        await receive()  # this is the message websocket.connect
+        await receive()  # the first message is always websocket.connect, and nothing in it is needed
         disconnect = asyncio.create_task(_disconnected(receive))
         self.looking += 1
         self.looked.set()

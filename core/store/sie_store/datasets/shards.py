@@ -65,7 +65,7 @@ def in_use(why: str) -> InvalidInput:
 
 
 async def _has_parts(place: Place, patience: RetryPolicy) -> bool:
-    """Return whether a folder already has a manifest or a part."""
+    """Return whether a folder already has a manifest or a part (an output file of a job)."""
     import obstore
 
     async def looked() -> bool:

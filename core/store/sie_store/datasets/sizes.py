@@ -36,8 +36,8 @@ class SpanSize:
         self._values = self._bytes = 0
 
     def add(self, values: int, size: int) -> None:
-        """Add numbers of values and bytes before they are created. Raises InvalidInput if the span is then above a
-        limit.
+        """Add the numbers of values and bytes that some rows need, before Python objects are created from them. Raises
+        InvalidInput if the span (range of rows) then has more values or bytes than allowed.
         """
         self._values += values
         self._bytes += size

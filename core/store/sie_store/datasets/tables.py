@@ -61,7 +61,7 @@ def inspect(data: bytes) -> About:
     metadata = parquet.read_metadata(pa.BufferReader(data))
     about = msgspec.json.decode((metadata.metadata or {}).get(KEY, b""), type=About)
     if metadata.num_rows != about.rows:
-        raise ValueError("the number of rows differs from the number in the metadata of the file")
+        raise ValueError(f"the file has {metadata.num_rows} rows, its metadata says {about.rows}")
     return about
 
 

@@ -80,7 +80,7 @@ class Source(Protocol):
         ...
 
     def damaged(self, file: RemoteFile) -> FetchFailed:
-        """Return the error for a file whose digest was wrong after the last attempt."""
+        """Return the error for a file whose digest was wrong in all attempts."""
         ...
 
 
