@@ -206,7 +206,7 @@ async def _planned(
             return [_span(entry, kind, cut) for cut in cuts]
         return await _scanned(place, entry, kind, names, most, patience)
     except InvalidInput as error:
-        if error.reason == TOO_MANY:  # this error concerns the whole job, not only the object
+        if error.reason == TOO_MANY:  # this error concerns the whole job, so the planning stops
             raise
         return Broken(name, error.info())
 
