@@ -294,7 +294,7 @@ async def test_an_alias_of_the_api_that_a_changed_folder_breaks_is_named(
     prepared = await prepare(settings, broker)
     await aliased(prepared.store, "pair", "org/a", "ORG/b")
     await aliased(prepared.store, "other", "org/a", "org/c")
-    assert "is not valid" not in caplog.text
+    assert "is now invalid" not in caplog.text
     if now:
         put(tmp_path, "b.yaml", now + "description: longer\n")
     else:
@@ -306,7 +306,7 @@ async def test_an_alias_of_the_api_that_a_changed_folder_breaks_is_named(
         await until(lambda: "org/b is at revision 2" in caplog.text, "the log")
         stop.request()
         await task
-    (told,) = (each for each in caplog.records if "is not valid" in each.getMessage())
+    (told,) = (each for each in caplog.records if "is now invalid" in each.getMessage())
     assert told.levelno == logging.ERROR
     assert told.getMessage().startswith("the alias pair is not valid")
     assert says.casefold() in told.getMessage().casefold()

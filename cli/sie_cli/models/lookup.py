@@ -1,4 +1,4 @@
-"""Models that a command names for use: `sie serve MODEL`, `sie pull MODEL`, `sie run MODEL`.
+"""Models that a command names: `sie serve MODEL`, `sie pull MODEL`, `sie run MODEL`.
 
 hub id, folder or catalogue name, with or without :profile
     ├ the catalogue has it, with a commit ──► its entry
@@ -23,7 +23,9 @@ from sie_contracts.settings import Settings
 
 @dataclass(frozen=True)
 class NamedModel:
-    """A model of the catalogue. `name`: its name in requests. `added`: the file of an entry that was written for it."""
+    """Model of the catalogue. `name`: its name in requests. `added`: the file with its entry, if the entry was written
+    now.
+    """
 
     name: str
     entry: ModelEntry
