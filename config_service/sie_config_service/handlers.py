@@ -1,4 +1,4 @@
-"""Handlers of the catalogue's routes: reads, and writes, which only this service accepts.
+"""Handlers for the routes of the catalogue: reads and writes. Only this service accepts writes.
 
 request ──► body, at most 1 MiB ──► ParsedDocument ──► CatalogueWriter ──► reply with the new revision as ETag
 """
@@ -190,7 +190,7 @@ async def _write(
     profiles: Collection[str] | None = None,
     warnings: tuple[str, ...] = (),
 ) -> Response:
-    """Execute one write and send its reply."""
+    """Run one write, and return its reply."""
     dry_run, force = _flags(request, "dry_run", "force")
     answered = await service.require_writer().write(
         WriteRequest(
@@ -213,12 +213,12 @@ async def _write(
 
 async def _read(request: Request) -> tuple[ParsedDocument, bytes]:
     body = await _body(request)
-    # runs in a thread, because parsing large YAML takes long
+    # in a thread, because parsing a large YAML document would block the event loop
     return await asyncio.to_thread(read, body, request.headers.get("content-type", "")), body
 
 
 async def _body(request: Request) -> bytes:
-    """Read the whole body. Raises PayloadTooLarge, GatewayTimeout."""
+    """Read and return the whole body. Raises PayloadTooLarge, GatewayTimeout."""
     data = bytearray()
     try:
         async with asyncio.timeout(BODY_S):
@@ -256,8 +256,8 @@ def _if_match(request: Request) -> int | None:
 
 
 def _flags(request: Request, *names: str) -> list[bool]:
-    """Read the flags in the query of a write. Any other parameter is refused: otherwise a write with a misspelt
-    `dry_run` would be executed.
+    """Read the flags of a write from its query. Any unknown parameter is refused, because a write with a misspelt
+    `dry_run` would otherwise be stored.
     """
     for name in request.query_params:
         if name not in names:
