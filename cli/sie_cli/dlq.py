@@ -140,6 +140,7 @@ def show(cluster: Cluster, name: str, with_input: bool) -> None:
 @_options
 def replay(cluster: Cluster, name: str, timeout_s: float) -> None:
     """Publish the work of a dead letter again and wait for the answer. If an input fails, the letter is kept, and the
+    status is 1. Otherwise the letter is removed.
 
     An input that was given up because it crashed adapters runs again too: if it still crashes them, two adapters end.
     """
@@ -179,8 +180,7 @@ async def _waiting(answer: Awaitable[T], timeout_s: float) -> T:
         return await task
     except TimeoutError:
         raise CommandRefused(
-            f"no answer within {timeout_s:.0f} s; the dead letter remains, and the work still runs if a worker gets "
-            "ready soon"
+            f"no answer within {timeout_s:.0f} s; the dead letter remains. Run the command again when a worker is ready"
         ) from None
 
 

@@ -151,7 +151,7 @@ def bundles_of(bundles: Mapping[str, BundleEntry], entry: Mapping[str, Any]) -> 
 
 def concerns(bundles: Mapping[str, BundleEntry], *entries: dict[str, Any] | None) -> set[str]:
     """Return the bundles that a change affects: bundles that could serve the model before or can serve it now. If there
-    is none, the default bundle is returned, so that gateways get a delta for each change.
+    is none, the default bundle is returned, so that gateways get a message about each change.
     """
     return {bundle for entry in entries if entry is not None for bundle in bundles_of(bundles, entry)} or {DEFAULT}
 

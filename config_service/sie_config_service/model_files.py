@@ -35,5 +35,5 @@ class ModelFiles:
             located = self._sources.locate(entry)
             return fault(located.folder, entry, entry.load)
         except ModelLoadFailed as error:
-            _logger.info("%s is not checked against its files: %s", entry.id, error.message)
+            _logger.info("model %s is not checked against its files: %s", entry.id, error.message)
             return None

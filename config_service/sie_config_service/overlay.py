@@ -98,8 +98,8 @@ class Overlay:
         return [document for document in documents if isinstance(document, ModelEntry)]
 
     def read_signature(self) -> Signature:
-        """Return the current time, size and number of each file. Raises SettingError if the folder of the setting does
-        not exist or the store fails, and OSError.
+        """Return the current state of each file: its time, its size, and its inode or tag. Raises SettingError if the
+        folder of the setting does not exist or the store fails, and OSError.
         """
         if self._bucket is not None:
             return self._bucket.list_files()

@@ -548,7 +548,12 @@ def _copied(entry: Entry | None) -> StoredModel | None:
     try:
         return None if entry is None or entry.value is None else _stored.decode(entry.value)
     except msgspec.DecodeError as error:
-        _logger.warning("%s: %s cannot be read: %s", topology.CATALOGUE_COPY_BUCKET, entry and entry.key, error)
+        _logger.warning(
+            "bucket %s: key %s cannot be decoded and is written again: %s",
+            topology.CATALOGUE_COPY_BUCKET,
+            entry and entry.key,
+            error,
+        )
         return None
 
 

@@ -159,9 +159,9 @@ def doctor(data_dir: Path | None, as_json: bool, **values: Any) -> None:
                                                        its processes have them
 
     Run it with the settings of the processes, because it checks these settings. If the address of the broker or of
-    the config service is not set, it asks the gateway. It checks settings, ports, gateways and
-    their workers, the broker, streams and consumers, processes with an old catalogue, models that do not load, refused
-    requests, queues, the sockets of ␡
+    the config service is not set, it asks the gateway. It checks settings, ports, gateways and their workers, the
+    broker, streams and consumers, processes with an old catalogue, models that do not load, refused requests,
+    queues, the sockets of
     adapters, GPU, disks, clocks and versions.
 
     Status 0: no fault. 1: at least one fault. 2: no fault was found, but some checks were not possible.

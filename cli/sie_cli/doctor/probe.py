@@ -71,7 +71,7 @@ class ProbeResult:
         return bool(self.version)
 
     def json(self) -> dict[str, Any]:
-        """Return the body; empty if it is no JSON map."""
+        """Decode the body, a JSON object. Return an empty map if it is anything else."""
         try:
             return msgspec.json.decode(self.body, type=dict[str, Any])
         except msgspec.DecodeError:
@@ -185,7 +185,7 @@ class ClusterProbe:
 
     @once
     async def gateways(self) -> list[ProbeResult]:
-        """Return `/health` of each named gateway."""
+        """Return the reply to `/health` of each gateway whose address the command has."""
         cluster = self.cluster
         if cluster.is_named and self.settings.gateway_url is None and cluster.local() is None:
             # without --gateway-url, the default address may belong to another cluster than the named data directory
@@ -346,7 +346,9 @@ def _sockets_of_devices(first: Path) -> list[Path]:
 
 
 async def probe_socket(path: Path) -> AdapterSocket:
-    """Check a socket and request the description of its adapter."""
+    """Check that an adapter answers at a socket, and that only its own user may open the socket. Return the adapter's
+    description, or the fault and its remedy.
+    """
     restart = (
         f"start the adapter again, with SIE_IPC_SOCKET_PATH={path} as the sidecar has it; its log says why it ended"
     )
@@ -370,7 +372,7 @@ async def probe_socket(path: Path) -> AdapterSocket:
     try:
         async with asyncio.timeout(CALL_S):
             answer = await _describe(path)
-    except TimeoutError:  # TimeoutError is also a subclass of OSError
+    except TimeoutError:  # before OSError, because TimeoutError is a subclass of it
         return AdapterSocket(
             path,
             f"{path}: the adapter takes connections, but no answer comes within {CALL_S:g} s",

@@ -97,8 +97,8 @@ PART = 1024  # texts per request to a source, and per cached file
 
 @dataclass(frozen=True)
 class EvalStep:
-    """Step of an evaluation: a source with one of its outputs. `reranker`, if set, sorts the nearest documents
-    again.
+    """Step of an evaluation: a source with one of its outputs. `reranker`, if set, sorts the nearest documents of each
+    query by its own scores.
     """
 
     source: EvalSource

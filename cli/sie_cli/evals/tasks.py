@@ -171,7 +171,7 @@ SHIPPED: Mapping[str, Callable[[], Task]] = {"stsb": stsb, "stsb-retrieval": sts
 
 
 def _texts(file: Path) -> Iterator[tuple[str, str]]:
-    """Yield id and text of each line, with its title before the text, or its image. Raises CommandRefused."""
+    """Yield the id and the content of each line: title and text, or an image. Raises CommandRefused."""
     names: set[str] = set()
     for where, line in _lines(file):
         try:

@@ -104,7 +104,7 @@ class MigrationPlan:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Return the options of the job."""
+        """Return the options with which the job over the corpus is submitted."""
         how = self.corpus.input
         columns = {"text": how.text, "id": how.id, "input_format": how.format, "output": self.output}
         return {name: value for name, value in columns.items() if value}
@@ -213,8 +213,8 @@ class Migration:
                 raise CommandRefused(f"{name} is an alias: name the model that it stands for")
             if "dense" not in info.dims or "text" not in info.inputs:
                 raise CommandRefused(
-                    f"{name} does not encode texts as dense vectors (it has {', '.join(info.outputs)}): without an "
-                    "index there is nothing to migrate: `sie models alias` moves the alias at once"
+                    f"{name} does not encode texts as dense vectors (it has {', '.join(info.outputs)}): a migration "
+                    "needs vectors for an index. `sie models alias` moves the alias without one"
                 )
             width, fingerprint = self._probed(name)
             widths.append(width)
@@ -247,7 +247,9 @@ class Migration:
         return ModelCheck(alias, key, digest or key, earlier)
 
     def _probed(self, name: str) -> tuple[int, str]:
-        """Return width and fingerprint of the model's vectors. Raises CommandRefused and the client's errors."""
+        """Return the width and the fingerprint of the vector that the model returns for a test text. Raises
+        CommandRefused and the client's errors.
+        """
         (result,) = self._client.encode(name, [PROBE], output_types=["dense"], on_item_error="fail")
         dense = result.get("dense")
         if dense is None or dense.ndim != 1 or not dense.size:
@@ -521,7 +523,7 @@ class Earlier:
 
     @property
     def job(self) -> Job | None:
-        """Return the newest job of this migration that did not fail, expire, and was not cancelled; None if there is
+        """Return the newest job of this migration that neither failed nor expired nor was cancelled; None if there is
         none. It may be a retry of an earlier job.
         """
         return next((job for job in self.jobs if job.state not in LOST), None)
@@ -672,7 +674,7 @@ class Aliases:
         return self._written(alias, "PATCH", "", {"alias": [{"model": model}], "shadow": None}, dry_run=dry_run)
 
     def back(self, alias: Present, revision: int) -> int:
-        """Write the content of an earlier revision as the newest revision. Returns its new number. Raises
+        """Write an earlier revision of the alias again as its newest. Returns the new revision. Raises
         CommandRefused.
         """
         return self._written(alias, "POST", "/rollback", {"revision": revision})
@@ -709,8 +711,8 @@ def shadow_since_s(history: Sequence[AliasRevision]) -> float:
 
 
 def before_flip(history: Sequence[AliasRevision]) -> int:
-    """Return the revision to go back to: the newest one before the last change of the target that did not only set a
-    shadow. Raises CommandRefused if the target was never changed, or if the last change was a rollback.
+    """Return the revision to which a rollback of the last flip goes: the newest one before this flip that did more than
+    set a shadow. Raises CommandRefused if the target was never changed, or if the last change was a rollback.
     """
     flips = [place for place, revision in enumerate(history) if _touches(revision, _TARGETS)]
     if not flips:

@@ -104,6 +104,7 @@ def compare(
     For models that encode:
       cosine     of the two vectors of each text, if both models have the same width. It is 1 only if both models
                  use the vector space alike. For models that were trained separately it is near 0, even if both find
+                 the same neighbours.
       recall@k   the share of a text's k nearest neighbours in the sample that both models find; for any widths. It
                  shows how a search changes over an index that is built again with the other model.
       rank correlation (Spearman's) of the similarities of each text with all other texts: 1 is the same order.
@@ -274,7 +275,8 @@ def nearest(similar: Matrix, most: int) -> NDArray[np.intp]:
 def agreement_at(first: NDArray[np.intp], second: NDArray[np.intp]) -> list[float]:
     """Return, for k = 1, 2, 3, ..., the mean share of neighbours that both models have among their first k."""
     most = first.shape[1]
-    # first counts: shares[k] is the number of neighbours that both lists have from their first k + 1 entries on
+    # at first a count: shares[k] is the number of neighbours that are in both lists only from their first k + 1 entries
+    # on
     shares = np.zeros(most)
     for mine, theirs in zip(first.tolist(), second.tolist(), strict=True):
         places = {row: place for place, row in enumerate(theirs)}

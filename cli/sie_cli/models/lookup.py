@@ -2,7 +2,7 @@
 
 hub id, folder or catalogue name, with or without :profile
     ├ the catalogue has it, with a commit ──► its entry
-    └ else ──► inspected like in `sie models add` ──► DIR/ID.yaml, and a line about it
+    └ else ──► inspected like in `sie models add` ──► DIR/ID.yaml; the command prints a line that it was added
 """
 
 from __future__ import annotations

@@ -71,7 +71,9 @@ class WriteOptions:
         return service_of(self.cluster, writes=True)
 
     def send(self, method: str, path: str, body: bytes = b"", content_type: str = JSON) -> ServiceReply:
-        """Send a write. Raises UsageError, CommandRefused."""
+        """Send a write with these options to the config service, and return its reply. Raises UsageError,
+        CommandRefused.
+        """
         with self.service() as service:
             return service.write(method, path, body, content_type, how=self)
 

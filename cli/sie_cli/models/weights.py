@@ -340,7 +340,7 @@ def _only_commit(settings: Settings, hub: str) -> str:
     return commits[0]
 
 
-# local cache and cluster cache
+# functions that open the two caches: the local one, and the cluster's bucket
 
 
 def _cache(settings: Settings) -> LocalCache:

@@ -89,7 +89,7 @@ def replay_command(
     merged.
       {"at": 0.0184, "tokens": [12, 300], "model": "bge", "priority": "bulk", "lora": "org/x"}
                                    a request: its arrival in seconds, and the tokens of each input; the other fields
-                                                                  are optional
+                                   are optional
       {"ran": {"tokens": 512, "attention": 40960, "seconds": 0.0123}}
                                    a measured batch; attention is the sum of its squared lengths
       {"settings": {"max_wait_ms": 5, "workers": 2}}
@@ -133,7 +133,7 @@ def _recorded(trace: Trace) -> dict[str, float]:
     unknown = trace.settings.keys() - set(PLAN)
     if unknown:
         raise TraceError(
-            f"the trace was recorded with {', '.join(sorted(unknown))}, which this version of replay does not support"
+            f"the trace was recorded with the settings {', '.join(sorted(unknown))}, which this version lacks"
         )
     return trace.settings
 

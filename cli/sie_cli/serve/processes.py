@@ -48,7 +48,8 @@ REPEAT = 3  # while the start waits for one thing, only every third equal line i
 BROKER_POLL_S = 2.0
 ROOM_BYTES = 8 << 20
 EXAMPLE_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
-# seconds; the three grace periods follow each other and end within 15 s
+# seconds: the drain of the gateways; then the grace periods of gateways, workers and the other processes, which follow
+# each other and end within 15 s
 _DRAIN_S, _GATEWAY_GRACE_S, _WORKER_GRACE_S, _LAST_GRACE_S = 8.0, 9.5, 3.0, 1.5
 # seconds; at this time the gateways have ended, so the worker has only work of jobs, which a later start continues
 _WORKER_DRAIN_S = 1.5
@@ -82,7 +83,7 @@ class LocalCluster:
         self._environ = dict(plan.environ)
         self._stop = asyncio.Event()
         self._readiness: dict[str, Probe] = {}
-        # by name, probes whether a gateway sees the workers; for the start, they follow the probes of the processes
+        # name -> probe whether a gateway sees all workers; the start reports it after the probes of the processes
         self._visibility: dict[str, Probe] = {}
         self._lacking = ""  # reason why a model of the command line cannot be served
         self._embedded: EmbeddedBroker | None = None

@@ -21,7 +21,8 @@ from sie_contracts.status import QueueInfo
 
 STALE_S = 3.0  # seconds: age of a frame that counts as stale; a gateway sends one every second
 MIN_WIDTH = 30
-_WIDE, _MIDDLE = 100, 70  # terminal widths, in cells, from which the tables have all columns, or more than the fewest
+# smallest terminal widths, in cells, at which the tables show all columns, or a middle number of them
+_WIDE, _MIDDLE = 100, 70
 _CELLS = (9, 7, 7, 7)  # smallest widths, in cells, of the columns after the first
 # cells that all columns except the first need, in a narrow, middle and wide terminal
 _NARROW_REST, _MIDDLE_REST, _WIDE_REST = 20, 38, 70
@@ -60,7 +61,7 @@ class WorkerRow(msgspec.Struct, frozen=True):
 
 
 class ModelRow(msgspec.Struct, frozen=True):
-    """Model in a frame."""
+    """One model in a frame."""
 
     name: str
     state: str
@@ -244,7 +245,7 @@ def _figures(frame: StatusFrame, lanes: list[LaneRow]) -> list[tuple[str, str]]:
 
 
 def queued_in(frame: StatusFrame) -> int | None:
-    """Return the number of messages in all queues; None if the gateway does not know its queues."""
+    """Return the number of messages in all queues of a frame; None if its gateway does not know the queues."""
     return None if frame.queues is None else sum(queue.messages for queue in frame.queues)
 
 

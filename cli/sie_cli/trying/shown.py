@@ -249,7 +249,7 @@ def _table(*titles: str) -> Table:
 
 
 def _errors(answer: ModelAnswer, labels: Sequence[str]) -> Iterator[RenderableType]:
-    """Return lines with the errors of inputs."""
+    """Return one line for each input that has an error."""
     for result, label in zip(answer.results, labels, strict=True):
         if "error" in result:
             why = printable(f"{result['error'].get('code', '')}: {result['error'].get('message', '')}")

@@ -56,8 +56,8 @@ def decode(entry: Entry) -> StoredPart:
 
 
 async def read_lane(bucket: KeyValue, lane_key: str) -> tuple[list[Entry], int]:
-    """Read one lane. Return its entries, the lane's key last, and a revision: a watch that starts after this revision
-    delivers all entries that are missing here. Raises BrokerError.
+    """Read the table of one lane. Return its entries, of which the last is that of the lane's key, and a revision: a
+    watch that starts after this revision delivers all entries that are missing here. Raises BrokerError.
     """
     head = await bucket.get(lane_key)
     if head is None:

@@ -190,7 +190,7 @@ class MemoryWatch:
 
 
 class MemoryStore(MemoryConnection):
-    """Implementation of the protocol `Store`."""
+    """Store whose buckets are in this process."""
 
     _server: MemoryServer
 
@@ -212,7 +212,7 @@ class MemoryStore(MemoryConnection):
 
 
 class MemoryBroker(MemoryAdministration, MemoryStore):
-    """Implementation of the protocol `Broker`. `MemoryServer.connect` creates it."""
+    """Broker inside this process: all protocols over one connection. `MemoryServer.connect` creates it."""
 
     _server: MemoryServer
 

@@ -264,11 +264,11 @@ class MemoryConnection:
                 f"a message of {len(data)} bytes is above the broker's max_payload of {self.max_payload}"
             )
         if not subject or " " in subject:
-            raise ValueError(f"{subject!r} is not a subject")
+            raise ValueError(f"{subject!r} is not a subject: expected words joined by dots, without blanks")
 
 
 class MemoryBus(MemoryConnection):
-    """Implementation of the protocol `Bus`."""
+    """Bus between the connections to the in-process server."""
 
     async def send(self, subject: str, data: bytes, reply: str = "") -> None:
         self.require()

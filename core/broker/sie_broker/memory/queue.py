@@ -173,7 +173,7 @@ class MemoryPulls:
 
 
 class MemoryQueue(MemoryBus):
-    """Implementation of the protocol `Queue`."""
+    """Queue whose streams are in this process."""
 
     async def publish(self, subject: str, data: bytes, message_id: str, timeout_s: float = 2.0) -> Published:
         if not self._live:
@@ -243,7 +243,7 @@ class MemoryQueue(MemoryBus):
 
 
 class MemoryAdministration(MemoryQueue):
-    """Implementation of the protocol `Administration`."""
+    """Queue whose streams and consumers can also be created, updated and deleted, all in this process."""
 
     async def ensure_stream(self, spec: StreamSpec, *, owner: bool) -> StreamState:
         await self.reach(API_TIMEOUT_S)

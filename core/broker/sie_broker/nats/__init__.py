@@ -27,7 +27,7 @@ __all__ = ["PULL_EXPIRES_S", "NatsBroker", "NatsDelivery", "connect"]
 
 
 class NatsBroker(NatsAdministration, NatsStore):
-    """Implementation of the protocol `Broker`. `connect` creates it."""
+    """Broker over NATS: all protocols over one connection. `connect` creates it."""
 
 
 async def connect(

@@ -41,8 +41,8 @@ _SEND_BUFFER_BYTES = 64 << 20
 
 
 class PullInbox(Protocol):
-    """Open pulls: the methods that their connection calls. Their inbox, the subject on which deliveries arrive, is lost
-    with its connection.
+    """Open pull requests: the methods that their connection calls. Their inbox, the subject on which deliveries arrive,
+    is lost with its connection.
     """
 
     def abandon(self) -> None:
@@ -52,7 +52,7 @@ class PullInbox(Protocol):
         """Give up the inbox, because the connection was lost."""
 
     def wake(self) -> None:
-        """Send the pulls again after a reconnect."""
+        """Send the pull requests again after a reconnect."""
 
 
 class Answers:
@@ -265,8 +265,8 @@ class NatsConnection:
         return self._tasks.start(work, name)
 
     def attach(self, inbox: PullInbox) -> None:
-        """Register pulls until `remove` is called. The connection calls their methods when it is lost, restored or
-        closed.
+        """Register open pull requests until `remove` is called. The connection calls their methods when it is lost,
+        restored or closed.
         """
         self._inboxes.add(inbox)
 
@@ -343,7 +343,7 @@ class NatsConnection:
         try:
             await self._client.publish(subject, data, reply, headers)
         except BadSubjectError:
-            raise ValueError(f"{subject!r} is not a subject") from None
+            raise ValueError(f"{subject!r} is not a subject: expected words joined by dots, without blanks") from None
         except NatsError as error:
             raise BrokerUnavailable(f"{self.name}: {error}") from error
 
@@ -402,7 +402,7 @@ def _pattern(subject: str) -> re.Pattern[str]:
 
 
 class NatsBus(NatsConnection):
-    """Implementation of the protocol `Bus`."""
+    """Bus over core NATS."""
 
     async def send(self, subject: str, data: bytes, reply: str = "") -> None:
         await self.post(subject, data, reply)
@@ -451,7 +451,7 @@ class NatsBus(NatsConnection):
                 pending_bytes_limit=held_bytes or HELD_BYTES,
             )
         except BadSubjectError:
-            raise ValueError(f"{subject!r} is not a subject") from None
+            raise ValueError(f"{subject!r} is not a subject: expected words joined by dots, without blanks") from None
         except NatsError as error:
             raise BrokerUnavailable(f"{self.name}: {error}") from error
         if on_dropped is not None:

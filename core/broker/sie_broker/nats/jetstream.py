@@ -547,7 +547,7 @@ class JetStream(NatsBus):
         on_break: Callable[[], None] | None = None,
         expires_s: float = PULL_EXPIRES_S,
     ) -> NatsPulls:
-        """Open pulls; see `NatsPulls`."""
+        """Open the pull requests of this connection on a stream; see `NatsPulls`."""
         pulls = NatsPulls(self, self._client, stream, handler, on_break, expires_s)
         self.attach(pulls)
         return pulls

@@ -342,7 +342,7 @@ class _KeyValueWatch:
 
 
 class NatsStore(JetStream):
-    """Implementation of the protocol `Store`."""
+    """Store whose buckets are streams of JetStream."""
 
     async def key_value(
         self,

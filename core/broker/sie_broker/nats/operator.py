@@ -231,7 +231,7 @@ def _fixed(changes: tuple[FieldChange, ...]) -> str:
 
 
 async def apply(broker: NatsAdministration, step: Step) -> None:
-    """Make the change of a step whose action is not `refuse`. Raises BrokerError."""
+    """Create or update the stream or consumer of a step. The caller must leave out refusals. Raises BrokerError."""
     if step.kind == "stream":
         await broker.api(f"STREAM.{step.action.upper()}.{step.name}", step.config, StreamInfo)
         return

@@ -46,7 +46,7 @@ _ENSURE_ATTEMPTS = 10  # attempts to create a consumer, because another process 
 
 
 class NatsQueue(JetStream):
-    """Implementation of the protocol `Queue`. Its base class `JetStream` publishes and pulls."""
+    """Queue over the streams of JetStream. Its base class `JetStream` publishes and pulls."""
 
     async def subject_counts(self, stream: str, subject_filter: str) -> dict[str, int]:
         counts: dict[str, int] = {}
@@ -100,8 +100,8 @@ class NatsQueue(JetStream):
 
 
 class NatsAdministration(NatsQueue):
-    """Implementation of the protocol `Administration`. Operator commands use its methods that return full
-    configurations.
+    """Queue over JetStream whose streams and consumers can also be created, updated and deleted. Operator commands use
+    its methods that return full configurations.
     """
 
     async def ensure_stream(self, spec: StreamSpec, *, owner: bool) -> StreamState:
