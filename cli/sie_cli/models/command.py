@@ -40,7 +40,7 @@ def models() -> None:
                                                removes it
     sie models status my/model                 show which gateways and workers serve which revision
     sie models alias search my/model           send requests for `search` to my/model; `compare A B` shows what another
-    model would change
+                                               model would change
     """
 
 
