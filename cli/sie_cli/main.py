@@ -76,8 +76,8 @@ class _Program(AnyPosition):
             extra = next((EXTRAS[word] for word in sys.argv[1:] if word in EXTRAS), "serve")
             refuse(f"the package {package} is not installed: pip install 'sie-cluster[{extra}]'")
         except SystemExit as ended:
-            # os._exit, because the interpreter's own end takes a second with torch imported, and may abort: threads of
-            # the object store's runtime outlive the interpreter and call into it
+            # os._exit, because the interpreter's own end takes a second with torch imported.
+            # It may also abort, because threads of the object store's runtime outlive the interpreter and call into it.
             if not isinstance(ended.code, int | None):
                 raise
             threading._shutdown()  # type: ignore[attr-defined]

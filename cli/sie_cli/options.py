@@ -73,7 +73,7 @@ def url_option(name: str, subject: str) -> Callable[[F], F]:
 
 
 class SettingOption(click.Option):
-    """Option of a setting. --help shows it under the heading of its group."""
+    """Command-line option for a setting. --help shows it under the heading of its group."""
 
     def __init__(self, *args: Any, heading: str = "", **attributes: Any) -> None:
         super().__init__(*args, **attributes)

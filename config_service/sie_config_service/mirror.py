@@ -308,8 +308,7 @@ class Mirror:
                 if stored.revision <= before.revision:
                     continue  # an old revision that was restored from a backup: it goes only into the history
                 if stored.revision > before.revision + 1:
-                    # the bucket no longer has the revisions between these two, so it is unknown which bundles they
-                    # changed
+                    # The bucket has lost the revisions between these two, so it is unknown which bundles they changed.
                     unknown = read
                 for bundle in concerns(bundles, stored.entry, before.entry):
                     concerned[bundle] = read

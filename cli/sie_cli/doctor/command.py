@@ -40,8 +40,8 @@ from sie_contracts.settings import BY_NAME, Mode, SettingError, load
 def faults_of(
     flags: Mapping[str, str], environ: Mapping[str, str]
 ) -> tuple[list[Finding], dict[str, str], dict[str, str]]:
-    """Return a finding for each invalid or unknown setting, and then the flags and the environment without the invalid
-    values.
+    """Return three values: a finding for each invalid or unknown setting, the flags without the invalid ones, and the
+    environment without the invalid variables.
     """
     findings: list[Finding] = []
     readable: tuple[dict[str, str], dict[str, str]] = ({}, {})
@@ -67,7 +67,7 @@ def faults_of(
         findings.append(Finding(fault, "change one of the two that it names"))
         named = re.findall(r"[A-Z][A-Z0-9]*_[A-Z0-9_]+", fault)
         if sum(left.pop(name, None) is not None for left in readable for name in named) == 0:
-            raise AssertionError(f"defaults that contradict each other: {fault}")
+            raise AssertionError(f"two default values contradict each other: {fault}")
     return findings, *readable
 
 
@@ -103,8 +103,8 @@ def check_settings(faults: list[Finding], flags: Mapping[str, str], environ: Map
     return check
 
 
-# All checks by name. A check returns a text for success, and its findings. It raises NotApplicable if this cluster or
-# machine does not have the thing to check, and CheckSkipped if the check is not possible. No check changes anything.
+# All checks by name. A check returns a text for success, and its findings. No check changes anything.
+# A check raises NotApplicable if its subject does not exist here, and CheckSkipped if the check is not possible.
 CHECKS: dict[str, Check] = {
     "ports": ports,
     "gateway": gateway,

@@ -187,7 +187,7 @@ def run(
             try:
                 file.write_text(page(), "utf-8")
             except OSError as error:
-                raise CommandRefused(f"--{name} {file}: {error.strerror}") from error
+                raise CommandRefused(f"--{name} {file}: the file cannot be written: {error.strerror}") from error
     if any(report.missed for report in reports):
         raise SystemExit(EXIT_MISSED)
 

@@ -148,7 +148,7 @@ async def _sent_once(send: Send, request: LoadRequest, due_s: float) -> SentRequ
 
 
 EVERY_S = 1.0
-FRAME_S = 5.0  # seconds to wait for a frame
+FRAME_S = 5.0  # seconds to wait for a status frame of the gateway
 
 
 @dataclass(frozen=True)
@@ -182,8 +182,8 @@ class WorkerWatch:
         token = self._token.reveal() if self._token else None
         async with SIEAsyncClient(self._url, api_key=token, wait_for_capacity=False) as client:
             while (now_s := time.perf_counter()) < end_s:
-                # open a new connection for each frame: an open connection would send five frames per second, each with
-                # all models of the catalogue, and this traffic would disturb the measurement
+                # Open a new connection for each frame. An open connection would send five frames per second.
+                # Each frame has all models of the catalogue, and this traffic would disturb the measurement.
                 try:
                     async with asyncio.timeout(FRAME_S), contextlib.aclosing(client.watch("/ws/status")) as messages:
                         frames.append(await anext(messages))

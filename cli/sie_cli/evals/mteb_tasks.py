@@ -37,7 +37,7 @@ class Mteb:
 
     @property
     def texts(self) -> list[str]:
-        """Return all texts of its datasets."""
+        """Return all texts in the datasets of the task."""
         return list(dict.fromkeys(_texts(self.task.dataset)))
 
 

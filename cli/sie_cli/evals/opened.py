@@ -34,7 +34,9 @@ PLAIN = ("sie", "st", "targets")
 
 
 def names(sources: str) -> list[str]:
-    """Parse the sources of -s. Raises CommandRefused."""
+    """Return the names of the sources in the value of -s. Raises CommandRefused for an unknown or repeated name, and if
+    nothing is measured.
+    """
     requested = [name.strip() for name in sources.split(",") if name.strip()]
     for source in requested:
         kind, _, url = source.partition(":")
@@ -44,7 +46,9 @@ def names(sources: str) -> list[str]:
     if len(set(requested)) != len(requested):
         raise CommandRefused("-s: a source is named twice")
     if not [name for name in requested if name != "targets"]:
-        raise CommandRefused("-s: name a source that is measured, such as sie,targets")
+        raise CommandRefused(
+            "-s: name a source that is measured; `targets` alone measures nothing. An example: sie,targets"
+        )
     return requested
 
 

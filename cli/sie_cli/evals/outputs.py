@@ -23,8 +23,8 @@ RESCORED = 400
 
 @dataclass(frozen=True)
 class VectorOutput:
-    """One kind of vectors. `documents`, `queries`: parameters of `encode`. `slot`: the field of a result with the
-    vector. `similar`: returns the similarities of queries and documents, [queries, documents]; a higher number is
+    """One kind of vectors. `documents`, `queries`: parameters of `encode`. `slot`: name of the field with the vector in
+    a result. `similar`: returns the similarities of queries and documents, [queries, documents]; a higher number is
     nearer.
     """
 

@@ -84,7 +84,7 @@ def texts_of(task: Task) -> list[str]:
         case Texts() | Mteb():
             texts = list(task.texts)
     if not texts:
-        raise CommandRefused(f"{task.name} has no texts")
+        raise CommandRefused(f"{task.name} has no texts, so there is nothing to send: name a task with texts")
     return [texts[place] for place in np.random.default_rng(0).permutation(len(texts))]
 
 

@@ -78,7 +78,7 @@ def store(folder: Path, report: EvalReport, context: Mapping[str, Any]) -> Path:
 
 
 def read(file: Path) -> StoredReport:
-    """Read a result. Raises CommandRefused."""
+    """Read a stored result from its file. Raises CommandRefused."""
     try:
         return msgspec.json.decode(file.read_bytes(), type=StoredReport)
     except OSError as error:

@@ -27,7 +27,7 @@ from sie_contracts.settings import Secret, Settings
 
 
 class ImagePath(str):
-    """An image, as the path of its file."""
+    """Input that is an image: the path of its file."""
 
     @property
     def path(self) -> Path:
@@ -81,7 +81,7 @@ class EvalSource(Protocol):
 
 
 class Sie:
-    """A model of a cluster. `info`: the cluster's description of the model after its load."""
+    """Source that is a model of an SIE cluster. `info`: the cluster's description of the model after its load."""
 
     is_here = False
 
@@ -149,7 +149,9 @@ class Sie:
 
 
 class SentenceTransformers:
-    """The library sentence-transformers in this process, with the weights that the catalogue names, in float32."""
+    """Source that is the library sentence-transformers in this process, with the weights that the catalogue names, in
+    float32.
+    """
 
     is_here = True
     main = DENSE
@@ -244,13 +246,13 @@ _UNREADABLE = (ValueError, KeyError, TypeError, LookupError, AttributeError, Rec
 
 
 class _ReplyBody:
-    """The body of an answer. Its size is limited, since another server may send any amount."""
+    """Body of an answer. Its size is limited, because a server that is not SIE may send any amount."""
 
     def __init__(self) -> None:
         self._data = bytearray()
 
     def add(self, piece: bytes) -> None:
-        """Add a piece. Raises ValueError for more than MAX_ANSWER_BYTES in total."""
+        """Append a received piece of the body. Raises ValueError if the body gets longer than MAX_ANSWER_BYTES."""
         if len(self._data) + len(piece) > MAX_ANSWER_BYTES:
             raise ValueError(f"its answer has more than {MAX_ANSWER_BYTES} bytes")
         self._data += piece
@@ -303,7 +305,7 @@ DIALECTS: Mapping[str, ServerDialect] = {"openai": _OPENAI, "infinity": _OPENAI,
 
 
 class ServerSource:
-    """A server other than a cluster of SIE."""
+    """Source that is a server, but not a cluster of SIE."""
 
     is_here = False
     main = DENSE

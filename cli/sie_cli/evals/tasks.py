@@ -187,8 +187,8 @@ def _texts(file: Path) -> Iterator[tuple[str, str]]:
             yield entry.id, f"{entry.title or ''} {entry.text}".strip()
         elif entry.image is not None and entry.text is None:
             picture = ImagePath(file.parent / entry.image)
-            # a task may be from another author: it must not name any file of this machine, because the file would be
-            # sent to a server
+            # A task may be from another author, so it must not name any file of this machine: the file would be sent
+            # to a server.
             if not picture.path.resolve().is_relative_to(file.parent.resolve()):
                 raise CommandRefused(f"{where}: {picture} is outside of the folder of the task")
             if not picture.path.is_file():

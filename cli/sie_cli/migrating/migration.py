@@ -79,8 +79,9 @@ class _ModelFields(Struct, frozen=True):
 
 @dataclass(frozen=True)
 class MigrationPlan:
-    """User's request for a migration. The shadow gets copies of a share of the requests, for `shadow_s` seconds or
-    until it has got `shadow_copies` of them. `accepts`: continue despite low agreement or rows without an answer.
+    """User's request for a migration. The new model is first a shadow: it gets copies of a share of the requests, for
+    `shadow_s` seconds or until it has got `shadow_copies` of them. `accepts`: continue despite low agreement or rows
+    without an answer.
     """
 
     alias: str

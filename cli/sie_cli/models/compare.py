@@ -275,8 +275,7 @@ def nearest(similar: Matrix, most: int) -> NDArray[np.intp]:
 def agreement_at(first: NDArray[np.intp], second: NDArray[np.intp]) -> list[float]:
     """Return, for k = 1, 2, 3, ..., the mean share of neighbours that both models have among their first k."""
     most = first.shape[1]
-    # at first a count: shares[k] is the number of neighbours that are in both lists only from their first k + 1 entries
-    # on
+    # At first, shares[k] counts the neighbours that both lists have only from their first k + 1 entries on.
     shares = np.zeros(most)
     for mine, theirs in zip(first.tolist(), second.tolist(), strict=True):
         places = {row: place for place, row in enumerate(theirs)}
@@ -340,7 +339,7 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def lines(agreement: Agreement) -> list[str]:
-    """Return the lines of an agreement, for a person."""
+    """Format an agreement as lines for a person."""
     printed = [
         f"{name}: {f'{dims} wide, ' if dims else ''}fingerprint {fingerprint}"
         for name, dims, fingerprint in zip(agreement.names, agreement.dims, agreement.fingerprints, strict=True)

@@ -73,7 +73,7 @@ def inspect(source: str, revision: str | None, check: bool) -> None:
 
 
 def described(settings: Settings, source: str, name: str, revision: str | None) -> tuple[str, ModelEntry]:
-    """Return the text of an entry for a model, and the entry. Raises CommandRefused."""
+    """Inspect a model. Return its catalogue entry, as text and parsed. Raises CommandRefused."""
     try:
         folder, weights, model = _located(settings, source, revision)
         model = name or model

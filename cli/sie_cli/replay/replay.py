@@ -162,7 +162,7 @@ class _ReplayConsumer:
 
 @dataclass
 class _Feed:
-    """Consumer as one worker sees it."""
+    """State of a consumer at one worker: the messages that the worker has requested, and those on the way."""
 
     credit: int = 0  # number of messages that the worker has requested and the broker has not sent
     on_way: int = 0

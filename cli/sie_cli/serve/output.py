@@ -38,8 +38,8 @@ class LineOutput:
         try:
             print(self._shown(name, line, level), file=sys.stderr, flush=True)  # noqa: T201  this is the program's output
         except OSError:
-            # The reader of this output has closed it, so write to /dev/null from now on. Child processes must still be
-            # able to print, and a failed flush at the interpreter's end would change the exit status.
+            # The reader of this output has closed it, so write to /dev/null. Child processes can then still print.
+            # Without this, a failed flush at the interpreter's end would also change the exit status.
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, sys.stderr.fileno())
             os.close(nowhere)

@@ -25,8 +25,8 @@ from sie_runtime.descriptors import SPARE_FILES, raise_limit
 
 # bytes on the disk that are left for the catalogue's streams, the broker's files, and the files written at a start
 RESERVE_BYTES = 8 << 20
-# bytes of address space of the largest process, an adapter with torch and a small model: 1.8 GiB measured on 2 cores,
-# more with more threads
+# bytes of address space that the largest process needs: an adapter with torch and a small model
+# 1.8 GiB were measured on 2 cores; more threads need more.
 MIN_ADDRESS_BYTES = 3 << 30
 # bytes of all processes before a model is loaded, with torch once per adapter: 0.55 GiB measured on 2 cores
 MIN_MEMORY_BYTES, WORKER_BYTES, GATEWAY_BYTES = 640 << 20, 320 << 20, 64 << 20
@@ -159,7 +159,7 @@ def _stream_bytes(queue_bytes: int) -> int:
 
 
 def _open_files(needs: MachineNeeds) -> Iterator[str]:
-    soft = raise_limit()  # child processes inherit the raised limit
+    soft = raise_limit()  # child processes inherit the raised limit of open files
     requests = needs.settings.max_concurrent_requests
     needed = requests + SPARE_FILES
     if soft >= needed:

@@ -48,8 +48,8 @@ REPEAT = 3  # while the start waits for one thing, only every third equal line i
 BROKER_POLL_S = 2.0
 ROOM_BYTES = 8 << 20
 EXAMPLE_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
-# seconds: the drain of the gateways; then the grace periods of gateways, workers and the other processes, which follow
-# each other and end within 15 s
+# seconds: the drain of the gateways, then the grace periods of gateways, workers and the other processes
+# The grace periods follow each other and end within 15 s.
 _DRAIN_S, _GATEWAY_GRACE_S, _WORKER_GRACE_S, _LAST_GRACE_S = 8.0, 9.5, 3.0, 1.5
 # seconds; at this time the gateways have ended, so the worker has only work of jobs, which a later start continues
 _WORKER_DRAIN_S = 1.5
@@ -298,8 +298,8 @@ class LocalCluster:
         if self._embedded is not None:
             environ |= self._embedded.credentials(role)
         if role == "adapter" and resource.getrlimit(resource.RLIMIT_DATA)[0] != resource.RLIM_INFINITY:
-            # oneDNN reads this variable at its start. By default it caches 1,024 compiled shapes of about 0.3 MB, too
-            # much for a process with a limit on its memory.
+            # oneDNN reads this variable at its start. By default it caches 1,024 compiled shapes of about 0.3 MB.
+            # This is too much for a process with a limit on its memory.
             environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")
         return Child(name, argv, environ, grace_s, self._plan.once)
 

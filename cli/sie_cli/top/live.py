@@ -149,8 +149,7 @@ async def _draw_in_place(view: View, console: Console, stop: asyncio.Event) -> N
             while not suspension.is_set():
                 live.update(picture(view, console.width, console.height, time.monotonic()), refresh=True)
                 view.changed.clear()
-                # redraw after REDRAW_S even without a new frame, because the shown age and the terminal's size may
-                # change
+                # redraw after REDRAW_S even without a new frame: the shown age and the terminal's size may change
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(REDRAW_S):
                         await view.changed.wait()

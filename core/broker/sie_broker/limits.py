@@ -9,8 +9,8 @@ from sie_contracts.wire.topology import StreamSpec
 
 API_TIMEOUT_S = 5.0
 STOP_TIMEOUT_S = 5.0
-# default limits for the messages, and their bytes, that wait for the handler of a subscription; inboxes of answers have
-# no limit, because each request gets only one answer
+# Default limits of a subscription: number and bytes of the messages that wait for its handler.
+# Inboxes for answers have no limit, because each request gets only one answer.
 HELD_MESSAGES, HELD_BYTES = 1 << 18, 512 << 20
 
 

@@ -212,8 +212,8 @@ class Record(Generic[T]):
         self._on_lost()
         for entry in entries:
             self.apply(entry)
-        # The revision is from the leader, but the entries may be from a replica that is behind. So the watch starts at
-        # the lower revision and delivers the missing entries.
+        # The revision is from the leader, but the entries may be from a replica that is behind.
+        # So the watch starts at the lower revision and delivers the missing entries.
         self._last = min(int(revision), after)
         watch = await bucket.watch(self._on_entry, self._last)
         if closings != self._closings:

@@ -216,8 +216,7 @@ class MemoryConnection:
         """Wait until the connection exists. Returns the seconds that are left of `timeout_s`. Raises BrokerUnavailable
         when none are left.
         """
-        # let other tasks run, as during a network round trip: a caller that sends requests in a loop must not block
-        # them
+        # Let other tasks run, as a network round trip does: a caller that sends requests in a loop must not block them.
         await asyncio.sleep(0)
         if self._live:
             return timeout_s

@@ -35,8 +35,8 @@ log = logging.getLogger("sie.broker")
 _CLOSE_TIMEOUT_S = 2.0
 _PERMISSION = re.compile(r"permissions violation for publish to \\?\"([^\"\\]+)", re.IGNORECASE)
 
-# bytes of the client's send buffer, enough for any burst within one iteration of the event loop; a publisher waits
-# while the buffer is full
+# Bytes of the client's send buffer. It is larger than any burst within one iteration of the event loop.
+# While the buffer is full, a publisher waits.
 _SEND_BUFFER_BYTES = 64 << 20
 
 
@@ -467,8 +467,7 @@ class NatsBus(NatsConnection):
         """End a subscription of the client. Messages that the broker sent before it received the UNSUB are still
         handled, for at most STOP_TIMEOUT_S seconds.
         """
-        # the task is not cancelled at the time-out, because the client does not survive a cancelled flush (nats-py
-        # 2.16)
+        # The task is not cancelled at the time-out: the client does not survive a cancelled flush (nats-py 2.16).
         self._droppers.pop(subscription, None)
         task = self.own(self._drained(subscription), "drain")
         await asyncio.wait({task}, timeout=STOP_TIMEOUT_S)
@@ -476,9 +475,9 @@ class NatsBus(NatsConnection):
             log.warning("%s: a subscription was not drained within %s s", self.name, STOP_TIMEOUT_S)
 
     async def _drained(self, subscription: Any) -> None:
-        # The client's own drain sends its PING before its UNSUB, and drops the messages that arrive in between: under
-        # load, 4 messages of a credit of 16 (nats-py 2.16). So the UNSUB is sent here first, and then `flush`, whose
-        # echo arrives after every message that the broker sent on the subscription.
+        # The client's own drain sends its PING before its UNSUB, and drops the messages that arrive in between.
+        # Under load, these were 4 messages of a credit of 16 (nats-py 2.16). So the UNSUB is sent here first.
+        # The echo of `flush` then arrives after every message that the broker sent on the subscription.
         try:
             await self._client._send_unsubscribe(subscription._id)
             await self.flush()

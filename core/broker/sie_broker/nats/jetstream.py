@@ -40,17 +40,17 @@ from sie_contracts.wire.topology import streams_subject
 log = logging.getLogger("sie.broker")
 
 PULL_EXPIRES_S = 5.0  # seconds after which a pull expires at the latest
-# Seconds after which a pull for several deliveries of work expires. A process that hangs neither reads nor closes its
-# connection, so its open pulls still get deliveries, and each of these waits for the end of the ack wait. The pull
-# always expires before the ack wait (at least 3 s), so that no message is delivered to the hanging process twice. A
-# pull for a single delivery may last longer, because each quiet model has one.
+# Seconds after which a pull for several deliveries of work expires.
+# A process that hangs neither reads nor closes its connection, so its open pulls still get deliveries.
+# Each of these deliveries waits for the end of the ack wait, so the pull must expire early.
+# It expires before the ack wait (at least 3 s), so that no message is delivered to the hanging process twice.
+# A pull for a single delivery may last longer, because each quiet model has such a pull.
 WORK_EXPIRES_S = 1.0
-# Seconds between the times at which pulls may expire. So one iteration of the event loop renews the pulls of many
-# consumers. 200 pulls that each woke the loop cost 1.5 % of a core; together they cost 0.1 % (nats-server 2.15, 2
-# cores).
+# Seconds between the times at which pulls may expire. So one iteration of the loop renews the pulls of many consumers.
+# 200 pulls that each woke the loop cost 1.5 % of a core; together they cost 0.1 % (nats-server 2.15, 2 cores).
 _TICK_S = 1.0
-# Limit in bytes for a pull of several deliveries, because a server closes a connection with 64 MiB unsent (its
-# `max_pending`). It must be at least the size of the largest message with its subjects, which the server counts too.
+# Limit in bytes for a pull of several deliveries: a server closes a connection with 64 MiB unsent (its `max_pending`).
+# The limit must be at least the size of the largest message with its subjects, which the server counts too.
 PULL_BYTES = 4 << 20
 _SUBJECT_BYTES = 64 << 10
 # seconds after its expiry when a pull counts as lost; the broker reports an expired pull within milliseconds
@@ -153,7 +153,7 @@ def _expiry(now_s: float, longest_s: float) -> float:
 
 
 class NatsPulls:
-    """Open pulls of one connection on the consumers of a stream. One task sends pull requests. One timer finds lost
+    """Open pull requests of one connection to the consumers of a stream. One task sends them. One timer finds lost
     pulls, whose end the broker did not report.
 
     `on_break` is called when deliveries may have been lost, or when a consumer is gone. A watch needs this. A queue
@@ -219,7 +219,7 @@ class NatsPulls:
             await asyncio.gather(self._task, return_exceptions=True)
 
     def abandon(self) -> None:
-        """Discard all pulls without sending a message to the broker."""
+        """Discard all open pull requests without sending a message to the broker."""
         self._stopping = True
         for entry in self._credits.values():
             if entry.retry is not None:
@@ -238,8 +238,7 @@ class NatsPulls:
         if subscription is not None:
             for _ in range(10):
                 if subscription.pending_msgs:
-                    # one iteration of the event loop handles all deliveries that have arrived, because the handler does
-                    # not block
+                    # one iteration of the event loop handles all arrived deliveries, because the handler does not block
                     await asyncio.sleep(0)
             try:
                 await subscription.unsubscribe()
@@ -266,8 +265,8 @@ class NatsPulls:
             self._by_index.pop(entry.index, None)
 
     def _renew(self, entry: _PullCredit) -> None:
-        # Replace many small pulls, which increases of the credit have left, by one. With 200 consumers and a credit of
-        # 16, separate renewals of the small pulls cost 5 % of an idle core.
+        # Replace many small pulls, which increases of the credit have left, by one pull.
+        # With 200 consumers and a credit of 16, separate renewals of the small pulls cost 5 % of an idle core.
         if entry.open * 2 < entry.credit or not entry.open:
             self._consider(entry)
 
@@ -427,8 +426,8 @@ class NatsPulls:
         self._consider(entry)
 
 
-# number of buckets that are read at once; each read has up to one pull in flight, so all together stay far below the
-# unsent bytes that a server allows per connection
+# Number of buckets that are read at the same time. Each read has up to one pull in flight.
+# Together they stay far below the unsent bytes that a server allows per connection.
 _READS_AT_ONCE = 2
 _T = TypeVar("_T")
 
