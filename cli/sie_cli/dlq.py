@@ -36,7 +36,7 @@ def _letters(broker: Broker, pool: str) -> Letters:
 
 
 async def _letter(letters: Letters, name: str) -> DeadLetterEntry:
-    """Return the dead letter whose id begins with `name`. Raises CommandRefused unless exactly one id begins so."""
+    """Return the dead letter whose id begins with `name`. Raises CommandRefused unless exactly one letter matches."""
     letter = await letters.named(name)
     if len(letter) != 1:
         raise CommandRefused(

@@ -68,5 +68,5 @@ def _temporary() -> Path:
     try:
         parent = tempfile.gettempdir()
     except FileNotFoundError:  # no folder for temporary files is writable
-        parent = os.environ.get("TMPDIR") or "/tmp"  # noqa: S108 only a name: nothing can be written there
+        parent = os.environ.get("TMPDIR") or "/tmp"  # noqa: S108 only a name: no file is written there
     return Path(parent, f"sie-{os.geteuid()}")

@@ -124,8 +124,8 @@ def migrate(cluster: Cluster, as_json: bool, yes: bool) -> None:
 
 
 async def steps_at(broker: NatsBroker, settings: Settings) -> list[Step]:
-    """Return the steps that change all work and dead-letter streams of the broker, and the streams that the settings
-    require. Raises BrokerError.
+    """Return the steps to the topology of this version, for all work and dead-letter streams of the broker and for the
+    streams that the settings require. Raises BrokerError.
     """
     from sie_broker.nats.operator import plan, read_facts, streams
     from sie_gateway.streams.publish import work_spec

@@ -170,8 +170,8 @@ def _broken(present: Catalogue, named: list[str], model: str, after: ModelEntry 
 
 
 def broken_by(read: CatalogueSnapshot, index: AliasIndex, models: Iterable[str]) -> dict[str, str]:
-    """Return, each with the reason, the invalid aliases that have one of these models as a target or as their
-    own id.
+    """Return the invalid aliases whose id is one of these models, or that have one of them as a target, each with the
+    reason.
     """
     folded = {model.casefold() for model in models}
     named = sorted(

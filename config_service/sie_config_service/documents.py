@@ -155,7 +155,9 @@ def _parsed(raw: Any, document: ParsedDocument, parse: Callable[[Any], T], kind:
 
 
 def _value_at(value: Any, path: str, message: str) -> str:
-    """Return the text or number at a path as the end of an error text about a wrong type; empty for other errors."""
+    """Return the text or number at a path, in the form of an ending for the error text `message`. Return an empty text
+    if the error is not about a wrong type.
+    """
     if not _GOT.search(message):
         return ""
     while path:

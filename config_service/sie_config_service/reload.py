@@ -113,7 +113,7 @@ class Reload:
         try:
             folders = await asyncio.to_thread(self.overlay.folders)
             if await asyncio.to_thread(self.overlay.read_signature) != now:
-                return  # changed again while it was read; the next look handles it
+                return  # the folder changed again while it was read; the next look applies it
             await self._check_files(folders)
             bundles = await self.store.seed_bundles(folders.bundles)
             done = await self.store.seed(folders.models)

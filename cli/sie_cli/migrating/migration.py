@@ -125,7 +125,9 @@ class ModelCheck:
 
 @dataclass
 class MigrationReport:
-    """Report of the completed steps. `facts`: for a program, by step. `say` prints a line for a person."""
+    """Report of the completed steps. `facts`: the results of each step, for programs. `say`: prints a line for a
+    person.
+    """
 
     say: Callable[[str], None]
     facts: dict[str, Any] = field(default_factory=dict)

@@ -94,8 +94,8 @@ def _split(catalogue: Catalogue, spec: str) -> tuple[str, str]:
 
 
 def _entry_of_folder(catalogue: Catalogue, folder: Path) -> ModelEntry | None:
-    """Return the entry that was written for a folder; None if there is none. Raises CommandRefused if another model has
-    the name.
+    """Return the catalogue entry of a model folder; None if no entry was written for it yet. Raises CommandRefused if
+    another model has its name.
     """
     entry = catalogue.find(folder_name(folder))
     if entry is None or (entry.weights.path and Path(entry.weights.path).expanduser().resolve() == folder.resolve()):

@@ -19,8 +19,8 @@ _RESTORE = re.compile(r"(Starting restore|Restored \d+ messages) for stream '\S+
 
 
 def unread_stream(lines: Iterable[str]) -> str:
-    """Return the stream whose files a starting broker began to read and has not finished, from its printed lines; empty
-    if there is none.
+    """Return the name of the stream whose files a starting broker is still reading, according to the lines that it has
+    printed; empty if there is none.
     """
     pending: dict[str, None] = {}
     for line in lines:

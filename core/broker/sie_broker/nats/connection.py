@@ -402,7 +402,7 @@ def _pattern(subject: str) -> re.Pattern[str]:
 
 
 class NatsBus(NatsConnection):
-    """Bus over core NATS."""
+    """Bus over core NATS, which does not store messages."""
 
     async def send(self, subject: str, data: bytes, reply: str = "") -> None:
         await self.post(subject, data, reply)
