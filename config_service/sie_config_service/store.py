@@ -572,7 +572,7 @@ def reply_of(key: str, request: str, body: dict[str, Any]) -> RecordedReply:
 
 
 async def open_store(broker: Broker, settings: Settings) -> CatalogueStore:
-    """Open the catalogue's store. Its buckets are created if they do not exist."""
+    """Open the catalogue's store, and create its bucket if it does not exist."""
     bucket, copy = (
         RecordBucket(broker, name, storage=settings.stream_storage, replicas=settings.stream_replicas)
         for name in (topology.CATALOGUE_BUCKET, topology.CATALOGUE_COPY_BUCKET)

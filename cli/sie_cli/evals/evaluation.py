@@ -75,8 +75,8 @@ class _EvalContext:
 
 
 def run(spec: EvalSpec, gateway: EvalGateway) -> EvalOutcome:
-    """Measure a model and compare it with its targets. Faults that would make the result useless are found before the
-    measurement. Raises CommandRefused.
+    """Measure a model, compare it with its targets, and return the outcome. Before the measurement, raise CommandRefused
+    for any fault that would make the result useless.
     """
     packages.check(spec.task, spec.sources)
     task = tasks.find(spec.task)
