@@ -114,7 +114,7 @@ def test_what_is_wrong_in_a_folder_is_told_with_its_line(tmp_path: Path, changed
 
 
 def test_a_folder_that_lacks_a_file_and_a_task_that_nobody_knows_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(CommandRefused, match=r"corpus\.jsonl: No such file or directory: -t FOLDER needs a folder with"):
+    with pytest.raises(CommandRefused, match=r"corpus\.jsonl: No such file or directory: -t FOLDER needs a folder"):
         tasks.find(str(tmp_path))
     with pytest.raises(
         CommandRefused, match="there is no task sts: give stsb, stsb-retrieval, mteb/NAME, texts/FILE, or a folder"

@@ -75,8 +75,8 @@ class _EvalContext:
 
 
 def run(spec: EvalSpec, gateway: EvalGateway) -> EvalOutcome:
-    """Measure a model, compare it with its targets, and return the outcome. Before the measurement, raise CommandRefused
-    for any fault that would make the result useless.
+    """Measure a model, compare it with its targets, and return the outcome. Raise CommandRefused before the
+    measurement if a fault would make the result useless.
     """
     packages.check(spec.task, spec.sources)
     task = tasks.find(spec.task)
