@@ -71,7 +71,7 @@ def dlq() -> None:
 @dlq.command("list")
 @_options
 def list_command(cluster: Cluster) -> None:
-    """List the dead letters: time, model, reason, and number of deliveries."""
+    """List the dead letters. The columns are time, model, reason and number of deliveries."""
 
     async def body(broker: Broker) -> list[DeadLetterEntry]:
         return [letter async for letter in _letters(broker, cluster.settings.pool).all()]
@@ -139,8 +139,8 @@ def show(cluster: Cluster, name: str, with_input: bool) -> None:
 )
 @_options
 def replay(cluster: Cluster, name: str, timeout_s: float) -> None:
-    """Publish the work of a dead letter again and wait for the answer. If an input fails, the letter is kept, and the
-    status is 1. Otherwise the letter is removed.
+    """Run the work of a dead letter again. The work is published, and the command waits for the answer. If an input
+    fails, the letter is kept, and the status is 1. Otherwise the letter is removed.
 
     An input that was given up because it crashed adapters runs again too: if it still crashes them, two adapters end.
     """

@@ -144,8 +144,8 @@ def create(
 @keys.command("admin")
 @data_dir_option
 def admin_command(data_dir: Path | None) -> None:
-    """Print the administrator's token of this user's `sie serve`, which its console asks for. It is valid until that
-    server ends; if SIE_ADMIN_TOKEN is set, that is the token.
+    """Print the administrator's token of a `sie serve`. It is the `sie serve` of this user, whose console asks for the
+    token. The token is valid until that server ends; if SIE_ADMIN_TOKEN is set, that is the token.
     """
     try:
         cluster = Cluster.locate(loaded({}), data_dir)
@@ -164,7 +164,9 @@ def admin_command(data_dir: Path | None) -> None:
 @click.option("--json", "as_json", is_flag=True, help="One JSON array, for programs.")
 @_options
 def list_command(cluster: Cluster, as_json: bool) -> None:
-    """List all keys: id, name, scopes, times of creation and end, limits. Their tokens are not stored, so not shown."""
+    """List all keys. The columns are id, name, scopes, times of creation and end, and limits. The tokens are not
+    stored, so they are not shown.
+    """
     keys, now_s = _all(cluster)
     listed = sorted(keys, key=lambda key: key.created_s)
     if as_json:

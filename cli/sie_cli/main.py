@@ -179,7 +179,7 @@ def _run(json: bool, body: Callable[[Stop], Coroutine[Any, Any, int]]) -> None:
 @click.option("--data-dir", default=None, type=click.Path(path_type=Path), help="Of the `sie serve` it is a part of.")
 @settings_options("gateway")
 def gateway(host: str, port: int, **values: Any) -> None:
-    """Run the gateway: it validates HTTP requests, sends their work to workers over the queue, and returns the
+    """Run the gateway. It validates HTTP requests, sends their work to workers over the queue, and returns the
     results.
     """
     from sie_gateway.process import run
@@ -218,7 +218,7 @@ def config(host: str, port: int, lame_duck_s: float, **values: Any) -> None:
 @click.option("--drain-s", default=None, type=click.FloatRange(0), help=f"{DRAIN}  [default: 9]")
 @settings_options("sidecar")
 def sidecar(host: str, record_trace: Path | None, drain_s: float | None, **values: Any) -> None:
-    """Run the sidecar of a worker: it pulls work, tokenises it, sends batches to the adapter, and publishes the
+    """Run the sidecar of a worker. It pulls work, tokenises it, sends batches to the adapter, and publishes the
     results.
     """
     from sie_sidecar.device import recording
@@ -240,7 +240,7 @@ def sidecar(host: str, record_trace: Path | None, drain_s: float | None, **value
 @click.option("--spare/--no-spare", default=True, show_default=True, help=SPARE)
 @settings_options("adapter")
 def adapter(spare: bool, **values: Any) -> None:
-    """Run the adapter of a worker: it loads models and runs their forward passes."""
+    """Run the adapter of a worker. It loads models and runs their forward passes."""
     from sie_adapter.process import run
 
     settings = loaded(values).settings

@@ -57,7 +57,7 @@ def _options(command: F) -> F:
 @_options
 @click.option("--consumers", "with_consumers", is_flag=True, help="Every consumer, not their sums by lane.")
 def show(cluster: Cluster, as_json: bool, with_consumers: bool) -> None:
-    """Print all streams, and consumers by lane with their backlog.
+    """Print streams and consumers with their backlog. The consumers are summed by lane (pool, machine profile, bundle).
 
     An `own` consumer serves one model, a `shared` consumer several models. Messages wait, or are leased to a worker.
     """
@@ -84,7 +84,7 @@ def show(cluster: Cluster, as_json: bool, with_consumers: bool) -> None:
 @topology.command()
 @_options
 def check(cluster: Cluster, as_json: bool) -> None:
-    """Compare the broker's streams and consumers with those of this version, field by field.
+    """Compare the broker with the topology of this version. Streams and consumers are compared field by field.
 
     Status 0: equal. 1: there are differences, or messages that no consumer delivers. 2: the broker could not be
     reached.
@@ -100,7 +100,7 @@ def check(cluster: Cluster, as_json: bool) -> None:
 @_options
 @click.option("--yes", is_flag=True, help="Do it. Without it the plan is only shown.")
 def migrate(cluster: Cluster, as_json: bool, yes: bool) -> None:
-    """Show the steps to the streams and consumers of this version; --yes runs them.
+    """Migrate the broker to the topology of this version. Without --yes, the steps are only shown.
 
     No step loses a message: a change that is impossible in place, or with the present content of the queue, is refused
     with its reason and a remedy. Gateways of this version take the same steps at their start for streams of an older

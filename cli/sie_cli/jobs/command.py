@@ -226,7 +226,7 @@ def watch(cluster: Cluster, name: str, as_json: bool) -> None:
 @click.argument("folder", type=click.Path(path_type=Path, file_okay=False))
 @_options
 def result(cluster: Cluster, name: str, folder: Path) -> None:
-    """Fetch the files of a job into FOLDER, and manifest.json last.
+    """Fetch the files of a job into FOLDER. The last file is manifest.json.
 
     Each file is checked by its digest, and appears when it is complete. The same command again fetches missing files.
 
@@ -295,7 +295,7 @@ def retry(cluster: Cluster, name: str, as_json: bool) -> None:
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @_options
 def delete(cluster: Cluster, name: str, yes: bool) -> None:
-    """Delete a job that has ended, with the files that are stored with it. This cannot be undone."""
+    """Delete a job that has ended, and its stored files. This cannot be undone."""
     with gateway_client(cluster, SCOPE) as client:
         job = client.jobs.get(name)
         if not yes:

@@ -43,8 +43,8 @@ def add(
     name: str,
     models_dir: str | None,
 ) -> None:
-    """Add ID_OR_FOLDER to the catalogue of a config service if --url, --data-dir or SIE_CONFIG_SERVICE_URL names one,
-    else to a local folder.
+    """Add ID_OR_FOLDER to the catalogue. This is the catalogue of a config service if --url, --data-dir or
+    SIE_CONFIG_SERVICE_URL names one, else a local folder.
 
     The entry pins the commit of a hub repository, and the SHA-256 of every file that affects the vectors or scores. You
     may edit it: lines after `# assumed` have values that no file of the model states. A model that the packaged

@@ -30,8 +30,8 @@ def alias(
     targets: tuple[str, ...],
     shadow: str | None,
 ) -> None:
-    """Send requests for the alias NAME to MODEL, until the alias is changed again. MODEL is written as in a request,
-    with optional @revision and :profile.
+    """Set the models to which an alias leads. Requests for NAME go to MODEL until the alias is changed again. MODEL is
+    written as in a request, with optional @revision and :profile.
 
     With several models, the key of a request selects one by weight, so the same key gets the same model. The key is the
     API key, or the header X-SIE-Route-Key. A shadow gets copies of requests. Clients do not get its answers: these are

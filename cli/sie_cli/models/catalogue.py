@@ -59,8 +59,8 @@ MAX_CHANGES = 4  # number of a revision's changes that the table shows; more are
 def list_command(
     cluster: Cluster, *, output: str | None, task: str | None, language: str | None, by: str | None
 ) -> None:
-    """List the models of the catalogue: id, tasks, languages, approximate bytes of the first download, profiles, and
-    source: packaged, overlay (SIE_MODELS_DIR) or api.
+    """List the models of the catalogue. The columns are id, tasks, languages, approximate bytes of the first download,
+    profiles, and source: packaged, overlay (SIE_MODELS_DIR) or api.
     """
     with service_of(cluster, writes=False) as service:
         body = service.read(MODELS).body
@@ -121,8 +121,8 @@ def _variants(listed: dict[str, Any]) -> str:
 @click.argument("model", metavar="ID")
 @service_options
 def show(cluster: Cluster, model: str, output: str | None) -> None:
-    """Print the configuration of model ID in the form that `sie models add` and `set -f` read. Its revision is printed
-    to standard error.
+    """Print the configuration of model ID. It has the form that `sie models add` and `set -f` read. Its revision is
+    printed to standard error.
     """
     with service_of(cluster, writes=False) as service:
         answer = service.read(path_of(model))
@@ -135,7 +135,8 @@ def show(cluster: Cluster, model: str, output: str | None) -> None:
 @click.argument("model", metavar="ID")
 @service_options
 def history(cluster: Cluster, model: str, output: str | None) -> None:
-    """List the revisions of model ID, newest first: who wrote each, and its changes to the revision before.
+    """List the revisions of model ID, newest first. Each line says who wrote the revision, and its changes to the
+    revision before.
 
     `sie models rollback ID REVISION` writes an old revision again as the newest.
     """
@@ -169,7 +170,7 @@ def _changes(changes: list[dict[str, Any]]) -> str:
 @click.argument("model", metavar="ID")
 @service_options
 def status(cluster: Cluster, model: str, output: str | None) -> None:
-    """Show which gateways and workers serve which revision of model ID."""
+    """Show which processes serve which revision of model ID. These are the gateways and workers."""
     with service_of(cluster, writes=False) as service:
         body = service.read(path_of(model, "/status")).body
     print_body(body, output, lambda: _show_status(body))
@@ -225,7 +226,7 @@ def _show_status(body: dict[str, Any]) -> None:
 )
 @write_options("Although an alias needs the model as it is.")
 def set_command(write: WriteOptions, model: str, changes: tuple[str, ...], file: Path | None) -> None:
-    """Change some fields of model ID, or with -f its whole configuration. Gateways and workers use it within a second.
+    """Change model ID: some fields, or all with -f. Gateways and workers use the change within a second.
 
     \b
     sie models set org/model max_tokens=256 run.normalize=false
@@ -260,8 +261,8 @@ def rm(write: WriteOptions, model: str) -> None:
 @click.argument("revision", type=click.IntRange(1))
 @write_options("Although an alias needs the model as it is.")
 def rollback(write: WriteOptions, model: str, revision: int) -> None:
-    """Write REVISION of model ID again as the newest; `sie models history ID` lists the revisions. This also restores a
-    removed model.
+    """Restore REVISION of model ID. It is written again as the newest revision; `sie models history ID` lists the
+    revisions. This also restores a removed model.
     """
     report_write(write, write.send("POST", path_of(model, "/rollback"), msgspec.json.encode({"revision": revision})))
 

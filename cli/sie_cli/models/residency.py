@@ -115,7 +115,7 @@ def _lane_headers(pool: str, machine_profile: str) -> dict[str, str]:
 @_options
 @cluster_options(GATEWAY_URL)
 def load(cluster: Cluster, name: str, waits: bool, timeout_s: float, **target: str) -> None:
-    """Have a worker load model NAME (or model:profile, or an alias) before its first request.
+    """Load model NAME on a worker before its first request. NAME may be model:profile or an alias.
 
     If no worker serves this pool and machine profile, the gateway requests one, which loads the model when it starts.
     The gateway keeps this request for ten minutes. The command needs the scope admin.
@@ -166,7 +166,7 @@ def _progress(model: str, info: dict[str, Any], last: str) -> str:
 @_options
 @cluster_options(GATEWAY_URL)
 def unload(cluster: Cluster, name: str, waits: bool, timeout_s: float, **target: str) -> None:
-    """Have the workers unload model NAME (or model:profile, or an alias).
+    """Unload model NAME on all workers. NAME may be model:profile or an alias.
 
     A worker first finishes the model's requests in flight. The next request loads it again. The command needs the scope
     admin.

@@ -59,7 +59,9 @@ def weights() -> None:
 @click.option("--json", "as_json", is_flag=True, help="One JSON array, for programs.")
 @_options
 def list_command(as_json: bool, **values: Any) -> None:
-    """List every snapshot of weights: its commit, its size, and whether it is on this node's disk and in the bucket."""
+    """List every snapshot of weights. The columns are commit, size, and whether it is on this node's disk and in the
+    bucket.
+    """
     settings = loaded(values).settings
     with _refusing(settings):
         local = {(stored.repository, stored.revision): stored for stored in _stored_here(settings)}
@@ -126,7 +128,7 @@ def list_command(as_json: bool, **values: Any) -> None:
 )
 @_options
 def push(names: tuple[str, ...], name: str | None, revision: str | None, force: bool, **values: Any) -> None:
-    """Copy the weights of each MODEL_OR_FOLDER to the bucket, from which all workers load them.
+    """Copy the weights of MODEL_OR_FOLDER to the bucket. All workers can load them from there.
 
     A model of the catalogue or an id of the hub is read from this node's cache, or downloaded first
     (SIE_HF_FALLBACK). The files are checked and written. Workers see them after the manifest with their checksums is
@@ -165,7 +167,7 @@ def push(names: tuple[str, ...], name: str | None, revision: str | None, force: 
 @click.option("--quick", is_flag=True, help="Compare names and sizes only: no file is read.")
 @_options
 def verify_command(names: tuple[str, ...], local: bool, quick: bool, **values: Any) -> None:
-    """Read weights in the bucket, all or the named ones, and compare them with their checksums.
+    """Compare weights in the bucket with their checksums. All or the named weights are read.
 
     Status 1 if a file is missing or differs; `sie weights push --force` repairs it.
     """

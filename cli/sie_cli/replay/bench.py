@@ -71,7 +71,7 @@ def replay_command(
     plot: Path | None,
     generate: str | None,
 ) -> None:
-    """Predict latency and device time of TRACE... under other settings.
+    """Predict the effect of other settings on TRACE. The result is latency and device time.
 
     The requests of the traces pass the cluster's scheduler (chunks, credit, quantum, batches) in virtual time. The
     simulated device needs base_ms + token_us * tokens + square_ns * sum of squared lengths for a batch.
