@@ -468,7 +468,7 @@ async def models(probe: ClusterProbe) -> CheckResult:
     return f"{counted(len(folders.files), 'model')} in {folder}", []
 
 
-# largest permitted difference of two clocks in seconds: clocks decide when keys expire, and set the times in logs
+# largest permitted difference of two wall clocks, in seconds: logs and request ids have the wall clock of their machine
 CLOCK_S = 2.0
 
 
