@@ -87,10 +87,11 @@ class _Children:
 
     def __init__(self, count: int, died: Callable[[int], None]) -> None:
         self._died = died
-        # by number of a child that does not run: time at which the child must be forked
+        # number of a child that does not run -> time at which the child must be forked, seconds
         self._due_s = dict.fromkeys(range(count), 0.0)
         self._pauses_s = dict.fromkeys(range(count), 0.0)
-        self._running: dict[int, tuple[int, float]] = {}  # by process id: number of the child, and time of its start
+        # process id -> number of the child, and time of its start, seconds
+        self._running: dict[int, tuple[int, float]] = {}
         self._is_ending = False
         self.status = 0
 

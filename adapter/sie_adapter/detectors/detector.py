@@ -1,6 +1,6 @@
 """Detection of objects in images; the request has the names of the objects. Models: Grounding DINO and OWLv2.
 
-inputs: an image and labels ──► groups with equal labels and pixels of one size ──► boxes and scores ──► objects
+inputs: an image and labels ──► groups with equal labels and equal image sizes ──► boxes and scores ──► objects
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from sie_contracts.models.load_errors import load_failed
 from sie_contracts.wire.ipc import Rows
 from sie_store.folder_files import read_json
 
-# images in one pass; a CPU is not faster with more than one image (bench/images.py)
+# images in one pass, by type of device; a CPU is not faster with more than one image (bench/images.py)
 _IMAGES_PER_PASS = {"cpu": 1}
 _IMAGES_PER_PASS_ELSEWHERE = 8
 
 
 class _DetectorKind(Protocol):
-    """Kind of detector.
+    """Model class of a detector: it reads the labels and runs the forward passes.
 
-    `thresholds`: options with a lower limit for the score of an object, with their defaults. `max_tokens`: limit for a
-    prompt, or for one label if the kind reads each label separately. `recipe`: preparation of the pixels that `detect`
-    needs.
+    `thresholds`: options with a lower limit for the score of an object, with their defaults. `max_tokens`: limit for
+    the tokens of all labels, or of one label if the class reads each label separately. `recipe`: preparation of the
+    pixels that `detect` needs.
     """
 
     thresholds: ClassVar[Mapping[str, float]]
@@ -48,16 +48,16 @@ class _DetectorKind(Protocol):
     recipe: Recipe
 
     def prompt(self, labels: Sequence[str]) -> Any:
-        """Return the prompt of the labels. Raises InvalidInput for labels that cannot be used."""
+        """Return the labels in the form that `detect` reads. Raises InvalidInput for labels that cannot be used."""
 
     def misfit(self, image: Shown) -> InvalidInput | None:
-        """Return the error of an image that the model cannot read; None if the model can read it."""
+        """Return an error if the model cannot read the image, else None."""
 
     def detect(self, images: Sequence[Shown], prompt: Any) -> Sight:
-        """Detect objects in images whose pixels have one size."""
+        """Detect objects in images of one size."""
 
     def frame(self, image: Shown) -> ImageFrame:
-        """Return the frame to which the boxes of an image refer."""
+        """Return the sizes that convert the boxes of an image from fractions to pixels."""
 
 
 _KINDS: Mapping[str, type[GroundingDino] | type[Owlv2]] = {"grounding-dino": GroundingDino, "owlv2": Owlv2}
@@ -155,7 +155,7 @@ class Detector:
         return max(float(options.parameters.get(name, default)) for name, default in own.items())
 
     def _passes(self, usable: Mapping[int, Shown]) -> Iterator[list[int]]:
-        """Yield the passes: each is a list of indices of images whose pixels have one size."""
+        """Yield the images of each pass, as indices. The images of a pass have the same size."""
         alike: dict[tuple[int, ...], list[int]] = {}
         for number, image in usable.items():
             alike.setdefault(image.pixels.shape, []).append(number)

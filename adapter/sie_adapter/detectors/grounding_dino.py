@@ -2,10 +2,10 @@
 
     labels ──► lower case, no full stops ──► "a cat. a dog." ──► ids, and the tokens of each label ──┐
                                                                                                    ├──► the model
-    uint8 pixels ──► normalised ──► backbone, images of equal size together ──► maps of features ────┘
-    ──► boxes, the best token of each label
+    uint8 pixels ──► normalised ──► backbone, images of equal size together ──► feature maps ────────┘
+    ──► boxes, and for each label its best token
 
-A pass never has images of different sizes: the padding of the smaller image would change the boxes of both.
+The images of a pass have the same size: padding of a smaller image would change the boxes of all images.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ from sie_contracts.errors import InvalidInput
 from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.models.load_errors import load_failed
 
-# The model itself separates the labels of a prompt at these ids (transformers, SPECIAL_TOKENS).
+# Ids at which the model itself splits a prompt into labels (transformers, SPECIAL_TOKENS).
 _DELIMITERS = {"[CLS]": 101, "[SEP]": 102, ".": 1012, "?": 1029}
 _SPACES = str.maketrans(".?", "  ")
-# The configuration declares an encoder-decoder, which affects only generation.
-# Custom kernels would be downloaded from the hub.
+# Changes to the model's configuration. It declares an encoder-decoder, which affects only generation. It allows custom
+# kernels, which transformers would download from the hub.
 _CHANGES: Mapping[str, Any] = MappingProxyType({"is_encoder_decoder": False, "disable_custom_kernels": True})
-# number of positions in a feature map of the narrow encoder whose cost equals one token of a text
+# divisor: a pass takes about as long for 4 positions of an image's feature maps as for one token of a text encoder
 _PLACES_PER_TOKEN = 4
 
 
 @dataclass(frozen=True)
 class _LabelPrompt:
-    """Prompt of labels. `ids`: [1, tokens]. `tokens`: the indices of the tokens of each label."""
+    """Prompt with all labels of a request. `ids`: [1, tokens]. `tokens`: the indices of the tokens of each label."""
 
     ids: Tensor
     tokens: Sequence[Tensor]
@@ -81,8 +81,9 @@ class _CachedBackbone(nn.Module):  # type: ignore[misc]  # the type checker skip
 
 
 class GroundingDino:
-    """A `detector._DetectorKind` that computes in float32, whatever precision the entry requests. Where text and image
-    are combined, scores are clamped at 50,000, near the largest float16, and the model's sampling points are float32.
+    """A `detector._DetectorKind` that computes in float32, whatever precision the entry requests, because two parts of
+    the model do so: where text and image are combined, scores are clamped at 50,000, near the largest float16, and the
+    sampling points are float32.
     """
 
     thresholds: ClassVar[Mapping[str, float]] = {"box_threshold": 0.25, "text_threshold": 0.25}
@@ -163,7 +164,7 @@ class GroundingDino:
         )
 
     def detect(self, images: Sequence[Shown], prompt: _LabelPrompt) -> Sight:
-        """Detect objects in images whose pixels have one size. Call it under inference mode."""
+        """Detect objects in images of one size. Call it under inference mode."""
         maps = [torch.stack(level) for level in zip(*self._outputs.for_images(images, self._read), strict=True)]
         ids = prompt.ids.expand(len(images), -1)
         height, width, _ = images[0].pixels.shape
@@ -179,7 +180,7 @@ class GroundingDino:
         return Sight(output.pred_boxes.float(), scores)
 
     def _read(self, images: Sequence[Shown]) -> list[Output]:
-        """Return the maps of features of each image, [width, rows, columns] each."""
+        """Return the feature maps of each image, [width, rows, columns] each."""
         levels = to_device(np.stack([image.pixels for image in images]), self._device).permute(0, 3, 1, 2).float()
         output = self._backbone.own((levels * self._rescale - self._mean) / self._std, return_dict=True)
         return list(zip(*output.feature_maps, strict=True))

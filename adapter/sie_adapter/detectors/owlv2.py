@@ -124,14 +124,15 @@ class Owlv2:
         return Sight(self._model.box_predictor(patches, grid), logits.sigmoid())
 
     def _read(self, images: Sequence[Shown]) -> list[Output]:
-        """Return the patches of each image, [rows, columns, width]."""
+        """Return the states of the patches of each image, [rows, columns, width]."""
         squares = torch.stack([self._square(image) for image in images])
         grid, _ = self._model.image_embedder(((squares - self._mean) / self._std).to(self._dtype))
         return [(row,) for row in grid]
 
     def _square(self, image: Shown) -> Tensor:
         """Return the image in the scale of the model's image processor, float32 [3, side, side], not yet normalised.
-        The padding is black, so it adds nothing to the sums.
+        The image is not padded here: a pixel of the padding is black (0), so it adds nothing to a weighted sum of
+        pixels.
         """
         height, width, _ = image.pixels.shape
         sampling = _sampling(self._side, max(height, width), max(image.height, image.width))
@@ -179,8 +180,8 @@ def _cutting(tokenizer: Any, limit: int) -> Any:
 
 
 def _processor(folder: Path, entry: ModelEntry, side: int) -> tuple[float, Sequence[float], Sequence[float]]:
-    """Return the factor of a level, and the mean and deviation of each channel. Raises ModelLoadFailed for a processor
-    that this module does not reproduce.
+    """Return the factor that scales a uint8 value of a pixel, and the mean and deviation of each channel. Raises
+    ModelLoadFailed for a processor that this module does not reproduce.
     """
     config = read_processor(folder, "image_processor")
     if not config:

@@ -3,7 +3,8 @@ model.
 
     files ──► processes that parse (`parsers`) ──► text, Markdown, tree ──► `data` of each input
 
-A document may take a minute of a core but does not use the device, so a batch of documents occupies no lane.
+A document may need a core for a minute, but it does not need the device, so a batch of documents does not occupy a lane
+(a device thread).
 
 This module does not import the package; only the parser processes do.
 """
@@ -60,12 +61,14 @@ class DoclingModel:
         return self._parsers.pids
 
     def reading(self, read: object, is_gone: IsGone) -> DoclingCall:
-        """Return a call for one batch. `is_gone` returns True when the client of the batch has disconnected."""
+        """Return an object that parses the documents of one batch. `is_gone` returns True when the client of the batch
+        has disconnected.
+        """
         return DoclingCall(self._parsers, is_gone)
 
 
 class DoclingCall:
-    """Call of the parser processes for one batch."""
+    """Parsing of the documents of one batch."""
 
     rows = DoclingModel.rows
 

@@ -1,5 +1,5 @@
-"""Parsing of documents by docling, without a model. Only parser processes import this module, since docling reads files
-of clients with code in C and C++.
+"""Parsing of documents by docling, without a model. Only parser processes import this module: docling's code in C and
+C++ reads files of clients, and a crash of it must not end the adapter.
 
     format by content ──► docling's backend for the format ──► DoclingDocument ──► text, Markdown, tree
 
@@ -37,10 +37,10 @@ _READ = (ConversionStatus.SUCCESS, ConversionStatus.PARTIAL_SUCCESS)
 
 
 class DoclingParser:
-    """Converter for one thread. It never fetches a linked resource."""
+    """Parser of documents, for use by one thread. It never fetches a resource that a document links to."""
 
     def __init__(self) -> None:
-        """Create the converter. Raises ImportError without docling."""
+        """Create docling's converter. Raises ImportError without docling."""
         native = NativePdfPipelineOptions(parser_threads=1, generate_page_images=False, generate_picture_images=False)
         self._converter = DocumentConverter(
             allowed_formats=list(_INPUTS.values()),

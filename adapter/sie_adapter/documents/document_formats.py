@@ -12,7 +12,8 @@ from sie_contracts.media.documents import DocumentFile
 from sie_contracts.media.media import fault
 
 FORMATS = ("pdf", "docx", "pptx", "xlsx", "odt", "ods", "odp", "html", "md", "csv")
-MAX_UNPACKED_BYTES = 512 << 20  # bytes of an unpacked archive, computed from the sizes in its directory
+# limit for the bytes of an archive after unpacking, computed from the sizes in its directory
+MAX_UNPACKED_BYTES = 512 << 20
 MAX_MEMBERS = 10_000
 _TEXTS = {
     "html": "html",

@@ -167,7 +167,7 @@ class Parsers:
             )
             self._dismiss()
         if isinstance(answer, Unusable):
-            _logger.debug("a document is unusable, %s (%s)", answer.cause, answer.raised or "by its content")
+            _logger.debug("a document cannot be parsed, cause %s (%s)", answer.cause, answer.raised or "by its content")
             raise fault(answer.cause, answer.what)
         return answer
 

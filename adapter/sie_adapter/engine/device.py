@@ -36,12 +36,15 @@ _STATUS = Path("/proc/self/status")
 # device files of the drivers of NVIDIA, of NVIDIA under WSL, and of AMD
 _CONTROLS = (Path("/dev/nvidiactl"), Path("/dev/dxg"), Path("/dev/kfd"))
 _INSTEAD = "or set cpu, or auto for the best device here"
-# allocations of at least this number of bytes have separate pages; glibc accepts no larger value
+# allocations of at least this number of bytes get pages of their own (mmap); glibc accepts no larger value
 _MAPPED_BYTES = 32 << 20
-# same threshold while weights are loaded or data is limited, so that freed weights leave no holes in the heap
+# the same threshold while weights are loaded, or while RLIMIT_DATA is set: freed weights then leave no holes in the
+# heap
 _APART_BYTES = 1 << 20
-_apart, _apart_lock = 0, threading.Lock()  # number of loads in progress; a capture of a graph holds the lock
-_CLAIM_BYTES = 8 << 20  # several times the bytes that oneDNN allocates for one new shape, which are about 1 MB
+# number of loads in progress, and its lock, which the capture of a CUDA graph holds
+_apart, _apart_lock = 0, threading.Lock()
+# bytes that `claim` adds: several times the memory that oneDNN allocates for one new shape, about 1 MB
+_CLAIM_BYTES = 8 << 20
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # parameters of mallopt in malloc.h
 
 
@@ -189,8 +192,8 @@ class MemoryUse:
 
 
 def memory(device: torch.device, more_bytes: int = 0) -> MemoryUse:
-    """Return the use of the device's memory after `more_bytes` more bytes. The limit is the lowest of the limits of
-    this process.
+    """Return the used and the total bytes of the device's memory, as if `more_bytes` more bytes were used. If several
+    limits apply to this process, the one with the highest share in use counts.
 
     CUDA: the card, and the fraction of it that this process may use. MPS: the size that Metal recommends. CPU: the
     machine, the container, and the limit on this process's own data (RLIMIT_DATA, `ulimit -d`), which can limit one of
@@ -203,7 +206,9 @@ def memory(device: torch.device, more_bytes: int = 0) -> MemoryUse:
 
 
 def capacity_bytes(device: torch.device) -> int:
-    """Return the bytes of the tightest of these limits."""
+    """Return the bytes of memory that this process may use on the device: the lowest of the limits that `memory`
+    lists.
+    """
     return min(limit.total_bytes for limit in _limits(device))
 
 
@@ -322,7 +327,8 @@ def _own_limit() -> MemoryUse | None:
     limit = _data_limit()
     if limit is None or not _STATUS.exists():
         return None
-    # memory that is free in the allocator counts against the limit, but is used again before the limit is reached
+    # VmData includes memory that is freed but still in the allocator; the allocator uses it again before it asks for
+    # more
     return MemoryUse(max(0, 1024 * _status_kib("VmData") - _free_in_allocator()), limit)
 
 
@@ -379,13 +385,15 @@ def _status_kib(field: str) -> int:
 
 
 def keep_freed_memory() -> None:
-    """Let the C allocator keep freed memory, up to 512 MiB in each arena. Otherwise it returns the states of each layer
-    to the kernel.
+    """Let the C allocator keep freed memory, up to 512 MiB in each arena. By default it returns the memory of each
+    layer's states to the kernel.
 
-    Without this setting, page faults take 12 to 15 % of a forward pass on a CPU (bench/engine.py). `give_memory_back`
-    still returns all freed memory. Under a limit on data the threshold for separate pages is 1 MiB: holes in the heap
-    count as data, and after some thousand batches no tensor of one item fitted into 150 MiB of holes. The heap then
-    grows by 1 MiB at a time: with 64 MiB a small allocation would fail although there is room for it.
+    With that default, page faults take 12 to 15 % of a forward pass on a CPU (bench/engine.py). `give_memory_back`
+    still returns all freed memory.
+
+    Under RLIMIT_DATA, allocations of 1 MiB and more get pages of their own, because holes in the heap count as data:
+    after some thousand batches, no tensor of one item fitted into 150 MiB of holes. The heap then grows by 1 MiB at a
+    time: with steps of 64 MiB, a small allocation would fail although there is room for it.
     """
     if platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)
@@ -399,14 +407,14 @@ def keep_freed_memory() -> None:
 
 
 def _mapped_bytes() -> int:
-    """Return the size in bytes from which an allocation gets separate pages."""
+    """Return the smallest size in bytes for which an allocation gets pages of its own."""
     return _APART_BYTES if _apart or is_limited() else _MAPPED_BYTES
 
 
 @contextlib.contextmanager
 def weights_apart() -> Iterator[None]:
-    """Give every allocation of 1 MiB and more separate pages inside the context, on all threads. Then weights that are
-    freed later leave no holes in the heap. A model of other shapes could not use these holes. No graph is captured
+    """Give every allocation of 1 MiB and more pages of its own inside the context, on all threads. Weights that are
+    freed later then leave no holes in the heap, which a model of other shapes could not use. No CUDA graph is captured
     inside the context.
     """
     _count_apart(1)
@@ -434,15 +442,15 @@ def without_loads() -> Iterator[bool]:
 
 
 def is_limited() -> bool:
-    """Return whether this process's data size is limited, so that an allocation may fail."""
+    """Return whether RLIMIT_DATA limits this process, so that an allocation may fail."""
     return _data_limit() is not None
 
 
 def claim(nbytes: int) -> None:
     """Raise the error of torch's allocator unless `nbytes` plus _CLAIM_BYTES can be allocated now. The memory is freed
-    again: another lane may still allocate it.
+    again, so another thread may allocate it before the caller does.
 
-    The check is for oneDNN, which does not check its own small allocations: if one fails for a new shape, the process
+    The check protects oneDNN, which does not check its own small allocations: if one fails for a new shape, the process
     ends.
     """
     torch.empty(nbytes + _CLAIM_BYTES, dtype=torch.uint8)

@@ -107,7 +107,8 @@ class DeviceThreads:
         deadline_s = time.monotonic() + timeout_s
         for number in range(len(self._threads)):
             ended = None
-            while ended is not self._threads[number]:  # an unusable thread starts its successor before it ends
+            # while this loop waits, an unusable thread may start its successor, which must end too
+            while ended is not self._threads[number]:
                 ended = self._threads[number]
                 ended.join(max(0.0, deadline_s - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
@@ -129,11 +130,10 @@ class DeviceThreads:
     def _is_replaced(self, number: int) -> bool:
         try:
             self._threads[number] = self._start(number)
-        except (
-            RuntimeError
-        ) as error:  # no memory for a new stack: this slower thread continues, and tries again after the next batch
+        except RuntimeError as error:
+            # no memory for a new thread's stack: this slower thread continues, and tries again after the next batch
             _logger.warning(
-                "%s continues with a thread on which oneDNN cannot run new shapes: %s",
+                "%s could not be replaced, so it continues, although oneDNN cannot run new shapes on it: %s",
                 threading.current_thread().name,
                 error,
             )

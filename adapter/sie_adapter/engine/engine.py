@@ -119,9 +119,9 @@ class AdapterEngine:
         self._preprocessing = threading.BoundedSemaphore(settings.preprocessor_workers)
         self.batch_limits = DeviceLimits.for_machine(settings)
         self._pass_records = PassRecords.for_socket(settings) if self.device.type == "cpu" else None
-        # A second stream of kernels on one GPU only adds contention. On a CPU bench/engine.py measured, with mixed
-        # lengths in bfloat16: two lanes 324 texts/s, two processes 333, one pass on both cores 292. On texts of 8
-        # tokens: 3,623, 3,608 and 2,567.
+        # Number of device threads. On a GPU a second thread would only compete for the GPU. On a CPU with two cores,
+        # bench/engine.py measured in bfloat16: two threads 324 texts/s, two processes 333, one thread with both cores
+        # 292 for texts of mixed lengths; 3,623, 3,608 and 2,567 texts/s for texts of 8 tokens.
         self._instrumentation = (
             Instrumentation(lambda: devices.memory(self.device).used_bytes) if settings.instrumentation else None
         )
@@ -189,8 +189,8 @@ class AdapterEngine:
             return None
 
     def writes(self, message: RunBatch) -> bool:
-        """Return whether the batch generates text outside of the lanes. If so, the caller runs `execute` on its
-        thread.
+        """Return whether the batch generates text. Such a batch occupies no lane: the caller runs `execute` on a thread
+        of its own.
         """
         try:
             with self.residency.use(message.model, message.fingerprint) as resident:
@@ -225,10 +225,10 @@ class AdapterEngine:
     def _run(
         self, message: RunBatch, make_room: Callable[[], Relief | None], preparation: Any, is_gone: Callable[[], bool]
     ) -> BatchDone | Refused:
-        """Run a batch and return the reply, without relieving memory. Never raises."""
+        """Run a batch and return the reply, without the eviction of models afterwards. Never raises."""
         try:
             with self.residency.use(message.model, message.fingerprint) as resident:
-                weights: Any = resident.weights  # implements one of two protocols: TextModel, or VerbModel of `raw`
+                weights: Any = resident.weights  # a TextModel, or a VerbModel of the module `raw`
                 count_remedy = functools.partial(self.oom_counters.count, message.model)
                 rows = weights.rows.get(message.operation)
                 if rows is not None and rows.writes:
@@ -397,9 +397,10 @@ class BatchRun:
         count_remedy: Callable[[Remedy], None] = lambda remedy: None,
         pass_records: PassRecords | None = None,
     ) -> None:
-        """Prepare the run of a batch. `batch_limits` has the limit of `key`. `make_room` frees memory and returns the
-        remedy, None if there is none. `count_remedy` is called for each remedy. `pass_records` records each pass for
-        the next process.
+        """Prepare the run of a batch. `batch_limits`: the learned limits of the device, of which `key` selects one.
+        `make_room`: called if memory runs out; it frees memory and returns how, or None if nothing can be freed.
+        `count_remedy`: called with each way in which memory was freed. `pass_records`: where each pass is recorded
+        while it runs, for the next process.
 
         Raises InvalidInput or InternalFailure for a batch that cannot run.
         """
@@ -557,10 +558,11 @@ class BatchRun:
             states = States(hidden, packed, self._queries[packed.order], self._message.pooling)
             doubtful = self._reduce(states)
         if len(chosen) > 1:
-            for item in sorted(doubtful):  # alone, since a mate's overflow may have caused the value
+            # run the item again, alone: an overflow of another item in the pass may have caused its value
+            for item in sorted(doubtful):
                 self._pass(np.array([item], np.int64))
         elif doubtful:
-            error = InferenceFailed("the model gave values that are not finite", reason="non_finite")
+            error = InferenceFailed("the model returned a value that is NaN or infinite", reason="non_finite")
             self._errors.update(dict.fromkeys(doubtful, error))
 
     def _reduce(self, states: States) -> set[int]:
@@ -590,8 +592,8 @@ class BatchRun:
         return doubtful
 
     def _answers(self, group: Group) -> list[tuple[ItemResult | SIEError, int]]:
-        """Return the results of a group, with the tokens that ran for each. The tokens of a shared query count for the
-        first input.
+        """Return the results of a work item, each with the number of tokens that ran for it. The tokens of a shared
+        query count for the first input.
         """
         if self._late is not None and group.chunked:
             return self._chunk_answers(group, self._late)
@@ -612,7 +614,7 @@ class BatchRun:
         return results
 
     def _chunk_answers(self, group: Group, late: LateChunks) -> list[tuple[ItemResult | SIEError, int]]:
-        """Return the results of a group in which texts have chunks, each with the number of its tokens that ran."""
+        """Return the results of a work item whose texts have chunks, each with the number of tokens that ran for it."""
         units = late.units(group)
         faults = [next((self._errors[row] for row in own if row in self._errors), None) for own, _ in units]
         good = [[row] for (_, rows), fault in zip(units, faults, strict=True) if fault is None for row in rows]
@@ -626,7 +628,9 @@ class BatchRun:
         return list(zip(results_of(group, results), tokens, strict=True))
 
     def _group_results(self, group: Group, shared: list[int], units: list[list[int]]) -> ItemResults:
-        """Return the answers of the inputs. `units` has the rows of each input."""
+        """Return the result of each input of a work item. `shared`: the rows of a query that all inputs share. `units`:
+        the rows of each input.
+        """
         heads = self._model.heads_for(self._message.operation, group.options)
         query: dict[str, Any] = {head: self._rows[head][shared[0]] for head in heads} if shared else {}
         results: list[ItemResult | SIEError | None] = [None] * len(units)
@@ -651,9 +655,11 @@ class BatchRun:
         except Exception as error:
             if is_device_fatal(error):
                 raise
-            # the options of this group caused the error, so the other groups still get answers
-            _logger.exception("the outputs of a group failed")
-            return [InternalFailure("its outputs could not be made, see the log of the adapter")] * len(units)
+            # the options of this work item caused the error, so the other work items still get answers
+            _logger.exception("the outputs of a work item could not be computed")
+            return [
+                InternalFailure("the outputs of this input could not be computed, see the log of the adapter")
+            ] * len(units)
         for got, expected in counts:
             if got != expected:
                 raise InternalFailure(f"the family gave {got} answers for {expected} inputs", reason="wrong_length")

@@ -303,10 +303,12 @@ def _converted(states: _PositionalModel, tokens: int) -> Any:
     example = tuple(torch.zeros_like(ids) if name == _TYPES else ids for name in states.names)
     failures = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, runtime.frontend.OpConversionFailure)
     try:
-        # a trace keeps a map of modules that is global to the process; the filters of warnings are global too
+        # the lock: a trace changes a map of modules, and this code the filters of warnings; both are global to the
+        # process
         with construction(), warnings.catch_warnings(), torch.inference_mode(False):
-            warnings.simplefilter("ignore")  # hides warnings of the trace: the trial of the backbone checks the result
-            # no second trace for a comparison: the trial of the backbone checks the result
+            # the trace may warn of a wrong result, but the backbone checks the result later
+            warnings.simplefilter("ignore")
+            # `check_trace`: a second trace for a comparison is not needed, since the backbone checks the result later
             decoder = TorchScriptPythonDecoder(states, example_input=example, trace_kwargs={"check_trace": False})
             end = FrontEndManager().load_by_framework("pytorch")
             converted = end.convert(end.load(decoder))

@@ -1,9 +1,9 @@
 """Results of inputs, computed from the rows of the heads with the options of the request. Output options are applied
 here, per work item: they never split a batch.
 
-rows of a work item ──► cut, normalise, MUVERA, dtype ──► arrays          encode
-                    ──► one row against the others ──► scores              sides
-                    ──► activation of logits ──► scores, classes           pair, pieces, hypotheses
+    rows of a work item ──► cut, normalise, MUVERA, dtype ──► arrays                  encode
+                        ──► row of the query against rows of documents ──► scores    score of vectors (sides)
+                        ──► activation of logits ──► scores, classes                 pair, pieces, hypotheses
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def _put(name: str, dtype: str, vectors: Tensor, results: ItemResults) -> None:
 
 
 def _overflows(values: NDArray[Any]) -> bool:
-    """Return whether values overflowed: only float16 has a smaller range than its source."""
+    """Return whether a conversion to float16 overflowed. No other dtype has a smaller range than its source."""
     return values.dtype == np.float16 and not np.isfinite(values).all()
 
 
@@ -229,7 +229,8 @@ def side_scores(options: RunOptions, query: Mapping[str, Row], documents: Rows, 
     if is_relevance(options):
         scores = scores.double()
         if "sparse" in weights:
-            scores = scores / (1 + scores.abs())  # a sum of products has no upper bound
+            # a sum of products has no upper bound, so x / (1 + |x|) maps it to -1 to 1
+            scores = scores / (1 + scores.abs())
         elif "multivector" in weights and not per_row:
             scores = scores / max(1, len(query["multivector"]))
         scores = ((1 + scores) / 2).clamp(0, 1)  # rounding in float32 may raise a cosine above 1
@@ -353,7 +354,7 @@ def classes(options: RunOptions, logits: Sequence[Row], names: Sequence[str], ac
 
 def answer_scores(options: RunOptions, logits: Sequence[Row], *, difference: bool) -> ItemResults:
     """Return scores from float32 logits [no, yes]: P(yes) of the softmax of both, or yes - no if `difference` or
-    `raw_scores` is set. Of logits [yes] the missing one counts as 0.
+    `raw_scores` is set. If the logits are only [yes], 0 replaces the logit of no.
     """
     stacked = torch.stack(list(logits)).double()  # float64 for the same reason as in class_scores
     gaps = stacked[:, 1] - stacked[:, 0] if stacked.shape[1] > 1 else stacked[:, 0]

@@ -1,4 +1,5 @@
-"""Chunks of texts from the states of a batch: each is pooled from its own tokens, which may lie in several windows.
+"""Vectors of the chunks of texts ("late chunking"). A chunk is pooled from the states of its own tokens. These may lie
+in several windows; the tokens of a chunk in one window are a segment.
 
     states of a pass ──► those of each segment, side by side ──► heads ──► a part for each segment
     parts of all passes ──► joined by chunk ──► rows after those of the batch ──► results, as of any row
@@ -22,19 +23,20 @@ from sie_adapter.packed.packing import Int64, Items, MalformedBatch, Positions, 
 from sie_contracts.errors import InternalFailure, SIEError
 from sie_contracts.wire.ipc import ChunkedRows, Group
 
-# arrays of a result that have an entry for each chunk
+# names of arrays in a result that have an entry for each chunk
 _LISTS = ("dense", "multivector", "sparse.indices", "sparse.values")
 
 
 class LateChunks:
-    """Segments of the windows of one batch, and the parts that heads compute from these segments. `count`: the number
-    of rows of the batch. Raises MalformedBatch for segments outside of their rows.
+    """Segments of one batch, and the values (parts) that the heads compute for them. `count`: the number of rows of the
+    batch. Raises MalformedBatch for a segment that is not inside its row.
     """
 
     def __init__(self, groups: Sequence[Group], lengths: Int64) -> None:
         self._count = len(lengths)
         tables: list[Int64] = []
-        self._firsts: dict[int, int] = {}  # number of the first chunk of an input with windows, by its first row
+        # first row of an input with windows -> number of the first chunk of this input
+        self._firsts: dict[int, int] = {}
         chunks = 0
         for group in groups:
             row = group.start

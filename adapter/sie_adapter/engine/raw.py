@@ -35,8 +35,8 @@ class VerbModel(Protocol):
     `extract(texts, options)` returns for each text the map that the client gets. Any result may be a typed error
     instead.
 
-    If the `rows` of extract accept images, the call is `extract(texts, options, images)` with a list of `Shown` for
-    each text. For sounds, the third argument has a list of `Heard` for each text. For documents, it has the document of
+    A model that accepts files declares so in its attribute `rows`, and `extract` then has a third argument. For images,
+    it is a list of `Shown` for each text; for sounds, a list of `Heard` for each text; for documents, the document of
     each text, or None.
 
     A model that tokenises its texts itself may have `prepare(texts, options)`, which runs off the device lane and
@@ -120,7 +120,7 @@ def run_raw(
     return msgspec.structs.replace(done, preprocess_ms=1e3 * preparation.seconds)
 
 
-Call = Callable[[Sequence[int]], Sequence[Any]]  # returns results for the texts with these numbers
+Call = Callable[[Sequence[int]], Sequence[Any]]  # a function that returns the results of the texts with these indices
 Fitting = Callable[[Call, int], list[Any]]
 
 
@@ -193,7 +193,7 @@ def _run(run: Any, message: RunBatch, group: Group, fitting: Fitting) -> ItemRes
     def score_texts(some: Sequence[int]) -> Sequence[Any]:
         try:
             return run(*query, tuple(texts[number] for number in some), group.options)  # type: ignore[no-any-return]
-        except SIEError as error:  # the options of this group caused the error, so the other groups still run
+        except SIEError as error:  # the options of this work item caused the error, so the other work items still run
             return [error] * len(some)
 
     results = fitting(score_texts, len(texts))

@@ -46,7 +46,8 @@ ARCHITECTURES = (
     "MistralForCausalLM",
     "MistralModel",
 )
-START_S = 300.0  # seconds: the imports and the weights take minutes on a busy machine
+# seconds until a started server must be ready; the imports and the weights take minutes on a busy machine
+START_S = 300.0
 RUN_S = 120.0  # seconds for one batch; the client of the adapter has its own timeout
 _LOOK_S = 0.1  # seconds between two checks whether the server is ready
 _POOL_TOKENS = 16_384  # tokens of keys and values in the server's cache; a text that does not fit waits
@@ -280,7 +281,9 @@ class _SglangProcess:
         return vectors
 
     def memory_bytes(self) -> int:
-        """Return the bytes of the server's processes on the device that they compute on."""
+        """Return the bytes of memory that the server uses: memory of the GPU, or on a CPU memory of the processes of
+        its session.
+        """
         if not self._is_cpu:
             return max(0, _used_bytes(self._device) - self._before)
         used_bytes = 0
@@ -291,8 +294,8 @@ class _SglangProcess:
         return used_bytes
 
     def end(self) -> None:
-        """Kill the processes of the session; they have no data that would be lost. This runs only once: later, another
-        process may have the number of the session.
+        """Kill the processes of the session; they have no data that would be lost. A second call does nothing, because
+        the system may have assigned the id of the session to another process.
         """
         if self._is_over:
             return

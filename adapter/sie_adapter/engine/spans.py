@@ -1,4 +1,5 @@
-"""Spans of the device: one for the forward pass of a batch, and two stages for each work item in it.
+"""Trace spans of the device: `forward` for the pass of a batch, and `inference` and `postprocess` for each work item in
+the batch.
 
 The spans are recorded after a batch is answered, so that no answer waits for them.
 """

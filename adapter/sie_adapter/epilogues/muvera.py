@@ -24,9 +24,10 @@ from torch import Tensor
 
 from sie_contracts.models.muvera import Muvera
 
-BLOCK_BYTES = 32 << 20  # bytes of one intermediate result; in float64, twice this number
-# bytes of one intermediate result on a CPU, which fits the cache of the CPU: 16 MiB took 1.4 times as long on an AMD
-# EPYC (bench/muvera.py --block-mib)
+# limit for the bytes of one intermediate result in float32; the same result in float64 has twice as many
+BLOCK_BYTES = 32 << 20
+# the same limit on a CPU, so that the result fits the cache of the CPU: with 16 MiB the computation took 1.4 times as
+# long on an AMD EPYC (bench/muvera.py --block-mib)
 CPU_BLOCK_BYTES = 2 << 20
 _MATRICES_BYTES, _MATRICES_COUNT = 256 << 20, 64
 
@@ -56,8 +57,8 @@ def _token_bytes(dim: int, parameters: Muvera) -> int:
 
 
 def _item_blocks(lengths: list[int], dim: int, parameters: Muvera, budget: int) -> Iterator[tuple[int, int]]:
-    """Yield ranges of items whose tokens, and whose partitions of one repetition, fit the budget. An item that does not
-    fit is a range alone.
+    """Yield ranges of items. The tokens of a range, and its partitions of one repetition, need at most `budget` bytes.
+    An item that needs more is a range alone.
     """
     item_bytes = 4 * parameters.partitions * (parameters.projection_dim or dim)
     token_bytes = _token_bytes(dim, parameters)
@@ -157,7 +158,8 @@ def _nearest(order: Tensor, counts: Tensor, bounds: Tensor, projections: int) ->
     best[:, gray] = first
     for bit in range(projections):
         sides = best.view(-1, 2, 1 << bit)
-        best = torch.minimum(sides, sides.flip(1) + entries).view_as(best)  # distance * entries + entry
+        # `best` is distance * entries + entry, so the minimum has the smallest distance, and the first of equal entries
+        best = torch.minimum(sides, sides.flip(1) + entries).view_as(best)
     best = best[:, gray].flatten()
     return (best % entries).where(best < far, -1)
 

@@ -126,7 +126,7 @@ class _Siglip:
     def __init__(self, model: Any) -> None:
         self._vision = model.vision_model
         self._head = model.text_model.head.float()
-        # the tower's own pass would run the float32 head on states that may have 16 bits
+        # the head is replaced, because the tower's own pass would run the float32 head on states that may have 16 bits
         model.text_model.head = nn.Identity()
         config = model.config.text_config
         self.filled: int = config.max_position_embeddings
@@ -146,8 +146,8 @@ MODEL_TYPES = frozenset(_TOWERS)
 
 
 class VectorHead:
-    """Head that returns the vector of each row of a pass. A certificate compares passes of the text tower alone. For
-    these, the head computes the vectors from the hidden states.
+    """Head that returns the vector of each row of a pass. The check of a loaded model (`certificate`) compares passes
+    of the text tower alone; for these passes, the head computes the vectors from the hidden states.
     """
 
     def __init__(self, towers: TextTower) -> None:

@@ -40,7 +40,7 @@ _logger = logging.getLogger("sie.adapter")
 Result = dict[str, Any] | SIEError
 
 _HARMLESS = ("pooler.", "position_ids")
-_WASTE = 1.25  # largest ratio of padded positions to tokens in a pass
+_WASTE = 1.25  # largest number of positions in a pass, padding included, for each token in it
 _MIN_ROOM = 8  # divisor: labels leave at least one eighth of the tokens of a pass to the text
 _WORDS_PER_COUNT = 8192
 _OVERLAP = 8  # divisor: windows overlap by one eighth of their words
@@ -110,7 +110,7 @@ class Preparation:
             except SIEError:
                 continue
             except Exception as error:  # noqa: BLE001  model code may raise anything; `run_alike` assigns it
-                _logger.debug("preparing failed with %s", type(error).__name__)
+                _logger.debug("texts for an extraction could not be prepared: %s", type(error).__name__)
 
     def pop_or_make(self, texts: Sequence[str], option: ExtractOptions, make: Make[M]) -> M:
         """Return the prepared form of these texts. Texts that are not prepared yet are prepared now."""
@@ -236,8 +236,8 @@ def passes(lengths: Sequence[int], budget: int) -> Iterator[list[int]]:
     """Yield passes, shortest sequences first. A pass is a list of indices of sequences that are padded to one length
     and run together.
 
-    A pass has at most `budget` padded positions, and at most _WASTE padded positions per token, or it has a single
-    sequence.
+    A pass has at most `budget` positions, padding included, and at most _WASTE positions for each token. A sequence
+    that is longer runs alone.
     """
     chosen: list[int] = []
     real = 0
@@ -253,9 +253,9 @@ def passes(lengths: Sequence[int], budget: int) -> Iterator[list[int]]:
 
 
 def windows(sizes: Sequence[int], room: int, max_words: int, min_shared: int) -> Iterator[tuple[int, int]]:
-    """Yield the first word, and the last word + 1, of each window over words with `sizes` tokens. A window has at most
-    `max_words` words that fit `room` tokens, but at least one word. An eighth of its words, at least `min_shared` but
-    at most half of them, are also in the next window.
+    """Yield the windows of a text, each as its first word and its last word + 1. `sizes`: the number of tokens of each
+    word. A window has at most `max_words` words and `room` tokens, but at least one word. An eighth of its words, at
+    least `min_shared` but at most half of them, are also in the next window.
     """
     start, stop, tokens = 0, 0, 0
     while start < len(sizes):
@@ -280,9 +280,9 @@ class TextWindow:
 
 
 def own_ranges(spans: Sequence[TextWindow]) -> list[tuple[int, int]]:
-    """Return a range of words, begin and end, for each window of a text. A span of a window counts if its first word is
-    in the range of this window. Windows overlap; the ranges of two windows meet in the middle of their overlap, so each
-    span counts in the window with more words around it.
+    """Return for each window of a text a range of words, begin and end. An entity that a window finds counts only if
+    its first word is in the range of this window. Windows overlap; the ranges of two windows meet in the middle of
+    their overlap, so each entity counts in the window that has more words around it.
     """
     middles = [(following.start + window.stop) // 2 for window, following in pairwise(spans)]
     return list(zip([0, *middles], [*middles, spans[-1].stop], strict=True)) if spans else []
@@ -426,8 +426,8 @@ def compare(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], entry: Mod
 
 
 def refuse_misfits(entry: ModelEntry, misfit: str, names: Iterable[str]) -> None:
-    """Raise ModelLoadFailed INCOMPATIBLE if some keys of the weights are `misfit`. Keys of a pooler, which never runs,
-    and of position ids do not count.
+    """Raise ModelLoadFailed INCOMPATIBLE if `names` are keys of weights that do not fit the model. `misfit`: the kind
+    of fault, for the message. Keys of a pooler, which never runs, and of position ids do not count.
     """
     if misfits := sorted(name for name in names if not any(part in name for part in _HARMLESS)):
         raise load_failed(

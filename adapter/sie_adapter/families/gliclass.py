@@ -1,7 +1,7 @@
 """GLiClass, by the package `gliclass`: scores for the classes that a request names. One prompt contains the labels and
 the text.
 
-    text, labels ──► the package's prompt ──► ids; the text is cut, the rest never ──► passes of equal length ──►
+    text, labels ──► the package's prompt ──► ids; only the text may be truncated ──► passes of equal length ──►
     softmax or sigmoid
 
 The prompt may also have an instruction, and `examples` of texts with their labels, which models of the kind instruct
@@ -193,8 +193,8 @@ class GliclassModel(Extractor[GliclassTexts]):
         return text if len(offsets) <= room else text[: offsets[max(0, room - 2)][1]]
 
     def _head(self, text: str) -> str:
-        """Return the text. A long text is shortened to its first whole words, which still have more tokens than the
-        model reads.
+        """Return the text. Of a very long text, return only the first words, with more tokens than the model reads, so
+        that the rest of the text is not tokenised.
         """
         length = _CHARACTERS_PER_TOKEN * self.max_tokens
         while length < len(text):
@@ -244,7 +244,7 @@ def _from_files(folder: Path, entry: ModelEntry, load: LoadOptions, options: dic
         )
     encoder = raw.get("encoder_config") or {}
     check_encoder(encoder, entry, load)
-    raw["encoder_model"] = str(folder)  # the package looks for an adapter of the encoder in this folder
+    raw["encoder_model"] = str(folder)  # the package looks for a PEFT adapter of the encoder in this folder
     with construction():
         model, report = GLiClassModel.from_pretrained(
             folder,

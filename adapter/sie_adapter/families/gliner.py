@@ -45,15 +45,16 @@ from sie_contracts.errors import SIEError
 from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.models.load_errors import load_failed
 
-# padded tokens of a pass, labels included: the states of all its spans need about 0.2 MB per word at a width of 512
+# largest number of tokens of a pass, padding and labels included, by type of device: the states of all spans of a pass
+# need about 0.2 MB per word at a width of 512
 _TOKENS_PER_PASS = {"cpu": 2048}
 _TOKENS_PER_PASS_ELSEWHERE = 8192
 # characters per token of a word; a longer word is cut, since the model reads its first token
 _CHARACTERS_PER_TOKEN = 16
-# Most candidates of a window that are decoded, best first: the decoder compares each candidate with all that are
-# selected, or all starts with all ends.
+# largest number of candidates of a window that are decoded, best first: the decoder compares each candidate with all
+# selected ones, or in a token-level model each start with each end
 _CANDIDATES = 2048
-# most candidates for flat entities with one label each, because the decoder selects few of them
+# the same limit for flat entities with one label each, of which the decoder selects few
 _FLAT_CANDIDATES = 8192
 _TOKEN_CANDIDATES = 1024
 _LABELS_KEPT = 4096

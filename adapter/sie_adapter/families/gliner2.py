@@ -55,7 +55,8 @@ from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.models.load_errors import load_failed
 from sie_store.folder_files import read_json
 
-# padded tokens of a pass, labels included: the states of all its spans need about 0.1 MB per word at a width of 768
+# largest number of tokens of a pass, padding and labels included, by type of device: the states of all spans of a pass
+# need about 0.1 MB per word at a width of 768
 _TOKENS_PER_PASS = {"cpu": 2048}
 _TOKENS_PER_PASS_ELSEWHERE = 16384
 _CHARACTERS_PER_TOKEN = 16  # characters per token of a word; a longer word is cut
@@ -89,7 +90,7 @@ class _Gliner2Prompt:
     ids: list[int]
     marks: list[int]
     words: list[str]
-    owners: list[int]  # index of the word of each token
+    owners: list[int]
 
 
 @dataclass(frozen=True)
@@ -226,7 +227,7 @@ class Gliner2Model(Extractor[Gliner2Texts]):
         words = processor._transform_schema(name, labels, mark, example_mode="none")
         parts = self._ids([*words, processor.SEP_TEXT])
         places = np.concatenate([[0], np.cumsum([len(part) for part in parts])]).tolist()
-        # ( [P] entities ( [E] label [E] label .. ) ), or ( [P] task ( [L] label [L] label .. ) )
+        # words of the prompt: ( [P] entities ( [E] label [E] label .. ) ), or ( [P] task ( [L] label [L] label .. ) )
         marks, named = [1, *range(4, len(words) - 2, 2)], range(5, len(words) - 2, 2)
         if not all(len(parts[place]) for place in named):
             raise labels_refused("one of them has no token")

@@ -28,7 +28,7 @@ from sie_contracts.models.load_errors import load_failed
 from sie_contracts.wire.ipc import Rows
 
 _IMAGE = ("<|vision_start|>", "<|vision_end|>")
-# tokens after every text of an encoder; a long text is truncated before them
+# end of the user's turn, and begin of the answer, after every text of an encoder; a long text is truncated before them
 _TURN = "<|im_end|>\n<|im_start|>assistant\n"
 _NOTHING = "NULL"  # text for an input without text and images, as in the training of the model
 
@@ -55,7 +55,7 @@ class Qwen3Encoder(_Qwen3):
 
     def framed(self, tokenizer: Tokenizer) -> Tokenizer:
         """Return the tokenizer with a post-processor that adds the end of the turn to every text. A long text is
-        truncated before it is added.
+        truncated before the end of the turn is added.
         """
         ids = tokenizer.encode(_TURN, add_special_tokens=False).ids
         tokens = [tokenizer.id_to_token(number) for number in ids]

@@ -1,7 +1,9 @@
-"""Static embeddings: the vector of a text is the mean of the stored vectors of its tokens. There is no pass.
+"""Static embeddings: the vector of a text is the mean of the stored vectors of its tokens. The model has no forward
+pass.
 
-StaticEmbedding, then Dense, LayerNorm, Normalize  as sentence-transformers reads modules.json
-model2vec without modules.json                     as its own package reads config.json
+    files                                               read in the same way as by
+    modules.json: StaticEmbedding, then Dense, ...      sentence-transformers
+    config.json of model2vec, without modules.json      the package model2vec
 """
 
 from __future__ import annotations

@@ -44,8 +44,8 @@ from sie_contracts.models.options import TOKEN_STATES
 from sie_contracts.wire.ipc import Group, Rows, RunBatch
 from sie_contracts.wire.messages import Operation, RunOptions
 
-# number of additional short sequences in the trial of the packed path, for a model that ranks or has int8 weights.
-# Its scores are also compared by rank, which needs many sequences.
+# number of additional short sequences in the trial of the packed path (its comparison with the stock path at load), for
+# a model that ranks or has int8 weights. Its scores are also compared by rank, which needs many sequences.
 _RANKED_SAMPLES = 45
 
 
@@ -129,7 +129,9 @@ class PackedModel:
 
 
 def samples_of(family: str, compute: Compute) -> int:
-    """Return the number of additional sequences in the trial of `Backbone`: its argument `more_samples`."""
+    """Return the number of additional sequences in the trial of a model of this family: the argument `more_samples` of
+    `Backbone`.
+    """
     return 0 if families.row(family).gives_vectors and not compute.int8 else _RANKED_SAMPLES
 
 

@@ -194,7 +194,7 @@ class Builder:
         self._expect_width("sparse", vocabulary)
         if not self.is_masked:
             layer = _saved_layer(self.folder / "sparse_linear.pt").to(self.compute.device)
-            # the same tokens as in FlagEmbedding
+            # tokens that get no weight, the same as in FlagEmbedding
             unused = special_ids(self.modules.folder, self.load, ("cls", "eos", "pad", "unk"))
             return TokenWeightHead(layer, vocabulary, unused)
         assert self.head is not None
@@ -328,8 +328,8 @@ class Builder:
         )
 
     def _keep_answers(self, model: PreTrainedModel) -> None:
-        """Cut the output layer down to the rows of the answers no and yes. Later changes of the logits by the model
-        remain.
+        """Reduce the output layer to the rows of the answers no and yes. Operations of the model after this layer, such
+        as a scaling of logits, still apply.
         """
         options = self.entry.head
         is_single = options.score in ("logit", "sigmoid")

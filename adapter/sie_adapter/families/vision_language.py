@@ -45,7 +45,7 @@ Seen = Sequence[Sequence[Shown]]  # images of each sequence of a pass, in packed
 
 
 class VisionLanguageKind(Protocol):
-    """Kind of vision-language model. It is created from a folder, and loads the weights.
+    """Model class of a vision-language model. It is created from a folder, and loads the weights.
 
     `model`: the whole model. `language`: its text model. `adapted`: the module that LoRAs change. `towers`: the modules
     that read images. `output`, `width`: the name and width of its output in an entry; a width of 0 means an output
@@ -77,7 +77,7 @@ class VisionLanguageKind(Protocol):
         """Return the tokens of an image in the prompt."""
 
     def priced(self, recipe: Recipe) -> Recipe:
-        """Return the recipe with the cost of an image."""
+        """Return the recipe with the cost of an image, which is a number of tokens of the language model."""
 
     def rows(self, images: Recipe, tokens: ImageTokens) -> dict[str, Rows]:
         """Return the conversion of inputs to ids, for each operation."""

@@ -27,9 +27,8 @@ class States:
     """Hidden states of a pass: `hidden` [tokens, width] of any float type, in packed order. `queries` [sequences] is
     True for queries, False for documents.
 
-    `pooling`: the pooling of the batch; empty for the model's own pooling. `inner`:
-    [sequences], True for a part of a row that does not begin with the row's first token; None: all sequences are whole
-    rows.
+    `pooling`: the pooling of the batch; empty for the model's own pooling. `inner` [sequences]: True for a sequence
+    that is a later part of a row, without the row's first token; None if all sequences are whole rows.
     """
 
     hidden: Tensor
@@ -67,7 +66,7 @@ def all_finite(values: Tensor, owners: Int64, count: int) -> Tensor:
 
 
 class Head(Protocol):
-    """Head for one kind of output."""
+    """Layers that compute one kind of output from hidden states."""
 
     def reduce(self, states: States, sequences: Int64) -> Reduced: ...
 

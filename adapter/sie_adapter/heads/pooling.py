@@ -69,8 +69,8 @@ class DenseHead:
         return self.pooling == "last" and self._layers is None and self._token_layers is None
 
     def reduce(self, states: States, sequences: Int64) -> Reduced:
-        """Return vectors, float32 [width] each. Raises InvalidInput for an unknown pooling of the batch, and for one of
-        another width.
+        """Return vectors, float32 [width] each. Raises InvalidInput if the batch requests an unknown pooling, or a
+        pooling whose vectors have another width.
         """
         return self._finished(self._pooled(states, sequences))
 

@@ -20,7 +20,7 @@ from sie_adapter.heads import Reduced, Row, States, all_finite
 from sie_adapter.heads.transformers_head import TransformersHead
 from sie_adapter.packed.packing import Int64
 
-# bytes of the float32 logits or states of one block of tokens: half of the limit for an intermediate result
+# limit for the bytes of the float32 logits or states of one block of tokens
 BLOCK_BYTES = 30_000_000
 
 

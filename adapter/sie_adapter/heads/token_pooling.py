@@ -1,6 +1,6 @@
 """Reduction of the rows of a document for late interaction: similar rows are replaced by their mean.
 
-    rows [tokens, width] ──► the first ones stay; Ward's clusters of the rest ──► means [fewer, width]
+    rows [tokens, width] ──► the first rows stay; Ward's clusters of the other rows ──► means [fewer, width]
 
 Source: sentence-transformers' HierarchicalTokenPooling, whose clusters are also computed by scipy.
 """
@@ -48,7 +48,8 @@ def token_pooling_of(config: Mapping[str, Any]) -> TokenPooling:
         raise load_failed("INCOMPATIBLE", f"token pooling by {factor!r} with {protected!r} protected tokens")
     tasks = config.get("tasks", ["document"])
     tasks = [tasks] if isinstance(tasks, str) else tasks
-    normalizes = bool(config.get("normalize_embeddings", False))  # as the library reads files without it
+    # False is the library's value for a file without this field
+    normalizes = bool(config.get("normalize_embeddings", False))
     return TokenPooling(float(factor), protected, normalizes, "query" in tasks, "document" in tasks)
 
 

@@ -1,12 +1,13 @@
 """Checks that a loaded model computes correct numbers, before it serves requests. If a model fails a check, it does not
-become ready.
+become ready. The results of the checks are the model's certificate.
 
     digests   SHA-256 of its files against the catalogue entry
     files     pooling and prompts of the entry against the model's own files
     tokenizer its ids are within the table of the weights, it has its special tokens, and it knows tokens of sentences
               in several scripts
     packed    the packed path against the reference path, output by output
-    golden    vectors of the public oracle, if the entry names a file of them and load.accept_unproven is not set
+    golden    vectors that another, public implementation computed, if the entry names a file of them and
+              load.accept_unproven is not set
 
 Bounds: cosine 0.9999 in float32, 0.999 in 16 bit; for scores also Kendall's tau 0.98. With weights in 8 bits: cosine
 0.99, and Kendall's tau 0.95 over the similarities of all pairs of vectors, or over scores.
@@ -143,7 +144,9 @@ def _check_packed(model: Any, entry: ModelEntry, compute: Compute) -> dict[str, 
     queries = np.zeros(len(sequences), bool)
     worst = {}
     for name, head in model.heads.items():
-        if name == TOKEN_STATES:  # no output of the entry; in 16 bit single tokens of a correct model may deviate
+        # token states are not compared: no entry has them as an output, and in 16 bit single tokens of a correct model
+        # may deviate
+        if name == TOKEN_STATES:
             continue
         expected = head.reduce(States(reference, packed, queries), sequences).rows
         packed_rows = head.reduce(States(states, packed, queries), sequences).rows
@@ -212,7 +215,9 @@ def _similarities(rows: Sequence[Row]) -> Tensor:
 
 
 def _tau(left: Tensor, right: Tensor, dtype: torch.dtype) -> float:
-    """Return Kendall's tau over the pairs whose difference exceeds the resolution of the precision."""
+    """Return Kendall's tau. It counts only pairs whose difference in `left` is larger than the rounding errors of
+    `dtype`.
+    """
     left_gaps, right_gaps = left[:, None] - left[None], right[:, None] - right[None]
     resolution = float(left.abs().max()) * torch.finfo(dtype).eps * 4
     counted = left_gaps.abs() > resolution
@@ -227,7 +232,7 @@ def golden_file(entry: ModelEntry) -> Path:
 
 
 def _check_golden(model: Any, entry: ModelEntry, compute: Compute) -> float:
-    """Compare dense vectors of texts with the vectors of the public oracle. Return the lowest cosine."""
+    """Compare dense vectors of texts with the entry's golden vectors. Return the lowest cosine."""
     cases = read_json(golden_file(entry)).get("dense")
     if not cases or "dense" not in getattr(model, "heads", ()):
         raise _refuse(

@@ -137,7 +137,8 @@ def _from_files(
     foreign_head = is_bare and any(name.endswith(_PRETRAINED) for name in config.architectures or ())
     for fault in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
         names = sorted(str(name) for name in report[fault] if _COUNTED not in str(name))
-        if is_bare or fault == "unexpected_keys":  # a pooler that never runs, or that the class does not have
+        # a pooler may be missing if it never runs, or additional if the class has none
+        if is_bare or fault == "unexpected_keys":
             names = [name for name in names if _POOLER not in name]
         if fault == "unexpected_keys":
             names = [

@@ -82,7 +82,7 @@ def inspect(folder: Path, model: str, weights: Mapping[str, Any], current: Model
     with reading(folder):
         report.assumed += compare_files(folder, parse_entry(report.entry))
     report.entry["weights"]["digests"] = digests(folder)
-    if "hub" in weights:  # the folder was downloaded with the files that a load needs, and with their manifest
+    if "hub" in weights:  # of a model from the hub, the folder has only the downloaded files and their manifest
         files = [path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST]
         report.entry["download_bytes"] = sum(path.stat().st_size for path in files)
     if licence := _licence(folder):
@@ -202,7 +202,8 @@ def _transformer(folder: Path, report: Inspection) -> None:
         entry["load"] = load
     if "dense" in entry["outputs"]:
         _pooling(modules, report, is_masked=named.endswith("ForMaskedLM"))
-    if {"MultiVectorMask", "HierarchicalTokenPooling"} & set(modules.kinds):  # older formats imply a Normalize
+    # only these formats list a Normalize if rows are normalised; older formats always normalise
+    if {"MultiVectorMask", "HierarchicalTokenPooling"} & set(modules.kinds):
         entry["run"] = {"normalize": modules.normalizes}
         report.findings.append(
             f"rows {'normalised' if modules.normalizes else 'as the modules leave them'}: modules.json"
