@@ -52,7 +52,7 @@ def run(settings: Settings, *, spare: bool = False) -> int:
     dependencies.check(settings)
     if warning := examined(allowed(settings)):
         _logger.warning("%s", warning)
-    signal.pthread_sigmask(signal.SIG_BLOCK, forkserver.SIGNALS)  # blocked until a wait or a handler for them is set up
+    signal.pthread_sigmask(signal.SIG_BLOCK, forkserver.SIGNALS)  # until this process handles these signals
     _import()
     # checked before a socket exists: probes treat an adapter with a socket as ready
     adapters = _one_for_each_device(settings)
@@ -60,8 +60,10 @@ def run(settings: Settings, *, spare: bool = False) -> int:
         if _is_served(path := Path(adapter.ipc_socket_path)):
             _logger.error("another adapter serves on %s", path)
             return 1
-    for number in range(len(adapters), MAX_DEVICES):  # of a killed adapter with more devices
-        with contextlib.suppress(OSError):  # nobody asks for it, and doctor names it
+    # remove the sockets of an adapter with more devices that was killed
+    for number in range(len(adapters), MAX_DEVICES):
+        # a socket that stays does no harm: no process connects to it, and `sie doctor` reports it
+        with contextlib.suppress(OSError):
             Path(ipc.device_socket(settings.ipc_socket_path, number)).unlink(missing_ok=True)
     with contextlib.ExitStack() as sockets:
         listeners = [sockets.enter_context(_listener(Path(adapter.ipc_socket_path))) for adapter in adapters]
@@ -168,7 +170,9 @@ def _serve(
     path.unlink(missing_ok=True)  # the parent still has the socket open, so no client may queue on it
     listener.close()
     if not engine.stop(DRAIN_S):
-        _logger.warning("a batch still ran after %g s", DRAIN_S)
+        _logger.warning(
+            "a batch was still running %g s after the drain began; the process exits without its result", DRAIN_S
+        )
     server.close()
     if tracer is not None:
         tracer.close()

@@ -100,7 +100,7 @@ class AdapterServer:
                     self._run_batch(connection, request)
                     continue
                 if isinstance(request, ipc.Cancel):
-                    continue  # the batch of this connection has already ended
+                    continue  # a Cancel that arrived after its batch had ended has no effect
                 try:
                     _send(connection, self._answer(request))
                 finally:
@@ -128,7 +128,8 @@ class AdapterServer:
                 return
             try:
                 _send(connection, reply)
-            except FrameError as error:  # no byte of the reply was sent
+            except FrameError as error:
+                # the reply is too large, and no byte of it was sent, so a smaller reply can follow
                 _send(connection, Refused(InternalFailure(str(error), reason="reply_too_large").info(), request.batch))
             except OSError as error:
                 broken.append(error)

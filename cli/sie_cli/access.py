@@ -30,12 +30,13 @@ class Access(msgspec.Struct, frozen=True, kw_only=True):
     gateway_url: str
     config_url: str = ""
     broker_url: str = ""  # URL without user and password
-    broker_monitor_url: str = ""  # secret path: the monitor of the server has no passwords
+    broker_monitor_url: str = ""  # URL with a secret path, because the monitor of the broker has no passwords
     operator_password: str = ""
     admin_token: str = ""
     metrics_urls: tuple[str, ...] = ()  # base addresses of metrics and probes: gateways, then workers
     models_dir: str = ""  # folder or bucket of the served models
-    unread_stream: str = ""  # stream whose files the broker has been reading for a long time
+    # name of a stream whose files the broker has been reading for a long time; empty if there is none
+    unread_stream: str = ""
 
     def __repr__(self) -> str:
         return (

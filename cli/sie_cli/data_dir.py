@@ -88,7 +88,8 @@ class DataDir:
             sockets = sockets_folder(self._path)
             try:
                 private_folder(sockets)
-            except SettingError:  # any user may write to the directory for temporary files
+            except SettingError:
+                # the folder is in the directory for temporary files, where another user may have created it first
                 raise SettingError(
                     "--data-dir", f"{sockets}, for sockets, is another user's; name a directory with a shorter path"
                 ) from None

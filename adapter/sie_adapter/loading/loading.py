@@ -113,7 +113,8 @@ class Loader:
     _reported: set[tuple[str, str]] = field(
         default_factory=set
     )  # (model, reason) pairs that were already logged: the model has another precision than requested
-    # locks on the files of models whose load has begun, by residency
+    # locks on the files of models that are being loaded, by `Resolved.residency`; a locked file is not removed from the
+    # cache
     _leases: dict[str, Lock] = field(default_factory=dict)
 
     def compute(self, precision: Precision | None) -> Compute:
@@ -141,7 +142,8 @@ class Loader:
             int8=resolved.load.precision == "int8",
         )
         choice = engines.choose(resolved.load.engine, facts)
-        # weights fit into this folder: if /tmp of a pod exceeds its limit, the pod is evicted
+        # temporary files of the load can be as large as the weights: they would exceed the limit for /tmp of a pod,
+        # which would then be evicted
         cache = self.settings.cache_folder
         scratch = cache if os.access(cache, os.W_OK) else None
         return dataclasses.replace(compute, model=facts, engine=choice, scratch=scratch, int8=facts.int8)
@@ -151,7 +153,8 @@ class Loader:
         Fetches the files if necessary. Raises the same errors as `load`.
         """
         with classed(resolved.entry):
-            _family(resolved)  # first, so that a model that will be refused is not downloaded
+            # the family is checked first, so that a model without a family is refused before its files are downloaded
+            _family(resolved)
             compute = self._compute_of(resolved)
             dtype = torch.float32 if self.device.type == "cpu" else compute.dtype
             rule = engines.RULES[compute.engine.engine]

@@ -74,7 +74,7 @@ _STOCK = ("sentence_transformers.", "pylate.")
 _BACKBONES = ("MLMTransformer", "Transformer")
 STATIC = "StaticEmbedding"
 _OF_TOKENS = frozenset({"Pooling", "SpladePooling", "MultiVectorMask", "HierarchicalTokenPooling", "LogitScore"})
-# arguments of from_pretrained that change speed or place, not the results
+# arguments of from_pretrained that change only the speed, or where the weights are stored
 _PLACING = frozenset(
     {"attn_implementation", "device_map", "dtype", "low_cpu_mem_usage", "torch_dtype", "use_safetensors"}
 )
@@ -155,7 +155,7 @@ def output_width(layers: Iterable[nn.Module], hidden: int) -> int:
 
 def pooled_width(token_layers: Iterable[nn.Module], pooling: str, layers: Iterable[nn.Module], hidden: int) -> int:
     """Return the width of the vectors that `pooling`, between two groups of layers, computes from states with `hidden`
-    numbers. Empty: no pooling.
+    numbers. An empty `pooling` does not change the width.
     """
     return output_width(layers, output_width(token_layers, hidden) * len(pooling.split("+")))
 
@@ -225,7 +225,8 @@ def read_modules(folder: Path) -> Modules:
             f"modules.json begins with {kinds[0] if kinds else 'nothing'}, expected a Transformer or a {STATIC}"
         )
     folder_of_transformer = listed[0][1]
-    is_static = kinds[0] == STATIC  # a static model returns one vector for each text
+    # a static model has no transformer: its first module already returns one vector for each text
+    is_static = kinds[0] == STATIC
     transformer = TransformerSettings() if is_static else read_transformer(folder_of_transformer)
     settings: dict[str, dict[str, Any]] = {}
     steps: list[tuple[str, str, nn.Module]] = []  # kind, the feature that it changes, the layer

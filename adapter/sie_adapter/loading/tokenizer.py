@@ -30,7 +30,7 @@ _FILES = (
     "*.model",
 )
 _REMEDY = "copy tokenizer.json and tokenizer_config.json from the repository that the weights come from"
-# part of a sentence's characters: if more of them become known tokens, the tokenizer supports the sentence
+# fraction of a sentence's characters: if a larger fraction becomes known tokens, the tokenizer supports the sentence
 _KNOWN = 0.5
 _UNKNOWN_SIGN = "\U00010600"  # a Linear A character, which is in no vocabulary
 # one sentence in each script that models are trained for, and notations of models that do not read a language

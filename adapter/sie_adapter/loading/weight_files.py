@@ -78,8 +78,8 @@ def _stored(file: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def _check_length(file: Path) -> None:
-    """Compare the size of a safetensors file with its header. Source: the description of the format in its
-    repository.
+    """Raise ModelLoadFailed if the size of a safetensors file differs from the size that its header implies. Source:
+    the description of the format in its repository.
     """
     size = file.stat().st_size
     with file.open("rb") as opened:

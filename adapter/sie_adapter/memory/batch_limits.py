@@ -2,14 +2,15 @@
 that ran out of memory.
 
     before a pass: limit(key) ──► split_off(chosen, lengths, limit) ──► a pass that is known to fit, and the other items
-    after a pass:  fits(key, tokens) | failed(key, tokens) ──► the edge changes, and is stored on the disk
+    after a pass:  fits(key, tokens) | failed(key, tokens) ──► the `BatchLimit` of the key changes and is stored on disk
 
-The rule. A failure of n tokens sets the edge to n. The limit becomes the largest pass below it that fitted, at least n
-/ 2. If n had fitted before, less memory is free now, and the limit is n / 2. Old failures are not valid for ever, since
-another process may have used the memory at that time: for every WAIT_S without a new result, the limit rises by the
-factor RAISE. If a pass of the raised size fails, the wait doubles, up to MAX_WAIT_S, so a device that is too small gets
-fewer and fewer attempts. If the pass fits, the wait begins again from that size. A failure that killed the process also
-cost its models and its other batches: half of its tokens count as failed as well, and the wait begins at KILLED_WAIT_S.
+The rule. After a failure with n tokens, the limit is the largest pass below n tokens that fitted, at least n / 2. If a
+pass of n tokens had fitted before, less memory is free now, and the limit is n / 2. Old failures are not valid for
+ever, since another process may have used the memory at that time: for every WAIT_S without a new result, the limit
+rises by the factor RAISE. If a pass of the raised size fails, the wait doubles, up to MAX_WAIT_S, so a device that is
+too small gets fewer and fewer attempts. If the pass fits, the wait begins again from that size. A failure that killed
+the process also cost its models and its other batches: half of its tokens count as failed as well, and the wait begins
+at KILLED_WAIT_S.
 """
 
 from __future__ import annotations
@@ -223,7 +224,8 @@ class DeviceLimits:
 
 
 SLOTS = 64  # number of passes that can be recorded at the same time; there are fewer lanes
-DOUBTED_TOKENS = 1024  # tokens below which lack of memory is not the likely reason of an unexplained death
+# if a process ended without a known reason during a pass of fewer tokens, lack of memory is not assumed
+DOUBTED_TOKENS = 1024
 # tokens of the pass, 0 if the slot is free; tokens of the largest earlier pass that fitted; bytes of the key
 _HEAD = struct.Struct("<III")
 _SLOT_BYTES = 512

@@ -7,10 +7,9 @@ import re
 
 from sie_contracts.errors import InternalFailure
 
-# Messages for a failed allocation: of torch's allocator, the mapping of a file, oneDNN, C++, and a thread without room
-# for its stack on a CPU. All of them are a plain RuntimeError, so only the text identifies them.
-# On CUDA, the libraries and the driver allocate too, for a handle or for the code of a kernel: the context survives
-# such a failure.
+# Messages of failed allocations: by torch's allocator, by the mapping of a file, by oneDNN, by C++, for the stack of a
+# thread, and on CUDA by libraries and driver, for a handle or for the code of a kernel; the CUDA context survives such
+# a failure. Each error is a plain RuntimeError, so only its text identifies it.
 _ALLOCATION = (
     "DefaultCPUAllocator",
     "Cannot allocate memory",

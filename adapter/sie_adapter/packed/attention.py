@@ -137,8 +137,9 @@ def packed_attention(
 
     Returns [1, tokens, heads, width]. Raises AttentionUnsupported for an unknown keyword that is not None, since it
     would change the numbers. Windows are defined as in transformers' flash attention path: `sliding_window` counts the
-    token itself, and extends to both sides if the attention is not causal. If the mask differs, the mask is right, as
-    in stock eager and sdpa: `sie_edge` is the number of keys on a side that the mask shows beyond `sliding_window`.
+    token itself, and extends to both sides if the attention is not causal. If the model's mask shows another window,
+    the mask is used, as in stock eager and sdpa: `sie_edge` is the number of keys on a side that it shows beyond
+    `sliding_window`.
     """
     unsupported = [name for name, value in options.items() if value is not None]
     if unsupported or dropout:
@@ -301,7 +302,7 @@ def _attend_varlen(
 
     options: dict[str, Any] = {"scale": scale, "window_size": _window(pattern)}
     if query.shape[1] != key.shape[1]:
-        options["enable_gqa"] = True  # which torch has from 2.12 on
+        options["enable_gqa"] = True  # torch has this option from 2.12 on
     output: Tensor = varlen_attn(query, key, value, bounds, bounds, longest, longest, **options)
     return output
 

@@ -42,7 +42,8 @@ _TRIAL_COSINE = {torch.float32: 0.9999}  # smallest cosine of a token's states; 
 _TRIAL_COSINE_16 = 0.99
 _TRIAL_COSINE_INT8 = 0.95
 _BACKENDS = {Kernel.FLASH: "flash_attention_2", Kernel.REFERENCE: "eager"}
-_PADDED_WASTE = 1.25  # largest ratio of padded positions to tokens
+# on padded batches: largest number of positions of a group of sequences, padding included, for each token
+_PADDED_WASTE = 1.25
 
 
 class StateRunner(Protocol):
@@ -90,7 +91,8 @@ class Backbone:
         entry demands sglang.
         """
         attention.register()
-        # set on this configuration, since a part of a larger model has a separate configuration
+        # set on the configuration of `model` itself: if `model` is a part of a larger model, it has its own
+        # configuration
         model.config.use_cache = False
         self._model = model
         self._compute = compute
@@ -103,7 +105,8 @@ class Backbone:
         _check_rotary(model, max_tokens)
         self._numbering = _numbering(model)
         self._runner: StateRunner | None = None
-        self._is_causal: bool | None = None  # result before another engine replaced torch; None if it was not measured
+        # result of `is_causal` on torch, before another engine replaced it; None if it was not computed
+        self._is_causal: bool | None = None
         self._trial: tuple[PackedBatch, Tensor] | None = None
         self._kernel: Kernel | None = None
         self._graphs: PassGraphs | None = None

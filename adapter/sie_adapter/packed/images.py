@@ -62,7 +62,7 @@ def processor_of(folder: Path, entry: ModelEntry, load: LoadOptions | None = Non
 
 
 class _Levels:
-    """Normalisation of pixels on a device."""
+    """Conversion of uint8 pixels to normalised float32 values, on a device."""
 
     def __init__(self, normalisation: Normalisation, device: torch.device) -> None:
         self._device = device
@@ -125,8 +125,8 @@ def passes(images: int, most: int) -> Iterator[tuple[int, int]]:
 
 
 class Patches(NamedTuple):
-    """Cut of an image for a tower of any size. Patches are squares of `edge` pixels; `merged` by `merged` of them make
-    a block. Each patch is repeated `frames` times, like the frames of a film.
+    """Sizes of the patches into which a tower for images of any size cuts an image. A patch is a square of `edge`
+    pixels; `merged` by `merged` patches make a block. Each patch is repeated `frames` times, like the frames of a film.
     """
 
     edge: int

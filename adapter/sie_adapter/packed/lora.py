@@ -105,7 +105,7 @@ class ModelLoras:
         self._adapted, self._compute, self._run = adapted, compute, run
         self._lock = threading.Lock()
         self._kept: OrderedDict[str, tuple[Pairs, str]] = OrderedDict()  # name -> matrices, digest of the LoRA's files
-        self.leases: dict[str, Any] = {}  # leases on the files of loaded LoRAs, so that the files stay on the disk
+        self.leases: dict[str, Any] = {}  # locks on the files of loaded LoRAs, so that the files stay on the disk
 
     def load(self, name: str, folder: Path, most: int) -> str:
         """Read and try a LoRA, unless it is loaded. `most`: the largest number of loaded LoRAs. Returns the SHA-256 of

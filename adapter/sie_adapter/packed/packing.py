@@ -24,10 +24,11 @@ from sie_contracts.media.sounds import Shape, SoundRecipe
 from sie_contracts.models.entries import Engine
 from sie_contracts.wire.ipc import IMAGE_KEY_BYTES
 
-# pairs (limit, step): a number up to the limit is rounded up to a multiple of the step; the last step is also used
-# above its limit
+# pairs (limit, step) that reduce the different numbers of tokens or rows: a number up to the limit is rounded up to a
+# multiple of the step; the last step is also used above its limit
 Steps = Sequence[tuple[int, int]]
-# Up to 64 tokens, no sequence is added: it took 1 ms of the 4.5 ms of a short text.
+# steps for the tokens of a pass. Up to 64 tokens, no padding is added, because an added sequence took 1 ms of the 4.5
+# ms of a short text.
 _STEPS: Steps = ((64, 1), (256, 16), (1024, 32), (2048, 64))
 UInt8 = NDArray[np.uint8]
 Float32 = NDArray[np.float32]
@@ -308,10 +309,10 @@ def _packed_alone(batch: Items, chosen: Int64, numbering: Positions) -> PackedBa
 
 def filled_up(packed: PackedBatch, filler: int, numbering: Positions) -> PackedBatch:
     """Add a sequence of `filler` ids to the batch, so that its number of tokens is one of few possible numbers. `order`
-    does not contain the sequence.
+    does not contain the added sequence.
 
-    oneDNN keeps about a megabyte for every number of rows that a product ever had. The added sequences are about 2 % of
-    all rows.
+    The reason: oneDNN keeps about a megabyte for every number of rows that a product ever had. The added sequences are
+    about 2 % of all rows.
     """
     tokens = len(packed.ids)
     more = missing(tokens)
@@ -353,7 +354,7 @@ class Padded(NamedTuple):
 
 def padded(packed: PackedBatch, start: int, stop: int, columns: int, filler: int, rows: int = 0) -> Padded:
     """Return the sequences from `start` to before `stop`, padded with `filler` ids to `columns` tokens, and to `rows`
-    rows. Rows without a sequence are attended to. The padding of the pass is increased.
+    rows. Added rows have `attended` True everywhere. The number of added positions is added to `packed.padding`.
     """
     places = np.arange(columns)[None, :]
     real = _with_rows(places < packed.lengths[start:stop, None], rows, False)

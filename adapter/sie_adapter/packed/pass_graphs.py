@@ -33,17 +33,17 @@ from sie_adapter.packed.packing import Int64, PackedBatch
 
 _logger = logging.getLogger("sie.adapter")
 
-# Each step is at most a half larger than the one before: a pass of BERT large with 128 tokens takes as long as a pass
-# with 16, since both wait for weights.
-# From 1,024 tokens on, the kernels of large models take as long as their launches on a fast host.
+# Numbers of tokens of the buckets. Each number is at most twice the one before: a pass of BERT large with 128 tokens
+# takes as long as a pass with 16, since both wait for weights. Above 1,024 tokens there are no graphs, because the
+# kernels of large models then take as long as their launches on a fast host.
 _TOKENS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
 _SEQUENCES = (8, 32)
-_BLOCK = 128  # rows of a block of the attention kernel, and the longest sequence of padding
+_BLOCK = 128  # rows of a block of the attention kernel; an added sequence of padding has at most as many tokens
 # largest number of graphs of a model.
 # Their activations use common memory; the driver keeps about a kilobyte for each kernel of a graph.
 _MOST_GRAPHS = 16
-_LEAST_COSINE = 0.999  # of a token's states, eager and replayed, in 16 bits
-_PAUSE_S = 60.0  # without captures after memory was short
+_LEAST_COSINE = 0.999  # smallest cosine between a token's states of the eager pass and of the replay, in 16 bits
+_PAUSE_S = 60.0  # seconds after a lack of memory in which no graph is captured
 _WARM_UPS = 2
 # failed captures after which this process captures no more graphs, since each failed capture stays in memory
 _MOST_FAILED = 64
@@ -158,7 +158,7 @@ class CudaRecorder:
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._last: Any = None
-        # after a failed capture, torch's allocator of pinned memory still asks this graph for its number
+        # graphs of failed captures, kept because torch's allocator of pinned memory still uses them
         self._failed: list[Any] = []
 
     def pool(self) -> Any:
@@ -245,8 +245,8 @@ class PassGraphs:
         first: int,
         has_types: bool,
     ) -> None:
-        """Create the graphs of a model. `model`: its name in the log. `kernel`: of attention. `filler`, `first`: id and
-        position of padding.
+        """Create the graphs of a model. `model`: its name in the log. `kernel`: the attention kernel. `filler`,
+        `first`: id and position of padding.
         """
         self._model, self._recorder, self._kernel = model, recorder, kernel
         self._inputs = functools.partial(StaticInputs, device=device, filler=filler, first=first, has_types=has_types)

@@ -96,7 +96,7 @@ class TowerOutputs:
     # `OutputsOfTower` calls the methods below while it holds the lock
 
     def number(self) -> int:
-        """Return the number of a new use."""
+        """Return the next number of the counter of uses; the numbers order all uses of outputs."""
         return next(self._uses)
 
     def fit(self) -> None:
@@ -152,8 +152,8 @@ class OutputsOfTower:
     def _looked_up(
         self, names: Sequence[Hashable]
     ) -> tuple[dict[Hashable, _CachedOutput], dict[Hashable, Future[Output | None]], list[Hashable]]:
-        """Return the cached outputs, the outputs that another thread reads, and the names that this thread
-        must read.
+        """Return the cached outputs, the outputs that another thread computes now, and the names of the images that
+        this thread must read.
         """
         cached: dict[Hashable, _CachedOutput] = {}
         elsewhere: dict[Hashable, Future[Output | None]] = {}

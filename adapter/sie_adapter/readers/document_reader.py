@@ -78,7 +78,9 @@ class DocumentReader:
         self.memory_bytes = self._kind.memory_bytes
 
     def reading(self, read: Read[PagePrompt], is_gone: IsGone) -> ReaderCall[PagePrompt, Shown]:
-        """Return the call that answers one batch. `read` writes the text of the batch's rows."""
+        """Return an object that answers one batch: its method `extract` calls `read`, which generates the text of all
+        rows.
+        """
         return ReaderCall(self._kind, self.rows, read, is_gone, "images")
 
 

@@ -177,7 +177,7 @@ class Florence2:
         return [self._begun(*pair) for pair in zip(features, prompts, strict=True)]
 
     def _begun(self, features: Tensor, prompt: PagePrompt) -> RowStart:
-        """Return the start of a row. Its encoder reads the features of the page, then the sentence."""
+        """Return a new row of the decoder, whose encoder has read the features of the page, then the sentence."""
         ids = torch.tensor([list(prompt.encoder_ids)], device=features.device)
         read = torch.cat([features[None], self._embeddings(ids)], 1)
         return self._decoder.begin(self._encoder(inputs_embeds=read).last_hidden_state, prompt.ids)

@@ -61,8 +61,8 @@ _WINDOWS_PER_PASS_ELSEWHERE = 8
 
 @dataclass(eq=False)
 class SoundTranscription:
-    """Transcription of a sound, window by window. `ids`: the prompt of each window. `place`: the index in `ids` of a
-    language that is recognised in the first window; -1 if the language is known.
+    """Transcription of a sound, window by window. `ids`: the prompt of each window. `place`: the index in `ids` of the
+    language token, which is recognised in the first window; -1 if the language is known.
     """
 
     features: Heard
@@ -100,7 +100,7 @@ class SoundWindow:
     def following(self, written: GeneratedText) -> SoundWindow | None:
         """Add the segments of this window to the sound, and return the next window; None after the last window."""
         sound = self.sound
-        if not self.seek:  # reset the reading, since a batch that failed as a whole is read again
+        if not self.seek:  # begin again: if a batch failed, the sound is read a second time from its first window
             sound.segments, sound.tokens, sound.finish = [], 0, "stop"
         ids = written.ids[:-1] if written.ids[-1] in self.rules.ends else written.ids
         new_segments, used = segments(ids, sound.prompt_tokens.times, self.seek, self.frames)
@@ -160,7 +160,9 @@ class SoundReader:
         self._greedy = Greedy(self._config, compute.device, ends_of(self._config))
 
     def reading(self, read: Read[SoundWindow], is_gone: IsGone) -> ReaderCall[SoundWindow, Heard]:
-        """Return the call that answers one batch. `read` writes the text of the batch's rows."""
+        """Return an object that answers one batch: its method `extract` calls `read`, which generates the text of all
+        rows.
+        """
         return ReaderCall(self, self.rows, read, is_gone, "audio")
 
     def prompt(self, features: Heard, options: ExtractOptions) -> SoundWindow:

@@ -47,9 +47,10 @@ OCR = "ocr"
 
 
 class _TranscriberKind(NamedTuple):
-    """Kind of transcriber. `model`: its class. `tasks`: the instruction for each task. `see`: computes the features of
-    an image, [tokens, width], from the model, float pixels [3, height, width] and the numbers of rows and columns of
-    patches. `is_placed`: tokens have positions on three axes. `refused`: a precision in which the model overflows.
+    """Differences between the model classes of transcribers. `model`: the class. `tasks`: the instruction for each
+    task. `see`: computes the features of an image, [tokens, width], from the model, float pixels [3, height, width] and
+    the numbers of rows and columns of patches. `is_placed`: tokens have positions on three axes. `refused`: a precision
+    in which the model overflows.
     """
 
     model: Any

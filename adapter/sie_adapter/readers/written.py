@@ -33,7 +33,7 @@ Read = Callable[[GenerationModel[P], Sequence[P], IsGone], list[GeneratedText]]
 
 
 class ReaderKind(GenerationModel[P], Protocol[P, F_contra]):
-    """Kind of reader."""
+    """Model class of a reader: how its prompt is built, and how its text becomes a result."""
 
     def prompt(self, file: F_contra, options: ExtractOptions) -> P:
         """Return the prompt of a row. Raises InvalidInput for options that the model does not support."""
@@ -43,7 +43,7 @@ class ReaderKind(GenerationModel[P], Protocol[P, F_contra]):
 
 
 class ReaderCall(Generic[P, F_contra]):
-    """Call of a reader for one batch. `field`: the name of the input field with its files."""
+    """Object that answers one batch of a reader. `field`: the name of the input field with its files."""
 
     def __init__(
         self, kind: ReaderKind[P, F_contra], rows: Mapping[str, Rows], read: Read[P], is_gone: IsGone, field: str
@@ -190,8 +190,8 @@ def reserved(field: str) -> InvalidInput:
 
 
 def attended(mask: Tensor, dtype: torch.dtype, *, is_eager: bool) -> Tensor:
-    """Return a mask in the form that the attention of transformers expects: eager attention adds the mask to the
-    scores.
+    """Return a boolean mask in the form that the attention of transformers expects. Eager attention adds the mask to
+    the scores, so it gets floats: 0 where a position is attended to, else the lowest value.
     """
     if not is_eager:
         return mask
@@ -199,8 +199,9 @@ def attended(mask: Tensor, dtype: torch.dtype, *, is_eager: bool) -> Tensor:
 
 
 class RowPositions(nn.Module):  # type: ignore[misc]  # the type checker skips torch
-    """Learned positions of a decoder of BART's kind, with separate positions for each row. The decoder itself numbers
-    all rows equally. `given` [rows, 1]: the positions of a step; None while a prompt is read.
+    """Learned positions of a decoder of BART's kind, with separate positions for each row. Without this module, the
+    decoder gives all rows of a step the same position. `given` [rows, 1]: the positions of a step; None while a prompt
+    is read.
     """
 
     def __init__(self, own: Any) -> None:

@@ -193,10 +193,10 @@ class ArchiveReader:
                     f"{name} has the SHA-256 {actual[:16]}.., the index has {fact.sha256[:16]}..: {_DAMAGED}"
                 )
         if self._exactly(2 * _BLOCK) != bytes(2 * _BLOCK):
-            raise CommandRefused(f"something follows the last file of its index: {_DAMAGED}")
+            raise CommandRefused(f"the archive has data after the last file of its index: {_DAMAGED}")
         rest = self._stream.read(_RECORD + 1)  # other tar programs pad the last record
         if len(rest) > _RECORD or any(rest):
-            raise CommandRefused(f"something follows the end of the archive, at byte {self._at}: {_DAMAGED}")
+            raise CommandRefused(f"there is data after the end of the archive, at byte {self._at}: {_DAMAGED}")
 
     def _small(self, name: str) -> bytes:
         """Return a whole small file at the start of the archive."""

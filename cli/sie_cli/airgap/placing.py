@@ -35,7 +35,7 @@ ENVIRONMENT = "serve.env"
 
 
 def entries(index: ArchiveIndex) -> list[ModelEntry]:
-    """Return the entries of an archive, whose files are all inside it. Raises CommandRefused."""
+    """Return the entries of an archive. Raises CommandRefused for an entry with files that are not in the archive."""
     models = []
     for raw in index.entries:
         try:
@@ -90,8 +90,8 @@ def settings(index: ArchiveIndex, at: Path) -> dict[str, str]:
 
 
 def load(reader: ArchiveReader, folder: Path, at: Path, progress: ByteProgress) -> None:
-    """Unpack an archive to `folder`, whose path for workers is `at`. Raises CommandRefused, OSError; then `folder` does
-    not exist.
+    """Unpack an archive to `folder`. `at`: the path of this folder for workers. Raises CommandRefused, OSError; then
+    `folder` does not exist.
     """
     check(reader.index)
     with _loading(folder) as partial:
