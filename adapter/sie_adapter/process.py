@@ -136,7 +136,7 @@ def _one_for_each_device(settings: Settings) -> list[Settings]:
     for name in names:
         device.require(name)
     if len(names) > 1 and not sys.platform.startswith("linux"):
-        raise SettingError("SIE_DEVICE", "several devices need Linux, name one")
+        raise SettingError("SIE_DEVICE", "several devices are supported only on Linux: name one device")
     return [
         dataclasses.replace(settings, device=name, ipc_socket_path=ipc.device_socket(settings.ipc_socket_path, number))
         for number, name in enumerate(names)
@@ -167,7 +167,8 @@ def _serve(
     server.serve(wake)
     _logger.info("adapter stopping")
     watch.close()
-    path.unlink(missing_ok=True)  # the parent still has the socket open, so no client may queue on it
+    # remove the path first: the parent still has the socket open, so a client could connect and wait without an answer
+    path.unlink(missing_ok=True)
     listener.close()
     if not engine.stop(DRAIN_S):
         _logger.warning(
@@ -216,7 +217,7 @@ def _is_served(path: Path) -> bool:
             probe.connect(str(path))
         except (FileNotFoundError, ConnectionRefusedError):
             return False
-        except BlockingIOError:  # the listener's queue is full
+        except BlockingIOError:  # the queue of a process that listens is full
             pass
     return True
 

@@ -92,7 +92,8 @@ class Detector:
         if entry.max_tokens > self._kind.max_tokens:
             raise load_failed(
                 "INCOMPATIBLE",
-                f"{entry.id}: max_tokens is {entry.max_tokens}, the model reads {self._kind.max_tokens} of its labels",
+                f"{entry.id}: max_tokens is {entry.max_tokens}, the model reads at most "
+                f"{self._kind.max_tokens} tokens of labels",
             )
         self._most = _IMAGES_PER_PASS.get(compute.device.type, _IMAGES_PER_PASS_ELSEWHERE)
         self.rows = {"extract": Rows("raw", images=self._kind.recipe)}
@@ -137,7 +138,9 @@ class Detector:
                 results[number] = (
                     {"objects": objects(boxes, scores, labels, options.labels, self._kind.frame(image), least)}
                     if is_finite
-                    else InferenceFailed("the model's scores or boxes are not finite", reason="non_finite")
+                    else InferenceFailed(
+                        "the model returned scores or boxes that are NaN or infinite", reason="non_finite"
+                    )
                 )
         return [results[number] for number in range(len(rows))]
 
@@ -149,7 +152,9 @@ class Detector:
         for name in _THRESHOLDS:
             if name in options.parameters and name not in own:
                 listed = " and ".join(own)
-                raise InvalidInput(f"{name}: the model has {listed}", reason="unknown_option", param=name)
+                raise InvalidInput(
+                    f"{name}: the model does not have this option, it has {listed}", reason="unknown_option", param=name
+                )
         if options.threshold is not None:
             return options.threshold
         return max(float(options.parameters.get(name, default)) for name, default in own.items())

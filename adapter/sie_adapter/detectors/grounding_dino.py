@@ -125,15 +125,15 @@ class GroundingDino:
         )
 
     def prompt(self, labels: Sequence[str]) -> _LabelPrompt:
-        """Return the prompt of the labels. Raises InvalidInput, reason labels."""
+        """Return one prompt with all labels, and the tokens of each label in it. Raises InvalidInput, reason labels."""
         cleaned = [" ".join(label.lower().translate(_SPACES).split()) for label in labels]
         if not cleaned:
             raise labels_refused("expected at least one")
         if not all(cleaned):
-            raise labels_refused("one of them has nothing beside full stops and question marks")
+            raise labels_refused("one of them has only full stops and question marks")
         encoding = self.tokenizer.encode(". ".join(cleaned) + ".")
         if len(encoding.ids) > self._limit:
-            raise labels_refused(f"they take {len(encoding.ids)} tokens, the model takes {self._limit}")
+            raise labels_refused(f"they have {len(encoding.ids)} tokens, the model reads at most {self._limit}")
         ids = np.array(encoding.ids, np.int64)
         lengths = np.array([len(label) for label in cleaned])
         starts = np.cumsum(lengths + 2) - lengths - 2

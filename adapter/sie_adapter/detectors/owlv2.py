@@ -4,7 +4,8 @@
                                                                    ├──► score of each label at each patch, a box
     uint8 pixels ──► blurred, square, normalised ──► image tower ──┘
 
-The image is padded at the bottom or the right to a square before it is scaled, so boxes are parts of the longer edge.
+The image is padded at the bottom or the right to a square before it is scaled, so boxes are fractions of the longer
+edge.
 """
 
 from __future__ import annotations
@@ -84,8 +85,8 @@ class Owlv2:
         self.recipe = Recipe("fit", longest=_OVERSAMPLED * self._side, multiple=1, resample="bicubic", tokens=patches)
 
     def prompt(self, labels: Sequence[str]) -> Tensor:
-        """Return the vector of each label, float32 [labels, width]. Call it under inference mode. Raises InvalidInput,
-        reason labels.
+        """Return the vector of each label, float32 [labels, width], in the order of the labels. Call it under inference
+        mode. Raises InvalidInput, reason labels.
         """
         if not labels:
             raise labels_refused("expected at least one")

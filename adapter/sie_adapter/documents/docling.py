@@ -97,7 +97,11 @@ def _refusal(document: DocumentFile | None, options: ExtractOptions) -> InvalidI
         message = "document: the model reads a document, and the input has none"
         return InvalidInput(message, reason="unsupported_modality", param="document")
     if options.parameters.get("ocr"):
-        return InvalidInput("ocr: the model reads only the text that a file has", reason="unknown_option", param="ocr")
+        return InvalidInput(
+            "ocr: not supported: the model reads only the text that a file contains, not text in images",
+            reason="unknown_option",
+            param="ocr",
+        )
     return None
 
 

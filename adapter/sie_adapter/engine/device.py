@@ -342,7 +342,7 @@ class _MallInfo2(ctypes.Structure):
 
 def _free_in_allocator() -> int:
     libc = ctypes.CDLL(None)
-    if not hasattr(libc, "mallinfo2"):  # glibc before 2.33, or musl
+    if not hasattr(libc, "mallinfo2"):  # glibc before 2.33 and musl do not have this function
         return 0
     libc.mallinfo2.restype = _MallInfo2
     return int(cast(Any, libc.mallinfo2()).fordblks)

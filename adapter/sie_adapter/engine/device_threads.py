@@ -177,7 +177,7 @@ class DeviceThreads:
 
 
 def _refuse(job: DeviceJob) -> None:
-    """Reply Refused: the sidecar waits for a last reply without a timeout."""
+    """Reply Refused, because the sidecar waits without a timeout for the last reply to a batch."""
     try:
         job.answer(
             Refused(InternalFailure("a device thread of the adapter failed, see its log").info(), job.message.batch)

@@ -137,7 +137,7 @@ class AdapterEngine:
         return any([self.outputs.clear(), drop_graphs()])
 
     def _load(self, resolved: Resolved) -> Any:
-        # the loading thread may run out of memory too
+        # on a new thread, because oneDNN may not run new shapes on a thread that ran out of memory
         with self._ending_if_lost(), classed(resolved.entry), devices.weights_apart():
             return on_new_thread(self.loader.load, resolved)
 
@@ -455,7 +455,8 @@ class BatchRun:
             client_rows = [row for row in self._client_vectors if group.start <= row < group.stop]
             if client_rows and head != "multivector":
                 error = InvalidInput(
-                    f"{head}: vectors were given, which stand for a multivector alone", reason="unsupported_modality"
+                    f"{head}: the input has vectors, which can be used only for the output multivector",
+                    reason="unsupported_modality",
                 )
                 self._errors.update(dict.fromkeys(client_rows, error))
 

@@ -111,7 +111,8 @@ def is_compiled_twice(weight_bytes: int) -> bool:
 
 
 def _bytes_of_graphs(weight_bytes: int) -> int:
-    return (3 if is_compiled_twice(weight_bytes) else 2) * weight_bytes  # torch's weights and the compiled copies
+    # copies of the weights: one of torch, and one for each compiled graph
+    return (3 if is_compiled_twice(weight_bytes) else 2) * weight_bytes
 
 
 def _openvino(facts: EngineFacts) -> str:

@@ -282,7 +282,8 @@ def compress(graph: Any) -> int:
         if source.get_type_name() != "Constant" or len(source.shape) != 2:
             continue
         weight = source.data
-        axis = 1 if product.get_attributes()["transpose_b"] else 0  # the axis of the inputs
+        # the axis along which the inputs of the layer are counted
+        axis = 1 if product.get_attributes()["transpose_b"] else 0
         scale = np.maximum(np.abs(weight).max(axis, keepdims=True) / 127, np.finfo(np.float32).tiny).astype(np.float32)
         quantized = opset13.constant(np.rint(weight / scale).astype(np.int8))
         whole = opset13.multiply(opset13.convert(quantized, "f32"), opset13.constant(scale))

@@ -56,7 +56,7 @@ ItemResults = list[ItemResult | SIEError]
 
 
 def check_groups(groups: tuple[Group, ...], count: int) -> None:
-    """Raise InternalFailure unless the groups cover `count` rows in order."""
+    """Raise InternalFailure unless the groups (work items) cover all `count` rows, in order."""
     ends = [0, *(group.stop for group in groups)]
     starts = [*(group.start for group in groups), count]
     if ends != starts or any(group.start > group.stop for group in groups):
@@ -250,7 +250,7 @@ def _dense_scores(query: Tensor, documents: Sequence[Row]) -> Tensor:
 
 def _sparse_scores(query: Row, documents: Sequence[Row]) -> Tensor:
     device = documents[0][0].device
-    ids, weights = (part.to(device) for part in query)  # a query without a pass may be on the host
+    ids, weights = (part.to(device) for part in query)  # the row of a query that needed no pass is on the host
     counts = torch.tensor([len(names) for names, _ in documents], device=device)
     names, values = torch.cat([names for names, _ in documents]), torch.cat([values for _, values in documents])
     if not len(ids):

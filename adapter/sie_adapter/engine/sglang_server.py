@@ -48,7 +48,7 @@ ARCHITECTURES = (
 )
 # seconds until a started server must be ready; the imports and the weights take minutes on a busy machine
 START_S = 300.0
-RUN_S = 120.0  # seconds for one batch; the client of the adapter has its own timeout
+RUN_S = 120.0  # seconds until the server must have answered a batch; then it is replaced
 _LOOK_S = 0.1  # seconds between two checks whether the server is ready
 _POOL_TOKENS = 16_384  # tokens of keys and values in the server's cache; a text that does not fit waits
 # Environment variables that the process inherits. None of them is secret.

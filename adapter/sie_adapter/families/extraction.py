@@ -146,9 +146,11 @@ class Extractor(ABC, Generic[M]):
         self.attention = f"{encoder.config._attn_implementation} padded"
 
     def _check_room(self, tokens: int) -> None:
-        """Raise InvalidInput if labels with `tokens` tokens leave too little room for the text."""
+        """Raise InvalidInput if labels with `tokens` tokens leave less than an eighth of the tokens of a pass to the
+        text.
+        """
         if self.max_tokens - tokens < self.max_tokens // _MIN_ROOM:
-            raise labels_refused(f"they take {tokens} of {self.max_tokens} tokens, too little is left for the text")
+            raise labels_refused(f"they need {tokens} of {self.max_tokens} tokens, which leaves too few for the text")
 
     def prepare(self, texts: Sequence[str], options: Sequence[ExtractOptions]) -> Preparation:
         """Prepare these texts for `extract`. Several threads may call it at once, off the device thread."""

@@ -1,5 +1,5 @@
-"""GLiNER2, by the package `gliner2`: entities of the types that a request names, for models that score spans of words,
-or scores for its classes where the entry gives classifications.
+"""GLiNER2, by the package `gliner2`, for models that score spans of words: entities of the types that a request names.
+If the entry has the output classifications, a model returns scores for the classes of a request instead.
 
     text ──► words that have tokens ──► windows that overlap, each after the prompt with all labels ──► passes of equal
          length ──► the package's model ──► scores [labels, words, widths] ──► the best spans of each label, over all

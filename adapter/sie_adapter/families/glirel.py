@@ -156,9 +156,11 @@ class GlirelModel(Extractor[GlirelTexts]):
             first, last = bisect_right(ends, mention.start), bisect_left(starts, mention.end) - 1
             path = f"metadata.entities[{index}]"
             if last < first:
-                return InvalidInput(f"{path}: there is no word at its place", reason="schema", param=path)
+                return InvalidInput(f"{path}: its range of the text contains no word", reason="schema", param=path)
             if last >= len(words):
-                message = f"{path}: it ends behind the {len(words)} words that the model reads with these labels"
+                message = (
+                    f"{path}: it ends after the first {len(words)} words, and with these labels the model reads no more"
+                )
                 return InvalidInput(message, reason="input_too_long", param=path, extras={"limit": len(words)})
             spans.append((first, last))
         return words, spans

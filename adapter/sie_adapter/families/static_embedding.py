@@ -51,7 +51,7 @@ class StaticEmbedding:
         if words.get_vocab_size() > len(table):
             return f"its tokenizer has {words.get_vocab_size()} tokens, its table {len(table)} rows"
         if (width := modules.width(table.shape[1])) != entry.outputs.get("dense"):
-            return f"outputs.dense is {entry.outputs.get('dense')}, the model's is {width} wide"
+            return f"outputs.dense is {entry.outputs.get('dense')}, the vectors of the model are {width} wide"
         return ""
 
     def __init__(self, folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> None:

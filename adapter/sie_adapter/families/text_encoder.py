@@ -85,7 +85,8 @@ class PackedModel:
         if entry.outputs.get(output) != width:
             declared = entry.outputs.get(output)
             raise load_failed(
-                "INCOMPATIBLE", f"{entry.id}: outputs.{output} is {declared}, the model's is {width} wide"
+                "INCOMPATIBLE",
+                f"{entry.id}: outputs.{output} is {declared}, the vectors of the model are {width} wide",
             )
 
     def prepare(self, batch: Items, queries: np.ndarray) -> Items:

@@ -185,7 +185,8 @@ class Builder:
         if self.entry.outputs[output] != width:
             declared = self.entry.outputs[output]
             raise load_failed(
-                "INCOMPATIBLE", f"{self.entry.id}: outputs.{output} is {declared}, the model's is {width} wide"
+                "INCOMPATIBLE",
+                f"{self.entry.id}: outputs.{output} is {declared}, the vectors of the model are {width} wide",
             )
 
     def _sparse(self) -> Head:
@@ -250,7 +251,7 @@ class Builder:
         pooling = self.modules.token_pooling
         if pooling is not None and self.entry.max_tokens > MAX_ROWS:
             raise load_failed(
-                "INCOMPATIBLE", f"{self.entry.id}: max_tokens is more than {MAX_ROWS}, the most rows that are pooled"
+                "INCOMPATIBLE", f"{self.entry.id}: max_tokens is more than {MAX_ROWS}, the limit of token pooling"
             )
         head = MultivectorHead(
             _sequence(layers), self.compute.device, skipped=skipped, drop_first=is_m3, pooling=pooling
@@ -259,7 +260,7 @@ class Builder:
         if length:
             if length > self.entry.max_tokens:
                 raise load_failed(
-                    "INCOMPATIBLE", f"{self.entry.id}: queries are filled up to {length} tokens, max_tokens is less"
+                    "INCOMPATIBLE", f"{self.entry.id}: queries are padded to {length} tokens, more than max_tokens"
                 )
             own = (
                 options.filler
@@ -363,7 +364,8 @@ class Builder:
         if entailment is None or against is None:
             raise load_failed(
                 "INCOMPATIBLE",
-                f"{self.entry.id}: its labels are {', '.join(names)}, expected entailment and its opposite",
+                f"{self.entry.id}: its labels are {', '.join(names)}, "
+                "expected entailment, and contradiction or not_entailment",
             )
         return Parts(
             heads={"label": self._sequence_head(self.head)},

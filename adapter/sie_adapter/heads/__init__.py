@@ -1,4 +1,4 @@
-"""Heads, which turn the hidden states of a pass into one output for each sequence. Each kind has a small file.
+"""Heads, which turn the hidden states of a pass into one output for each sequence. Each kind is in a separate file.
 
 hidden [tokens, width] ──► Head.reduce ──► Reduced: one value per sequence, and a mask of the usable ones
 """

@@ -104,7 +104,9 @@ class MaskedLanguageHead:
         return weights.log1p_() if self._twice else weights
 
     def _activated(self, peaks: Tensor) -> list[Row]:
-        """Return the rows of peaks [sequences, vocabulary]: the largest logits, or the sums of weights."""
+        """Return the sparse rows of `peaks` [sequences, vocabulary]: for each sequence, the largest logit of each id,
+        or with `sums` the sum of its weights.
+        """
         weights = peaks if self._sums else self._activated_logits(peaks)
         weights.index_fill_(1, self._dropped, 0.0)
         if 0 < self._max_entries < self._vocabulary:
@@ -114,8 +116,8 @@ class MaskedLanguageHead:
 
 
 def _rows_at_once(vocabulary: int) -> int:
-    """Return the number of rows whose nonzero entries are searched in one call. The position of an entry has 16 bytes,
-    four times the bytes of the entry.
+    """Return the number of rows whose nonzero entries are searched in one call, so that the result needs at most twice
+    BLOCK_BYTES: the position of an entry has 16 bytes.
     """
     return max(1, 2 * BLOCK_BYTES // (16 * vocabulary))
 

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from sie_contracts.models.load_errors import load_failed
 
-MAX_ROWS = 8192  # rows of a sequence: at this number, the distances of all pairs need 0.5 GB
+MAX_ROWS = 8192  # largest number of rows of a sequence; the distances of all their pairs need 0.5 GB
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,11 @@ def token_pooling_of(config: Mapping[str, Any]) -> TokenPooling:
     """Return the settings in config.json of a HierarchicalTokenPooling. Raises ModelLoadFailed INCOMPATIBLE."""
     factor, protected = config.get("pool_factor", 1.0), config.get("num_protected_tokens", 1)
     if not (isinstance(factor, int | float) and factor >= 1 and isinstance(protected, int) and protected >= 0):
-        raise load_failed("INCOMPATIBLE", f"token pooling by {factor!r} with {protected!r} protected tokens")
+        raise load_failed(
+            "INCOMPATIBLE",
+            f"token pooling: pool_factor is {factor!r}, expected at least 1; "
+            f"num_protected_tokens is {protected!r}, expected at least 0",
+        )
     tasks = config.get("tasks", ["document"])
     tasks = [tasks] if isinstance(tasks, str) else tasks
     # False is the library's value for a file without this field

@@ -178,7 +178,7 @@ def _agree(entry: ModelEntry, subject: str, expected: Sequence[Row], actual: Seq
 
 
 def _dense(left: Row, right: Row) -> tuple[Tensor, Tensor]:
-    """Return two rows as vectors that can be compared."""
+    """Return two rows as dense vectors of equal width; rows of dense vectors are returned unchanged."""
     if not isinstance(left, tuple):
         return left, right
     width = 1 + max((int(ids.max()) for ids, _ in (left, right) if len(ids)), default=0)

@@ -30,8 +30,8 @@ def pair_pieces(tokenizer: Any, options: Mapping[str, Any], *, instructed: bool)
     if not rendered:
         raise load_failed(
             "INCOMPATIBLE",
-            "its chat template does not show the roles query and document as they are: an entry with pair says how a "
-            "query and a document become one text",
+            "its chat template leaves out or changes the roles query and document; write an entry with `pair`, which "
+            "has the texts around a query and a document",
         )
     fields = (*_FIELDS, "{instruction}") if instructed else _FIELDS
     start, end = min(map(rendered.index, fields)), max(map(rendered.index, fields))

@@ -129,7 +129,9 @@ def _qwen_pages(config: Any, folder: Path) -> dict[str, Any] | None:
 
 
 def _qwen_vectors(config: Any, folder: Path) -> dict[str, Any]:
-    """Return the entry of Qwen3-VL-Embedding. The files of its reranker have the same form."""
+    """Return an entry of Qwen3-VL-Embedding. A folder of Qwen3-VL-Reranker gets this entry too, since its files have
+    the same form.
+    """
     return {
         "description": "Texts, images and both together, Qwen3-VL.",
         "family": "multimodal-encoder",

@@ -356,7 +356,7 @@ def _outputs(
 def _max_tokens(modules: Modules, config: PretrainedConfig, report: Inspection) -> int:
     stored = {
         name: getattr(config, name, None) for name in ("model_type", "max_position_embeddings", "pad_token_id")
-    }  # by attribute, since some model types store the length under their own name
+    }  # read by getattr, which also finds a length that the model type stores under another name
     limits: dict[str, int | None] = {"max_position_embeddings of config.json": positions(stored)}
     if modules.transformer.max_tokens:  # this value replaces the tokenizer's limit, even if that is lower
         limits[f"max_seq_length of {modules.transformer.file}"] = modules.transformer.max_tokens

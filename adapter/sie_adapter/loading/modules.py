@@ -85,7 +85,7 @@ _OUTPUTS = {  # task of a Transformer module -> the name of the model's output, 
     "sequence-classification": ("logits", "scores"),
     "text-generation": ("logits", "causal_logits"),
 }
-# activations of torch that have no weights and read one number at a time
+# elementwise activations of torch without weights
 _ACTIVATIONS: Mapping[str, type[nn.Module]] = {
     kind.__name__: kind
     for kind in (

@@ -1,8 +1,8 @@
 """Precision of a model: the precision in its entry, the precision that this device supports, and the reason for a
 difference.
 
-precision of the entry, else SIE_DEFAULT_COMPUTE_PRECISION ──► resolve_precision ──► dtype and the reason for another
-one
+    precision of the entry, else SIE_DEFAULT_COMPUTE_PRECISION ──► resolve_precision ──► dtype, and the reason if it is
+    not that precision
 
 A limit for a library counts like a limit of the CPU: with ATEN_CPU_CAPABILITY=avx2 (torch) or ONEDNN_MAX_CPU_ISA=AVX2
 (oneDNN) a machine counts as a machine with AVX2.

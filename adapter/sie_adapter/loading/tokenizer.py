@@ -33,7 +33,8 @@ _REMEDY = "copy tokenizer.json and tokenizer_config.json from the repository tha
 # fraction of a sentence's characters: if a larger fraction becomes known tokens, the tokenizer supports the sentence
 _KNOWN = 0.5
 _UNKNOWN_SIGN = "\U00010600"  # a Linear A character, which is in no vocabulary
-# one sentence in each script that models are trained for, and notations of models that do not read a language
+# texts of which a right tokenizer knows at least one: a sentence in each script, and samples of notations for models of
+# programs, proteins or molecules
 SAMPLES = {
     "Latin": "the river runs past the old town and into the sea",
     "Vietnamese": "dòng sông chảy qua thành phố cổ",

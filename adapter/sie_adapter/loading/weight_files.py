@@ -23,7 +23,9 @@ from sie_store.folder_files import read_json
 _OTHER_FORMATS = ("onnx", "openvino")  # folders in published models whose formats are not read by any family
 _PICKLES = ("pytorch_model.bin", "sparse_linear.pt", "colbert_linear.pt")
 _QUANTISED = (torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2)
-MATRIX = 2  # dimensions of a matrix; attention masks are uint8 too, and have more dimensions
+# number of dimensions of a matrix; only matrices can be quantised weights, since attention masks are uint8 too and have
+# more dimensions
+MATRIX = 2
 _CHUNK = 1 << 22  # number of values that are checked in one step
 _HEADER_BYTES = 8
 _INDEX = "model.safetensors.index.json"

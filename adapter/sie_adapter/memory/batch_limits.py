@@ -69,7 +69,7 @@ def limits_key(fingerprint: str, precision: str, device: str) -> str:
 
 
 def learnt_folder(settings: Settings) -> Path:
-    """Return the folder of the files that all adapters of a machine use."""
+    """Return the folder of the files with learnt limits, which all adapters of a machine use."""
     return settings.cache_folder / "sie"
 
 
@@ -91,8 +91,8 @@ def _believed(edge: BatchLimit) -> int:
 class DeviceLimits:
     """Limits of this device, at most MAX_KEYS, stored in the file at `path`. Thread-safe. No method raises.
 
-    The file is read at the first use, since a spare process may have started long before. `clock` is wall time, which
-    stays valid after a restart.
+    The file is read at the first use and not by the constructor, because a waiting process may have begun long before
+    it serves. `clock` is wall time, which stays valid after a restart.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:

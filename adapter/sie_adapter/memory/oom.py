@@ -184,7 +184,7 @@ class OomRecovery:
             tries += 1
             give_memory_back(self.device)
             self.count("cache_clears")
-            _logger.warning("out of memory with %d items", len(items))
+            _logger.warning("a pass of %d items ran out of memory", len(items))
             if (relief := self.make_room()) is not None:
                 if relief != "load_ended":
                     self.count(relief)

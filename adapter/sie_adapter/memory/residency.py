@@ -104,7 +104,7 @@ def same_weights(old: Resolved, new: Resolved) -> bool:
 
     def facts(resolved: Resolved) -> bytes:
         entry = resolved.entry
-        # a family also stores values from these fields: its heads, its rows, and its own limits
+        # a family stores values from these fields when it is loaded, so a change of one of them needs a new load
         retained = [entry.head, entry.pair, entry.run.pooling, entry.run.parameters]
         return msgspec.json.encode(
             [entry.id, entry.weights, entry.family, entry.max_tokens, entry.outputs, resolved.load, *retained],

@@ -76,7 +76,7 @@ def lora_acts() -> bool:
 
 
 class LoraLinear(nn.Module):  # type: ignore[misc]  # the type checker skips torch
-    """Linear layer that adds the part of the active LoRA, if that LoRA names `path`."""
+    """Linear layer that adds the product of the active LoRA's matrices for `path`, if that LoRA has any."""
 
     def __init__(self, base: nn.Module, path: str) -> None:
         super().__init__()

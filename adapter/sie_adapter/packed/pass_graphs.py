@@ -196,8 +196,8 @@ class CudaRecorder:
         return _CudaPass(graph, output)
 
     def _end_capture(self, graph: Any, pool: Any) -> None:
-        """End a capture that failed. If CUDA returns no graph, torch leaves its allocator in the pool, and then refuses
-        to return memory.
+        """End a capture that failed. If CUDA returns no graph, torch does not end the allocation in the capture's
+        memory pool, and then refuses to return memory; this method ends it.
         """
         try:
             graph.capture_end()

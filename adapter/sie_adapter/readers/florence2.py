@@ -220,8 +220,8 @@ def _features(model: Any, recipe: Recipe) -> int:
 
 def placed(text: str, numbers: int, width: int, height: int) -> Iterator[tuple[str, list[int]]]:
     """Yield each label with each of its boxes, as x, y, width and height in pixels of the image. A box is written as
-    `numbers` bins, alternately x and y: two corners, or the four corners of a quadrangle. For a quadrangle, the
-    rectangle around it is returned.
+    `numbers` bins (thousandths of width or height), alternately x and y: two corners, or the four corners
+    of a quadrangle. For a quadrangle, the rectangle around it is returned.
 
     The coordinate of a bin is its middle, rounded down to pixels. Source: transformers, Florence2PostProcessor.
     """

@@ -59,8 +59,8 @@ class GenerationPrompt(Protocol):
 
 
 class GenerationModel(Protocol[P_contra]):
-    """Model of the loop. Only the thread of the loop calls it, under inference mode. `together`: the most rows that
-    begin in one call.
+    """Model of the loop. Only the thread of the loop calls it, under inference mode. `together`: the largest number of
+    rows that begin in one call.
     """
 
     together: int
@@ -179,7 +179,7 @@ class _Loop:
             on_usable_thread(self._step)
         except Exception as error:
             if not isinstance(error, SIEError) and not is_out_of_memory(error) and not is_device_fatal(error):
-                _logger.exception("a step of %d rows failed", len(self._rows))
+                _logger.exception("a step that generates text for %d rows failed", len(self._rows))
             return error.with_traceback(None)
         return None
 

@@ -191,7 +191,9 @@ class SoundReader:
             return []
         ids: list[int] = self._words.encode(f" {text}", add_special_tokens=False).ids
         if self._before is None:
-            raise InvalidInput("instruction: the model has no instruction", reason="schema", param="instruction")
+            raise InvalidInput(
+                "instruction: the model does not read an instruction", reason="schema", param="instruction"
+            )
         if not self._added.keys().isdisjoint(ids):
             raise reserved("instruction")
         return [self._before, *ids]

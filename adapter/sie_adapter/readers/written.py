@@ -90,9 +90,9 @@ class ReaderCall(Generic[P, F_contra]):
 
 def _miscounted(field: str, files: int) -> InvalidInput:
     if not files:
-        return InvalidInput(f"{field}: the model reads one", reason="unsupported_modality", param=field)
+        return InvalidInput(f"{field}: expected exactly one, got none", reason="unsupported_modality", param=field)
     return InvalidInput(
-        f"{field}: the model reads one, got {files}", reason="invalid_media", param=field, extras={"limit": 1}
+        f"{field}: expected exactly one, got {files}", reason="invalid_media", param=field, extras={"limit": 1}
     )
 
 
@@ -176,7 +176,7 @@ def tokens_left(options: ExtractOptions, prompt: int, limit: int, otherwise: int
     left = limit - prompt
     if left < 1:
         raise InvalidInput(
-            f"instruction: with it the prompt has {prompt} tokens, the model reads {limit}, its answer included",
+            f"instruction: with it the prompt has {prompt} tokens; prompt and answer may have {limit} together",
             reason="input_too_long",
             param="instruction",
             extras={"tokens": prompt, "limit": limit},
