@@ -52,7 +52,8 @@ def run(settings: Settings, *, spare: bool = False) -> int:
     dependencies.check(settings)
     if warning := examined(allowed(settings)):
         _logger.warning("%s", warning)
-    signal.pthread_sigmask(signal.SIG_BLOCK, forkserver.SIGNALS)  # until this process handles these signals
+    # the signals stay blocked until this process handles them
+    signal.pthread_sigmask(signal.SIG_BLOCK, forkserver.SIGNALS)
     _import()
     # checked before a socket exists: probes treat an adapter with a socket as ready
     adapters = _one_for_each_device(settings)

@@ -3,8 +3,8 @@
     python catalog/golden/make_dense.py FOLDER OUT.json
 
 Vectors are normalised and rounded to nine digits, more than float32 has. The texts have no prompt, because no case has
-`is_query`. Some are short or long, empty, truncated at the limit of the model, with a line break, or with characters
-beyond ASCII.
+`is_query`. They are short and long, empty, longer than the limit of the model, with a line break, and with
+characters beyond ASCII.
 """
 
 from __future__ import annotations

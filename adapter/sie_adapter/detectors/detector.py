@@ -73,7 +73,7 @@ class Detector:
     finite.
 
     The option `threshold` replaces all thresholds of the model. `max_tokens`: limit for all labels together (Grounding
-    DINO), or for one label, which is cut there (OWLv2).
+    DINO), or for one label (OWLv2, which truncates a longer label).
     """
 
     @staticmethod

@@ -41,7 +41,7 @@ _MEAN, _STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27
 # A larger image is scaled down before it is sent to the adapter, which changes the model's pixels slightly
 # (tests/parity/test_detector.py has the figures).
 _OVERSAMPLED = 3
-_TRUNCATED_AT = 4.0  # radius of the blur, in standard deviations
+_TRUNCATED_AT = 4.0  # radius at which the Gaussian blur is truncated, in standard deviations
 _KEPT_LABELS = 4096
 _LABELS_PER_PASS = 64
 
@@ -105,8 +105,8 @@ class Owlv2:
         return torch.stack([cached[label] for label in labels])
 
     def _vectors(self, labels: Sequence[str]) -> Tensor:
-        """Return the vectors [labels, width]. A label's vector is the state of its end token; a label that is cut keeps
-        this token.
+        """Return the vectors of labels, [labels, width]. A label's vector is the state of its end token. A label that
+        is truncated keeps its end token.
         """
         encodings = self._words.encode_batch(list(labels))
         ids = to_device(np.array([encoding.ids for encoding in encodings], np.int64), self._device)
@@ -147,10 +147,10 @@ class Owlv2:
 
 
 def _sampling(side: int, size: int, submitted: int) -> Float32:
-    """Return the weights of `size` pixels in each of `side` pixels of a row, float32 [side, size].
+    """Return the matrix that resamples a row of `size` pixels to `side` pixels, float32 [side, size].
 
-    The weights combine the blur for scaling `submitted` pixels down to `side` with linear interpolation. Beyond its
-    edge the image is mirrored.
+    It combines linear interpolation with the blur for scaling `submitted` pixels down to `side`. Beyond its edge the
+    image is mirrored.
 
     Source: transformers, Owlv2ImageProcessorPil.resize (scipy's gaussian_filter and zoom).
     """

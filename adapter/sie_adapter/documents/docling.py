@@ -32,8 +32,8 @@ from sie_contracts.wire.ipc import Rows
 
 
 class DoclingModel:
-    """Parser processes of one model, one for each core. Several threads may run the calls that `reading` returns at the
-    same time.
+    """Parser processes of one model, one for each core. Several threads may use the objects that `reading` returns at
+    the same time.
 
     A result is `{"data": {text, markdown, document, format, pages, is_complete}}`. The result is an InvalidInput if the
     input has no document, or if the document is refused (reason invalid_media; the message begins with the cause).

@@ -60,7 +60,7 @@ def format_of(document: DocumentFile) -> str:
             "undecodable", f"the document is said to be {_named(format_name)}, its content is not; supported: {_READ}"
         )
     text_format = _TEXTS.get(format_name, "md")
-    if text_format != "html" and not _is_text(data):  # the encoding is declared inside an HTML page
+    if text_format != "html" and not _is_text(data):  # HTML need not be UTF-8: a page may declare another encoding
         raise fault("undecodable", f"the content has no supported format and is not UTF-8 text, supported: {_READ}")
     return text_format
 

@@ -1,5 +1,5 @@
-"""Engine of one process: it connects device, loader, residency and lanes. It has no sockets, since both the server and
-the benchmark use it. `BatchRun` runs one batch, from its bytes to its outcomes.
+"""Engine of one process: it connects device, loader, resident models and lanes (threads that run batches). It has no
+sockets, since both the server and the benchmark use it. `BatchRun` runs one batch, from its bytes to its outcomes.
 
     RunBatch ──► Items ──► fit? ──► pack ──► forward ──► heads ──► answers, per work item ──► BatchDone
 
@@ -92,7 +92,7 @@ class AdapterEngine:
         on_device_lost: Callable[[], None] = _end_process,
         worker_devices: WorkerDevices | None = None,
     ) -> None:
-        """`worker_devices`: the devices of the worker, if there are several."""
+        """Create the engine. `worker_devices`: the devices of the worker, if it has several."""
         self.device = devices.resolve_device(settings.device)
         self._on_device_lost = on_device_lost
         self._settings = settings
@@ -119,13 +119,13 @@ class AdapterEngine:
         self._preprocessing = threading.BoundedSemaphore(settings.preprocessor_workers)
         self.batch_limits = DeviceLimits.for_machine(settings)
         self._pass_records = PassRecords.for_socket(settings) if self.device.type == "cpu" else None
-        # Number of device threads. On a GPU a second thread would only compete for the GPU. On a CPU with two cores,
-        # bench/engine.py measured in bfloat16: two threads 324 texts/s, two processes 333, one thread with both cores
-        # 292 for texts of mixed lengths; 3,623, 3,608 and 2,567 texts/s for texts of 8 tokens.
         self._instrumentation = (
             Instrumentation(lambda: devices.memory(self.device).used_bytes) if settings.instrumentation else None
         )
         cores = devices.usable_cores()
+        # One device thread on a GPU, where a second one would only compete for the GPU; one per core on a CPU. On a CPU
+        # with two cores, bench/engine.py measured in bfloat16: two threads 324 texts/s, two processes 333, one thread
+        # with both cores 292 for texts of mixed lengths; 3,623, 3,608 and 2,567 texts/s for texts of 8 tokens.
         self.device_threads = DeviceThreads(cores if self.device.type == "cpu" else 1, self.execute)
         self.readings = Readings(self.device, memory.fits, torch_threads=max(1, cores // 2), shed=self._shed)
         if self._instrumentation is not None:

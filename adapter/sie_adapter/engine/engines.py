@@ -29,8 +29,8 @@ from sie_contracts.wire.ipc import RunBatch
 @dataclass(frozen=True)
 class EngineFacts:
     """Facts that the rules read. `device`: the type of the device. `reads_text`: the inputs of the model are only ids
-    of texts. `lora`: the LoRA that the model's entry sets for every request. `is_limited`: the data size of this
-    process is limited. `attention`: the attention backend in use. `sglang`: the Python of an environment with SGLang,
+    of texts. `lora`: the LoRA that the model's entry sets for every request. `is_limited`: RLIMIT_DATA limits
+    this process. `attention`: the attention backend in use. `sglang`: the Python of an environment with SGLang,
     empty if no setting names one. `int8`: the entry requests weights in 8 bits.
 
     Facts from the model's files: `hides_tokens`: some tokens of queries are masked, and some layers attend only to a

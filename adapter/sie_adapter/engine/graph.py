@@ -304,8 +304,8 @@ def _converted(states: _PositionalModel, tokens: int) -> Any:
     example = tuple(torch.zeros_like(ids) if name == _TYPES else ids for name in states.names)
     failures = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, runtime.frontend.OpConversionFailure)
     try:
-        # the lock: a trace changes a map of modules, and this code the filters of warnings; both are global to the
-        # process
+        # under a lock, because a trace changes a map of modules, and this code the filters of warnings; both are global
+        # to the process
         with construction(), warnings.catch_warnings(), torch.inference_mode(False):
             # the trace may warn of a wrong result, but the backbone checks the result later
             warnings.simplefilter("ignore")

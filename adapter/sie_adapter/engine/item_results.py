@@ -116,8 +116,8 @@ def vectors(options: RunOptions, rows: Rows) -> ItemResults:
 
 
 def _for_muvera(options: RunOptions, rows: Sequence[Row]) -> Sequence[Tensor]:
-    """Return the vectors shortened and normalised. Vectors of the client stay unchanged unless the request has fewer
-    dimensions.
+    """Return the token vectors that MUVERA reads: shortened to the requested dimensions, and normalised. Vectors of the
+    client stay unchanged unless the request has fewer dimensions.
     """
     cut = _cut(torch.cat(_tensors(rows)), options, keep_scale=False).split([len(row) for row in rows])
     return [

@@ -143,8 +143,9 @@ def _aggregate(
 
 
 def _nearest(order: Tensor, counts: Tensor, bounds: Tensor, projections: int) -> Tensor:
-    """Return the entry nearest to each bag, int64 [bags]: the entry of its item with the smallest Hamming distance of
-    the bits, the first of equal ones; -1 if the item has no entry.
+    """Return for each bag the nearest entry of its item, int64 [bags]; -1 if the item has no entry. The distance is the
+    Hamming distance between the bits of two partitions: the bag's and the entry's. Of several nearest entries, the
+    first is returned.
 
     A Hamming distance is a sum over bits, so the minimum is found one bit at a time, without a comparison of each token
     with each partition.

@@ -40,7 +40,7 @@ _logger = logging.getLogger("sie.adapter")
 Result = dict[str, Any] | SIEError
 
 _HARMLESS = ("pooler.", "position_ids")
-_WASTE = 1.25  # largest number of positions in a pass, padding included, for each token in it
+_WASTE = 1.25  # largest number of positions in a pass, padding included, per token
 _MIN_ROOM = 8  # divisor: labels leave at least one eighth of the tokens of a pass to the text
 _WORDS_PER_COUNT = 8192
 _OVERLAP = 8  # divisor: windows overlap by one eighth of their words
@@ -353,8 +353,8 @@ def bound_length(tokenizer: Any, encoder: Any, otherwise: int) -> int:
 
 
 def without_remote_code(config: dict[str, Any] | None, *, trusted: bool) -> None:
-    """Remove `auto_map` from the configuration of a backbone, unless `trusted`: the packages would import the code in
-    it.
+    """Remove `auto_map` from the configuration of a backbone, unless `trusted`: the packages would import the code that
+    it names.
     """
     if config is not None and not trusted:
         config.pop("auto_map", None)

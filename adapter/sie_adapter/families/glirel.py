@@ -218,7 +218,10 @@ def _built(folder: Path, entry: ModelEntry, load: LoadOptions, device: torch.dev
         raise load_failed("INCOMPATIBLE", f"{entry.id}: {cause}")
     for name in ("add_entity_markers", "max_entity_pair_distance"):
         if raw.get(name):
-            raise load_failed("INCOMPATIBLE", f"{entry.id}: {name} is {raw[name]}: the package gives no scores")
+            raise load_failed(
+                "INCOMPATIBLE",
+                f"{entry.id}: {name} is {raw[name]}, and with this setting the package returns no scores",
+            )
     raw = {"max_entity_pair_distance": None, "encoder_config": None, **raw, "device": str(device)}
     describe_backbone(raw, "model_name", "encoder_config", folder, entry)
     encoder = raw.pop("encoder_config")

@@ -141,7 +141,7 @@ class VisionLanguage(PackedModel):
         most = tokens.count or max_blocks(recipe)
         if (length := len(tokens.before) + most + len(tokens.after)) > entry.max_tokens:
             raise load_failed(
-                "INCOMPATIBLE", f"{entry.id}: max_tokens is {entry.max_tokens}, the row of an image has {length}"
+                "INCOMPATIBLE", f"{entry.id}: max_tokens is {entry.max_tokens}, one image needs {length} tokens"
             )
         self.rows = reader.rows(reader.priced(recipe), tokens)
         self._difference = entry.head.score == "difference"

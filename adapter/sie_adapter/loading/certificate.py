@@ -260,8 +260,8 @@ def _check_golden(model: Any, entry: ModelEntry, compute: Compute) -> float:
 
 
 def _prompted(entry: ModelEntry, case: dict[str, Any]) -> str:
-    """Return the text of a golden case in the form that is tokenised: with the prompt of its side if it has `is_query`,
-    else without a prompt.
+    """Return the text of a golden case in the form that is tokenised: with the prompt for queries or for documents if
+    it has `is_query`, else without a prompt.
     """
     if "is_query" not in case:
         return str(case["text"])

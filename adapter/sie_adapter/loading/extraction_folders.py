@@ -18,7 +18,9 @@ _WINDOW = 512  # tokens of a window if the model's files have no limit
 
 @dataclass(frozen=True)
 class Described:
-    """Part of an entry. `findings`: the facts on which it is based. `assumed`: values that are in no file."""
+    """Part of a catalogue entry, built from the files of a model folder. `findings`: the facts on which it is based.
+    `assumed`: values that are in no file.
+    """
 
     entry: dict[str, Any]
     findings: list[str]

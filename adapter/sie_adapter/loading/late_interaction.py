@@ -1,7 +1,7 @@
 """Settings of a late-interaction model from its files: markers, lengths, query expansion, skipped words.
 
     artifact.metadata (Stanford) < config_sentence_transformers.json (PyLate) < modules (sentence-transformers) <
-    catalogue entry
+    catalogue entry (a source replaces the settings of the sources on its left)
 
 The rules are the rules of sentence_transformers.MultiVectorEncoder (6.2), including its defaults for the two older
 formats.

@@ -65,7 +65,7 @@ class Resident:
     load_s: float
     last_used_s: float
     running: int = 0
-    peak_bytes: int = 0  # peak of activations during warm-up, besides the weights
+    peak_bytes: int = 0  # bytes of activations at the peak of the warm-up, without the weights
     _fingerprint: str = ""
     _fingerprinted: Resolved | None = None
 

@@ -35,7 +35,7 @@ _SOFTMAX_ROW = 16
 
 
 class Kernel(IntEnum):
-    """Kernel that computes a group of sequences; the last column of a layout."""
+    """Kernel that computes a group of sequences. The last column of a layout has this number."""
 
     SDPA = 0  # torch's fused kernel, sequences of equal length
     BLOCKS = 2  # matrix products over blocks of queries, sequences of equal length, any window

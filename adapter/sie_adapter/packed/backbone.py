@@ -42,7 +42,7 @@ _TRIAL_COSINE = {torch.float32: 0.9999}  # smallest cosine of a token's states; 
 _TRIAL_COSINE_16 = 0.99
 _TRIAL_COSINE_INT8 = 0.95
 _BACKENDS = {Kernel.FLASH: "flash_attention_2", Kernel.REFERENCE: "eager"}
-# on padded batches: largest number of positions of a group of sequences, padding included, for each token
+# largest number of positions in a padded group of sequences, padding included, per token
 _PADDED_WASTE = 1.25
 
 

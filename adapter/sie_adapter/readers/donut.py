@@ -98,7 +98,7 @@ class Donut:
         if task == _QUESTION:
             if not options.instruction.strip():
                 raise InvalidInput(
-                    "instruction: expected the question", reason="instruction_required", param="instruction"
+                    "instruction: the task needs a question here", reason="instruction_required", param="instruction"
                 )
             if any(tag in options.instruction for tag in self._tags):
                 raise reserved("instruction")
@@ -141,6 +141,7 @@ def _processor(folder: Path, entry: ModelEntry, model: Any) -> tuple[Recipe, Nor
     kinds = (model.config.encoder.model_type, model.config.decoder.model_type)
     if kinds != ("donut-swin", "mbart"):
         raise load_failed(
-            "INCOMPATIBLE", f"{entry.id}: it has {kinds[0]} and {kinds[1]}, Donut has donut-swin and mbart"
+            "INCOMPATIBLE",
+            f"{entry.id}: its encoder is {kinds[0]} and its decoder {kinds[1]}, expected donut-swin and mbart",
         )
     return checked_processor(folder, entry, model, model.config.decoder.max_position_embeddings)

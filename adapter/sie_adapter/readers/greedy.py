@@ -98,15 +98,15 @@ class Greedy:
         object.__setattr__(self, "_end_list", sorted(self.ends))
 
     def rules(self, prompt: Sequence[int], most: int, own: Sequence[Any] = ()) -> Rules:
-        """Return the rules of a row with this prompt and a limit of `most` tokens. `own`: processors of the model
-        itself, which run after the processors of its configuration.
+        """Return the rules of a row with this prompt and a limit of `most` tokens. `own`: logits processors of the
+        model itself, which run after the logits processors of its configuration.
         """
         processors = library.LogitsProcessorList([*self._processors(len(prompt), most), *own])
         forced = self.config.forced_eos_token_id is not None
         return Rules(prompt, most, self.ends, processors, forced, self.stops_loops)
 
     def _processors(self, begin: int, most: int) -> list[Any]:
-        """Return the processors of scores in the order in which transformers applies them. Source: transformers,
+        """Return the logits processors in the order in which transformers applies them. Source: transformers,
         GenerationMixin.
         """
         config, processors = self.config, []

@@ -38,7 +38,7 @@ from sie_contracts.errors import ShuttingDown, SIEError
 
 _logger = logging.getLogger("sie.adapter")
 
-MAX_ROWS = 16  # rows of one model that run at a time
+MAX_ROWS = 16  # largest number of rows of one model that run at the same time
 # niceness of the thread, which halves its weight in the scheduler of Linux.
 # On two cores with both lanes busy, the thread gets a third of a core, or a quarter if gateway, sidecar and broker are
 # busy too. A niceness of 5, with a third of the weight, gives a quarter and a sixth.

@@ -61,8 +61,8 @@ def airgap() -> None:
 def create(names: tuple[str, ...], profiles: tuple[str, ...], output: Path, force: bool, **values: Any) -> None:
     """Write models, and all files that are needed to serve them, to FILE.
 
-    Weights are searched in the same places as by a worker: the entry's path, the local cache, an installed package,
-    else they are downloaded. Their digests are checked against their entries. Equal models result in an equal FILE. The
+    Weights are taken from the first place that a worker would use: the entry's path, the local cache, an installed
+    package, else a download. Their digests are checked against their entries. Equal models result in an equal FILE. The
     fingerprint of a model does not change, so vectors that were computed here can be used at the site.
     """
     from sie_cli.airgap.contents import FileGathering, choose, contents, with_profiles
