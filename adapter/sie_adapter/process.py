@@ -80,7 +80,9 @@ def run(settings: Settings, *, spare: bool = False) -> int:
 
 
 def allowed(settings: Settings) -> Allowed:
-    """Return the limits on entries that arrive over the broker."""
+    """Return the limits on entries that arrive over the broker: whether their code may run, and which paths they may
+    name.
+    """
     return Allowed(settings.allow_remote_code, settings.model_paths, settings.models_dir)
 
 
@@ -147,7 +149,7 @@ def _one_for_each_device(settings: Settings) -> list[Settings]:
 def _serve(
     listener: socket.socket, settings: Settings, devices: int, wake: socket.socket, waker: socket.socket
 ) -> None:
-    """Serve one of the `devices` devices."""
+    """Serve one device on `listener`, until `wake` is readable. `devices`: the number of devices of the worker."""
     from sie_adapter.engine.device import hide_other_gpus
     from sie_adapter.engine.engine import AdapterEngine, WorkerDevices
     from sie_adapter.server import AdapterServer

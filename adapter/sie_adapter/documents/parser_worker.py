@@ -26,7 +26,7 @@ from sie_runtime import confined
 
 class _Parser(Protocol):
     def parse(self, job: ParseJob) -> Parsed:
-        """Parse one document. Raises InvalidInput."""
+        """Return the content of one document. Raises InvalidInput for a document that cannot be parsed."""
 
 
 def main() -> None:

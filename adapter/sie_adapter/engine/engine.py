@@ -298,7 +298,7 @@ class AdapterEngine:
         )
 
     def describe(self) -> ipc.Description:
-        """Return the description of this process and its models."""
+        """Return the message that describes this process: its device, its use of memory, and its models."""
         memory = devices.memory(self.device)
         return ipc.Description(
             protocol=ipc.PROTOCOL,
@@ -346,7 +346,7 @@ def prepare_process() -> None:
 
 
 class TextModel(Protocol):
-    """A family that runs batches of token ids."""
+    """Model of a family that runs batches of token ids."""
 
     max_tokens: int
     vocabulary: int
@@ -445,7 +445,8 @@ class BatchRun:
         for head in self._model.heads_for(self._message.operation, group.options):
             if head not in self._model.heads:
                 error = InvalidInput(
-                    f"expected some of the outputs {', '.join(self._model.heads)}", reason="unsupported_output"
+                    f"the model does not have a requested output, it has {', '.join(self._model.heads)}",
+                    reason="unsupported_output",
                 )
                 self._errors.update(dict.fromkeys(range(group.start, group.stop), error))
                 continue

@@ -54,7 +54,9 @@ class NoGraph(Exception):
 
 
 class _PositionalModel(nn.Module):  # type: ignore[misc]  # the type checker skips torch
-    """A model with positional inputs, which a trace requires."""
+    """Wrapper of a model that has only positional arguments, as a trace requires. `names`: the names of these
+    arguments.
+    """
 
     def __init__(self, model: PreTrainedModel, names: tuple[str, ...]) -> None:
         super().__init__()

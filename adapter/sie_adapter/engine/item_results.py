@@ -99,7 +99,7 @@ def not_finite() -> InferenceFailed:
 
 
 def vectors(options: RunOptions, rows: Rows) -> ItemResults:
-    """Return the outputs of each input, in order."""
+    """Return the vectors of each input, in order: the outputs that the options request."""
     count = len(next(iter(rows.values()), ()))
     results: ItemResults = [ItemResult() for _ in range(count)]
     for name in options.outputs:

@@ -4,8 +4,8 @@ in several windows; the tokens of a chunk in one window are a segment.
     states of a pass ──► those of each segment, side by side ──► heads ──► a part for each segment
     parts of all passes ──► joined by chunk ──► rows after those of the batch ──► results, as of any row
 
-A row of the batch that is a window has no row of a head of its own: the rows of its chunks are numbered after all rows
-of the batch.
+Heads compute no row for a row of the batch that is a window. The rows of its chunks are numbered after all rows of the
+batch.
 """
 
 from __future__ import annotations

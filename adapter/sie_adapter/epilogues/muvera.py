@@ -50,8 +50,8 @@ def encode(rows: Sequence[Tensor], parameters: Muvera, *, is_query: bool) -> Ten
 
 
 def _token_bytes(dim: int, parameters: Muvera) -> int:
-    """Return the bytes per token of the largest intermediate result. It has a row per token for one repetition, or an
-    index per token for each repetition.
+    """Return the bytes per token of the largest intermediate result. This result has either a row of floats per token,
+    for one repetition, or an index per token for each repetition.
     """
     return max(4 * dim, 4 * (parameters.projection_dim or 0), 8 * parameters.num_repetitions, 32)
 

@@ -38,15 +38,15 @@ class TorchTwin:
         self._loaded: tuple[PreTrainedModel, Backbone] | None = None
 
     def model(self) -> PreTrainedModel:
-        """Return the model that LoRAs apply to."""
+        """Return the model that LoRAs change. Loads the copy if it is not loaded."""
         return self._both()[0]
 
     def forward(self, packed: PackedBatch) -> Tensor:
-        """Run `Backbone.forward` of the twin."""
+        """Return the states of a batch from the copy, like `Backbone.forward`."""
         return self._both()[1].forward(packed)
 
     def sampled(self) -> Tensor:
-        """Run `Backbone.sampled` of the twin."""
+        """Return the states of the copy for two short sequences, like `Backbone.sampled`."""
         return self._both()[1].sampled()
 
     def _both(self) -> tuple[PreTrainedModel, Backbone]:

@@ -76,7 +76,7 @@ class JoiningHead(Head, Protocol):
     """Head whose output for a chunk of a text can be joined from parts of the chunk, which may be in several passes."""
 
     def parts(self, states: States, sequences: Int64) -> Reduced:
-        """Return the part of each sequence, which is a segment of a chunk."""
+        """Return the part of the output for each sequence. A sequence is a segment of a chunk."""
 
     def join(self, parts: Sequence[Sequence[Row]], lengths: Sequence[Int64], pooling: str) -> Sequence[Row]:
         """Return the output of each chunk from its parts. `lengths`: the tokens of each part. `pooling`: the pooling of

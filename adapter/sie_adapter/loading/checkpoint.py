@@ -170,7 +170,7 @@ def filled(model_class: Any, config: Any, weights: Mapping[str, Tensor], message
 
 
 def placed(model: PreTrainedModel, compute: Compute) -> PreTrainedModel:
-    """Return the model on the device, for inference."""
+    """Move the model to the device, prepare it for inference, and return it."""
     if compute.backend == "eager":
         model.set_attn_implementation("eager")
     _cast(model, compute.dtype)

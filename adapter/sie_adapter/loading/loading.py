@@ -1,4 +1,4 @@
-"""Load of a family from a resolved catalogue entry.
+"""Load of a model: a resolved catalogue entry becomes an object of its family.
 
 entry ──► folder of its weights ──► family ──► Loaded
 
@@ -101,7 +101,7 @@ def classed(entry: ModelEntry) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Loader:
-    """Loads entries for one device, with the settings of this process."""
+    """Loader of models by their catalogue entries, for one device, with the settings of this process."""
 
     device: torch.device
     sources: WeightSources
@@ -172,7 +172,7 @@ class Loader:
         self._leases.pop(resolved.residency, None)
 
     def load(self, resolved: Resolved) -> Any:
-        """Load the weights. Raises ModelLoadFailed with an error class for every failure."""
+        """Return the loaded model. Every failure raises ModelLoadFailed with an error class."""
         with classed(resolved.entry):
             family = _family(resolved)
             compute = self._compute_of(resolved)

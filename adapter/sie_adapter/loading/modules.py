@@ -414,7 +414,7 @@ def _reads_messages(name: str, task: str, raw: Mapping[str, Any]) -> bool:
     output, feature = _OUTPUTS[task]
     text = config.get("message") or config.get("text")
     if text is None or (text.get("method"), text.get("method_output_name")) != ("forward", output):
-        raise _refused(f"{name}: modality_config does not read {output} of a text from forward")
+        raise _refused(f"{name}: modality_config must read the output {output} of a text from the method forward")
     if raw.get("module_output_name", feature) != feature:
         raise _refused(f"{name}: module_output_name is {raw['module_output_name']}, expected {feature}")
     return "message" in config

@@ -208,7 +208,8 @@ def _ended(tokenizer: Tokenizer, token: str, number: int) -> Tokenizer:
         return tokenizer
     if last["type"] != "TemplateProcessing":
         raise load_failed(
-            "INCOMPATIBLE", f"load.append_eos is set and the tokenizer has a {last['type']}, which cannot be extended"
+            "INCOMPATIBLE",
+            f"load.append_eos is set, but the tokenizer's post-processor {last['type']} cannot be extended",
         )
     last["special_tokens"][token] = {"id": token, "ids": [number], "tokens": [token]}
     for template in (last["single"], last["pair"]):

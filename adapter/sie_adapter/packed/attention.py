@@ -86,7 +86,7 @@ class MaskRequest:
 
 @dataclass
 class Trial:
-    """Observations of a trial pass."""
+    """Results of a trial pass: the number of attention calls, and the windows that they had."""
 
     calls: int = 0  # calls of the attention function
     edges: set[int] = field(default_factory=set)  # values of `sie_edge` that the layers with a window need

@@ -73,7 +73,7 @@ class _Levels:
         )
 
     def normalised(self, pixels: UInt8) -> Tensor:
-        """Return float32 values of pixel levels [.., 3]."""
+        """Return the normalised float32 values of uint8 pixels [.., 3]."""
         return (to_device(pixels, self._device).float() * self._rescale - self._mean) / self._std
 
 
@@ -135,7 +135,7 @@ class Patches(NamedTuple):
 
     @staticmethod
     def from_config(config: Any) -> Patches:
-        """Read the patches from a vision_config."""
+        """Return the sizes in a vision_config."""
         return Patches(config.patch_size, config.spatial_merge_size, config.temporal_patch_size)
 
 

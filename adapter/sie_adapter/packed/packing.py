@@ -120,7 +120,7 @@ def items(
     images: BatchFiles[Shown] | None = None,
     sounds: BatchFiles[Heard] | None = None,
 ) -> Items:
-    """Decode a batch. Raises MalformedBatch."""
+    """Return the items of a batch, decoded from its bytes. Raises MalformedBatch."""
     if len(lengths) % 4 or len(ids) % 4:
         raise MalformedBatch("lengths and ids are int32, their bytes do not divide by 4")
     counts = np.frombuffer(lengths, "<i4").astype(np.int64)

@@ -210,7 +210,7 @@ class CudaRecorder:
 
 @functools.cache
 def cuda_recorder(device: torch.device) -> CudaRecorder:
-    """Return the recorder of a device; a process has one."""
+    """Return the recorder of a device. Later calls for this device return the same recorder."""
     return CudaRecorder(device)
 
 

@@ -63,7 +63,7 @@ class TowerOutputs:
         self._paused_until_s = 0.0
 
     def of_tower(self) -> OutputsOfTower:
-        """Return the cache for a tower that is loaded now."""
+        """Return a new, empty cache for one tower. All towers share the limit `max_bytes`."""
         tower = OutputsOfTower(self, self._lock)
         with self._lock:
             self._towers.add(tower)

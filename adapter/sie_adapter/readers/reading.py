@@ -66,7 +66,7 @@ class GenerationModel(Protocol[P_contra]):
     together: int
 
     def begin(self, prompts: Sequence[P_contra]) -> list[RowStart]:
-        """Read images and prompts."""
+        """Run the model over the images and prompts of new rows, and return the rows."""
 
     def step(self, ids: Tensor, slots: DecoderSlots) -> Tensor:
         """Return the scores of the next token after `ids` [rows, 1], float32 [rows, vocabulary]."""
@@ -413,4 +413,4 @@ def _step_back() -> None:
     try:
         os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _NICENESS)
     except OSError as error:
-        _logger.info("the priority of the thread of readers could not be lowered: %s", error)
+        _logger.info("the priority of the thread that generates text could not be lowered: %s", error)

@@ -199,7 +199,7 @@ class SoundReader:
         return [self._before, *ids]
 
     def begin(self, prompts: Sequence[SoundWindow]) -> list[RowStart]:
-        """Encode windows, and read their prompts."""
+        """Encode the windows of new rows, run the decoder over their prompts, and return the rows."""
         encoded = [
             states
             for start, stop in passes(len(prompts), self.together)

@@ -103,14 +103,14 @@ class PromptTokens:
         code = name.lower().strip("<|>")
         code = TO_LANGUAGE_CODE.get(code, code)
         if code not in self.languages:
-            listed = ", ".join(sorted(self.languages)) or "none to choose"
-            raise InvalidInput(f"language: the model has {listed}", reason="language", param="language")
+            listed = ", ".join(sorted(self.languages)) or "none"
+            raise InvalidInput(f"language: supported by the model: {listed}", reason="language", param="language")
         return self.languages[code]
 
     def _task(self, name: str) -> int:
         if name not in TASKS or name not in self.tasks:
-            listed = ", ".join(task for task in TASKS if task in self.tasks) or "none to choose"
-            raise InvalidInput(f"task: the model has {listed}", reason="task", param="task")
+            listed = ", ".join(task for task in TASKS if task in self.tasks) or "none"
+            raise InvalidInput(f"task: supported by the model: {listed}", reason="task", param="task")
         return self.tasks[name]
 
 

@@ -239,7 +239,9 @@ class BartDecoder:
         self._device, self._dtype = weight.device, weight.dtype
 
     def begin(self, encoded: Tensor, ids: Sequence[int]) -> RowStart:
-        """Read a prompt. `encoded`: states of the encoder, [1, positions, width]."""
+        """Run the decoder over a prompt, and return the new row. `encoded`: states of the encoder, [1, positions,
+        width].
+        """
         cache = empty(has_encoder=True)
         self._positions.give(None)
         scores = self._decode(

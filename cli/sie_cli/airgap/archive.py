@@ -99,7 +99,7 @@ def digest(data: bytes) -> str:
 
 
 def sums(raw: bytes, index: ArchiveIndex) -> bytes:
-    """Return SHA256SUMS of an index and of its bytes `raw`."""
+    """Return the content of SHA256SUMS, from an index and its encoded bytes `raw`."""
     lines = [f"{digest(raw)}  {INDEX}", *(f"{index.files[name].sha256}  {name}" for name in sorted(index.files))]
     return "\n".join((*lines, "")).encode()
 
@@ -157,8 +157,8 @@ def _header(name: str, size: int) -> bytes:
 
 
 class ArchiveReader:
-    """Reader of an archive, once, from its beginning. The constructor reads and checks the index. Raises
-    CommandRefused, OSError.
+    """Reader of an archive. It reads the archive once, from its beginning; the constructor reads and checks the index.
+    Raises CommandRefused, OSError.
     """
 
     def __init__(self, stream: BinaryIO) -> None:
