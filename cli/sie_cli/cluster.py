@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
-CONNECT_S = 5.0  # seconds to connect to the broker
-FIRST_S = 5.0  # seconds of attempts to connect to a gateway
+CONNECT_S = 5.0  # limit for the seconds of a connection attempt to the broker
+FIRST_S = 5.0  # seconds for which a command tries to connect to a gateway
 SOURCE = "data directory"  # source of an address or a credential that a `sie serve` wrote
 GATEWAY = client_environment.LOOPBACK  # address of the gateway if none is known
 BROKER_URL, CONFIG_URL, GATEWAY_URL = "SIE_NATS_URL", "SIE_CONFIG_SERVICE_URL", "SIE_GATEWAY_URL"

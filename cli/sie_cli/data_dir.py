@@ -15,7 +15,7 @@ from sie_cli.access import LOCK
 from sie_contracts.settings import SettingError
 from sie_contracts.wire.ownership import distrusted
 
-MAX_SOCKET_BYTES = 100  # bytes of the path of a socket; limit of the kernel (unix(7))
+MAX_SOCKET_BYTES = 100  # limit for the bytes of the path of a socket; the kernel allows a few more (unix(7))
 _LONGEST = "worker-999.sock"
 
 

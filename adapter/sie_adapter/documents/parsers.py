@@ -34,10 +34,11 @@ from sie_contracts.media.media import fault
 from sie_contracts.wire.child_frames import Hello, Unusable
 from sie_contracts.wire.ipc import FrameError, receive_frame
 
-DEADLINE_S = 60.0  # seconds for one document, from the moment when a process receives it
-MEMORY_BYTES = 4 << 30  # bytes of address space of a process
-KEPT_BYTES = 1 << 30  # bytes of resident memory between two documents; a process with more memory is replaced
-START_S = 120.0  # seconds for the start of a process; its imports take seconds, more on a busy machine
+DEADLINE_S = 60.0  # limit for the seconds of one document, from the moment when a process receives it
+MEMORY_BYTES = 4 << 30  # limit for the bytes of address space of a parser process
+# limit for the bytes of resident memory between two documents; a process with more memory is replaced
+KEPT_BYTES = 1 << 30
+START_S = 120.0  # limit for the seconds of the start of a process; its imports take seconds, more on a busy machine
 LOOK_S = 0.2  # seconds between two calls of `is_gone`
 _DIED_S = 1.0  # seconds that a process may need to end after its socket was closed
 _logger = logging.getLogger("sie.adapter.documents")
@@ -159,7 +160,8 @@ class Parsers:
                 message = "the process that parsed the document was killed, as when a machine runs out of memory"
                 raise ResourceExhausted(message) from error
             raise fault("undecodable", "the parser of the document crashed") from error
-        if (held := process.resident_bytes()) > KEPT_BYTES:  # libraries do not free the memory that a document needed
+        # libraries do not free the memory that they needed for a large document
+        if (held := process.resident_bytes()) > KEPT_BYTES:
             _logger.info(
                 "the parsing process %d has %d MiB of memory after a document, so it is replaced",
                 process.pid,

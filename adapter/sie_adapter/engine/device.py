@@ -299,7 +299,7 @@ class UtilisationProbe:
 def _cpu_seconds() -> tuple[float, float]:
     """Return the busy seconds and the total seconds of all cores since the machine started."""
     times = psutil.cpu_times()
-    # the values `user` and `nice` include these two values
+    # without these two values, because `user` and `nice` already include the time of guests
     total = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
     return total - times.idle - getattr(times, "iowait", 0.0), total
 

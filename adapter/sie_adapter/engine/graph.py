@@ -32,7 +32,8 @@ from sie_adapter.loading.checkpoint import construction
 from sie_adapter.memory.device_errors import is_out_of_memory
 from sie_adapter.packed.packing import Int64, PackedBatch, Padded, missing, padded
 
-# tokens of a group; a larger group is not faster per token, and the memory of a pass grows with it
+# limit for the tokens of a group of texts; a larger group is not faster per token, and the memory of a pass grows with
+# it
 GROUP_TOKENS = 1024
 PASS_TOKENS = 64  # a pass reads all weights, which takes as long as this number of additional tokens
 # (length in tokens, step): lengths up to this length are padded to a multiple of the step
@@ -44,7 +45,9 @@ _KEPT_KERNELS = 100
 # While another lane runs, the batch would wait for the slower of its threads (bench/results/engine.md).
 _THREADS_ALONE = 2
 _TOKENS_ALONE = 256
-_EXAMPLE_TOKENS = 300  # longer than the local window of ModernBERT, which creates its masks only for longer texts
+# tokens of each example text of the trace: more than the local window of ModernBERT, which creates its masks only for
+# longer texts
+_EXAMPLE_TOKENS = 300
 _TYPES = "token_type_ids"
 _PRECISIONS = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
@@ -232,7 +235,8 @@ def most_filling(config: PretrainedConfig) -> int:
     if not has_windows(config):
         return sys.maxsize
     window = int(getattr(config, "sliding_window", None) or 0)
-    return max(0, window // 2 - 1)  # some model classes count only half of the window per side, others the whole window
+    # half of the window, because some model classes count the keys on each side, others the keys on both sides
+    return max(0, window // 2 - 1)
 
 
 def _names_of(model: PreTrainedModel) -> tuple[str, ...]:

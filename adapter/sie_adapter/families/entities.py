@@ -46,7 +46,7 @@ def entities(
 def _merge(text: str, spans: list[list[int]], kinds: list[str], scores: list[float]) -> list[dict[str, Any]]:
     runs: list[tuple[str, list[int]]] = []
     for token, ((start, _), kind) in enumerate(zip(spans, kinds, strict=True)):
-        if start < 0:  # the token is a special token
+        if start < 0:  # a special token has no offset in the text
             continue
         label = kind[2:] if kind[:2] in _BEGINS else kind
         if runs and runs[-1][0] == label and not _BEGINS.get(kind[:2], False):

@@ -43,7 +43,7 @@ from sie_contracts.models.load_errors import load_failed
 
 _TOKENS_PER_PASS = {"cpu": 4096}
 _TOKENS_PER_PASS_ELSEWHERE = 16384
-_CHARACTERS_PER_TOKEN = 8  # characters per token that are assumed for a long text before it is tokenised
+_CHARACTERS_PER_TOKEN = 8  # estimated characters per token, for the first cut of a long text before it is tokenised
 
 
 @dataclass(frozen=True)

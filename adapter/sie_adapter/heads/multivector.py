@@ -15,7 +15,7 @@ from sie_adapter.heads import Reduced, States, all_finite
 from sie_adapter.heads.token_pooling import TokenPooling
 from sie_adapter.packed.packing import Int64
 
-_STATE_BYTES = 32 << 20  # bytes of the float32 states of one block of tokens
+_STATE_BYTES = 32 << 20  # limit for the bytes of the float32 states of one block of tokens
 
 
 class MultivectorHead:

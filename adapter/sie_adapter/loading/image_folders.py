@@ -14,8 +14,9 @@ from sie_adapter.loading.open_clip import CONFIG, is_open_clip
 from sie_adapter.loading.published_florence import is_published, published_config
 from sie_adapter.loading.tokenizer import read_tokenizer
 
-_QUESTION = "<bos>Question: {text}" + "<pad>" * 10 + "\n"  # source: transformers, ColPaliProcessor
-_QWEN_QUESTION = "{text}" + "<|endoftext|>" * 10  # source: colpali-engine 0.3.18, ColQwen2_5_Processor
+_QUESTION = "<bos>Question: {text}" + "<pad>" * 10 + "\n"  # prompt of a query. Source: transformers, ColPaliProcessor
+# prompt of a query. Source: colpali-engine 0.3.18, ColQwen2_5_Processor
+_QWEN_QUESTION = "{text}" + "<|endoftext|>" * 10
 _QWEN_PAGE_PIXELS = 768 * 28**2  # largest number of pixels of a page, from the class in colpali-engine
 _QWEN_TURNS = "<|im_start|>system\n{instruction}<|im_end|>\n<|im_start|>user\n{text}"
 # smallest and largest number of blocks of an image, from the vendor's code of Qwen3-VL-Embedding

@@ -26,9 +26,11 @@ from sie_adapter.packed.packing import Int64, PackedBatch
 
 IMPLEMENTATION = "sie_packed"
 FAR = 1 << 30  # value for a side of a window without a limit
-# scores of one block on a CPU: they fit the second-level cache. With more scores, each pass over them waits for memory.
+# limit for the scores of one block on a CPU, so that they fit the second-level cache. With more scores, each pass over
+# them waits for memory.
 _BLOCK_SCORES = 1 << 18
-_BLOCK_SCORES_ELSEWHERE = 1 << 25  # scores of one block on a GPU, which computes them all at once; 128 MB in float32
+# limit for the scores of one block on a GPU, which computes them all at once: 128 MB in float32
+_BLOCK_SCORES_ELSEWHERE = 1 << 25
 # smallest length of a row of scores: one vector register.
 # Softmax sums a shorter row number by number, which took eight times as long.
 _SOFTMAX_ROW = 16

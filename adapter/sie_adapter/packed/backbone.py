@@ -38,7 +38,8 @@ _logger = logging.getLogger("sie.adapter")
 # tokens of each sequence of a trial; the longest exceeds the local window of ModernBERT
 _TRIAL_LENGTHS = (3, 17, 40, 40, 140)
 _LORA_LENGTHS = (8, 24)
-_TRIAL_COSINE = {torch.float32: 0.9999}  # smallest cosine of a token's states; for 16 bits, see _TRIAL_COSINE_16
+# smallest allowed cosine between a token's packed and padded states; for 16 bits, see _TRIAL_COSINE_16
+_TRIAL_COSINE = {torch.float32: 0.9999}
 _TRIAL_COSINE_16 = 0.99
 _TRIAL_COSINE_INT8 = 0.95
 _BACKENDS = {Kernel.FLASH: "flash_attention_2", Kernel.REFERENCE: "eager"}

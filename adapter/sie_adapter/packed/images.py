@@ -27,12 +27,12 @@ from sie_contracts.models.load_errors import load_failed
 from sie_store.folder_files import read_json
 
 PROCESSOR = "preprocessor_config.json"
-# images or sounds in one pass of a tower.
-# A CPU is not faster with more images per pass; powers of two keep the number of different sizes small.
+# largest number of images or sounds in one pass of a tower. A CPU is not faster with more images per pass; powers of
+# two keep the number of different sizes small.
 _PER_PASS = {"cpu": 8}
 _PER_PASS_ELSEWHERE = 64
-# blocks of patches in one pass of a tower for images of any size.
-# A larger image has a separate pass; on a CPU, each image has one.
+# limit for the blocks of patches in one pass of a tower for images of any size. A larger image has a separate pass; on
+# a CPU, each image has one.
 _BLOCKS_PER_PASS = 16384
 
 

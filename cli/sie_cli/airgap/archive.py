@@ -117,7 +117,7 @@ def write(
     long; OSError.
     """
     raw = encode(index)
-    decode(raw)  # check: an index that no reader would accept must not be written
+    decode(raw)  # check the index first: an index that no reader would accept must not be written
     for name, data in ((INDEX, raw), (SUMS, sums(raw, index))):
         out.write(_header(name, len(data)) + data + bytes(-len(data) % _BLOCK))
     for name in sorted(index.files):
