@@ -70,7 +70,7 @@ class _PositionalModel(nn.Module):  # type: ignore[misc]  # the type checker ski
 
 
 class Graph:
-    """States of a model's last layer. Several threads may call `run` at once.
+    """Model compiled to a graph, which computes the states of its last layer. Several threads may call `run` at once.
 
     `memory_bytes`: bytes of the weights in the order of the kernels, in all copies.
     """

@@ -39,11 +39,11 @@ _SOFTMAX_ROW = 16
 class Kernel(IntEnum):
     """Kernel that computes a group of sequences. The last column of a layout has this number."""
 
-    SDPA = 0  # torch's fused kernel, sequences of equal length
-    BLOCKS = 2  # matrix products over blocks of queries, sequences of equal length, any window
-    REFERENCE = 3  # computes one sequence after the other, by the definition of attention
-    VARLEN = 4  # torch's variable-length kernel, all sequences at once, CUDA
-    FLASH = 5  # flash_attn_varlen_func, all sequences at once, CUDA
+    SDPA = 0  # torch's fused kernel, for sequences of equal length
+    BLOCKS = 2  # matrix products over blocks of queries, for sequences of equal length, with any window
+    REFERENCE = 3  # one sequence after the other, by the definition of attention
+    VARLEN = 4  # torch's variable-length kernel, for all sequences at once, on CUDA
+    FLASH = 5  # flash_attn_varlen_func, for all sequences at once, on CUDA
 
 
 class AttentionUnsupported(Exception):

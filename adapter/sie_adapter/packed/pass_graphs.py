@@ -174,7 +174,9 @@ class CudaRecorder:
         before = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(before)
         with torch.cuda.stream(self._stream):
-            for _ in range(_WARM_UPS):  # in these runs, libraries choose their kernels and allocate their workspaces
+            # warm-up: in these runs, libraries choose their kernels and allocate their workspaces, which a capture must
+            # not do
+            for _ in range(_WARM_UPS):
                 run()
             self._stream.synchronize()
             with without_loads() as is_free:

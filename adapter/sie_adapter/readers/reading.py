@@ -6,8 +6,8 @@ steps.
 In each iteration, the thread does the following for each model that has rows. It removes rows for which no client waits
 any more, begins some of the waiting rows, then adds one token to each row. So a short answer does not wait for a long
 one that runs at the same time, and a disconnected client costs one step. The text of a row does not depend on the other
-rows. A row that has ended may continue with another prompt, such as the next window of a sound: it then waits until the
-rows that have not begun have started.
+rows. A row that has ended may continue with another prompt, such as the next window of a sound: it then begins after
+the rows that have waited longer.
 
 The loop does not occupy the lanes of the device: passes of other models run between the steps. On a CPU the thread has
 a lower priority than the lanes. It uses the idle time of the lanes, and a part of the cores if the lanes are never

@@ -128,9 +128,7 @@ class FileGathering:
         )
 
     def _backbones(self, folder: Path, place: str, entry: ModelEntry) -> None:
-        """Copy the backbones that a GLiNER names by repository to a place below its folder, where a load searches
-        first.
-        """
+        """Copy the backbones that a GLiNER model names by repository into its folder, where a load searches first."""
         raw = json.loads((folder / families.row(entry.family).config_file).read_text("utf-8"))
         is_described = raw.get("encoder_config") is not None and (folder / "tokenizer_config.json").is_file()
         for name in ([] if is_described else [raw["model_name"]]) + [

@@ -47,7 +47,9 @@ def entries(index: ArchiveIndex) -> list[ModelEntry]:
             ) from error
         path, own = entry.weights.path, f"weights/{token(entry.id)}"
         if path != own or not any(name.startswith(f"{path}/") for name in index.files):
-            raise CommandRefused(f"{INDEX}: {entry.id} has weights.path {path[:200]!r}, expected {own}, with files")
+            raise CommandRefused(
+                f"{INDEX}: {entry.id} has weights.path {path[:200]!r}, expected {own}, a folder with files"
+            )
         if entry.golden and entry.golden not in index.files:
             raise CommandRefused(
                 f"{INDEX}: {entry.id} has golden {entry.golden[:200]!r}, which is no file of the archive"
