@@ -275,7 +275,7 @@ def cluster_options(address: str, *settings: str, looks_around: bool = True, req
 
 
 def data_dir_option(command: F) -> F:
-    """Add --data-dir, which selects a `sie serve` of this machine."""
+    """Add the option --data-dir, which selects a `sie serve` of this machine."""
     return click.option("--data-dir", type=click.Path(path_type=Path), metavar="FOLDER", default=None, help=DATA_DIR)(
         command
     )

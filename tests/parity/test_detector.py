@@ -383,7 +383,7 @@ def test_labels_with_full_stops_and_capitals_are_the_clients(load: Load[Any]) ->
     [
         ((), "expected at least one"),
         (("river", "..?"), "only full stops"),
-        (("river", "\u200b"), "has no token"),
+        (("river", "\u200b"), "empty after tokenisation"),
         (("river [SEP] vector",), ""),
         (tuple(f"river mountain {number}" for number in range(80)), "tokens, the model reads at most 256"),
     ],

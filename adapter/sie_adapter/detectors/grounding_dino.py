@@ -144,7 +144,7 @@ class GroundingDino:
             raise labels_refused("one of them holds a token that the model reserves")
         tokens = [np.flatnonzero(is_label & (owners == number)) for number in range(len(cleaned))]
         if not all(map(len, tokens)):
-            raise labels_refused("one of them has no token")
+            raise labels_refused("one of them is empty after tokenisation")
         return _LabelPrompt(
             to_device(ids[None], self._device), [to_device(numbers, self._device) for numbers in tokens]
         )

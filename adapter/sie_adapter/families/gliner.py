@@ -212,7 +212,7 @@ class GlinerModel(Extractor[GlinerTexts]):
         prompt = [] if self._label_vectors else self._processor.prepare_inputs([[]], labels)[0][0]
         encoding = self._counter.encode(prompt, is_pretokenized=True)
         if len({word for word in encoding.word_ids if word is not None}) < len(prompt):
-            raise labels_refused("one of them has no token")
+            raise labels_refused("one of them is empty after tokenisation")
         if prompt and encoding.ids.count(self._gliner.config.class_token_index) != len(labels):
             raise labels_refused(f"one of them holds {self._gliner.config.ent_token}, which the model reserves")
         self._check_room(len(encoding.ids))

@@ -230,7 +230,7 @@ class Gliner2Model(Extractor[Gliner2Texts]):
         # words of the prompt: ( [P] entities ( [E] label [E] label .. ) ), or ( [P] task ( [L] label [L] label .. ) )
         marks, named = [1, *range(4, len(words) - 2, 2)], range(5, len(words) - 2, 2)
         if not all(len(parts[place]) for place in named):
-            raise labels_refused("one of them has no token")
+            raise labels_refused("one of them is empty after tokenisation")
         if any(np.isin(parts[place], self._reserved).any() for place in named):
             raise labels_refused("one of them holds a token that the model reserves")
         if not len(parts[2]) or np.isin(parts[2], self._reserved).any():

@@ -174,8 +174,7 @@ class CudaRecorder:
         before = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(before)
         with torch.cuda.stream(self._stream):
-            # warm-up: in these runs, libraries choose their kernels and allocate their workspaces, which a capture must
-            # not do
+            # warm-up before the capture: libraries choose their kernels and allocate their workspaces
             for _ in range(_WARM_UPS):
                 run()
             self._stream.synchronize()
