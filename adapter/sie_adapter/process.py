@@ -101,8 +101,8 @@ def _import() -> None:
     transformers.logging.disable_progress_bar()
     logging.getLogger("huggingface_hub").handlers.clear()  # the handler of the root logger receives these lines too
     engine.prepare_process()
-    # Imported objects are never freed.
-    # If the garbage collector skips these objects, the lanes pause for a shorter time and the pages stay shared.
+    # Imported objects are never freed. If the garbage collector skips these objects, it pauses the device threads for a
+    # shorter time, and child processes still share the pages.
     gc.collect()
     gc.freeze()
 

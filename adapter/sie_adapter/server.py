@@ -1,6 +1,6 @@
 """Unix socket of the adapter: one thread per connection, one request at a time on each connection.
 
-    accept ──► peer's uid ──► frame ──► RunBatch ──► lane, which answers on the connection itself
+    accept ──► peer's uid ──► frame ──► RunBatch ──► device thread, which answers on the connection itself
                                    └──► other requests ──► answered here, so a ping never waits for a load or a batch
 
 Every request gets exactly one final reply. A malformed frame ends its connection only.
@@ -134,7 +134,7 @@ class AdapterServer:
             except OSError as error:
                 broken.append(error)
 
-        # created before the batch waits for a lane, so that a model that is used in that time is not dropped
+        # created before the batch waits for a device thread, so that a model that is used in that time is not dropped
         permission = self._engine.residency.permission(request.may_drop)
         if self._engine.writes(request):
             self._write(request, answer, permission, functools.partial(_is_gone, connection))
@@ -161,7 +161,7 @@ class AdapterServer:
         permission: Permission,
         is_gone: Callable[[], bool],
     ) -> None:
-        """Run a batch that generates text outside of the lanes. The calling thread blocks until the batch has ended."""
+        """Run a batch that generates text, on no device thread. The calling thread blocks until the batch has ended."""
         answer(ipc.BatchStarted(request.batch))
         job = DeviceJob(request, answer, is_started=True)
         reply, began_ns, ended_ns = timed(lambda: self._engine.execute(request, permission=permission, is_gone=is_gone))

@@ -3,8 +3,8 @@ model.
 
     files ──► processes that parse (`parsers`) ──► text, Markdown, tree ──► `data` of each input
 
-A document may need a core for a minute, but it does not need the device, so a batch of documents does not occupy a lane
-(a device thread).
+A document may need a core for a minute, but it does not need the device, so a batch of documents does not occupy a
+device thread.
 
 This module does not import the package; only the parser processes do.
 """

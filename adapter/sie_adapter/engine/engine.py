@@ -1,4 +1,4 @@
-"""Engine of one process: it connects device, loader, resident models and lanes (threads that run batches). It has no
+"""Engine of one process: it connects device, loader, resident models and device threads. It has no
 sockets, since both the server and the benchmark use it. `BatchRun` runs one batch, from its bytes to its outcomes.
 
     RunBatch ──► Items ──► fit? ──► pack ──► forward ──► heads ──► answers, per work item ──► BatchDone
@@ -59,8 +59,8 @@ from sie_store.weights.sources import named_loras
 
 _logger = logging.getLogger("sie.adapter")
 DEVICE_LOST_STATUS = 70
-# Seconds after which a waiting lane makes the running lane release the interpreter.
-# Python's default of 5 ms slows two lanes by 2 to 4 %.
+# Seconds after which a waiting device thread makes the running one release the interpreter. Python's default of 5 ms
+# slows two device threads by 2 to 4 %.
 _SWITCH_INTERVAL_S = 0.0005
 _KEPT_PRODUCTS = "64"
 
@@ -79,11 +79,11 @@ class WorkerDevices(NamedTuple):
 
 
 class AdapterEngine:
-    """One device with its models and lanes. Owns the lanes until `stop`. Raises SettingError for a device that is
-    absent.
+    """One device with its models and device threads. Owns the device threads until `stop`. Raises SettingError for a
+    device that is absent.
 
-    `on_device_lost` is called from a lane when the device context is lost. The default function ends the process, so
-    that the supervisor restarts it.
+    `on_device_lost` is called from a device thread when the device context is lost. The default function ends the
+    process, so that the supervisor restarts it.
     """
 
     def __init__(
@@ -170,9 +170,10 @@ class AdapterEngine:
             self._on_device_lost()
 
     def prepare(self, message: RunBatch, permission: Permission) -> Callable[[RunBatch], Reply] | None:
-        """Tokenise the texts for a family with its own tokenisation, on the calling thread and off the device lane. At
-        most SIE_PREPROCESSOR_WORKERS calls run at once. Return the function that a lane then calls to run the batch, or
-        None if the batch needs no preparation. Never raises: an error here occurs again on the lane, which answers it.
+        """Tokenise the texts for a family with its own tokenisation, on the calling thread, which is no device thread.
+        At most SIE_PREPROCESSOR_WORKERS calls run at once. Return the function that a device thread then calls to run
+        the batch, or None if the batch needs no preparation. Never raises: an error here occurs again on the device
+        thread, which answers it.
         """
         try:
             with self.residency.use(message.model, message.fingerprint) as resident:
@@ -184,13 +185,13 @@ class AdapterEngine:
                     return functools.partial(self.execute, preparation=preparation, permission=permission)
         except SIEError:
             return None
-        except Exception as error:  # noqa: BLE001  model code may raise anything; the lane logs it
+        except Exception as error:  # noqa: BLE001  model code may raise anything; the device thread logs it
             _logger.debug("a batch of %s could not be prepared: %s", message.model, type(error).__name__)
             return None
 
     def writes(self, message: RunBatch) -> bool:
-        """Return whether the batch generates text. Such a batch occupies no lane: the caller runs `execute` on a thread
-        of its own.
+        """Return whether the batch generates text. Such a batch runs on no device thread: the caller runs `execute` on
+        a thread of its own.
         """
         try:
             with self.residency.use(message.model, message.fingerprint) as resident:
@@ -328,8 +329,8 @@ class AdapterEngine:
 
 
 def prepare_process() -> None:
-    """Set the state of the whole process: one torch thread per operation, because the lanes already run in
-    parallel; the allocator; the caches of oneDNN; and switches that keep libraries from sending telemetry.
+    """Set the state of the whole process: one torch thread per operation, because the device threads already
+    run in parallel; the allocator; the caches of oneDNN; and switches that keep libraries from sending telemetry.
     """
     torch.set_num_threads(1)
     torch.set_num_interop_threads(1)

@@ -104,8 +104,8 @@ def _reads_more(facts: EngineFacts) -> str:
 
 
 def is_compiled_twice(weight_bytes: int) -> bool:
-    """Return whether a graph with `weight_bytes` of float32 weights is compiled a second time, for a lane that runs
-    alone.
+    """Return whether a graph with `weight_bytes` of float32 weights is compiled a second time, for a device thread that
+    runs alone.
     """
     return weight_bytes <= TWICE_BYTES
 

@@ -1,6 +1,6 @@
 """A text model as a graph that OpenVINO compiles for this CPU: ids of texts of similar length ──► states.
 
-stock transformers model ──TorchScript──► OpenVINO's front end for PyTorch ──► compiled once, a stream for each lane
+stock transformers model ──TorchScript──► OpenVINO's front end for PyTorch ──► compiled once, with a stream per thread
 
 The weights have the blocked order that the kernels read, and no part of a pass runs in Python. One text of 8 tokens
 takes little more than half of the time of torch's packed path. A batch runs in groups of texts of similar length
@@ -38,11 +38,11 @@ GROUP_TOKENS = 1024
 PASS_TOKENS = 64  # a pass reads all weights, which takes as long as this number of additional tokens
 # (length in tokens, step): lengths up to this length are padded to a multiple of the step
 _STEPS = ((32, 8), (64, 16), (512, 32), (2048, 128))
-# Shapes whose kernels each lane caches. OpenVINO's default is 5,000, with which memory grows for hours.
-# With 100 a mix of lengths is as fast as with 300, with 50 it is 5 % slower (bench/results/memory.md).
+# Number of shapes whose kernels each device thread caches. OpenVINO's default is 5,000, with which memory grows for
+# hours. With 100 a mix of lengths is as fast as with 300, with 50 it is 5 % slower (bench/results/memory.md).
 _KEPT_KERNELS = 100
-# Threads for a short batch on a lane that runs alone: two threads nearly halve the time of one short text.
-# While another lane runs, the batch would wait for the slower of its threads (bench/results/engine.md).
+# Threads for a short batch on a device thread that runs alone: two threads nearly halve the time of one short text.
+# While another device thread runs, the batch would wait for the slower of its two threads (bench/results/engine.md).
 _THREADS_ALONE = 2
 _TOKENS_ALONE = 256
 # tokens of each example text of the trace: more than the local window of ModernBERT, which creates its masks only for

@@ -1,6 +1,6 @@
 """Records of the last MAX_BATCHES batches and their durations, for tuning, if SIE_INSTRUMENTATION is set.
 
-    lane ran a batch ──► Instrumentation.ran ──► ring ──► Description ──► `/ws/status` of the worker
+    a batch ran ──► Instrumentation.ran ──► ring ──► Description ──► `/ws/status` of the worker
 
 The records have sizes and times, and no part of an input.
 """
@@ -24,7 +24,7 @@ MAX_BATCHES = 100
 
 
 class Instrumentation:
-    """Ring of the last batches. Lanes write to it, any thread may read it."""
+    """Ring of the last batches. Device threads write to it, any thread may read it."""
 
     def __init__(self, used_bytes: Callable[[], int]) -> None:
         """Create an empty ring. `used_bytes` returns the bytes of the device that are in use now."""

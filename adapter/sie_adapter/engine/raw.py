@@ -39,8 +39,8 @@ class VerbModel(Protocol):
     it is a list of `Shown` for each text; for sounds, a list of `Heard` for each text; for documents, the document of
     each text, or None.
 
-    A model that tokenises its texts itself may have `prepare(texts, options)`, which runs off the device lane and
-    returns a Preparation. `extract` then gets this Preparation as an argument too.
+    A model that tokenises its texts itself may have `prepare(texts, options)`, which does not run on the device
+    thread and returns a Preparation. `extract` then gets this Preparation as an argument too.
     """
 
 

@@ -23,9 +23,9 @@ from sie_adapter.engine.device import Compute
 from sie_contracts.models.entries import LoadOptions
 from sie_contracts.models.load_errors import load_failed
 
-# While transformers constructs a model, it changes torch for the whole process.
-# Transformers changes the default dtype, which would change the results of the lanes if it is not float32.
-# Transformers also replaces functions of torch, which two concurrent loads would restore in the wrong order.
+# While transformers constructs a model, it changes torch for the whole process. It changes the default dtype, which
+# would change the results of other threads' passes if it is not float32. It also replaces functions of torch, which two
+# concurrent loads would restore in the wrong order.
 _CONSTRUCTION = threading.Lock()
 _POOLER = "pooler."
 _COUNTED = "position_ids"  # the class computes these values, so files do not have them

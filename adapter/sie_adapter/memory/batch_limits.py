@@ -149,7 +149,8 @@ class DeviceLimits:
                 tokens = max(1, tokens // 2)
             if edge.fail_tokens:
                 if tokens > self._limit(edge):
-                    # a single item above the limit, or a pass that another lane began earlier: no new information
+                    # a single item above the limit, or a pass that another device thread began earlier: no new
+                    # information
                     return
                 edge.wait_s = min(2 * edge.wait_s, MAX_WAIT_S) if tokens > _believed(edge) else edge.first_wait_s
             if killed:
@@ -223,7 +224,7 @@ class DeviceLimits:
             _logger.warning("the batch limits cannot be written to %s: %s", self._path, error)
 
 
-SLOTS = 64  # number of passes that can be recorded at the same time; there are fewer lanes
+SLOTS = 64  # number of passes that can be recorded at the same time; there are fewer device threads
 # if a process ended without a known reason during a pass of fewer tokens, lack of memory is not assumed
 DOUBTED_TOKENS = 1024
 # tokens of the pass, 0 if the slot is free; tokens of the largest earlier pass that fitted; bytes of the key

@@ -9,9 +9,9 @@ one that runs at the same time, and a disconnected client costs one step. The te
 rows. A row that has ended may continue with another prompt, such as the next window of a sound: it then begins after
 the rows that have waited longer.
 
-The loop does not occupy the lanes of the device: passes of other models run between the steps. On a CPU the thread has
-a lower priority than the lanes. It uses the idle time of the lanes, and a part of the cores if the lanes are never
-idle.
+The loop does not occupy the device threads: passes of other models run between the steps. On a CPU its thread has a
+lower priority than the device threads. It uses the time in which they are idle, and a part of the cores if they are
+never idle.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from sie_contracts.errors import ShuttingDown, SIEError
 _logger = logging.getLogger("sie.adapter")
 
 MAX_ROWS = 16  # largest number of rows of one model that run at the same time
-# niceness of the thread, which halves its weight in the scheduler of Linux.
-# On two cores with both lanes busy, the thread gets a third of a core, or a quarter if gateway, sidecar and broker are
-# busy too. A niceness of 5, with a third of the weight, gives a quarter and a sixth.
+# niceness of the thread, which halves its weight in the scheduler of Linux. On two cores with both device threads busy,
+# the thread gets a third of a core, or a quarter if gateway, sidecar and broker are busy too. A niceness of 5, with a
+# third of the weight, gives a quarter and a sixth.
 _NICENESS = 3
 _CLOSED_S = 1.0  # seconds in which no row begins after there was no room for a row, unless a row leaves earlier
 
