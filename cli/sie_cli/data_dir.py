@@ -20,15 +20,15 @@ _LONGEST = "worker-999.sock"
 
 
 def default_data_dir() -> Path:
-    """Return `sie` in the user's folder for data (XDG Base Directory Specification)."""
+    """Return the folder `sie` in the user's folder for data (XDG Base Directory Specification)."""
     named = os.environ.get("XDG_DATA_HOME", "")
     base = named if os.path.isabs(named) else os.path.expanduser("~/.local/share")
     return Path(base) / "sie"
 
 
 def sockets_folder(data_dir: Path) -> Path:
-    """Return `run` in the data directory. If its path is too long for a socket, return a folder for it in the directory
-    for temporary files.
+    """Return the folder `run` in the data directory. If its path is too long for a socket, return a folder for it in
+    the directory for temporary files.
     """
     own = data_dir / "run"
     if len(os.fsencode(own / _LONGEST)) <= MAX_SOCKET_BYTES:

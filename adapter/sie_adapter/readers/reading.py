@@ -314,8 +314,8 @@ class Readings:
         torch_threads: int = 1,
         shed: Callable[[], object] = lambda: None,
     ) -> None:
-        """Create the readings of one device. `fits` returns whether rows that run together may use a number of
-        additional bytes.
+        """Prepare the thread for one device; the first `read` starts it. `fits` returns whether rows that run together
+        may use a number of additional bytes.
         """
         self._device = device
         self._fits = fits
