@@ -46,10 +46,12 @@ class ForkResult(NamedTuple):
 
 
 def keep_serving(count: int = 1, died: Callable[[int], None] = lambda number: None) -> ForkResult:
-    """Fork `count` children that serve, and fork each of them again whenever it dies. Return in each child. Return in
-    the parent after all children drained, a child refused its settings, or a signal ended the children. If this process
-    cannot fork, a single child is this process itself. `died` is called with the number of a dead child before it is
-    replaced.
+    """Fork `count` child processes that serve, and fork each of them again whenever it dies. In a child, return at
+    once: the caller then serves. In the parent, return after all children have ended: each has drained its batches, or
+    one refused its settings, or a signal ended them. The ForkResult says which process this is.
+
+    If this process cannot fork, it is the only child itself. `died` is called with the number of a dead child before a
+    new one is forked.
 
     Call this while the process has only one thread, with SIGNALS blocked; the signals are blocked in the children too.
     """
@@ -87,10 +89,10 @@ class _Children:
 
     def __init__(self, count: int, died: Callable[[int], None]) -> None:
         self._died = died
-        # number of a child that does not run -> time at which the child must be forked, seconds
+        # number of a child that does not run -> time on the monotonic clock at which it must be forked, seconds
         self._due_s = dict.fromkeys(range(count), 0.0)
         self._pauses_s = dict.fromkeys(range(count), 0.0)
-        # process id -> number of the child, and time of its start, seconds
+        # process id -> number of the child, and its start on the monotonic clock, seconds
         self._running: dict[int, tuple[int, float]] = {}
         self._is_ending = False
         self.status = 0
@@ -167,7 +169,9 @@ def _fork() -> int | None:
     try:
         if _is_alone():
             return os.fork()
-        _logger.warning("%s: an imported library runs threads, and a fork would copy their locks", _NOT_FORKED)
+        _logger.warning(
+            "%s, because an imported library runs threads: a fork would copy the locks that they hold", _NOT_FORKED
+        )
         return None
     except OSError as error:
         _logger.warning("%s: %s", _NOT_FORKED, error)
@@ -175,10 +179,10 @@ def _fork() -> int | None:
 
 
 def _is_alone() -> bool:
-    """Return whether this process has one thread."""
+    """Return whether this process has only one thread, so that a fork is safe."""
     if len(os.listdir(_TASKS)) > 1:
-        # the threads of OpenBLAS, started by the import of numpy, end before a fork and start again at the next matrix
-        # product
+        # The import of numpy starts threads of OpenBLAS, which would make a fork unsafe. OpenBLAS ends them before any
+        # fork and starts them again at the next matrix product, so a fork of a process that exits at once ends them.
         end_of = os.fork()
         if end_of == 0:
             os._exit(0)
@@ -186,5 +190,5 @@ def _is_alone() -> bool:
     for _ in range(_LOOKS):
         if len(os.listdir(_TASKS)) == 1:
             return True
-        time.sleep(_LOOK_S)  # the kernel removes an ended thread from the list with a short delay
+        time.sleep(_LOOK_S)  # the kernel removes an ended thread from /proc/self/task with a short delay
     return False

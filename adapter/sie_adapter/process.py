@@ -38,7 +38,9 @@ _logger = logging.getLogger("sie.adapter")
 
 DRAIN_S = 10.0
 _BACKLOG = 128
-_DRAIN = b"D"  # byte written to the wake socket for a drain; no handled signal has this number
+# byte that is written to the wake socket for a drain. A signal writes its number, and no handled signal has the number
+# of this byte.
+_DRAIN = b"D"
 
 
 def run(settings: Settings, *, spare: bool = False) -> int:

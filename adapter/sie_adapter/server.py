@@ -176,7 +176,7 @@ class AdapterServer:
         except SIEError as error:
             reply_error = public(error.info())
             if reply_error.message != error.message:
-                # only the log has the path; the reply leaves it out
+                # the error names a path of this machine, which only the log may have: the reply goes to a client
                 _logger.warning("%s was refused: %s", type(request).__name__, error.message)
             return Refused(reply_error, dropped=permission.dropped)
         except Exception:
@@ -234,8 +234,8 @@ def _send(connection: socket.socket, reply: Reply) -> None:
 
 
 def _is_gone(connection: socket.socket) -> bool:
-    """Return whether the peer closed its end, or sent a frame while its batch runs; that frame can only be a Cancel.
-    Never waits.
+    """Return whether the batch must stop: the peer closed the connection, or sent a frame, which can only be a Cancel
+    while a batch runs. Never waits.
     """
     poll = select.poll()
     poll.register(connection, select.POLLIN | getattr(select, "POLLRDHUP", 0))

@@ -217,7 +217,9 @@ class Cluster:
     # ---- advice if no process runs
 
     def missing(self, name: str) -> str:
-        """Explain why the address of the part with the setting `name` is unknown, with a remedy."""
+        """Explain why the address of a part of the cluster (gateway, config service or broker) is unknown, and how to
+        set it. `name`: the setting of this address.
+        """
         part = _PARTS[name].name
         running = self.local()
         if running is None:

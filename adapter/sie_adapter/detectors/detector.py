@@ -68,9 +68,9 @@ class Detector:
     """Loaded detector. `extract` may run on several threads at once.
 
     A result is `{"objects": [{label, score, bbox}]}`, best first. The label is the text of the client, unchanged; bbox
-    is x, y, width and height in pixels of the submitted image, upright. The result is an InvalidInput if the input does
-    not have exactly one image, or if the labels cannot be used; it is an InferenceFailed if scores or boxes are not
-    finite.
+    is x, y, width and height in pixels of the submitted image, upright. Instead of a result, an input gets an
+    InvalidInput if the input does not have exactly one image, or if the labels cannot be used. It gets an
+    InferenceFailed if scores or boxes are not finite.
 
     The option `threshold` replaces all thresholds of the model. `max_tokens`: limit for all labels together (Grounding
     DINO), or for one label (OWLv2, which truncates a longer label).

@@ -76,7 +76,9 @@ class _CachedBackbone(nn.Module):  # type: ignore[misc]  # the type checker skip
             del self._given.maps
 
     def forward(self, pixel_values: Tensor, return_dict: bool = True) -> BackboneOutput:
-        """Return the maps, [images, width, rows, columns] each. The pixels are ignored."""
+        """Return the feature maps that `giving` set, [images, width, rows, columns] each. The pixels are not read
+        again.
+        """
         return BackboneOutput(feature_maps=tuple(self._given.maps))
 
 

@@ -35,9 +35,9 @@ class DoclingModel:
     """Parser processes of one model, one for each core. Several threads may use the objects that `reading` returns at
     the same time.
 
-    A result is `{"data": {text, markdown, document, format, pages, is_complete}}`. The result is an InvalidInput if the
-    input has no document, or if the document is refused (reason invalid_media; the message begins with the cause).
-    Texts are not read.
+    A result is `{"data": {text, markdown, document, format, pages, is_complete}}`. Instead of a result, an input gets
+    an InvalidInput if the input has no document, or if the document is refused (reason invalid_media; the message
+    begins with the cause). Texts are not read.
     """
 
     rows: ClassVar[dict[str, Rows]] = {"extract": Rows("raw", documents=DocumentLimits(), writes=True)}

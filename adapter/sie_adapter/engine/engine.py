@@ -360,8 +360,8 @@ class TextModel(Protocol):
         """Return the names of the heads whose rows `answer` needs."""
 
     def prepare(self, batch: Items, queries: np.ndarray) -> Items:
-        """Return the batch in the form that the device gets. `queries` bool [rows] is True for queries and False for
-        documents.
+        """Return the batch after the changes that the model needs before a pass, such as padded queries. `queries` bool
+        [rows] is True for queries and False for documents.
         """
 
     def without_pass(self, head: str, ids: Int64, *, is_query: bool) -> Row | None:
@@ -398,10 +398,10 @@ class BatchRun:
         count_remedy: Callable[[Remedy], None] = lambda remedy: None,
         pass_records: PassRecords | None = None,
     ) -> None:
-        """Prepare the run of a batch. `batch_limits`: the learned limits of the device, of which `key` selects one.
-        `make_room`: called if memory runs out; it frees memory and returns how, or None if nothing can be freed.
-        `count_remedy`: called with each way in which memory was freed. `pass_records`: where each pass is recorded
-        while it runs, for the next process.
+        """Prepare the run of a batch. `batch_limits`: the measured limits for the tokens of a pass; `key` selects the
+        limit of this model. `make_room`: called if memory runs out; it frees memory and returns how, or None if nothing
+        can be freed. `count_remedy`: called with each way in which memory was freed. `pass_records`: where each pass is
+        recorded while it runs, so that the next process learns which pass ended this one.
 
         Raises InvalidInput or InternalFailure for a batch that cannot run.
         """
@@ -631,8 +631,8 @@ class BatchRun:
         return list(zip(results_of(group, results), tokens, strict=True))
 
     def _group_results(self, group: Group, shared: list[int], units: list[list[int]]) -> ItemResults:
-        """Return the result of each input of a work item. `shared`: the rows of a query that all inputs share. `units`:
-        the rows of each input.
+        """Return the result of each input of a work item. `shared`: the rows of the batch with a query that all inputs
+        share. `units`: for each input, the rows of the batch that belong to it.
         """
         heads = self._model.heads_for(self._message.operation, group.options)
         query: dict[str, Any] = {head: self._rows[head][shared[0]] for head in heads} if shared else {}

@@ -57,8 +57,9 @@ class EngineFacts:
         return cls(device, reads_text, entry.run.lora or "", is_limited, attention, sglang, int8)
 
 
-# Bytes of float32 weights up to which a graph is compiled twice.
-# For a larger model, a faster answer to a single request does not justify the memory of the second copy.
+# Largest model whose graph is compiled twice, in bytes of float32 weights: once for all device threads, once for a
+# thread that runs alone, with more threads. For a larger model, a faster answer to a single request does not justify
+# the memory of the second copy.
 TWICE_BYTES = 256 << 20
 _INT8 = "load.precision is int8"
 NO_TEXTS = EngineFacts("cpu", reads_text=False)

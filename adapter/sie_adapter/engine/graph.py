@@ -313,9 +313,11 @@ def _converted(states: _PositionalModel, tokens: int) -> Any:
         # under a lock, because a trace changes a map of modules, and this code the filters of warnings; both are global
         # to the process
         with construction(), warnings.catch_warnings(), torch.inference_mode(False):
-            # the trace may warn of a wrong result, but the backbone checks the result later
+            # warnings about a wrong trace are not needed: the backbone compares the states of the graph with those of
+            # the model later
             warnings.simplefilter("ignore")
-            # `check_trace`: a second trace for a comparison is not needed, since the backbone checks the result later
+            # no second trace to compare with: the backbone compares the states of the graph with those of the model
+            # later
             decoder = TorchScriptPythonDecoder(states, example_input=example, trace_kwargs={"check_trace": False})
             end = FrontEndManager().load_by_framework("pytorch")
             converted = end.convert(end.load(decoder))

@@ -308,7 +308,8 @@ def class_scores(options: RunOptions, logits: Sequence[Row], activation: str) ->
     With `raw_scores` a score is the logit, or with two classes the difference of both logits, as Text Embeddings
     Inference and Infinity return it.
     """
-    stacked = torch.stack(list(logits)).double()  # activations in float32 would turn large logits into ties
+    # float64, because in float32 the scores of different large logits would be equal
+    stacked = torch.stack(list(logits)).double()
     if activation == "softmax":
         stacked = stacked[:, -1:] - stacked[:, :-1].logsumexp(1, keepdim=True)
     is_probability = activation != "identity" or is_relevance(options)
@@ -356,7 +357,8 @@ def answer_scores(options: RunOptions, logits: Sequence[Row], *, difference: boo
     """Return scores from float32 logits [no, yes]: P(yes) of the softmax of both, or yes - no if `difference` or
     `raw_scores` is set. If the logits are only [yes], 0 replaces the logit of no.
     """
-    stacked = torch.stack(list(logits)).double()  # float64 for the same reason as in class_scores
+    # float64, because in float32 the scores of different large logits would be equal
+    stacked = torch.stack(list(logits)).double()
     gaps = stacked[:, 1] - stacked[:, 0] if stacked.shape[1] > 1 else stacked[:, 0]
     is_raw = options.parameters.get("raw_scores") or (difference and not is_relevance(options))
     return _scores(gaps if is_raw else torch.sigmoid(gaps))

@@ -28,8 +28,10 @@ _LISTS = ("dense", "multivector", "sparse.indices", "sparse.values")
 
 
 class LateChunks:
-    """Segments of one batch, and the values (parts) that the heads compute for them. `count`: the number of rows of the
-    batch. Raises MalformedBatch for a segment that is not inside its row.
+    """Values of the segments of one batch. A segment is the tokens of a chunk that lie in one window of a text; the
+    value that a head computes for a segment is a part of the vector of the chunk.
+
+    `count`: the number of rows of the batch. Raises MalformedBatch for a segment that is not inside its row.
     """
 
     def __init__(self, groups: Sequence[Group], lengths: Int64) -> None:
@@ -162,7 +164,9 @@ def result_of(described: ChunkedRows, results: Sequence[ItemResult | SIEError]) 
 
 
 def results_of(group: Group, results: ItemResults) -> ItemResults:
-    """Return the results of the inputs of a group from the results of all chunks of these inputs, in order."""
+    """Return one result for each input of a work item. `results`: the results of the chunks of all these inputs, in
+    order.
+    """
     joined: ItemResults = []
     at = 0
     for described in group.chunked:

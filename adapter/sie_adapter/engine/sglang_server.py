@@ -184,7 +184,7 @@ class SGLang:
         try:
             return server.embed(texts)
         except _SglangLost as error:
-            _logger.warning("the SGLang server %d is replaced: %s", server.pid, error)
+            _logger.warning("the SGLang server (process %d) is replaced: %s", server.pid, error)
         try:
             return self._successor(server).embed(texts)
         except SglangNotStarted as error:

@@ -190,8 +190,8 @@ class _Inner:
     cell: int
 
     def projected(self, tokens: Tensor, first: int, last: int) -> Tensor:
-        """Return `tokens` [tokens, dim] projected in the repetitions `first` to `last`: [tokens, (last - first) *
-        cell].
+        """Return `tokens` [tokens, dim] projected by the sketches of the repetitions from `first` to before `last`:
+        [tokens, (last - first) * cell].
         """
         count = last - first
         columns = self.columns[first:last] + self.cell * torch.arange(count, device=tokens.device)[:, None]

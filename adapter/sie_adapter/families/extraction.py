@@ -41,9 +41,10 @@ Result = dict[str, Any] | SIEError
 
 _HARMLESS = ("pooler.", "position_ids")
 _WASTE = 1.25  # largest number of positions in a pass, padding included, per token
-_MIN_ROOM = 8  # divisor: labels leave at least one eighth of the tokens of a pass to the text
+# divisor: at least one eighth of the tokens of a forward pass are for the text, the others may be for labels
+_MIN_ROOM = 8
 _WORDS_PER_COUNT = 8192
-_OVERLAP = 8  # divisor: windows overlap by one eighth of their words
+_OVERLAP = 8  # divisor: one eighth of the words of a window are also in the next window
 
 
 @dataclass(frozen=True)

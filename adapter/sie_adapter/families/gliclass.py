@@ -72,9 +72,9 @@ class GliclassModel(Extractor[GliclassTexts]):
     """Loaded GLiClass of the uni-encoder kind. `extract` may run on several threads at once.
 
     A result is `{"classifications": [{label, score}]}`, best first: all labels whose score reaches the threshold
-    (default 0). A text of white space has no classifications. The result is an InvalidInput if the labels cannot be
-    used, or if the text contains a token that separates the parts of the prompt; it is an InferenceFailed if the scores
-    are not finite.
+    (default 0). A text of white space has no classifications. Instead of a result, an input gets an InvalidInput if the
+    labels cannot be used, or if the text contains a token that separates the parts of the prompt. It gets an
+    InferenceFailed if the scores are not finite.
 
     `tokenizer`: tokenizer.json of the backbone. `max_tokens`: limit of tokens, with labels and special tokens; longer
     texts are cut.

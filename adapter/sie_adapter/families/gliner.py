@@ -102,8 +102,8 @@ class GlinerModel(Extractor[GlinerTexts]):
     """Loaded GLiNER. `extract` may run on several threads at once.
 
     A result is `{"entities": [{text, label, score, start, end}]}` in order of start. Offsets are code points of the
-    text, `end` is exclusive. A text without words has no entities. The result is an InvalidInput if the labels cannot
-    be used, and an InferenceFailed if the scores are not finite.
+    text, `end` is exclusive. A text without words has no entities. Instead of a result, an input gets an InvalidInput
+    if the labels cannot be used. It gets an InferenceFailed if the scores are not finite.
 
     `tokenizer`: tokenizer.json of the backbone. `max_tokens`: limit of one window, with labels and special tokens;
     longer texts take several windows.

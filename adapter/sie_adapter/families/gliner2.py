@@ -121,9 +121,9 @@ class Gliner2Model(Extractor[Gliner2Texts]):
 
     A result is `{"entities": [{text, label, score, start, end}]}` in order of start and end. Offsets are code points of
     the text, `end` is exclusive. Entities of one label do not overlap; entities of two labels may. A text without words
-    has no entities. The result is an InvalidInput if the labels cannot be used, or if the text holds a token that the
-    model reserves; it is an InferenceFailed if a state or score is not finite. With the output `classifications`, a
-    result is that of GliclassModel.
+    has no entities. Instead of a result, an input gets an InvalidInput if the labels cannot be used, or if the text
+    holds a token that the model reserves. It gets an InferenceFailed if a state or score is not finite. With the output
+    `classifications`, a result is that of GliclassModel.
 
     `tokenizer`: tokenizer.json of the backbone. `max_tokens`: limit of one window, with labels; longer texts are read
     in several windows.

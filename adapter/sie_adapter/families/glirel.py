@@ -67,8 +67,8 @@ class GlirelModel(Extractor[GlirelTexts]):
     A result is `{"entities": [{text, label, score, start, end}], "relations": [{head, tail, relation, score}]}`. The
     entities are copied from the request, with a score of 1. For each pair of entities, the relations are the `top_k`
     best labels with a score above the threshold; all relations are sorted, best first. Fewer than two entities have no
-    relation. The result is an InvalidInput if labels or entities cannot be used, or if an entity ends after the last
-    word that the model reads; it is an InferenceFailed if the scores are not finite.
+    relation. Instead of a result, an input gets an InvalidInput if labels or entities cannot be used, or if an entity
+    ends after the last word that the model reads. It gets an InferenceFailed if the scores are not finite.
 
     `tokenizer`: tokenizer.json of the backbone. `max_tokens`: limit of tokens, with labels and special tokens.
     """
@@ -140,7 +140,7 @@ class GlirelModel(Extractor[GlirelTexts]):
         return tokens
 
     def _read(self, text: str, mentions: Sequence[Mention], prompt: int) -> tuple[list[str], list[Span]] | InvalidInput:
-        """Return the words that the model reads, up to its limit, and the span of each entity. The result is an
+        """Return the words that the model reads, up to its limit, and the first and last word of each entity. Return an
         InvalidInput if an entity contains no word, or ends after the last word that the model reads.
         """
         split = [(match.group(), match.start(), match.end()) for match in _WORDS.finditer(text)]

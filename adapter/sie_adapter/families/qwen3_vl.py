@@ -30,7 +30,7 @@ from sie_contracts.wire.ipc import Rows
 _IMAGE = ("<|vision_start|>", "<|vision_end|>")
 # end of the user's turn, and begin of the answer, after every text of an encoder; a long text is truncated before them
 _TURN = "<|im_end|>\n<|im_start|>assistant\n"
-_NOTHING = "NULL"  # text for an input without text and images, as in the training of the model
+_NOTHING = "NULL"  # text that replaces an input with neither text nor image, as in the training of the model
 
 
 class _Qwen3(QwenVL):

@@ -1,5 +1,5 @@
-"""Families on the packed engine: encoders and decoders of text with their heads. `PackedModel` is also the base of
-families that read images.
+"""Models that run on packed sequences, without padding: encoders and decoders of text, and the heads that compute
+outputs from their hidden states. `PackedModel` is also the base of models that read images.
 
 items ──► prepare ──► pack ──► forward ──► heads (`heads_for`) ──► answer
 

@@ -91,7 +91,9 @@ def class_of(entry: ModelEntry, folder: Path) -> Any:
 
 
 def consumed_by(entry: ModelEntry) -> tuple[str, ...]:
-    """Return the names of tensors that a head reads and that do not belong to the class."""
+    """Return the names of tensors in the files that a head reads itself, because the transformers class does not have
+    them.
+    """
     return ("linear.weight",) if "multivector" in entry.outputs else ()
 
 

@@ -40,8 +40,8 @@ class MaskedLanguageHead:
         max_entries: int = 0,
         sums: bool = False,
     ) -> None:
-        """Create the head. `twice` applies log1p twice. `dropped` ids get no weight. Only the `max_entries` largest
-        weights of a row are returned; 0 means all.
+        """Create the head. `twice`: the activation is log1p(log1p(relu(x))) instead of log1p(relu(x)). `dropped`: ids
+        that get no weight. `max_entries`: only this number of the largest weights of a row is returned; 0 means all.
         """
         self._head, self._vocabulary, self._twice, self._max_entries = head, vocabulary, twice, max_entries
         self._sums = sums

@@ -22,8 +22,9 @@ MAX_ROWS = 8192  # largest number of rows of a sequence; the distances of all th
 
 @dataclass(frozen=True)
 class TokenPooling:
-    """Settings of token pooling. The first `protected` rows are not changed. Of the other rows, about one of `factor`
-    remains. `normalizes`: all rows get length 1 afterwards. `queries` and `documents`: the sides whose rows are pooled.
+    """Settings for the reduction of token vectors. The first `protected` vectors of an item are not changed. Of its
+    other vectors, about one of `factor` remains. `normalizes`: all vectors get length 1 afterwards. `queries`,
+    `documents`: whether the vectors of queries, and of documents, are reduced.
     """
 
     factor: float

@@ -25,7 +25,8 @@ _DTYPES: dict[Precision, torch.dtype] = {
     "bfloat16": torch.bfloat16,
     "int8": torch.bfloat16,
 }
-# limits in oneDNN's documentation ("CPU Dispatcher Control") that exclude AVX512-BF16; oneDNN ignores an unknown name
+# values of ONEDNN_MAX_CPU_ISA with which oneDNN does not use AVX512-BF16 (oneDNN's documentation, "CPU Dispatcher
+# Control"); oneDNN ignores an unknown value
 _ONEDNN_BELOW = frozenset({"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI"})
 # environment variables of oneDNN, which reads the first variable that is set
 _ONEDNN_NAMES = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")

@@ -150,9 +150,8 @@ def _refuse_invented(folder: Path, tokenizer: Tokenizer) -> None:
     if stored is None:
         return
     used = {tokenizer.id_to_token(number) or f"token with the id {number}" for number in _around(tokenizer)}
-    if isinstance(
-        tokenizer.model, models.WordPiece | models.WordLevel
-    ):  # without the unknown token these models fail at a text that they cannot read
+    if isinstance(tokenizer.model, models.WordPiece | models.WordLevel):
+        # these tokenizers replace a word that is not in the vocabulary by the unknown token, and raise if it is missing
         used.add(tokenizer.model.unk_token)
     if lacking := sorted(used - {None} - stored):
         cause = (

@@ -198,7 +198,7 @@ class DeviceLimits:
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             aside = self._path.with_suffix(".corrupt")
             _logger.warning(
-                "the batch limits at %s are corrupt, so they are learnt again, and the file is moved to %s: %s",
+                "the batch limits at %s are corrupt, so they are measured again, and the file is moved to %s: %s",
                 self._path,
                 aside.name,
                 error,
@@ -328,7 +328,9 @@ class CrashRecord:
         self._kills = control_group.oom_kills()
 
     def learn(self) -> None:
-        """Lower the limits for the passes of the previous process, which is dead."""
+        """Lower the limits of passes that ran when the previous process ended, if a lack of memory probably ended
+        it.
+        """
         kills = control_group.oom_kills()
         is_known, self._kills = kills > self._kills, kills
         how = "was killed by the kernel for lack of memory" if is_known else "ended, probably for lack of memory,"

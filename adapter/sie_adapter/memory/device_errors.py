@@ -1,4 +1,6 @@
-"""Classification of exceptions of the device: out of memory, or lost."""
+"""Classification of the exceptions of torch. If memory ran out, the adapter frees memory and tries again. If the CUDA
+context is lost, the process must end.
+"""
 
 from __future__ import annotations
 

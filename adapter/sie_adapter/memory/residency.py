@@ -150,8 +150,9 @@ class DeviceMemory:
         return self.held(more_bytes).percent > self.threshold_percent
 
     def fits(self, more_bytes: int) -> bool:
-        """Return whether a cache may use `more_bytes` bytes more. The limit is halfway between the threshold of the
-        loaded models and the total memory. Cached outputs, and free memory of the allocator, are freed first.
+        """Return whether a cache may use `more_bytes` bytes more. The memory in use may rise to the middle between the
+        threshold, above which models are evicted, and the whole memory. If it would rise above that, cached outputs and
+        free memory of the allocator are freed first.
         """
         limit_percent = (self.threshold_percent + 100.0) / 2
         if self.held(more_bytes).percent > limit_percent:

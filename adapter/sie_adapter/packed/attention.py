@@ -60,14 +60,14 @@ class MaskPattern:
 
 @dataclass(frozen=True)
 class MaskRequest:
-    """Request to the mask interface. The attention function gets it instead of a mask."""
+    """Replacement for a mask: transformers' request for it, which the attention function gets instead."""
 
     allows: Callable[..., Any]  # transformers' mask_function: (batch, head, query, key) -> bool
     local_size: int | None
 
     def pattern(self) -> MaskPattern:
-        """Evaluate the mask function and return its pattern. Raises AttentionUnsupported for a mask without a supported
-        pattern.
+        """Call the mask function of transformers for sample positions, and return which keys a query sees. Raises
+        AttentionUnsupported unless the mask is causal, bidirectional or a window of these.
         """
         size = min(4 * (self.local_size or 0) + 256, 16384)
         keys = torch.arange(size)

@@ -1,4 +1,4 @@
-"""Choice of the attention backend: the requested backend if this machine can run it, with the reason.
+"""Choice of the attention backend: the requested backend if this machine can run it, else sdpa.
 
 SIE_ATTENTION_BACKEND + facts of the device ──► resolve_attention ──► backend and the reason for it
 """

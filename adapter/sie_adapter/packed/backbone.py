@@ -92,8 +92,8 @@ class Backbone:
         entry demands sglang.
         """
         attention.register()
-        # set on the configuration of `model` itself: if `model` is a part of a larger model, it has its own
-        # configuration
+        # switched off on the configuration of `model` itself, because a part of a larger model has a configuration of
+        # its own
         model.config.use_cache = False
         self._model = model
         self._compute = compute
@@ -128,8 +128,8 @@ class Backbone:
                 self._settle_on_torch()
 
     def run_padded(self) -> None:
-        """Use the model's own attention and padded batches from now on. This is for a model whose packed states are
-        wrong. Must not be called during a pass.
+        """Run the model with its own attention on padded batches from now on, instead of packed sequences. Call this if
+        the packed path computes wrong states, and never during a pass.
         """
         self._kernel = None
         self._model.set_attn_implementation(self._stock)

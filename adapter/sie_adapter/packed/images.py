@@ -193,8 +193,8 @@ class GridTower:
         grids = [self.grid(image) for image in images]
         patches = [self._cut(image, *grid) for image, grid in zip(images, grids, strict=True)]
         blocks = sum(rows * columns for rows, columns in grids)
-        # a CPU keeps memory for each number of rows that a pass has had: an additional image reduces the number of
-        # different sizes
+        # a CPU keeps memory for each number of rows that a pass has had: an empty image fills the pass up to one of few
+        # numbers
         more = missing(blocks) if self._compute.device.type == "cpu" else 0
         if more:
             grids.append((1, more))

@@ -34,16 +34,16 @@ class BlockedLinear(nn.Module):  # type: ignore[misc]  # the type checker skips 
         self.nbytes = source.weight.nbytes
 
     def forward(self, states: Tensor) -> Tensor:
-        """Return the product, in the precision of the weight."""
+        """Return the product of `states` and the weight, plus the bias, in the precision of the weight."""
         return self._in_few_sizes(states) if is_limited() else self._product(states)
 
     def _product(self, states: Tensor) -> Tensor:
         return torch.ops.mkldnn._linear_pointwise(states, self._blocked, self.bias, "none", [], "")
 
     def _in_few_sizes(self, states: Tensor) -> Tensor:
-        """Return the product, computed in parts of at most _CHUNK rows, each padded to a power of two. oneDNN keeps 0.5
-        to 1 MB for every number of rows that a product had: 1 GB after 1,200 different numbers, which is too much under
-        a limit on the process's memory.
+        """Return the product of `states` and the weight, for a process whose memory is limited. It is computed in parts
+        of at most _CHUNK rows, each padded to a power of two, because oneDNN keeps 0.5 to 1 MB for every number of rows
+        that a product had: 1 GB after 1,200 different numbers.
         """
         rows = states.reshape(-1, self.in_features)
         output = rows.new_empty((len(rows), self.out_features))

@@ -67,7 +67,7 @@ class BatchFiles(Generic[T]):
     tokens: Int64
 
     def for_items(self, items: Int64) -> list[list[T]]:
-        """Return the files of each of these items."""
+        """Return the images or sounds of each of these items."""
         starts, stops = np.searchsorted(self.rows, items), np.searchsorted(self.rows, items, side="right")
         return [list(self.shown[start:stop]) for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)]
 

@@ -286,8 +286,8 @@ class PassGraphs:
             self._recorder.lock.release()
 
     def drop_all(self) -> bool:
-        """Drop all graphs, and capture none for a while, since memory is short. Returns whether there were any
-        graphs.
+        """Drop all CUDA graphs of the model because memory is short, and capture none for _PAUSE_S seconds. Returns
+        whether there was a graph.
         """
         with self._recorder.lock:
             self._paused_until_s = time.monotonic() + _PAUSE_S
@@ -336,7 +336,7 @@ class PassGraphs:
 
 
 def drop_graphs() -> bool:
-    """Drop the graphs of all models because memory is short. Returns whether there were any."""
+    """Drop the CUDA graphs of all models because memory is short. Returns whether there was a graph."""
     with _all_lock:
         present = list(_all)
     return sum(graphs.drop_all() for graphs in present) > 0

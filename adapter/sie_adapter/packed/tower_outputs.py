@@ -137,7 +137,9 @@ class OutputsOfTower:
             for name, entry in cached.items():
                 if bool(entry.is_finite):
                     outputs[name] = entry.output
-                else:  # another image of that pass may have caused the overflow, so the image is read again
+                else:
+                    # another image of the pass that computed this output may have caused the overflow, so the output is
+                    # computed again
                     self._discard(name, entry)
             misses += len(own)
             outputs.update(self._read_missing({name: images_by_name[name] for name in own}, read))

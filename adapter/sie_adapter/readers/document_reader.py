@@ -52,8 +52,8 @@ class DocumentReader:
 
     A result has entities, objects or both, and `data` with `finish_reason` and `completion_tokens`. The reason is
     `stop` if the model wrote an end token, `length` if it reached its limit, `repetition` if it repeated the same
-    tokens. The result is an InvalidInput if the input does not have exactly one image, or if the model does not have
-    the task; it is an InferenceFailed if the scores are not finite.
+    tokens. Instead of a result, an input gets an InvalidInput if the input does not have exactly one image, or if the
+    model does not have the task. It gets an InferenceFailed if the scores are not finite.
 
     `max_tokens`: limit for the prompt and the text that is written after it.
     """

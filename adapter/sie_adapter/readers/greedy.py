@@ -62,7 +62,9 @@ class Rules:
     stops_loops: bool = False
 
     def chosen(self, written: Sequence[int], scores: Tensor) -> Tensor:
-        """Return `scores` [vocabulary], float32, for the token after `written`, changed by the rules."""
+        """Return the scores of the next token, [vocabulary], after the logits processors changed a copy of them.
+        `written`: the tokens so far. `scores`: float32.
+        """
         if not self.processors:
             return scores
         ids = torch.tensor([[*self.prompt, *written]], device=scores.device)

@@ -302,8 +302,9 @@ class _Loop:
 
 
 class Readings:
-    """Thread of one device that runs the steps of all models that write text. It runs from the first `read` to `stop`.
-    `shed` is called when memory is short, and drops data that can be computed again.
+    """Thread of one device that generates text for all models that write text. In one step of a model, it computes one
+    token for each row. It runs from the first `read` to `stop`. `shed` is called when memory is short: it drops cached
+    outputs and CUDA graphs.
     """
 
     def __init__(

@@ -98,7 +98,7 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]  # the type checker skips t
         """Ignore the value: the base class assigns None to clear the values."""
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        raise NotImplementedError("the layer needs no initialisation: it is created with its states")
+        raise NotImplementedError("lazy_initialization is not supported: the layer gets its states when it is created")
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **named: Any) -> tuple[Tensor, Tensor]:
         """Write the new state of each row, [rows, heads, 1, width], at the end of the row."""

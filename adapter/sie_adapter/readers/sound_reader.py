@@ -98,7 +98,9 @@ class SoundWindow:
         return min(self.max_frames, self.sound.frames - self.seek)
 
     def following(self, written: GeneratedText) -> SoundWindow | None:
-        """Add the segments of this window to the sound, and return the next window; None after the last window."""
+        """Append the segments of the transcript of this window to `sound.segments`, and return the next window; None
+        after the last window.
+        """
         sound = self.sound
         if not self.seek:  # begin again: if a batch failed, the sound is read a second time from its first window
             sound.segments, sound.tokens, sound.finish = [], 0, "stop"
@@ -115,9 +117,9 @@ class SoundReader:
     """Loaded model of sounds. `reading(..).extract` may run on several threads at once.
 
     A result has an entity for each segment, and `data` with the whole text, the language, `finish_reason` and
-    `completion_tokens`. The reason is `length` if a window was cut at its limit. The result is an InvalidInput if the
-    input has no sound, or if the model does not have the task or the language; it is an InferenceFailed if the scores
-    are not finite.
+    `completion_tokens`. The reason is `length` if a window was cut at its limit. Instead of a result, an input gets an
+    InvalidInput if the input has no sound, or if the model does not have the task or the language. It gets an
+    InferenceFailed if the scores are not finite.
 
     `max_tokens`: limit for the prompt and the text of one window.
     """

@@ -126,11 +126,12 @@ class TranscriptSegment(NamedTuple):
 
 def segments(written: Sequence[int], times: int, seek: int, frames: int) -> tuple[list[TranscriptSegment], int]:
     """Return the segments of a window, and the number of frames after which the next window begins. The window begins
-    at frame `seek` of a sound and has `frames` frames. `written`: its tokens without the end token. `times`: the id of
-    0.00.
+    at frame `seek` of a sound and has `frames` frames. `written`: the tokens that the model wrote for the window,
+    without the end token. `times`: the id of the time stamp 0.00.
 
-    Two consecutive time stamps end a segment and begin the next one. The window may cut the words after the last pair:
-    these words are dropped and read again in the next window, unless a single time stamp ends them.
+    Two consecutive time stamps end a segment and begin the next one. If the tokens end with one time stamp, the last
+    segment is whole. Otherwise the window cuts the words after the last two time stamps: they are dropped, and the next
+    window begins with them.
     """
     is_time = [number >= times for number in written]
     ends = [place + 1 for place in range(len(written) - 1) if is_time[place] and is_time[place + 1]]

@@ -196,7 +196,9 @@ class ArchiveReader:
             raise CommandRefused(f"the archive has data after the last file of its index: {_DAMAGED}")
         rest = self._stream.read(_RECORD + 1)  # other tar programs pad the last record
         if len(rest) > _RECORD or any(rest):
-            raise CommandRefused(f"there is data after the end of the archive, at byte {self._at}: {_DAMAGED}")
+            raise CommandRefused(
+                f"the file has more bytes after the end of the archive, at byte {self._at}: {_DAMAGED}"
+            )
 
     def _small(self, name: str) -> bytes:
         """Return a whole small file at the start of the archive."""

@@ -194,7 +194,9 @@ def verify(path: Path, expected: str | None) -> None:
                 click.echo(line)
             if wrong:
                 many = f"{len(wrong)} of {len(index.files)} files"
-                raise CommandRefused(f"{path}: {many} differ from the archive: remove it, then load the archive again")
+                raise CommandRefused(
+                    f"{path}: {many} differ from the archive: remove the folder, then load the archive again"
+                )
             name = digest(raw)
         else:
             with _opened(path) as stream:
@@ -250,7 +252,7 @@ def _check_index(actual: str, expected: str | None) -> None:
 
 @contextmanager
 def _refusing() -> Iterator[None]:
-    """Convert a fault of a model, a file or a setting to one line and status 1, and end the command."""
+    """Print a fault of a model, a file or a setting as one line, and exit with status 1."""
     try:
         with refusing():
             yield

@@ -45,7 +45,7 @@ _BACKBONE_FILES = ("*.json", "*.model", "*.txt")  # patterns of a configuration 
 
 @dataclass(frozen=True)
 class ArchiveContents:
-    """An index, and the bytes or the path of each of its files."""
+    """Index of an archive, and the content of each of its files: its bytes, or the path from which it is read."""
 
     index: ArchiveIndex
     files: Mapping[str, Path | bytes]

@@ -79,8 +79,8 @@ def check(index: ArchiveIndex) -> None:
 
 
 def settings(index: ArchiveIndex, at: Path) -> dict[str, str]:
-    """Return settings with which `sie serve` serves only the models of an archive, from the folder `at`, without a
-    download.
+    """Return the settings with which `sie serve` serves only the models of an archive and downloads nothing. `at`: the
+    folder with the unpacked archive.
     """
     names = [*(entry.id for entry in entries(index)), *(alias.id for alias in aliases(index))]
     return {
@@ -158,7 +158,9 @@ def loaded(folder: Path) -> tuple[ArchiveIndex, bytes]:
             raise CommandRefused(f"{folder}: {SUMS} and {INDEX} do not agree: load the archive again")
     except (FileNotFoundError, NotADirectoryError) as error:
         lacking = Path(str(error.filename)).name
-        raise CommandRefused(f"{folder} was not created by `sie airgap load`: it has no {lacking}") from error
+        raise CommandRefused(
+            f"{folder} was not created by `sie airgap load`: it has no {lacking}; name the folder of a load"
+        ) from error
     return index, raw
 
 
