@@ -106,7 +106,9 @@ class Detector:
     def extract(
         self, texts: Sequence[str], options: Sequence[ExtractOptions], images: Sequence[Sequence[Shown]]
     ) -> list[Result]:
-        """Return the objects in the image of each input, or an error instead. Texts are not read."""
+        """Return the objects in the image of each input, or an error for an input that cannot be used. The texts of the
+        inputs are not read.
+        """
         with torch.inference_mode():
             return by_options(images, options, self._detect)
 

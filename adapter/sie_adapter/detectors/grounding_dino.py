@@ -57,8 +57,8 @@ class _LabelPrompt:
 
 
 class _CachedBackbone(nn.Module):  # type: ignore[misc]  # the type checker skips torch
-    """Replacement of the model's image backbone. It returns feature maps that were computed before, for the pass of the
-    calling thread.
+    """Replacement of the model's image backbone. It returns feature maps that were computed before, because the maps of
+    an image may be in the cache. Each thread sets the maps of its own pass.
     """
 
     def __init__(self, own: Any) -> None:
@@ -192,7 +192,9 @@ class GroundingDino:
 
 
 def _foreign(tokenizer: Tokenizer) -> str:
-    """Return the reason why the tokenizer does not belong to the model; an empty string if no difference is found."""
+    """Return the reason why the tokenizer in the folder cannot belong to this model; an empty string if none is
+    found.
+    """
     wrong = [token for token, number in _DELIMITERS.items() if tokenizer.token_to_id(token) != number]
     listed = ", ".join(f"{token} {_DELIMITERS[token]}" for token in wrong)
     return f"its tokenizer has other ids for the separators of labels, the model expects {listed}" if wrong else ""

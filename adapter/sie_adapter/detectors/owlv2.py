@@ -163,7 +163,7 @@ def _sampling(side: int, size: int, submitted: int) -> Float32:
     behind = (places - first)[:, None]
     parts = np.pad(blur, (0, 1)) * (1 - behind) + np.pad(blur, (1, 0)) * behind
     read = first[:, None].astype(np.int64) + np.arange(-radius, radius + 2)
-    last = size - 1  # mirrored edges: d c b | a b c d | c b a
+    last = size - 1  # indices of pixels beyond the edges of the image a b c d are mirrored: d c b | a b c d | c b a
     read = last - np.abs(last - read % (2 * last)) if last else np.zeros_like(read)
     matrix = np.zeros((side, size))
     np.add.at(matrix, (np.arange(side)[:, None], read), parts)
@@ -171,7 +171,7 @@ def _sampling(side: int, size: int, submitted: int) -> Float32:
 
 
 def _cutting(tokenizer: Any, limit: int) -> Any:
-    """Return a copy of the tokenizer that truncates a label to `limit` tokens with its end token, and pads shorter
+    """Return a copy of the tokenizer that truncates a label to `limit` tokens, its end token included, and pads shorter
     labels.
     """
     words = type(tokenizer).from_str(tokenizer.to_str())

@@ -56,7 +56,7 @@ class DoclingParser:
             raise
         except MemoryError as error:
             raise fault("too_large", "parsing the document takes more memory than its process has") from error
-        except Exception as error:  # a damaged file can make a parser raise any exception
+        except Exception as error:  # docling reads untrusted files: a damaged file can make it raise any exception
             raise fault("undecodable", f"the {kind} document is damaged or encrypted") from error
 
     def _parsed(self, job: ParseJob, kind: str) -> Parsed:
@@ -67,7 +67,7 @@ class DoclingParser:
         pages = result.input.page_count
         if pages > MAX_PAGES:
             raise fault("too_large", f"the document has {pages} pages, at most {MAX_PAGES} are read")
-        if result.status not in _READ:  # the messages of docling are dropped: they contain paths and digests
+        if result.status not in _READ:  # docling's messages are not passed on, because they contain paths and digests
             raise fault("undecodable", f"the {kind} document is damaged or encrypted")
         document = result.document
         return Parsed(

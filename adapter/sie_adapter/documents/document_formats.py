@@ -80,7 +80,9 @@ def _is_text(data: bytes) -> bool:
 
 
 def _of_archive(data: bytes) -> str:
-    """Return the format of an archive, from its directory and its member `mimetype`. Other members are not unpacked."""
+    """Return the format of a zip archive, by the names in its directory and its member `mimetype`. Other members are
+    not unpacked.
+    """
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             members = {member.filename: member for member in archive.infolist()}

@@ -31,7 +31,7 @@ class _Parser(Protocol):
 
 def main() -> None:
     def docling() -> _Parser:
-        # the import takes seconds, and runs within the limits of the process
+        # the import is inside the function, so that it runs after the limits of the process are set; it takes seconds
         from sie_adapter.documents.docling_parser import DoclingParser
 
         return DoclingParser()
@@ -47,7 +47,7 @@ def serve(make: Callable[[], _Parser]) -> None:
     confined.limit(memory_bytes)
     confined.die_with(parent)
     parser = make()
-    # these exceptions mean that the adapter has ended
+    # the socket raises these exceptions when the adapter has ended
     with socket.socket(fileno=0) as adapter, contextlib.suppress(EOFError, FrameError, OSError):
         _send(adapter, parser_frames.frame(Hello(os.getpid())))
         confined.silence()

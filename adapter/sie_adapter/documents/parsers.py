@@ -45,15 +45,16 @@ _logger = logging.getLogger("sie.adapter.documents")
 
 
 class ParserNotStarted(Exception):
-    """Error of a parser process that could not start: the system refused it, memory was short, or its
+    """Error of a parser process that could not start: the system refused to start it, it had too little memory, or its
     imports failed.
     """
 
 
 class Parsers:
-    """Pool of at most `most` processes. A new process starts if no process is free for a document. Thread-safe.
+    """Pool of at most `most` parser processes. A new process starts if all processes are busy when a document arrives.
+    Thread-safe.
 
-    `module`: the module that the processes run, with the interpreter of this process. It uses the protocol of
+    `module`: the Python module that a process runs, with the interpreter of this process. It answers by the protocol of
     `parser_frames`.
     """
 
@@ -68,7 +69,8 @@ class Parsers:
         """Start the first process. Raises ParserNotStarted if it fails."""
         self._deadline_s = deadline_s
         self._arguments = (module, str(os.getpid()), str(memory_bytes))
-        self._processes: dict[int, _ParserProcess] = {}  # id of a thread of the pool -> its process
+        # id of a thread of the pool -> parser process that this thread uses
+        self._processes: dict[int, _ParserProcess] = {}
         # A process ends with the thread that started it (`confined.die_with`), so only the threads of the pool start
         # processes.
         self._threads = ThreadPoolExecutor(most, "parser")
@@ -116,7 +118,8 @@ class Parsers:
         except ParserNotStarted as error:
             _logger.error("a process that parses documents could not be started: %s", error)
             return ResourceExhausted("no process that parses documents could be started")
-        except Exception as error:  # the error concerns one document; other documents of the call are returned
+        except Exception as error:
+            # one document caused the error, so the other documents of the call still get results
             _logger.exception("parsing a document failed")
             self._dismiss()
             return InternalFailure(f"parsing the document failed: {type(error).__name__}")
@@ -155,7 +158,8 @@ class Parsers:
                 raise cancelled() from error
             how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}: {error}"
             _logger.warning("the parsing process %d %s", process.pid, how)
-            # this pool did not send the signal: the kernel needed memory, so the file may be valid
+            # SIGKILL was not sent by this pool, so the kernel ended the process for lack of memory, and the file may be
+            # valid
             if status == -signal.SIGKILL:
                 message = "the process that parsed the document was killed, as when a machine runs out of memory"
                 raise ResourceExhausted(message) from error
@@ -175,7 +179,7 @@ class Parsers:
 
 
 class _ParseCall:
-    """Documents of one caller, and the processes that parse one of them now."""
+    """One call of `Parsers.parse`: its documents, and the processes that are parsing one of them now."""
 
     def __init__(self) -> None:
         self.is_over = False
@@ -184,7 +188,9 @@ class _ParseCall:
 
     @contextlib.contextmanager
     def running(self, process: _ParserProcess) -> Iterator[None]:
-        """Register a process that parses a document of this call. Raises InternalFailure, reason cancelled."""
+        """Register, inside the context, a process that parses a document of this call. Raises InternalFailure, reason
+        cancelled, if the call has ended.
+        """
         with self._lock:
             if self.is_over:
                 raise cancelled()
@@ -192,7 +198,8 @@ class _ParseCall:
         try:
             yield
         finally:
-            # after this block, `end` must not kill the process: it may parse a document of another caller
+            # once the process is no longer in this list, `end` cannot kill it: it may already parse a document of
+            # another caller
             with self._lock:
                 self._processes.discard(process)
 
@@ -205,18 +212,18 @@ class _ParseCall:
 
 
 class _ParserLost(Exception):
-    """Error of a process that ended, or that broke the protocol."""
+    """Error of a parser process that ended while it parsed, or that sent an invalid message."""
 
 
 class _Late(Exception):
-    """Error of a process that took too long and was killed."""
+    """Error of a parser process that exceeded the time limit and was killed."""
 
 
 class _ParserProcess:
-    """Parser process and its socket. Only the thread that created the object calls `run`."""
+    """Parser process and the socket to it. Only the thread that created the object may call `run`."""
 
     def __init__(self, arguments: tuple[str, ...]) -> None:
-        """Start a process with the module paths of this process, and no other part of its environment. Raises
+        """Start a process. Of the environment of this process it gets only the paths of Python modules. Raises
         ParserNotStarted.
         """
         self._number = 0
@@ -273,7 +280,7 @@ class _ParserProcess:
         return answer
 
     def _waited(self, deadline_s: float, parts: Sequence[bytes] = ()) -> parser_frames.Answer:
-        """Send these bytes, and return the answer of the process. The process is killed at the deadline, which ends the
+        """Send these bytes, and return the answer of the process. At the deadline the process is killed, which ends the
         wait.
         """
         timer = threading.Timer(deadline_s, self._expire)
@@ -298,7 +305,7 @@ class _ParserProcess:
         self._process.kill()
 
     def status(self) -> int:
-        """Return the exit status of a lost process; 0 if it had to be killed."""
+        """Return the exit status of a process that was lost; 0 if it still ran and had to be killed."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self._process.wait(_DIED_S)
         self.end()

@@ -111,7 +111,8 @@ def resolve_device(name: str) -> torch.device:
     absent.
     """
     require(name)
-    torch.backends.cudnn.allow_tf32 = False  # TF32 has 10 bits of mantissa, and a float32 model must compute in float32
+    # TF32 is switched off: it has 10 bits of mantissa, and a float32 model must compute in float32
+    torch.backends.cudnn.allow_tf32 = False
     has_mps = torch.backends.mps.is_available()
     if name == "auto":
         return torch.device("cuda:0" if torch.cuda.is_available() else "mps" if has_mps else "cpu")
@@ -129,19 +130,19 @@ def resolve_device(name: str) -> torch.device:
 
 @dataclass(frozen=True)
 class Compute:
-    """Settings for the weights and passes of one model on this device.
+    """Settings for the weights and forward passes of one model on this device.
 
-    `requested`: the precision in the model's entry, else the default. `precision_reason`: the reason why `dtype`
-    differs from it, else empty. `outputs`: cached outputs of image towers. `model`: the facts that the rules of engines
-    read. `engine`: the engine that these rules chose. A model that this engine does not support falls back to torch,
-    unless its entry demands the engine (`Choice.demand`). `scratch`: the folder for temporary files of a load, None for
-    the system's folder. `int8`: weights are stored in 8 bits.
+    `requested`: the precision in the model's entry, else the default. `precision_reason`: the reason why `dtype` is
+    another precision, else empty. `outputs`: the cache of outputs of image towers. `model`: facts about the model, by
+    which its engine is chosen. `engine`: the chosen engine. If this engine does not support the model, torch replaces
+    it, unless the entry demands the engine (`Choice.demand`). `scratch`: the folder for temporary files of a load, None
+    for the system's folder. `int8`: weights are stored in 8 bits.
     """
 
     device: torch.device
     dtype: torch.dtype
     backend: Backend
-    reason: str  # reason why this backend was chosen
+    reason: str  # reason why the attention backend was chosen
     facts: AttentionFacts
     requested: str = ""
     precision_reason: str = ""
@@ -157,8 +158,8 @@ class Compute:
 
 
 def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
-    """Copy a host array to the device; on a CPU, return the array itself as a tensor. The call does not wait for CUDA,
-    which stages pageable memory during the call.
+    """Copy a host array to the device; on a CPU, return the array itself as a tensor. The call returns before a copy to
+    a GPU is complete, since CUDA first copies pageable memory to its own buffer.
     """
     return torch.from_numpy(array).to(device, non_blocking=device.type == "cuda")
 
@@ -181,7 +182,7 @@ def usable_cores() -> int:
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Memory of the device that runs the models, in bytes, as used by all processes."""
+    """Used and total memory of the device that runs the models, in bytes. Memory of all processes counts as used."""
 
     used_bytes: int
     total_bytes: int
@@ -369,8 +370,8 @@ def peak_of(device: torch.device, run: Callable[[], object]) -> int:
 
 
 def _reset_high_water() -> bool:
-    """Set the process's high-water mark to its present memory use, see proc_pid_clear_refs(5). Return whether the
-    kernel accepted it.
+    """Set the kernel's record of the largest memory use of this process to the present use, see proc_pid_clear_refs(5).
+    Return whether the kernel accepted it.
     """
     try:
         (_STATUS.parent / "clear_refs").write_text("5")
@@ -435,7 +436,7 @@ def _count_apart(more: int) -> None:
 @contextlib.contextmanager
 def without_loads() -> Iterator[bool]:
     """Yield whether no load is in progress. Until the context ends, no load begins and no memory is returned to the
-    system: both would wait for the whole device, which fails while a graph is captured.
+    system: both synchronise the whole device, which makes the capture of a CUDA graph fail.
     """
     with _apart_lock:
         yield not _apart

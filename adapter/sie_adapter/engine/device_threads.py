@@ -28,8 +28,8 @@ _thread = threading.local()
 
 @dataclass(frozen=True)
 class DeviceJob:
-    """A batch and the callback for its replies. `finished` is set after the last reply. `run`: the function that runs
-    the batch, instead of `execute`. `is_started`: BatchStarted was sent already.
+    """A batch, and `answer`, which sends its replies. `finished` is set after the last reply. `run`: the function that
+    runs the batch, instead of `execute`. `is_started`: the reply BatchStarted was sent already.
     """
 
     message: RunBatch
@@ -50,7 +50,7 @@ def timed(run: Callable[[], Reply]) -> tuple[Reply, int, int]:
 
 
 def is_alone() -> bool:
-    """Return whether the calling thread is the only device thread that runs a batch."""
+    """Return whether no other device thread runs a batch now."""
     owner: DeviceThreads | None = getattr(_thread, "owner", None)
     return owner is not None and owner.busy <= 1
 
@@ -63,7 +63,7 @@ class DeviceThreads:
     def __init__(self, count: int, execute: Callable[[RunBatch], Reply], *, torch_threads: int = 1) -> None:
         self.listeners: list[
             Callable[[DeviceJob, Reply, int, int], None]
-        ] = []  # functions called for each batch, with begin and end of its run in ns since 1970
+        ] = []  # functions that are called for each answered batch, with begin and end of its run in ns since 1970
         self._execute = execute
         self._torch_threads = torch_threads
         self._jobs: queue.SimpleQueue[DeviceJob | None] = queue.SimpleQueue()
@@ -73,7 +73,7 @@ class DeviceThreads:
         self._threads = [self._start(number) for number in range(count)]
 
     def submit(self, job: DeviceJob) -> None:
-        """Queue a job. A device thread answers it, with ShuttingDown once `stop` was called."""
+        """Queue a job. A device thread runs and answers it. After `stop` was called, the answer is ShuttingDown."""
         self._jobs.put(job)
 
     def __len__(self) -> int:
@@ -172,7 +172,7 @@ class DeviceThreads:
         for listener in self.listeners:
             try:
                 listener(job, reply, began_ns, ended_ns)
-            except Exception:  # a listener must not end the device thread
+            except Exception:  # an exception of a listener must not end the device thread
                 _logger.exception("a listener failed for batch %s", job.message.batch)
 
 
@@ -182,5 +182,5 @@ def _refuse(job: DeviceJob) -> None:
         job.answer(
             Refused(InternalFailure("a device thread of the adapter failed, see its log").info(), job.message.batch)
         )
-    except Exception:  # the sidecar of the connection has died: the thread continues with the next batch
+    except Exception:  # the sidecar that waits for the reply has died: the thread continues with the next batch
         _logger.exception("the reply to batch %s could not be sent", job.message.batch)

@@ -133,7 +133,9 @@ class AdapterEngine:
         self._log_choices(settings)
 
     def _shed(self) -> bool:
-        """Drop cached outputs and graphs, because memory is short. Return whether an output was dropped."""
+        """Drop cached outputs of towers, and CUDA graphs, because memory is short. Return whether anything was
+        dropped.
+        """
         return any([self.outputs.clear(), drop_graphs()])
 
     def _load(self, resolved: Resolved) -> Any:
@@ -142,8 +144,8 @@ class AdapterEngine:
             return on_new_thread(self.loader.load, resolved)
 
     def _warm_up(self, resolved: Resolved, weights: Any) -> int:
-        """Run one tiny pass, so that the first request does not wait for the warm-up. Return the peak of its
-        activations in bytes. Raises ModelLoadFailed like a load.
+        """Run one tiny pass, so that the first request does not wait for one-time work of the libraries. Return the
+        largest number of bytes that the pass needed in addition to the weights. Raises ModelLoadFailed like a load.
         """
 
         def once() -> None:
@@ -164,7 +166,7 @@ class AdapterEngine:
             raise
 
     def _end_if_lost(self, error: Exception) -> None:
-        """End the process if the device is lost: on a dead context later batches would fail or return wrong results."""
+        """End the process if the CUDA context is lost, because later batches would fail or return wrong results."""
         if is_device_fatal(error):
             _logger.critical("the device is lost, the process ends: %s", error)
             self._on_device_lost()
@@ -249,8 +251,8 @@ class AdapterEngine:
             return Refused(InternalFailure("the batch failed, see the log of the adapter").info(), message.batch)
 
     def ensure_lora(self, model: str, lora: str) -> str:
-        """Load a LoRA of a loaded model, on the calling thread. Return the digest of its files. Raises LoraLoadFailed,
-        ModelLoading.
+        """Load a LoRA for a loaded model, on the calling thread. Return the digest of the LoRA's files. Raises
+        LoraLoadFailed, ModelLoading.
         """
         with self.residency.use(model) as resident:
             loras = getattr(resident.weights, "loras", None)
@@ -357,7 +359,7 @@ class TextModel(Protocol):
     engine_choice: engines.Choice
 
     def heads_for(self, operation: Operation, options: RunOptions) -> tuple[str, ...]:
-        """Return the names of the heads whose rows `answer` needs."""
+        """Return the names of the heads (output layers) whose results `answer` needs."""
 
     def prepare(self, batch: Items, queries: np.ndarray) -> Items:
         """Return the batch after the changes that the model needs before a pass, such as padded queries. `queries` bool
@@ -365,7 +367,7 @@ class TextModel(Protocol):
         """
 
     def without_pass(self, head: str, ids: Int64, *, is_query: bool) -> Row | None:
-        """Return the output of a head for these ids if it needs no forward pass, else None."""
+        """Return the result of a head for these ids if it needs no forward pass, else None."""
 
     def pack(self, batch: Items, chosen: Int64) -> PackedBatch: ...
 
@@ -379,13 +381,15 @@ class TextModel(Protocol):
         rows: Mapping[str, Sequence[Row]],
         places: list[int],
     ) -> ItemResults:
-        """Return one answer per input, in order, from the rows of its heads. `places` are the positions of the rows in
-        the batch.
+        """Return one answer per input, in order, from the results of its heads for each row of ids. `places`: the
+        indices of these rows in the batch.
         """
 
 
 class BatchRun:
-    """Forward pass and epilogues of one batch, on the thread that calls `run`, under inference mode."""
+    """Forward passes of one batch, and the computation of its results, on the thread that calls `run`, under inference
+    mode.
+    """
 
     def __init__(
         self,
@@ -439,7 +443,7 @@ class BatchRun:
             self._plan(group, count)
 
     def _plan(self, group: Group, count: int) -> None:
-        """Record the heads that run for each row."""
+        """Record for each row of the batch which heads (output layers) must run."""
         self._queries[group.start : group.stop] = group.options.is_query
         if self._layout == "sides" and group.stop > group.start:
             self._queries[group.start] = True
@@ -483,7 +487,8 @@ class BatchRun:
             for head, rows in self._late.joined(self._model.heads, self._message.pooling).items():
                 self._rows[head] += rows
         if self._device.type == "cuda":
-            # synchronize only this stream, not the whole device: another thread may be capturing a graph
+            # wait only for this CUDA stream, not for the whole device: a wait for the device would break the capture of
+            # a graph on another thread
             torch.cuda.current_stream(self._device).synchronize()
         forwarded = time.perf_counter()
         results = (result for group in self._message.groups for result in self._answers(group))
@@ -497,7 +502,7 @@ class BatchRun:
         )
 
     def _without_pass(self) -> Int64:
-        """Fill the rows that need no pass. Return the indices of the other rows."""
+        """Compute the results of rows that need no forward pass. Return the indices of the other rows."""
         needing = np.zeros(len(self._items.lengths), bool)
         for row, vectors in self._client_vectors.items():
             if not np.isfinite(vectors).all():
@@ -522,7 +527,9 @@ class BatchRun:
         return np.flatnonzero(needing)
 
     def _recover(self, chosen: Int64, *, is_tried: bool) -> None:
-        """Run items again whose pass ran out of memory, or whose thread can no longer run new shapes."""
+        """Run items again after their pass ran out of memory, or on a new thread if oneDNN cannot run new shapes on
+        this one.
+        """
 
         def refuse(item: int) -> None:
             self._errors[item] = oom.exhausted()
@@ -538,8 +545,8 @@ class BatchRun:
             tell(self._key, int(self._prepared.costs[chosen].sum()))
 
     def _recorded(self, chosen: Int64) -> None:
-        """Run a pass, with a record on the disk while it runs: if this process dies, the next process reads the
-        record.
+        """Run a pass. While it runs, a record of it is on the disk: if the pass kills this process, the next process
+        reads the record.
         """
         if self._pass_records is None or self._batch_limits is None:
             self._pass(chosen)
@@ -569,8 +576,8 @@ class BatchRun:
             self._errors.update(dict.fromkeys(doubtful, error))
 
     def _reduce(self, states: States) -> set[int]:
-        """Store the rows that the heads compute from a pass. Return the indices of rows with values that are not
-        finite.
+        """Compute the results of the heads for the rows of a pass, and store them. Return the indices of rows with
+        values that are NaN or infinite.
         """
         packed = states.packed
         doubtful: set[int] = set()
@@ -677,7 +684,7 @@ def _client_vectors(message: RunBatch, batch: Items, width: int) -> dict[int, np
         return {}
     counts = np.frombuffer(message.given, "<i4")
     rows = np.flatnonzero(counts >= 0)
-    vectors = np.frombuffer(message.vectors, "<f4").copy()  # torch needs a writable array
+    vectors = np.frombuffer(message.vectors, "<f4").copy()  # a copy, because torch needs a writable array
     if (
         len(counts) != len(batch.lengths)
         or batch.lengths[rows].any()
@@ -730,8 +737,8 @@ def _fits(work: Callable[[Int64], None], items: Int64) -> bool:
 
 
 def _halves(chosen: Int64, lengths: Int64) -> tuple[Int64, Int64]:
-    """Split the items into two parts of about equal tokens, each with at least one item. One part has the longer items,
-    the other part the shorter items.
+    """Split the items into two parts with about equal numbers of tokens, each with at least one item. One part has the
+    longer items, the other the shorter ones.
     """
     ordered = chosen[np.argsort(lengths[chosen], kind="stable")]
     costs = np.cumsum(lengths[ordered])

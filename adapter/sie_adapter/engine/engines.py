@@ -51,7 +51,7 @@ class EngineFacts:
     def for_entry(
         cls, entry: ModelEntry, device: str, attention: str, sglang: str, *, is_limited: bool, int8: bool
     ) -> EngineFacts:
-        """Return the facts that are known before the model's files are read."""
+        """Return the facts that are known before the files of the model are read; the others have their defaults."""
         family = FAMILIES.get(entry.family)
         reads_text = family is not None and family.implementation == TEXT_ENCODER
         return cls(device, reads_text, entry.run.lora or "", is_limited, attention, sglang, int8)
@@ -184,8 +184,8 @@ def choose(requested: Engine | None, facts: EngineFacts, missing: Callable[[str]
 
 
 def of_batch(choice: Choice, batch: RunBatch) -> Engine:
-    """Return the engine of a batch. A LoRA that a request selects runs on torch only. SGLang returns only normalised
-    vectors of the last token, so all other batches run on torch.
+    """Return the engine that runs a batch of a model. A LoRA that a request selects runs on torch only. SGLang returns
+    only normalised vectors of the last token, so batches with other outputs run on torch.
     """
     if batch.lora:
         return TORCH.engine

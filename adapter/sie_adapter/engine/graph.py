@@ -35,8 +35,10 @@ from sie_adapter.packed.packing import Int64, PackedBatch, Padded, missing, padd
 # limit for the tokens of a group of texts; a larger group is not faster per token, and the memory of a pass grows with
 # it
 GROUP_TOKENS = 1024
-PASS_TOKENS = 64  # a pass reads all weights, which takes as long as this number of additional tokens
-# (length in tokens, step): lengths up to this length are padded to a multiple of the step
+# cost of the start of a pass, in tokens: the pass reads all weights, which takes as long as this number of additional
+# tokens
+PASS_TOKENS = 64
+# pairs (length in tokens, step): a text of up to this length is padded to a multiple of the step
 _STEPS = ((32, 8), (64, 16), (512, 32), (2048, 128))
 # Number of shapes whose kernels each device thread caches. OpenVINO's default is 5,000, with which memory grows for
 # hours. With 100 a mix of lengths is as fast as with 300, with 50 it is 5 % slower (bench/results/memory.md).
@@ -112,7 +114,7 @@ class Graph:
         self.memory_bytes: int = copy_bytes * (2 if is_twice else 1)
 
     def places(self, packed: PackedBatch) -> slice:
-        """Return the positions of the tokens whose states `run` returns: all tokens."""
+        """Return the positions of all tokens: `run` computes the states of every token."""
         return slice(None)
 
     def close(self) -> None:
@@ -149,9 +151,7 @@ class Graph:
 
 
 class _Compiled:
-    """A graph compiled for `streams` streams, with `threads` threads in total. Up to `streams` threads may call `infer`
-    at once.
-    """
+    """Model that OpenVINO compiled for `streams` concurrent calls of `infer`, with `threads` threads in total."""
 
     def __init__(self, path: Path, options: Mapping[str, Any], streams: int, threads: int) -> None:
         more = {"NUM_STREAMS": streams, "INFERENCE_NUM_THREADS": threads}
@@ -165,7 +165,8 @@ class _Compiled:
         request = getattr(self._of_thread, "request", None)
         if request is None:
             request = self._of_thread.request = self._compiled.create_infer_request()
-        for place, array in enumerate(inputs):  # this loop runs less Python than a call of `infer` with inputs
+        # inputs are set one by one, because a call of `infer` with inputs runs more Python code
+        for place, array in enumerate(inputs):
             request.set_input_tensor(place, self._tensor(array, shared_memory=True))
         request.infer()
         return cast("NDArray[Any]", request.get_output_tensor(0).data)
@@ -223,7 +224,7 @@ def filled_length(length: int, max_tokens: int, max_filling: int = sys.maxsize) 
 
 
 def has_windows(config: PretrainedConfig) -> bool:
-    """Return whether some layers attend only to a window of tokens."""
+    """Return whether in some layers a token attends only to a window of tokens around it."""
     kinds = getattr(config, "layer_types", None) or ()
     return bool(getattr(config, "sliding_window", None)) or any(kind != "full_attention" for kind in kinds)
 
@@ -240,9 +241,7 @@ def most_filling(config: PretrainedConfig) -> int:
 
 
 def _names_of(model: PreTrainedModel) -> tuple[str, ...]:
-    """Return the names of the inputs of this architecture. The model computes positions itself, as on its stock
-    path.
-    """
+    """Return the names of the inputs of this model class. Positions are no input: the model computes them."""
     parameters = inspect.signature(model.forward).parameters
     has_types = (getattr(model.config, "type_vocab_size", None) or 0) > 1 and _TYPES in parameters
     return ("input_ids", "attention_mask", *((_TYPES,) if has_types else ()))

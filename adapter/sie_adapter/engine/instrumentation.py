@@ -24,10 +24,10 @@ MAX_BATCHES = 100
 
 
 class Instrumentation:
-    """Ring of the last batches. Device threads write to it, any thread may read it."""
+    """Buffer with the records of the last batches. Device threads write to it, any thread may read it."""
 
     def __init__(self, used_bytes: Callable[[], int]) -> None:
-        """Create an empty ring. `used_bytes` returns the bytes of the device that are in use now."""
+        """Create an empty buffer. `used_bytes` returns the bytes of the device that are in use now."""
         self._used_bytes = used_bytes
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)

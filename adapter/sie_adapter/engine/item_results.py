@@ -131,7 +131,7 @@ def _tensors(rows: Sequence[Row]) -> list[Tensor]:
 
 
 def _cut(vectors: Tensor, options: RunOptions, *, keep_scale: bool) -> Tensor:
-    """Return the first `dimensions` of each row, divided by max(norm, 1e-12) unless `keep_scale`."""
+    """Return the first `dimensions` numbers of each vector, divided by max(norm, 1e-12) unless `keep_scale`."""
     if not 0 <= options.dimensions <= vectors.shape[-1]:
         raise InvalidInput(
             f"dimensions: expected at most {vectors.shape[-1]}, got {options.dimensions}", reason="bad_dimensions"
@@ -150,7 +150,7 @@ def _add_dense(options: RunOptions, pooled: Tensor, results: ItemResults) -> Non
 
 
 def _put(name: str, dtype: str, vectors: Tensor, results: ItemResults) -> None:
-    """Add the output `name` to each result: row i of `vectors` belongs to input i."""
+    """Store `vectors` in the results under the output `name`: row i of `vectors` belongs to result i."""
     if dtype == "float32":
         values, scale, offset = vectors.float().cpu().numpy(), None, None
     else:
@@ -270,7 +270,8 @@ def _late_scores(query: Row, documents: Sequence[Row]) -> Tensor:
     unit = _unit_rows(query)
     if not len(unit):
         return unit.new_zeros(len(documents))
-    if unit.device.type == "cuda":  # a separate kernel for each document would take longer to start than to run
+    # all documents at once, because a separate kernel for each document would take longer to start than to run
+    if unit.device.type == "cuda":
         return _late_scores_at_once(unit, documents)
     scores = []
     # one document at a time, since a padded product would need the memory of the longest document for each document
@@ -281,8 +282,9 @@ def _late_scores(query: Row, documents: Sequence[Row]) -> Tensor:
 
 
 def _late_scores_at_once(query: Tensor, documents: Sequence[Row]) -> Tensor:
-    """Return the same scores as `_late_scores`, with one product. `query`: [rows, width], normalised. Documents are
-    split by offsets, since torch would check lengths on the host.
+    """Return the same scores as `_late_scores`, with one matrix product for all documents. `query`: [rows, width],
+    normalised. The product is split at offsets into documents, because torch's own split would check lengths on the
+    host.
     """
     lengths = np.array([len(document) for document in documents], np.int64)
     if any(isinstance(document, ClientVectors) for document in documents):

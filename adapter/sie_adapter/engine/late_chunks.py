@@ -54,13 +54,13 @@ class LateChunks:
                 raise MalformedBatch("the rows of inputs with chunks do not add up to those of their group")
         self._segments = np.concatenate(tables) if tables else np.zeros((0, 4), np.int64)
         self._parts: dict[str, list[Row | None]] = {}
-        self.windows = np.zeros(self._count, bool)  # rows that are windows
+        self.windows = np.zeros(self._count, bool)  # bool [rows]: rows of the batch that are windows of a longer text
         self.windows[self._segments[:, 1]] = True
         self.chunks = chunks
 
     def reduce(self, name: str, head: Head, states: States, rows: Int64) -> set[int]:
-        """Compute the parts of the segments of these rows, which are windows of the pass. Return the rows with values
-        that are not finite.
+        """Compute the values of the segments in these rows, which are windows of the pass. Return the rows with values
+        that are NaN or infinite.
         """
         if not isinstance(head, JoiningHead):
             raise InternalFailure(f"the head {name} joins no segments", reason="malformed_batch")
@@ -76,7 +76,7 @@ class LateChunks:
         within = np.arange(len(source)) - np.repeat(packed.bounds[:-1], packed.lengths)
         source = source[np.repeat(items.starts[packed.order], packed.lengths) + within]
         hidden = states.hidden[to_device(source, states.hidden.device)]
-        none = np.zeros(len(numbers), bool)  # chunks are always parts of documents, never of a query
+        none = np.zeros(len(numbers), bool)  # no row is a query, because only documents have chunks
         segments = States(hidden, packed, none, states.pooling, begins[packed.order] > 0)
         reduced = head.parts(segments, np.arange(len(numbers)))
         parts = self._parts.setdefault(name, [None] * len(self._segments))
@@ -86,8 +86,8 @@ class LateChunks:
         return set(owners[bad].tolist())
 
     def joined(self, heads: Mapping[str, Head], pooling: str) -> dict[str, list[Row | None]]:
-        """Return the rows of all chunks, by head; None for a chunk of which a part is missing. `pooling`: the pooling
-        of the batch.
+        """Return the results of all chunks, by head (output layer); None for a chunk of which a segment has no value.
+        `pooling`: the pooling that the batch requests.
         """
         bounds = np.searchsorted(self._segments[:, 0], np.arange(self.chunks + 1))
         lengths = self._segments[:, 3] - self._segments[:, 2]
@@ -107,7 +107,9 @@ class LateChunks:
         return rows
 
     def units(self, group: Group) -> list[tuple[list[int], list[int]]]:
-        """Return for each input of a group its rows in the batch, and the rows that have its results."""
+        """Return for each input of a work item the rows of the batch with its texts, and the numbers of the rows with
+        its results.
+        """
         units = []
         row = group.start
         for described in group.chunked:

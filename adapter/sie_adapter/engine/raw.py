@@ -153,7 +153,9 @@ def _extracted(
     preparation: Preparation | None,
     files: Sequence[Any] | None,
 ) -> list[ItemResults]:
-    """Run all groups in one call: the model itself batches texts with equal options."""
+    """Call `extract` once for all work items of the batch, because the model itself forms passes of texts with equal
+    options.
+    """
     options, texts = extract_options(message), message.texts
     own = () if preparation is None else (preparation,)
 

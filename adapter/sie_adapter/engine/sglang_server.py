@@ -37,7 +37,7 @@ from torch import Tensor
 from sie_adapter.packed.packing import Float32, Int64, PackedBatch
 from sie_contracts.errors import InferenceFailed
 
-# architectures for which SGLang returns the state of the last token as the vector
+# model classes for which SGLang's vector of a text is the state of its last token
 ARCHITECTURES = (
     "Qwen3ForCausalLM",
     "Qwen3Model",
@@ -50,7 +50,7 @@ ARCHITECTURES = (
 START_S = 300.0
 RUN_S = 120.0  # seconds until the server must have answered a batch; then it is replaced
 _LOOK_S = 0.1  # seconds between two checks whether the server is ready
-_POOL_TOKENS = 16_384  # tokens of keys and values in the server's cache; a text that does not fit waits
+_POOL_TOKENS = 16_384  # size of the server's KV cache in tokens; a text that does not fit waits
 # Environment variables that the process inherits. None of them is secret.
 _KEPT = (
     "PATH",
@@ -63,7 +63,8 @@ _KEPT = (
     "CUDA_HOME",
     "NVIDIA_VISIBLE_DEVICES",
 )
-# Program that makes the kernel kill the process when the thread that started it ends, also after exec: prctl(2).
+# Python program that starts SGLang, after it has told the kernel to kill the process when the thread that started it
+# ends: prctl(2), also valid after exec.
 _BOOT = (
     "import ctypes, os, signal, sys; ctypes.CDLL(None).prctl(1, signal.SIGKILL);"
     " os.getppid() == int(sys.argv[1]) or os._exit(1); os.execv(sys.argv[2], sys.argv[2:])"
@@ -264,7 +265,8 @@ class _SglangProcess:
         body = msgspec.json.encode({"model": "model", "input": texts, "encoding_format": "base64"})
         try:
             answer = self._client.post("/v1/embeddings", content=body, headers={"content-type": "application/json"})
-        except (httpx.HTTPError, RuntimeError) as error:  # RuntimeError: another thread has closed the client
+        except (httpx.HTTPError, RuntimeError) as error:
+            # httpx raises RuntimeError if another thread has closed the client
             raise _SglangLost(f"{type(error).__name__} during a batch") from error
         if answer.status_code != 200:
             raise _SglangLost(f"it answered with status {answer.status_code}")

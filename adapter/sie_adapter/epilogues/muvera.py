@@ -74,7 +74,9 @@ def _item_blocks(lengths: list[int], dim: int, parameters: Muvera, budget: int) 
 def _encode_block(
     rows: Sequence[Tensor], parameters: Muvera, matrices: _Matrices, result: Tensor, budget: int, *, is_query: bool
 ) -> None:
-    """Add the encodings of `rows` to `result` [items, width], which is zeros."""
+    """Compute the encodings of the items `rows`, and add them to `result` [items, width], which the caller has set to
+    zeros.
+    """
     device, items, partitions = result.device, len(rows), parameters.partitions
     lengths = torch.tensor([len(item) for item in rows])
     item_of = torch.repeat_interleave(torch.arange(items), lengths).to(device)  # shape [tokens]
@@ -153,7 +155,7 @@ def _nearest(order: Tensor, counts: Tensor, bounds: Tensor, projections: int) ->
     entries = len(order)
     far = (projections + 1) * entries
     gray = torch.arange(1 << projections, device=order.device)
-    gray = gray ^ (gray >> 1)  # bits of each partition
+    gray = gray ^ (gray >> 1)  # Gray code: the bits of each partition
     first = order[bounds[:-1].clamp_max(entries - 1)].where(counts > 0, far).view(-1, 1 << projections)
     best = torch.empty_like(first)
     best[:, gray] = first
@@ -167,8 +169,8 @@ def _nearest(order: Tensor, counts: Tensor, bounds: Tensor, projections: int) ->
 
 @dataclass(frozen=True, slots=True)
 class _Sketch:
-    """Count sketch: input i is added to column `columns[i]` with sign `signs[i]`. `columns` is int64 [inputs], `signs`
-    float32 [inputs].
+    """Count sketch, a random projection: the number at index i of a vector is added to column `columns[i]`, multiplied
+    by `signs[i]`. `columns` is int64 [inputs], `signs` float32 [inputs].
     """
 
     columns: Tensor

@@ -25,7 +25,7 @@ _PATCHES_PER_TOKEN = 4  # number of patches of the tower that take about as long
 
 
 class ColPali:
-    """ColPali, a `vision_language.VisionLanguageKind` with token vectors."""
+    """Model class of ColPali in `vision_language`: its output is one vector per token."""
 
     output = "multivector"
 

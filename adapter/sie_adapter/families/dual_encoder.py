@@ -51,8 +51,8 @@ _ARGMAX_EOS = 2
 
 @dataclass
 class _DualPass(PackedBatch):
-    """Pass over rows of texts, and rows of images or sounds; each row has one state. `texts`: the rows of token ids,
-    packed; they are first. `files`: the images or sounds of each later row.
+    """Rows of one forward pass. `texts`: the rows with token ids, packed; they are first. `files`: the images or sounds
+    of each later row. Each row has one result.
     """
 
     texts: PackedBatch | None = None
@@ -100,8 +100,8 @@ class _Clip:
         return self._of_text(hidden[ends].float())
 
     def _ends(self, packed: PackedBatch) -> Int64:
-        """Return the position of the token whose state is read, [sequences]: the first end token of a sequence, or its
-        first token if it has no end token.
+        """Return the index of the token whose state is the result of a sequence, [sequences]: its first end token, or
+        its first token if it has none.
         """
         starts = packed.bounds[: len(packed.order)].astype(np.int64)
         lengths = packed.lengths[: len(packed.order)]
@@ -199,7 +199,7 @@ class TwoTowers(PackedModel, ABC):
             )
 
     def prepare(self, batch: Items, queries: np.ndarray) -> Items:
-        """Pad texts to the length that the model was trained with."""
+        """Pad texts to the length with which the model was trained, if it needs that."""
         if not self._towers.filled:
             return batch
         lengths = np.where(batch.lengths > 0, self._towers.filled, 0)
@@ -236,11 +236,11 @@ class TwoTowers(PackedModel, ABC):
     @staticmethod
     @abstractmethod
     def _files(batch: Items) -> BatchFiles[Any] | None:
-        """Return the files of the rows that have files instead of ids; None if the batch has no files."""
+        """Return the images or sounds of the rows that have these instead of ids; None if the batch has none."""
 
     @abstractmethod
     def _of_files(self, rows: Sequence[Sequence[Any]]) -> Tensor:
-        """Return the vector of each row of files, float32 [rows, width]."""
+        """Return the vector of each row of images or sounds, float32 [rows, width]."""
 
 
 class DualEncoder(TwoTowers):

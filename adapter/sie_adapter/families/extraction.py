@@ -70,14 +70,14 @@ class ExtractOptions:
         return float(least)
 
     def same(self) -> bytes:
-        """Return bytes that are equal for equal options."""
+        """Return a key of these options: equal bytes for equal options."""
         named = (self.labels, self.threshold, self.parameters, self.mentions, self.instruction)
         return msgspec.json.encode(named, order="deterministic")
 
 
 class PreparedTexts(Protocol):
-    """Texts with equal options, in the form that the device reads. `padding`: number of positions
-    in their passes that hold no token.
+    """Texts with equal options, tokenised and padded for the device. `padding`: the number of positions in their passes
+    that hold no token.
     """
 
     @property
@@ -91,8 +91,8 @@ Run = Callable[[Sequence[str], ExtractOptions, M], list[Result]]
 
 
 class Preparation:
-    """Prepared texts of one batch. `seconds`: duration of the preparation. `padding`: positions without a token in the
-    passes that ran.
+    """Texts of one batch that were tokenised before the batch runs. `seconds`: duration of the preparation. `padding`:
+    positions without a token in the passes that ran.
     """
 
     def __init__(self) -> None:
@@ -101,8 +101,8 @@ class Preparation:
         self._prepared: dict[tuple[bytes, tuple[str, ...]], Any] = {}
 
     def make(self, texts: Sequence[str], options: Sequence[ExtractOptions], make: Make[Any]) -> None:
-        """Prepare the texts. Errors are dropped: `run_alike` prepares the text again, gets the same error and assigns
-        it to the text.
+        """Tokenise the texts. Errors are dropped here: `run_alike` tokenises the text again, gets the same error and
+        returns it for the text.
         """
         for option, chosen in _alike(options):
             some = [texts[index] for index in chosen]
@@ -114,7 +114,9 @@ class Preparation:
                 _logger.debug("texts for an extraction could not be prepared: %s", type(error).__name__)
 
     def pop_or_make(self, texts: Sequence[str], option: ExtractOptions, make: Make[M]) -> M:
-        """Return the prepared form of these texts. Texts that are not prepared yet are prepared now."""
+        """Return the tokenised form of these texts, and remove it from this object. Texts that were not tokenised
+        before are tokenised now.
+        """
         prepared: M | None = self._prepared.pop((option.same(), tuple(texts)), None)
         if prepared is None:
             prepared = self._timed(texts, option, make)
@@ -203,7 +205,7 @@ def by_options(
 
 
 def _alike(options: Sequence[ExtractOptions]) -> list[tuple[ExtractOptions, list[int]]]:
-    """Return the distinct options, each with the indices of its inputs."""
+    """Return each set of equal options, with the indices of the inputs that have it."""
     alike: dict[bytes, list[int]] = {}
     for index, option in enumerate(options):
         alike.setdefault(option.same(), []).append(index)
@@ -275,7 +277,7 @@ def windows(sizes: Sequence[int], room: int, max_words: int, min_shared: int) ->
 
 @dataclass(frozen=True)
 class TextWindow:
-    """Words `start` to before `stop` of one text."""
+    """Window of words of one text: from the word `start` to before the word `stop`."""
 
     text: int
     start: int
@@ -384,8 +386,8 @@ def describe_backbone(raw: dict[str, Any], name: str, part: str, folder: Path, e
 
 
 def check_encoder(config: dict[str, Any] | None, entry: ModelEntry, load: LoadOptions) -> None:
-    """Drop remote code from the configuration of a backbone. Raises ModelLoadFailed INCOMPATIBLE for a model type that
-    transformers does not have.
+    """Remove references to code from the configuration of a backbone. Raises ModelLoadFailed INCOMPATIBLE for a model
+    type that transformers does not have.
     """
     if config is None:
         return

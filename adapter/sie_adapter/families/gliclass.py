@@ -59,7 +59,9 @@ class GliclassTexts:
 
 @dataclass(frozen=True)
 class _Around:
-    """Parts of a prompt in addition to labels and text. `examples`: maps with `text` and `labels`."""
+    """Parts of a prompt other than labels and text: the instruction and the examples. `examples`: maps with `text` and
+    `labels`.
+    """
 
     examples: tuple[dict[str, Any], ...]
     instruction: str
@@ -189,7 +191,7 @@ class GliclassModel(Extractor[GliclassTexts]):
 
     def _cut(self, text: str, room: int) -> str:
         offsets = self._counter.encode(text, add_special_tokens=False).offsets
-        # one token fewer: inside the prompt, the last word of the text may need one more token
+        # one token fewer than fit: inside the prompt, the last word of the text may become one more token
         return text if len(offsets) <= room else text[: offsets[max(0, room - 2)][1]]
 
     def _head(self, text: str) -> str:

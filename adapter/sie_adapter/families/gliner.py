@@ -61,7 +61,7 @@ _TOKEN_CANDIDATES = 1024
 _LABELS_KEPT = 4096
 _LABELS_PER_PASS = 64
 
-Span = tuple[int, int, str, float]  # first word, last word, label, score
+Span = tuple[int, int, str, float]  # entity in a text: first word, last word, label, score
 
 
 @dataclass(frozen=True)
@@ -233,7 +233,9 @@ class GlinerModel(Extractor[GlinerTexts]):
         return windows(sizes, room, self._max_words, 2 * self._gliner.config.max_width)
 
     def _spans(self, words: list[list[str]], batch: Any, request: _GlinerRequest) -> list[list[Span] | SIEError]:
-        """Run one pass over the collated words. Positions in the result count the words of the row."""
+        """Run one pass over the words that the package's collator prepared. Return the entities of each row; their
+        positions count the words of the row.
+        """
         inputs = {name: value.to(self._device) for name, value in batch.items() if isinstance(value, Tensor)}
         if request.label_vectors is not None:
             inputs = {name: value for name, value in inputs.items() if not name.startswith("labels_")}
@@ -291,8 +293,8 @@ class GlinerModel(Extractor[GlinerTexts]):
         return {"entities": entities}
 
     def _joined(self, by_window: list[tuple[TextWindow, list[Span]]], request: _GlinerRequest) -> list[Span]:
-        """Return the spans of the whole text from the spans of its windows. The decoder selects among overlapping
-        spans.
+        """Return the entities of the whole text from the entities of its windows. Of entities that overlap, the
+        package's decoder selects.
         """
         joined: list[Span] = []
         last: list[Span] = []

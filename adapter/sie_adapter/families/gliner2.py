@@ -95,7 +95,7 @@ class _Gliner2Prompt:
 
 @dataclass(frozen=True)
 class _Spans:
-    """First words, last words, labels and scores of spans, ordered by label and position."""
+    """Spans of words: arrays of their first words, last words, labels and scores, ordered by label and position."""
 
     firsts: NDArray[np.int64]
     lasts: NDArray[np.int64]
@@ -298,7 +298,9 @@ class Gliner2Model(Extractor[Gliner2Texts]):
         )
 
     def _spans(self, read: list[TextWindow], batch: Any, threshold: float) -> list[_Spans | SIEError]:
-        """Return the spans of each window whose score reaches the threshold, at most _CANDIDATES for each window."""
+        """Run the model, and return the spans of each window whose score reaches the threshold, at most _CANDIDATES for
+        each window.
+        """
         model, batch = self._model, batch.to(self._device)
         states = model.encode_tokens(batch)
         words, marks = self._processor.extract_embeddings_from_batch(states, batch.input_ids, batch)

@@ -49,12 +49,12 @@ from sie_contracts.wire.messages import Mention
 _WORDS = re.compile(r"\w+(?:[-_]\w+)*|\S")  # the package splits a text by this pattern
 _THRESHOLD, _TOP_K = 0.3, 10
 
-Span = tuple[int, int]  # index of the first word, index of the last word
+Span = tuple[int, int]  # range of words of an entity: index of its first word, index of its last word
 
 
 @dataclass(frozen=True)
 class GlirelTexts:
-    """Words of each text, and the span of each of its entities."""
+    """Words of each text, and the range of words of each of its entities."""
 
     labels: list[str]
     read: list[tuple[list[str], list[Span]] | InvalidInput]

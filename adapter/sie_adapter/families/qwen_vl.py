@@ -36,7 +36,7 @@ _BEFORE_PAGE, _AFTER_PAGE = (
     "<|vision_end|>Describe the image.<|im_end|><|endoftext|>",
 )
 _PROJECTION = "custom_text_proj"
-LANGUAGE_HEAD = "lm_head.weight"  # only a few rows of this weight are read
+LANGUAGE_HEAD = "lm_head.weight"  # name of the output layer's weight, of which only a few rows are read from the file
 _BLOCK_TOKENS = 1  # cost of a block, in tokens: its four patches take about as long as one token of the language model
 
 

@@ -35,7 +35,9 @@ _FILE = "tokenizer.json"
 
 
 class StaticEmbedding:
-    """Loaded table of vectors. `encode` may run on several threads at once. A text without a token is an error."""
+    """Table with a vector for each token. `encode` may run on several threads at once. A text without a token gets an
+    error.
+    """
 
     rows: ClassVar = {"encode": Rows("raw")}
     precision, attention = "float32", "none"

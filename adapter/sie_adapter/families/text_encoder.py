@@ -63,14 +63,15 @@ class PackedModel:
     needs = TokenNeeds()
     width: int
     memory_bytes: int
-    per_row = False  # value of the argument `per_row` of `item_results.side_scores`
+    # whether a score of token vectors is divided by the number of query vectors (`item_results.side_scores`)
+    per_row = False
 
     def __init__(self, entry: ModelEntry, compute: Compute) -> None:
         self.max_tokens = entry.max_tokens
         self.precision = compute.precision
 
     def _run_on(self, backbone: Backbone, model: Any, compute: Compute) -> None:
-        """Use `backbone`, which runs the text model in `model`."""
+        """Use `backbone` for the forward passes. `model` contains the text model that it runs."""
         self.backbone = backbone
         self.vocabulary, self.attention, self.engine_choice = backbone.vocabulary, backbone.attention, backbone.engine
         self.loras = self._loras(model, compute)
@@ -98,7 +99,7 @@ class PackedModel:
         return None
 
     def pack(self, batch: Items, chosen: Int64) -> PackedBatch:
-        """Lay out the chosen items with this architecture's positions."""
+        """Lay out the chosen items one after the other, with the positions that the model's architecture uses."""
         return self.backbone.pack(batch, chosen)
 
     def forward(self, packed: PackedBatch) -> Tensor:

@@ -80,7 +80,7 @@ class Parts:
 
 def class_of(entry: ModelEntry, folder: Path) -> Any:
     """Return the transformers class that loads the files of `folder`."""
-    # the masked-LM class, with its head, is loaded only if that head computes the sparse output
+    # the class with a masked-LM head is loaded only if that head computes the sparse output
     family = families.row(entry.family)
     if family.gives_vectors and "sparse" in entry.outputs and not (folder / "sparse_linear.pt").is_file():
         return AutoModelForMaskedLM
@@ -98,7 +98,7 @@ def consumed_by(entry: ModelEntry) -> tuple[str, ...]:
 
 
 class Builder:
-    """Loader of the model of one entry, which also builds its heads."""
+    """Loader of the model of one catalogue entry. It also creates the model's heads (output layers)."""
 
     def __init__(
         self, modules: Modules, entry: ModelEntry, load: LoadOptions, compute: Compute, tokenizer: Tokenizer
@@ -145,7 +145,7 @@ class Builder:
             "pruner": self._pruner,
         }[self.entry.family]()
 
-    # heads of the models of family text-encoder
+    # methods for the heads of the family text-encoder
 
     def _text_encoder(self) -> Parts:
         outputs = self.entry.outputs
@@ -176,7 +176,7 @@ class Builder:
             raise load_failed(
                 "INCOMPATIBLE", f"{self.entry.id}: pooling is {pooling}, expected one of {', '.join(POOLINGS)}"
             )
-        # layers without a pooling layer before them are layers of late interaction
+        # without a pooling layer, the dense layers of modules.json belong to late interaction
         layers = (
             self.modules.layers if "multivector" not in self.entry.outputs or "Pooling" in self.modules.kinds else ()
         )
@@ -294,15 +294,15 @@ class Builder:
         return int(number)
 
     def _known_ids(self, words: Iterable[str]) -> frozenset[int]:
-        """Return the ids of the words that are exactly one token. The id of the unknown token counts only if one of the
-        words is that token.
+        """Return the ids of these words, without words that become several tokens. The id of the unknown token is
+        returned only if one of the words is that token.
         """
         unknown = _special(self.modules.folder, "unk_token")
         ids = {word: self.tokenizer.token_to_id(word) for word in words}
         outside = None if unknown in ids else self.tokenizer.token_to_id(unknown)
         return frozenset(number for number in ids.values() if number is not None and number != outside)
 
-    # heads that read a whole sequence, or each of its tokens
+    # methods for heads that read a whole sequence, or each of its tokens
 
     def _cross_encoder(self) -> Parts:
         assert self.head is not None

@@ -41,7 +41,7 @@ from sie_contracts.models.load_errors import load_failed
 from sie_contracts.wire.ipc import Group, Rows, RunBatch
 from sie_store.folder_files import read_json
 
-Seen = Sequence[Sequence[Shown]]  # images of each sequence of a pass, in packed order
+Seen = Sequence[Sequence[Shown]]  # images of each sequence of a forward pass, in packed order
 
 
 class VisionLanguageKind(Protocol):
@@ -74,7 +74,9 @@ class VisionLanguageKind(Protocol):
         """Return the tokenizer with the special ids before and after every text."""
 
     def tokens(self, tokenizer: Tokenizer, recipe: Recipe) -> ImageTokens:
-        """Return the tokens of an image in the prompt."""
+        """Return the ids that represent an image in the prompt: the id that its features replace, their number, and the
+        ids before and after them.
+        """
 
     def priced(self, recipe: Recipe) -> Recipe:
         """Return the recipe with the cost of an image, which is a number of tokens of the language model."""
