@@ -25,14 +25,14 @@ from typing import NamedTuple
 from sie_runtime import failpoints
 from sie_runtime.process import EXIT_BAD_SETTING, end_signals
 
-STEADY_S = 5.0  # seconds: a child that lived longer is replaced without a pause
+STEADY_S = 5.0  # a child that lived longer than this number of seconds is forked again without a pause
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
 SIGNALS = frozenset({*end_signals(), signal.SIGCHLD})
 _PR_SET_PDEATHSIG = 1
 _TASKS = Path("/proc/self/task")
 _LOOKS, _LOOK_S = 100, 0.001
 _logger = logging.getLogger("sie.adapter")
-_NO_FORK = 1  # exit status of a parent that cannot fork a process for each device
+_NO_FORK = 1  # exit status of a parent that cannot fork, although several devices need a process each
 _NOT_FORKED = "the adapter is not forked, so a new one starts with its imports"
 
 
@@ -55,7 +55,7 @@ def keep_serving(count: int = 1, died: Callable[[int], None] = lambda number: No
 
     Call this while the process has only one thread, with SIGNALS blocked; the signals are blocked in the children too.
     """
-    # an inherited setting may ignore SIGCHLD; then no process could wait for a child
+    # if a parent process told this one to ignore SIGCHLD, it could not wait for its children
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     parent, children = os.getpid(), _Children(count, died)
     while children.are_left:
@@ -68,7 +68,8 @@ def keep_serving(count: int = 1, died: Callable[[int], None] = lambda number: No
                 continue
             if pid == 0:
                 ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-                if os.getppid() != parent:  # the parent died before the call of prctl
+                # a parent that died before the call of prctl sends no signal, so the child ends itself
+                if os.getppid() != parent:
                     os._exit(1)
                 return ForkResult(number)
             children.started(number, pid)
@@ -85,7 +86,7 @@ def keep_serving(count: int = 1, died: Callable[[int], None] = lambda number: No
 
 
 class _Children:
-    """Children of the parent: children that run, and children that must be forked."""
+    """State of the children: which run, and which must be forked."""
 
     def __init__(self, count: int, died: Callable[[int], None]) -> None:
         self._died = died
@@ -111,18 +112,22 @@ class _Children:
         return max(0.0, min(self._due_s.values()) - time.monotonic()) if self._due_s else None
 
     def started(self, number: int, pid: int) -> None:
-        """Record that a child was forked. Failpoints apply only to the first fork of each child."""
+        """Record that a child was forked. Failpoints (crashes that tests request) apply only to the first fork of each
+        child.
+        """
         del self._due_s[number]
         self._running[pid] = number, time.monotonic()
         if not self._due_s:
             failpoints.arm("")
 
     def not_forked(self, number: int) -> None:
-        """Try again later if other children run. Else end: a process for each device is needed."""
+        """Try the fork again later if other children run. If no child runs, end: several devices need a process
+        each.
+        """
         if self._running:
             self._due_s[number] = time.monotonic() + LONGEST_PAUSE_S
             return
-        _logger.error("several devices need a process each, and this process cannot fork them")
+        _logger.error("several devices need a process each, and this process cannot fork: it ends")
         self.end(_NO_FORK)
 
     def end(self, status: int) -> None:
@@ -135,7 +140,9 @@ class _Children:
             os.kill(pid, signal.SIGTERM)  # the process id of a child stays valid until the child is reaped
 
     def reap(self) -> None:
-        """Reap all processes that have ended. In a container, this process becomes the parent of every orphan."""
+        """Call waitpid for all processes that have ended. In a container, orphans of other processes become children of
+        this process.
+        """
         while self._running:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
@@ -151,7 +158,7 @@ class _Children:
         if status == EXIT_BAD_SETTING:
             self.end(status)
             return
-        if status == 0:  # the child has drained
+        if status == 0:  # status 0: the child has drained, so no new one is forked
             return
         pause_s = self._pauses_s[number]
         pause_s = 0.0 if lived_s > STEADY_S else min(max(FIRST_PAUSE_S, 2 * pause_s), LONGEST_PAUSE_S)

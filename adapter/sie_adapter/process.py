@@ -57,7 +57,7 @@ def run(settings: Settings, *, spare: bool = False) -> int:
     # the signals stay blocked until this process handles them
     signal.pthread_sigmask(signal.SIG_BLOCK, forkserver.SIGNALS)
     _import()
-    # checked before a socket exists: probes treat an adapter with a socket as ready
+    # the devices are checked before a socket exists, because probes treat an adapter with a socket as ready
     adapters = _one_for_each_device(settings)
     for adapter in adapters:
         if _is_served(path := Path(adapter.ipc_socket_path)):
@@ -123,8 +123,8 @@ def _name_temporary_folder() -> None:
 
 
 def _learning(settings: Settings) -> Callable[[], None]:
-    """Lower batch limits for the passes that the previous process did not survive. Return a function that does the same
-    after each later death.
+    """Lower the limits of passes that the previous process did not survive. Return a function that does the same after
+    each later death of a child.
     """
     from sie_adapter.memory.batch_limits import CrashRecord, DeviceLimits, PassRecords
 
@@ -210,7 +210,8 @@ def _woken_by_signals() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 
 def _wake(waker: socket.socket, reason: bytes) -> None:
-    with contextlib.suppress(OSError):  # the process is ending, and no thread reads any more
+    # the waker may be closed: the process is ending, and no thread reads it any more
+    with contextlib.suppress(OSError):
         waker.send(reason)
 
 

@@ -35,7 +35,7 @@ _logger = logging.getLogger("sie.adapter")
 
 MAX_CONNECTIONS = 256
 SEND_TIMEOUT_S = 30.0
-_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid of the peer
+_CREDENTIALS = struct.Struct("3i")  # process id, user id and group id of the process at the other end
 
 
 class AdapterServer:
@@ -53,7 +53,7 @@ class AdapterServer:
         self._connections: set[socket.socket] = set()
 
     def serve(self, wake: socket.socket) -> None:
-        """Accept connections until `wake` is readable."""
+        """Accept connections until `wake` becomes readable, which is a signal to end or a drain."""
         with selectors.DefaultSelector() as selector:
             selector.register(self._listener, selectors.EVENT_READ)
             selector.register(wake, selectors.EVENT_READ)

@@ -131,10 +131,10 @@ class Gliner2Model(Extractor[Gliner2Texts]):
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
-        """Check class, shapes and tokenizer of the files. Runs no code of the folder.
+        """Check model class, shapes of tensors and tokenizer in `folder`, without running its code.
 
-        Return the fault for which a load would refuse the files; an empty string if there is none. Raises
-        ModelLoadFailed for tensors that do not fit the class.
+        Return the reason why a load would refuse the folder, or an empty string. Raises ModelLoadFailed for tensors
+        that do not fit the model class.
         """
         weights = read_weights(folder, entry)
         with torch.device("meta"):

@@ -75,10 +75,10 @@ class GlirelModel(Extractor[GlirelTexts]):
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
-        """Check class, shapes and tokenizer of the files. Runs no code of the folder.
+        """Check model class, shapes of tensors and tokenizer in `folder`, without running its code.
 
-        Return the fault for which a load would refuse the files; an empty string if there is none. Raises
-        ModelLoadFailed for tensors that do not fit the class.
+        Return the reason why a load would refuse the folder, or an empty string. Raises ModelLoadFailed for tensors
+        that do not fit the model class.
         """
         model = _built(folder, entry, entry.load, torch.device("cpu"))
         compare(model.state_dict(), read_weights(folder, entry), entry)

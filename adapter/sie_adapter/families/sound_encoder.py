@@ -122,10 +122,10 @@ class SoundEncoder(TwoTowers):
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
-        """Check class, shapes and tokenizer of the files. Reads no values of weights and runs no code of the folder.
+        """Check model class, shapes of tensors and tokenizer in `folder`, without reading weights or running its code.
 
-        Return the fault for which a load would refuse the files; an empty string if there is none. Raises
-        ModelLoadFailed for tensors that do not fit the class.
+        Return the reason why a load would refuse the folder, or an empty string. Raises ModelLoadFailed for tensors
+        that do not fit the model class.
         """
         _recipe(folder, entry)
         model: Any = empty_model(AutoModel, folder, entry.load)

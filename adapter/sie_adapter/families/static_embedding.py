@@ -44,8 +44,8 @@ class StaticEmbedding:
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
-        """Return the fault for which a load would refuse the files; an empty string if there is none. Raises
-        ModelLoadFailed for a table or layers that cannot be read.
+        """Return the reason why a load would refuse the folder, or an empty string. Raises ModelLoadFailed for a table
+        or layers that cannot be read.
         """
         modules = read_modules(folder)
         table = read_table(modules.folder)

@@ -1,4 +1,4 @@
-"""Logits of whole sequences, of tokens, and of the last token of a decoder."""
+"""Heads for logits: of whole sequences, of each token, and of the last token of a decoder."""
 
 from __future__ import annotations
 

@@ -45,8 +45,8 @@ class MultivectorHead:
         return Reduced(self._pooled(reduced.rows, states, sequences, reduced.usable), reduced.usable)
 
     def parts(self, states: States, sequences: Int64) -> Reduced:
-        """Return the matrix of each sequence before rows are merged. All sequences need only one index and one
-        gather.
+        """Return the token vectors of each segment before similar vectors are merged. One gather reads the states of
+        all segments.
         """
         packed, hidden = states.packed, states.hidden
         count = len(packed.order)
@@ -67,7 +67,7 @@ class MultivectorHead:
         return Reduced(rows, usable)
 
     def join(self, parts: Sequence[Sequence[Tensor]], lengths: Sequence[Int64], pooling: str) -> Sequence[Tensor]:
-        """Return the vectors of each chunk: the vectors of its parts, in order, merged like the vectors of a
+        """Return the token vectors of each chunk: the vectors of its parts, in order, merged like the vectors of a
         document.
         """
         rows = [own[0] if len(own) == 1 else torch.cat(list(own)) for own in parts]

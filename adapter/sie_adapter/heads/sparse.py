@@ -82,7 +82,7 @@ class MaskedLanguageHead:
         if self._sums:
             logits = self._activated_logits(logits)
         lengths = [span.stop - span.start for span in spans]
-        if logits.device.type == "cuda":  # one kernel for all sequences
+        if logits.device.type == "cuda":  # on a GPU, one kernel for all sequences is faster than one for each
             offsets = to_device(np.cumsum([0, *lengths]), logits.device)
             return torch.segment_reduce(logits, "sum" if self._sums else "max", offsets=offsets)
         parts = logits.split(lengths)
@@ -123,7 +123,7 @@ def _rows_at_once(vocabulary: int) -> int:
 
 
 def _rows(weights: Tensor) -> list[Row]:
-    """Return the positive entries of each row of a matrix [rows, vocabulary]."""
+    """Return for each row of a matrix [rows, vocabulary] the ids and the weights of its positive numbers."""
     row, column = torch.nonzero(weights > 0, as_tuple=True)
     counts = torch.bincount(row, minlength=len(weights)).tolist()
     return list(zip(column.int().split(counts), weights[row, column].split(counts), strict=True))
@@ -175,7 +175,9 @@ class TokenWeightHead:
 
 
 def _largest(rows: Sequence[Row], max_entries: int) -> Row:
-    """Return the largest weight of each id of several rows; with `max_entries` only the largest weights."""
+    """Return the largest weight of each id in several rows; with `max_entries`, only this number of the largest
+    weights.
+    """
     if len(rows) == 1:
         return rows[0]
     ids, place = torch.cat([ids for ids, _ in rows]).unique(return_inverse=True)

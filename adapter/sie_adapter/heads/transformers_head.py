@@ -1,5 +1,5 @@
-"""Head of a transformers model without its backbone: any `For...` class, called on states that were
-computed elsewhere.
+"""Head of any transformers class `For...` without its backbone: it is called with hidden states that were computed
+elsewhere.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class _BackbonePlaceholder(nn.Module):  # type: ignore[misc]  # the type checker
 
 
 class TransformersHead:
-    """Layers of `model` after its backbone."""
+    """Layers of `model` after its backbone, as a function of hidden states."""
 
     def __init__(self, model: PreTrainedModel, *, in_float32: bool) -> None:
         """Remove the backbone from `model`, which is then only the head. `self.backbone` is the backbone without its
@@ -49,7 +49,8 @@ class TransformersHead:
             model.config.pad_token_id = 0
         self._model = model.float() if in_float32 else model
         self._in_float32 = in_float32
-        # tensors that the head shares with the backbone, often the embedding
+        # addresses of tensors that the head shares with the backbone, often the embedding: `memory_bytes` does not
+        # count them
         self._shared = {parameter.data_ptr() for parameter in self.backbone.parameters()}
 
     @property

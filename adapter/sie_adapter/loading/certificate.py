@@ -77,8 +77,8 @@ def _refuse(entry: ModelEntry, cause: str) -> Exception:
 
 
 def check_files(folder: Path, entry: ModelEntry, load: LoadOptions) -> tuple[str, ...]:
-    """Return the names of the files whose digests match. Raises ModelLoadFailed CERTIFICATE for a file with another
-    digest than in the entry, and for an entry that contradicts a file.
+    """Return the names of the files whose digests match the entry. Raises ModelLoadFailed CERTIFICATE for a file with
+    another digest, and for an entry that contradicts a file.
     """
     digests = _check_digests(folder, entry)
     if (mismatch := entry_faults.fault(folder, entry, load)) is not None:
@@ -135,8 +135,9 @@ def _check_direction(model: Any, resolved: Resolved) -> None:
 
 
 def _check_packed(model: Any, entry: ModelEntry, compute: Compute) -> dict[str, float]:
-    """Run the trial sequences on the packed path, and compare each output with the output of the stock, padded path,
-    whose states were computed at load. Return the lowest cosine of each output.
+    """Run the sequences of the backbone's trial on the packed path, and compare each output of the model with the same
+    output on the stock path, which is padded. The states of the stock path were computed at load. Return the lowest
+    cosine of each output.
     """
     packed, reference = model.backbone.take_trial()
     states = model.backbone.forward(packed)
@@ -203,7 +204,7 @@ def _cosine(left: Tensor, right: Tensor) -> float:
 
 
 def _scores(rows: Sequence[Row]) -> Tensor:
-    """Return the score of each row: its logit, or of two logits the last minus the first."""
+    """Return the score of each row of logits: the logit, or with two logits the last minus the first."""
     return torch.stack([row[-1] - row[0] if len(row) > 1 else row[0] for row in rows]).cpu().double()
 
 

@@ -28,8 +28,8 @@ from sie_contracts.models.load_errors import load_failed
 # concurrent loads would restore in the wrong order.
 _CONSTRUCTION = threading.Lock()
 _POOLER = "pooler."
-_COUNTED = "position_ids"  # the class computes these values, so files do not have them
-# top-level names of language-model heads: a checkpoint trained with such a head may be used without it
+_COUNTED = "position_ids"  # names of tensors that the class computes itself, so they may be missing in files
+# top-level names of the tensors of language-model heads: files may have them although the loaded class has no such head
 _LANGUAGE_HEADS = frozenset(
     {
         "cls",
@@ -182,7 +182,7 @@ def _cast(model: PreTrainedModel, dtype: torch.dtype, *, float32_head: bool = Fa
     rotary base in 16 bit would change the results. The weights of a batch normalisation keep their dtype too, since
     torch accepts them in 16 bit only together with 16-bit statistics, which are buffers.
     """
-    # the setting may also belong to a model inside of this model
+    # a model inside of this model may have its own setting
     names = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
     float32_names = {
         pattern for module in model.modules() for name in names for pattern in getattr(module, name, None) or ()

@@ -41,7 +41,7 @@ from sie_store.weights.selection import FILES, PICKLED
 
 # patterns of the files that a load downloads, without the model card
 _DECIDING = tuple(pattern for pattern in FILES if pattern != "README.md")
-_PARTS = ("text_config", "vlm_config")  # sections of a configuration that may have their own dtype
+_PARTS = ("text_config", "vlm_config")  # sections of config.json that may have their own dtype
 # prefixes of the model_type of models whose states overflow in float16. Source: the model card of EmbeddingGemma; the
 # language model of ColPali is a Gemma; T5 was trained in bfloat16.
 _OVERFLOWING = ("gemma", "colpali", *ENCODERS)
@@ -283,7 +283,7 @@ def _check_quantisation(config: PretrainedConfig) -> None:
     try:
         quantizer = AutoHfQuantizer.from_config(quantised, pre_quantized=True)
         quantizer.validate_environment(device_map=None)
-    except Exception as error:  # transformers raises no narrower exception
+    except Exception as error:  # transformers documents no exception for a missing package or device
         method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised.quant_method
         raise load_failed("INCOMPATIBLE", f"its weights are quantised by {method}: {error}") from error
 
@@ -358,7 +358,7 @@ def _max_tokens(modules: Modules, config: PretrainedConfig, report: Inspection) 
         name: getattr(config, name, None) for name in ("model_type", "max_position_embeddings", "pad_token_id")
     }  # read by getattr, which also finds a length that the model type stores under another name
     limits: dict[str, int | None] = {"max_position_embeddings of config.json": positions(stored)}
-    if modules.transformer.max_tokens:  # this value replaces the tokenizer's limit, even if that is lower
+    if modules.transformer.max_tokens:  # max_seq_length replaces the tokenizer's limit, even if that is lower
         limits[f"max_seq_length of {modules.transformer.file}"] = modules.transformer.max_tokens
     else:
         limits["model_max_length of tokenizer_config.json"] = tokenizer_limit(modules.folder)
@@ -401,7 +401,7 @@ def _chat_pair(folder: Path, modules: Modules, entry: dict[str, Any], report: In
     template.
     """
     tokenizer = read_tokenizer(modules.folder, **modules.transformer.tokenizer)
-    # for these models, the library uses the template of the tokenizer
+    # sentence-transformers inserts the texts of these models into the chat template of the tokenizer
     is_bare = not modules.kinds and entry["family"] == "cross-encoder"
     if not (modules.transformer.messages or is_bare) or not getattr(tokenizer, "chat_template", None):
         return

@@ -50,7 +50,7 @@ MAX_CERTIFICATES = 1000
 
 
 def _facts(files: Iterable[Path]) -> list[str]:
-    """Return path, size and time of each file: these change if the file changes."""
+    """Return path, size and time of change of each file. If they are equal later, the files were not changed."""
     return [f"{path} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in files]
 
 
@@ -108,7 +108,7 @@ class Loader:
     settings: Settings
     outputs: TowerOutputs = field(default_factory=TowerOutputs)
     certificates: dict[tuple[str, ...], LoadCertificate] = field(default_factory=dict)
-    # weight files that were already checked, with sizes and times
+    # weight files that were already checked; each key has paths, sizes and times of the files
     _checked: set[tuple[str, ...]] = field(default_factory=set)
     _reported: set[tuple[str, str]] = field(
         default_factory=set
@@ -118,8 +118,8 @@ class Loader:
     _leases: dict[str, Lock] = field(default_factory=dict)
 
     def compute(self, precision: Precision | None) -> Compute:
-        """Return precision and attention of a model on this device. `precision`: the precision in its entry, None for
-        the default.
+        """Return the settings with which models of this precision run on the device. `precision`: the precision in the
+        entry, None for the default.
         """
         default = cast(Precision, self.settings.default_compute_precision)
         lacks = bfloat16_lacks() if self.device.type == "cpu" else ""
@@ -181,7 +181,7 @@ class Loader:
             model = self._certified_model(family, located.folder, resolved, compute)
             model.lease = located.lease
             self._note_precision(model, resolved, compute)
-            # families that split long texts without the sidecar have no backbone
+            # 0 for a model without a backbone: it splits long texts itself
             model.crossover_tokens = model.backbone.crossover_tokens if hasattr(model, "backbone") else 0
             return model
 
@@ -200,7 +200,7 @@ class Loader:
             if choice.engine == TORCH.engine or choice.demand:
                 raise
             cause = f"{choice.engine}: {error.message}"
-        del model  # free the model before its weights are read again
+        del model  # free the memory of the model before its weights are read again
         return self._on_torch(family, folder, resolved, compute, cause)
 
     def _on_torch(self, family: Any, folder: Path, resolved: Resolved, compute: Compute, cause: str) -> Any:

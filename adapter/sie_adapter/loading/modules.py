@@ -229,7 +229,8 @@ def read_modules(folder: Path) -> Modules:
     is_static = kinds[0] == STATIC
     transformer = TransformerSettings() if is_static else read_transformer(folder_of_transformer)
     settings: dict[str, dict[str, Any]] = {}
-    steps: list[tuple[str, str, nn.Module]] = []  # kind, the feature that it changes, the layer
+    # layers of modules.json: class name, the feature that the layer changes, the layer
+    steps: list[tuple[str, str, nn.Module]] = []
     pooled_at: int | None = 0 if is_static else None
     clustered_at: int | None = None
     pooling = ""
@@ -272,7 +273,7 @@ def read_modules(folder: Path) -> Modules:
     normalizes = bool(steps) and steps[-1][0] == "Normalize" and pooled_at != len(steps)
     first = 0 if pooled_at is None else pooled_at
     modules = [module for _, _, module in steps]
-    if clustered_at is not None:  # a Normalize after the token pooling scales the pooled rows
+    if clustered_at is not None:  # a Normalize module after the token pooling scales the pooled vectors
         normalizes = clustered_at < len(steps)
         layers = modules[:clustered_at]
     else:
@@ -301,7 +302,7 @@ def is_model2vec(folder: Path) -> bool:
 
 
 def _listed(folder: Path, entries: list[dict[str, str]]) -> list[tuple[str, Path]]:
-    """Return the class and the folder of each module."""
+    """Return for each module in modules.json its class and its folder."""
     listed = []
     for entry in entries:
         place = folder / entry["path"]
@@ -336,7 +337,7 @@ def _module_config(kind: str, place: Path) -> dict[str, Any]:
 
 
 def _feature(kind: str, place: Path, config: Mapping[str, Any], *, pooled: bool) -> str:
-    """Return the feature that a Dense or a Normalize module changes."""
+    """Return the name of the feature (for example sentence_embedding) that a Dense or a Normalize module changes."""
     default = _VECTOR if pooled else _TOKENS
     name = config.get("module_input_name") or default
     result = config.get("module_output_name") or name
@@ -346,7 +347,7 @@ def _feature(kind: str, place: Path, config: Mapping[str, Any], *, pooled: bool)
 
 
 def _check_steps(steps: list[tuple[str, str, nn.Module]], pooled_at: int | None, clustered_at: int | None) -> None:
-    """Refuse layers whose result the library would not use for the vector, or could not compute."""
+    """Refuse layers that sentence-transformers would not apply to the vector, or that it could not compute."""
     if clustered_at is not None and (
         pooled_at is not None or any(kind != "Normalize" for kind, _, _ in steps[clustered_at:])
     ):

@@ -22,7 +22,7 @@ from sie_contracts.models import families
 from sie_contracts.models.entries import LoadOptions
 from sie_contracts.models.load_errors import load_failed
 
-# files with a vocabulary in published model folders
+# names of files that have a vocabulary in published model folders
 _FILES = (
     "tokenizer.json",
     "vocab.txt",
@@ -101,7 +101,7 @@ def read_tokenizer(folder: Path, *, trust_remote_code: bool = False, **options: 
         return AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=trust_remote_code, **options
         )
-    except Exception as error:  # transformers raises no narrower exception
+    except Exception as error:  # transformers documents no narrower exception for a tokenizer that cannot be read
         cause = f"the tokenizer of {folder} cannot be read ({type(error).__name__}: {error})"
         raise load_failed("INCOMPATIBLE", f"{cause}: {_REMEDY}") from error
 
@@ -180,7 +180,7 @@ def _stored_tokens(folder: Path) -> set[str] | None:
 
 
 def _around(tokenizer: Tokenizer) -> list[int]:
-    """Return the ids that the tokenizer adds to a text and to a pair."""
+    """Return the ids that the tokenizer adds before, between and after the texts of a single text and of a pair."""
     encodings = (tokenizer.encode(""), tokenizer.encode("", ""))
     return [
         number
@@ -306,7 +306,9 @@ def _share(tokenizer: Tokenizer, text: str) -> float:
 
 
 def _unread_ids(tokenizer: Tokenizer) -> set[int]:
-    """Return the ids of special tokens and of the unknown token, which a sentencepiece model does not list."""
+    """Return the ids of special tokens and of the unknown token. A character with one of these ids is not read by the
+    model.
+    """
     unread = {number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special}
     unknown = getattr(tokenizer.model, "unk_token", None)
     if unknown is not None and (number := tokenizer.token_to_id(unknown)) is not None:

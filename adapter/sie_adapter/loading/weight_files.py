@@ -103,7 +103,9 @@ def _broken(file: Path, why: str) -> Exception:
 
 
 def _check_parts(folder: Path) -> None:
-    """Check that all parts in the index exist, if a load reads the index."""
+    """Raise ModelLoadFailed if a file that the index of the weights names is missing, unless a load does not read the
+    index.
+    """
     if not (folder / _INDEX).is_file() or (folder / "model.safetensors").is_file():
         return
     named = set(json.loads((folder / _INDEX).read_text())["weight_map"].values())

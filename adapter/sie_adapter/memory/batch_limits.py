@@ -37,7 +37,7 @@ WAIT_S = 30.0
 KILLED_WAIT_S = 480.0
 MAX_WAIT_S = 1920.0
 RAISE = 1.25
-# after 40 raises the limit is 1.25 ** 40 = 7,500 times the failed size, so the failure has no effect any more
+# number of raises after which a failure is forgotten: the limit is then 1.25 ** 40 = 7,500 times the failed size
 FORGET_STEPS = 40
 MAX_KEYS = 256
 _SAVE_EVERY_S = 1.0
@@ -45,9 +45,9 @@ _logger = logging.getLogger("sie.adapter")
 
 
 class BatchLimit(msgspec.Struct):
-    """Results of one key. `fit_tokens`: tokens of the largest pass that fitted. `fail_tokens`: tokens of the smallest
-    pass that failed, 0 if none did. `since_s`: time of the last result that changed the limit. `wait_s`: seconds until
-    the limit rises; its first value is `first_wait_s`.
+    """Measured passes of one key. `fit_tokens`: tokens of the largest pass that fitted. `fail_tokens`: tokens of the
+    smallest pass that ran out of memory, 0 if none did. `since_s`: time of the last result that changed the limit.
+    `wait_s`: seconds until the limit rises; its first value is `first_wait_s`.
     """
 
     fit_tokens: int = 0
@@ -74,8 +74,8 @@ def learnt_folder(settings: Settings) -> Path:
 
 
 def split_off(chosen: Int64, lengths: Int64, limit: int | None) -> tuple[Int64, Int64]:
-    """Return the next part of the `chosen` items, with at most `limit` tokens and at least one item, and the other
-    items. Short items are first.
+    """Return the items of the next pass, and the other items. The pass has at most `limit` tokens, but at least one
+    item of `chosen`; short items are first.
     """
     if limit is None or lengths[chosen].sum() <= limit:
         return chosen, chosen[:0]
@@ -149,8 +149,8 @@ class DeviceLimits:
                 tokens = max(1, tokens // 2)
             if edge.fail_tokens:
                 if tokens > self._limit(edge):
-                    # a single item above the limit, or a pass that another device thread began earlier: no new
-                    # information
+                    # no new information: the pass had a single item above the limit, or another device thread began it
+                    # before the limit was lowered
                     return
                 edge.wait_s = min(2 * edge.wait_s, MAX_WAIT_S) if tokens > _believed(edge) else edge.first_wait_s
             if killed:
@@ -173,7 +173,8 @@ class DeviceLimits:
 
     def _limit(self, edge: BatchLimit) -> int:
         believed, steps = _believed(edge), self._steps(edge)
-        return max(int(believed * RAISE**steps), believed + steps)  # RAISE alone would never raise a limit of 1
+        # adds at least 1 per step, because int(1 * RAISE) is 1 for ever
+        return max(int(believed * RAISE**steps), believed + steps)
 
     def _edge(self, key: str) -> BatchLimit | None:
         if not self._read:
@@ -210,7 +211,7 @@ class DeviceLimits:
             return {}
 
     def _save(self) -> None:
-        # include the limits that another process of this machine learnt for other models
+        # another process of this machine may have measured other models: its limits stay in the file
         edges = self._stored() | self._edges
         learnt = {key: edge for key, edge in edges.items() if edge.fail_tokens and self._steps(edge) < FORGET_STEPS}
         latest = sorted(learnt, key=lambda key: learnt[key].since_s)[-MAX_KEYS:]
@@ -235,8 +236,8 @@ _FREE = bytes(_HEAD.size)
 
 @dataclass(frozen=True)
 class PassRecord:
-    """A pass that had started and not ended. `fitted_tokens`: tokens of the largest earlier pass of the model that
-    fitted.
+    """A pass that was still running when its process ended. `fitted_tokens`: tokens of the largest earlier pass of the
+    model that fitted.
     """
 
     key: str
@@ -245,8 +246,8 @@ class PassRecord:
 
 
 class PassRecords:
-    """Records of one adapter's running passes. `during` may be called from any thread. No method raises: without its
-    file an adapter works too, but learns less.
+    """Records, in a file, of the passes that one adapter is running. `during` may be called from any thread. No method
+    raises: without its file an adapter works too, but does not learn from a crash.
     """
 
     def __init__(self, path: Path) -> None:
@@ -317,8 +318,8 @@ def _record(slot: bytes) -> PassRecord | None:
 
 
 class CrashRecord:
-    """Reducer of batch limits after passes that killed their process. It runs in the process that starts the next
-    adapter.
+    """Reader of the records after a process ended: it lowers the limits of passes that killed the process. It runs in
+    the process that starts the next adapter.
     """
 
     def __init__(self, pass_records: PassRecords, batch_limits: Callable[[], DeviceLimits]) -> None:

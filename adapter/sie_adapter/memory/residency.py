@@ -116,11 +116,11 @@ def same_weights(old: Resolved, new: Resolved) -> bool:
 
 @dataclass
 class Permission:
-    """Models that may be evicted for one request: the models in `may_drop`, in that order. It is created at the start
-    of the request: a model that was used after that time is not evicted.
+    """Models that may be evicted for one request: the models in `may_drop`, in that order. It is created when the
+    request arrives: a model that was used after that time is not evicted.
 
-    `dropped`: the models evicted for the request so far. `has_shed`: cached outputs were dropped for the request. This
-    happens only once, since the request computes some of them again.
+    `dropped`: the models evicted for the request so far. `has_shed`: cached outputs were already dropped for the
+    request. They are dropped only once, since the request may compute some of them again.
     """
 
     may_drop: tuple[str, ...]
@@ -195,7 +195,7 @@ class ResidentModels:
         self._loading = SharedLock()
         self._residents: dict[str, Resident] = {}
         self._loads: dict[str, Future[None]] = {}
-        self._arriving: dict[str, int] = {}  # bytes of weights of running loads, by model
+        self._arriving: dict[str, int] = {}  # model that is being loaded -> bytes of its weights
         self._relieve_due_s = 0.0
 
     def permission(self, may_drop: tuple[str, ...] = ()) -> Permission:
@@ -218,7 +218,7 @@ class ResidentModels:
                 resident = self._residents.get(model)
                 if resident is not None and same_weights(resident.resolved, resolved):
                     resident.resolved = resolved
-                    # with this time, an older permission does not evict a model that is requested now
+                    # time of use: a permission that was created earlier does not evict a model that is requested now
                     resident.last_used_s = self._clock()
                     return resident
                 pending = self._loads.get(model)
@@ -291,10 +291,12 @@ class ResidentModels:
         if self._evict_next(permission, "an allocation failed"):
             return "evictions_triggered"
         with self._lock:
-            # only loads with known bytes: a load that still fetches its files uses no memory, and may take minutes
+            # only a load whose size is known: another load still fetches its files, so it uses no memory yet and may
+            # take minutes
             pending = next((self._loads[model] for model in self._arriving), None)
         if pending is not None:
-            pending.exception()  # only wait; the requests for this load handle its failure
+            # wait for the end of the load; its result is handled by the requests that need the model
+            pending.exception()
         return "load_ended" if pending is not None else None
 
     def describe(self) -> tuple[LoadedModel, ...]:

@@ -1,4 +1,4 @@
-"""A lock with shared and exclusive holders."""
+"""Lock that several threads can hold together, or one thread alone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from collections.abc import Iterator
 
 
 class Share:
-    """A shared hold of the lock. `was_alone`: there was no second holder during the hold; set when the hold ends."""
+    """One thread's hold of the lock together with others. `was_alone`: no other thread held the lock during that time;
+    set when the hold ends.
+    """
 
     was_alone = True
 

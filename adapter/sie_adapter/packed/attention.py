@@ -25,14 +25,14 @@ from torch import Tensor
 from sie_adapter.packed.packing import Int64, PackedBatch
 
 IMPLEMENTATION = "sie_packed"
-FAR = 1 << 30  # value for a side of a window without a limit
+FAR = 1 << 30  # number of keys on a side of a window that has no limit on this side
 # limit for the scores of one block on a CPU, so that they fit the second-level cache. With more scores, each pass over
 # them waits for memory.
 _BLOCK_SCORES = 1 << 18
 # limit for the scores of one block on a GPU, which computes them all at once: 128 MB in float32
 _BLOCK_SCORES_ELSEWHERE = 1 << 25
-# smallest length of a row of scores: one vector register.
-# Softmax sums a shorter row number by number, which took eight times as long.
+# smallest length to which a row of scores is padded: one vector register. Softmax sums a shorter row number by number,
+# which took eight times as long.
 _SOFTMAX_ROW = 16
 
 
@@ -239,7 +239,7 @@ def _attend_in_blocks(
     for start in range(0, length, block):
         stop = min(length, start + block)
         low, high = max(0, start - pattern.left), min(visible, stop + pattern.right)
-        if low >= high:  # the window contains no visible key
+        if low >= high:  # no key is in the window of these queries
             output[:, :, start:stop] = 0
             continue
         scores = torch.baddbmm(empty, query[:, start:stop], key[:, low:high].transpose(1, 2), beta=0, alpha=scale)

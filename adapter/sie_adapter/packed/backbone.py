@@ -100,7 +100,7 @@ class Backbone:
         self._max_tokens = max_tokens
         self._lengths = (*_TRIAL_LENGTHS, *(12 + number % 13 for number in range(more_samples)))
         self._pad = model.config.pad_token_id or 0
-        # attention implementation of the loaded model; not every class supports sdpa
+        # attention implementation with which the model was loaded; not every class supports sdpa
         self._stock = model.config._attn_implementation
         self._edge = 0
         _check_rotary(model, max_tokens)
@@ -194,7 +194,7 @@ class Backbone:
         features = _of_part(packed.features, packed.ids, part.tokens)
         inputs = self._inputs(to_device(part.ids, device), part.ids, features)
         hidden = self._model(**inputs, attention_mask=mask, **more)[0]
-        # index by positions: with a mask, the host would wait until the device has counted it
+        # indices instead of a mask: for a mask, the host would wait until the device has counted its True values
         return hidden.flatten(0, 1)[to_device(np.flatnonzero(part.real), device)]
 
     def _inputs(self, ids: Tensor, on_host: Int64, features: PlacedFeatures | None) -> dict[str, Any]:
@@ -318,9 +318,9 @@ class Backbone:
         return [*preferred, *([Kernel.VARLEN] if uses_varlen_kernel(self._compute.facts) else []), Kernel.SDPA]
 
     def _try(self, kernel: Kernel, reference: Tensor) -> None:
-        """Raise AttentionUnsupported unless the packed states equal `reference`."""
+        """Run a trial with this kernel. Raises AttentionUnsupported unless the packed states equal `reference`."""
         trial, self._edge = Trial(), 0
-        # one sequence, so that a mask depends on two positions only and not on the packing
+        # a single sequence, so that the mask does not depend on the packing of several sequences
         self._forward_packed(self.sample(_TRIAL_LENGTHS[-1:]), kernel, trial)
         layers = self._model.config.num_hidden_layers
         if trial.calls != layers:
@@ -336,7 +336,9 @@ class Backbone:
             raise AttentionUnsupported(f"{subject} and those of the stock path have cosine {cosine:.6f}")
 
     def take_trial(self) -> tuple[PackedBatch, Tensor]:
-        """Return the sequences of the trial and their states by the stock path, and drop them. May be called once."""
+        """Return the sequences of the trial and their states on the stock path. They are removed from this object, so
+        this method may be called once.
+        """
         assert self._trial is not None
         trial, self._trial = self._trial, None
         return trial
@@ -381,7 +383,7 @@ class Backbone:
 
 
 def _of_part(features: PlacedFeatures | None, ids: Int64, tokens: slice) -> PlacedFeatures | None:
-    """Return the features of some of the tokens of a pass; None if these tokens have none."""
+    """Return the features of images or sounds for some of the tokens of a pass; None if these tokens have none."""
     if features is None:
         return None
     before, within = (int((ids[part] == features.token).sum()) for part in (slice(tokens.start), tokens))

@@ -114,8 +114,8 @@ def per_pass(compute: Compute) -> int:
 
 
 def passes(images: int, most: int) -> Iterator[tuple[int, int]]:
-    """Yield the bounds of passes over images or sounds. Their number in a pass is a power of two, at most `most`: a CPU
-    keeps memory for each size that a pass has had.
+    """Yield begin and end of each pass over images or sounds. The number of files in a pass is a power of two, at most
+    `most`, because a CPU keeps memory for each size that a pass has had.
     """
     start = 0
     while start < images:
@@ -159,7 +159,7 @@ class GridTower:
         self._outputs = compute.outputs.of_tower()
 
     def grid(self, image: Shown) -> tuple[int, int]:
-        """Return the rows and columns of blocks of an image."""
+        """Return the number of rows and columns of blocks into which an image is cut."""
         unit = self._patches.edge * self._patches.merged
         return image.pixels.shape[0] // unit, image.pixels.shape[1] // unit
 

@@ -29,7 +29,7 @@ class BlockedLinear(nn.Module):  # type: ignore[misc]  # the type checker skips 
         super().__init__()
         self.in_features, self.out_features = source.in_features, source.out_features
         self.bias = source.bias
-        # not a parameter: a blocked weight cannot be moved, cast or saved
+        # no nn.Parameter, because a weight in blocked order cannot be moved, cast or saved
         self._blocked = torch.ops.mkldnn._reorder_linear_weight(source.weight.detach())
         self.nbytes = source.weight.nbytes
 

@@ -71,7 +71,7 @@ _ACTIVE = _Active()
 
 
 def lora_acts() -> bool:
-    """Return whether passes of this thread use a LoRA."""
+    """Return whether a LoRA is active for the passes of this thread."""
     return _ACTIVE.pairs is not None
 
 
@@ -97,8 +97,8 @@ class LoraLinear(nn.Module):  # type: ignore[misc]  # the type checker skips tor
 class ModelLoras:
     """LoRAs of one model. Thread-safe.
 
-    `adapted` returns the model that they change. `run` runs a pass of this model over a sample, which is equal each
-    time; a LoRA that does not change the output is refused.
+    `adapted` returns the module that LoRAs change. `run` returns the states of a short sample, which are equal in each
+    call without a LoRA: a LoRA that does not change them is refused.
     """
 
     def __init__(self, adapted: Callable[[], nn.Module], compute: Compute, run: Callable[[], Tensor]) -> None:

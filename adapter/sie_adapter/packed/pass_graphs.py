@@ -50,7 +50,7 @@ _MOST_FAILED = 64
 
 
 class Bucket(NamedTuple):
-    """Shape that a graph computes. `longest`: the number of tokens of its longest sequence."""
+    """Sizes for which a graph is captured. `longest`: the number of tokens of its longest sequence."""
 
     tokens: int
     sequences: int
@@ -113,7 +113,7 @@ class StaticInputs:
 
 
 class CapturedPass(Protocol):
-    """Captured pass. `output`: the tensor that each replay overwrites."""
+    """A forward pass in a CUDA graph. `output`: the tensor that each replay overwrites."""
 
     output: Tensor
 
@@ -121,8 +121,8 @@ class CapturedPass(Protocol):
 
 
 class Recorder(Protocol):
-    """Recorder of passes of a device. `lock` is held during a capture, and during a replay from its inputs to its
-    output.
+    """Recorder of CUDA graphs for a device. `lock` is held during a capture, and during a replay until its output was
+    copied.
     """
 
     lock: threading.Lock
@@ -204,7 +204,7 @@ class CudaRecorder:
             graph.capture_end()
         except RuntimeError:
             index = torch.cuda.current_device() if self._device.index is None else self._device.index
-            with contextlib.suppress(RuntimeError):  # the error was raised after torch had ended the capture
+            with contextlib.suppress(RuntimeError):  # the second call fails if torch had already ended the allocation
                 torch._C._cuda_endAllocateToPool(index, pool)
                 torch._C._cuda_releasePool(index, pool)
 
@@ -255,7 +255,7 @@ class PassGraphs:
         self._uses: Counter[Bucket] = Counter()
         self._captured: OrderedDict[Bucket, _ReadyPass] = OrderedDict()
         self._paused_until_s = 0.0
-        self.is_eager = False  # true if the model cannot be captured
+        self.is_eager = False  # True: no more CUDA graphs for this model, because a capture failed
         with _all_lock:
             _all.add(self)
 
@@ -264,8 +264,8 @@ class PassGraphs:
         return len(self._captured)
 
     def states(self, packed: PackedBatch, eager: Eager, run: RunStatic) -> Tensor:
-        """Return the states of a batch, from a graph if there is one for it, else from `eager`. `run` is the pass that
-        is captured. Raises the errors of `eager`. While another pass of this device runs, a pass is eager.
+        """Return the states of a batch: by a replay if its bucket has a graph and no other pass of the device runs,
+        else by `eager`. `run`: the pass that is captured. Raises the errors of `eager`.
         """
         bucket = None if self.is_eager else bucket_of(packed)
         if bucket is None or not self._recorder.lock.acquire(blocking=False):
@@ -305,7 +305,7 @@ class PassGraphs:
             # the graph was captured with padding only, so a value that does not depend on the inputs is detected here
             cosine = float(F.cosine_similarity(captured.replay(packed).float(), expected.float(), dim=1).min())
         except Exception as error:  # noqa: BLE001  model code, kernels and CUDA may raise anything
-            expected.sum().item()  # raises if the device is lost
+            expected.sum().item()  # waits for the device, so that a lost device raises here
             if is_out_of_memory(error):
                 self._paused_until_s = time.monotonic() + _PAUSE_S
                 return

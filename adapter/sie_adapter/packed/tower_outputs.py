@@ -100,7 +100,7 @@ class TowerOutputs:
         return next(self._uses)
 
     def fit(self) -> None:
-        """Drop the longest unused outputs until the remaining ones fit `max_bytes`."""
+        """Drop the least recently used outputs until the others need at most `max_bytes`."""
         while self._held_bytes() > self.max_bytes:
             min((tower for tower in self._towers if tower.nbytes), key=OutputsOfTower.oldest_use).drop_oldest()
 
@@ -113,8 +113,8 @@ class TowerOutputs:
 
 
 class OutputsOfTower:
-    """Cached outputs of one tower. The owner of the tower owns this object, so outputs are dropped together with the
-    tower. `nbytes`: bytes of the outputs.
+    """Cached outputs of one tower. The tower's model owns this object, so the outputs are freed together with the
+    model. `nbytes`: bytes of the outputs.
     """
 
     def __init__(self, shared: TowerOutputs, lock: threading.Lock) -> None:

@@ -20,8 +20,8 @@ from sie_contracts.errors import InferenceFailed
 
 Finish = Literal["stop", "length", "repetition"]
 
-_REPEATED, _TIMES = 64, 3  # a block of this many tokens that occurs this many times in a row is a loop
-# options that change greedy scores and that this module does not support
+_REPEATED, _TIMES = 64, 3  # a text is a loop if it ends with three equal blocks of 64 tokens
+# options of generation_config.json that change greedy scores and that this module does not support
 _REFUSED = (
     "sequence_bias",
     "encoder_repetition_penalty",
@@ -50,8 +50,8 @@ def ends_of(config: GenerationConfig) -> frozenset[int]:
 
 @dataclass(frozen=True)
 class Rules:
-    """Rules of one row. `prompt`: the ids before its first token. `most`: the limit of tokens of the row. `ends`: the
-    ids that end the row.
+    """Rules for the text of one row. `prompt`: the ids before its first token. `most`: the largest number of tokens.
+    `ends`: the ids that end the text.
     """
 
     prompt: Sequence[int]
@@ -72,7 +72,7 @@ class Rules:
         return changed
 
     def finish(self, written: Sequence[int]) -> Finish | None:
-        """Return the reason why the row ends after these tokens; None if it continues."""
+        """Return the reason why the text ends after these tokens, or None if it continues."""
         if written and written[-1] in self.ends and not (self.forced_end and len(written) == self.most):
             return "stop"
         if len(written) >= self.most:

@@ -43,7 +43,7 @@ MAX_ROWS = 16  # largest number of rows of one model that run at the same time
 # the thread gets a third of a core, or a quarter if gateway, sidecar and broker are busy too. A niceness of 5, with a
 # third of the weight, gives a quarter and a sixth.
 _NICENESS = 3
-_CLOSED_S = 1.0  # seconds in which no row begins after there was no room for a row, unless a row leaves earlier
+_CLOSED_S = 1.0  # after no memory was left for another row: seconds in which no row begins, unless a row ends earlier
 
 P_contra = TypeVar("P_contra", bound="GenerationPrompt", contravariant=True)
 
@@ -73,7 +73,7 @@ class GenerationModel(Protocol[P_contra]):
 
 
 class GeneratedText(NamedTuple):
-    """Tokens of a row for its last prompt, with the end token, and the reason why the row ended."""
+    """Tokens that a row got for its last prompt, the end token included, and the reason why the row ended."""
 
     ids: list[int]
     finish: Finish
@@ -81,7 +81,9 @@ class GeneratedText(NamedTuple):
 
 @dataclass(eq=False)
 class _GenerationCall:
-    """Rows of one caller, which waits until all of them have ended. `left`: rows that have not ended yet."""
+    """Rows of one call of `read`, which waits until all of them have ended. `left`: number of rows that have not
+    ended.
+    """
 
     is_gone: Callable[[], bool]
     left: int
@@ -243,7 +245,7 @@ class _Loop:
         self._beginning = [self.waiting.popleft() for _ in range(places)]
         try:
             begun = self.model.begin([row.prompt for row in self._beginning])
-        except SIEError as error:  # the error concerns only these rows; the rows in slots continue
+        except SIEError as error:  # the error concerns only the rows that begin, so the rows in slots continue
             for row in self._beginning:
                 row.call.fail(error)
             begun = []

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, EncoderDecoderCache
 
-_STEP = 64  # number of positions: allocations and masks are multiples of it
+_STEP = 64  # allocations and masks have a multiple of this number of positions
 _GROWTH = 1.5
 
 States = Sequence[tuple[Tensor, Tensor]]  # keys and values of each layer, [1, heads, positions, width]
@@ -30,7 +30,7 @@ Fits = Callable[[int], bool]  # returns whether the device may use this number o
 
 
 class SlotsFull(MemoryError):
-    """Error of rows that do not fit together. The slots are unchanged."""
+    """Error of rows for which the device has too little memory together. The slots are unchanged."""
 
 
 def unbounded(more_bytes: int) -> bool:
@@ -50,7 +50,7 @@ class RowStart(NamedTuple):
 
 
 def prompted(caches: Cache) -> tuple[States, States]:
-    """Return the states of a row after a pass over its prompt, from the caches of transformers: first the states of the
+    """Return the keys and values of a row after a pass over its prompt, from the caches of transformers: first of the
     decoder, then of the encoder.
     """
     if isinstance(caches, EncoderDecoderCache):
@@ -204,7 +204,9 @@ class _SlotStates:
         for number, (keys, values) in enumerate(states):
             old_keys, old_values = before[number]
             self._layers.append((grown(old_keys, keys), grown(old_values, values)))
-            before[number] = (None, None)  # frees the old layer: only one layer at a time has two copies
+            # free the states of this layer before the next is copied, so that only one layer at a time needs twice its
+            # memory
+            before[number] = (None, None)
 
     def ready(self) -> None:
         """Begin a step: allocate memory for one more position in each row."""

@@ -126,10 +126,10 @@ class SoundReader:
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
-        """Check class, shapes and tokenizer of the files. Reads no values of weights and runs no code of the folder.
+        """Check model class, shapes of tensors and tokenizer in `folder`, without reading weights or running its code.
 
-        Return the fault for which a load would refuse the files; an empty string if there is none. Raises
-        ModelLoadFailed for tensors that do not fit the class.
+        Return the reason why a load would refuse the folder, or an empty string. Raises ModelLoadFailed for tensors
+        that do not fit the model class.
         """
         _check_type(folder, entry)
         model: Any = empty_model(WhisperForConditionalGeneration, folder, entry.load, decodes=True)
@@ -227,7 +227,7 @@ class SoundReader:
         return RowStart(own, scores[0], encoder_states)
 
     def _language(self, encoded: Tensor) -> int:
-        """Return the id of the likeliest language."""
+        """Return the id of the most likely language of a sound."""
         first = torch.tensor([[self._prompt_tokens.first]], device=self._device)
         scores = self._scores(first, encoder_hidden_states=encoded, past_key_values=empty(has_encoder=True))[0]
         languages = torch.tensor(sorted(self._prompt_tokens.languages.values()), device=self._device)
@@ -246,7 +246,8 @@ class SoundReader:
         return self._scores(
             ids,
             attention_mask=attended(slots.mask, self._dtype, is_eager=self._is_eager),
-            # the cache has the keys and values of the encoder; these states only show that there is an encoder
+            # the decoder reads the encoder's keys and values from the cache; these zeros only tell it that there is an
+            # encoder
             encoder_hidden_states=torch.zeros(
                 len(ids), 1, self._model.config.d_model, dtype=self._dtype, device=self._device
             ),

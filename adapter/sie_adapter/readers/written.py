@@ -67,7 +67,8 @@ class ReaderCall(Generic[P, F_contra]):
             except SIEError as error:
                 results[number] = error
         readable = list(prompts)
-        # the prompts have the options; equal options here lead to one call, so that all rows run together
+        # equal options for all inputs, so that `by_options` makes one call and all rows run together; the real options
+        # are in the prompts
         same = [ExtractOptions(())] * len(readable)
         outputs = by_options(readable, same, lambda some, _: self._results([prompts[number] for number in some]))
         results.update(zip(readable, outputs, strict=True))
@@ -256,7 +257,8 @@ class BartDecoder:
         scores = self._decode(
             ids,
             attention_mask=attended(slots.mask, self._dtype, is_eager=self._is_eager),
-            # the cache has the keys and values of the encoder; these states only show that there is an encoder
+            # the decoder reads the encoder's keys and values from the cache; these zeros only tell it that there is an
+            # encoder
             encoder_hidden_states=torch.zeros(len(ids), 1, self._width, dtype=self._dtype, device=self._device),
             encoder_attention_mask=attended(slots.seen_mask, self._dtype, is_eager=self._is_eager),
             past_key_values=slots.cache(),
