@@ -230,8 +230,8 @@ def _is_served(path: Path) -> bool:
 
 @contextlib.contextmanager
 def _listener(path: Path) -> Iterator[socket.socket]:
-    """Yield a listening socket at `path`, mode 0600. The process that created it removes it. An existing file is stale
-    and is replaced.
+    """Yield a listening socket at `path`, mode 0600. Only the process that created it removes it. A file that exists
+    already belongs to a dead process and is replaced.
     """
     owner = os.getpid()
     path.unlink(missing_ok=True)

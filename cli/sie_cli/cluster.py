@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
-CONNECT_S = 5.0  # limit for the seconds of a connection attempt to the broker
+CONNECT_S = 5.0  # seconds after which an attempt to connect to the broker fails
 FIRST_S = 5.0  # seconds for which a command tries to connect to a gateway
 SOURCE = "data directory"  # source of an address or a credential that a `sie serve` wrote
 GATEWAY = client_environment.LOOPBACK  # address of the gateway if none is known
@@ -125,7 +125,7 @@ class Cluster:
 
     @property
     def serve(self) -> str:
-        """Return the command line that starts `sie serve` with this data directory."""
+        """Return the command line that starts a `sie serve` with this data directory."""
         return f"sie serve{self.data_dir_option}"
 
     @property

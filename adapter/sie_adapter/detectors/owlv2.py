@@ -181,8 +181,8 @@ def _cutting(tokenizer: Any, limit: int) -> Any:
 
 
 def _processor(folder: Path, entry: ModelEntry, side: int) -> tuple[float, Sequence[float], Sequence[float]]:
-    """Return the factor that scales a uint8 value of a pixel, and the mean and deviation of each channel. Raises
-    ModelLoadFailed for a processor that this module does not reproduce.
+    """Return the factor that scales a uint8 value of a pixel, and the mean and standard deviation of each channel.
+    Raises ModelLoadFailed for a processor that this module does not reproduce.
     """
     config = read_processor(folder, "image_processor")
     if not config:

@@ -173,7 +173,7 @@ class DeviceThreads:
             try:
                 listener(job, reply, began_ns, ended_ns)
             except Exception:  # an exception of a listener must not end the device thread
-                _logger.exception("a listener failed for batch %s", job.message.batch)
+                _logger.exception("a listener of the device threads failed for batch %s", job.message.batch)
 
 
 def _refuse(job: DeviceJob) -> None:

@@ -73,7 +73,7 @@ _logger = logging.getLogger("sie.adapter")
 
 
 class SglangNotStarted(Exception):
-    """The server did not become ready. The message is the reason."""
+    """Error of a server that did not become ready. The message has the reason."""
 
 
 class _SglangLost(Exception):
@@ -122,7 +122,7 @@ class Launch:
         return [self.python, "-m", "sglang.launch_server", *named, *switches, *where]
 
     def environment(self) -> dict[str, str]:
-        """Return the environment of the process."""
+        """Return the environment variables of the server's process."""
         inherited = {name: os.environ[name] for name in _KEPT if name in os.environ}
         own = {
             "HF_HUB_OFFLINE": "1",
@@ -134,9 +134,10 @@ class Launch:
 
 
 class SGLang:
-    """States of the last tokens of texts, normalised. Several threads may call `run` at once.
+    """Engine that computes vectors of texts with an SGLang server: the states of their last tokens, normalised. Several
+    threads may call `run` at once.
 
-    `memory_bytes`: bytes of device memory that the server's processes had when they were ready.
+    `memory_bytes`: bytes of device memory that the server's processes used when they were ready.
     """
 
     attention = "sglang"
@@ -160,8 +161,8 @@ class SGLang:
         return self._servers[0].pid
 
     def places(self, packed: PackedBatch) -> Int64:
-        """Return the positions of the tokens whose states `run` computes, [sequences]. The states of all other tokens
-        are zero.
+        """Return the indices of the tokens whose states `run` computes, [sequences]: the last token of each text. The
+        states of all other tokens are zero.
         """
         return packed.bounds[1:].astype(np.int64) - 1
 

@@ -132,8 +132,9 @@ class Preparation:
 
 
 class Extractor(ABC, Generic[M]):
-    """Base of families that tokenise and collate without the sidecar. `_make` runs on the host and `_extract` on the
-    device, each with texts that have equal options. `max_tokens`: tokens of one pass, labels included.
+    """Base of extraction families, which tokenise texts themselves instead of in the sidecar. `_make` tokenises on the
+    host, `_extract` runs on the device, each with texts that have equal options. `max_tokens`: tokens of one sequence,
+    labels included.
     """
 
     max_tokens: int
@@ -141,7 +142,9 @@ class Extractor(ABC, Generic[M]):
     rows: ClassVar[dict[str, Rows]] = {"extract": Rows("raw")}
 
     def _describe(self, model: torch.nn.Module, encoder: Any, tokenizer: Tokenizer) -> None:
-        """Set the attributes of a loaded model. `tokenizer` belongs to `encoder` and has no padding and truncation."""
+        """Set the attributes that every loaded model has. `tokenizer`: the tokenizer of `encoder`, without padding and
+        truncation.
+        """
         self._counter = tokenizer
         self.tokenizer: bytes = tokenizer.to_str().encode()
         self.vocabulary: int = encoder.get_input_embeddings().num_embeddings
@@ -182,8 +185,8 @@ def run_alike(
     run: Run[M],
     preparation: Preparation | None = None,
 ) -> list[Result]:
-    """Call `run` once for each group of texts with equal options, like `by_options`. Returns results in the order of
-    the texts.
+    """Call `run` once for each set of equal options, with the tokenised texts that have these options. Returns one
+    result per text, in the order of the texts; an error takes the place of a result.
 
     Raises only errors of the whole device: out of memory, or a lost device.
     """
@@ -194,9 +197,9 @@ def run_alike(
 def by_options(
     inputs: Sequence[T], options: Sequence[ExtractOptions], run: Callable[[Sequence[T], ExtractOptions], list[Result]]
 ) -> list[Result]:
-    """Call `run` once for each group of inputs with equal options. A SIEError becomes the result of each input of the
-    group; after another error, the inputs of the group run one by one. Returns results in the order of the inputs.
-    Raises the same errors as `run_alike`.
+    """Call `run` once for each set of equal options, with the inputs that have these options. If it raises a SIEError,
+    this error is the result of each of these inputs; after any other error, they run again one by one. Returns results
+    in the order of the inputs. Raises the same errors as `run_alike`.
     """
     results: dict[int, Result] = {}
     for option, chosen in _alike(options):
@@ -413,7 +416,7 @@ def read_weights(folder: Path, entry: ModelEntry) -> dict[str, Tensor]:
 
 
 def fill(model: torch.nn.Module, weights: dict[str, Tensor], entry: ModelEntry) -> None:
-    """Copy the weights into the model. Raises the errors of `compare`."""
+    """Copy the weights into the tensors of the model. Raises the errors of `compare`."""
     own = model.state_dict()
     compare(own, weights, entry)
     model.load_state_dict({name: weights[name] for name in own.keys() & weights.keys()}, strict=False)

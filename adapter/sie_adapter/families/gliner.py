@@ -49,8 +49,7 @@ from sie_contracts.models.load_errors import load_failed
 # need about 0.2 MB per word at a width of 512
 _TOKENS_PER_PASS = {"cpu": 2048}
 _TOKENS_PER_PASS_ELSEWHERE = 8192
-# multiplied by the tokens of a pass: the characters of a word that are tokenised; the model reads only the first token
-# of a word
+# a word is cut to this number of characters per token of a pass, since the model reads only its first token
 _CHARACTERS_PER_TOKEN = 16
 # largest number of candidates of a window that are decoded, best first: the decoder compares each candidate with all
 # selected ones, or in a token-level model each start with each end

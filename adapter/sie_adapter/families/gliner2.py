@@ -59,7 +59,7 @@ from sie_store.folder_files import read_json
 # need about 0.1 MB per word at a width of 768
 _TOKENS_PER_PASS = {"cpu": 2048}
 _TOKENS_PER_PASS_ELSEWHERE = 16384
-_CHARACTERS_PER_TOKEN = 16  # multiplied by the tokens of a pass: the characters of a word that are tokenised
+_CHARACTERS_PER_TOKEN = 16  # a word is cut to this number of characters per token of a pass
 _CANDIDATES = 16384  # largest number of spans of a window that are kept, best first
 _ENDS = (".", "!", "?")  # if a text ends with none of these characters, the package adds a full stop
 _COUNTING = ("count_lstm", "count_lstm_moe", "count_lstm_v2")

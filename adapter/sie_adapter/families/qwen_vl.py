@@ -117,8 +117,8 @@ class ColQwen(QwenVL):
 
 
 class _Projected(nn.Module):  # type: ignore[misc]  # the type checker skips torch
-    """Module with the layers that a LoRA of ColQwen changes, under the names in the LoRA. Its forward pass is the
-    projection.
+    """Module that has the layers which a LoRA of ColQwen changes, under the names that the LoRA uses. Its forward pass
+    is the projection to token vectors.
     """
 
     def __init__(self, language: Any, projection: nn.Linear) -> None:

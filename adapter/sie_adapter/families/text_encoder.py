@@ -91,11 +91,13 @@ class PackedModel:
             )
 
     def prepare(self, batch: Items, queries: np.ndarray) -> Items:
-        """Return the batch in the form that the device reads. `queries`: bool [items]."""
+        """Return the batch after the changes that the model needs before a pass. `queries`: bool [items], True for
+        queries.
+        """
         return batch
 
     def without_pass(self, head: str, ids: Int64, *, is_query: bool) -> Row | None:
-        """Return the row of an input that needs no forward pass; None for an input that needs one."""
+        """Return the result of a head for an input that needs no forward pass; None for an input that needs one."""
         return None
 
     def pack(self, batch: Items, chosen: Int64) -> PackedBatch:
@@ -109,7 +111,7 @@ class PackedModel:
         return self.backbone.forward(packed)
 
     def heads_for(self, operation: Operation, options: RunOptions) -> tuple[str, ...]:
-        """Return the names of the heads whose rows `answer` needs."""
+        """Return the names of the heads (output layers) whose results `answer` needs."""
         if options.muvera is not None:
             return tuple(dict.fromkeys("multivector" if name == "dense" else name for name in options.outputs))
         return options.outputs or tuple(self.heads)[:1]
@@ -122,8 +124,9 @@ class PackedModel:
         rows: Mapping[str, Sequence[Row]],
         places: list[int],
     ) -> ItemResults:
-        """Return one answer per input of `group`. `query`: for each head, the rows of the query to which documents are
-        compared. `rows`: for each head, the rows of the inputs. `places`: the positions of these rows in the batch.
+        """Return one answer per input of the work item `group`. `query`: for each head, the results for the query to
+        which documents are compared. `rows`: for each head, the results for the inputs. `places`: the indices of the
+        inputs' rows in the batch.
         """
         if message.operation == "score":
             return item_results.side_scores(group.options, query, rows, per_row=self.per_row)
@@ -242,19 +245,21 @@ class TextEncoder(PackedModel):
         return self.backbone.forward(packed)
 
     def prepare(self, batch: Items, queries: np.ndarray) -> Items:
-        """Pad queries of late interaction to their fixed length with mask tokens. `queries`: bool [items]."""
+        """Pad the queries of a late-interaction model to their fixed length with mask tokens. `queries`: bool [items],
+        True for queries.
+        """
         filling = self._parts.filling
         return filling.expand(batch, queries) if filling else batch
 
     def without_pass(self, head: str, ids: Int64, *, is_query: bool) -> Row | None:
-        """Return the row of an inference-free query, from a table of weights; None for an input that needs a forward
-        pass.
+        """Return the sparse vector of an inference-free query, from a table of weights; None for an input that needs a
+        forward pass.
         """
         table = self._parts.query_weights
         return table.row(ids) if table and is_query and head == "sparse" else None
 
     def heads_for(self, operation: Operation, options: RunOptions) -> tuple[str, ...]:
-        """Return the names of the heads whose rows `answer` needs."""
+        """Return the names of the heads (output layers) whose results `answer` needs."""
         own = self._parts.reads.get(operation) if options.muvera is None else None
         return own or super().heads_for(operation, options)
 
@@ -266,7 +271,7 @@ class TextEncoder(PackedModel):
         rows: Mapping[str, Sequence[Row]],
         places: list[int],
     ) -> ItemResults:
-        """Return one answer per input of `group`."""
+        """Return one answer per input of the work item `group`."""
         if self._parts.finish is not None:
             return self._parts.finish(message, group, rows, places)
         return super().answer(message, group, query, rows, places)

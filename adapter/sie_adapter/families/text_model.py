@@ -62,11 +62,12 @@ Finish = Callable[[RunBatch, Group, item_results.Rows, list[int]], ItemResults]
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """Heads of one model. `rows`: conversion of the inputs to rows of ids, for each operation.
+    """Heads (output layers) of one model, and how their results become answers. `rows`: for each operation, how the
+    texts of an input become rows of ids.
 
-    A model of vectors has a head for each output; `per_row` is the argument of `item_results.side_scores`. Any other
-    model has `finish`, which computes results from rows of heads. `reads` lists the names of these heads for an
-    operation; for an operation that is not in it, the first head is used.
+    A model whose outputs are vectors has a head for each output; `per_row` is the argument of
+    `item_results.side_scores`. Any other model has `finish`, which computes answers from the results of heads. `reads`
+    has the names of these heads for an operation; for an operation that is not in it, the first head is used.
     """
 
     heads: dict[str, Head]
@@ -132,7 +133,7 @@ class Builder:
             self.head_bytes = self.head.memory_bytes
 
     def parts(self) -> Parts:
-        """Return the heads of the model's family. Raises ModelLoadFailed INCOMPATIBLE for files that do not fit the
+        """Create the heads of the model's family. Raises ModelLoadFailed INCOMPATIBLE for files that do not fit the
         entry.
         """
         return {

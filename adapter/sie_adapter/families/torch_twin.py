@@ -17,8 +17,8 @@ from sie_adapter.packed.packing import PackedBatch
 
 
 class TorchTwin:
-    """Torch copy of a model. `build_model` loads the weights again. `add_bytes` is called with their number of bytes.
-    Thread-safe.
+    """Torch copy of a model that runs as a graph. `build_model` reads the weights again. `add_bytes` is called with the
+    number of bytes of the copy. Thread-safe.
     """
 
     def __init__(

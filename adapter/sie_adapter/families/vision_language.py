@@ -71,7 +71,7 @@ class VisionLanguageKind(Protocol):
         """
 
     def framed(self, tokenizer: Tokenizer) -> Tokenizer:
-        """Return the tokenizer with the special ids before and after every text."""
+        """Return the tokenizer with the special tokens that the model expects before and after every text."""
 
     def tokens(self, tokenizer: Tokenizer, recipe: Recipe) -> ImageTokens:
         """Return the ids that represent an image in the prompt: the id that its features replace, their number, and the
@@ -82,10 +82,10 @@ class VisionLanguageKind(Protocol):
         """Return the recipe with the cost of an image, which is a number of tokens of the language model."""
 
     def rows(self, images: Recipe, tokens: ImageTokens) -> dict[str, Rows]:
-        """Return the conversion of inputs to ids, for each operation."""
+        """Return for each operation how inputs become rows of token ids."""
 
     def see(self, packed: PackedBatch, images: Seen) -> None:
-        """Compute the features of the images of a pass, and store them in `packed`."""
+        """Compute the features of the images of a forward pass, and store them in `packed`."""
 
 
 _READERS: Mapping[tuple[str, str], type[VisionLanguageKind]] = {
@@ -98,7 +98,7 @@ _READERS: Mapping[tuple[str, str], type[VisionLanguageKind]] = {
 
 @dataclass
 class _ImagePass(PackedBatch):
-    """Pass over sequences with images. `shown`: the images of each sequence, in packed order."""
+    """Forward pass over sequences with images. `shown`: the images of each sequence, in packed order."""
 
     shown: Seen = ()
 
@@ -149,7 +149,7 @@ class VisionLanguage(PackedModel):
         self._difference = entry.head.score == "difference"
 
     def pack(self, batch: Items, chosen: Int64) -> PackedBatch:
-        """Lay out the chosen items, with the images of each item."""
+        """Lay out the chosen items one after the other, with the images of each item."""
         packed = self.backbone.pack(batch, chosen)
         if batch.images is None:
             return packed
@@ -170,7 +170,7 @@ class VisionLanguage(PackedModel):
         rows: Mapping[str, Sequence[Row]],
         places: list[int],
     ) -> ItemResults:
-        """Return one answer per input of `group`."""
+        """Return one answer per input of the work item `group`."""
         if "answer" in self.heads:
             return item_results.answer_scores(group.options, rows["answer"], difference=self._difference)
         return super().answer(message, group, query, rows, places)

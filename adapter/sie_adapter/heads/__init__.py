@@ -57,8 +57,8 @@ class Reduced:
 
 
 def all_finite(values: Tensor, owners: Int64, count: int) -> Tensor:
-    """Return for each owner whether all of its `values` are finite: bool [count]. `values`: [entries] or [entries,
-    width]. `owners` [entries]: the number of the owner of each entry, below `count`.
+    """Return for each owner (a sequence) whether all of its `values` are finite: bool [count]. `values`: [entries] or
+    [entries, width]. `owners` [entries]: the number of the owner of each entry, below `count`.
     """
     finite = torch.isfinite(values) if values.ndim == 1 else torch.isfinite(values).all(1)
     faults = torch.zeros(count, dtype=torch.int32, device=values.device)

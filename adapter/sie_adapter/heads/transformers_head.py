@@ -64,8 +64,8 @@ class TransformersHead:
         )
 
     def block(self) -> None:
-        """Replace the linear layers by blocked ones, on a CPU: see `linear`. This is faster if the head is as large as
-        the head of a language model. The weight of a tied decoder is copied.
+        """Replace the linear layers by layers with blocked weights (`packed.linear`), on a CPU. This is faster if the
+        head is as large as the head of a language model. The weight of a tied decoder is copied.
         """
         block_linears(self._model)
 

@@ -57,8 +57,8 @@ class LoadCertificate(msgspec.Struct, frozen=True):
 
 
 def certify(model: Any, folder: Path, resolved: Resolved, compute: Compute) -> LoadCertificate:
-    """Check a model that was just loaded. Raises ModelLoadFailed CERTIFICATE that names the failed check and the
-    differing value.
+    """Check a model that was just loaded. Raises ModelLoadFailed CERTIFICATE, which names the failed check and the
+    value that differs.
     """
     started = time.perf_counter()
     entry = resolved.entry

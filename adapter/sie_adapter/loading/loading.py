@@ -80,7 +80,9 @@ def _family(resolved: Resolved) -> Any:
 
 @contextlib.contextmanager
 def classed(entry: ModelEntry) -> Iterator[None]:
-    """Convert an exception of a load to a ModelLoadFailed, except the loss of the device."""
+    """Convert any exception of a load, inside the context, to a ModelLoadFailed. The loss of the device is not
+    converted.
+    """
     try:
         yield
     except SIEError:
@@ -186,8 +188,8 @@ class Loader:
             return model
 
     def _certified_model(self, family: Any, folder: Path, resolved: Resolved, compute: Compute) -> Any:
-        """Return the model on the engine that the rules select. If that engine does not support the model, or the
-        certificate of the model fails, return the model on torch.
+        """Return the model on the engine that the rules select. If that engine does not support the model, or the model
+        then fails its checks, return the model on torch.
         """
         try:
             model = family(folder, resolved.entry, resolved.load, compute)
@@ -204,7 +206,7 @@ class Loader:
         return self._on_torch(family, folder, resolved, compute, cause)
 
     def _on_torch(self, family: Any, folder: Path, resolved: Resolved, compute: Compute, cause: str) -> Any:
-        """Load the model on torch. `cause`: the engine that cannot run it, and the reason."""
+        """Load the model on torch, because the chosen engine cannot run it. `cause`: this engine and the reason."""
         _logger.warning("%s runs on torch, not on %s", resolved.residency, cause)
         model = family(folder, resolved.entry, replace(resolved.load, engine=TORCH.engine), compute)
         return self._with_certificate(model, Choice(TORCH.engine, f"not {cause}"), folder, resolved, compute)
@@ -245,8 +247,8 @@ class Loader:
             )
 
     def _certified(self, model: Any, folder: Path, resolved: Resolved, compute: Compute) -> dict[str, Any]:
-        """Return the certificate of a model. It is computed once for the same files, entry and device: a reload does
-        not repeat it.
+        """Return the results of the checks of a model. The checks run once for the same files, entry and device: a
+        reload does not repeat them.
         """
         entry = resolved.entry
         golden = [certificate.golden_file(entry)] if entry.golden else []

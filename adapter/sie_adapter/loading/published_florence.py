@@ -120,7 +120,7 @@ def empty_published(folder: Path, entry: ModelEntry) -> PreTrainedModel:
 
 
 def published_config(folder: Path, entry_id: str) -> Florence2Config:
-    """Return the configuration of config.json in the form of transformers. Raises ModelLoadFailed INCOMPATIBLE."""
+    """Return the settings of config.json, renamed for transformers. Raises ModelLoadFailed INCOMPATIBLE."""
     raw = read_json(folder / "config.json")
     text, vision = raw.get("text_config") or {}, raw.get("vision_config") or {}
     positions = {name: (vision.get(name) or {}).get("type", kind) for name, kind in _POSITIONS.items()}

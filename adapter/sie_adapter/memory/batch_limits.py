@@ -258,13 +258,13 @@ class PassRecords:
 
     @classmethod
     def for_socket(cls, settings: Settings) -> PassRecords:
-        """Return the records of the adapter on this socket."""
+        """Return the records of the adapter that serves on the socket of these settings."""
         name = hashlib.sha256(settings.ipc_socket_path.encode()).hexdigest()[:16]
         return cls(learnt_folder(settings) / f"passes-{name}")
 
     @contextlib.contextmanager
     def during(self, key: str, tokens: int, fitted_tokens: int) -> Iterator[None]:
-        """Store a record of a pass while it runs."""
+        """Keep a record of a pass on the disk while the pass runs."""
         name = key.encode()
         with self._lock:
             slot = self._free.pop() if self._free and len(name) <= _SLOT_BYTES - _HEAD.size else None
@@ -280,7 +280,7 @@ class PassRecords:
                 self._free.append(slot)
 
     def left(self) -> list[PassRecord]:
-        """Return and remove the records that a dead process left."""
+        """Return the records that a dead process left in the file, and remove them."""
         try:
             content = self._path.read_bytes()
             self._path.unlink()

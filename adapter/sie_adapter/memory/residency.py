@@ -40,7 +40,7 @@ _logger = logging.getLogger("sie.adapter")
 
 
 class LoadedWeights(Protocol):
-    """Attributes of a loaded family that the process reads, in addition to the methods for passes."""
+    """Attributes that every loaded model has, for the sidecar and for the memory limits."""
 
     tokenizer: bytes
     memory_bytes: int
@@ -79,7 +79,7 @@ class Resident:
         return self._fingerprint
 
     def describe(self, now_s: float) -> LoadedModel:
-        """Return the model in the form of its wire message."""
+        """Return the message that describes this model to the sidecar."""
         entry, weights = self.resolved.entry, self.weights
         return LoadedModel(
             self.model,
@@ -284,7 +284,7 @@ class ResidentModels:
 
     def make_room(self, permission: Permission) -> Relief | None:
         """Free memory after a failed allocation: drop cached outputs, else evict the next permitted model, else wait
-        for the end of a running load. Return the remedy, None if there is none.
+        for the end of a running load. Return how memory was freed, or None if it could not be freed.
         """
         if self._shed(permission):
             return "cache_clears"
@@ -352,7 +352,7 @@ class ResidentModels:
         except ModelLoadFailed as error:
             if error.extras.get("error_class") != "OOM":
                 raise
-            # a copy, since the frames of the original error refer to the tensors that did not fit
+            # a copy of the error, because the frames of the original refer to the tensors that did not fit
             return SIEError.from_info(error.info())
 
     def _loaded(self, model: str, resolved: Resolved) -> Resident:

@@ -217,8 +217,9 @@ class Backbone:
         }
 
     def _compile(self) -> None:
-        """Run as a graph from now on, without the weights of torch, if the graph's states equal the states of the stock
-        path. If they do not and the entry demands the engine, raises ModelLoadFailed.
+        """Compile the model to a graph that replaces torch from now on, if the states of the graph equal the states of
+        the stock path. The weights of torch are freed. If the states differ and the entry demands the engine, raises
+        ModelLoadFailed.
         """
         sample = self.sample(self._lengths)
         reference = self.forward_padded(sample)
@@ -236,9 +237,9 @@ class Backbone:
         self._model.to("meta")
 
     def _hand_over(self, server: Callable[[], StateRunner]) -> None:
-        """Run on a server from now on, if its states equal the states of the stock path. The weights of torch are
-        dropped before the server starts, since a GPU may not have memory for both copies. Raises Unserved if the server
-        cannot run the model, or ModelLoadFailed if the entry demands the engine.
+        """Start an SGLang server that replaces torch from now on, if its states equal the states of the stock path. The
+        weights of torch are freed before the server starts, since a GPU may not have memory for both copies. Raises
+        Unserved if the server cannot run the model, or ModelLoadFailed if the entry demands the engine.
         """
         sample = self.sample(self._lengths)
         reference = self.forward_padded(sample)
@@ -277,7 +278,7 @@ class Backbone:
                 self.use_graphs(cuda_recorder(self._compute.device))
 
     def use_graphs(self, recorder: Recorder | None) -> None:
-        """Replay small passes as graphs from now on; `recorder` captures these graphs. None: run all passes eagerly.
+        """Run small passes by CUDA graphs from now on; `recorder` captures these graphs. None: run all passes eagerly.
         Must not be called during a pass.
         """
         name, kernel, first = type(self._model).__name__, self._kernel, self._numbering.first
@@ -344,8 +345,8 @@ class Backbone:
         return trial
 
     def is_causal(self) -> bool | None:
-        """Return whether the first token of a text ignores its last token. The test runs the text alone and together
-        with a longer text; None if the two results differ.
+        """Return True if the states of a text's first token do not depend on its last token, measured by a pass with
+        the text alone and one with a longer text; None if the two passes disagree.
         """
         if self._is_causal is not None:
             return self._is_causal
@@ -361,7 +362,9 @@ class Backbone:
         return bool(torch.equal(before, after))
 
     def sample(self, lengths: tuple[int, ...]) -> PackedBatch:
-        """Return packed sequences of random ids. No id is the pad id, because stock code treats it as padding."""
+        """Return packed sequences of random ids, for trials. No id is the pad id, because stock code treats it as
+        padding.
+        """
         counts = np.minimum(lengths, self._max_tokens).astype(np.int64)
         ids = np.random.default_rng(0).integers(0, self.vocabulary, int(counts.sum()), dtype=np.int32)
         ids[ids == self._pad] = (self._pad + 1) % self.vocabulary
@@ -394,8 +397,8 @@ def _of_part(features: PlacedFeatures | None, ids: Int64, tokens: slice) -> Plac
 
 
 def _check_rotary(model: PreTrainedModel, max_tokens: int) -> None:
-    """Raise ModelLoadFailed for rotary tables that stock code changes with the longest text of a pass: the states of a
-    text would depend on other texts of its batch and on other threads.
+    """Raise ModelLoadFailed for rotary position tables that transformers changes with the longest text of a pass: the
+    states of a text would depend on other texts of its batch and on other threads.
     """
     parameters = getattr(model.config, "rope_parameters", None) or {}
     for module in model.modules():

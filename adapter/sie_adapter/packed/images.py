@@ -78,8 +78,8 @@ class _Levels:
 
 
 class Tower:
-    """Tower for images of one size. It computes them in passes through `run`, [images, 3, height, width] -> [images,
-    ..], in the precision of `compute`. `keeps`: whether outputs are cached.
+    """Image encoder for images of one size. It calls `run`, [images, 3, height, width] -> [images, ..], with a few
+    images at a time, in the precision of `compute`. `keeps`: whether outputs are cached.
     """
 
     def __init__(
@@ -140,9 +140,10 @@ class Patches(NamedTuple):
 
 
 class GridTower:
-    """Tower for images of any size. It computes them in passes through `run`. Its arguments are patches [patches,
-    values] and the grid of each image, int64 [images, 3]: frames, rows and columns of patches. Its result is tensors
-    [blocks, width]. Patches are in the order of the image processors of Qwen2-VL: block by block. Outputs are cached.
+    """Image encoder for images of any size. It calls `run` with a few images at a time. The arguments of `run` are
+    patches [patches, values] and the grid of each image, int64 [images, 3]: frames, rows and columns of patches. Its
+    result is tensors [blocks, width]. Patches are in the order of the image processors of Qwen2-VL: block by block.
+    Outputs are cached.
     """
 
     def __init__(

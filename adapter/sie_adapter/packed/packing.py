@@ -58,8 +58,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class BatchFiles(Generic[T]):
-    """Images or sounds of a batch; the files of one item are adjacent. `rows`: the item of each file, [files],
-    ascending. `shown`: the files. `tokens`: the cost of each file in tokens, [files].
+    """Images or sounds of a batch. `shown`: the files; the files of one item are adjacent. `rows` [files]: the item of
+    each file, ascending. `tokens` [files]: the cost of each file, as a number of tokens.
     """
 
     rows: Int64
@@ -252,7 +252,7 @@ class PackedBatch:
         return np.diff(self.bounds).astype(np.int64)
 
     def filled(self, positions: int) -> None:
-        """Add positions to the count of padding: a pass computed them, but they contain no token."""
+        """Count positions that a pass computed although they contain no token."""
         self.padding += positions
 
 

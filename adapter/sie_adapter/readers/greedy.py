@@ -87,7 +87,9 @@ class Rules:
 
 @dataclass(frozen=True)
 class Greedy:
-    """Rules of one model. `ends`: the ids of tokens that end a text. `bad`: ids that are never written."""
+    """Rules of generation for one model. `ends`: the ids of tokens that end a text. `bad`: ids that are never
+    written.
+    """
 
     config: GenerationConfig
     device: torch.device

@@ -132,7 +132,9 @@ class _GenerationRow:
 
 
 class _Loop:
-    """Loop that generates for the rows of one model. `rows[i]` is the row in slot i."""
+    """Generation for one model: its rows, each of which is a prompt with the tokens that were generated for it.
+    `rows[i]` is the row in slot i.
+    """
 
     def __init__(
         self,
@@ -192,7 +194,7 @@ class _Loop:
         self.waiting.clear()
 
     def _again(self, rows: list[_GenerationRow]) -> None:
-        """Restart the rows after an out-of-memory error, half of them at a time."""
+        """Restart all rows after an out-of-memory error. At most half of them run at the same time from now on."""
         self._most, self._ended = max(1, len(rows) // 2), 0
         _logger.warning("out of memory with %d rows: from now on at most %d rows run at a time", len(rows), self._most)
         self._shed()
@@ -334,11 +336,11 @@ class Readings:
     def read(
         self, model: GenerationModel[P_contra], prompts: Sequence[P_contra], is_gone: Callable[[], bool] = lambda: False
     ) -> list[GeneratedText]:
-        """Return the generated tokens for each prompt, in order. `is_gone` is called between two steps. When it returns
-        True, no client waits for the answer, and the rows of the call stop.
+        """Return the generated tokens for each prompt, in order. `is_gone` is called between two steps: when it returns
+        True, the client has disconnected, and the generation for these prompts stops.
 
-        Raises the error of any row: an error of the model, out of memory with a single row, InferenceFailed for scores
-        that are not finite, InternalFailure for a disconnected client, ShuttingDown.
+        Raises the error of any prompt: an error of the model, out of memory with a single row, InferenceFailed for
+        scores that are not finite, InternalFailure for a disconnected client, ShuttingDown.
         """
         call = _GenerationCall(is_gone, len(prompts))
         rows = [_GenerationRow(call, prompt) for prompt in prompts]

@@ -121,7 +121,7 @@ MODEL_TYPES = tuple(_KINDS)
 class Transcriber:
     """A `document_reader.PageReader`: tower and language model, in the precision of `compute`."""
 
-    together = 1  # pages in one pass of the tower: one page has hundreds of tokens, which use the device fully
+    together = 1  # one page per pass of the tower, because its hundreds of tokens already use the device fully
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:

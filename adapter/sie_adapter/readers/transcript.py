@@ -74,8 +74,8 @@ class PromptTokens:
         return self.without_times + 1
 
     def start(self, language: str, task: str) -> PromptStart:
-        """Return the prompt of a sound. An empty language or task means the default of the checkpoint. Raises
-        InvalidInput.
+        """Return the prompt for a sound. An empty language or task means the default of the checkpoint. Raises
+        InvalidInput for a language or task that the checkpoint does not have.
         """
         if not self.is_multilingual and (language or task):
             name = "language" if language else "task"
@@ -115,7 +115,7 @@ class PromptTokens:
 
 
 class TranscriptSegment(NamedTuple):
-    """Segment of a transcript: its times in seconds of the sound, and the `ids` that were written for it, with time
+    """Segment of a transcript: its begin and end in seconds of the sound, and its tokens `ids`, with the time
     stamps.
     """
 
@@ -155,8 +155,8 @@ def segments(written: Sequence[int], times: int, seek: int, frames: int) -> tupl
 
 
 def _last(written: Sequence[int], times: int, frames: int) -> float:
-    """Return the end of a window without two consecutive time stamps, in steps: at its last time stamp, or else at the
-    end of the window.
+    """Return the end, in steps of 20 ms, of a window without two consecutive time stamps: its last time stamp, or else
+    the end of the window.
     """
     stamps = [number for number in written if number >= times]
     if stamps and stamps[-1] != times:

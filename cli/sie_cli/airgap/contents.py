@@ -65,8 +65,8 @@ class ArchiveSelection:
 
 
 class FileGathering:
-    """Gathers the files of models, by their names in the archive. Raises CommandRefused, ModelLoadFailed,
-    LoraLoadFailed, OSError.
+    """Collector of the files of models for an archive, by their names in the archive. Raises CommandRefused,
+    ModelLoadFailed, LoraLoadFailed, OSError.
     """
 
     def __init__(self, sources: WeightSources, models_dir: str | None) -> None:
@@ -83,7 +83,7 @@ class FileGathering:
 
     @property
     def unread_bytes(self) -> int:
-        """Return the number of bytes that `facts` has to read."""
+        """Return the number of bytes that `facts` has to read, because no manifest has their digests."""
         return sum(
             source.stat().st_size
             for name, source in self.files.items()

@@ -125,8 +125,8 @@ def load(reader: ArchiveReader, folder: Path, at: Path, progress: ByteProgress) 
 
 
 def place(folder: Path, index: ArchiveIndex, at: Path) -> None:
-    """Write the files that contain the folder's own path, if they differ: entries, settings. Raises CommandRefused,
-    OSError.
+    """Write the files that contain the folder's own path (entries and settings), unless they are up to date. Raises
+    CommandRefused, OSError.
     """
 
     def document(value: Any) -> bytes:
@@ -167,7 +167,7 @@ def loaded(folder: Path) -> tuple[ArchiveIndex, bytes]:
 def wrong(
     folder: Path, index: ArchiveIndex, *, digests: bool = True, progress: ByteProgress = lambda _: None
 ) -> list[str]:
-    """Return the faults of the files of a loaded folder, one line each."""
+    """Return the files of a loaded folder that differ from the archive, one line for each, with the difference."""
     return verify(folder, Manifest("air-gap", "archive", index.files), digests=digests, read=progress)
 
 
