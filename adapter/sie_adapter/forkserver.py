@@ -37,8 +37,8 @@ _NOT_FORKED = "the adapter is not forked, so a new one starts with its imports"
 
 
 class ForkResult(NamedTuple):
-    """Result of `keep_serving`. `number`: the number of this child, which must serve the device with this number; None
-    in the parent, which ends with `status`.
+    """Result of `keep_serving`. In a child, `number` is the number of the device that it must serve. In the parent,
+    `number` is None, and `status` is its exit status.
     """
 
     number: int | None
@@ -103,7 +103,7 @@ class _Children:
         return bool(self._running or self._due_s)
 
     def next_due(self) -> int | None:
-        """Return the number of a child that must be forked now; None if there is none."""
+        """Return the number of a child that must be forked now; None if none must."""
         now_s = time.monotonic()
         return next((number for number, due_s in self._due_s.items() if due_s <= now_s), None)
 
@@ -131,8 +131,8 @@ class _Children:
         self.end(_NO_FORK)
 
     def end(self, status: int) -> None:
-        """Fork no more children, and end the children that run. `status` is the exit status of this process if the
-        children end without an error.
+        """Fork no more children, and send SIGTERM to the children that run. `status`: the exit status of this process
+        if the children end without an error.
         """
         self._is_ending, self.status = True, status
         self._due_s.clear()
@@ -170,7 +170,7 @@ class _Children:
 
 
 def _fork() -> int | None:
-    """Call os.fork. Return None, with a log line, if a fork is impossible or not safe."""
+    """Call os.fork and return its result. If a fork is impossible or not safe, log the reason and return None."""
     sys.stdout.flush()
     sys.stderr.flush()
     try:

@@ -147,8 +147,8 @@ class Detector:
         return [results[number] for number in range(len(rows))]
 
     def _least(self, options: ExtractOptions) -> float:
-        """Return the lowest score that an object may have: the highest of the thresholds, since a lower score fails at
-        least one of them. Raises InvalidInput for a threshold that the model does not have.
+        """Return the lowest score that an object may have. It is the highest of the model's thresholds, because an
+        object must reach all of them. Raises InvalidInput for a threshold that the model does not have.
         """
         own = self._kind.thresholds
         for name in _THRESHOLDS:

@@ -152,8 +152,8 @@ class GroundingDino:
         )
 
     def misfit(self, image: Shown) -> InvalidInput | None:
-        """Return the error for a narrow image, whose feature maps have fewer positions than the model needs for its
-        candidates; None for other images.
+        """Return an error for an image that is too narrow: its feature maps have fewer positions than the model needs
+        for its candidates. Return None for other images.
         """
         height, width, _ = image.pixels.shape
         places = _places(height, width, self._strides)

@@ -47,8 +47,8 @@ _LABELS_PER_PASS = 64
 
 
 class Owlv2:
-    """A `detector._DetectorKind` with towers in the precision of `compute`. The heads after them are float32: in 16
-    bits a box would be misplaced by several pixels.
+    """A `detector._DetectorKind` whose text and image encoders run in the precision of `compute`. The layers after
+    them, which compute scores and boxes, run in float32: in 16 bits a box would be misplaced by several pixels.
     """
 
     thresholds: ClassVar[Mapping[str, float]] = {"score_threshold": 0.1}

@@ -79,8 +79,8 @@ class DoclingCall:
     def extract(
         self, texts: Sequence[str], options: Sequence[ExtractOptions], documents: Sequence[DocumentFile | None]
     ) -> list[Result]:
-        """Return the content of each document, or the error of an unusable one. Raises InternalFailure, reason
-        cancelled.
+        """Return the content of each document, or an error for a document that cannot be parsed. Raises
+        InternalFailure, reason cancelled, if the client has disconnected.
         """
         refused = [_refusal(document, option) for document, option in zip(documents, options, strict=True)]
         parseable = [

@@ -48,7 +48,9 @@ class DoclingParser:
         )
 
     def parse(self, job: ParseJob) -> Parsed:
-        """Parse one document. Raises InvalidInput, reason invalid_media; its message begins with the cause."""
+        """Return the content of one document. Raises InvalidInput, reason invalid_media, for a document that cannot be
+        parsed; its message begins with the cause.
+        """
         kind = format_of(job.document)
         try:
             return self._parsed(job, kind)

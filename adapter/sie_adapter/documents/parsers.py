@@ -105,7 +105,7 @@ class Parsers:
         return [future.result() for future in futures]
 
     def close(self) -> None:
-        """End all processes, also processes that are parsing."""
+        """Kill all processes, even if they are parsing."""
         for process in list(self._processes.values()):
             process.end()
         self._threads.shutdown(cancel_futures=True)
@@ -204,7 +204,7 @@ class _ParseCall:
                 self._processes.discard(process)
 
     def end(self) -> None:
-        """End the call: kill the processes that parse its documents."""
+        """End the call, and kill the processes that parse its documents."""
         with self._lock:
             self.is_over = True
             for process in self._processes:
@@ -271,7 +271,9 @@ class _ParserProcess:
         return 0
 
     def run(self, document: DocumentFile, deadline_s: float) -> Parsed | Unusable:
-        """Send a document, and return the answer. Raises _ParserLost, _Late."""
+        """Send a document to the process, and return its answer. Raises _ParserLost if the process ended, _Late if it
+        took too long.
+        """
         self._number += 1
         job = ParseJob(self._number, document)
         answer = self._waited(deadline_s, parser_frames.frame(job))

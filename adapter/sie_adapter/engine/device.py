@@ -172,8 +172,8 @@ def label(device: torch.device) -> str:
 
 
 def usable_cores() -> int:
-    """Return the number of cores that this process may use: its affinity, limited to the whole cores of its control
-    group's quota. At least 1.
+    """Return the number of cores that this process may use: the cores of its affinity mask, but at most the whole cores
+    of its control group's quota. At least 1.
     """
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = control_group.cores()
@@ -263,7 +263,7 @@ def _nvml_memory(device: torch.device) -> MemoryUse | None:
 
 
 class UtilisationProbe:
-    """Utilisation of a device by all processes. May be called from any thread."""
+    """Probe of how busy a device is with the work of all processes. May be called from any thread."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -271,8 +271,8 @@ class UtilisationProbe:
         self._before = _cpu_seconds()
 
     def percent(self) -> float | None:
-        """Return the utilisation, %. CUDA: from NVML, if its package is installed. CPU: of the machine's cores, since
-        the last call. None if the utilisation is unknown.
+        """Return how busy the device is, in percent. CUDA: the value of NVML, if its package is installed. CPU: the
+        mean of the machine's cores since the last call. None if it is unknown.
         """
         if self._device.type == "cuda":
             return self._nvml_percent()

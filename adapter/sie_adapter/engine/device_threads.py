@@ -56,8 +56,8 @@ def is_alone() -> bool:
 
 
 class DeviceThreads:
-    """Device threads, `count` of them, that run `execute`. `execute` answers a batch and does not raise. The object
-    owns the threads until `stop`.
+    """`count` threads that run `execute` for queued batches. `execute` returns the reply to a batch and does not raise.
+    The threads run until `stop`.
     """
 
     def __init__(self, count: int, execute: Callable[[RunBatch], Reply], *, torch_threads: int = 1) -> None:
@@ -95,12 +95,12 @@ class DeviceThreads:
         return sum(self._batches)
 
     def busy_s(self) -> float:
-        """Return the age of the oldest batch that runs now, seconds; 0 if no batch runs. Never waits."""
+        """Return the seconds since the oldest batch that is running began; 0 if no batch runs. Never waits."""
         since = [start for start in self._busy_since if start]
         return time.monotonic() - min(since) if since else 0.0
 
     def stop(self, timeout_s: float) -> bool:
-        """Finish running jobs and refuse waiting ones. Return whether all threads ended in time."""
+        """Let running batches end, and refuse waiting ones. Return whether all threads ended within the time limit."""
         self._stopping.set()
         for _ in self._threads:
             self._jobs.put(None)

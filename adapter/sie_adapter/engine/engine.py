@@ -70,8 +70,8 @@ def _end_process() -> None:
 
 
 class WorkerDevices(NamedTuple):
-    """Number of devices of the worker, each with one adapter, and the name of this adapter's device among these
-    devices.
+    """Devices of the worker, each of which has its own adapter process: their number, and the name of this process's
+    device.
     """
 
     number: int
@@ -322,7 +322,7 @@ class AdapterEngine:
         )
 
     def stop(self, timeout_s: float) -> bool:
-        """Finish running batches and refuse waiting ones. Return whether all ended in time."""
+        """Let running batches end, and refuse waiting ones. Return whether all ended within the time limit."""
         began_s = time.monotonic()
         ended = self.device_threads.stop(timeout_s)
         ended = self.readings.stop(max(0.0, timeout_s - (time.monotonic() - began_s))) and ended
@@ -467,8 +467,8 @@ class BatchRun:
                 self._errors.update(dict.fromkeys(client_rows, error))
 
     def run(self) -> BatchDone:
-        """Run the batch and return an outcome for every input. Errors of the device are raised, except a lack of
-        memory.
+        """Run the batch, and return a reply with a result or an error for every input. Errors of the device are raised,
+        except a lack of memory.
         """
         started = time.perf_counter()
         self._errors |= _unfit(self._items, self._model)
@@ -724,7 +724,7 @@ def _unfit(batch: Items, model: TextModel) -> dict[int, SIEError]:
 
 
 def _fits(work: Callable[[Int64], None], items: Int64) -> bool:
-    """Run `work` on all the items. Return whether memory sufficed."""
+    """Call `work` with all the items. Return False if memory ran out."""
     # This is a separate function: after it returns, no frame refers to the tensors of a failed pass.
     # Inside an `except` block, the traceback would still refer to these tensors.
     try:

@@ -127,7 +127,7 @@ class Graph:
         return self._run(packed, self._of_lanes)
 
     def trials(self, packed: PackedBatch) -> Iterator[Tensor]:
-        """Yield the results of `run`, once for each compiled graph that may run."""
+        """Run the batch on each compiled graph, and yield the states of each, so that the caller can check them all."""
         for compiled in (self._of_lanes, self._alone):
             if compiled is not None:
                 yield self._run(packed, compiled)
@@ -173,7 +173,9 @@ class _Compiled:
 
 
 class RowGroup(NamedTuple):
-    """Sequences from `start` to before `stop` that run together, as `rows` rows of `columns` tokens."""
+    """Sequences that run together: from the index `start` to before `stop`. They are padded to `rows` rows of `columns`
+    tokens.
+    """
 
     start: int
     stop: int
@@ -216,8 +218,8 @@ def groups(lengths: Int64, max_tokens: int, max_filling: int = sys.maxsize) -> l
 
 
 def filled_length(length: int, max_tokens: int, max_filling: int = sys.maxsize) -> int:
-    """Return the length to which a text is padded. With few different lengths there are few shapes. OpenVINO caches
-    kernels for each shape (bench/results/engine.md).
+    """Return the length to which a text is padded. It is one of few lengths, because OpenVINO caches kernels for each
+    shape (bench/results/engine.md).
     """
     filled = min(length + missing(length, _STEPS), max_tokens)
     return max(length, filled) if filled - length <= max_filling else length
@@ -258,8 +260,9 @@ def _runtime() -> Any:
 
 @contextmanager
 def _traceable(model: PreTrainedModel) -> Iterator[None]:
-    """Prepare the model for a trace: float32 weights and an empty loss function. The front end builds a wrong graph
-    from 16-bit weights. A trace reads every attribute, and transformers warns of a model without a loss function.
+    """Prepare the model for a trace. Its weights become float32, because the front end builds a wrong graph from 16-bit
+    weights. It gets an empty loss function, because a trace reads every attribute, and transformers warns of a model
+    without a loss function.
     """
     before = {name: tensor.dtype for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     model.float()

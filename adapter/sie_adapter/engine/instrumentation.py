@@ -34,8 +34,8 @@ class Instrumentation:
         self._ring: deque[RanBatch] = deque(maxlen=MAX_BATCHES)
 
     def ran(self, job: DeviceJob, reply: Reply, began_ns: int, ended_ns: int) -> None:
-        """Record a batch that was answered with `reply`. It was at the device from `began_ns` to `ended_ns`,
-        nanoseconds since 1970.
+        """Record a batch that was answered with `reply`. The device ran it from `began_ns` to `ended_ns`, nanoseconds
+        since 1970.
         """
         message = job.message
         # malformed batches, which were refused, are recorded too: their bytes need not be a multiple of 4

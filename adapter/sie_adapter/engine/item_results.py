@@ -45,7 +45,9 @@ class ClientVectors:
 
 @dataclass
 class ItemResult:
-    """The result of one input: arrays by the names of `messages.Ok`, a score, or the maps of an extraction."""
+    """The result of one input: either arrays, by their names in `messages.Ok`, or a score, or the maps that an
+    extraction returns.
+    """
 
     arrays: dict[str, NDArray[Any]] = field(default_factory=dict)
     score: float | None = None
@@ -94,7 +96,7 @@ def batch_reply(
 
 
 def not_finite() -> InferenceFailed:
-    """Return the error for a vector or score that is zero or not finite. Such values must not reach the client."""
+    """Return the error for a vector or score that is zero, NaN or infinite. Such values must not reach the client."""
     return InferenceFailed("the model gave a vector that is not finite, or zero", reason="non_finite")
 
 
@@ -262,7 +264,7 @@ def _sparse_scores(query: Row, documents: Sequence[Row]) -> Tensor:
 
 
 def _unit_rows(row: Row) -> Tensor:
-    """Return token vectors in the form that scores compare: normalised, but unchanged if a client sent them."""
+    """Return token vectors, normalised as scores need them. Vectors that a client sent are returned unchanged."""
     return row.vectors if isinstance(row, ClientVectors) else F.normalize(row, dim=1, eps=_EPSILON)
 
 

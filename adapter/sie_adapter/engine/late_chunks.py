@@ -143,8 +143,9 @@ def _checked(table: Int64, described: ChunkedRows, lengths: Int64) -> Int64:
 
 
 def result_of(described: ChunkedRows, results: Sequence[ItemResult | SIEError]) -> ItemResult | SIEError:
-    """Return the result of one input from the results of its chunks: the arrays of the chunks one after the other, and
-    the table of the chunks (`messages.Ok`). If chunks have errors, the first error is the error of the input.
+    """Return the result of one input from the results of its chunks: its arrays have the arrays of the chunks one after
+    the other, and a table has the range of each chunk (`messages.Ok`). If chunks have errors, the result is the first
+    error.
     """
     if not described.spans:
         (result,) = results

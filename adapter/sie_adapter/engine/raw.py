@@ -125,8 +125,8 @@ Fitting = Callable[[Call, int], list[Any]]
 
 
 def _files(model: Any, message: RunBatch) -> Sequence[Any] | None:
-    """Return the images, the sounds or the document of each text; None for a model that accepts no files. Raises
-    InternalFailure.
+    """Return the files of each text: its images, its sounds or its document. Return None for a model that accepts no
+    files. Raises InternalFailure for files that do not match the texts.
     """
     rows = getattr(model, "rows", {}).get(message.operation)
     if len(message.documents) not in (0, len(message.texts)):

@@ -77,7 +77,7 @@ class SglangNotStarted(Exception):
 
 
 class _SglangLost(Exception):
-    """Raised if the server does not answer, or if its answer is not valid."""
+    """Error of a server that does not answer, or whose answer is not valid."""
 
 
 class _SglangVector(msgspec.Struct):
@@ -198,7 +198,9 @@ class SGLang:
             return np.full((len(texts), self._width), np.nan, np.float32)
 
     def _successor(self, lost: _SglangProcess) -> _SglangProcess:
-        """Return the server that replaces `lost`. The first thread that needs it starts it. Raises SglangNotStarted."""
+        """Return the server that replaces the server `lost`. The first thread that calls this starts it; later calls
+        return the same server. Raises SglangNotStarted.
+        """
         with self._lock:
             if self._servers[0] is lost:
                 lost.end()
@@ -216,7 +218,7 @@ def _end(servers: Sequence[_SglangProcess], thread: ThreadPoolExecutor) -> None:
 
 
 class _SglangProcess:
-    """One server process and its children, all in one session."""
+    """SGLang server process and its children, which are all in one session (setsid)."""
 
     def __init__(self, launch: Launch) -> None:
         """Start the process and wait until it is ready. Call this on a thread that stays alive. Raises

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 def ran(tracer: Tracer, job: DeviceJob, reply: Reply, began_ns: int, ended_ns: int) -> None:
-    """Record the spans of a batch that was at the device from `began_ns` to `ended_ns`, nanoseconds since 1970. A batch
-    without a trace gets no span.
+    """Record the trace spans of a batch that the device ran from `began_ns` to `ended_ns`, nanoseconds since 1970. A
+    batch without a trace gets no span.
     """
     batch = job.message
     if not batch.traceparent:

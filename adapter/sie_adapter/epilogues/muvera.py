@@ -127,10 +127,9 @@ def _partitions_of(tokens: Tensor, parameters: Muvera, planes: Tensor, budget: i
 def _aggregate(
     vectors: Tensor, bag_of: Tensor, bags: int, repeats: int, parameters: Muvera, *, is_query: bool
 ) -> Tensor:
-    """Return the sum or mean per bag, [bags, cell]. A bag is one partition of an item in one repetition.
-
-    `bag_of` [entries]: the bag of each entry. The vector of entry e is row e // `repeats`. The entries of an item are
-    in the order of its tokens.
+    """Return the sum or the mean of the vectors in each bag, [bags, cell]. A bag has the tokens of an item that are in
+    one partition of one repetition. `bag_of` [entries]: the bag of each entry; an entry is a token in one repetition,
+    and its vector is row entry // `repeats`. The entries of an item are in the order of its tokens.
     """
     order = bag_of.sort(stable=True)[1]
     counts = torch.zeros(bags, dtype=torch.int64, device=bag_of.device).index_add_(0, bag_of, torch.ones_like(bag_of))
@@ -183,8 +182,8 @@ class _Sketch:
 
 @dataclass(frozen=True, slots=True)
 class _Inner:
-    """Count sketches of all repetitions, from the token width to `cell` columns. Each tensor has one row per
-    repetition, [repetitions, dim].
+    """Count sketches that project token vectors to `cell` columns, one for each repetition. Each tensor is
+    [repetitions, dim].
     """
 
     columns: Tensor
@@ -204,7 +203,7 @@ class _Inner:
 
 @dataclass(frozen=True, slots=True)
 class _Matrices:
-    """Matrices drawn from the seeds, for one set of parameters and one token width. `planes`: [dim, projections *
+    """Random matrices for one set of parameters and one width of token vectors. `planes`: [dim, projections *
     repetitions]; the index of the repetition changes fastest.
     """
 
@@ -221,8 +220,8 @@ class _Matrices:
 
 
 def _draw(parameters: Muvera, dim: int, device: torch.device) -> _Matrices:
-    """Draw the matrices. The order of draws is part of the format of an index: each matrix is drawn from a new random
-    stream.
+    """Draw the random matrices from the seeds. The order of draws must not change, because indexes are built with these
+    matrices: each matrix is drawn from a new random stream.
     """
     seeds = range(parameters.seed, parameters.seed + parameters.num_repetitions)
     shape = (dim, parameters.num_simhash_projections)
@@ -246,8 +245,8 @@ def _sketch(seed: int, inputs: int, buckets: int) -> tuple[np.ndarray, np.ndarra
 
 
 class _ProjectionCache:
-    """Cache of matrices, by the parameters that they are drawn from. The longest unused matrices are dropped first.
-    Thread-safe.
+    """Cache of random matrices, by the parameters that they are drawn from. The least recently used matrices are
+    dropped first. Thread-safe.
     """
 
     def __init__(self, limit_bytes: int, limit: int) -> None:

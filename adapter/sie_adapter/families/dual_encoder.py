@@ -60,10 +60,8 @@ class _DualPass(PackedBatch):
 
 
 class TextTower(Protocol):
-    """Text tower of a dual encoder.
-
-    `filled`: the number of tokens to which each text is padded with the id `filler`; 0: texts are not padded. `width`:
-    width of a vector.
+    """Text encoder of a dual encoder. `filled`: the number of tokens to which each text is padded with the id `filler`;
+    0: texts are not padded. `width`: width of a vector.
     """
 
     filled: int
@@ -75,7 +73,7 @@ class TextTower(Protocol):
 
 
 class _ImageTextTowers(TextTower, Protocol):
-    """Towers of a dual encoder of images."""
+    """The two encoders, for texts and for images, of one model class."""
 
     def image(self, pixels: Tensor) -> Tensor:
         """Return the vector of each image, float32 [images, width], from normalised pixels [images, 3,
@@ -154,8 +152,8 @@ class VectorHead:
         self._towers = towers
 
     def reduce(self, states: States, sequences: Int64) -> Reduced:
-        """Return vectors, float32 [width] each. Raises InvalidInput for a pooling: a dual encoder has no choice of
-        pooling.
+        """Return vectors, float32 [width] each. Raises InvalidInput if the batch requests a pooling, because a dual
+        encoder has only one.
         """
         if states.pooling:
             raise InvalidInput(
@@ -185,8 +183,8 @@ class _TextEmbeddings(nn.Module):  # type: ignore[misc]  # the type checker skip
 
 
 class TwoTowers(PackedModel, ABC):
-    """Base of models with two towers: `backbone` encodes rows of texts, the other tower encodes rows of files. Each row
-    gets one vector.
+    """Base of models with two encoders: `backbone` encodes rows of token ids, the other encoder encodes rows of images
+    or sounds. Each row gets one vector.
     """
 
     _towers: TextTower
@@ -244,7 +242,7 @@ class TwoTowers(PackedModel, ABC):
 
 
 class DualEncoder(TwoTowers):
-    """Loaded model of texts and images; `backbone` is the text tower."""
+    """Loaded model of texts and images; `backbone` is the text encoder."""
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
@@ -311,7 +309,7 @@ class DualEncoder(TwoTowers):
 
 
 def _processor(folder: Path, entry: ModelEntry) -> tuple[Recipe, Normalisation]:
-    """Return the recipe and the normalisation of images. Raises ModelLoadFailed."""
+    """Return the recipe that turns images into pixels, and the normalisation of the pixels. Raises ModelLoadFailed."""
     return (open_clip.processor_of_open_clip if open_clip.is_open_clip(folder) else processor_of)(folder, entry)
 
 

@@ -232,8 +232,8 @@ def _attempt(
 
 
 def padding_of(lengths: Sequence[int], chosen: Iterable[Sequence[int]]) -> int:
-    """Return the number of padded positions without a token. Each element of `chosen` is a pass, which is padded to its
-    longest sequence.
+    """Return the number of positions without a token in these passes. Each element of `chosen` is a pass, which is
+    padded to its longest sequence.
     """
     return sum(
         len(part) * max(lengths[index] for index in part) - sum(lengths[index] for index in part) for part in chosen
@@ -341,7 +341,9 @@ def scores_not_finite() -> InferenceFailed:
 
 
 def absolute_positions(encoder: Any) -> int:
-    """Return the number of positions in the encoder's position table for a text; 0 for an encoder without a table."""
+    """Return the number of tokens for which the encoder has a position in its table; 0 for an encoder without a
+    table.
+    """
     table = getattr(getattr(encoder, "embeddings", None), "position_embeddings", None)
     if table is None:
         return 0
@@ -367,9 +369,9 @@ def without_remote_code(config: dict[str, Any] | None, *, trusted: bool) -> None
 
 
 def describe_backbone(raw: dict[str, Any], name: str, part: str, folder: Path, entry: ModelEntry) -> None:
-    """Replace the backbone name `raw[name]` by the path of its local folder, below the model's folder or else in the
-    hub cache. Fill in its configuration `raw[part]` if it is missing. Raises ModelLoadFailed NOT_FOUND if the folder
-    does not exist.
+    """Replace the name of a backbone, `raw[name]`, by the path of its local folder. The folder is below the model's
+    folder, or else in the hub cache. If the backbone's configuration `raw[part]` is missing, read it from this folder.
+    Raises ModelLoadFailed NOT_FOUND if the folder does not exist.
     """
     backbone = folder / raw[name]
     if not backbone.is_dir():

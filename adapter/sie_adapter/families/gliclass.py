@@ -48,8 +48,8 @@ _CHARACTERS_PER_TOKEN = 8  # estimated characters per token, for the first cut o
 
 @dataclass(frozen=True)
 class GliclassTexts:
-    """Texts in the form that the device reads. `results`: a result for each text; a pass replaces the results of its
-    texts. `passes`: indices of texts with their padded ids. `padding`: positions without a token.
+    """Tokenised texts. `results`: a result for each text; a pass replaces the results of its texts. `passes`: for each
+    pass the indices of its texts, and their padded ids. `padding`: positions without a token.
     """
 
     results: list[Result]
@@ -136,8 +136,8 @@ class GliclassModel(Extractor[GliclassTexts]):
         return results
 
     def _passes(self, lengths: list[int]) -> list[list[int]]:
-        """Return the rows of each pass. The package also pools padding, except with the pooling `first`. So with
-        other poolings, all rows of a pass have the same length.
+        """Return the texts of each pass, as indices. The package includes padding in the pooling, except with the
+        pooling `first`. So with other poolings, all texts of a pass have the same length.
         """
         chosen = list(passes(lengths, _TOKENS_PER_PASS.get(self._device.type, _TOKENS_PER_PASS_ELSEWHERE)))
         if self._model.config.pooling_strategy == "first":
@@ -211,7 +211,7 @@ class GliclassModel(Extractor[GliclassTexts]):
             return self._tokenizer.pad({"input_ids": rows}, padding="longest", return_tensors="pt")
 
     def _logits(self, padded: Any, labels: list[str]) -> Tensor:
-        """Return logits, float32 [rows, labels], on the host."""
+        """Run one pass, and return its logits, float32 [rows, labels], on the host."""
         batch = padded.to(self._device)
         classes = self._pipeline._resolve_max_num_classes(labels, True)
         output = self._model(

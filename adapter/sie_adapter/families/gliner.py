@@ -77,8 +77,8 @@ class _GlinerWords:
 
 @dataclass(frozen=True)
 class GlinerTexts:
-    """Texts in the form that the device reads. `passes`: the windows of each pass with the output of the package's
-    collator, on the host.
+    """Tokenised texts. `passes`: for each pass its windows of texts, and their ids as the package's collator returns
+    them, on the host.
     """
 
     labels: list[str]
@@ -312,9 +312,7 @@ class GlinerModel(Extractor[GlinerTexts]):
 
 
 class _LabelVectors:
-    """Cache of the label vectors that the label encoder of a bi-encoder computes. It keeps the most recently used
-    labels.
-    """
+    """Cache of the vectors that a bi-encoder computes for labels. It keeps the most recently used labels."""
 
     def __init__(self, layers: Any, tokenizer: Any, tokenizing: threading.Lock, device: torch.device) -> None:
         self._layers = layers
@@ -325,8 +323,8 @@ class _LabelVectors:
         self._lock = threading.Lock()
 
     def encode(self, labels: list[str], *, keep: bool) -> Tensor:
-        """Return vectors [labels, width], before any fusion with the text. Without `keep` all labels are encoded and no
-        vector is cached.
+        """Return the vectors of labels, [labels, width], before the model combines them with the text. If `keep` is
+        false, all labels are encoded and no vector is cached.
         """
         with self._lock:
             vectors = {label: self._kept[label] for label in labels if label in self._kept} if keep else {}

@@ -105,8 +105,8 @@ class _Spans:
 
 @dataclass(frozen=True)
 class Gliner2Texts:
-    """Texts in the form that the device reads. `passes`: the windows of each pass with the package's batch, on the
-    host. `errors`: errors of texts that are not run, by index.
+    """Tokenised texts. `passes`: for each pass its windows of texts, and the package's batch, on the host. `errors`:
+    index of a text that is not run -> its error.
     """
 
     labels: list[str]
@@ -219,7 +219,9 @@ class Gliner2Model(Extractor[Gliner2Texts]):
         return results
 
     def _prompt(self, labels: list[str], task: str) -> _Gliner2Prompt:
-        """Return the prompt of these labels. Raises InvalidInput for labels that cannot be used."""
+        """Return the prompt with these labels, which precedes each text. Raises InvalidInput for labels that cannot be
+        used.
+        """
         if not labels:
             raise labels_refused("expected at least one")
         processor = self._processor
@@ -266,7 +268,9 @@ class Gliner2Model(Extractor[Gliner2Texts]):
         )
 
     def _record(self, prompt: _Gliner2Prompt, words: _Gliner2Words, at: TextWindow, room: int) -> Any:
-        """Return the package's record of one window. If a single word is too long for the model, its end is cut off."""
+        """Return the record that the package's model reads for one window. If a single word is too long for the model,
+        its end is cut off.
+        """
         from gliner2.processor import TransformedRecord
 
         first = words.places[at.start]

@@ -40,8 +40,8 @@ class _Qwen3(QwenVL):
 
 
 class Qwen3Encoder(_Qwen3):
-    """A `vision_language.VisionLanguageKind` that embeds: the vector is the state of the last token. Source: the
-    vendor's Qwen3-VL-Embedding.
+    """Model class of Qwen3-VL-Embedding in `vision_language`: the vector is the state of the last token. Source: the
+    vendor's code.
     """
 
     output = "dense"
@@ -69,8 +69,8 @@ class Qwen3Encoder(_Qwen3):
 
 
 class Qwen3Reranker(_Qwen3):
-    """A `vision_language.VisionLanguageKind` that scores: P(yes) at the last token. Source: the vendor's
-    Qwen3-VL-Reranker.
+    """Model class of Qwen3-VL-Reranker in `vision_language`: the score is P(yes) for the token after the last one.
+    Source: the vendor's code.
     """
 
     output = "score"
@@ -96,8 +96,8 @@ class Qwen3Reranker(_Qwen3):
         return int(ids[0])
 
     def _output_rows(self, folder: Path, ids: list[int]) -> Tensor:
-        """Return the rows of the output layer for these ids, float32. If the output layer is tied, the input embeddings
-        have the rows.
+        """Return the rows of the output layer for these ids, float32. A model without an output layer of its own uses
+        the input embeddings.
         """
         if stored := _stored_rows(folder, LANGUAGE_HEAD, ids):
             return torch.stack(stored)

@@ -41,7 +41,7 @@ _BLOCK_TOKENS = 1  # cost of a block, in tokens: its four patches take about as 
 
 
 class QwenVL:
-    """Common base of the `VisionLanguageKind` classes for Qwen."""
+    """Base of the Qwen model classes in `vision_language`."""
 
     consumed: tuple[str, ...] = (LANGUAGE_HEAD,)
 
@@ -84,7 +84,7 @@ class QwenVL:
 
 
 class ColQwen(QwenVL):
-    """A `vision_language.VisionLanguageKind` with token vectors, based on Qwen2.5-VL."""
+    """Model class of ColQwen2.5 in `vision_language`: its output is one vector per token."""
 
     output = "multivector"
     consumed = (LANGUAGE_HEAD, f"{_PROJECTION}.weight", f"{_PROJECTION}.bias")

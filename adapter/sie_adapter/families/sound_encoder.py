@@ -88,8 +88,8 @@ class _Clap:
 
 
 def _roberta(source: Any) -> Any:
-    """Return the text tower of CLAP as a RobertaModel with the same weights. RobertaModel passes the bounds of
-    sequences to attention; CLAP's class does not.
+    """Return the text encoder of CLAP as a RobertaModel with the same weights, because only RobertaModel passes the
+    bounds of packed sequences to attention.
     """
     config = source.config
     own = RobertaConfig(**{name: getattr(config, name) for name in _OF_ROBERTA})
@@ -118,7 +118,7 @@ class _Float32(nn.Module):  # type: ignore[misc]  # the type checker skips torch
 
 
 class SoundEncoder(TwoTowers):
-    """Loaded model of texts and sounds; `backbone` is the text tower."""
+    """Loaded model of texts and sounds; `backbone` is the text encoder."""
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:

@@ -77,7 +77,7 @@ class PackedModel:
         self.loras = self._loras(model, compute)
 
     def _loras(self, model: Any, compute: Compute) -> ModelLoras:
-        """Return the LoRAs that requests may name."""
+        """Return the store for LoRAs that requests may name."""
         return ModelLoras(lambda: model, compute, self.backbone.sampled)
 
     @staticmethod
@@ -141,8 +141,8 @@ def samples_of(family: str, compute: Compute) -> int:
 
 
 def fault_of_tokenizer(tokenizer: Tokenizer, table: int) -> str:
-    """Check the tokenizer of a model that reads images or sounds. The text model has embeddings for `table` ids. Return
-    the fault; an empty string if there is none.
+    """Return the reason why a tokenizer does not fit a model that reads images or sounds, or an empty string. `table`:
+    the number of ids for which the text model has embeddings.
     """
     return fault(fitted(tokenizer, table)[0], table, TokenNeeds())
 
@@ -151,7 +151,7 @@ _OF_SGLANG = ", ".join(ARCHITECTURES)
 
 
 class TextEncoder(PackedModel):
-    """Loaded model of texts."""
+    """Loaded model that reads only texts."""
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:

@@ -217,8 +217,8 @@ class Builder:
         )
 
     def _query_weights(self) -> TokenTable | None:
-        """Return the weights of inference-free queries if the entry requests them, or if the model's files route
-        queries to such a table; else None.
+        """Return the table of token weights for queries that need no forward pass. Return None unless the entry
+        requests such queries, or the model's files route queries to a table.
         """
         stored = self.modules.query_weights
         requested = self.entry.head.query_encoder
@@ -280,7 +280,9 @@ class Builder:
         )
 
     def _marker(self, token: str) -> int:
-        """Return the id of a marker; -1 if the marker is empty. PyLate stores a marker with a space after it."""
+        """Return the id of the token that marks queries or documents; -1 if there is none. PyLate stores this token
+        with a space after it.
+        """
         if not token:
             return -1
         candidates = (name for name in (token, *token.split()[:1]) if self.tokenizer.token_to_id(name) is not None)
@@ -401,8 +403,8 @@ class Builder:
         )
 
     def _pruner(self) -> Parts:
-        """Return the parts of a cross-encoder with one more head, which scores each token of the text: the higher the
-        score, the more the token should be kept.
+        """Return the heads of a pruner: those of a cross-encoder, and one that scores each token of the text. The
+        higher the score, the more the token should be kept.
         """
         scores = self._cross_encoder()
         keep = KeepHead.load(self.folder / "best.pt", self.config.hidden_size, self.compute.device, self.entry.id)

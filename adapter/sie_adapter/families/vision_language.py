@@ -66,8 +66,8 @@ class VisionLanguageKind(Protocol):
 
     @staticmethod
     def table_of_files(folder: Path, entry: ModelEntry) -> int:
-        """Return the number of rows of the table of embeddings, without loading weights. Raises ModelLoadFailed for
-        tensors that do not fit the class.
+        """Return the number of ids for which the files have embeddings, without loading weights. Raises ModelLoadFailed
+        for tensors that do not fit the model class.
         """
 
     def framed(self, tokenizer: Tokenizer) -> Tokenizer:

@@ -19,8 +19,9 @@ _STATE_BYTES = 32 << 20  # limit for the bytes of the float32 states of one bloc
 
 
 class MultivectorHead:
-    """Head that applies `layers` (float32) to the tokens. Tokens of documents with an id in `skipped` are left out;
-    with `drop_first`, the first token of each row is left out too. `pooling` merges rows that are near to each other.
+    """Head of late interaction: it applies `layers` (float32) to the states of tokens. Tokens of documents with an id
+    in `skipped` get no vector; with `drop_first`, the first token of each text gets none either. `pooling` merges
+    similar vectors.
     """
 
     def __init__(
@@ -38,7 +39,7 @@ class MultivectorHead:
         self._pooling = pooling
 
     def reduce(self, states: States, sequences: Int64) -> Reduced:
-        """Return one float32 matrix [kept tokens, width] per sequence, not normalised."""
+        """Return one float32 matrix per sequence, [tokens with a vector, width], not normalised."""
         reduced = self.parts(states, sequences)
         if self._pooling is None:
             return reduced

@@ -73,7 +73,9 @@ class MaskedLanguageHead:
     parts = reduce
 
     def join(self, parts: Sequence[Sequence[Row]], lengths: Sequence[Int64], pooling: str) -> Sequence[Row]:
-        """Return the largest weight of each id in the parts of each chunk, at most `max_entries` of them."""
+        """Return the sparse vector of each chunk: the largest weight of each id in its parts. At most `max_entries`
+        weights are returned.
+        """
         return [_largest(own, self._max_entries) for own in parts]
 
     def _short(self, states: States, chosen: Int64) -> Tensor:
@@ -170,7 +172,7 @@ class TokenWeightHead:
     parts = reduce
 
     def join(self, parts: Sequence[Sequence[Row]], lengths: Sequence[Int64], pooling: str) -> Sequence[Row]:
-        """Return the largest weight of each id in the parts of each chunk."""
+        """Return the sparse vector of each chunk: the largest weight of each id in its parts."""
         return [_largest(own, 0) for own in parts]
 
 
@@ -201,7 +203,7 @@ class TokenTable:
         self._weights, self._max_entries = weights, max_entries
 
     def row(self, ids: Int64) -> Row:
-        """Return (ids, weights) of a query's token ids."""
+        """Return the sparse vector (ids, weights) of a query from its token ids."""
         distinct = torch.from_numpy(np.unique(ids))
         weights = self._weights[distinct]
         if 0 < self._max_entries < len(weights):

@@ -34,7 +34,9 @@ class TokenPooling:
     documents: bool
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """Return the pooled rows of one sequence, finite float32 [rows, width], on their device."""
+        """Return the reduced token vectors of one item. `rows`: its token vectors, finite float32 [tokens, width]; the
+        result is on the same device.
+        """
         rest = rows[self.protected :]
         clusters = max(int(len(rest) // self.factor), 1)
         if self.factor > 1 and clusters < len(rest):

@@ -55,7 +55,7 @@ class TransformersHead:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of the layers that are not part of the backbone."""
+        """Return the bytes of the head's weights, without weights that it shares with the backbone."""
         own = [
             int(parameter.nbytes) for parameter in self._model.parameters() if parameter.data_ptr() not in self._shared
         ]
@@ -79,8 +79,8 @@ class TransformersHead:
 
 
 def per_group(head: TransformersHead, hidden: Tensor, groups: list[list[int]]) -> Tensor:
-    """Return the logits of all sequences in packed order, float32 [sequences, ..]. They are computed group by group, so
-    the input of a head never has padding.
+    """Return the logits of all sequences in packed order, float32 [sequences, ..]. The head is called once for all
+    sequences of one length, so its input never has padding.
     """
     parts = [
         head(hidden[first : first + count * length].unflatten(0, (count, length)))

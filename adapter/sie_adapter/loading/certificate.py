@@ -103,8 +103,8 @@ def _check_digests(folder: Path, entry: ModelEntry) -> tuple[str, ...]:
 
 
 def _check_tokenizer(model: Any, entry: ModelEntry) -> None:
-    """Check the tokenizer. A family without a table of embeddings uses it only to count tokens, so only its format is
-    checked.
+    """Check that the tokenizer fits the model. A model without a table of embeddings uses it only to count tokens, so
+    only its format is checked.
     """
     try:
         tokenizer = Tokenizer.from_buffer(model.tokenizer)
@@ -117,8 +117,8 @@ def _check_tokenizer(model: Any, entry: ModelEntry) -> None:
 
 
 def _check_direction(model: Any, resolved: Resolved) -> None:
-    """Refuse a model whose attention direction depends on padding. Some classes read is_causal only if no text is
-    padded: then the result of a text would depend on the other texts of its batch.
+    """Refuse a model whose result for a text depends on the other texts of its batch: some classes read is_causal only
+    if no text is padded.
     """
     if not hasattr(model, "backbone"):
         return

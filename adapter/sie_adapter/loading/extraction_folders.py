@@ -29,8 +29,8 @@ class Described:
 
 
 def described_by_package(folder: Path, raw: dict[str, Any]) -> Described | None:
-    """Return the description of `folder`, whose config.json is `raw`, if it is a folder of one of the packages; else
-    None.
+    """Return the part of a catalogue entry for `folder`, whose config.json is `raw`. Return None unless an extraction
+    package reads this kind of folder.
     """
     if (folder / "gliner_config.json").is_file():
         return _gliner(folder)

@@ -31,8 +31,8 @@ _BOTH = ["text", "image"]
 
 
 def described_by_image_model(folder: Path, raw: Mapping[str, Any]) -> Described | None:
-    """Return the description of `folder`, whose config.json is `raw`, if a family here runs its image or sound model;
-    else None.
+    """Return the part of a catalogue entry for `folder`, whose config.json is `raw`. Return None unless a family runs
+    its image or sound model.
     """
     if is_open_clip(folder):
         return _open_clip(folder)
@@ -114,7 +114,9 @@ def _pages(config: Any, folder: Path) -> dict[str, Any]:
 
 
 def _qwen_pages(config: Any, folder: Path) -> dict[str, Any] | None:
-    """Return the entry of a base model of ColQwen2.5. A Qwen2.5-VL without the projection has no entry."""
+    """Return the part of a catalogue entry for the base model of ColQwen2.5. A Qwen2.5-VL without the projection to
+    token vectors gets none.
+    """
     if not (width := stored_rows(folder, "custom_text_proj.weight")):
         return None
     return {

@@ -289,7 +289,7 @@ def _check_quantisation(config: PretrainedConfig) -> None:
 
 
 def _empty_backbone(config: PretrainedConfig) -> Any:
-    """Return the architecture without storage, so that the sizes of its tables can be read in the same way as in a
+    """Return the backbone's class on the device `meta`, to read the sizes of its tables in the same way as in a
     load.
     """
     try:
@@ -397,8 +397,8 @@ def _head(
 
 
 def _chat_pair(folder: Path, modules: Modules, entry: dict[str, Any], report: Inspection) -> None:
-    """Set the pair of a reranker that inserts its texts into a chat template. Refuse any other model that uses a chat
-    template.
+    """Set `pair` in the entry of a reranker that inserts its texts into a chat template. Refuse any other model that
+    uses a chat template.
     """
     tokenizer = read_tokenizer(modules.folder, **modules.transformer.tokenizer)
     # sentence-transformers inserts the texts of these models into the chat template of the tokenizer

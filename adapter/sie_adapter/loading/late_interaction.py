@@ -67,7 +67,7 @@ class Filling(NamedTuple):
     attended: bool
 
     def expand(self, batch: Items, queries: np.ndarray) -> Items:
-        """Return `batch` in which the items marked in `queries` (bool [items]) are padded."""
+        """Return the batch with its queries padded. `queries`: bool [items], True for queries."""
         if not queries.any():
             return batch
         return expanded(batch, np.where(queries, self.length, 0), self.filler, attended=self.attended)

@@ -131,8 +131,8 @@ class Loader:
         return Compute(self.device, dtype, *attention, facts, precision or default, reason, self.outputs)
 
     def _compute_of(self, resolved: Resolved) -> Compute:
-        """Return the device, engine and precision of the model, before its files are read. Raises ModelLoadFailed for
-        an engine that cannot serve it.
+        """Return the settings (device, engine, precision) for the model, before its files are read. Raises
+        ModelLoadFailed for an engine that cannot run it.
         """
         compute = self.compute(resolved.load.precision)
         facts = EngineFacts.for_entry(
@@ -168,8 +168,8 @@ class Loader:
         return located
 
     def ended(self, resolved: Resolved) -> None:
-        """Release the lock of a load that has ended. A loaded model has a lock on its files, which ends with the
-        model.
+        """Release the lock that a load holds on the model's files. A loaded model has a lock of its own, until it is
+        unloaded.
         """
         self._leases.pop(resolved.residency, None)
 

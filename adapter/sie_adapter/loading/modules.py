@@ -313,8 +313,8 @@ def _listed(folder: Path, entries: list[dict[str, str]]) -> list[tuple[str, Path
 
 
 def _stock_kind(name: str) -> str:
-    """Return the class name of a stock module. A class of the repository is the repository's own code, so it is refused
-    whatever its name is.
+    """Return the class name of a module of sentence-transformers or PyLate. A class of the model's repository would be
+    its own code, so it is refused whatever its name is.
     """
     if not name.startswith(_STOCK):
         raise _refused(

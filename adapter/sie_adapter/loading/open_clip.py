@@ -178,7 +178,7 @@ def _layers(stored: Mapping[str, Tensor], prefix: str) -> int:
 
 
 def _renamed(stored: Mapping[str, Tensor], entry: ModelEntry) -> dict[str, Tensor]:
-    """Return each tensor under its name in transformers."""
+    """Return the tensors of the files under their names in transformers."""
     renamed: dict[str, Tensor] = {}
     unknown = []
     for name, tensor in stored.items():

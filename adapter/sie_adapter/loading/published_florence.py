@@ -84,7 +84,7 @@ _TABLES = (
 
 
 def is_published(folder: Path) -> bool:
-    """Return whether the folder has the layout of the authors."""
+    """Return whether the folder has the format of the model's authors."""
     text = read_json(folder / "config.json").get("text_config")
     return isinstance(text, dict) and text.get("model_type") == _TEXT_TYPE
 

@@ -106,7 +106,7 @@ class DeviceLimits:
 
     @classmethod
     def for_machine(cls, settings: Settings) -> DeviceLimits:
-        """Return the limits of this machine, which all of its adapters use."""
+        """Return the limits in the file of this machine, which all of its adapters use."""
         return cls(learnt_folder(settings) / "frontier.json")
 
     def limit(self, key: str) -> int | None:
@@ -323,7 +323,7 @@ class CrashRecord:
     """
 
     def __init__(self, pass_records: PassRecords, batch_limits: Callable[[], DeviceLimits]) -> None:
-        """Create the reducer. `batch_limits` reads the limits from the file that the dead process wrote."""
+        """Create the reader. `batch_limits` returns the limits from the file that the dead process wrote."""
         self._pass_records = pass_records
         self._read_limits = batch_limits
         self._kills = control_group.oom_kills()

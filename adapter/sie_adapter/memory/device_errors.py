@@ -35,7 +35,7 @@ def cancelled() -> InternalFailure:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an allocation failed."""
+    """Return whether this exception means that an allocation failed."""
     import torch
 
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
@@ -48,7 +48,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def is_primitive_refused(error: BaseException) -> bool:
-    """Return whether oneDNN found no memory for the code of a primitive."""
+    """Return whether this exception means that oneDNN had no memory for the code of a primitive."""
     return _NO_PRIMITIVE.search(str(error)) is not None
 
 
@@ -63,8 +63,8 @@ _NOT_STARTED = (
 
 
 def is_device_fatal(error: BaseException) -> bool:
-    """Return whether the device is lost after this error: an asynchronous CUDA error stays in the context until the
-    process ends.
+    """Return whether the CUDA context is lost after this exception: an asynchronous CUDA error stays in the context
+    until the process ends.
     """
     import torch
 

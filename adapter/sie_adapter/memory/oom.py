@@ -35,7 +35,9 @@ Relief = Literal["cache_clears", "evictions_triggered", "load_ended"]
 
 
 class OomCounters:
-    """Counters of remedies since the start of the process, by model. Every method may be called from any thread."""
+    """Counters of the ways in which memory was freed, by model, since the start of the process. Every method may be
+    called from any thread.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -120,7 +122,7 @@ Items = Int64  # indices of items in a batch
 
 
 def halved(items: Items) -> tuple[Items, Items]:
-    """Split items into two parts of equal counts."""
+    """Split items into two parts with equal numbers of items."""
     return items[: len(items) // 2], items[len(items) // 2 :]
 
 

@@ -57,7 +57,7 @@ class LoadedWeights(Protocol):
 
 @dataclass
 class Resident:
-    """A loaded model. `resolved` may be replaced by an entry that needs no other weights."""
+    """A loaded model. `resolved`: its catalogue entry; it is replaced if a changed entry needs no other weights."""
 
     model: str
     resolved: Resolved
@@ -181,8 +181,8 @@ class ResidentModels:
         ended: Callable[[Resolved], None] = lambda _: None,
         count: Callable[[str, Remedy], None] = lambda model, remedy: None,
     ) -> None:
-        """Create the object without models. `count` is called, by model, for each remedy of a load that ran out of
-        memory. `ended` is called at the end of each load, successful or not.
+        """Create the object without models. `count` is called, with the model, each time memory is freed because its
+        load ran out of memory. `ended` is called at the end of each load, successful or not.
         """
         self._load = load
         self._memory = memory
@@ -199,7 +199,7 @@ class ResidentModels:
         self._relieve_due_s = 0.0
 
     def permission(self, may_drop: tuple[str, ...] = ()) -> Permission:
-        """Return the permission to evict of a request that begins now."""
+        """Return the permission to evict models for a request that begins now."""
         return Permission(may_drop, self._clock())
 
     def ensure(

@@ -52,7 +52,7 @@ class AttentionUnsupported(Exception):
 
 @dataclass(frozen=True)
 class MaskPattern:
-    """Pattern of a mask: a query at position i sees the keys i - left to i + right."""
+    """Window of a mask: a query at position i sees the keys from i - left to i + right."""
 
     left: int = FAR
     right: int = FAR
@@ -97,8 +97,8 @@ class Trial:
         self.calls += 1
 
     def edge(self) -> int:
-        """Return the `sie_edge` for every pass of this model. Raises AttentionUnsupported if its layers have different
-        edges.
+        """Return the value of `sie_edge` for every pass of this model. Raises AttentionUnsupported if its layers need
+        different values.
         """
         if len(self.edges) > 1:
             raise AttentionUnsupported(f"windows whose masks show {sorted(self.edges)} keys more than the layers say")
