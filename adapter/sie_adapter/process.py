@@ -134,7 +134,7 @@ def _learning(settings: Settings) -> Callable[[], None]:
 
 
 def _one_for_each_device(settings: Settings) -> list[Settings]:
-    """Return the settings of the adapter of each device. Raises SettingError if a device is absent."""
+    """Return the settings for the adapter process of each device. Raises SettingError if a device is absent."""
     from sie_adapter.engine import device
 
     names = device.names_of(settings.device)
@@ -187,8 +187,8 @@ def _serve(
 
 @contextlib.contextmanager
 def _woken_by_signals() -> Iterator[tuple[socket.socket, socket.socket]]:
-    """Yield a pair of sockets. The first becomes readable on a signal to end, and when a byte is written to the second.
-    No signal is blocked inside the context.
+    """Yield a pair of sockets. The first becomes readable when a signal to end arrives, or when a byte is written to
+    the second. No signal is blocked inside the context.
     """
     wake, waker = socket.socketpair()
     waker.setblocking(False)
@@ -216,7 +216,9 @@ def _wake(waker: socket.socket, reason: bytes) -> None:
 
 
 def _is_served(path: Path) -> bool:
-    """Return whether a process listens at `path`. A socket file without a listener remains of a killed process."""
+    """Return whether a process listens on the socket at `path`. A killed process leaves a socket file on which no
+    process listens.
+    """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
         try:

@@ -39,7 +39,9 @@ _CREDENTIALS = struct.Struct("3i")  # process id, user id and group id of the pr
 
 
 class AdapterServer:
-    """Server of `engine` on the socket `listener`. Owns the connections, not the listener."""
+    """Server that answers requests to `engine` on the socket `listener`. It closes the connections, but not the
+    listener.
+    """
 
     def __init__(self, listener: socket.socket, engine: AdapterEngine, drain: Callable[[], None], trust: Trust) -> None:
         """Create the server. `drain` is called when a sidecar requests the end of the process. `trust` limits the code
@@ -215,8 +217,8 @@ class AdapterServer:
         return ipc.Done()
 
     def _entry(self, raw: dict[str, Any]) -> ModelEntry:
-        """Return an entry that arrived over the socket if this adapter's own settings allow its claims. Raises
-        ModelLoadFailed.
+        """Return the catalogue entry of a request, if this adapter's own settings allow it to run the code, and to read
+        the paths, that the entry names. Raises ModelLoadFailed.
         """
         entry = parse_entry(raw)
         refused = self._trust.refused(entry, is_here=True)

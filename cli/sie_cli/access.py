@@ -94,8 +94,8 @@ def read(data_dir: Path) -> Access | None:
 
 
 def _is_unlocked(lock: Path) -> bool:
-    """Return whether the lock file exists and no process has locked it. A lock file that this user may not read is
-    treated as locked.
+    """Return whether the lock file exists and no process has locked it. A lock file that this user may not read counts
+    as locked.
     """
     try:
         with open(lock) as file:
@@ -106,5 +106,5 @@ def _is_unlocked(lock: Path) -> bool:
 
 
 def as_operator(broker_url: str) -> str:
-    """Return the broker's address with the user for operator commands."""
+    """Return the broker's address with the user name and password for operator commands."""
     return broker_url.replace("://", f"://{OPERATOR}@", 1)

@@ -42,7 +42,7 @@ BROKER_URL, CONFIG_URL, GATEWAY_URL = "SIE_NATS_URL", "SIE_CONFIG_SERVICE_URL", 
 
 @dataclass(frozen=True)
 class _ClusterPart:
-    """Part of a cluster: its name, its setting, and the field of Access with its address."""
+    """Process of a cluster: its name, the setting with its address, and the field of Access with its address."""
 
     name: str
     field: str
@@ -58,8 +58,9 @@ _PARTS: Mapping[str, _ClusterPart] = {
 
 @dataclass(frozen=True)
 class Cluster:
-    """Parts of a cluster. `settings`: addresses and credentials. `sources`: the origin of each setting. `data_dir`:
-    data directory of the `sie serve` to look for. `is_named`: the user named the directory.
+    """Addresses of a cluster's processes, and the credentials for them. `settings`: addresses and credentials.
+    `sources`: where each setting comes from. `data_dir`: data directory of the `sie serve` to look for. `is_named`: the
+    user named the directory.
     """
 
     settings: Settings
@@ -164,7 +165,7 @@ class Cluster:
         return 0.0 if self.local() is None and is_local(self.gateway_urls[0]) else FIRST_S
 
     def without_gateway(self, url: str, error: BaseException) -> str:
-        """Return the error of a command that got `error` instead of an answer of the gateway at `url`."""
+        """Return the error to show if the gateway at `url` did not answer, but the connection failed with `error`."""
         cause = "" if is_refused(error) else f" ({cause_of(error)})"
         advice = (
             f"start one with `{self.serve}`, or name another address with --url"
@@ -198,7 +199,9 @@ class Cluster:
         return broker
 
     def at_broker(self, name: str, work: Callable[[NatsBroker], Awaitable[T]]) -> T:
-        """Return the result of `work` with a connection. End with status 2 if no broker answers."""
+        """Connect to the broker, call `work` with the connection, and return its result. Exit with status 2 if no
+        broker answers.
+        """
         from sie_broker import BrokerError
 
         async def run() -> T:

@@ -57,7 +57,7 @@ def _private(path: str, flags: int) -> int:
 
 
 class InUse(SettingError):
-    """Error for a data directory in use by another `sie serve`, which serves at `url`."""
+    """Error for a data directory that another `sie serve` uses; `url` is the address of its gateway."""
 
     def __init__(self, data_dir: Path, url: str = "") -> None:
         at = f" at {url}" if url else ""

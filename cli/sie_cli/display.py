@@ -48,7 +48,7 @@ def printable(text: str, *, lines: bool = False) -> str:
 
 
 def document(value: Any) -> str:
-    """Encode a value as JSON. Characters that a terminal would obey are escaped."""
+    """Encode a value as JSON for a terminal. Control characters are escaped."""
     text = msgspec.json.format(msgspec.json.encode(value)).decode()
     return re.sub(r"[^ -~]", lambda match: _escaped(match[0]), text)
 

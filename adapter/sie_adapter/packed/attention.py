@@ -262,8 +262,8 @@ def _shares(scores: Tensor, *, may_be_blind: bool) -> Tensor:
 
 
 def _hidden(start: int, stop: int, low: int, high: int, pattern: MaskPattern, device: torch.device) -> Tensor | None:
-    """Return which of the keys from `low` to `high` the queries from `start` to `stop` must not attend to, bool
-    [queries, keys]; None if they attend to all keys.
+    """Return which keys a block of queries must not attend to, bool [queries, keys]; None if it attends to all of them.
+    The block has the queries from `start` to before `stop`, and the keys from `low` to before `high`.
     """
     if stop - 1 - low <= pattern.left and high - 1 - start <= pattern.right:
         return None
@@ -293,7 +293,7 @@ _GROUPED: dict[int, Callable[[Tensor, Tensor, Tensor, float, MaskPattern, Tensor
 
 
 def _window(pattern: MaskPattern) -> tuple[int, int]:
-    """Return a pattern in the form of the CUDA kernels: -1 is no limit."""
+    """Return the window of a mask in the form of the CUDA kernels, in which -1 means no limit."""
     return -1 if pattern.left == FAR else pattern.left, -1 if pattern.right == FAR else pattern.right
 
 
@@ -337,8 +337,9 @@ _VARLEN: dict[int, Callable[[Tensor, Tensor, Tensor, Tensor, int, float, MaskPat
 
 
 def layout_of(kernel: Kernel, packed: PackedBatch) -> Int64:
-    """Return the layout for the attention op, int64 [groups, 5]: first token, number of sequences, (longest) length,
-    visible tokens, kernel.
+    """Return the argument `layout` of the attention op, int64 [groups, 5]. A group has sequences of equal length, or
+    all sequences; its row has the first token, the number of sequences, the (longest) length, the number of visible
+    tokens, and the kernel.
     """
     if kernel >= Kernel.VARLEN:
         # the kernels for all sequences at once count windows from the last token, which is wrong if only the first
@@ -351,7 +352,7 @@ def layout_of(kernel: Kernel, packed: PackedBatch) -> Int64:
 
 
 def register() -> None:
-    """Register the implementation with transformers. A second call has no effect."""
+    """Register the attention and mask functions of this module with transformers. A second call has no effect."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 

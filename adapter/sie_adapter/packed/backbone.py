@@ -48,7 +48,7 @@ _PADDED_WASTE = 1.25
 
 
 class StateRunner(Protocol):
-    """Engine other than torch, with the weights of one model. Several threads may call `run` at once.
+    """Engine other than torch that computes the hidden states of one model. Several threads may call `run` at once.
 
     `attention`: the name of its attention, for reports. `memory_bytes`: bytes of device memory in use.
     """
@@ -60,10 +60,10 @@ class StateRunner(Protocol):
         """Return the states of the last layer, [tokens, width], in packed order."""
 
     def places(self, packed: PackedBatch) -> slice | Int64:
-        """Return the positions of the tokens whose states `run` returns."""
+        """Return the indices of the tokens whose states `run` computes."""
 
     def close(self) -> None:
-        """End the engine. Must not be called during a pass. An engine without references also ends when it is
+        """Free the engine. Must not be called during a pass. An engine without references is also freed when it is
         garbage-collected.
         """
 
@@ -136,7 +136,7 @@ class Backbone:
         self.attention = f"{self._stock} padded"
 
     def pack(self, batch: Items, chosen: Int64) -> PackedBatch:
-        """Lay out the chosen items with this architecture's positions."""
+        """Lay out the chosen items one after the other, with the positions that the model's architecture uses."""
         return pack(batch, chosen, self._numbering)
 
     def forward(self, packed: PackedBatch) -> Tensor:
@@ -164,8 +164,8 @@ class Backbone:
         return self._run(tokens, bounds, layout, position_ids=places, sie_trial=trial, **inputs)[:real]
 
     def _run(self, tokens: Tensor, bounds: Tensor, layout: Int64, **inputs: Any) -> Tensor:
-        """Return the states for `tokens` [rows, tokens]: ids, positions and, if there are any, token types. Arguments
-        in `inputs` replace the arguments of the same name.
+        """Call the model, and return the states of its last layer. `tokens` [rows, tokens]: ids, positions and, if
+        there are any, token types. Arguments in `inputs` replace the arguments of the same name.
         """
         own = {} if "inputs_embeds" in inputs else {"input_ids": tokens[:1]}
         own |= {"position_ids": tokens[1:2]} | ({"token_type_ids": tokens[2:]} if len(tokens) > 2 else {})
@@ -173,8 +173,8 @@ class Backbone:
         return self._model(**{**own, **paths, **inputs})[0][0]
 
     def forward_padded(self, packed: PackedBatch) -> Tensor:
-        """Return the states of `forward` by the stock path: padded on the right, with a mask. The packed path is
-        compared with them.
+        """Return the same states as `forward`, computed by the stock model: padded on the right, with a mask. The
+        packed path is compared with these states.
         """
         return torch.cat(
             [self._forward_padded_part(packed, start, stop) for start, stop in evenly_long(packed.lengths)]
@@ -198,8 +198,8 @@ class Backbone:
         return hidden.flatten(0, 1)[to_device(np.flatnonzero(part.real), device)]
 
     def _inputs(self, ids: Tensor, on_host: Int64, features: PlacedFeatures | None) -> dict[str, Any]:
-        """Return the inputs of the model: ids [.., tokens], or their embeddings with features instead of the image
-        tokens.
+        """Return the arguments of the model for a pass: ids [.., tokens], or their embeddings, in which features
+        replace the image tokens.
         """
         if features is None:
             return {"input_ids": ids}
@@ -371,7 +371,9 @@ class Backbone:
         return self.pack(Items(counts, ids), np.arange(len(counts)))
 
     def sampled(self) -> Tensor:
-        """Return the states of two short sequences. They are equal in each call, unless a LoRA is active."""
+        """Return the states of two short sequences, to see whether a LoRA changes them. Without a LoRA they are equal
+        in each call.
+        """
         return self._forward_eager(self.sample(_LORA_LENGTHS))
 
     @property
@@ -422,8 +424,8 @@ def _crossover_tokens(config: PretrainedConfig) -> int:
 
 
 def _numbering(model: PreTrainedModel) -> Positions:
-    """Return the numbering of positions in the model. Models of RoBERTa's kind count from the pad id on; they are
-    recognised by the method for this numbering.
+    """Return how the model numbers positions. Models like RoBERTa count from the pad id on; they are recognised by
+    their method for this.
     """
     for module in model.modules():
         if hasattr(module, "create_position_ids_from_input_ids"):
@@ -432,7 +434,9 @@ def _numbering(model: PreTrainedModel) -> Positions:
 
 
 def evenly_long(lengths: Int64) -> Iterator[tuple[int, int]]:
-    """Yield ranges of sequences, shortest first, whose padding stays within _PADDED_WASTE."""
+    """Yield ranges of sequences, shortest first, that can be padded to one length with at most _PADDED_WASTE positions
+    per token.
+    """
     start, real = 0, 0
     for stop, length in enumerate(lengths.tolist(), 1):
         if (stop - start) * length > _PADDED_WASTE * (real + length):

@@ -37,17 +37,17 @@ _BLOCKS_PER_PASS = 16384
 
 
 def read_processor(folder: Path, part: str) -> dict[str, Any]:
-    """Return the configuration of the `image_processor` or `feature_extractor` of a folder. It is a part of
-    processor_config.json, written by transformers 5, else preprocessor_config.json; empty if neither file exists.
-    Source: transformers 5.23.
+    """Return the settings of the `image_processor` or `feature_extractor` of a folder: a section of
+    processor_config.json, which transformers 5 writes, else preprocessor_config.json. Return an empty map if neither
+    file exists. Source: transformers 5.23.
     """
     return read_json(folder / "processor_config.json").get(part) or read_json(folder / PROCESSOR)
 
 
 def processor_of(folder: Path, entry: ModelEntry, load: LoadOptions | None = None) -> tuple[Recipe, Normalisation]:
-    """Return the recipe and the normalisation of images from the files, within the pixel bounds of `load`; None means
-    the bounds of the entry. Raises ModelLoadFailed: NOT_FOUND without a configuration, INCOMPATIBLE for a configuration
-    that cannot be reproduced.
+    """Return the recipe that turns images into pixels, and the normalisation of the pixels. The pixel bounds of `load`
+    limit the recipe; if `load` is None, the bounds of the entry do. Raises ModelLoadFailed: NOT_FOUND without a
+    configuration, INCOMPATIBLE for a configuration that cannot be reproduced.
     """
     config = read_processor(folder, "image_processor")
     if not config:
@@ -109,7 +109,7 @@ class Tower:
 
 
 def per_pass(compute: Compute) -> int:
-    """Return the number of images or sounds in one pass of a tower."""
+    """Return the largest number of images or sounds in one pass of an encoder on this device."""
     return _PER_PASS.get(compute.device.type, _PER_PASS_ELSEWHERE)
 
 

@@ -108,8 +108,8 @@ class ModelLoras:
         self.leases: dict[str, Any] = {}  # locks on the files of loaded LoRAs, so that the files stay on the disk
 
     def load(self, name: str, folder: Path, most: int) -> str:
-        """Read and try a LoRA, unless it is loaded. `most`: the largest number of loaded LoRAs. Returns the SHA-256 of
-        its files, in hex.
+        """Load a LoRA, unless it is loaded, and check that it changes the output. `most`: the largest number of loaded
+        LoRAs; the least recently used is dropped. Returns the SHA-256 of its files, in hex.
 
         Raises LoraLoadFailed, which names the fault.
         """
@@ -216,7 +216,7 @@ class ModelLoras:
 
 
 def _digest(folder: Path) -> str:
-    """Return a digest of the files that determine the numbers of a LoRA."""
+    """Return a digest of the LoRA's files that influence its results."""
     whole = hashlib.sha256()
     for name in (_CONFIG, _WEIGHTS):
         with (folder / name).open("rb") as file:
@@ -225,7 +225,7 @@ def _digest(folder: Path) -> str:
 
 
 def _check_config(name: str, config: Mapping[str, Any]) -> None:
-    """Raise LoraLoadFailed for a configuration that changes weights other than the two matrices of each layer."""
+    """Raise LoraLoadFailed for a configuration that changes the model by more than the two matrices of each layer."""
     unsupported = sorted(
         key for key, value in config.items() if value and key not in {*_UNDERSTOOD, "bias", "init_lora_weights"}
     )

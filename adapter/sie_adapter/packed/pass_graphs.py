@@ -58,8 +58,8 @@ class Bucket(NamedTuple):
 
 
 def bucket_of(packed: PackedBatch) -> Bucket | None:
-    """Return the smallest bucket that a batch fits; None for a large batch, or for a batch with other inputs than
-    texts.
+    """Return the smallest bucket with at least the tokens and sequences of a batch. Return None if the batch is too
+    large, or has other inputs than texts.
     """
     if packed.visible is not None or packed.features is not None or packed.axes is not None:
         return None
@@ -72,12 +72,12 @@ def bucket_of(packed: PackedBatch) -> Bucket | None:
 
 
 class StaticInputs:
-    """Inputs of a bucket at fixed addresses, filled by one copy. `tokens`: ids, positions and, if `has_types`, token
-    types, int64 [rows, tokens]; `bounds`: int32 [sequences + 1], including the bounds of padding.
+    """Input tensors of a captured pass, at fixed addresses, filled by one copy. `tokens`: ids, positions and, if
+    `has_types`, token types, int64 [rows, tokens]; `bounds`: int32 [sequences + 1], including the bounds of padding.
     """
 
     def __init__(self, bucket: Bucket, device: torch.device, filler: int, first: int, *, has_types: bool) -> None:
-        """Allocate the inputs. `filler`, `first`: id and position of padding."""
+        """Allocate the tensors. `filler`, `first`: id and position of padding."""
         rows = 3 if has_types else 2
         ends = 1 + bucket.sequences + -(-bucket.tokens // _BLOCK)
         at = 8 * rows * bucket.tokens
@@ -128,12 +128,12 @@ class Recorder(Protocol):
     lock: threading.Lock
 
     def record(self, run: Callable[[], Tensor], pool: Any) -> CapturedPass | None:
-        """Capture `run`, which reads and writes fixed addresses; None if a capture is not possible now. Raises the
-        errors of `run`.
+        """Capture `run`, which reads and writes fixed addresses, as a CUDA graph. Return None if a capture is not
+        possible now. Raises the errors of `run`.
         """
 
     def pool(self) -> Any:
-        """Return a new pool for the memory of graphs that never run at the same time."""
+        """Return a new memory pool for CUDA graphs that never run at the same time."""
 
     def join(self) -> None:
         """Make the current stream wait for the last replay. Call it under the lock."""
@@ -220,7 +220,7 @@ class _ReadyPass(NamedTuple):
     recording: CapturedPass
 
     def replay(self, packed: PackedBatch) -> Tensor:
-        """Return the states of a batch, in separate memory."""
+        """Run the graph for a batch, and return its states in memory of their own."""
         self.inputs.fill(packed)
         self.recording.replay()
         return self.recording.output[: len(packed.ids)].clone()
@@ -234,7 +234,7 @@ _all_lock = threading.Lock()
 
 
 class PassGraphs:
-    """Graphs of one model, least recently used dropped first. `states` may be called on any thread."""
+    """CUDA graphs of one model; the least recently used is dropped first. `states` may be called on any thread."""
 
     def __init__(
         self,
@@ -260,7 +260,7 @@ class PassGraphs:
             _all.add(self)
 
     def __len__(self) -> int:
-        """Return the number of graphs."""
+        """Return the number of captured graphs."""
         return len(self._captured)
 
     def states(self, packed: PackedBatch, eager: Eager, run: RunStatic) -> Tensor:
@@ -297,7 +297,9 @@ class PassGraphs:
         return had
 
     def _try(self, bucket: Bucket, packed: PackedBatch, expected: Tensor, run: RunStatic) -> None:
-        """Capture a bucket. If the capture fails or its replay is wrong, the model is eager from now on."""
+        """Capture a graph for a bucket. If the capture fails or its replay is wrong, all later passes of the model run
+        eagerly.
+        """
         try:
             captured = self._capture(bucket, run)
             if captured is None:

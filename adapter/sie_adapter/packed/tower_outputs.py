@@ -37,8 +37,8 @@ Read = Callable[[Sequence[Shown]], Sequence[Output]]
 
 
 class _CachedOutput(NamedTuple):
-    """Cached output of an image. `is_finite`: bool [], on the device; it is read at the next use, since reading it now
-    would make the host wait for the tower. `use`: the number of its last use.
+    """Cached output of an image encoder for one image. `is_finite`: bool [], on the device; it is read at the next use,
+    since reading it at once would make the host wait for the encoder. `use`: the number of its last use.
     """
 
     output: Output
@@ -47,10 +47,10 @@ class _CachedOutput(NamedTuple):
 
 
 class TowerOutputs:
-    """Outputs of all towers of a process, at most `max_bytes`; 0 disables the cache. Thread-safe.
+    """Cache for the outputs of all image encoders of a process, at most `max_bytes`; 0 disables it. Thread-safe.
 
-    `hits`: images that were not read, since their output was cached or another thread computed it. `misses`: images
-    that were read. One lock guards all state. It is never held while a tower runs.
+    `hits`: number of images whose output was cached, or was computed by another thread. `misses`: number of images that
+    were encoded. One lock guards all state. It is never held while an encoder runs.
     """
 
     def __init__(self, max_bytes: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
@@ -125,7 +125,7 @@ class OutputsOfTower:
         self._reading: dict[Hashable, Future[Output | None]] = {}
 
     def for_images(self, images: Sequence[Shown], read: Read) -> list[Output]:
-        """Return the output of each image; callers must not modify it. `read` is called for distinct images that are
+        """Return the output of each image; callers must not modify it. `read` computes the outputs of images that are
         not cached. Raises the errors of `read`.
         """
         names = [_name(image, place) for place, image in enumerate(images)]
@@ -174,8 +174,8 @@ class OutputsOfTower:
         return cached, elsewhere, own
 
     def _read_missing(self, images: Mapping[Hashable, Shown], read: Read) -> dict[Hashable, Output]:
-        """Read images and cache their outputs if there is room. Waiting threads are woken, even if reading fails: then
-        they read the images themselves.
+        """Compute the outputs of images, and cache them if there is room. Threads that wait for one of these images are
+        woken even if this fails: then they compute it themselves.
         """
         outputs: dict[Hashable, Output] = {}
         try:
@@ -213,7 +213,7 @@ class OutputsOfTower:
     # `TowerOutputs` calls the methods below, under the lock
 
     def oldest_use(self) -> int:
-        """Return the number of the least recent use. The tower must have an output."""
+        """Return the number of the least recent use of a cached output. The cache of this tower must not be empty."""
         return next(iter(self._cached.values())).use
 
     def drop_oldest(self) -> None:
@@ -226,8 +226,8 @@ class OutputsOfTower:
 
 
 def _name(image: Shown, place: int) -> Hashable:
-    """Return the identity of an image: its key, with the other fields that a tower may read. For an image without a
-    key, return its position.
+    """Return the key under which the output of an image is cached: the image's key, with its other fields that an
+    encoder may read. For an image without a key, return its position in the batch.
     """
     return (image.key, image.height, image.width) if image.key else place
 

@@ -26,8 +26,8 @@ from sie_store.folder_files import read_json
 
 
 class PageReader(ReaderKind[PagePrompt, Shown], Protocol):
-    """Reader of documents. `max_tokens`: limit for a prompt and the text that is written after it. `recipe`: conversion
-    of images to the pixels that the model reads.
+    """Model class that reads documents. `max_tokens`: limit for a prompt and the text that is generated after it.
+    `recipe`: conversion of images to the pixels that the model reads.
     """
 
     precision: str

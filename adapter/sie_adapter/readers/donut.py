@@ -53,7 +53,7 @@ _PAGES_PER_PASS_ELSEWHERE = 4
 
 
 class Donut:
-    """A `document_reader.PageReader`: encoder and decoder, in the precision of `compute`."""
+    """Model class of Donut: encoder and decoder, in the precision of `compute`."""
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
@@ -135,8 +135,8 @@ def _encoded(model: Any, pixels: Tensor) -> Tensor:
 
 
 def _processor(folder: Path, entry: ModelEntry, model: Any) -> tuple[Recipe, Normalisation]:
-    """Return the recipe and the normalisation of pages. Raises ModelLoadFailed INCOMPATIBLE for a model other than
-    Donut, and the errors of `checked_processor`.
+    """Return the recipe that turns pages into pixels, and the normalisation of the pixels. Raises ModelLoadFailed
+    INCOMPATIBLE for a model other than Donut, and the errors of `checked_processor`.
     """
     kinds = (model.config.encoder.model_type, model.config.decoder.model_type)
     if kinds != ("donut-swin", "mbart"):

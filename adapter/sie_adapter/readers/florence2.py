@@ -89,7 +89,7 @@ _GIVEN_REGION = re.compile("<loc_(0|[1-9][0-9]{0,2})>" * 4)
 
 
 class Florence2:
-    """A `document_reader.PageReader`: tower, encoder and decoder, in the precision of `compute`."""
+    """Model class of Florence-2: image encoder, text encoder and decoder, in the precision of `compute`."""
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
@@ -210,8 +210,8 @@ def _positions(model: Any) -> int:
 
 
 def _features(model: Any, recipe: Recipe) -> int:
-    """Return the number of features of a page at the encoder: the features of the last grid of the tower, and their
-    mean.
+    """Return the number of positions that a page takes in the encoder: the positions of the last grid of the image
+    encoder, and one for their mean.
     """
     stride = math.prod(model.config.vision_config.patch_stride)
     places: int = (recipe.height // stride) * (recipe.width // stride)
@@ -254,7 +254,7 @@ def outlined(text: str, width: int, height: int) -> Iterator[tuple[str, list[lis
 
 
 def _outlines(shapes: Iterator[tuple[str, list[list[int]]]]) -> dict[str, Any]:
-    """Return objects with the rectangles around them, and their polygons in the same order."""
+    """Return a result for polygons: objects with the rectangles around them, and the polygons in the same order."""
     objects, outlines = [], []
     for name, polygons in shapes:
         across, down = ([number for polygon in polygons for number in polygon[axis::2]] for axis in (0, 1))

@@ -145,8 +145,8 @@ class Greedy:
 
 
 def best(scores: Tensor) -> list[int]:
-    """Return the most likely token of each row of `scores` [rows, vocabulary]; -1 for a row whose best score is not
-    finite.
+    """Return the id of the most likely token of each row of `scores` [rows, vocabulary]; -1 for a row whose best score
+    is NaN or infinite.
     """
     best = scores.max(-1)
     return torch.where(torch.isfinite(best.values), best.indices, -1).tolist()  # type: ignore[no-any-return]

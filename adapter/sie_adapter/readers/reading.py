@@ -49,13 +49,15 @@ P_contra = TypeVar("P_contra", bound="GenerationPrompt", contravariant=True)
 
 
 class GenerationPrompt(Protocol):
-    """Prompt of a row. The loop uses only these attributes; the model may need others."""
+    """Prompt from which a model generates text. The loop reads only these attributes; a model may add others."""
 
     @property
     def rules(self) -> Rules: ...
 
     def following(self, written: GeneratedText) -> GenerationPrompt | None:
-        """Return the next prompt of the row after this text; None if the row has ended. Must not raise."""
+        """Return the prompt with which generation continues after this text, such as the next window of a sound; None
+        if there is none. Must not raise.
+        """
 
 
 class GenerationModel(Protocol[P_contra]):
@@ -91,7 +93,7 @@ class _GenerationCall:
     done: threading.Event = field(default_factory=threading.Event)
 
     def ended(self) -> None:
-        """Count one row as ended."""
+        """Count one row of the call as ended."""
         self.left -= 1
         if not self.left:
             self.done.set()
@@ -110,7 +112,7 @@ class _GenerationRow:
     finish: Finish | None = None
 
     def add(self, token: int) -> bool:
-        """Add a token. Returns whether the row leaves its slot."""
+        """Append a token. Return whether the row ends with it, so that it leaves its slot."""
         if token < 0:
             self.call.fail(not_finite())
             return True
@@ -127,7 +129,7 @@ class _GenerationRow:
 
     @property
     def waits(self) -> bool:
-        """True for a row that has left its slot and continues with another prompt."""
+        """Return whether the row has left its slot and continues with another prompt."""
         return self.finish is None and not self.call.done.is_set()
 
 
@@ -160,7 +162,7 @@ class _Loop:
         return not self._rows and not self.waiting
 
     def turn(self) -> None:
-        """Add one token to each row. Does not raise: callers of failed rows get the error."""
+        """Run one step, which adds one token to each row. Does not raise: callers of failed rows get the error."""
         error = self._failure()
         if error is not None:
             rows = [*self._rows, *self._beginning]
@@ -217,7 +219,7 @@ class _Loop:
             self._closed_until_s = 0.0
 
     def _places(self) -> int:
-        """Return the number of rows that may begin now."""
+        """Return the number of waiting rows that may begin now."""
         places = min(self.model.together, self._most - len(self._rows), len(self.waiting))
         if places < 1 or time.monotonic() < self._closed_until_s:
             return 0
@@ -235,7 +237,7 @@ class _Loop:
         self._closed_until_s = time.monotonic() + _CLOSED_S
 
     def _wait(self, rows: Sequence[_GenerationRow]) -> None:
-        """Restart these rows, before other waiting rows. They will write the same text again."""
+        """Put these rows back at the head of the waiting rows. They begin again and generate the same text again."""
         for row in rows:
             row.ids.clear()
         self.waiting.extendleft(reversed(rows))
@@ -360,12 +362,12 @@ class Readings:
         return [GeneratedText(row.ids, row.finish) for row in rows if row.finish is not None]
 
     def busy_s(self) -> float:
-        """Return the age of the present iteration in seconds, 0 if the thread is idle. Never waits."""
+        """Return the seconds since the present iteration of the loop began, 0 if the thread is idle. Never waits."""
         since_s = self._turn_since_s
         return time.monotonic() - since_s if since_s else 0.0
 
     def stop(self, timeout_s: float) -> bool:
-        """Complete the rows that have begun or wait, within the time limit, then fail the other rows. New rows are
+        """Complete the rows that run or wait, within the time limit, then fail the rows that are left. New rows are
         refused at once. Returns whether all rows were completed in time.
         """
         with self._news:
@@ -409,7 +411,7 @@ class Readings:
 
 
 def _step_back() -> None:
-    """Lower the priority of this thread in the kernel. Only Linux has a priority per thread; on other systems this does
+    """Lower the scheduling priority of this thread. Only Linux has a priority per thread; on other systems this does
     nothing.
     """
     if not sys.platform.startswith("linux"):

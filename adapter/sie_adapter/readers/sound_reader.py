@@ -168,8 +168,8 @@ class SoundReader:
         return ReaderCall(self, self.rows, read, is_gone, "audio")
 
     def prompt(self, features: Heard, options: ExtractOptions) -> SoundWindow:
-        """Return the first window. Raises InvalidInput for a task, language or instruction that the model
-        cannot read.
+        """Return the first window of a sound, with its prompt. Raises InvalidInput for a task, language or instruction
+        that the model cannot read.
         """
         parameters = options.parameters
         ids, place = self._prompt_tokens.start(parameters.get("language") or "", parameters.get("task") or "")
@@ -186,8 +186,8 @@ class SoundReader:
         )
 
     def _words_before(self, text: str) -> list[int]:
-        """Return the ids of a text that the prompt has before the sound. This text shows the model the spelling of
-        names and words.
+        """Return the ids of the client's instruction, which precedes the sound in the prompt. It shows the model the
+        spelling of names and words.
         """
         if not text:
             return []
@@ -210,7 +210,7 @@ class SoundReader:
         return [self._begun(states[None], window.sound) for states, window in zip(encoded, prompts, strict=True)]
 
     def _features(self, windows: Sequence[SoundWindow]) -> Tensor:
-        """Return features [windows, bins, frames]. Missing frames at the end are 0."""
+        """Return the features of windows, [windows, bins, frames]. Missing frames at the end are 0."""
         bins = windows[0].sound.features.shape[2]
         batch = np.zeros((len(windows), self._frames, bins), np.float32)
         for values, window in zip(batch, windows, strict=True):
@@ -234,7 +234,7 @@ class SoundReader:
         return int(languages[scores[languages].argmax()])
 
     def _scores(self, ids: Tensor, **named: Any) -> Tensor:
-        """Return the scores of the token after the last token of each row, [rows, vocabulary]."""
+        """Run the decoder, and return the scores of the next token of each row, [rows, vocabulary]."""
         states = self._model.model.decoder(input_ids=ids, use_cache=True, **named).last_hidden_state
         logits: Tensor = self._model.proj_out(states[:, -1])
         return logits

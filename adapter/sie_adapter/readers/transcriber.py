@@ -119,7 +119,7 @@ MODEL_TYPES = tuple(_KINDS)
 
 
 class Transcriber:
-    """A `document_reader.PageReader`: tower and language model, in the precision of `compute`."""
+    """Model class of a transcriber: image encoder and language model, in the precision of `compute`."""
 
     together = 1  # one page per pass of the tower, because its hundreds of tokens already use the device fully
 

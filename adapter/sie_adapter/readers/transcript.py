@@ -26,8 +26,8 @@ TASKS = ("transcribe", "translate")
 
 
 class PromptStart(NamedTuple):
-    """Start of a prompt. `ids`: its tokens. `place`: the index of a language that the model must still recognise; -1 if
-    the language is known.
+    """First tokens of a prompt. `ids`: their ids. `place`: the index in `ids` of the language token, if the model must
+    still recognise the language; else -1.
     """
 
     ids: list[int]
@@ -70,7 +70,7 @@ class PromptTokens:
 
     @property
     def times(self) -> int:
-        """Id of the time stamp 0.00. The ids of later time stamps follow."""
+        """Return the id of the time stamp 0.00. The ids of later time stamps follow."""
         return self.without_times + 1
 
     def start(self, language: str, task: str) -> PromptStart:

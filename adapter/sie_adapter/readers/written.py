@@ -36,10 +36,12 @@ class ReaderKind(GenerationModel[P], Protocol[P, F_contra]):
     """Model class of a reader: how its prompt is built, and how its text becomes a result."""
 
     def prompt(self, file: F_contra, options: ExtractOptions) -> P:
-        """Return the prompt of a row. Raises InvalidInput for options that the model does not support."""
+        """Return the prompt for a file, by the options of the request. Raises InvalidInput for options that the model
+        does not support.
+        """
 
     def result(self, prompt: P, written: GeneratedText) -> dict[str, Any]:
-        """Return the result of a row in the form for the client, without finish reason and number of tokens."""
+        """Return the result for the client from the generated text, without finish reason and number of tokens."""
 
 
 class ReaderCall(Generic[P, F_contra]):
@@ -57,7 +59,9 @@ class ReaderCall(Generic[P, F_contra]):
     def extract(
         self, texts: Sequence[str], options: Sequence[ExtractOptions], files: Sequence[Sequence[F_contra]]
     ) -> list[Result]:
-        """Return the content of the file of each input, or an error instead. Texts are not read."""
+        """Return a result for the file of each input, or an error for a file that cannot be read. The texts of the
+        inputs are not read.
+        """
         numbers = list(range(len(texts)))
         results: dict[int, Result] = {}
         prompts: dict[int, P] = {}
@@ -115,8 +119,9 @@ class PagePrompt:
 
 
 def checked_processor(folder: Path, entry: ModelEntry, model: Any, positions: int) -> tuple[Recipe, Normalisation]:
-    """Return the recipe and the normalisation of pages for `model`, whose decoder has `positions`. Raises the errors of
-    `check_rules`, and ModelLoadFailed for an unsupported image processor.
+    """Return the recipe that turns pages into pixels, and the normalisation of the pixels. Raises the errors of
+    `check_rules`, and ModelLoadFailed for an unsupported image processor. `positions`: the number of positions of the
+    model's decoder.
     """
     check_rules(entry, model, positions)
     return processor_of(folder, entry)
@@ -136,7 +141,7 @@ def check_rules(entry: ModelEntry, model: Any, positions: int, refused: Iterable
 
 
 def text_entity(text: str, label: str, bbox: Sequence[int] | None = None) -> dict[str, Any]:
-    """Return the text of a reader as an entity, with a score of 1 and without offsets."""
+    """Return a generated text as an entity, with a score of 1 and without offsets."""
     box = None if bbox is None else list(bbox)
     return {"text": text, "label": label, "score": 1.0, "start": None, "end": None, "bbox": box}
 
@@ -211,7 +216,7 @@ class RowPositions(nn.Module):  # type: ignore[misc]  # the type checker skips t
         self.given: Tensor | None = None
 
     def give(self, positions: Tensor | None) -> None:
-        """Set the positions for the next passes. Only one thread may call it."""
+        """Set the positions of the rows for the next passes. Only one thread may call it."""
         self.given = positions
 
     def forward(self, input_ids: Tensor, past: int = 0, position_ids: Tensor | None = None) -> Tensor:
@@ -227,10 +232,10 @@ Decode = Callable[..., Tensor]
 
 
 class BartDecoder:
-    """Decoder of BART's kind, which attends to the states of an encoder. Not thread-safe."""
+    """Decoder like BART's, which attends to the states of an encoder. Not thread-safe."""
 
     def __init__(self, stack: Any, decode: Decode) -> None:
-        """Wrap a decoder. `stack` is the module with its layers, which `decode` calls."""
+        """Wrap a decoder. `stack`: the module with its layers, which `decode` calls."""
         self._decode = decode
         self._is_eager = stack.config._attn_implementation == "eager"
         self._width: int = stack.config.d_model

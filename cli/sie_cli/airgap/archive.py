@@ -201,12 +201,12 @@ class ArchiveReader:
             )
 
     def _small(self, name: str) -> bytes:
-        """Return a whole small file at the start of the archive."""
+        """Return the whole content of a small file at the start of the archive."""
         return b"".join(self._pieces(self._expect(name)))
 
     def _expect(self, name: str, size: int | None = None) -> int:
-        """Return the size of the next member. It must be the plain file `name`, with `size` bytes if the size is known.
-        Raises CommandRefused.
+        """Read the header of the next file in the tar, and return its size. It must be the plain file `name`, with
+        `size` bytes if the size is known. Raises CommandRefused.
         """
         try:
             member = tarfile.TarInfo.frombuf(self._exactly(_BLOCK), "utf-8", "strict")
@@ -223,7 +223,7 @@ class ArchiveReader:
         return member.size
 
     def _pieces(self, size: int) -> Iterator[bytes]:
-        """Yield the contents of a member, and skip the padding of its last block."""
+        """Yield the content of a file in pieces, and skip the padding of its last block."""
         left = size
         while left:
             piece = self._exactly(min(PIECE_BYTES, left))

@@ -97,7 +97,9 @@ class FileGathering:
         return {name: self._known.get(name) or _fact(source, progress) for name, source in self.files.items()}
 
     def model(self, entry: ModelEntry) -> ModelEntry:
-        """Add all files that a load of `entry` reads. Return the entry in the archive's form."""
+        """Add all files that a load of `entry` reads. Return the entry with the paths that these files have in the
+        archive.
+        """
         located = self._sources.locate(entry)
         self._leases.append(located.lease)
         folder = located.folder
@@ -204,8 +206,8 @@ class FileGathering:
 def contents(
     chosen: ArchiveSelection, gathering: FileGathering, made_by: str, progress: ByteProgress
 ) -> ArchiveContents:
-    """Return the contents of an archive with the `chosen` models. Their entries are the results of `gathering`. Reads
-    every file.
+    """Return the contents of an archive with the `chosen` models. `gathering`: the collector of their files, which also
+    returned their entries. Reads every file.
 
     Raises CommandRefused for a file that differs from its digest in the entry, OSError.
     """
@@ -302,7 +304,7 @@ def _fact(source: Path | bytes, progress: ByteProgress) -> FileFact:
 
 
 def _manifest(folder: Path) -> Mapping[str, FileFact]:
-    """Return the facts of files from the manifest of a snapshot; empty if the snapshot has no manifest."""
+    """Return size and digest of each file from the manifest of a downloaded folder; empty if it has no manifest."""
     try:
         return decode((folder / MANIFEST).read_bytes()).files
     except (FileNotFoundError, ManifestError):

@@ -150,7 +150,9 @@ def place(folder: Path, index: ArchiveIndex, at: Path) -> None:
 
 
 def loaded(folder: Path) -> tuple[ArchiveIndex, bytes]:
-    """Return the index of a loaded folder, decoded and as bytes. Raises CommandRefused for any other folder."""
+    """Return the index of a folder that `load` created, decoded and as bytes. Raises CommandRefused for any other
+    folder.
+    """
     try:
         raw = (folder / INDEX).read_bytes()
         index = decode(raw)
@@ -173,7 +175,7 @@ def wrong(
 
 @contextmanager
 def _loading(folder: Path) -> Iterator[Path]:
-    """Yield an empty, locked folder next to `folder`. It is removed afterwards unless it was renamed. Raises
+    """Yield an empty, locked folder next to `folder`. After the context it is removed, unless it was renamed. Raises
     CommandRefused, OSError.
     """
     partial = folder.with_name(f".{folder.name}.loading")
