@@ -137,7 +137,8 @@ class _Children:
         self._is_ending, self.status = True, status
         self._due_s.clear()
         for pid in self._running:
-            os.kill(pid, signal.SIGTERM)  # the process id of a child stays valid until the child is reaped
+            # the id cannot belong to another process: a child keeps its id until it is reaped
+            os.kill(pid, signal.SIGTERM)
 
     def reap(self) -> None:
         """Call waitpid for all processes that have ended. In a container, orphans of other processes become children of

@@ -101,7 +101,8 @@ def _import() -> None:
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    logging.getLogger("huggingface_hub").handlers.clear()  # the handler of the root logger receives these lines too
+    # the handler of the root logger writes these lines too, so they would appear twice
+    logging.getLogger("huggingface_hub").handlers.clear()
     engine.prepare_process()
     # Imported objects are never freed. If the garbage collector skips these objects, it pauses the device threads for a
     # shorter time, and child processes still share the pages.

@@ -74,7 +74,7 @@ class AdapterServer:
             try:
                 connection.shutdown(socket.SHUT_RDWR)
             except OSError:
-                pass  # the peer has closed the connection already
+                pass  # the sidecar has already closed the connection
 
     def _accept(self) -> None:
         try:
@@ -107,7 +107,7 @@ class AdapterServer:
                     _send(connection, self._answer(request))
                 finally:
                     if isinstance(request, ipc.Drain):
-                        self._drain()  # after the reply, since the end closes all connections
+                        self._drain()  # the reply is sent first, because the drain closes all connections
         except EOFError:
             pass
         except FrameError as error:

@@ -35,7 +35,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 CONNECT_S = 5.0  # seconds after which an attempt to connect to the broker fails
 FIRST_S = 5.0  # seconds for which a command tries to connect to a gateway
-SOURCE = "data directory"  # source of an address or a credential that a `sie serve` wrote
+# name of the source of an address or credential that a `sie serve` wrote to its data directory
+SOURCE = "data directory"
 GATEWAY = client_environment.LOOPBACK  # address of the gateway if none is known
 BROKER_URL, CONFIG_URL, GATEWAY_URL = "SIE_NATS_URL", "SIE_CONFIG_SERVICE_URL", "SIE_GATEWAY_URL"
 
@@ -104,7 +105,8 @@ class Cluster:
         local_names = {
             name for name in chosen if public_url(configured[name] or "").rstrip("/") in local[name].split(",")
         }
-        # if the user named another cluster, the addresses of this `sie serve` do not belong to it
+        # an address that the user named belongs to another cluster, so the other addresses of this `sie serve` are not
+        # used
         is_ours = self.is_named or chosen == local_names
         changes: dict[str, Any] = {}
         for name, part in _PARTS.items():

@@ -47,7 +47,7 @@ class DoclingModel:
     def __init__(self, folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> None:
         """Start the first parser process. Raises ModelLoadFailed."""
         self.max_tokens = entry.max_tokens
-        # texts are not read, so the tokenizer makes one token of any text
+        # the model reads no texts, so its tokenizer makes one token of any text
         self.tokenizer: bytes = Tokenizer(models.WordLevel({"[UNK]": 0}, unk_token="[UNK]")).to_str().encode()  # noqa: S106
         try:
             self._parsers = Parsers(usable_cores())

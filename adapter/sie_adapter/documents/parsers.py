@@ -39,8 +39,8 @@ MEMORY_BYTES = 4 << 30  # limit for the bytes of address space of a parser proce
 # limit for the bytes of resident memory between two documents; a process with more memory is replaced
 KEPT_BYTES = 1 << 30
 START_S = 120.0  # limit for the seconds of the start of a process; its imports take seconds, more on a busy machine
-LOOK_S = 0.2  # seconds between two calls of `is_gone`
-_DIED_S = 1.0  # seconds that a process may need to end after its socket was closed
+LOOK_S = 0.2  # seconds between two checks whether the client has disconnected (`is_gone`)
+_DIED_S = 1.0  # limit for the seconds in which a process must end after its socket was closed
 _logger = logging.getLogger("sie.adapter.documents")
 
 
@@ -239,7 +239,8 @@ class _ParserProcess:
                     env={
                         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
                         "HF_HUB_OFFLINE": "1",
-                        # one thread: the pool runs processes in parallel, and threads need address space
+                        # libraries use one thread, because the pool runs several processes, and threads need address
+                        # space
                         "OMP_NUM_THREADS": "1",
                         "OPENBLAS_NUM_THREADS": "1",
                     },

@@ -33,7 +33,7 @@ from sie_runtime import control_group
 _logger = logging.getLogger("sie.adapter")
 
 _STATUS = Path("/proc/self/status")
-# device files of the drivers of NVIDIA, of NVIDIA under WSL, and of AMD
+# device files of GPU drivers: of NVIDIA, of NVIDIA under WSL, and of AMD
 _CONTROLS = (Path("/dev/nvidiactl"), Path("/dev/dxg"), Path("/dev/kfd"))
 _INSTEAD = "or set cpu, or auto for the best device here"
 # allocations of at least this number of bytes get pages of their own (mmap); glibc accepts no larger value
@@ -356,7 +356,7 @@ def peak_of(device: torch.device, run: Callable[[], object]) -> int:
     Allocations of other threads during the call are counted too: the result is an upper bound while other threads use
     the device.
     """
-    # without this call, `run` could use memory that the allocator keeps, which would not be counted
+    # memory that the allocator keeps is returned first: `run` could use it, and it would not be counted
     give_memory_back(device)
     if device.type == "cuda":
         held: int = torch.cuda.memory_allocated(device)

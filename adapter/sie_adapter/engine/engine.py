@@ -338,12 +338,11 @@ def prepare_process() -> None:
     torch.set_num_interop_threads(1)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     devices.keep_freed_memory()
-    # oneDNN, and torch in each thread, cache data for products of each size: by default 1,024 entries of half a
-    # megabyte each (bench/results/memory.md)
+    # smaller caches: oneDNN, and torch in each thread, cache data for products of each size, by default 1,024 entries
+    # of half a megabyte each (bench/results/memory.md)
     for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         os.putenv(name, _KEPT_PRODUCTS)
-    # without these variables, onnxruntime (which gliner imports) and openvino store and send telemetry from their
-    # import on
+    # no telemetry: onnxruntime (which gliner imports) and openvino store and send it from their import on
     os.putenv("ORT_DISABLE_TELEMETRY", "1")
     sys.modules["openvino_telemetry"] = None  # type: ignore[assignment]
 
@@ -716,8 +715,8 @@ def _unfit(batch: Items, model: TextModel) -> dict[int, SIEError]:
         if length > model.max_tokens:
             errors[item] = InvalidInput(f"expected at most {model.max_tokens} tokens, got {length}", reason="too_long")
         else:
-            # The client did not cause the error: the sidecar refuses ids that the tokenizer does not have, and a load
-            # checks that the tokenizer's ids fit this table.
+            # An internal error, because the client did not cause it: the sidecar refuses ids that the tokenizer does
+            # not have, and a load checks that the tokenizer's ids fit this table.
             cause = f"a token id is not within the table of {model.vocabulary} embeddings"
             errors[item] = InternalFailure(cause, reason="token_out_of_range")
     return errors

@@ -96,9 +96,9 @@ class Graph:
         }
         is_twice = lanes >= _THREADS_ALONE and is_compiled_twice(4 * weights)
         try:
-            # The graph is mapped from a temporary file.
-            # The runtime keeps the float32 weights in addition to the weights in the order of its kernels.
-            # The operating system can reclaim pages of a file when memory is needed.
+            # The compiled graph is read from a temporary file by mmap, because the runtime keeps the float32 weights in
+            # addition to the weights in the order of its kernels. The operating system can reclaim pages of a file when
+            # memory is needed.
             with tempfile.TemporaryDirectory(prefix="sie-graph-", dir=compute.scratch) as folder:
                 path = Path(folder) / "graph.xml"
                 with _traceable(model):
@@ -193,9 +193,10 @@ def groups(lengths: Int64, max_tokens: int, max_filling: int = sys.maxsize) -> l
     """
     own = lengths.tolist()
     columns = [filled_length(length, max_tokens, max_filling) for length in own]
-    least = [0]  # shortest time of the first n sequences, at index n
-    starts: list[int] = []  # start of the last group of the first n sequences, at index n - 1
-    first = 0  # first sequence that may be in one group with the sequence `stop - 1`
+    least = [0]  # least[n]: shortest total time of the first n sequences
+    # starts[n - 1]: first sequence of the last group, if the first n sequences take the shortest time
+    starts: list[int] = []
+    first = 0  # first sequence that may be in one group with the last sequence so far (stop - 1)
     for stop, width in enumerate(columns, 1):
         while width - own[first] > max_filling:
             first += 1
@@ -250,8 +251,8 @@ def _names_of(model: PreTrainedModel) -> tuple[str, ...]:
 
 
 def _runtime() -> Any:
-    # the import of openvino sends a usage event to its vendor, unless openvino_telemetry cannot be imported (see
-    # `prepare_process`)
+    # openvino_telemetry must not be importable, because the import of openvino would send a usage event to its vendor
+    # (see `prepare_process`)
     sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
     import openvino
 

@@ -38,7 +38,7 @@ class Instrumentation:
         since 1970.
         """
         message = job.message
-        # malformed batches, which were refused, are recorded too: their bytes need not be a multiple of 4
+        # `lengths` may have any number of bytes, because batches that were refused as malformed are recorded too
         lengths = np.frombuffer(message.lengths, "<i4", len(message.lengths) // 4).astype(np.int64)
         due = sum(group.due for group in message.groups)
         done = reply if isinstance(reply, BatchDone) else None

@@ -235,7 +235,8 @@ def side_scores(options: RunOptions, query: Mapping[str, Row], documents: Rows, 
             scores = scores / (1 + scores.abs())
         elif "multivector" in weights and not per_row:
             scores = scores / max(1, len(query["multivector"]))
-        scores = ((1 + scores) / 2).clamp(0, 1)  # rounding in float32 may raise a cosine above 1
+        # limited to 0..1, because rounding in float32 may raise a cosine above 1
+        scores = ((1 + scores) / 2).clamp(0, 1)
     return _scores(scores)
 
 
@@ -276,7 +277,7 @@ def _late_scores(query: Row, documents: Sequence[Row]) -> Tensor:
     if unit.device.type == "cuda":
         return _late_scores_at_once(unit, documents)
     scores = []
-    # one document at a time, since a padded product would need the memory of the longest document for each document
+    # one document at a time: a product over padded documents would need, for each, the memory of the longest document
     for document in documents:
         best = unit @ _unit_rows(document).T
         scores.append(best.amax(1).sum() if best.shape[1] else best.new_zeros(()))

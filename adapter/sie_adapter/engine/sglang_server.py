@@ -113,7 +113,8 @@ class Launch:
             "--dtype": str(self.dtype).removeprefix("torch."),
             "--host": "127.0.0.1",
             "--port": str(port),
-            "--context-length": str(self.max_tokens + 1),  # SGLang accepts only texts that are shorter than this length
+            # one more than max_tokens, because SGLang accepts only texts that are shorter than this length
+            "--context-length": str(self.max_tokens + 1),
             "--max-total-tokens": str(max(_POOL_TOKENS, 2 * self.max_tokens)),
             "--log-level": "error",
         }
@@ -147,9 +148,9 @@ class SGLang:
         self._launch = launch
         self._lock = threading.Lock()
         self._width = 0
-        # The process ends with the thread that started it, so this thread must stay alive.
+        # The process ends with the thread that started it, so a thread that stays alive starts it.
         self._thread = ThreadPoolExecutor(1, "sglang")
-        # server in use, in a list so that the finalizer can end it after this object is gone
+        # list of the server in use: the finalizer below can end it after this object is gone
         self._servers: list[_SglangProcess] = []
         self._end = weakref.finalize(self, _end, self._servers, self._thread)
         self._start()
@@ -242,7 +243,7 @@ class _SglangProcess:
             raise SglangNotStarted(str(error)) from error
         self.pid = self._process.pid
         self._is_over = False
-        # the client may be used from several threads; it needs no certificates on loopback
+        # one client for all threads; `verify` is off, because plain HTTP on loopback needs no certificates
         url = f"http://127.0.0.1:{self._port}"
         self._client = httpx.Client(base_url=url, timeout=RUN_S, trust_env=False, verify=False)  # noqa: S501
         try:

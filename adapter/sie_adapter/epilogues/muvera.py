@@ -255,14 +255,14 @@ class _ProjectionCache:
         self._held: OrderedDict[tuple[Muvera, int, torch.device], _Matrices] = OrderedDict()
 
     def get(self, parameters: Muvera, dim: int, device: torch.device) -> _Matrices:
-        # these two parameters do not change the draws
+        # normalize and fill_empty_partitions do not change the random numbers, so they are not part of the key
         key = (msgspec.structs.replace(parameters, normalize=False, fill_empty_partitions=False), dim, device)
         with self._lock:
             held = self._held.get(key)
             if held is not None:
                 self._held.move_to_end(key)
                 return held
-        # outside of the lock: two threads may draw the same matrices, but no other thread waits for the draw
+        # computed without the lock: two threads may draw the same matrices, but no other thread waits
         drawn = _draw(parameters, dim, device)
         with self._lock:
             self._held[key] = drawn

@@ -21,7 +21,8 @@ from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.wire.ipc import Rows
 
 _PAGE_PROMPT = "<bos>Describe the image.\n"  # prompt after the image. Source: transformers, ColPaliProcessor
-_PATCHES_PER_TOKEN = 4  # number of patches of the tower that take about as long as one token of the language model
+# divisor: the image encoder takes about as long for 4 patches as the language model for one token
+_PATCHES_PER_TOKEN = 4
 
 
 class ColPali:

@@ -44,8 +44,8 @@ from sie_contracts.wire.ipc import Rows, Side
 from sie_store.folder_files import read_json
 
 _METASPACE = "▁"  # character that sentencepiece writes instead of a space
-# id of the end token in old configurations: for these, the state at the largest id is read instead (transformers,
-# CLIPTextModel)
+# end id in old configurations, which is wrong: for these, transformers' CLIPTextModel reads the state at the largest id
+# instead
 _ARGMAX_EOS = 2
 
 

@@ -13,8 +13,8 @@ from sie_adapter.heads import Row
 from sie_contracts.wire.ipc import Group, RunBatch
 
 _OUTSIDE = "O"
-# prefix of a tag -> True if its token begins an entity, whatever the tag before it is.
-# The prefixes are from BIO, BIOES and BILOU
+# prefix of a tag -> whether its token begins an entity even if the tag before it has the same label. The prefixes are
+# from BIO, BIOES and BILOU.
 _BEGINS = {"B-": True, "S-": True, "U-": True, "I-": False, "E-": False, "L-": False}
 
 

@@ -375,7 +375,7 @@ def describe_backbone(raw: dict[str, Any], name: str, part: str, folder: Path, e
     """
     backbone = folder / raw[name]
     if not backbone.is_dir():
-        # search the hub cache that contains the model itself, if the model is in one
+        # if the model is in a hub cache, its backbones are searched in the same cache
         cache = folder.parents[2] if folder.parent.name == "snapshots" else None
         try:
             backbone = Path(snapshot_download(raw[name], cache_dir=cache, local_files_only=True))

@@ -106,7 +106,8 @@ class GliclassModel(Extractor[GliclassTexts]):
             self._model, self._tokenizer, max_length=self.max_tokens, device=compute.device, progress_bar=False
         )
         self._describe(self._model, encoder, bare_tokenizer(self._tokenizer))
-        # a fast tokenizer raises if a second thread calls it while its padding or truncation is being set
+        # one thread at a time: a fast tokenizer raises if a second thread calls it while its padding or truncation is
+        # being set
         self._tokenizing = threading.Lock()
 
     def _make(self, texts: Sequence[str], options: ExtractOptions) -> GliclassTexts:

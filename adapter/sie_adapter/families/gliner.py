@@ -94,7 +94,7 @@ class _GlinerRequest:
     flat: bool
     multi_label: bool
     merge: bool
-    label_vectors: Tensor | None  # [labels, width] for a bi-encoder, else None
+    label_vectors: Tensor | None  # vectors of the labels, [labels, width], for a bi-encoder, else None
 
 
 class GlinerModel(Extractor[GlinerTexts]):
@@ -135,7 +135,8 @@ class GlinerModel(Extractor[GlinerTexts]):
             return_tokens=True,
             return_id_to_classes=True,
             prepare_labels=False,
-            # the collated labels of a bi-encoder: unused here, but the processor of a token-level model counts them
+            # the collator must prepare labels for a token-level bi-encoder, although they are not read: the processor
+            # counts them
             prepare_entities=self._is_token_level,
         )
         layers = self._gliner.model.token_rep_layer
@@ -145,7 +146,8 @@ class GlinerModel(Extractor[GlinerTexts]):
         self.max_tokens = bound_length(
             self._processor.transformer_tokenizer, encoder, TOKENS_PER_WORD * self._max_words
         )
-        # a fast tokenizer raises if a second thread calls it while its padding or truncation is being set
+        # one thread at a time: a fast tokenizer raises if a second thread calls it while its padding or truncation is
+        # being set
         self._tokenizing = threading.Lock()
         self._label_vectors: _LabelVectors | None = None
         if hasattr(layers, "labels_encoder"):
@@ -346,7 +348,7 @@ class _LabelVectors:
         vectors: Tensor = self._layers.encode_labels(
             tokens["input_ids"].to(self._device), tokens["attention_mask"].to(self._device)
         )
-        # each vector is cached separately: without the copy it would keep the memory of the whole batch in use
+        # clone, because a cached view of one vector would keep the memory of all vectors of its batch
         return [vector.clone() for vector in vectors]
 
 

@@ -60,7 +60,7 @@ from sie_store.folder_files import read_json
 _TOKENS_PER_PASS = {"cpu": 2048}
 _TOKENS_PER_PASS_ELSEWHERE = 16384
 _CHARACTERS_PER_TOKEN = 16  # a word is cut to this number of characters per token of a pass
-_CANDIDATES = 16384  # largest number of spans of a window that are kept, best first
+_CANDIDATES = 16384  # limit for the candidate entities of a window; the best are kept
 _ENDS = (".", "!", "?")  # if a text ends with none of these characters, the package adds a full stop
 _COUNTING = ("count_lstm", "count_lstm_moe", "count_lstm_v2")
 _TASK = "category"  # name of the classification task, if neither the request nor the entry has a name
@@ -254,8 +254,8 @@ class Gliner2Model(Extractor[Gliner2Texts]):
         """Split a text into words in the same way as the package, in lower case."""
         longest = _CHARACTERS_PER_TOKEN * self.max_tokens
         split = list(self._processor.word_splitter(self._processor._normalize_text(text), lower=True))
-        # after a URL at the end of a text, the splitter counts the added full stop as part of the URL; otherwise it is
-        # a separate word
+        # words that begin in the text: after a URL at the end of a text, the splitter counts the added full stop as
+        # part of the URL; otherwise it is a separate word
         inside = [(word, start, min(end, len(text))) for word, start, end in split if start < len(text)]
         ids, sizes, words = words_with_tokens(self._counter, inside, longest)
         return _Gliner2Words(
@@ -393,13 +393,13 @@ def _built(folder: Path, entry: ModelEntry, load: LoadOptions, weights: dict[str
         {**encoder, "vocab_size": len(tokenizer)}
     )
     config = ExtractorConfig.from_dict(raw)
-    # set explicitly, because the package would fall back to eager
+    # sdpa is set explicitly, because the package would fall back to eager
     config.attn_implementation = "eager" if eager else "sdpa"
     with construction():
         model = SpanExtractor(config, encoder_config=described, tokenizer=tokenizer, use_flashdeberta=False)
     table = model.encoder.get_input_embeddings()
     [name] = [name for name, parameter in model.named_parameters() if parameter is table.weight]
-    # additional rows of the table belong to no token; the tokenizer check reports a table with too few rows
+    # a table with more rows than tokens is accepted here; the check of the tokenizer reports a table with too few rows
     if name in weights and len(weights[name]) != len(table.weight):
         rows = nn.Embedding(len(weights[name]), table.embedding_dim, padding_idx=table.padding_idx)
         model.encoder.set_input_embeddings(rows)

@@ -92,14 +92,15 @@ class GlirelModel(Extractor[GlirelTexts]):
         fill(self._model, read_weights(folder, entry), entry)
         self._model.eval().requires_grad_(False)
         self._model.float().to(compute.device)
-        self.precision = "float32"  # the package's LSTM and masks are float32
+        self.precision = "float32"  # always float32, because the package's LSTM and masks are float32
         backbone = self._model.token_rep_layer.bert_layer
         self._describe(self._model, backbone.model, bare_tokenizer(backbone.tokenizer))
         self._reserved = {*self._counter.get_added_tokens_decoder()} - {backbone.tokenizer.unk_token_id}
         self._around = len(self._counter.encode("").ids)
         self.max_tokens = entry.max_tokens
         self._max_words: int = self._model.base_config.max_len
-        self._running = threading.Lock()  # the pass of the model calls its tokenizer, which is not thread-safe
+        # one pass at a time, because the model's pass calls its tokenizer, which is not thread-safe
+        self._running = threading.Lock()
 
     def _make(self, texts: Sequence[str], options: ExtractOptions) -> GlirelTexts:
         labels = list(dict.fromkeys(options.labels))

@@ -37,7 +37,9 @@ _BEFORE_PAGE, _AFTER_PAGE = (
 )
 _PROJECTION = "custom_text_proj"
 LANGUAGE_HEAD = "lm_head.weight"  # name of the output layer's weight, of which only a few rows are read from the file
-_BLOCK_TOKENS = 1  # cost of a block, in tokens: its four patches take about as long as one token of the language model
+# cost of a block of an image, in tokens: the image encoder takes about as long for its four patches as the language
+# model for one token
+_BLOCK_TOKENS = 1
 
 
 class QwenVL:

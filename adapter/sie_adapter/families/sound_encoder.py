@@ -36,7 +36,7 @@ from sie_contracts.wire.ipc import Rows
 from sie_store.folder_files import read_json
 
 MODEL_TYPE = "clap"
-# settings that the text tower of CLAP shares with RoBERTa
+# names of settings that the text encoder of CLAP shares with RoBERTa
 _OF_ROBERTA = (
     "vocab_size",
     "hidden_size",

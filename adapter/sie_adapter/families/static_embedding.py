@@ -29,8 +29,8 @@ from sie_contracts.wire.ipc import Rows
 from sie_contracts.wire.messages import RunOptions
 from sie_store.folder_files import read_json
 
-MAX_TOKENS = 1 << 20  # largest number of tokens of a text, if the model has no limit
-_CUT = 512  # number of tokens that model2vec reads if config.json has no max_length
+MAX_TOKENS = 1 << 20  # limit for the tokens of a text if the model has none
+_CUT = 512  # limit for the tokens of a text in model2vec if config.json has no max_length
 _FILE = "tokenizer.json"
 
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from sie_adapter.engine.device import to_device
 from sie_adapter.packed.packing import Int64, PackedBatch
 
-# Output of one sequence: a vector [width], rows [tokens, width], sparse (ids int32, weights float32), or logits.
-# The tensors are float32 on the device.
+# Result of a head for one sequence: a vector [width], vectors of tokens [tokens, width], a sparse vector (ids int32,
+# weights float32), or logits. The tensors are float32 on the device.
 Row = Any
 
 

@@ -38,14 +38,14 @@ class TransformersHead:
         """
         self.backbone: PreTrainedModel = model.base_model
         pooler = getattr(self.backbone, "pooler", None)
-        if pooler is not None:  # the pooler is part of the head: it has the head's precision and runs once
+        if pooler is not None:  # the pooler moves to the head, so that it has the head's precision and runs once
             self.backbone.pooler = None
         setattr(model, model.base_model_prefix, _BackbonePlaceholder(pooler))
         self.is_decoder = isinstance(model, GenericForSequenceClassification)
         self.pad: int | None = model.config.pad_token_id
         if (
             self.is_decoder and self.pad is None
-        ):  # without a pad id the model cannot recognise padding, so it refuses a batch of several sequences
+        ):  # a pad id is set, because without one the model refuses a batch of several sequences
             model.config.pad_token_id = 0
         self._model = model.float() if in_float32 else model
         self._in_float32 = in_float32

@@ -48,7 +48,7 @@ _LANGUAGE_HEADS = frozenset(
 _PRETRAINED = ("ForMaskedLM", "ForCausalLM", "ForPreTraining")
 
 
-# model types with encoder and decoder -> the class of the encoder alone
+# model type with encoder and decoder -> class that has only its encoder
 ENCODERS: Mapping[str, str] = {"mt5": "MT5EncoderModel", "t5": "T5EncoderModel", "umt5": "UMT5EncoderModel"}
 
 

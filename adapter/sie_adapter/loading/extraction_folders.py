@@ -11,8 +11,8 @@ from sie_store.folder_files import read_json
 # tokens; a larger limit in a file means no limit: transformers writes 10^30 if a tokenizer has none
 UNLIMITED = 1 << 24
 _GLINER_WORDS = 384
-# tokens per word that are assumed for the longest window if the encoder has no limit.
-# The package has no limit either, and counts a Chinese clause as one word.
+# estimated tokens per word, for the longest window of words if the encoder has no limit. The package has no limit
+# either, and counts a Chinese clause as one word.
 TOKENS_PER_WORD = 8
 _WINDOW = 512  # limit for the tokens of a window if the model's files have none
 

@@ -39,14 +39,14 @@ from sie_store.folder_files import line_of, read_json, read_value, reading
 from sie_store.weights.manifest import MANIFEST
 from sie_store.weights.selection import FILES, PICKLED
 
-# patterns of the files that a load downloads, without the model card
+# patterns of the files that influence results: all files that a load downloads, except the model card
 _DECIDING = tuple(pattern for pattern in FILES if pattern != "README.md")
 _PARTS = ("text_config", "vlm_config")  # sections of config.json that may have their own dtype
 # prefixes of the model_type of models whose states overflow in float16. Source: the model card of EmbeddingGemma; the
 # language model of ColPali is a Gemma; T5 was trained in bfloat16.
 _OVERFLOWING = ("gemma", "colpali", *ENCODERS)
 _INSTRUCTION = re.compile(r"(Instruct: )([^{}]+)(\nQuery: ?)")
-# fields in configurations of models with encoder and decoder, such as T5
+# fields of config.json that only models with encoder and decoder have, such as T5
 _DECODER_LAYERS = ("num_decoder_layers", "decoder_layers")
 _ENTAILS, _OPPOSES = ("entail",), ("contra", "not_entail")
 

@@ -23,7 +23,7 @@ from sie_contracts.models.entries import HeadOptions
 from sie_contracts.models.load_errors import load_failed
 from sie_store.folder_files import read_json
 
-_EXPANDED = 32  # tokens of an expanded query if no file has the number
+_EXPANDED = 32  # tokens to which queries are padded if no file has the number
 _PUNCTUATION = tuple(string.punctuation)
 _PYLATE = (
     "query_prefix",

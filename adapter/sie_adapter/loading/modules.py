@@ -25,7 +25,7 @@ from sie_contracts.models.load_errors import load_failed
 from sie_store.entry_faults import MODEL_FILE, POOLING_NAMES, pooling_name
 from sie_store.folder_files import TRANSFORMER_FILES, read_json, read_value, reading
 
-# settings by module: the listed settings are applied, or do not change the results
+# class name of a module -> settings of its config.json that this adapter applies, or that do not change the results
 FIELDS: Mapping[str, frozenset[str]] = {
     "Transformer": frozenset(
         {
@@ -134,9 +134,9 @@ class Modules:
     normalizes: bool = False
     max_entries: int = 0  # largest number of entries of a sparse vector; 0: no limit
     transformer: TransformerSettings = TransformerSettings()
-    # config.json of each module except the transformer, by kind
+    # class name of a module, except the transformer -> its config.json
     settings: dict[str, dict[str, Any]] = field(default_factory=dict)
-    token_pooling: TokenPooling | None = None  # pooling of the rows of a document for late interaction
+    token_pooling: TokenPooling | None = None  # reduction of a document's token vectors for late interaction
 
     def width(self, hidden: int) -> int:
         """Return the width of a vector of a model with hidden states of `hidden` numbers."""
@@ -475,7 +475,7 @@ def _check_splade(config: Mapping[str, Any]) -> None:
 
 
 def _dense(folder: Path, config: Mapping[str, Any]) -> Projection:
-    # the default of sentence-transformers' Dense
+    # Tanh is the default of sentence-transformers' Dense
     activation = config.get("activation_function", "torch.nn.modules.activation.Tanh")
     name = activation.rpartition(".")[2]
     if not activation.startswith("torch.") or name not in _ACTIVATIONS:

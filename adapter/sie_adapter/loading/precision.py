@@ -18,7 +18,7 @@ import torch
 
 from sie_contracts.models.entries import Precision
 
-# dtype of a pass; models with weights in 8 bits compute in 16 bit
+# precision in an entry -> dtype of a forward pass; models with weights in 8 bits compute in 16 bits
 _DTYPES: dict[Precision, torch.dtype] = {
     "float32": torch.float32,
     "float16": torch.float16,

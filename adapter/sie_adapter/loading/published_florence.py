@@ -55,7 +55,7 @@ _VISION_IF_SAID = {"in_chans": "in_channels", "mlp_ratio": "mlp_ratio", "qkv_bia
 _FIXED = {"image_feature_source": ["spatial_avg_pool", "temporal_avg_pool"], "conv_at_attn": True, "conv_at_ffn": True}
 _POSITIONS = {"image_pos_embed": "learned_abs_2d", "visual_temporal_embedding": "COSINE"}
 _FIXED_TEXT = {"normalize_before": False, "add_final_layer_norm": False}
-# (prefix in the authors' format, prefix in transformers)
+# prefix of tensor names in the authors' format, and in transformers
 _PARTS = (
     ("vision_tower.", "model.vision_tower."),
     ("image_pos_embed.", "model.multi_modal_projector.image_position_embed."),
@@ -74,7 +74,7 @@ _LAYERS = (
 )
 _TURNED = "image_projection"
 _BIAS = "language_model.final_logits_bias"
-# names of the one table of embeddings, which the files contain once or several times
+# names under which the files contain the same table of embeddings, once or several times
 _TABLES = (
     "model.language_model.shared.weight",
     "model.language_model.encoder.embed_tokens.weight",

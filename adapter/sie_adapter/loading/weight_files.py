@@ -20,7 +20,7 @@ from torch import Tensor
 from sie_contracts.models.load_errors import load_failed
 from sie_store.folder_files import read_json
 
-_OTHER_FORMATS = ("onnx", "openvino")  # folders in published models whose formats are not read by any family
+_OTHER_FORMATS = ("onnx", "openvino")  # folders of published models with files in formats that no family reads
 _PICKLES = ("pytorch_model.bin", "sparse_linear.pt", "colbert_linear.pt")
 _QUANTISED = (torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2)
 # number of dimensions of a matrix; only matrices can be quantised weights, since attention masks are uint8 too and have

@@ -228,7 +228,8 @@ class DeviceLimits:
 SLOTS = 64  # number of passes that can be recorded at the same time; there are fewer device threads
 # if a process ended without a known reason during a pass of fewer tokens, lack of memory is not assumed
 DOUBTED_TOKENS = 1024
-# tokens of the pass, 0 if the slot is free; tokens of the largest earlier pass that fitted; bytes of the key
+# head of a slot: tokens of the pass, 0 if the slot is free; tokens of the largest earlier pass that fitted; bytes of
+# the key
 _HEAD = struct.Struct("<III")
 _SLOT_BYTES = 512
 _FREE = bytes(_HEAD.size)

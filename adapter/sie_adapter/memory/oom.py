@@ -29,8 +29,8 @@ Remedy = Literal[
     "evictions_triggered",
     "batch_splits",
 ]
-# remedies that freed memory after a failed allocation; the end of a load is not counted, because no model or output was
-# dropped
+# ways in which memory was freed after a failed allocation. `load_ended` is not counted, because no model and no output
+# was dropped.
 Relief = Literal["cache_clears", "evictions_triggered", "load_ended"]
 
 

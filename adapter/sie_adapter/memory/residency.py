@@ -376,7 +376,7 @@ class ResidentModels:
     def _evict_above_threshold(self, more_bytes: int, permission: Permission) -> None:
         if not self._memory.is_short(more_bytes):
             return
-        # first free memory for which no other model must be unloaded: cached outputs, free memory of the allocator, and
+        # before a model is evicted, free other memory: cached outputs, free memory of the allocator, and the memory of
         # a model that was released while a batch ran on it
         self._memory.shed()
         self._collect()

@@ -90,8 +90,9 @@ class MaskRequest:
 class Trial:
     """Results of a trial pass: the number of attention calls, and the windows that they had."""
 
-    calls: int = 0  # calls of the attention function
-    edges: set[int] = field(default_factory=set)  # values of `sie_edge` that the layers with a window need
+    calls: int = 0  # number of calls of the attention function
+    # values of `sie_edge` (see `packed_attention`) that the layers with a window need
+    edges: set[int] = field(default_factory=set)
 
     def called(self) -> None:
         self.calls += 1

@@ -35,7 +35,7 @@ from sie_contracts.models.load_errors import load_failed
 
 _logger = logging.getLogger("sie.adapter")
 
-# tokens of each sequence of a trial; the longest exceeds the local window of ModernBERT
+# lengths of the sequences of a trial, in tokens; the longest exceeds the local window of ModernBERT
 _TRIAL_LENGTHS = (3, 17, 40, 40, 140)
 _LORA_LENGTHS = (8, 24)
 # smallest allowed cosine between a token's packed and padded states; for 16 bits, see _TRIAL_COSINE_16

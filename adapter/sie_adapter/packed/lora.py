@@ -28,7 +28,8 @@ from sie_contracts.errors import LoraLoading
 from sie_contracts.models.load_errors import lora_rejected
 from sie_store.folder_files import read_json
 
-Pairs = Mapping[str, tuple[Tensor, Tensor]]  # path of a layer -> A [r, in], scaled B [out, r]
+# path of a layer -> its matrices: A [r, in], and B [out, r] multiplied by alpha / r
+Pairs = Mapping[str, tuple[Tensor, Tensor]]
 _PREFIX = "base_model.model."
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # fields of adapter_config.json that are supported, or that only describe the training.
@@ -58,9 +59,9 @@ _UNDERSTOOD = frozenset(
         "ensure_weight_tying",
     }
 )
-# initialisations of A and B that do not change the weights of the base model
+# values of init_lora_weights that do not change the weights of the base model
 _INITIALISATIONS = (True, False, None, "gaussian", "eva", "orthogonal")
-_ALPHA = 8  # alpha of a PEFT configuration that does not set it
+_ALPHA = 8  # alpha if a PEFT configuration does not set it
 
 
 class _Active(threading.local):
@@ -104,7 +105,8 @@ class ModelLoras:
     def __init__(self, adapted: Callable[[], nn.Module], compute: Compute, run: Callable[[], Tensor]) -> None:
         self._adapted, self._compute, self._run = adapted, compute, run
         self._lock = threading.Lock()
-        self._kept: OrderedDict[str, tuple[Pairs, str]] = OrderedDict()  # name -> matrices, digest of the LoRA's files
+        # name of a LoRA -> its matrices, and the digest of its files
+        self._kept: OrderedDict[str, tuple[Pairs, str]] = OrderedDict()
         self.leases: dict[str, Any] = {}  # locks on the files of loaded LoRAs, so that the files stay on the disk
 
     def load(self, name: str, folder: Path, most: int) -> str:

@@ -185,7 +185,8 @@ class CudaRecorder:
 
     def _capture(self, run: Callable[[], Tensor], pool: Any) -> CapturedPass:
         graph = torch.cuda.CUDAGraph()
-        # other threads may allocate memory during the capture, for example a thread that generates text
+        # thread_local, because other threads may allocate memory during the capture, for example a thread that
+        # generates text
         graph.capture_begin(pool, capture_error_mode="thread_local")
         try:
             output = run()
@@ -227,7 +228,7 @@ class _ReadyPass(NamedTuple):
 
 
 Eager = Callable[[PackedBatch], Tensor]
-RunStatic = Callable[[Tensor, Tensor, Int64], Tensor]  # tokens, bounds, layout -> states
+RunStatic = Callable[[Tensor, Tensor, Int64], Tensor]  # pass to capture: (tokens, bounds, layout) -> states
 
 _all: weakref.WeakSet[PassGraphs] = weakref.WeakSet()
 _all_lock = threading.Lock()
@@ -304,7 +305,8 @@ class PassGraphs:
             captured = self._capture(bucket, run)
             if captured is None:
                 return
-            # the graph was captured with padding only, so a value that does not depend on the inputs is detected here
+            # the graph was captured with padding, and this replay has a batch: a value that the capture stored as a
+            # constant would be wrong here
             cosine = float(F.cosine_similarity(captured.replay(packed).float(), expected.float(), dim=1).min())
         except Exception as error:  # noqa: BLE001  model code, kernels and CUDA may raise anything
             expected.sum().item()  # waits for the device, so that a lost device raises here

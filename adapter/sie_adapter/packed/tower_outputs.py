@@ -32,7 +32,7 @@ SHARE = 64
 # Seconds without caching after memory was short: new cached outputs would be dropped again, after another failed pass.
 PAUSE_S = 60.0
 
-Output = tuple[Tensor, ...]  # outputs of a tower for one image
+Output = tuple[Tensor, ...]  # output of an image encoder for one image
 Read = Callable[[Sequence[Shown]], Sequence[Output]]
 
 
@@ -121,7 +121,8 @@ class OutputsOfTower:
         self.nbytes = 0
         self._shared = shared
         self._lock = lock
-        self._cached: OrderedDict[Hashable, _CachedOutput] = OrderedDict()  # the least recently used output is first
+        # key of an image -> its output; the least recently used is first
+        self._cached: OrderedDict[Hashable, _CachedOutput] = OrderedDict()
         self._reading: dict[Hashable, Future[Output | None]] = {}
 
     def for_images(self, images: Sequence[Shown], read: Read) -> list[Output]:

@@ -125,7 +125,8 @@ class _SlotStates:
         self.lengths: list[int] = []
         self._fits = fits
         self._layers: list[tuple[Tensor, Tensor]] = []
-        self._ends: Tensor | None = None  # length of each row, [rows] on the device, valid for one step
+        # length of each row, [rows], on the device; it is valid for one step, then None
+        self._ends: Tensor | None = None
         self.width = 0
 
     def make_room(self, states: States) -> None:

@@ -150,7 +150,7 @@ def segments(written: Sequence[int], times: int, seek: int, frames: int) -> tupl
     if is_whole:
         return complete, frames
     *earlier, last = complete
-    stamp = written[first]  # time stamp at the begin of the words that were cut
+    stamp = written[first]  # the time stamp at which the words begin that the window cuts
     return [*earlier, last._replace(ids=[*last.ids, stamp])], (written[first - 1] - times) * FRAMES_PER_STEP
 
 

@@ -26,7 +26,7 @@ from sie_store.weights.manifest import FileFact, is_safe
 
 INDEX, SUMS, BILL = "airgap.json", "SHA256SUMS", "sbom.cdx.json"
 VERSION = 1
-# first parts of paths in an archive; the files that `load` itself creates have other paths
+# first parts of the paths that an archive may have; files that `load` itself creates have other paths
 FOLDERS = ("cache", "golden", "licences", BILL, "weights")
 MAX_INDEX_BYTES = 64 << 20
 PIECE_BYTES = 1 << 20
@@ -194,7 +194,7 @@ class ArchiveReader:
                 )
         if self._exactly(2 * _BLOCK) != bytes(2 * _BLOCK):
             raise CommandRefused(f"the archive has data after the last file of its index: {_DAMAGED}")
-        rest = self._stream.read(_RECORD + 1)  # other tar programs pad the last record
+        rest = self._stream.read(_RECORD + 1)  # zero bytes may follow, because other tar programs pad the last record
         if len(rest) > _RECORD or any(rest):
             raise CommandRefused(
                 f"the file has more bytes after the end of the archive, at byte {self._at}: {_DAMAGED}"
@@ -234,7 +234,7 @@ class ArchiveReader:
     def _exactly(self, count: int) -> bytes:
         data = self._stream.read(count)
         while len(data) < count and (more := self._stream.read(count - len(data))):
-            data += more  # a pipe may return fewer bytes than requested
+            data += more  # read again, because a pipe may return fewer bytes than requested
         self._at += len(data)
         if len(data) < count:
             raise CommandRefused(

@@ -40,7 +40,8 @@ from sie_store.weights.manifest import digest as digest_of_file
 from sie_store.weights.selection import LORA_FILES, wanted_by
 from sie_store.weights.sources import WeightSources
 
-_BACKBONE_FILES = ("*.json", "*.model", "*.txt")  # patterns of a configuration and a tokenizer
+# patterns of the files of a backbone: its configuration and its tokenizer
+_BACKBONE_FILES = ("*.json", "*.model", "*.txt")
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,10 @@ class FileGathering:
 
     def __init__(self, sources: WeightSources, models_dir: str | None) -> None:
         self.files: dict[str, Path | bytes] = {}
-        self._known: dict[str, FileFact] = {}  # facts from manifests: the files of these entries are not read twice
-        self._leases: list[Lock] = []  # locks that keep other processes from removing the files to free space
+        # name in the archive -> size and digest from a manifest, so that the file is not read twice
+        self._known: dict[str, FileFact] = {}
+        # locks on the files of models: other processes do not remove these files to free space
+        self._leases: list[Lock] = []
         self._sources = sources
         self._models_dir = models_dir
 
