@@ -105,8 +105,8 @@ class Cluster:
         local_names = {
             name for name in chosen if public_url(configured[name] or "").rstrip("/") in local[name].split(",")
         }
-        # an address that the user named belongs to another cluster, so the other addresses of this `sie serve` are not
-        # used
+        # if an address that the user named is not one of this `sie serve`, the user means another cluster, so no
+        # address of this `sie serve` is used
         is_ours = self.is_named or chosen == local_names
         changes: dict[str, Any] = {}
         for name, part in _PARTS.items():

@@ -28,7 +28,7 @@ from sie_contracts.errors import LoraLoading
 from sie_contracts.models.load_errors import lora_rejected
 from sie_store.folder_files import read_json
 
-# path of a layer -> its matrices: A [r, in], and B [out, r] multiplied by alpha / r
+# path of a layer -> its matrices: A [r, in], and B [out, r], which is already scaled (by alpha / r)
 Pairs = Mapping[str, tuple[Tensor, Tensor]]
 _PREFIX = "base_model.model."
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
