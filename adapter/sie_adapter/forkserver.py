@@ -1,5 +1,5 @@
-"""Parent process that has finished the imports and forks a process that serves for each device. If such a child dies, a
-new child starts within milliseconds, and the other children continue.
+"""Parent process of the adapters. It has done the imports, and forks a process that serves for each device. If such a
+child dies, a new one starts within milliseconds, and the other children continue.
 
     imports ──► fork ──► a child serves ──► it dies ──► fork again
                                 └──► all drained, or one refuses its settings ──► the parent ends with their status

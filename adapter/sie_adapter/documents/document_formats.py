@@ -1,5 +1,5 @@
-"""Format of a document: read from its content, or, for text, named by the client. Only the standard library is
-imported: this module runs in the parser processes, before other code reads the file.
+"""Format of a document. It is read from the content of the document; for a text, the client names it. Only the standard
+library is imported, because this module runs in the parser processes before other code reads the file.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     limits ──► docling ──► Hello ──► ParseJob ──► Parsed or Unusable ──► ... the adapter has ended ──► end
 
-The process holds no secrets: the adapter starts it without its own environment. It ends when the adapter ends, for any
-reason.
+The process has no secrets, because the adapter starts it without the adapter's environment variables. It ends when the
+adapter ends, for any reason.
 """
 
 from __future__ import annotations

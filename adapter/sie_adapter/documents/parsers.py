@@ -1,11 +1,11 @@
-"""Pool of parser processes. They start with the load of their model, and end with it.
+"""Pool of the processes that parse documents for a model. They start when the model is loaded, and end with it.
 
     extract (any thread) ──► a thread of the pool ──► its process ──► Parsed, or the reason why the document is unusable
                                    ├── the process died or took too long: the document fails, a new process starts
                                    └── no client waits any more: the process is killed, a new one starts
 
-Parsers run in separate processes, since they are native code that reads files of clients, and Python cannot stop native
-code at a time limit. A crash fails only one document. Each thread of the pool has its own process.
+Documents are parsed in separate processes, because the parsers are native code that reads files of clients: a crash
+then fails only one document, and a process can be killed at a time limit. Each thread of the pool has its own process.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Device of this process: it is resolved once, logged and reported. The modules `precision` and `attention_backend`
-choose its precision and its attention.
+"""Device of this process, a GPU or the CPU: it is chosen once, logged and reported. The modules `precision` and
+`attention_backend` choose the precision and the attention of its models.
 
 SIE_DEVICE ──► names_of (one for each process) ──► resolve_device ──► torch.device
 """

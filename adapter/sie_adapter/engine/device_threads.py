@@ -1,9 +1,9 @@
-"""Threads that run batches on the device. Each runs one job at a time and sends the answer itself, so no other thread
-is involved.
+"""Threads that run batches on the device. Each runs one batch at a time and sends the reply itself, so that no time is
+lost by waking another thread.
 
     submit(Job) ──► queue ──► thread: started, run, answer
 
-The queue is bounded, since it holds at most one job per connection.
+The queue needs no limit: it has at most one job per connection.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Choice of the engine that computes the hidden states of a model. The choice is made by rules when the model is
-loaded, and never by a measured time: so a model on the same kind of machine always returns the same bits.
+"""Choice of the engine that computes the hidden states of a model. Rules make the choice when the model is loaded.
+Measured times do not influence it, so a model on the same kind of machine always returns the same bits.
 
 family, device, precision, LoRAs, what is installed ──► RULES, in order: the first that names no obstacle ──► Choice
 
@@ -9,9 +9,9 @@ sglang      a server of that package, in a separate process                  dec
                                                                              environment with it is named
 torch       the packed path of `backbone`                                    everything
 
-The measurements behind the rules are in bench/results/engine.md. The rule for sglang has none: an operator chooses
-SGLang by naming its environment. An engine whose states differ from the states of the stock path is not used, even
-if the rules select it (`backbone`).
+The measurements behind the rules are in bench/results/engine.md. The rule for SGLang is based on none: an operator
+chooses SGLang by a setting with the path of its environment. If the states of an engine differ from the states of the
+stock path, the engine is not used, even if the rules select it (`backbone`).
 """
 
 from __future__ import annotations

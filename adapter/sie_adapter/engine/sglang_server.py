@@ -1,4 +1,4 @@
-"""SGLang server for one model: a separate process on loopback that ends with its model.
+"""SGLang server for one model: a separate process that listens on loopback, and that ends when the model is unloaded.
 
     load ──► a process in the environment of SIE_SGLANG_PYTHON ──► ready ──► ids of texts ──► last states, normalised
                                          └──► it ended, or hangs: a new server replaces it, once for each batch

@@ -5,8 +5,8 @@ token rows ──► partition of each token, per repetition ──► sum (quer
 [items, width]
 
 Source: "MUVERA: Multi-Vector Retrieval via Fixed Dimensional Encodings" (Dhulipala et al. 2024), section 2. Partitions
-are numbered by Gray code. Items and repetitions are computed in blocks, each block with one call per step, so memory
-does not grow with a batch.
+are numbered by Gray code. The items of a batch, and their repetitions, are computed in blocks of limited size, so that
+memory does not grow with the batch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""ColPali over PaliGemma, for `vision_language`: images of one size, attention in both directions."""
+"""Model class of ColPali (on PaliGemma) for the module `vision_language`: images of one size, and bidirectional
+attention.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Dual encoders: texts and images become vectors of one space. CLIP (arXiv 2103.00020), SigLIP (arXiv 2303.15343).
+"""Dual encoders, whose vectors of texts and of images are in one space: CLIP (arXiv 2103.00020), SigLIP (arXiv
+2303.15343).
 
     token ids ──► packed text tower ──► the state that the model reads ──┐
                                                                          ├──► projection ──► one vector for each row

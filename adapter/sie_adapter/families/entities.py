@@ -1,4 +1,4 @@
-"""Entities from the logits of a token classifier."""
+"""Conversion of the logits of a token classifier to entities."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Base of the extraction families: options, preparation, windows of words, padded passes, weights from files.
+"""Code that the extraction families share: options, tokenisation before a batch runs, windows over long texts, padded
+passes, and the load of weights.
 
 texts, options ──► groups with equal options ──► make: words, ids, padded passes ──► run, on the device ──► results
                                                └─ off the device thread, in a Preparation ─┘

@@ -1,5 +1,5 @@
-"""Loading of a GLiNER folder as the package's model: offline, only from configurations of the folder, with exactly its
-weights.
+"""Load of a GLiNER folder as the package's model: without a network, only from the configurations in the folder, and
+with exactly its weights.
 
     gliner_config.json (+ config.json and tokenizer of the backbones) ──► package class ──► strict weights ──►
     precision, device

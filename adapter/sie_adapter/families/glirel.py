@@ -1,4 +1,4 @@
-"""GLiREL, by the package `glirel`: relations between the entities in an item.
+"""GLiREL, by the package `glirel`: relations between the entities that a request marks in its text.
 
     text ──► words ──► the words of each entity ──► the package's collator and model ──► scores [pairs, labels] ──► the
     best labels of each pair

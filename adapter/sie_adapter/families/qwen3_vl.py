@@ -1,8 +1,7 @@
-"""Qwen3-VL models for `vision_language`, one kind for embeddings and one for scores. The images are part of the prompt
-of a text.
+"""Model classes of Qwen3-VL for the module `vision_language`: one for embeddings, one for scores. The images are part
+of the prompt of a text.
 
-Both kinds read the state of the last token of a conversation. The last turn of the conversation is the model's empty
-answer.
+Both read the state of the last token of a conversation, which ends with the begin of the model's answer.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Models based on Qwen2.5-VL and Qwen3-VL, for `vision_language`: images of any size, positions on three axes.
+"""Code that models based on Qwen2.5-VL and Qwen3-VL share, for the module `vision_language`: images of any size, and
+positions on three axes.
 
 images ──► patches of all images ──► tower ──► features of each block ──► replace the image tokens
                                                       └──► `axes_of`: positions of images and texts

@@ -1,5 +1,5 @@
-"""Loading of text models: backbone, tokenizer, heads, and the functions that turn rows into answers are built from the
-files of a folder.
+"""Load of text models. From the files of a folder it creates the model without its head (backbone), the tokenizer, the
+heads, and the functions that turn the results of heads into answers.
 
     folder + entry ──► the transformers class that the outputs need ──► Builder ──► Parts
 

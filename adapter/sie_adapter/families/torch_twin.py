@@ -1,5 +1,5 @@
-"""Copy of a model's weights in torch, in addition to the graph that runs the model. It is loaded with the first LoRA,
-since a graph cannot apply a LoRA to a single pass.
+"""Copy of a model's weights in torch, for a model that runs as an OpenVINO graph. It is loaded with the first LoRA,
+because a graph cannot apply a LoRA to a single pass.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Head that chooses the tokens of a passage to keep: a small network over the state of each token.
+"""Head of a pruner: a small network over the state of each token computes which tokens of a passage should be kept.
 
 best.pt ──► two layers, detected by the shapes of its tensors ──► float32 logits [tokens] of each sequence
 """

@@ -1,5 +1,5 @@
-"""Head of late interaction: one vector per token. It selects the tokens whose vectors are scored, then projects them.
-Source: ColBERTv2 (arXiv 2112.01488).
+"""Head of late interaction: it computes one vector per token, for the tokens whose vectors are scored. Source:
+ColBERTv2 (arXiv 2112.01488).
 """
 
 from __future__ import annotations

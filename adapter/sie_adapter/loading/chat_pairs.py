@@ -1,5 +1,5 @@
-"""Conversion of a reranker's chat template to the pieces of an entry's `pair`: the texts around the query and the
-document.
+"""Conversion of a reranker's chat template to the option `pair` of a catalogue entry: the texts before, between and
+after a query and a document.
 
     chat template, rendered with {query} and {document} ──► cut at added tokens ──► text before, middle, text after
 

@@ -1,4 +1,4 @@
-"""Families and limits for model folders of the extraction packages."""
+"""Parts of catalogue entries for model folders of the extraction packages: family, outputs and limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Families, widths and limits for folders of models that read images or sounds."""
+"""Parts of catalogue entries for folders of models that read images or sounds: family, widths and limits."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Catalogue entry built from the files of a model folder. Weights and tokenizer are compared with the entry, but not
-loaded.
+"""Inspection of a model folder: it returns a catalogue entry built from the files. Weights and tokenizer are compared
+with the entry, but not loaded.
 
     files of the folder ──► family ──► outputs, limits, head, prompts ──► Inspection: entry, findings, assumptions
 

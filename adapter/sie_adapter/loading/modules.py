@@ -1,4 +1,4 @@
-"""A folder of sentence-transformers, read by the rules of the library.
+"""Reader of a sentence-transformers folder, by the rules of that library.
 
     modules.json ──► stock classes, in order ──► settings of each file ──► Modules
 

@@ -1,5 +1,5 @@
-"""Conversion of a SigLIP that open_clip wrote to a SiglipModel of transformers: tensors get other names, and some are
-split or joined. open_clip itself is not needed.
+"""Conversion of a SigLIP model in the format of open_clip to a SiglipModel of transformers: tensors get other names,
+and some are split or joined. The package open_clip is not needed.
 
     open_clip_config.json ──► SiglipConfig, and the preparation of images
     open_clip_model.safetensors ──► renamed ──► SiglipModel, with a target for each tensor, and a tensor for each target

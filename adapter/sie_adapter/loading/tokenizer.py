@@ -1,4 +1,4 @@
-"""Tokenizer of a model: it is read from the model's folder, and compared with the needs of weights and heads.
+"""Load of a model's tokenizer from its folder, and checks that it fits the model's weights and heads.
 
     folder ──► check that files exist ──► transformers' tokenizer ──► bare tokenizer ──► fitted to the table of
     embeddings ──► fault: reason why it cannot be right

@@ -1,4 +1,5 @@
-"""Recovery from a lack of device memory, and its counters. The sidecar exports them, since this process has no port.
+"""Steps that are taken when device memory runs out, and counters of them. The sidecar exports the counters, because
+this process has no port for metrics.
 
 work ──► out of memory ──► clear the cache ──► evict models ──► halve the batch ──► refuse items that do not fit alone
 """
