@@ -562,7 +562,7 @@ class BatchRun:
             self._padding += packed.padding
             if len(hidden) != len(packed.ids):
                 raise InternalFailure(
-                    f"the family gave {len(hidden)} states for {len(packed.ids)} tokens", reason="wrong_length"
+                    f"the model returned {len(hidden)} states for {len(packed.ids)} tokens", reason="wrong_length"
                 )
             states = States(hidden, packed, self._queries[packed.order], self._message.pooling)
             doubtful = self._reduce(states)
@@ -671,7 +671,7 @@ class BatchRun:
             ] * len(units)
         for got, expected in counts:
             if got != expected:
-                raise InternalFailure(f"the family gave {got} answers for {expected} inputs", reason="wrong_length")
+                raise InternalFailure(f"the model returned {got} answers for {expected} inputs", reason="wrong_length")
         return [result if result is not None else oom.exhausted() for result in results]
 
 

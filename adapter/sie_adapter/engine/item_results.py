@@ -97,7 +97,7 @@ def batch_reply(
 
 def not_finite() -> InferenceFailed:
     """Return the error for a vector or score that is zero, NaN or infinite. Such values must not reach the client."""
-    return InferenceFailed("the model gave a vector that is not finite, or zero", reason="non_finite")
+    return InferenceFailed("the model returned a vector that is zero, NaN or infinite", reason="non_finite")
 
 
 def vectors(options: RunOptions, rows: Rows) -> ItemResults:
@@ -174,7 +174,9 @@ def _overflows(values: NDArray[Any]) -> bool:
 
 
 def _too_large() -> InvalidInput:
-    return InvalidInput("a value does not fit float16: ask for float32, or normalise", reason="unsupported_dtype")
+    return InvalidInput(
+        "a number of a vector is too large for float16: request float32, or set normalize", reason="unsupported_dtype"
+    )
 
 
 def _add_multivectors(name: str, options: RunOptions, rows: Sequence[Row], results: ItemResults) -> None:

@@ -208,7 +208,7 @@ def _scored(score: float) -> ItemResult | SIEError:
     return (
         ItemResult(score=score)
         if np.isfinite(score)
-        else InferenceFailed("the model gave a score that is not finite", reason="non_finite")
+        else InferenceFailed("the model returned a score that is NaN or infinite", reason="non_finite")
     )
 
 
@@ -226,7 +226,7 @@ def _encoded(results: list[Any], options: RunOptions) -> ItemResults:
                 else [item_results.not_finite()]
             )
         except KeyError as error:
-            encoded.append(InvalidInput(f"the model gave no output {error}", reason="unsupported_output"))
+            encoded.append(InvalidInput(f"the model did not return the output {error}", reason="unsupported_output"))
         except SIEError as error:
             encoded.append(error)
     return encoded

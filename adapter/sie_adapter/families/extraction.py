@@ -338,7 +338,7 @@ def classified(logits: Tensor, labels: list[str], options: ExtractOptions) -> Re
 
 def scores_not_finite() -> InferenceFailed:
     """Return the error of a text whose scores are not finite."""
-    return InferenceFailed("the model's scores are not finite", reason="non_finite")
+    return InferenceFailed("the model returned scores that are NaN or infinite", reason="non_finite")
 
 
 def absolute_positions(encoder: Any) -> int:

@@ -157,7 +157,7 @@ class GliclassModel(Extractor[GliclassTexts]):
             raise labels_refused("expected at least one")
         limit = self._pipeline._resolve_max_num_classes(labels, True) or self._model.config.max_num_classes
         if len(labels) > limit:
-            raise labels_refused(f"got {len(labels)}, the model takes {limit}")
+            raise labels_refused(f"got {len(labels)}, expected at most {limit}")
         if any(self._reserved(label) for label in labels):
             raise labels_refused("one of them holds a token that the model reserves")
         for name, text in (("instruction", around.instruction), *(("examples", text) for text in around.texts())):

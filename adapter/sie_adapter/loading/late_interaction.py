@@ -166,7 +166,8 @@ def _native(transformer: Mapping[str, Any], mask: dict[str, Any] | None) -> dict
             "document",
         ):
             raise load_failed(
-                "INCOMPATIBLE", "the MultiVectorMask of the model masks more than the skipped words of documents"
+                "INCOMPATIBLE",
+                "the MultiVectorMask of the model masks more than the skipped words of documents: not supported",
             )
         settings["skipped"] = tuple(mask.get("skiplist_words") or ())
     return settings

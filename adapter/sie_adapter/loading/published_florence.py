@@ -102,7 +102,7 @@ def load_published(folder: Path, entry: ModelEntry, compute: Compute) -> PreTrai
     weights = _renamed(stored)
     tables = [weights[name] for name in _TABLES if name in weights]
     if any(not torch.equal(tables[0], table) for table in tables[1:]):
-        raise load_failed("INCOMPATIBLE", f"{entry.id}: its tables of embeddings differ, and the class has one")
+        raise load_failed("INCOMPATIBLE", f"{entry.id}: its tables of embeddings differ, but the class has only one")
     return placed(_filled(folder, entry, weights), compute)
 
 

@@ -154,4 +154,4 @@ def best(scores: Tensor) -> list[int]:
 
 def not_finite() -> InferenceFailed:
     """Return the error of a row for which `best` returns -1."""
-    return InferenceFailed("the model's scores are not finite", reason="non_finite")
+    return InferenceFailed("the model returned scores that are NaN or infinite", reason="non_finite")
