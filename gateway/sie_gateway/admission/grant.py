@@ -21,7 +21,7 @@ from sie_runtime.keys import NO_LIMITS, KeyLimits
 
 MINUTE_S = 60.0
 WORKERS_NAME = "config-read"  # name in metrics of the token that workers use to read the configuration
-# number of buckets that are kept; above it, full buckets are dropped, because a new bucket is full as well
+# largest number of buckets; above it, full buckets are dropped, because a new bucket is full as well
 _MAX_IDLE = 4096
 
 
@@ -65,13 +65,13 @@ class Quotas:
         self._levels: dict[str, _TokenLevel] = {}
 
     def charge(self, key: str, limits: KeyLimits) -> Charge | None:
-        """Open the charge of one call of this key; return None if the key has no quota."""
+        """Return the account of one call of this key's quota; None if the key has no quota."""
         return Charge(self, key, limits.tokens_per_minute) if limits.tokens_per_minute else None
 
     def spend(self, key: str, per_minute: int, cost: int) -> None:
         """Subtract `cost` tokens from the bucket of `key`, or raise.
 
-        A cost above this gateway's part of the quota is accepted when the bucket is full, and the key owes the excess.
+        A cost above this gateway's 1/n of the quota is accepted when the bucket is full, and the key owes the excess.
         Without this rule, a request within the quota of the installation could never run. Raises RateLimited with the
         time until the next try, and PayloadTooLarge if the cost is above the quota of one minute.
         """

@@ -4,11 +4,11 @@ results; this module does no I/O.
     request ──► Ticket (its chunks) ──► KeyWindow of (lane, priority, model) ──grant──► into the queue ──give_back──►
     the next chunk
 
-The work in the queue has two bounds. A key has at most its window in a lane and priority (`Shares`). All keys together
-have at most the work that the workers with the model accept (`bound`). The queue is first in, first out, so the next
-request of another key waits for everything in it, and the window of one key alone is several times the work at the
-adapters. Work above the bounds waits in the gateway, where keys alternate by cost: deficit round robin (Shreedhar and
-Varghese, 1996).
+The work in the queue has two bounds. A key may have at most its window, a number of tokens, in the queue of a lane and
+priority (`Shares`). All keys together have at most the work that the workers with the model accept (`bound`). The queue
+is first in, first out, so the next request of another key waits for everything in it. That is why the second bound is
+needed: the window of one key alone is several times the work at the adapters. Work above the bounds waits in the
+gateway, where keys alternate by cost: deficit round robin (Shreedhar and Varghese, 1996).
 
 Within a key, the first chunks of its requests alternate with the further chunks of its oldest request. So a small
 request never waits until a large one has ended, and large requests are finished one after the other.
@@ -22,7 +22,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 REMEMBERED_S = 600.0  # seconds: a lane and priority is contested if two keys had requests within this time
-# seconds of work in the queue for devices that run batches faster than messages travel
+# least work in the queue in seconds, with one key and with several: a fast device ends a batch before the next message
+# comes
 ALONE_S, CONTESTED_S = 0.03, 0.01
 
 
@@ -68,8 +69,8 @@ def bound(
 
     A fast device may run two batches before a result has arrived here and the next message has arrived there. So the
     bound is at least some hundredths of a second of work. If there is no host, the bound is `cold_tokens`: work for a
-    model that is not loaded must not fill the window of its key. If a host does not report its credit, there is no
-    bound.
+    model that is not loaded must not fill the window of its key. If a host does not report how many tokens it accepts,
+    there is no bound.
     """
     hosts = list(hosts)
     if not hosts:
@@ -101,8 +102,8 @@ class Shares:
         self._seen_s[key] = now_s
 
     def contested(self, now_s: float) -> bool:
-        """Return True if more than one key had requests lately. Keys without recent requests and without work in the
-        queue are dropped.
+        """Return True if more than one key had requests within REMEMBERED_S seconds. Keys without recent requests and
+        without work in the queue are dropped.
         """
         if len(self._seen_s) > 1:
             recent_s = now_s - REMEMBERED_S
@@ -179,16 +180,21 @@ class _KeyFlow:
 
 
 class KeyWindow:
-    """Work of one model at one priority of a lane. `shares` are the shares of this lane and priority."""
+    """Work of one model at one priority of a lane. `shares` counts the work of each key in this lane and priority, for
+    all models.
+    """
 
     def __init__(self, shares: Shares, quantum: int) -> None:
-        """`quantum` is the cost of one turn, about the cost of a chunk."""
+        """`quantum` is the cost that a key may put into the queue before the next key follows, about the cost of a
+        chunk.
+        """
         self.shares = shares
         self.cost = 0  # cost of the work in the queue
         self.tokens = 0
         self.items = 0
         self._quantum = quantum
-        self._passed = 0  # cost of chunks that overtook the first key of the ring while it waits for room
+        # cost of the chunks of other keys that have overtaken the key whose turn it is, while its chunk waits for room
+        self._passed = 0
         self._flows: dict[str, _KeyFlow] = {}
         self._ring: deque[_KeyFlow] = deque()
 

@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("sie.store")
 
-MAX_PARTS = 9_000  # number of parts of one object; stores allow 10,000
+MAX_PARTS = 9_000  # largest number of parts of one object; stores allow 10,000
 MIN_PART_BYTES = 8 << 20  # stores refuse parts below 5 MiB
-STALL_S = 180.0  # seconds: time limit for one part
-ROUNDS = 20  # rounds of check, write and check again
+STALL_S = 180.0  # time limit in seconds for the store to accept one part
+ROUNDS = 20  # a push is repeated at most this many times if other writers change the bucket meanwhile
 DIGEST = "sha256"  # name of the object attribute that contains the digest computed by the writer
 
 
@@ -85,12 +85,14 @@ class Push:
                     )
             except WrittenMeanwhile as error:
                 _logger.info("%s: %s", self._what, error)
-            await asyncio.sleep(random.uniform(0, self._bucket.limits.pause_s))  # noqa: S311  # pushers must not retry at once
-        raise StoreError("other writers keep removing or replacing it")
+            await asyncio.sleep(random.uniform(0, self._bucket.limits.pause_s))  # noqa: S311  # not all pushers at once
+        raise StoreError(
+            "other writers removed or replaced files of this snapshot in the bucket again and again: push it later"
+        )
 
     async def _there(self, *, force: bool) -> tuple[Manifest | None, PutMode]:
-        """Read the manifest in the bucket and compare it with the files of this push. Returns the manifest or None, and
-        the mode of a write that replaces it. Raises PushRefused.
+        """Read the manifest in the bucket and compare it with the files of this push. Return it, or None if it is
+        missing or will be replaced, and the write mode that replaces only this version of it. Raises PushRefused.
         """
         try:
             there, version = await self._bucket.manifest(self._manifest.repository, self._manifest.revision)
@@ -114,8 +116,8 @@ class Push:
         return None if changed else there, version
 
     async def _lacking(self, there: Manifest | None, *, everything: bool) -> list[str]:
-        """Return the files that must be written: files whose size in the bucket differs, and files without a proof that
-        they are correct.
+        """Return the names of the files to write: files that are missing in the bucket or have another size there, and
+        files for which neither the bucket's manifest nor the digest at the object proves the content.
         """
         if everything:
             return list(self._manifest.files)
@@ -128,7 +130,9 @@ class Push:
         return lacking
 
     async def _is_ours(self, name: str, fact: FileFact) -> bool:
-        """Return whether an unfinished push wrote these bytes."""
+        """Return whether the object in the bucket has the file's digest as an attribute: then an unfinished push wrote
+        it.
+        """
         import obstore
 
         try:
@@ -165,8 +169,8 @@ class Push:
             await self._bucket.limits.repeated(functools.partial(self._stream, name, path, fact.bytes, attributes))
 
     async def _put(self, name: str, data: bytes, attributes: dict[str, str], mode: PutMode) -> None:
-        """Write an object. Raises WrittenMeanwhile if another writer wrote the object against `mode`. In a store that
-        cannot check `mode` the object is overwritten.
+        """Write an object. Raises WrittenMeanwhile if `mode` forbids it because another writer wrote the object first.
+        In a store that cannot check `mode`, the object is overwritten.
         """
         import obstore
         from obstore.exceptions import NotSupportedError
@@ -184,7 +188,9 @@ class Push:
             await self._bucket.limits.call(functools.partial(put, "overwrite"), STALL_S)
 
     async def _stream(self, name: str, path: Path, size: int, attributes: dict[str, str]) -> None:
-        """Write a large file in parts, some at a time. Raises StoreError, also if no part is accepted for STALL_S."""
+        """Write a large file in parts, several at the same time. Raises StoreError, also if the store accepts no part
+        within STALL_S seconds.
+        """
         import obstore
         from obstore.exceptions import BaseError
 
@@ -215,7 +221,7 @@ class Push:
                     )
             is_whole = True
         except TimeoutError as error:
-            raise StoreError(f"no part was accepted for {STALL_S:g} s") from error
+            raise StoreError(f"the store accepted no part of the file for {STALL_S:g} s") from error
         except BaseError as error:
             raise object_stores.failure(error) from error
         finally:
